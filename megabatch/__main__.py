@@ -1,0 +1,21 @@
+"""`python -m megabatch`: the same command line as `megabatch`, for `torchrun -m megabatch`."""
+
+import sys
+
+EXTRA = {"matplotlib", "pydantic", "rich", "transformers", "tyro"}  # what [train] installs
+
+
+def main() -> None:
+    """Run the command line, or say in one line what is not installed."""
+    try:
+        from megabatch.train import cli
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRA:
+            raise
+        print(f'megabatch: {error.name} is not installed; pip install "megabatch[train]"', file=sys.stderr)
+        sys.exit(2)
+    cli.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""GradientAccumulator: the open update, from plan to gradient.
+
+It knows no optimizer, no schedule, no source of data and no file.
+"""
+
+from collections.abc import Generator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megabatch import cut, gradient
+from megabatch.batch import Batch, Collate, Length, Microbatch, Samples, pad_right
+from megabatch.contract import LossFunction, Term, Weigh, terms_of, weigh_of
+from megabatch.cut import Plan
+from megabatch.errors import LossContractError, MegabatchError, PlanError
+from megabatch.run import Share, Turn, agree, prepare, turns, with_stand_ins
+from megabatch.sync import POLICIES, reducer_for
+from megabatch.update import OpenUpdate, Update, add_terms
+
+
+class GradientAccumulator:
+    """Computes the exact gradient of an update, microbatch by microbatch.
+
+    After `finalize`, ``p.grad`` is the gradient of ``sum(total) / sum(weight)`` over every sample that any rank gave
+    since the last `finalize`, however it was cut. All methods but `plan` are collective over the data ranks.
+
+    Args:
+        model: A plain model, DistributedDataParallel, or one that FSDP2's ``fully_shard`` has wrapped. A plain model
+            in a process group of several ranks is summed once per update.
+        mesh: Names the data axes where the model does not tell them; None reads the wrapper's own.
+        micro_batch_size: Samples per forward. Give this, or
+        max_microbatch_tokens: padded tokens per forward, a hard cap.
+        sync: "last" reduces gradients once per call, "every" with each microbatch, "auto" what suits the wrapper.
+        collate: Makes a microbatch of a list of samples; the default pads on the right.
+        length: Tokens of a sample; the default is the size of dim 0 of its first tensor.
+        accumulate_dtype: Only the parameters' own dtype is supported.
+
+    Raises `PlanError` for what cannot be planned or reduced exactly.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        mesh: DeviceMesh | None = None,
+        micro_batch_size: int | None = None,
+        max_microbatch_tokens: int | None = None,
+        sync: str = "auto",
+        collate: Collate | None = None,
+        length: Length | None = None,
+        accumulate_dtype: torch.dtype | None = None,
+    ) -> None:
+        _check_model(model, sync, accumulate_dtype)
+        cut.check_bound(micro_batch_size, max_microbatch_tokens)
+        self.model = model
+        self._reducer = reducer_for(model, mesh)
+        self._sync, self._reason = self._reducer.choose(sync)
+        self._micro_batch_size = micro_batch_size
+        self._max_microbatch_tokens = max_microbatch_tokens
+        self._collate = collate
+        self._length = length
+        self._device = next(model.parameters()).device
+        self._last_sample: Any | None = None
+        self._open: OpenUpdate | None = None
+        self._turn: Turn | None = None  # the microbatch that waits for its backward
+        self._call_sums: dict[str, Term] = {}
+        self.last_plan: Plan | None = None
+
+    def plan(self, batch: Batch) -> Plan:
+        """How this rank's part of a batch would be cut; runs nothing and asks no other rank."""
+        return self._cut(Samples(batch, self._collate, self._length))
+
+    def forward_backward(self, batch: Batch, loss_fn: LossFunction) -> dict[str, Term]:
+        """Add the gradient of this rank's samples to the open update; returns this rank's sums of this call.
+
+        ``loss_fn(model, microbatch)`` returns ``(total, weight)`` or a mapping of names to such pairs. The first call
+        after `finalize` drops the gradients that are there. Raises `PlanError` for the batch and `LossContractError`
+        for the loss.
+        """
+        microbatches = self.microbatches(batch, weigh_of(loss_fn))
+        try:
+            for microbatch in microbatches:
+                self._backward(terms_of(loss_fn(self.model, microbatch)))
+        finally:
+            microbatches.close()
+        sums = self._call_sums
+        return {name: Term(total, torch.as_tensor(weight, dtype=total.dtype)) for name, (total, weight) in sums.items()}
+
+    def microbatches(self, batch: Batch, weigh: Weigh | None = None) -> Generator[Microbatch, None, None]:
+        """The same as an open loop: yields each microbatch on the device; call `backward` once in the body."""
+        if self._turn is not None:
+            raise MegabatchError("microbatches() was called inside its own loop; finish one call before the next")
+        share, agreement = agree(self._reducer.ranks, lambda: self._prepare(batch, weigh), weigh, self._remembered)
+        if len(share.samples):
+            self._last_sample = share.samples.last()
+        if self._open is None:
+            gradient.drop(self._reducer.parameters)
+            self._open = OpenUpdate(self._reducer.ranks, self._device, self._reducer.loss_factor)
+        self._open.open_call(agreement)
+        self.last_plan = with_stand_ins(share.plan, agreement.num_microbatches)
+        self._call_sums = {}
+        complete = False
+        try:
+            for turn in turns(share, agreement, weigh, self._reducer, self._device):
+                self._turn = turn
+                yield turn.microbatch
+                if self._turn is turn:  # backward() clears it
+                    raise MegabatchError(f"microbatch {turn.index} was given out but backward() was not called for it")
+            complete = True
+        finally:
+            if not complete:
+                self._abandon()
+
+    def backward(self, total: Tensor | Mapping[str, Any], weight: Tensor | float | None = None) -> None:
+        """Differentiate one microbatch of the open loop; ``weight`` may be left out where ``weigh`` counted it.
+
+        ``total`` may be a mapping of names to ``(total, weight)``.
+        """
+        if self._turn is None:
+            raise MegabatchError(
+                "backward() belongs once in the body of a loop over microbatches(); there is none to run"
+            )
+        if isinstance(total, Mapping):
+            terms = terms_of(total)
+        elif weight is None and len(self._turn.counted) != 1:
+            raise LossContractError(
+                "backward() was given no weight and weigh counted none; give backward(total, weight)"
+            )
+        else:
+            terms = terms_of((total, next(iter(self._turn.counted.values())) if weight is None else weight))
+        self._backward(terms)
+
+    def finalize(self, *, max_norm: float | None = None, weight: float | None = None) -> Update:
+        """Close the update: ``p.grad`` is its gradient from here on, clipped to ``max_norm`` if that is given.
+
+        ``weight`` replaces what the total is divided by. An update without weight leaves every ``p.grad`` None. A
+        weight that was counted as one number and returned as another raises `LossContractError` here on the CPU; on
+        a device, where looking would wait, it makes ``update.finite`` false.
+        """
+        if self._open is None or self._turn is not None:
+            raise MegabatchError(
+                "finalize() closes the update that forward_backward() opened; none is open, "
+                "and one that was left half-way is forgotten"
+            )
+        _check_finalize(max_norm, weight)
+        opened, self._open = self._open, None
+        update, factor = opened.close(weight)
+        if self._device.type == "cpu" and isinstance(problem := update.problem(), LossContractError):
+            raise problem
+        parameters = self._reducer.parameters
+        if isinstance(factor, float) and factor == 0.0:
+            gradient.drop(parameters)
+            return replace(update, finite=torch.zeros_like(update.finite))
+        self._reducer.finish_update()
+        if max_norm is not None:
+            return update.with_norm(gradient.clip(parameters, max_norm, factor))
+        if factor is not None:
+            gradient.scale(parameters, factor)
+        return update
+
+    def _backward(self, terms: Mapping[str, Term]) -> None:
+        turn, opened = self._turn, self._open
+        assert turn is not None  # the loop over microbatches set both
+        assert opened is not None
+        opened.objective(terms, turn).backward()
+        add_terms(self._call_sums, opened.add(terms, turn))
+        self._turn = None
+
+    def _prepare(self, batch: Batch, weigh: Weigh | None) -> Share:
+        samples = Samples(batch, self._collate, self._length)
+        return prepare(samples, self._cut(samples), weigh)
+
+    def _cut(self, samples: Samples) -> Plan:
+        (plan,) = cut.plan(
+            samples.lengths,
+            micro_batch_size=self._micro_batch_size,
+            max_microbatch_tokens=self._max_microbatch_tokens,
+        )
+        return replace(plan, sync=self._sync, reason=self._reason)
+
+    def _remembered(self) -> Microbatch | None:
+        if self._last_sample is None:
+            return None
+        return (self._collate or pad_right)([self._last_sample])
+
+    def _abandon(self) -> None:
+        """An update happens whole or not at all: forget what was accumulated."""
+        self._open = self._turn = None
+        self._reducer.discard()
+        gradient.drop(self._reducer.parameters)
+
+
+def _check_model(model: Any, sync: str, accumulate_dtype: torch.dtype | None) -> None:
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"model is a {type(model).__name__}; expected one torch.nn.Module")
+    if sync not in POLICIES:
+        raise PlanError(f"sync is {sync!r}; expected one of {', '.join(POLICIES)}")
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trainable:
+        raise PlanError("no parameter of the model requires a gradient; unfreeze what is to be trained")
+    other = {parameter.dtype for parameter in trainable} - {accumulate_dtype}
+    if accumulate_dtype is not None and other:
+        raise PlanError(
+            f"accumulate_dtype is {accumulate_dtype} but parameters are {', '.join(map(str, other))}; gradients are "
+            "accumulated in the parameter's dtype"
+        )
+
+
+def _check_finalize(max_norm: float | None, weight: float | None) -> None:
+    for name, value in {"max_norm": max_norm, "weight": weight}.items():
+        if value is not None and not value > 0:
+            raise PlanError(f"{name} is {value!r}; expected a positive number")

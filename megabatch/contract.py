@@ -1,0 +1,112 @@
+"""What a loss function returns, and how it says that its weight can be counted from the data.
+
+``loss_fn(model, microbatch)`` returns a pair ``(total, weight)``, or a mapping of names to such pairs. It sums and
+counts, and never divides: the update's loss is the sum of the totals over the sum of the weights.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from megabatch.errors import LossContractError
+
+EXPECTED = "return (total, weight): the sum over the microbatch and the count it is divided by"
+PAIR_NAME = "loss"  # the name of a pair that the loss returned on its own
+
+
+class Term(NamedTuple):
+    """A sum and its divisor, of one microbatch. A plain pair will do."""
+
+    total: Tensor  # scalar; a metric if it carries no gradient
+    weight: Tensor | float  # scalar, not negative
+
+
+LossFunction = Callable[[Any, Any], Any]
+Weigh = Callable[[Any], Any]
+F = TypeVar("F", bound=LossFunction)
+
+
+def loss(*, weigh: Weigh) -> Callable[[F], F]:
+    """Say how the weight of a microbatch is counted from its data, so that the loss is scaled before backward.
+
+    ``weigh(microbatch)`` sees the collated microbatch on the CPU and returns the weight that the loss will return
+    for it (a number or a scalar tensor), or a mapping of term names to weights where the loss has several terms.
+    """
+
+    def attach(function: F) -> F:
+        function.weigh = weigh  # type: ignore[attr-defined]
+        return function
+
+    return attach
+
+
+def weigh_of(loss_fn: LossFunction) -> Weigh | None:
+    """The counting function that `loss` attached, if any."""
+    return cast(Weigh | None, getattr(loss_fn, "weigh", None))
+
+
+def terms_of(returned: Any) -> dict[str, Term]:
+    """What a loss returned, checked, as named terms. Raises `LossContractError` in one line."""
+    if isinstance(returned, Mapping) and returned:
+        named = cast(Mapping[str, Any], returned)
+        return {str(name): _term(f"term {name!r} of the loss", pair) for name, pair in named.items()}
+    return {PAIR_NAME: _term("the loss", returned)}
+
+
+def differentiable(terms: Mapping[str, Term]) -> list[str]:
+    """Names of the terms that carry a gradient; the others are metrics."""
+    return [name for name, term in terms.items() if term.total.requires_grad]
+
+
+def counted_weights(weight: Any) -> dict[str, float]:
+    """What ``weigh`` returned for one microbatch, as numbers by term name."""
+    if isinstance(weight, Mapping):
+        named = cast(Mapping[str, Any], weight)
+        return {str(name): _number(f"what weigh counts for term {name!r}", value) for name, value in named.items()}
+    return {PAIR_NAME: _number("what weigh counts", weight)}
+
+
+def _number(source: str, weight: Any) -> float:
+    if isinstance(weight, Tensor) and weight.numel() != 1:
+        raise LossContractError(f"{source} has shape {tuple(weight.shape)}; sum it to one number")
+    try:
+        number = float(weight)
+    except (TypeError, ValueError):
+        raise LossContractError(f"{source} is a {type(weight).__name__}; expected a number") from None
+    if not 0 <= number < float("inf"):
+        raise LossContractError(f"{source} is {number}; a weight must be finite and not negative")
+    return number
+
+
+def _term(source: str, pair: Any) -> Term:
+    if isinstance(pair, Tensor) or not isinstance(pair, tuple | list):
+        kind = f"a tensor of shape {tuple(pair.shape)}" if isinstance(pair, Tensor) else f"a {type(pair).__name__}"
+        raise LossContractError(f"{source} is {kind}, perhaps a mean; {EXPECTED}")
+    if len(cast(tuple[Any, ...], pair)) != 2:
+        raise LossContractError(f"{source} is a tuple of {len(cast(tuple[Any, ...], pair))}; {EXPECTED}")
+    total, weight = cast(tuple[Any, Any], pair)
+    if not isinstance(total, Tensor):
+        raise LossContractError(
+            f"the total of {source} is a {type(total).__name__}; {EXPECTED}, the total as a scalar tensor"
+        )
+    if total.numel() != 1:
+        raise LossContractError(
+            f"the total of {source} has shape {tuple(total.shape)}; sum it to a scalar, and {EXPECTED}"
+        )
+    return Term(total.reshape(()), _weight(f"the weight of {source}", weight))
+
+
+def _weight(source: str, weight: Any) -> Tensor | float:
+    """A number where it can be read without waiting, else a scalar on the device."""
+    if isinstance(weight, Tensor) and weight.requires_grad:
+        raise LossContractError(f"{source} carries a gradient; count it from the data, or detach it")
+    if isinstance(weight, Tensor) and weight.device.type != "cpu" and weight.numel() == 1:
+        return weight.reshape(()).to(accumulation_dtype(weight.device))
+    return _number(source, weight)
+
+
+def accumulation_dtype(device: torch.device) -> torch.dtype:
+    """The dtype in which totals and weights are summed: float64 wherever the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64

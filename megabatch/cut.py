@@ -1,0 +1,132 @@
+"""Plan and plan(): which samples share a microbatch, in what order, and when gradients are reduced.
+
+Pure: lengths in, a frozen plan out. It knows no tensor, model or process group.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megabatch.cost import CostModel
+from megabatch.errors import PlanError, require_count
+from megabatch.partition import deal, pack
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One rank's part of an update, cut into microbatches."""
+
+    microbatches: tuple[tuple[int, ...], ...]  # indices into ``lengths``; () is a stand-in
+    lengths: tuple[int, ...]  # tokens of this rank's samples
+    samples: tuple[int, ...] = ()  # which of the planned samples they are
+    sync: str = "last"  # "last": reduce once, with the last microbatch; "every": with each
+    reason: str = ""  # why this sync
+    seconds: float | None = None  # predicted by the cost model that was given
+    peak_bytes: float | None = None
+
+    @property
+    def num_microbatches(self) -> int:
+        """Forward and backward passes of this rank: the gradient accumulation steps."""
+        return len(self.microbatches)
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens, without padding."""
+        return sum(self.lengths)
+
+    @property
+    def padded_tokens(self) -> int:
+        """Tokens that go through the model: rows times the longest row, without stand-ins."""
+        return sum(len(rows) * max(self.lengths[row] for row in rows) for rows in self.microbatches if rows)
+
+    @property
+    def padding(self) -> float:
+        """Share of the computed tokens that are padding, in [0, 1)."""
+        return 1 - self.num_tokens / self.padded_tokens if self.num_tokens else 0.0
+
+    def explain(self) -> str:
+        """The plan in words, for a person: one line a fact."""
+        stand_ins = sum(not rows for rows in self.microbatches)
+        rows = [len(rows) for rows in self.microbatches if rows] or [0]
+        spread = f"{min(rows)}" if min(rows) == max(rows) else f"{min(rows)} to {max(rows)}"
+        lines = [
+            f"{len(self.lengths)} samples in {self.num_microbatches} microbatches of {spread}"
+            + (f", {stand_ins} of them stand-ins of no weight" if stand_ins else ""),
+            f"{self.num_tokens:,} real tokens, {self.padded_tokens:,} computed: {self.padding:.1%} padding",
+            f"sync {self.sync}" + (f": {self.reason}" if self.reason else ""),
+        ]
+        if self.seconds is not None:
+            lines.append(f"predicted {self.seconds:.3g} seconds")
+        if self.peak_bytes:
+            lines.append(f"predicted peak {self.peak_bytes / 2**30:.2f} GiB")
+        return "\n".join(lines)
+
+
+def plan(
+    lengths: Sequence[int],
+    *,
+    dp_degree: int = 1,
+    micro_batch_size: int | None = None,
+    max_microbatch_tokens: int | None = None,
+    cost: CostModel | None = None,
+) -> list[Plan]:
+    """Deal an update's samples over ``dp_degree`` ranks and cut each share into microbatches.
+
+    Returns a plan per rank; each runs the same number of microbatches, the shorter shares end with stand-ins.
+    Exactly one of ``micro_batch_size`` (samples) and ``max_microbatch_tokens`` (padded tokens, a hard cap)
+    must be given. Raises `PlanError` for anything that cannot be planned.
+    """
+    check_bound(micro_batch_size, max_microbatch_tokens)
+    require_count("dp_degree", dp_degree)
+    check_lengths(lengths, max_microbatch_tokens)
+    price = cost or CostModel()
+    shares = deal([price.sample_seconds(length) for length in lengths], dp_degree)
+    cuts: list[list[tuple[int, ...]]] = []
+    for share in shares:
+        own = [lengths[sample] for sample in share]
+        cuts.append(pack(own, price.seconds, max_rows=micro_batch_size, max_tokens=max_microbatch_tokens))
+    num_microbatches = max(len(cut) for cut in cuts)
+    plans: list[Plan] = []
+    for share, cut in zip(shares, cuts, strict=True):
+        own = tuple(lengths[sample] for sample in share)
+        shapes = [(len(rows), max(own[row] for row in rows)) for rows in cut]
+        plans.append(
+            Plan(
+                microbatches=pad_with_stand_ins(cut, num_microbatches),
+                lengths=own,
+                samples=tuple(share),
+                seconds=sum(cost.seconds(*shape) for shape in shapes) if cost else None,
+                peak_bytes=max((cost.peak_bytes(*shape) for shape in shapes), default=0.0) if cost else None,
+            )
+        )
+    return plans
+
+
+def pad_with_stand_ins(microbatches: Sequence[tuple[int, ...]], num_microbatches: int) -> tuple[tuple[int, ...], ...]:
+    """The microbatches, followed by as many stand-ins as make ``num_microbatches``."""
+    return (*microbatches, *[()] * (num_microbatches - len(microbatches)))
+
+
+def check_bound(micro_batch_size: int | None, max_microbatch_tokens: int | None) -> None:
+    """Raise `PlanError` unless exactly one of the two bounds is given, as a positive whole number."""
+    if (micro_batch_size is None) == (max_microbatch_tokens is None):
+        given = "neither" if micro_batch_size is None else "both"
+        raise PlanError(
+            f"{given} of micro_batch_size and max_microbatch_tokens given; "
+            "give one: samples per forward, or padded tokens per forward"
+        )
+    if micro_batch_size is not None:
+        require_count("micro_batch_size", micro_batch_size)
+    else:
+        require_count("max_microbatch_tokens", max_microbatch_tokens)
+
+
+def check_lengths(lengths: Sequence[int], max_microbatch_tokens: int | None) -> None:
+    """Raise `PlanError` where a length is no count or does not fit under the cap."""
+    for sample, length in enumerate(lengths):
+        if length < 0:
+            raise PlanError(f"sample {sample} has length {length}; lengths count tokens and cannot be negative")
+        if max_microbatch_tokens is not None and length > max_microbatch_tokens:
+            raise PlanError(
+                f"sample {sample} has {length} tokens, more than max_microbatch_tokens={max_microbatch_tokens} "
+                f"allows; raise it to {length} or shorten the sample"
+            )

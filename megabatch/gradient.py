@@ -1,0 +1,59 @@
+"""What is done to ``p.grad``: drop, scale, norm, clip, over plain tensors and DTensors alike."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+
+
+def drop(parameters: Sequence[nn.Parameter]) -> None:
+    """Set every ``p.grad`` to None."""
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def scale(parameters: Sequence[nn.Parameter], factor: float | Tensor) -> None:
+    """Multiply every gradient by ``factor``, in one pass."""
+    for group in _groups(parameters):
+        torch._foreach_mul_(group, factor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+
+
+def total_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """2-norm over the gradients of all parameters, over all shards: a scalar on the device."""
+    norms = [_full(torch.nn.utils.get_total_norm(group)) for group in _groups(parameters)]
+    if not norms:
+        return torch.zeros(())
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms]))
+
+
+def clip(parameters: Sequence[nn.Parameter], max_norm: float, factor: float | Tensor | None = None) -> Tensor:
+    """Multiply every gradient by ``factor``, then clip to ``max_norm``, in one pass; returns the norm in between.
+
+    Clipping follows torch: ``g * min(1, max_norm / (norm + 1e-6))``.
+    """
+    norm = total_norm(parameters)
+    if factor is None:
+        coefficient = torch.clamp(max_norm / (norm + CLIP_EPSILON), max=1.0)
+    else:
+        norm = norm * factor
+        coefficient = torch.clamp(max_norm / (norm + CLIP_EPSILON), max=1.0) * factor
+    scale(parameters, coefficient)
+    return norm
+
+
+def _groups(parameters: Sequence[nn.Parameter]) -> list[list[Tensor]]:
+    """Gradients that one foreach call can take: of one kind, on one device and mesh."""
+    groups: dict[object, list[Tensor]] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None:
+            mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
+            groups.setdefault((mesh, gradient.device), []).append(gradient)
+    return list(groups.values())
+
+
+def _full(norm: Tensor) -> Tensor:
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -1,0 +1,76 @@
+"""Learner: two verbs for all of training."""
+
+from typing import Any
+
+from torch import nn, optim
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from megabatch.accumulator import GradientAccumulator
+from megabatch.batch import Batch
+from megabatch.contract import LossFunction, Term
+from megabatch.errors import LossContractError
+from megabatch.update import Update
+
+
+class Learner:
+    """A model, its optimizer and its schedule, moved by updates.
+
+    Call `forward_backward` as often as data comes, then `optim_step`.
+
+    Args:
+        model: The model that ``gradient`` was made for.
+        optimizer: Any torch optimizer over its parameters.
+        gradient: Computes the gradient of an update.
+        scheduler: Stepped once per update that was stepped.
+        max_norm: Clips each update's gradient to this norm.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: optim.Optimizer,
+        gradient: GradientAccumulator,
+        *,
+        scheduler: optim.lr_scheduler.LRScheduler | None = None,
+        max_norm: float | None = None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.gradient = gradient
+        self.scheduler = scheduler
+        self.max_norm = max_norm
+        self.step = 0  # updates so far, stepped or not
+
+    def forward_backward(self, batch: Batch, loss_fn: LossFunction) -> dict[str, Term]:
+        """Add this rank's samples to the update; returns this rank's sums of this call."""
+        return self.gradient.forward_backward(batch, loss_fn)
+
+    def optim_step(self) -> Update:
+        """Close the update and step optimizer and scheduler once; neither, where ``update.finite`` is false.
+
+        Raises `LossContractError` where the weight that was counted is not the weight that was returned.
+        """
+        update = self.gradient.finalize(max_norm=self.max_norm)
+        if update.finite:  # the one wait for the device
+            self.optimizer.step()
+            if self.scheduler is not None:
+                self.scheduler.step()
+        elif isinstance(problem := update.problem(), LossContractError):
+            raise problem
+        self.step += 1
+        return update
+
+    def state_dict(self) -> dict[str, Any]:
+        """Model, optimizer, schedule and step, under names and shards that torch.distributed.checkpoint can re-deal."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": self.step}
+        if self.scheduler is not None:
+            state["scheduler"] = self.scheduler.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        self.step = state["step"]

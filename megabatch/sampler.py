@@ -1,0 +1,132 @@
+"""UpdateSampler: which samples are in an update, and which of them are this rank's share.
+
+The samples of an update follow from (seed, epoch, position) alone. How many ranks there are decides only who runs
+them, so a run may go on with another number of ranks.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from megabatch.cost import CostModel
+from megabatch.errors import PlanError, require_count
+from megabatch.partition import deal
+
+TAILS = ("step", "drop", "carry")
+
+
+class UpdateSampler(torch.utils.data.Sampler[list[int]]):
+    """Yields this rank's sample ids of each update, for one epoch; use it as a DataLoader's ``batch_sampler``.
+
+    The shares of all ranks are disjoint, make up the update, differ in size by at most one, and are balanced by
+    cost. A share may be empty, so give the DataLoader ``collate_fn=list``.
+
+    Args:
+        lengths: Tokens of each sample of the data set.
+        global_batch_size: Samples of an update over all ranks; it need not divide by anything.
+        seed: With the epoch, decides the order of the samples.
+        dp_rank: Which share is this rank's.
+        dp_degree: Number of ranks that see different samples.
+        tail: What becomes of an epoch's last samples that do not fill an update: "step" makes a short update of
+            them, "drop" leaves them out, "carry" begins the next epoch's first update with them.
+        cost: Balances shares by seconds; by default by length.
+
+    Raises `PlanError` for a size, a rank or a tail that cannot be.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        *,
+        global_batch_size: int,
+        seed: int = 0,
+        dp_rank: int = 0,
+        dp_degree: int = 1,
+        tail: str = "step",
+        cost: CostModel | None = None,
+    ) -> None:
+        require_count("global_batch_size", global_batch_size)
+        require_count("dp_degree", dp_degree)
+        if tail not in TAILS:
+            raise PlanError(f"tail is {tail!r}; expected one of {', '.join(TAILS)}")
+        if not 0 <= dp_rank < dp_degree:
+            raise PlanError(f"dp_rank is {dp_rank}; expected 0 to {dp_degree - 1} with dp_degree={dp_degree}")
+        if not len(lengths):
+            raise PlanError("the data set is empty; give at least one sample")
+        if tail == "drop" and len(lengths) < global_batch_size:
+            raise PlanError(
+                f"the data set has {len(lengths)} samples, fewer than global_batch_size={global_batch_size}, and "
+                'tail="drop" would leave no update; use tail="step" or a smaller global_batch_size'
+            )
+        self._prices = [float(length) if cost is None else cost.sample_seconds(length) for length in lengths]
+        self._size = global_batch_size
+        self._seed = seed
+        self._dp_rank = dp_rank
+        self._dp_degree = dp_degree
+        self._tail = tail
+        self._consumed = 0  # samples since the first epoch began; a dropped tail counts as consumed
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the next update, from 0."""
+        return self._consumed // len(self._prices)
+
+    @property
+    def tail_size(self) -> int:
+        """Samples at the end of the first epoch that do not fill an update."""
+        return len(self._prices) % self._size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        end = self._end()
+        while (stop := self._stop(end)) is not None:
+            samples = self._stream(self._consumed, stop)
+            self._consumed = end if self._tail == "drop" and end - stop < self._size else stop
+            yield self.share(samples)
+
+    def __len__(self) -> int:
+        """Updates that the next iteration yields."""
+        left = self._end() - self._consumed
+        return -(-left // self._size) if self._tail == "step" else left // self._size
+
+    def share(self, samples: Sequence[int]) -> list[int]:
+        """This rank's part of an update's sample ids."""
+        shares = deal([self._prices[sample] for sample in samples], self._dp_degree)
+        return [samples[index] for index in shares[self._dp_rank]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream of samples stands, whatever the number of ranks."""
+        return {"samples": self._consumed, "num_samples": len(self._prices), "seed": self._seed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state`` was taken. Raises `PlanError` where it is of another data set or seed."""
+        for key, mine in {"num_samples": len(self._prices), "seed": self._seed}.items():
+            if state[key] != mine:
+                raise PlanError(
+                    f"the sampler's state has {key}={state[key]} but this sampler has {mine}; "
+                    "give the same data and seed"
+                )
+        self._consumed = int(state["samples"])
+
+    def _end(self) -> int:
+        """Where in the stream the epoch of the next update ends; a carried update belongs to the epoch it ends in."""
+        size = len(self._prices)
+        last = self._consumed + (self._size if self._tail == "carry" else 1) - 1
+        return (last // size + 1) * size
+
+    def _stop(self, end: int) -> int | None:
+        """Where the next update of this epoch stops, if there is one."""
+        stop = self._consumed + self._size
+        if stop <= end:
+            return stop
+        return end if self._tail == "step" and self._consumed < end else None
+
+    def _stream(self, start: int, stop: int) -> list[int]:
+        """Sample ids from ``start`` to ``stop`` of the endless stream of shuffled epochs."""
+        size = len(self._prices)
+        samples: list[int] = []
+        for epoch in range(start // size, (stop - 1) // size + 1):
+            order = np.random.default_rng([self._seed, epoch]).permutation(size)
+            samples += order[max(0, start - epoch * size) : stop - epoch * size].tolist()
+        return samples

@@ -1,0 +1,241 @@
+"""How each wrapper holds its reduction back, and what it does to the sum over ranks.
+
+A reducer's ``loss_factor`` undoes the wrapper's own division, so that gradients come out summed over ranks:
+DDP averages and is given the loss times its ranks; FSDP2 is told to sum; a plain model is summed here.
+"""
+
+import contextlib
+from collections.abc import Generator, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from megabatch.errors import MegabatchError, PlanError
+from megabatch.mesh import DataRanks, data_axes, mesh_groups
+
+POLICIES = ("auto", "last", "every")
+AVERAGING_HOOKS = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
+
+
+class PlainReducer:
+    """A model without a wrapper: one rank needs no reduction, several are summed once, in `finish_update`."""
+
+    auto = "last"
+    loss_factor = 1.0
+
+    def __init__(self, model: nn.Module, groups: Sequence[dist.ProcessGroup]) -> None:
+        self.ranks = DataRanks(groups)
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def choose(self, policy: str) -> tuple[str, str]:
+        """The policy to follow and why."""
+        if self.ranks.degree == 1:
+            return "last", "one rank, nothing to reduce"
+        return "last", "no wrapper: every rank keeps its whole gradient, summed once per update"
+
+    @contextlib.contextmanager
+    def microbatch(self, *, reduce: bool, last: bool) -> Generator[None]:
+        """Surrounds the forward and backward of one microbatch; ``last`` of its call."""
+        yield
+
+    def finish_call(self) -> None:
+        """After the last backward of a call: what had to be reduced was reduced, or an error says so."""
+
+    def finish_update(self) -> None:
+        """After the last call: gradients are summed over ranks from here on."""
+        if self.ranks.degree == 1:
+            return
+        has_gradient = self.ranks.exchange([parameter.grad is not None for parameter in self.parameters]).any(0)
+        for parameter, somewhere in zip(self.parameters, has_gradient.tolist(), strict=True):
+            if somewhere and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        for group in self.ranks.groups:
+            works = [
+                dist.all_reduce(parameter.grad, group=group, async_op=True)
+                for parameter in self.parameters
+                if parameter.grad is not None
+            ]
+            for work in works:
+                cast(dist.Work, work).wait()
+
+    def discard(self) -> None:
+        """Drop what an update that failed half-way has left, outside of ``p.grad``."""
+
+
+class DDPReducer(PlainReducer):
+    """DDP averages what it reduces; what is equal on all ranks already is its own mean, so any policy is right."""
+
+    def __init__(self, model: nn.Module, ddp: DistributedDataParallel) -> None:
+        super().__init__(model, [cast(dist.ProcessGroup, ddp.process_group)])
+        _check_hooks(ddp)
+        self.loss_factor = float(self.ranks.degree)
+        self._ddp = ddp
+        self._first_of_static_graph = bool(ddp.static_graph)
+
+    def choose(self, policy: str) -> tuple[str, str]:
+        if policy == "every":
+            return "every", "as asked: DDP all-reduces the whole gradient with each microbatch"
+        return "last", "DDP keeps the whole gradient anyway: one all-reduce, overlapping the last backward"
+
+    @contextlib.contextmanager
+    def microbatch(self, *, reduce: bool, last: bool) -> Generator[None]:
+        # A static graph is recorded in the first backward, which must be a reducing one.
+        reduce, self._first_of_static_graph = reduce or self._first_of_static_graph, False
+        with contextlib.nullcontext() if reduce else self._ddp.no_sync():
+            yield
+
+    def finish_call(self) -> None:
+        # A bucket with a parameter that the last microbatch did not use is never reduced, without any error.
+        try:
+            self._ddp._check_reducer_finalized()  # pyright: ignore[reportPrivateUsage]
+        except RuntimeError:
+            raise MegabatchError(
+                "DDP left gradients unreduced: a parameter that requires a gradient was not used in the last "
+                "microbatch; wrap with DistributedDataParallel(..., find_unused_parameters=True)"
+            ) from None
+
+    def finish_update(self) -> None:
+        """Nothing is left to do: DDP has reduced."""
+
+
+class FSDP2Reducer(PlainReducer):
+    """FSDP2 reduces increments and adds them to the sharded gradient; told to sum, it divides nowhere."""
+
+    def __init__(self, model: nn.Module, modules: list[FSDPModule]) -> None:
+        trainable = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        mesh = _fsdp_mesh(trainable)
+        super().__init__(model, mesh_groups(mesh, range(mesh.ndim)))
+        self._modules = modules
+        for module in modules:  # neither setter reaches the children
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+    def choose(self, policy: str) -> tuple[str, str]:
+        if policy == "last":
+            return "last", "as asked: FSDP2 keeps the whole unsharded gradient until the last microbatch"
+        return "every", "FSDP2 reduce-scatters each microbatch, so that only a shard of the gradient is kept"
+
+    @contextlib.contextmanager
+    def microbatch(self, *, reduce: bool, last: bool) -> Generator[None]:
+        self._set(reduce=reduce, last=last)
+        try:
+            yield
+        finally:
+            self._set(reduce=True, last=True)
+
+    def finish_update(self) -> None:
+        """Nothing is left to do: FSDP2 has reduced."""
+
+    def discard(self) -> None:
+        # zero_grad does not reach what was accumulated unsharded, and in torch 2.13 reset_iter_state does not either.
+        for module in self._modules:
+            for group in cast(Any, module)._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    parameter.unsharded_accumulated_grad = None
+                    if hasattr(parameter, "_unsharded_param"):
+                        parameter._unsharded_param.grad = None
+        cast(Any, self._modules[0]).reset_iter_state()
+
+    def _set(self, *, reduce: bool, last: bool) -> None:
+        for module in self._modules:
+            module.set_requires_gradient_sync(reduce, recurse=False)
+            module.set_is_last_backward(last)
+
+
+Reducer = PlainReducer | DDPReducer | FSDP2Reducer
+
+
+def reducer_for(model: nn.Module, mesh: DeviceMesh | None) -> Reducer:
+    """The reducer of the model's wrapper. Raises `PlanError` for a wrapper or mesh that it cannot be exact with."""
+    axes = None if mesh is None else data_axes(mesh)
+    wrapper = getattr(model, "_orig_mod", model)  # torch.compile keeps what it compiled here
+    modules = [module for module in wrapper.modules() if isinstance(module, FSDPModule)]
+    if isinstance(wrapper, DistributedDataParallel):
+        reducer = DDPReducer(model, wrapper)
+    elif modules:
+        reducer = FSDP2Reducer(model, modules)
+    else:
+        _refuse_unknown(wrapper)
+        reducer = PlainReducer(model, _plain_groups(mesh, axes))
+    if mesh is not None and axes is not None:
+        _check_mesh_agrees(reducer.ranks, DataRanks(mesh_groups(mesh, axes)))
+    return reducer
+
+
+def _plain_groups(mesh: DeviceMesh | None, axes: Sequence[str] | None) -> list[dist.ProcessGroup]:
+    if mesh is not None and axes is not None:
+        return mesh_groups(mesh, axes)
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    world = dist.group.WORLD
+    assert world is not None
+    return [world]
+
+
+def _refuse_unknown(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if isinstance(module, DistributedDataParallel):
+            raise PlanError(
+                f"{name!r} inside the model is a DDP wrapper; give that wrapper itself, or wrap the whole model"
+            )
+        if isinstance(module, nn.DataParallel) or hasattr(module, "no_sync"):
+            raise PlanError(
+                f"unknown wrapper {kind}; expected a plain model, DistributedDataParallel, "
+                "or a model that FSDP2's fully_shard has wrapped"
+            )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise PlanError(
+                f"parameter {name!r} is a DTensor that FSDP2 does not manage; shard the model with fully_shard"
+            )
+
+
+def _check_hooks(ddp: DistributedDataParallel) -> None:
+    for hook, _ in cast(Any, ddp)._comm_hooks:
+        if hook not in AVERAGING_HOOKS:
+            known = ", ".join(each.__name__ for each in AVERAGING_HOOKS)
+            raise PlanError(
+                f"DDP has the communication hook {hook.__name__!r}; only hooks known to average are exact: {known}"
+            )
+    if cast(Any, ddp).mixed_precision is not None:
+        raise PlanError(
+            "DDP's mixed_precision is not supported; use torch.autocast in the loss, or bfloat16 parameters"
+        )
+
+
+def _fsdp_mesh(trainable: dict[str, nn.Parameter]) -> DeviceMesh:
+    """The one mesh over which FSDP2 reduces every trainable parameter: (shard) or (replicate, shard)."""
+    meshes: list[DeviceMesh] = []
+    for name, parameter in trainable.items():
+        if not isinstance(parameter.data, DTensor):
+            raise PlanError(
+                f"parameter {name!r} is not sharded, so FSDP2 would leave its gradient unreduced; call fully_shard on "
+                "the root too, and reshard() after an evaluation"
+            )
+        replicas_then_shards = all(isinstance(each, Replicate) for each in parameter.data.placements[:-1])
+        if not (replicas_then_shards and isinstance(parameter.data.placements[-1], Shard)):
+            raise PlanError(
+                f"parameter {name!r} is placed as {parameter.data.placements}; only FSDP2's own sharding is supported"
+            )
+        meshes.append(parameter.data.device_mesh)
+    if not meshes:
+        raise PlanError("no parameter of the model requires a gradient; unfreeze what is to be trained")
+    if any(mesh != meshes[0] for mesh in meshes):
+        raise PlanError("the model's parameters are sharded over different meshes; use one mesh for all")
+    return meshes[0]
+
+
+def _check_mesh_agrees(wrapper: DataRanks, mesh: DataRanks) -> None:
+    if wrapper.degree != mesh.degree:
+        raise PlanError(
+            f"the mesh has {mesh.degree} data ranks but the wrapper reduces over {wrapper.degree}; "
+            "give both the same mesh"
+        )

@@ -1,0 +1,222 @@
+"""What an update is while it is open, and what it was.
+
+While open, each microbatch's total is divided by the weight that the first call announced. What that divisor lacks
+of the whole update's weight is one factor, known when the update closes; for a single weighed call it is 1.
+"""
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from megabatch.contract import PAIR_NAME, Term, accumulation_dtype, differentiable
+from megabatch.errors import LossContractError, MegabatchError
+from megabatch.mesh import DataRanks
+from megabatch.run import Agreement, Turn
+
+MAX_TERMS = 16  # the message between devices has a fixed size, so that no rank can wait for a longer one
+WEIGHT_TOLERANCE = 1e-6  # relative: one target in a million is seen, float32's rounding of a sum is not
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an update was, over all ranks. Tensors are scalars on the model's device."""
+
+    loss: Tensor  # sum of totals over sum of weights, added over the differentiable terms
+    terms: dict[str, Tensor]  # that quotient of each term and metric
+    weight: Tensor  # what the totals were divided by; of the first differentiable term, where there are several
+    finite: Tensor  # bool: all is finite, weights agree, and there is weight; step only then
+    grad_norm: Tensor | None  # before clipping; None unless max_norm was given
+    num_samples: int
+    num_tokens: int  # without padding
+    num_microbatches: int  # of each rank
+    faults: Tensor = field(repr=False)  # [ranks, 5]: as OpenUpdate reports them
+
+    def problem(self) -> MegabatchError | None:
+        """What is wrong, in one line; None where nothing is, or only weight is missing. Waits for the device."""
+        faults = self.faults.tolist()
+        if len({names_hash for *_, names_hash in faults}) > 1:
+            return LossContractError("the loss names other terms on other ranks; return the same names everywhere")
+        for rank, (not_finite, differ, counted, returned, _) in enumerate(faults):
+            where = f"data rank {rank} of {len(faults)}"
+            if differ:
+                return weights_differ(where, counted, returned)
+            if not_finite:
+                return MegabatchError(f"the loss is not finite on {where}")
+        if self.grad_norm is not None and not torch.isfinite(self.grad_norm):
+            return MegabatchError(f"the loss is finite but the norm of the gradient is {float(self.grad_norm)}")
+        return None
+
+    def with_norm(self, norm: Tensor) -> "Update":
+        """The same update, its gradient's norm known."""
+        return replace(self, grad_norm=norm, finite=self.finite & torch.isfinite(norm))
+
+
+def weights_differ(where: str, counted: float, returned: float) -> LossContractError:
+    """The error for a weight that was counted as one number and returned as another."""
+    return LossContractError(
+        f"weigh counted {counted:.10g} from the data but the loss returned the weight {returned:.10g} on {where}; "
+        "count what the loss sums (a causal shift never uses the label at position 0: count labels[:, 1:])"
+    )
+
+
+class OpenUpdate:
+    """This rank's sums of the update that is being accumulated, and the divisors of its terms."""
+
+    def __init__(self, ranks: DataRanks, device: torch.device, loss_factor: float) -> None:
+        self._ranks = ranks
+        self._loss_factor = loss_factor
+        self._device = device
+        self._dtype = accumulation_dtype(device)
+        self._divisors: dict[str, float] = {}  # by weighed term, from the first call
+        self._announced: dict[str, float] = {}  # weights over all ranks, of the weighed calls
+        self._all_announced = True
+        self._differentiable: dict[str, None] = {}  # an ordered set of names
+        self._sums: dict[str, Term] = {}
+        self._differ: bool | Tensor = False
+        self._counted = 0.0
+        self._num_calls = self.num_samples = self.num_tokens = self.num_microbatches = 0
+
+    def open_call(self, agreement: Agreement) -> None:
+        """Take in what the ranks agreed on for the next call."""
+        self._num_calls += 1
+        if self._num_calls == 1:
+            self._divisors = {name: weight or 1.0 for name, weight in agreement.weights.items()}
+        for name, weight in agreement.weights.items():
+            self._announced[name] = self._announced.get(name, 0.0) + weight
+        self._all_announced &= bool(agreement.weights) or not agreement.num_microbatches
+        self.num_samples += agreement.num_samples
+        self.num_tokens += agreement.num_tokens
+        self.num_microbatches += agreement.num_microbatches
+
+    def objective(self, terms: Mapping[str, Term], turn: Turn) -> Tensor:
+        """The scalar to differentiate: each total over its divisor, and nothing of a stand-in."""
+        names = differentiable(terms)
+        self._check_terms(names, turn)
+        self._differentiable.update(dict.fromkeys(names))
+        share = 0.0 if turn.is_stand_in else self._loss_factor
+        parts = [terms[name].total * (share / (_of(self._divisors, name) or 1.0)) for name in names]
+        return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+
+    def add(self, terms: Mapping[str, Term], turn: Turn) -> dict[str, Term]:
+        """Add a microbatch's terms to the sums and hold its weights against those counted; returns them detached.
+
+        A stand-in adds nothing but its terms' names.
+        """
+        if turn.is_stand_in:
+            nothing = {name: Term(self._scalar(0.0), 0.0) for name in terms}
+            add_terms(self._sums, nothing)
+            return nothing
+        detached = {name: Term(term.total.detach().to(self._dtype), term.weight) for name, term in terms.items()}
+        add_terms(self._sums, detached)
+        for name in differentiable(terms):
+            counted = _of(turn.counted, name)
+            if counted is not None:
+                self._compare(counted, terms[name].weight, turn)
+        return detached
+
+    def close(self, weight: float | None) -> tuple[Update, float | Tensor | None]:
+        """What the update was, and the factor that its gradient still lacks (None: nothing; 0.0: there is no weight).
+
+        ``weight`` replaces the divisor. Ends with one small message between devices.
+        """
+        if weight is not None and len(self._differentiable) > 1:
+            raise LossContractError(
+                f"weight= replaces one divisor, but the loss has the terms {list(self._differentiable)}"
+            )
+        rows = self._ranks.gather(self._report())  # [ranks, 5 + 2 * MAX_TERMS]
+        sums = dict(zip(sorted(self._sums), rows[:, 5:].sum(0).reshape(-1, 2).unbind(), strict=False))
+        weights = {name: self._weight_of(name, sums[name][1], weight) for name in self._sums}
+        quotients = {name: total / weights[name] for name, (total, _) in sums.items()}
+        terms = [name for name in self._differentiable if name in sums]
+        whole = weights[terms[0]] if terms else self._scalar(0.0)
+        loss = torch.stack([quotients[name] for name in terms]).sum() if terms else self._scalar(float("nan"))
+        update = Update(
+            loss=loss,
+            terms=quotients,
+            weight=whole,
+            finite=torch.isfinite(loss) & ~rows[:, :2].any() & (rows[:, 4] == rows[0, 4]).all(),
+            grad_norm=None,
+            num_samples=self.num_samples,
+            num_tokens=self.num_tokens,
+            num_microbatches=self.num_microbatches,
+            faults=rows[:, :5],
+        )
+        return update, self._missing_factor(terms, whole, weight)
+
+    def _missing_factor(self, terms: list[str], whole: Tensor, weight: float | None) -> float | Tensor | None:
+        if not terms:
+            return 0.0
+        if len(terms) > 1:  # each total has had its own divisor, in the only call
+            return None if any(self._announced.values()) else 0.0
+        divisor = _of(self._divisors, terms[0]) or 1.0
+        known = weight if weight is not None else _of(self._announced, terms[0]) if self._all_announced else None
+        if known is None and self._device.type != "cpu":  # reading it would wait for the device
+            return torch.where(whole > 0, divisor / whole, 0.0)
+        known = float(whole) if known is None else known
+        factor = divisor / known if known else 0.0
+        return None if factor == 1.0 else factor
+
+    def _weight_of(self, name: str, returned: Tensor, weight: float | None) -> Tensor:
+        if name not in self._differentiable:
+            return returned
+        known = weight if weight is not None else _of(self._announced, name) if self._all_announced else None
+        return returned if known is None else self._scalar(known)
+
+    def _check_terms(self, names: list[str], turn: Turn) -> None:
+        if not names:
+            raise LossContractError(
+                "no total of the loss carries a gradient; compute one from the model's output, undetached"
+            )
+        unweighed = [name for name in names if _of(turn.counted, name) is None]
+        if len(names) > 1 and (unweighed or len(turn.counted) < len(names)):
+            raise LossContractError(
+                f"the loss has the differentiable terms {names}, each with a denominator of its own; "
+                "give weigh= as a mapping with the weight of each"
+            )
+        if len(names) > 1 and self._num_calls > 1:
+            raise LossContractError(f"an update of several differentiable terms, {names}, is one forward_backward call")
+        if unweighed and turn.counted:
+            raise LossContractError(f"weigh names {sorted(turn.counted)} but the differentiable term is {names[0]!r}")
+
+    def _compare(self, counted: float, returned: Tensor | float, turn: Turn) -> None:
+        differ = abs(returned - counted) > WEIGHT_TOLERANCE * counted
+        if isinstance(returned, float) and differ and self._ranks.degree == 1:
+            raise weights_differ(f"microbatch {turn.index}", counted, returned)
+        self._differ = differ | self._differ
+        self._counted += counted
+
+    def _report(self) -> Tensor:
+        """[total not finite, weights differ, counted, returned, hash of names; total and weight of each term; zeros]"""
+        if len(self._sums) > MAX_TERMS:
+            raise LossContractError(f"the loss returned {len(self._sums)} terms; at most {MAX_TERMS} are supported")
+        mine = [self._sums[name] for name in self._differentiable if name in self._sums]
+        finite = torch.isfinite(torch.stack([term.total for term in mine])).all() if mine else self._scalar(1.0)
+        names = sorted(self._sums)
+        head = [~finite.bool(), self._differ, self._counted, sum(term.weight for term in mine), _hash(names)]
+        numbers = [self._scalar(value) for value in [*head, *(part for name in names for part in self._sums[name])]]
+        return torch.cat([torch.stack(numbers), numbers[0].new_zeros(2 * (MAX_TERMS - len(names)))])
+
+    def _scalar(self, value: float | Tensor) -> Tensor:
+        # torch.full, since copying a number from the host would wait for the device.
+        if isinstance(value, Tensor):
+            return value.to(self._dtype)
+        return torch.full((), value, dtype=self._dtype, device=self._device)
+
+
+def add_terms(sums: dict[str, Term], terms: Mapping[str, Term]) -> None:
+    """Add named terms to named sums."""
+    for name, term in terms.items():
+        before = sums.get(name)
+        sums[name] = term if before is None else Term(before.total + term.total, before.weight + term.weight)
+
+
+def _hash(names: list[str]) -> float:
+    return float(zlib.crc32("\n".join(names).encode()))
+
+
+def _of(weights: Mapping[str, float], name: str) -> float | None:
+    """The weight of a term; what was counted without a name is the weight of the only differentiable term."""
+    return weights.get(name, weights.get(PAIR_NAME))
