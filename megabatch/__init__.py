@@ -11,5 +11,7 @@ from megabatch.errors import LossContractError as LossContractError
 from megabatch.errors import MegabatchError as MegabatchError
 from megabatch.errors import PlanError as PlanError
 from megabatch.learner import Learner as Learner
+from megabatch.proof import Verification as Verification
+from megabatch.proof import verify as verify
 from megabatch.sampler import UpdateSampler as UpdateSampler
 from megabatch.update import Update as Update

@@ -132,7 +132,7 @@ class OpenUpdate:
         quotients = {name: total / weights[name] for name, (total, _) in sums.items()}
         terms = [name for name in self._differentiable if name in sums]
         whole = weights[terms[0]] if terms else self._scalar(0.0)
-        loss = torch.stack([quotients[name] for name in terms]).sum() if terms else self._scalar(float("nan"))
+        loss = self._loss([(quotients[name], weights[name]) for name in terms])
         update = Update(
             loss=loss,
             terms=quotients,
@@ -145,6 +145,13 @@ class OpenUpdate:
             faults=rows[:, :5],
         )
         return update, self._missing_factor(terms, whole, weight)
+
+    def _loss(self, quotients: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """The quotients added, without those of terms that have no weight; not a number where none has any."""
+        if not quotients:
+            return self._scalar(float("nan"))
+        values, weights = (torch.stack(each) for each in zip(*quotients, strict=True))
+        return torch.where(weights > 0, values, 0.0).sum() / (weights > 0).any()
 
     def _missing_factor(self, terms: list[str], whole: Tensor, weight: float | None) -> float | Tensor | None:
         if not terms:

@@ -1,0 +1,38 @@
+# Two commands do everything on a machine with Python 3.11 or newer: `make train` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+RECIPE ?= recipes/stdlib.toml
+
+.PHONY: train test check exact bench clean
+
+train: $(VENV)/train.done  ## install, and run the main job on one process
+	$(BIN)/python -m megabatch train $(RECIPE) $(ARGS)
+
+test: $(VENV)/dev.done  ## install for development, and run every test
+	$(BIN)/python -m pytest
+
+check: $(VENV)/dev.done  ## lint, types, and the tests that take seconds
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/python -m pytest -q -m "not slow"
+
+exact: $(VENV)/dev.done  ## the full table of exactness; writes tests/exact/result.json
+	$(BIN)/python -m tests.exact.full
+
+bench: $(VENV)/dev.done  ## time one microbatch against the plain loop; writes benchmarks/results
+	$(BIN)/python benchmarks/one_microbatch.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
+
+$(VENV)/train.done: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[train]"
+	touch $@
+
+$(VENV)/dev.done: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev]"
+	touch $@

@@ -1,0 +1,295 @@
+"""verify: is the cut gradient the uncut gradient, on this model, with this loss, on this batch?
+
+A copy of the model in float64, dropout off, runs the batch whole and cut, sample by sample. Where the answers differ,
+the cause is looked for and named: a module that mixes samples, a loss that divides, a count that does not fit.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from megabatch.batch import IGNORED_LABEL, Batch, Microbatch, Samples, to_device
+from megabatch.contract import LossFunction, Term, counted_weights, differentiable, terms_of, weigh_of
+from megabatch.cut import plan
+from megabatch.errors import PlanError
+from megabatch.update import WEIGHT_TOLERANCE
+
+LOW_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
+# Below this share of the whole gradient a parameter's is nothing but rounding, and its error is measured by the whole.
+NEGLIGIBLE = 1e-6
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify` found."""
+
+    ok: bool
+    worst: float  # largest relative error of a parameter's gradient
+    errors: dict[str, float]  # parameter -> ||cut - uncut|| / ||uncut||
+    causes: tuple[str, ...]  # in words; empty where nothing is wrong
+
+    def __str__(self) -> str:
+        verdict = "exact" if self.ok else "NOT exact"
+        return "\n".join([f"{verdict}: worst relative error of a gradient {self.worst:.1e}", *self.causes])
+
+
+def verify(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Batch,
+    *,
+    micro_batch_size: int = 1,
+    tolerance: float = 1e-9,
+) -> Verification:
+    """Compare the gradient of ``batch`` cut into microbatches with that of the batch whole.
+
+    Runs in this process alone, on a float64 copy that stays in float64 (casts to a lower precision inside the model
+    or the loss are undone) and in training mode, with dropout off. ``ok`` means that every parameter's relative error
+    is within ``tolerance`` and that totals and weights add up over the cut. Raises `PlanError` for a model that is
+    sharded, and `LossContractError` for a loss that returns no terms.
+    """
+    witness = _Witness(_float64_copy(model), loss_fn, batch, micro_batch_size)
+    with _Float64WithoutDropout():
+        whole, cut = witness.measure([witness.everything]), witness.measure(witness.microbatches)
+        errors = _relative_errors(cut.gradients, whole.gradients)
+        causes = tuple(witness.causes(whole, cut, max(errors.values(), default=0.0) > tolerance))
+    worst = max(errors.values(), default=0.0)
+    if worst > tolerance and not causes:
+        causes = ("the gradients differ, and neither the modules nor the sums of the loss show why",)
+    return Verification(not causes, worst, errors, causes)
+
+
+@dataclass(frozen=True)
+class _Measured:
+    gradients: dict[str, Tensor]
+    sums: dict[str, Term]
+
+
+class _Witness:
+    """A model, a loss and a batch, and every question that is put to them."""
+
+    def __init__(self, model: nn.Module, loss_fn: LossFunction, batch: Batch, micro_batch_size: int) -> None:
+        samples = Samples(batch)
+        if len(samples) < 2:
+            raise PlanError(f"verify was given {len(samples)} samples; cutting needs at least 2")
+        device = next(model.parameters()).device
+        (cut,) = plan(samples.lengths, micro_batch_size=micro_batch_size)
+        self.model = model
+        self.loss_fn = loss_fn
+        self.microbatches = [_prepared(samples.take(rows), device) for rows in cut.microbatches]
+        self.everything = _prepared(samples.take(range(len(samples))), device)
+        self.rows = len(samples)
+
+    def measure(self, microbatches: list[Microbatch]) -> _Measured:
+        """Gradient of the sum of totals over the sum of weights, by plain torch."""
+        self.model.zero_grad(set_to_none=True)
+        sums: dict[str, Term] = {}
+        gradients: dict[str, dict[str, Tensor]] = {}  # of each term's total, since each has its own divisor
+        for microbatch in microbatches:
+            terms = terms_of(self.loss_fn(self.model, microbatch))
+            for name in differentiable(terms):
+                total, weight = terms[name]
+                _add_gradient(gradients.setdefault(name, {}), self.model, total)
+                before = sums.get(name, Term(torch.zeros(()), 0.0))
+                sums[name] = Term(before.total + total.detach(), before.weight + weight)
+        whole: dict[str, Tensor] = {}
+        for name, of_term in gradients.items():
+            for parameter, value in of_term.items():
+                whole[parameter] = whole.get(parameter, 0.0) + value / max(float(sums[name].weight), 1e-300)
+        return _Measured(whole, sums)
+
+    def causes(self, whole: _Measured, cut: _Measured, wrong: bool) -> Iterator[str]:
+        """Why cutting changes the answer, in words."""
+        repeated = self.measure([self.everything])
+        if max(_relative_errors(repeated.gradients, whole.gradients).values(), default=0.0) > 0:
+            yield "the same batch gives another gradient the second time: the model or the loss draws random numbers"
+            return
+        mixer = self._mixing_module() if wrong or self._sums_differ(whole, cut) else None
+        if mixer is not None:
+            yield mixer
+        else:
+            yield from self._sums_that_differ(whole, cut)
+        yield from self._counts_that_differ()
+        yield from self._unused_targets()
+        yield from self._share_of_own_loss(whole)
+
+    def _sums_differ(self, whole: _Measured, cut: _Measured) -> bool:
+        return any(True for _ in self._sums_that_differ(whole, cut))
+
+    def _sums_that_differ(self, whole: _Measured, cut: _Measured) -> Iterator[str]:
+        parts = len(self.microbatches)
+        for name in whole.sums:
+            (total, weight), (cut_total, cut_weight) = whole.sums[name], cut.sums[name]
+            if _apart(float(weight), float(cut_weight)):
+                yield (
+                    f"the weight of {name!r} is no count: {float(weight):.6g} for the batch whole, "
+                    f"{float(cut_weight):.6g} added over its {parts} microbatches; it weighs microbatches and not what "
+                    "is summed: return the number of targets"
+                )
+            if _apart(float(total), float(cut_total)):
+                yield (
+                    f"the total of {name!r} is no sum: {float(total):.6g} for the batch whole, "
+                    f"{float(cut_total):.6g} added over its {parts} microbatches; it is divided, perhaps to a mean, "
+                    "or couples samples: return the sum"
+                )
+
+    def _counts_that_differ(self) -> Iterator[str]:
+        weigh = weigh_of(self.loss_fn)
+        if weigh is None:
+            return
+        counted = counted_weights(weigh(self.everything))
+        returned = {
+            name: float(weight) for name, (_, weight) in terms_of(self.loss_fn(self.model, self.everything)).items()
+        }
+        for name, weight in counted.items():
+            if name in returned and abs(weight - returned[name]) > WEIGHT_TOLERANCE * weight:
+                yield f"weigh counts {weight:.10g} for {name!r} but the loss returns the weight {returned[name]:.10g}"
+
+    def _unused_targets(self) -> Iterator[str]:
+        """A label at position 0 that is counted but never summed, as after a causal shift."""
+        labels = self.everything.get("labels") if isinstance(self.everything, Mapping) else None
+        if not isinstance(labels, Tensor) or labels.ndim != 2 or labels.is_floating_point() or labels.shape[1] < 2:
+            return
+        with_first, without = dict(self.everything), dict(self.everything)
+        with_first["labels"], without["labels"] = labels.clone(), labels.clone()
+        with_first["labels"][:, 0] = labels.clamp(min=0)[:, 0]
+        without["labels"][:, 0] = IGNORED_LABEL
+        with torch.no_grad():
+            counted, ignored = (terms_of(self.loss_fn(self.model, each)) for each in (with_first, without))
+        for name in counted:
+            if counted[name].total == ignored[name].total and counted[name].weight != ignored[name].weight:
+                yield (
+                    f"the weight of {name!r} counts the labels at position 0, which its total never uses; "
+                    "count labels[:, 1:]"
+                )
+
+    def _share_of_own_loss(self, whole: _Measured) -> Iterator[str]:
+        """A quotient that is a whole-numbered part of the mean that the model itself computes from the labels."""
+        if len(whole.sums) != 1 or not isinstance(self.everything, Mapping) or "labels" not in self.everything:
+            return
+        with torch.no_grad():
+            own = getattr(self.model(**self.everything), "loss", None) if self._takes_labels() else None
+        if not isinstance(own, Tensor) or own.numel() != 1:
+            return
+        ((name, (total, weight)),) = whole.sums.items()
+        share = float(own) * float(weight) / float(total) if float(total) else 0.0
+        if share > 1.5 and not _apart(share, round(share)):
+            yield (
+                f"the total of {name!r} over its weight is exactly 1/{round(share)} of the model's own mean loss: "
+                "it is divided, perhaps by a number of steps; return the sum, undivided"
+            )
+
+    def _takes_labels(self) -> bool:
+        return "labels" in inspect.signature(self.model.forward).parameters
+
+    def _mixing_module(self) -> str | None:
+        """The first module in which a sample's output depends on the samples beside it."""
+        if not isinstance(self.everything, Mapping):
+            return None
+        together = self._outputs(self.everything)
+        for row in range(self.rows):
+            alone = self._outputs({name: value[row : row + 1] for name, value in self.everything.items()})
+            for name, output in together.items():
+                if name in alone and self._differs(output, alone[name], row):
+                    kind = type(self.model.get_submodule(name)).__name__
+                    return (
+                        f"module {name!r} ({kind}) mixes the samples of a microbatch: what it gives for one sample "
+                        "depends on the others, so cutting must change the answer"
+                    )
+        return None
+
+    def _differs(self, together: Tensor, alone: Tensor, row: int) -> bool:
+        if together.ndim == 0 or len(alone) * self.rows != len(together):
+            return False
+        mine = together[row * len(alone) : (row + 1) * len(alone)]
+        return mine.shape != alone.shape or _distance(mine, alone) > NEGLIGIBLE * max(1e-300, float(alone.norm()))
+
+    def _outputs(self, microbatch: Microbatch) -> dict[str, Tensor]:
+        """First tensor that each module returned, innermost and earliest first."""
+        outputs: dict[str, Tensor] = {}
+
+        def keep(name: str) -> Callable[..., None]:
+            def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+                tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+                if tensors and name not in outputs and tensors[0].is_floating_point():
+                    outputs[name] = tensors[0].detach()
+
+            return hook
+
+        handles = [module.register_forward_hook(keep(name)) for name, module in self.model.named_modules() if name]
+        try:
+            with torch.no_grad():
+                self.loss_fn(self.model, microbatch)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return outputs
+
+
+class _Float64WithoutDropout(TorchFunctionMode):
+    """Inside, dropout passes its input on and a float64 tensor is never cast to a lower precision."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if "dropout" in name and "attention" not in name and args:
+            return args[0] if name != "native_dropout" else (args[0], torch.ones_like(args[0], dtype=torch.bool))
+        if name == "scaled_dot_product_attention":
+            kwargs["dropout_p"] = 0.0
+        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+            if name in ("float", "half", "bfloat16"):
+                return args[0]
+            args = tuple(_kept(value) for value in args)
+            kwargs = {key: _kept(value) for key, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _kept(value: Any) -> Any:
+    return torch.float64 if isinstance(value, torch.dtype) and value in LOW_PRECISION else value
+
+
+def _float64_copy(model: nn.Module) -> nn.Module:
+    model = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", model)
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise PlanError("verify was given a sharded model; verify the model before fully_shard")
+    return copy.deepcopy(model).double().train()
+
+
+def _prepared(microbatch: Microbatch, device: torch.device) -> Microbatch:
+    def to_float64(leaf: Any) -> Any:
+        return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return pytree.tree_map(to_float64, to_device(microbatch, device))
+
+
+def _add_gradient(sums: dict[str, Tensor], model: nn.Module, total: Tensor) -> None:
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    values = cast(
+        "tuple[Tensor | None, ...]",
+        torch.autograd.grad(total, list(named.values()), retain_graph=True, allow_unused=True),
+    )
+    for (name, parameter), value in zip(named.items(), values, strict=True):
+        sums[name] = sums.get(name, torch.zeros_like(parameter)) + (0.0 if value is None else value)
+
+
+def _relative_errors(cut: dict[str, Tensor], whole: dict[str, Tensor]) -> dict[str, float]:
+    size = float(torch.stack([value.norm() for value in whole.values()]).norm()) if whole else 0.0
+    floor = max(NEGLIGIBLE * size, 1e-300)
+    return {name: _distance(cut[name], value) / max(float(value.norm()), floor) for name, value in whole.items()}
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    return float(cast(Tensor, (one - other).norm()))
+
+
+def _apart(one: float, other: float) -> bool:
+    return abs(one - other) > 1e-9 * max(abs(one), abs(other))
