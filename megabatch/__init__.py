@@ -15,3 +15,5 @@ from megabatch.proof import Verification as Verification
 from megabatch.proof import verify as verify
 from megabatch.sampler import UpdateSampler as UpdateSampler
 from megabatch.update import Update as Update
+
+__version__ = "0.1.0"

@@ -10,9 +10,10 @@ def main() -> None:
     try:
         from megabatch.train import cli
     except ModuleNotFoundError as error:
-        if error.name not in EXTRA:
+        name = (error.name or "").partition(".")[0]
+        if name not in EXTRA:
             raise
-        print(f'megabatch: {error.name} is not installed; pip install "megabatch[train]"', file=sys.stderr)
+        print(f'megabatch: {name} is not installed; pip install "megabatch[train]"', file=sys.stderr)
         sys.exit(2)
     cli.main()
 

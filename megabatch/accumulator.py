@@ -65,6 +65,7 @@ class GradientAccumulator:
         self._device = next(model.parameters()).device
         self._last_sample: Any | None = None
         self._open: OpenUpdate | None = None
+        self._running = False  # inside a call, between its first microbatch and its last
         self._turn: Turn | None = None  # the microbatch that waits for its backward
         self._call_sums: dict[str, Term] = {}
         self.last_plan: Plan | None = None
@@ -91,7 +92,7 @@ class GradientAccumulator:
 
     def microbatches(self, batch: Batch, weigh: Weigh | None = None) -> Generator[Microbatch, None, None]:
         """The same as an open loop: yields each microbatch on the device; call `backward` once in the body."""
-        if self._turn is not None:
+        if self._running:
             raise MegabatchError("microbatches() was called inside its own loop; finish one call before the next")
         share, agreement = agree(self._reducer.ranks, lambda: self._prepare(batch, weigh), weigh, self._remembered)
         if len(share.samples):
@@ -102,16 +103,16 @@ class GradientAccumulator:
         self._open.open_call(agreement)
         self.last_plan = with_stand_ins(share.plan, agreement.num_microbatches)
         self._call_sums = {}
-        complete = False
+        self._running = True
         try:
             for turn in turns(share, agreement, weigh, self._reducer, self._device):
                 self._turn = turn
                 yield turn.microbatch
                 if self._turn is turn:  # backward() clears it
                     raise MegabatchError(f"microbatch {turn.index} was given out but backward() was not called for it")
-            complete = True
+            self._running = False
         finally:
-            if not complete:
+            if self._running:  # the loss raised, or the loop was left early
                 self._abandon()
 
     def backward(self, total: Tensor | Mapping[str, Any], weight: Tensor | float | None = None) -> None:
@@ -140,7 +141,7 @@ class GradientAccumulator:
         weight that was counted as one number and returned as another raises `LossContractError` here on the CPU; on
         a device, where looking would wait, it makes ``update.finite`` false.
         """
-        if self._open is None or self._turn is not None:
+        if self._open is None or self._running:
             raise MegabatchError(
                 "finalize() closes the update that forward_backward() opened; none is open, "
                 "and one that was left half-way is forgotten"
@@ -189,6 +190,7 @@ class GradientAccumulator:
     def _abandon(self) -> None:
         """An update happens whole or not at all: forget what was accumulated."""
         self._open = self._turn = None
+        self._running = False
         self._reducer.discard()
         gradient.drop(self._reducer.parameters)
 

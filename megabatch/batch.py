@@ -39,8 +39,10 @@ class Samples:
         """The samples at ``indices``, collated; on the device where the batch is."""
         if self._rows is None:
             return (self._collate or pad_right)([self._list[index] for index in indices])
-        rows = torch.tensor(indices)
-        taken = {name: tensor[rows.to(tensor.device)] for name, tensor in self._rows.items()}
+        rows: slice | Tensor = torch.tensor(indices)
+        if list(indices) == list(range(indices[0], indices[0] + len(indices))):
+            rows = slice(indices[0], indices[0] + len(indices))  # a view, where a copy would say the same
+        taken = {name: tensor[rows] for name, tensor in self._rows.items()}
         return taken if self._collate is None else self._collate(_split(taken))
 
     def last(self) -> Any:

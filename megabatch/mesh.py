@@ -48,9 +48,11 @@ class DataRanks:
             degree *= group.size()
         return degree
 
-    def exchange(self, numbers: Sequence[float]) -> Tensor:
-        """Everyone's numbers, by a message between hosts: [ranks, len(numbers)] float64 on the CPU."""
-        return _gather(torch.tensor([list(numbers)], dtype=torch.float64), self._cpu_groups)
+    def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Everyone's numbers, by a message between hosts: a row per rank."""
+        if not self.groups:
+            return [list(numbers)]
+        return _gather(torch.tensor([list(numbers)], dtype=torch.float64), self._cpu_groups).tolist()
 
     def exchange_objects(self, value: Any) -> list[Any]:
         """Everyone's object, in the same order as the rows of `exchange`."""

@@ -81,31 +81,50 @@ def agree(
     ``remembered`` gives a sample of an earlier call as a microbatch, if there was one. A failure on any rank is
     raised on all of them, so that none is left waiting.
     """
-    share, stand_in, failure = None, None, None
+    share, failure, has_sample = None, None, False
     try:
         share = make_share()
-        stand_in = share.samples.take([len(share.samples) - 1]) if len(share.samples) else remembered()
+        has_sample = len(share.samples) > 0 or remembered() is not None
     except Exception as error:  # whatever the user's collate or weigh raises, the other ranks must hear of it
         failure = error
-    rows = ranks.exchange(_message(share, stand_in))
-    if rows[:, 0].any():
+    failed, microbatches, samples, tokens, with_sample, hashes, *weights = zip(
+        *ranks.exchange(_message(share, has_sample)), strict=True
+    )
+    if any(failed):
         raise _told_failure(ranks, failure)
-    assert share is not None
-    _, microbatches, samples, tokens, has_stand_in, names_hash = rows[:, :6].T
-    if len(names_hash[microbatches > 0].unique()) > 1:
+    assert share is not None  # only a failure leaves it out
+    if len({each for each, num in zip(hashes, microbatches, strict=True) if num}) > 1:
         raise LossContractError("weigh names other terms on other ranks; name the same terms everywhere")
-    if microbatches.any() and not has_stand_in.all():
-        stand_in = next(each for each in ranks.exchange_objects(stand_in) if each is not None)
+    num_microbatches = int(max(microbatches))
+    stand_in = _stand_in(ranks, share, num_microbatches, remembered, everyone_has=all(with_sample))
     names = list(share.weight_sums())
     if weigh is not None and stand_in is not None and not names:
         names = sorted(counted_weights(weigh(stand_in)))
     return share, Agreement(
-        num_microbatches=int(microbatches.max()),
-        num_samples=int(samples.sum()),
-        num_tokens=int(tokens.sum()),
-        weights=dict(zip(names, rows[:, 6:].sum(0).tolist(), strict=False)),
+        num_microbatches=num_microbatches,
+        num_samples=int(sum(samples)),
+        num_tokens=int(sum(tokens)),
+        weights=dict(zip(names, map(sum, weights), strict=False)),
         stand_in=stand_in,
     )
+
+
+def _stand_in(
+    ranks: DataRanks,
+    share: Share,
+    num_microbatches: int,
+    remembered: Callable[[], Microbatch | None],
+    *,
+    everyone_has: bool,
+) -> Microbatch | None:
+    """A sample of this rank's, or one that another rank sends; None where nobody needs one."""
+    mine = None
+    if num_microbatches > len(share.plan.microbatches) or not everyone_has:
+        mine = share.samples.take([len(share.samples) - 1]) if len(share.samples) else remembered()
+    if num_microbatches and not everyone_has:
+        offers = ranks.exchange_objects(mine)
+        mine = next(each for each in offers if each is not None) if mine is None else mine
+    return mine
 
 
 def turns(
@@ -132,20 +151,13 @@ def with_stand_ins(plan: Plan, num_microbatches: int) -> Plan:
     return replace(plan, microbatches=pad_with_stand_ins(plan.microbatches, num_microbatches))
 
 
-def _message(share: Share | None, stand_in: Microbatch | None) -> list[float]:
-    """[_, microbatches, samples, tokens, has a stand-in, hash of the terms' names, weights...]"""
+def _message(share: Share | None, has_sample: bool) -> list[float]:
+    """[failed, microbatches, samples, tokens, has a sample, hash of the terms' names, weights...]"""
     if share is None:
         return [1.0] + [0.0] * (5 + MAX_WEIGHED_TERMS)
     sums = share.weight_sums()
     names_hash = zlib.crc32("\n".join(sums).encode()) if sums else 0
-    counts = [
-        0,
-        len(share.plan.microbatches),
-        len(share.samples),
-        share.plan.num_tokens,
-        stand_in is not None,
-        names_hash,
-    ]
+    counts = [0, len(share.plan.microbatches), len(share.samples), share.plan.num_tokens, has_sample, names_hash]
     return [*map(float, counts), *sums.values(), *[0.0] * (MAX_WEIGHED_TERMS - len(sums))]
 
 

@@ -84,6 +84,8 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
             samples = self._stream(self._consumed, stop)
             self._consumed = end if self._tail == "drop" and end - stop < self._size else stop
             yield self.share(samples)
+        if self._tail == "drop":  # a state of another global_batch_size may have left less than one update
+            self._consumed = end
 
     def __len__(self) -> int:
         """Updates that the next iteration yields."""

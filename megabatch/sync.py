@@ -52,9 +52,9 @@ class PlainReducer:
         """After the last call: gradients are summed over ranks from here on."""
         if self.ranks.degree == 1:
             return
-        has_gradient = self.ranks.exchange([parameter.grad is not None for parameter in self.parameters]).any(0)
-        for parameter, somewhere in zip(self.parameters, has_gradient.tolist(), strict=True):
-            if somewhere and parameter.grad is None:
+        has_gradient = self.ranks.exchange([parameter.grad is not None for parameter in self.parameters])
+        for parameter, *flags in zip(self.parameters, *has_gradient, strict=True):
+            if parameter.grad is None and any(flags):
                 parameter.grad = torch.zeros_like(parameter)
         for group in self.ranks.groups:
             works = [
@@ -116,6 +116,9 @@ class FSDP2Reducer(PlainReducer):
         for module in modules:  # neither setter reaches the children
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            if hasattr(module, "set_reduce_scatter_unused_params"):
+                # Ranks that used different parameters would else reduce one's gradient into another's.
+                module.set_reduce_scatter_unused_params(True, recurse=False)
 
     def choose(self, policy: str) -> tuple[str, str]:
         if policy == "last":
@@ -134,14 +137,15 @@ class FSDP2Reducer(PlainReducer):
         """Nothing is left to do: FSDP2 has reduced."""
 
     def discard(self) -> None:
-        # zero_grad does not reach what was accumulated unsharded, and in torch 2.13 reset_iter_state does not either.
+        # zero_grad does not reach what was accumulated unsharded, and reset_iter_state of torch 2.13 leaves it too.
         for module in self._modules:
-            for group in cast(Any, module)._get_fsdp_state()._fsdp_param_groups:
-                for parameter in group.fsdp_params:
-                    parameter.unsharded_accumulated_grad = None
-                    if hasattr(parameter, "_unsharded_param"):
-                        parameter._unsharded_param.grad = None
-        cast(Any, self._modules[0]).reset_iter_state()
+            state = cast(Any, module)._get_fsdp_state()
+            if state._is_root:  # None before the first forward
+                cast(Any, module).reset_iter_state()
+            for parameter in (each for group in state._fsdp_param_groups for each in group.fsdp_params):
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
 
     def _set(self, *, reduce: bool, last: bool) -> None:
         for module in self._modules:
