@@ -3,6 +3,7 @@
 It knows no optimizer, no schedule, no source of data and no file.
 """
 
+import contextlib
 from collections.abc import Generator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from megabatch.contract import LossFunction, Term, Weigh, terms_of, weigh_of
 from megabatch.cut import Plan
 from megabatch.errors import LossContractError, MegabatchError, PlanError
 from megabatch.run import Share, Turn, agree, prepare, turns, with_stand_ins
-from megabatch.sync import POLICIES, reducer_for
+from megabatch.sync import choose_policy, reducer_for
 from megabatch.update import OpenUpdate, Update, add_terms
 
 
@@ -53,11 +54,11 @@ class GradientAccumulator:
         length: Length | None = None,
         accumulate_dtype: torch.dtype | None = None,
     ) -> None:
-        _check_model(model, sync, accumulate_dtype)
         cut.check_bound(micro_batch_size, max_microbatch_tokens)
         self.model = model
         self._reducer = reducer_for(model, mesh)
-        self._sync, self._reason = self._reducer.choose(sync)
+        self._sync, self._reason = choose_policy(self._reducer, sync)
+        gradient.check_dtype(self._reducer.parameters, accumulate_dtype)
         self._micro_batch_size = micro_batch_size
         self._max_microbatch_tokens = max_microbatch_tokens
         self._collate = collate
@@ -105,11 +106,12 @@ class GradientAccumulator:
         self._call_sums = {}
         self._running = True
         try:
-            for turn in turns(share, agreement, weigh, self._reducer, self._device):
-                self._turn = turn
-                yield turn.microbatch
-                if self._turn is turn:  # backward() clears it
-                    raise MegabatchError(f"microbatch {turn.index} was given out but backward() was not called for it")
+            with contextlib.closing(turns(share, agreement, weigh, self._reducer, self._device)) as each:
+                for turn in each:
+                    self._turn = turn
+                    yield turn.microbatch
+                    if self._turn is turn:  # backward() clears it
+                        raise MegabatchError(f"backward() was not called for microbatch {turn.index}")
             self._running = False
         finally:
             if self._running:  # the loss raised, or the loop was left early
@@ -193,22 +195,6 @@ class GradientAccumulator:
         self._running = False
         self._reducer.discard()
         gradient.drop(self._reducer.parameters)
-
-
-def _check_model(model: Any, sync: str, accumulate_dtype: torch.dtype | None) -> None:
-    if not isinstance(model, nn.Module):
-        raise PlanError(f"model is a {type(model).__name__}; expected one torch.nn.Module")
-    if sync not in POLICIES:
-        raise PlanError(f"sync is {sync!r}; expected one of {', '.join(POLICIES)}")
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not trainable:
-        raise PlanError("no parameter of the model requires a gradient; unfreeze what is to be trained")
-    other = {parameter.dtype for parameter in trainable} - {accumulate_dtype}
-    if accumulate_dtype is not None and other:
-        raise PlanError(
-            f"accumulate_dtype is {accumulate_dtype} but parameters are {', '.join(map(str, other))}; gradients are "
-            "accumulated in the parameter's dtype"
-        )
 
 
 def _check_finalize(max_norm: float | None, weight: float | None) -> None:

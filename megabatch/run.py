@@ -4,7 +4,7 @@ Everything that can be wrong with a batch is found here, before the first forwar
 """
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 
 import torch
@@ -129,7 +129,7 @@ def _stand_in(
 
 def turns(
     share: Share, agreement: Agreement, weigh: Weigh | None, reducer: Reducer, device: torch.device
-) -> Iterator[Turn]:
+) -> Generator[Turn]:
     """The microbatches in their turn, each moved to the device for its own forward and backward alone."""
     num_real = len(share.plan.microbatches)
     for index in range(agreement.num_microbatches):

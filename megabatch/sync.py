@@ -27,7 +27,6 @@ AVERAGING_HOOKS = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hoo
 class PlainReducer:
     """A model without a wrapper: one rank needs no reduction, several are summed once, in `finish_update`."""
 
-    auto = "last"
     loss_factor = 1.0
 
     def __init__(self, model: nn.Module, groups: Sequence[dist.ProcessGroup]) -> None:
@@ -156,8 +155,19 @@ class FSDP2Reducer(PlainReducer):
 Reducer = PlainReducer | DDPReducer | FSDP2Reducer
 
 
+def choose_policy(reducer: Reducer, policy: str) -> tuple[str, str]:
+    """The policy that ``policy`` means for this wrapper, "last" or "every", and why."""
+    if policy not in POLICIES:
+        raise PlanError(f"sync is {policy!r}; expected one of {', '.join(POLICIES)}")
+    return reducer.choose(policy)
+
+
 def reducer_for(model: nn.Module, mesh: DeviceMesh | None) -> Reducer:
     """The reducer of the model's wrapper. Raises `PlanError` for a wrapper or mesh that it cannot be exact with."""
+    if not isinstance(cast(object, model), nn.Module):
+        raise PlanError(f"model is a {type(model).__name__}; expected one torch.nn.Module")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise PlanError("no parameter of the model requires a gradient; unfreeze what is to be trained")
     axes = None if mesh is None else data_axes(mesh)
     wrapper = getattr(model, "_orig_mod", model)  # torch.compile keeps what it compiled here
     modules = [module for module in wrapper.modules() if isinstance(module, FSDPModule)]
@@ -230,8 +240,6 @@ def _fsdp_mesh(trainable: dict[str, nn.Parameter]) -> DeviceMesh:
                 f"parameter {name!r} is placed as {parameter.data.placements}; only FSDP2's own sharding is supported"
             )
         meshes.append(parameter.data.device_mesh)
-    if not meshes:
-        raise PlanError("no parameter of the model requires a gradient; unfreeze what is to be trained")
     if any(mesh != meshes[0] for mesh in meshes):
         raise PlanError("the model's parameters are sharded over different meshes; use one mesh for all")
     return meshes[0]
