@@ -11,11 +11,11 @@ class CostModel:
     ``bytes = bytes_fixed + tokens * bytes_per_token`` with ``tokens = rows * longest``: a launch cost, the
     matrix products that are linear in the tokens, and attention, which is quadratic in the length.
 
-    The defaults are relative, not measured: one token costs 1, a launch as much as 32 tokens, and attention
-    as much as the rest at 4096 tokens. They choose sensible cuts; they do not predict a time.
+    The defaults are relative, not measured: one token costs 1, and attention as much as the rest at 4096 tokens.
+    They choose sensible cuts; they do not predict a time.
     """
 
-    seconds_per_microbatch: float = 32.0
+    seconds_per_microbatch: float = 0.0
     seconds_per_token: float = 1.0
     seconds_per_pair: float = 1 / 4096
     bytes_fixed: float = 0.0

@@ -10,6 +10,9 @@ from megabatch.cost import CostModel
 from megabatch.errors import PlanError, require_count
 from megabatch.partition import deal, pack
 
+# Without a measured cost, one more microbatch is worth an eighth of what the cap says the hardware takes at once.
+LAUNCH_SHARE = 8
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -78,7 +81,7 @@ def plan(
     check_bound(micro_batch_size, max_microbatch_tokens)
     require_count("dp_degree", dp_degree)
     check_lengths(lengths, max_microbatch_tokens)
-    price = cost or CostModel()
+    price = cost or CostModel(seconds_per_microbatch=(max_microbatch_tokens or 0) / LAUNCH_SHARE)
     shares = deal([price.sample_seconds(length) for length in lengths], dp_degree)
     cuts: list[list[tuple[int, ...]]] = []
     for share in shares:

@@ -213,16 +213,16 @@ def _refuse_unknown(model: nn.Module) -> None:
 
 
 def _check_hooks(ddp: DistributedDataParallel) -> None:
+    if cast(Any, ddp).mixed_precision is not None:
+        raise PlanError(
+            "DDP's mixed_precision is not supported; use torch.autocast in the loss, or bfloat16 parameters"
+        )
     for hook, _ in cast(Any, ddp)._comm_hooks:
         if hook not in AVERAGING_HOOKS:
             known = ", ".join(each.__name__ for each in AVERAGING_HOOKS)
             raise PlanError(
                 f"DDP has the communication hook {hook.__name__!r}; only hooks known to average are exact: {known}"
             )
-    if cast(Any, ddp).mixed_precision is not None:
-        raise PlanError(
-            "DDP's mixed_precision is not supported; use torch.autocast in the loss, or bfloat16 parameters"
-        )
 
 
 def _fsdp_mesh(trainable: dict[str, nn.Parameter]) -> DeviceMesh:
