@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 RECIPE ?= recipes/stdlib.toml
+RUN := runs/$(basename $(notdir $(RECIPE)))-$(shell date +%Y%m%d-%H%M%S)
 
 .PHONY: train test check exact bench clean
 
 train: $(VENV)/train.done  ## install, and run the main job on one process
-	$(BIN)/python -m megabatch train $(RECIPE) $(ARGS)
+	$(BIN)/python -m megabatch train $(RECIPE) --run.folder=$(RUN) $(ARGS)
 
 test: $(VENV)/dev.done  ## install for development, and run every test
 	$(BIN)/python -m pytest
