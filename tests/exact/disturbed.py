@@ -1,0 +1,98 @@
+"""Updates that must not be stepped, each followed by one that must be exact: an update happens whole or not at all."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megabatch import GradientAccumulator, LossContractError, loss
+from tests.exact import functions, harness, oracle
+from tests.exact.cells import Cell
+
+Loss = Callable[[nn.Module, oracle.Sample], tuple[Tensor, Tensor]]
+
+
+class InterruptedLossError(Exception):
+    """The user's own loss fails."""
+
+
+def _weigh(microbatch: oracle.Sample) -> Tensor:
+    return functions.tokens_weights(microbatch)["loss"]
+
+
+def _pair(model: nn.Module, microbatch: oracle.Sample) -> tuple[Tensor, Tensor]:
+    return functions.tokens_sums(model, microbatch)["loss"]
+
+
+def nan(this: harness.CellRun) -> Loss:
+    """One microbatch of the last rank is not a number."""
+
+    def spoiled(model: nn.Module, microbatch: oracle.Sample) -> tuple[Tensor, Tensor]:
+        total, weight = _pair(model, microbatch)
+        return (total * float("nan") if this.rank == this.cell.world - 1 else total), weight
+
+    return loss(weigh=_weigh)(spoiled)
+
+
+def mismatch(this: harness.CellRun) -> Loss:
+    """The last rank counts the label at position 0, which the causal shift never uses."""
+
+    def count(microbatch: oracle.Sample) -> Tensor:
+        if this.rank == this.cell.world - 1:
+            return (microbatch["labels"] != -100).sum()
+        return _weigh(microbatch)
+
+    return loss(weigh=count)(_pair)
+
+
+def interrupted(this: harness.CellRun) -> Loss:
+    """The loss raises in its second microbatch, on every rank."""
+    calls = iter(range(1000))
+
+    def fails(model: nn.Module, microbatch: oracle.Sample) -> tuple[Tensor, Tensor]:
+        pair = _pair(model, microbatch)
+        if next(calls) == 1:
+            raise InterruptedLossError
+        return pair
+
+    return loss(weigh=_weigh)(fails)
+
+
+def unweighed_terms(this: harness.CellRun) -> Loss:
+    """Two differentiable terms, and nobody says what each is divided by."""
+
+    def two(model: nn.Module, microbatch: oracle.Sample) -> Any:
+        sums = functions.tokens_sums(model, microbatch)
+        return {name: sums[name] for name in ("loss", "positive")}
+
+    return two
+
+
+DISTURBED = {each.__name__: each for each in (nan, mismatch, interrupted, unweighed_terms)}
+EXPECTED = {
+    "nan": "finite=False", "mismatch": LossContractError.__name__, "interrupted": InterruptedLossError.__name__,
+    "unweighed_terms": LossContractError.__name__,
+}  # fmt: skip
+
+
+def run_job(name: str) -> dict[str, Any]:
+    """The job "disturbance:wrapper:world:sync": what happened, and the error of the next update."""
+    disturbance, wrapper, world, sync = name.split(":")
+    values = ("bits", wrapper, world, sync, "C5", "list", "weigh", "one-sample", "forward_backward", "no-clip")
+    this = harness.CellRun(Cell.parse(":".join(values)))
+    (calls,) = this.updates()
+    gradient = GradientAccumulator(this.model, micro_batch_size=1, sync=sync)
+    happened = _happens(gradient, this.batch(calls[0]), DISTURBED[disturbance](this))
+    for _ in range(2):  # what leaks would leak into the next update, or be doubled in the one after it
+        gradient.forward_backward(this.batch(calls[0]), this.loss_fn())
+        harness.judge(this, gradient.finalize(), calls, None)
+    return {"happened": happened, "gradient": this.found.gradient, "wrong": this.found.wrong}
+
+
+def _happens(gradient: GradientAccumulator, batch: Any, loss_fn: Loss) -> str:
+    try:
+        gradient.forward_backward(batch, loss_fn)
+        return f"finite={bool(torch.as_tensor(gradient.finalize().finite))}"
+    except (InterruptedLossError, LossContractError) as error:
+        return type(error).__name__

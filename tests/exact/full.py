@@ -1,0 +1,139 @@
+"""The full table: `python -m tests.exact.full` runs it and writes result.json beside this file; it is committed.
+
+bits      every wrapper x world size x sync x case x loss; the other axes are drawn, with a fixed seed
+language  every precision x wrapper x world size x sync x case; the other axes are drawn
+odd       every cell
+"""
+
+import hashlib
+import json
+import platform
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import megabatch
+from tests.exact.cells import TABLES, WORLDS, Cell, valid
+from tests.exact.launch import Result, launch
+
+LIBRARY = Path(megabatch.__file__).parent
+RESULT = Path(__file__).with_name("result.json")
+SOURCES = ("sync.py", "run.py", "update.py", "accumulator.py", "joint.py", "pipeline.py")  # of those that exist
+VERSIONS = {
+    "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
+}  # fmt: skip
+CROSSED = {
+    "bits": ("evidence", "wrapper", "world", "sync", "case", "loss"),
+    "odd": tuple(TABLES["odd"]),
+    "language": ("evidence", "wrapper", "world", "sync", "case"),
+}
+
+
+def cells() -> list[Cell]:
+    """Every cell of the full table, in a fixed order."""
+    numbers = random.Random(1)
+    return [cell for name in TABLES for cell in _crossed(TABLES[name], CROSSED[name], numbers)]
+
+
+def _crossed(axes: dict[str, tuple[Any, ...]], crossed: Iterable[str], numbers: random.Random) -> Iterable[Cell]:
+    crossed = tuple(crossed)
+    for values in product(*(axes[name] for name in crossed)):
+        fixed = dict(zip(crossed, values, strict=True))
+        if valid(fixed):
+            yield Cell(**_drawn(fixed, axes, numbers))
+
+
+def _drawn(fixed: dict[str, Any], axes: dict[str, tuple[Any, ...]], numbers: random.Random) -> dict[str, Any]:
+    while True:
+        row = {name: fixed[name] if name in fixed else numbers.choice(axes[name]) for name in axes}
+        if valid(row):
+            return row
+
+
+def digest(names: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()
+
+
+def source_hashes() -> dict[str, str]:
+    """The library files that decide the numbers, as they are now."""
+    files = (LIBRARY / name for name in SOURCES)
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.exists()}
+
+
+def run(table: list[Cell]) -> dict[str, list[Result]]:
+    """Results of all cells, one world size after the other."""
+    found: dict[str, list[Result]] = {}
+    for world in WORLDS:
+        names = [cell.name for cell in table if cell.world == world]
+        started = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            found |= launch(world, "tests.exact.harness:run_cell", names, Path(folder), timeout_seconds=7200)
+        print(f"world size {world}: {len(names)} cells in {time.perf_counter() - started:.0f} s", flush=True)
+    return found
+
+
+def failure(cell: Cell, ranks: list[Result]) -> str:
+    """Why a cell does not pass, in a line; empty if it does."""
+    for result in ranks:
+        if "error" in result:
+            return result["error"].strip().splitlines()[-1]
+        value = result["value"]
+        if value["wrong"] or value["gradient"] > cell.tolerance:
+            return f"gradient {value['gradient']:.2e} of {value['parameter']}; {'; '.join(value['wrong'])}"
+    return ""
+
+
+def report(table: list[Cell], found: dict[str, list[Result]], seconds: float) -> dict[str, Any]:
+    """What is committed: the worst gradient error of each cell, over ranks and updates; zeros are only counted."""
+    failures = {cell.name: text for cell in table if (text := failure(cell, found[cell.name]))}
+    errors = {name: max(r["value"]["gradient"] for r in ranks) for name, ranks in found.items() if name not in failures}
+    return {
+        "command": "python -m tests.exact.full",
+        "versions": VERSIONS,
+        "sources": source_hashes(),
+        "num_cells": len(table),
+        "cells_sha256": digest(cell.name for cell in table),
+        "seconds": round(seconds),
+        "summary": {kind: _summary(kind, table, errors) for kind in ("bits", "odd", "float64", "float32")},
+        "failures": failures,
+        "errors": {name: float(f"{error:.3g}") for name, error in sorted(errors.items()) if error},
+    }
+
+
+def _summary(kind: str, table: list[Cell], errors: dict[str, float]) -> dict[str, float]:
+    mine = [cell for cell in table if cell.evidence == kind and cell.name in errors]
+    groups = {"": [c for c in mine if not c.averages], "_averaged_more_than_once": [c for c in mine if c.averages]}
+    found: dict[str, float] = {}
+    for name, group in groups.items():
+        found[f"num_cells{name}"] = len(group)
+        found[f"num_equal_bits{name}"] = sum(errors[cell.name] == 0 for cell in group)
+        found[f"worst{name}"] = max((errors[cell.name] for cell in group), default=0.0)
+    return found
+
+
+def main() -> int:
+    table, before = cells(), source_hashes()
+    started = time.perf_counter()
+    found = run(table)
+    if source_hashes() != before:
+        print("the sources changed while the table ran; nothing is written, run it again")
+        return 1
+    result = report(table, found, time.perf_counter() - started)
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result["summary"], indent=1))
+    for name, text in result["failures"].items():
+        print(f"FAILED {name}: {text}")
+    print(f"{len(result['failures'])} of {len(table)} cells failed; {RESULT}")
+    return 1 if result["failures"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

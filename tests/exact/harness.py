@@ -1,0 +1,268 @@
+"""One cell on one rank: the library's update beside the oracle's, update after update."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from megabatch import GradientAccumulator, Update, losses
+from megabatch import loss as counted_from_data
+from tests.exact import cases, functions, models, oracle
+from tests.exact.cells import Cell
+
+GIVEN_DIVISOR = 128.0
+MAX_NORM = {"no-clip": None, "loose": 1e9, "tight": 0.05}
+Call = list[list[oracle.Sample]]  # samples by rank
+
+
+@dataclass
+class Found:
+    """The worst of a cell: of its gradients, and of what it reports."""
+
+    gradient: float = 0.0
+    parameter: str = ""
+    report: float = 0.0
+    report_tolerance: float = 0.0
+    wrong: list[str] = field(default_factory=list)  # what must be equal and is not
+
+    def see(self, error: float, parameter: str) -> None:
+        if error > self.gradient:
+            self.gradient, self.parameter = error, parameter
+
+    def expect(self, what: str, found: Any, expected: Any) -> None:
+        if found != expected:
+            self.wrong.append(f"{what} is {found}, expected {expected}")
+
+    def near(self, what: str, found: Tensor | float, expected: float) -> None:
+        error = abs(float(found) - expected) / max(abs(expected), 1e-300)
+        self.report = max(self.report, error if error == error else float("inf"))
+        if not error <= self.report_tolerance:
+            self.wrong.append(f"{what} is {float(found)}, expected {expected}")
+
+
+class CellRun:
+    """A cell's models, losses and data."""
+
+    def __init__(self, cell: Cell) -> None:
+        self.cell, self.found = cell, Found(report_tolerance=cell.report_tolerance)
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.model_kind = "image" if cell.kind.startswith("image") else "tokens"
+        if cell.evidence.startswith("float"):
+            self.model_kind = "language"
+        self.sums, self.weights = functions.of(self.model_kind)
+        self.names = functions.NAMES[cell.loss]
+        self.reference = self._new_model(torch.float64)
+        self.same_dtype = self._new_model(self.dtype) if self.dtype != torch.float64 else None
+        self.model = self._wrapped(self._new_model(self.dtype))
+        self.parameters = parameters_of(self.model)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.cell.evidence == "float32" else torch.float64
+
+    def _new_model(self, dtype: torch.dtype) -> nn.Module:
+        return models.gpt2(dtype) if self.model_kind == "language" else models.integer_model(self.model_kind)
+
+    def _wrapped(self, model: nn.Module) -> nn.Module:
+        return wrap(model, self.cell.wrapper)
+
+    def copy_weights(self) -> None:
+        """The oracles start this update from the model's weights: float32 errors are compared at one point."""
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                value = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+                for each in (self.reference, self.same_dtype):
+                    dict(each.named_parameters())[name].copy_(value)
+
+    def updates(self) -> list[list[Call]]:
+        """Samples by update, call and rank."""
+        case, power_of_two = self.cell.case, self.cell.evidence == "bits"
+        made: list[list[Call]] = []
+        for u, update in enumerate(cases.updates(case, self.cell.world, power_of_two)):
+            calls = [cases.samples(call, self.model_kind, case, 100 * u + c) for c, call in enumerate(update)]
+            if self.model_kind == "language":
+                calls = [[[cases.as_language(s) for s in share] for share in call] for call in calls]
+            made.append(calls)
+        return made
+
+    def bound(self, updates: list[list[Call]]) -> dict[str, int]:
+        """How the cell bounds a microbatch; the cap takes two of the longest samples."""
+        counts = {"one-sample": 1, "two-samples": 2, "three-samples": 3, "all-samples": 1000}
+        if self.cell.bound in counts:
+            return {"micro_batch_size": counts[self.cell.bound]}
+        longest = max(length(s) for update in updates for call in update for share in call for s in share)
+        return {"max_microbatch_tokens": 2 * longest}
+
+    def loss_fn(self, call: int = 0) -> Callable[..., Any]:
+        """The loss in one of the forms that the contract allows; a mixed one says its weight in even calls only."""
+        name = self.cell.loss
+        if name == "mixed":
+            name = "late" if call % 2 else "weigh"
+        if name == "library":
+            return losses.next_token
+
+        def mapping(model: nn.Module, microbatch: Any) -> Any:
+            sums = self.sums(model, microbatch)
+            return {each: sums[each] for each in self.names}
+
+        def pair(model: nn.Module, microbatch: Any) -> Any:
+            return self.sums(model, microbatch)["loss"]
+
+        if name in ("late", "given"):
+            return pair
+        if name == "metric-late":
+            return mapping
+        return counted_from_data(weigh=self.weigh())(pair if name == "weigh" else mapping)
+
+    def weigh(self) -> Callable[[Any], Any] | None:
+        if self.cell.loss == "terms":
+            return self.weights
+        if self.cell.loss == "metric":
+            return lambda microbatch: {"loss": self.weights(microbatch)["loss"]}
+        counted = self.cell.loss in ("weigh", "mixed")
+        return (lambda microbatch: self.weights(microbatch)["loss"]) if counted else None
+
+    def batch(self, call: Call) -> Any:
+        """This rank's share, as the cell's kind of batch."""
+        share = call[self.rank]
+        if self.cell.kind in ("list", "images"):
+            return share
+        if share:
+            return oracle.collate(share)
+        example = next((sample for other in call for sample in other), None)
+        if example is None:
+            return []
+        return {key: value[None][:0] for key, value in example.items()}
+
+    def oracle_sums(self, model: nn.Module, batch: oracle.Sample) -> oracle.Sums:
+        sums = self.sums(model, batch)
+        return {name: sums[name] for name in self.names}
+
+
+def length(sample: oracle.Sample) -> int:
+    return len(next(iter(sample.values())))
+
+
+def wrap(model: nn.Module, wrapper: str, **ddp_options: bool) -> nn.Module:
+    if wrapper == "plain":
+        return model
+    if wrapper == "ddp":
+        return DistributedDataParallel(model, **ddp_options)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in models.blocks(model):
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name.removeprefix("module."): parameter for name, parameter in model.named_parameters()}
+
+
+def full_gradients(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor | None]:
+    """Whole gradients on every rank."""
+    gradients = {name: parameter.grad for name, parameter in parameters.items()}
+    return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
+
+
+def run_cell(name: str) -> dict[str, Any]:
+    """The job: a cell by its name."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, about gloo and about one rank
+        cell = Cell.parse(name)
+        if cell.world == 1 and cell.wrapper == "plain":
+            dist.destroy_process_group()  # the way most people start
+        return run(CellRun(cell))
+
+
+def run(this: CellRun) -> dict[str, Any]:
+    """Every update of the cell, with an optimizer between; the optimizer moves the oracle by its own gradient."""
+    cell = this.cell
+    updates = this.updates()
+    gradient = GradientAccumulator(this.model, sync=cell.sync, **this.bound(updates))
+    optimizers = [_optimizer(each, cell) for each in (this.model, this.reference, this.same_dtype) if each is not None]
+    for calls in updates:
+        if this.same_dtype is not None:
+            this.copy_weights()
+        for index, call in enumerate(calls):
+            _forward_backward(this, gradient, this.loss_fn(index), call)
+        divisor = GIVEN_DIVISOR if cell.loss == "given" else None
+        update = gradient.finalize(max_norm=MAX_NORM[cell.clip], weight=divisor)
+        if judge(this, update, calls, divisor):
+            for optimizer in optimizers:
+                optimizer.step()
+    found = this.found
+    return {"gradient": found.gradient, "parameter": found.parameter, "report": found.report, "wrong": found.wrong}
+
+
+def _optimizer(model: nn.Module, cell: Cell) -> torch.optim.Optimizer:
+    if cell.evidence.startswith("float"):
+        return torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return models.SignSGD(model.parameters())
+
+
+def _forward_backward(this: CellRun, gradient: GradientAccumulator, loss_fn: Callable[..., Any], call: Call) -> None:
+    """One call, closed or open; a closed one returns this rank's sums."""
+    if this.cell.way == "open":
+        for microbatch in gradient.microbatches(this.batch(call), this.weigh()):
+            total, weight = this.sums(this.model, microbatch)["loss"]
+            gradient.backward(total, weight)
+        return
+    returned = gradient.forward_backward(this.batch(call), loss_fn)
+    share = call[this.rank]
+    this.found.expect("names of the sums", sorted(returned), sorted(this.names) if any(call) else [])
+    with torch.no_grad():
+        sums = this.oracle_sums(this.reference, oracle.collate(share)) if share else {}
+    for name, term in returned.items():
+        total, weight = sums.get(name, (0.0, 0.0))
+        this.found.expect(f"the sum of {name!r} carries a gradient", term.total.requires_grad, False)
+        this.found.near(f"this rank's weight of {name!r}", term.weight, float(weight))
+        this.found.near(f"this rank's total of {name!r}", term.total, float(total))
+
+
+def judge(this: CellRun, update: Update, calls: list[Call], divisor: float | None) -> bool:
+    """Compare one update; whether it can be stepped."""
+    samples = [sample for call in calls for share in call for sample in share]
+    divide_last = this.cell.evidence == "odd"
+    expected = oracle.answer(this.reference, this.oracle_sums, samples, divisor, divide_last)
+    found, gradients = this.found, full_gradients(this.parameters)
+    clipped = MAX_NORM[this.cell.clip]
+    _judge_report(this, update, expected, samples)
+    if expected.weights["loss"] == 0:
+        found.expect("gradients", [name for name, each in gradients.items() if each is not None], [])
+        found.expect("finite", bool(update.finite), False)
+        return False
+    found.expect("finite", bool(update.finite), True)
+    if clipped is not None:
+        norm = torch.nn.utils.clip_grad_norm_(this.reference.parameters(), clipped)
+        assert update.grad_norm is not None
+        found.near("the norm", update.grad_norm, float(norm))
+    reference = full_gradients(dict(this.reference.named_parameters()))
+    if this.same_dtype is None:
+        found.see(*oracle.worst_error(gradients, reference))
+        return True
+    oracle.answer(this.same_dtype, this.oracle_sums, samples, divisor)
+    if clipped is not None:
+        torch.nn.utils.clip_grad_norm_(this.same_dtype.parameters(), clipped)
+    own = oracle.whole_error(full_gradients(dict(this.same_dtype.named_parameters())), reference)
+    found.see(oracle.whole_error(gradients, reference) / own, "all")
+    return True
+
+
+def _judge_report(this: CellRun, update: Update, expected: oracle.Answer, samples: list[oracle.Sample]) -> None:
+    found, total = this.found, expected.weights["loss"]
+    found.near("the weight", update.weight, GIVEN_DIVISOR if this.cell.loss == "given" else total)
+    found.expect("num_samples", int(update.num_samples), len(samples))
+    if this.cell.kind in ("list", "images"):
+        found.expect("num_tokens", int(update.num_tokens), sum(map(length, samples)))
+    if total:
+        found.near("the loss", update.loss, expected.loss)
+        for name, quotient in expected.terms.items():
+            found.near(f"the term {name!r}", update.terms[name], quotient)

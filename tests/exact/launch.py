@@ -1,0 +1,174 @@
+"""One spawn of some ranks that run many jobs; results are files that are written as soon as a job ends.
+
+A job is a name given to a function `job(name)` that every rank calls and that returns something JSON can hold.
+A job that raises is reported with its traceback: the ranks leave their process group (so that peers that wait for
+them fail too instead of hanging), meet in a file, and go on with the next job in a new group.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+Result = dict[str, Any]  # {"value": ...} or {"error": traceback}
+GROUP_TIMEOUT_SECONDS = 60.0
+MAX_FAILURES = 12  # a broken library should not take an hour to say so
+
+
+@dataclass
+class Run:
+    """Some ranks and their jobs, with what they import from first."""
+
+    world: int
+    names: list[str]
+    folder: Path
+    python_path: list[str] = field(default_factory=list)
+    max_failures: int = MAX_FAILURES
+    group_timeout_seconds: float = GROUP_TIMEOUT_SECONDS
+
+
+def launch(world: int, function: str, names: Iterable[str], folder: Path, *,
+           timeout_seconds: float = 600) -> dict[str, list[Result]]:  # fmt: skip
+    """Run `function` ("module:name") for every name on `world` ranks; the results by name, one per rank."""
+    return launch_all(function, [Run(world, list(names), folder)], folder, timeout_seconds=timeout_seconds)[0]
+
+
+def launch_all(function: str, runs: list[Run], folder: Path, *,
+               timeout_seconds: float = 600) -> list[dict[str, list[Result]]]:  # fmt: skip
+    """One run after the other, from one process that has imported torch."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "runs.json").write_text(json.dumps([function, [asdict(run) for run in runs]], default=str))
+    root = Path(__file__).resolve().parents[2]
+    quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(root), "TORCH_CPP_LOG_LEVEL": "FATAL"}
+    with (folder / "log.txt").open("w") as log:
+        # Not in the repository: what is imported is what the path says.
+        command = [sys.executable, "-m", "tests.exact.launch", str(folder.resolve())]
+        process = subprocess.Popen(
+            command, env=os.environ | quiet, cwd=folder, stdout=log, stderr=log, start_new_session=True
+        )
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout_seconds)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    tail = (folder / "log.txt").read_text()[-2000:]
+    return [_collected(run, f"{folder}/log.txt ends:\n{tail}") for run in runs]
+
+
+def _collected(run: Run, log: str) -> dict[str, list[Result]]:
+    found: dict[str, list[Result]] = {name: [] for name in run.names}
+    for rank in range(run.world):
+        file = run.folder / f"rank{rank}.jsonl"
+        results = dict(json.loads(line) for line in file.read_text().splitlines()) if file.exists() else {}
+        lost = {"error": f"rank {rank} of {run.world} ended or was stopped before this job; {log}"}
+        for name in run.names:
+            found[name].append(results.get(name, lost))
+    return found
+
+
+class Ranks:
+    """This process as a rank: its process group, and the file in which ranks meet after every job."""
+
+    def __init__(self, run: Run, rank: int) -> None:
+        import torch.distributed as dist
+
+        self.run, self.rank, self.meetings, self.groups = run, rank, 0, 0
+        self._store = dist.FileStore(str(run.folder / "meet"), run.world)
+
+    def join(self) -> None:
+        """A process group, where there is none; a job may have left it. A rank that is alone has one too."""
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            return
+        self.groups += 1
+        store = dist.FileStore(str(self.run.folder / f"group{self.groups}"), self.run.world)
+        timeout = timedelta(seconds=self.run.group_timeout_seconds)
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.run.world, timeout=timeout)
+
+    def leave(self) -> None:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def all_well(self, well: bool) -> bool:
+        """Whether the job ended well on every rank."""
+        self.meetings += 1
+        self._store.set(f"{self.meetings}/{self.rank}", "1" if well else "0")
+        return all(self._store.get(f"{self.meetings}/{rank}") == b"1" for rank in range(self.run.world))
+
+
+def _run(run: Run, rank: int, job: Callable[[str], Any]) -> None:
+    ranks, failures = Ranks(run, rank), 0
+    with (run.folder / f"rank{rank}.jsonl").open("w") as results:
+        for name in run.names:
+            ranks.join()
+            started = time.perf_counter()
+            try:
+                result = {"value": job(name)}
+            except Exception:
+                result = {"error": f"rank {rank}: {traceback.format_exc()}"}
+                ranks.leave()
+            result["seconds"] = round(time.perf_counter() - started, 3)
+            results.write(json.dumps([name, result]) + "\n")
+            results.flush()
+            if not ranks.all_well("value" in result):
+                failures += 1
+                if failures == run.max_failures:
+                    return
+                ranks.leave()
+
+
+def _lead(run: Run, function: str) -> None:
+    """Import what is run, then fork the ranks."""
+    sys.path[:0] = run.python_path
+    run.folder.mkdir(parents=True, exist_ok=True)
+    module, _, name = function.partition(":")
+    job = getattr(importlib.import_module(module), name)
+    _wait([_fork(lambda rank=rank: _run(run, rank, job)) for rank in range(run.world)])
+
+
+def _fork(work: Callable[[], None]) -> int:
+    child = os.fork()
+    if child:
+        return child
+    try:
+        work()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    os._exit(0)  # gloo can abort while an interpreter closes, after all work is done
+
+
+def _wait(children: list[int]) -> None:
+    for child in children:
+        os.waitpid(child, 0)
+
+
+def main(folder: Path) -> None:
+    """Import what all runs share, once, then one run after the other."""
+    import torch
+    import torch.distributed.fsdp
+    import torch.distributed.tensor
+    import torch.optim.adamw
+    import torch.utils._python_dispatch
+
+    torch.set_num_threads(1)
+    function, runs = json.loads((folder / "runs.json").read_text())
+    for each in runs:
+        run = Run(**each | {"folder": Path(each["folder"])})
+        _wait([_fork(lambda run=run: _lead(run, function))])
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

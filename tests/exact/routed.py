@@ -1,0 +1,64 @@
+"""Parameters that some microbatches and some ranks do not use."""
+
+from typing import Any
+
+from torch import nn
+
+from megabatch import MegabatchError
+from tests.exact import harness, models, oracle
+from tests.exact.cells import Cell
+
+# Which samples use the expert: (rank, index) of every call; the others do not.
+USERS = {
+    "first-sample-of-rank-0": {(0, 0)},
+    "last-sample-of-last-rank": {(-1, -1)},
+    "one-of-each-rank": {(rank, rank % 2) for rank in range(4)},
+    "second-of-all": {(rank, 1) for rank in range(4)},  # in the first update: the longest, which runs first
+    "nobody": set(),
+}
+
+
+class RoutedRun(harness.CellRun):
+    """A cell on a model with an expert."""
+
+    def __init__(self, cell: Cell, users: set[tuple[int, int]], find_unused_parameters: bool = True) -> None:
+        self.users, self.find_unused_parameters = users, find_unused_parameters
+        super().__init__(cell)
+
+    def _new_model(self, dtype: Any) -> nn.Module:
+        return models.integer_model("routed")
+
+    def _wrapped(self, model: nn.Module) -> nn.Module:
+        return harness.wrap(model, self.cell.wrapper, find_unused_parameters=self.find_unused_parameters)
+
+    def updates(self) -> list[list[harness.Call]]:
+        updates = super().updates()
+        for update in updates:
+            for call in update:
+                for rank, share in enumerate(call):
+                    for index, sample in enumerate(share):
+                        self._route(sample, rank, index, len(share))
+        return updates
+
+    def _route(self, sample: oracle.Sample, rank: int, index: int, size: int) -> None:
+        here = {(rank, index), (rank - self.cell.world, index - size)}
+        sample["input_ids"][0] = 1 if here & self.users else 2
+
+
+def _run(name: str, **options: bool) -> dict[str, Any]:
+    users, wrapper, world, sync = name.split(":")
+    values = ("bits", wrapper, world, sync, "updates", "list", "weigh", "one-sample", "forward_backward", "no-clip")
+    return harness.run(RoutedRun(Cell.parse(":".join(values)), USERS[users], **options))
+
+
+def run_job(name: str) -> dict[str, Any]:
+    """The job "users:wrapper:world:sync"."""
+    return _run(name)
+
+
+def run_unsaid(name: str) -> str:
+    """The same where DDP was not told that parameters can be unused: what is raised."""
+    try:
+        return str(_run(name, find_unused_parameters=False))
+    except MegabatchError as error:
+        return str(error)
