@@ -3,7 +3,7 @@
 from typing import Any
 
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.exact import harness, models
@@ -14,8 +14,10 @@ OPTIONS = {  # with the wrappers that have them
     "static_graph": ("ddp",),
     "find_unused_parameters": ("ddp",),
     "keep_unsharded": ("fsdp2",),
+    "hsdp": ("fsdp2",),
     "frozen": ("plain", "ddp", "fsdp2"),
 }
+WORLDS = dict.fromkeys(OPTIONS, 2) | {"hsdp": 4}
 CASES = ("C1", "short-tail", "calls-updates", "empty-update")
 
 
@@ -35,12 +37,17 @@ class OptionRun(harness.CellRun):
 
     def _wrapped(self, model: nn.Module) -> nn.Module:
         if self.option == "keep_unsharded":
-            mesh = init_device_mesh("cpu", (self.cell.world,))
-            for block in models.blocks(model):
-                fully_shard(block, mesh=mesh, reshard_after_forward=False)
-            return fully_shard(model, mesh=mesh, reshard_after_forward=False)
+            return _sharded(model, init_device_mesh("cpu", (self.cell.world,)), reshard_after_forward=False)
+        if self.option == "hsdp":
+            return _sharded(model, init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")))
         options = {self.option: True} if self.cell.wrapper == "ddp" and self.option != "frozen" else {}
         return harness.wrap(model, self.cell.wrapper, **options)
+
+
+def _sharded(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
+    for block in models.blocks(model):
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
 
 
 def run_job(name: str) -> dict[str, Any]:

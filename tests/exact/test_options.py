@@ -3,12 +3,11 @@
 import pytest
 
 from tests.exact.launch import launch
-from tests.exact.options import CASES, OPTIONS
+from tests.exact.options import CASES, OPTIONS, WORLDS
 
 pytestmark = pytest.mark.slow
-WORLD = 2
 JOBS = [
-    f"{option}:{case}:{wrapper}:{WORLD}:{sync}"
+    f"{option}:{case}:{wrapper}:{WORLDS[option]}:{sync}"
     for option, wrappers in OPTIONS.items()
     for wrapper in wrappers
     for case in CASES
@@ -18,7 +17,11 @@ JOBS = [
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return launch(WORLD, "tests.exact.options:run_job", JOBS, tmp_path_factory.mktemp("options"))
+    found = {}
+    for world in sorted(set(WORLDS.values())):
+        jobs = [job for job in JOBS if job.split(":")[3] == str(world)]
+        found |= launch(world, "tests.exact.options:run_job", jobs, tmp_path_factory.mktemp(f"options{world}"))
+    return found
 
 
 @pytest.mark.parametrize("job", JOBS)
