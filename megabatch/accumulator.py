@@ -16,7 +16,7 @@ from megabatch import cut, gradient
 from megabatch.batch import Batch, Collate, Length, Microbatch, Samples, pad_right
 from megabatch.contract import LossFunction, Term, Weigh, terms_of, weigh_of
 from megabatch.cut import Plan
-from megabatch.errors import LossContractError, MegabatchError, PlanError
+from megabatch.errors import LossContractError, MegabatchError, require_positive
 from megabatch.run import Share, Turn, agree, prepare, turns, with_stand_ins
 from megabatch.sync import choose_policy, reducer_for
 from megabatch.update import OpenUpdate, Update, add_terms
@@ -148,7 +148,9 @@ class GradientAccumulator:
                 "finalize() closes the update that forward_backward() opened; none is open, "
                 "and one that was left half-way is forgotten"
             )
-        _check_finalize(max_norm, weight)
+        for name, value in {"max_norm": max_norm, "weight": weight}.items():
+            if value is not None:
+                require_positive(name, value)
         opened, self._open = self._open, None
         update, factor = opened.close(weight)
         if self._device.type == "cpu" and isinstance(problem := update.problem(), LossContractError):
@@ -195,9 +197,3 @@ class GradientAccumulator:
         self._running = False
         self._reducer.discard()
         gradient.drop(self._reducer.parameters)
-
-
-def _check_finalize(max_norm: float | None, weight: float | None) -> None:
-    for name, value in {"max_norm": max_norm, "weight": weight}.items():
-        if value is not None and not value > 0:
-            raise PlanError(f"{name} is {value!r}; expected a positive number")

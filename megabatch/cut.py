@@ -10,8 +10,8 @@ from megabatch.cost import CostModel
 from megabatch.errors import PlanError, require_count
 from megabatch.partition import deal, pack
 
-# Without a measured cost, one more microbatch is worth an eighth of what the cap says the hardware takes at once.
-LAUNCH_SHARE = 8
+# Without a measured cost, one more microbatch is worth a sixteenth of what the cap says the hardware takes at once.
+LAUNCH_SHARE = 16
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,7 @@ def check_bound(micro_batch_size: int | None, max_microbatch_tokens: int | None)
 def check_lengths(lengths: Sequence[int], max_microbatch_tokens: int | None) -> None:
     """Raise `PlanError` where a length is no count or does not fit under the cap."""
     for sample, length in enumerate(lengths):
-        if length < 0:
-            raise PlanError(f"sample {sample} has length {length}; lengths count tokens and cannot be negative")
+        require_count(f"the length of sample {sample}", length, least=0)
         if max_microbatch_tokens is not None and length > max_microbatch_tokens:
             raise PlanError(
                 f"sample {sample} has {length} tokens, more than max_microbatch_tokens={max_microbatch_tokens} "

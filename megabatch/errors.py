@@ -3,6 +3,8 @@
 Each message is one line: what was seen, what was expected, and what to change.
 """
 
+from numbers import Integral
+
 
 class MegabatchError(Exception):
     """Base of every error raised on purpose; its text is one line, fit to be shown to a user."""
@@ -16,8 +18,15 @@ class LossContractError(MegabatchError, ValueError):
     """A loss function broke its contract: return a sum and the weight it is divided by, and never divide."""
 
 
-def require_count(name: str, value: object) -> int:
-    """``value`` as a positive integer, or a `PlanError` that names the setting."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise PlanError(f"{name} is {value!r}; it counts things and must be a whole number of at least 1")
-    return value
+def require_count(name: str, value: object, *, least: int = 1) -> int:
+    """``value`` as a whole number, numpy's included, or a `PlanError` that names the setting."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise PlanError(f"{name} is {value!r}; it counts things and must be a whole number of at least {least}")
+    return int(value)
+
+
+def require_positive(name: str, value: object) -> float:
+    """``value`` as a positive number, or a `PlanError` that names the setting."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise PlanError(f"{name} is {value!r}; expected a positive number")
+    return float(value)

@@ -6,7 +6,8 @@ the cause is looked for and named: a module that mixes samples, a loss that divi
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from megabatch.batch import IGNORED_LABEL, Batch, Microbatch, Samples, to_device
 from megabatch.contract import LossFunction, Term, counted_weights, differentiable, terms_of, weigh_of
 from megabatch.cut import plan
 from megabatch.errors import PlanError
+from megabatch.mixing import mixing_module
 from megabatch.update import WEIGHT_TOLERANCE
 
 LOW_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
@@ -54,17 +56,15 @@ def verify(
 
     Runs in this process alone, on a float64 copy that stays in float64 (casts to a lower precision inside the model
     or the loss are undone) and in training mode, with dropout off. ``ok`` means that every parameter's relative error
-    is within ``tolerance`` and that totals and weights add up over the cut. Raises `PlanError` for a model that is
-    sharded, and `LossContractError` for a loss that returns no terms.
+    is within ``tolerance``, that totals and weights add up over the cut, and that there was something to compare.
+    Raises `PlanError` for a model that is sharded, and `LossContractError` for a loss that returns no terms.
     """
     witness = _Witness(_float64_copy(model), loss_fn, batch, micro_batch_size)
     with _Float64WithoutDropout():
         whole, cut = witness.measure([witness.everything]), witness.measure(witness.microbatches)
         errors = _relative_errors(cut.gradients, whole.gradients)
-        causes = tuple(witness.causes(whole, cut, max(errors.values(), default=0.0) > tolerance))
-    worst = max(errors.values(), default=0.0)
-    if worst > tolerance and not causes:
-        causes = ("the gradients differ, and neither the modules nor the sums of the loss show why",)
+        worst = _worst(errors)
+        causes = tuple(witness.causes(whole, cut, wrong=not worst <= tolerance))
     return Verification(not causes, worst, errors, causes)
 
 
@@ -107,23 +107,45 @@ class _Witness:
                 whole[parameter] = whole.get(parameter, 0.0) + value / max(float(sums[name].weight), 1e-300)
         return _Measured(whole, sums)
 
-    def causes(self, whole: _Measured, cut: _Measured, wrong: bool) -> Iterator[str]:
-        """Why cutting changes the answer, in words."""
-        repeated = self.measure([self.everything])
-        if max(_relative_errors(repeated.gradients, whole.gradients).values(), default=0.0) > 0:
-            yield "the same batch gives another gradient the second time: the model or the loss draws random numbers"
-            return
-        mixer = self._mixing_module() if wrong or self._sums_differ(whole, cut) else None
-        if mixer is not None:
-            yield mixer
-        else:
-            yield from self._sums_that_differ(whole, cut)
-        yield from self._counts_that_differ()
-        yield from self._unused_targets()
-        yield from self._share_of_own_loss(whole)
+    def causes(self, whole: _Measured, cut: _Measured, *, wrong: bool) -> list[str]:
+        """Why cutting changes the answer, or why there is no answer, in words."""
+        unfit = self._unfit(whole, cut)
+        if unfit is not None:
+            return [unfit]
+        differences = list(self._sums_that_differ(whole, cut))
+        mixer = self._mixer() if wrong or differences else None
+        found = [mixer] if mixer is not None else differences
+        found += [*self._counts_that_differ(), *self._unused_targets()]
+        found = found or list(self._share_of_own_loss(whole))
+        if wrong and not found:
+            found = ["the gradients differ, and neither the modules nor the sums of the loss show why"]
+        return found
 
-    def _sums_differ(self, whole: _Measured, cut: _Measured) -> bool:
-        return any(True for _ in self._sums_that_differ(whole, cut))
+    def _unfit(self, whole: _Measured, cut: _Measured) -> str | None:
+        """Why two gradients would prove nothing."""
+        values = [*whole.gradients.values(), *cut.gradients.values()]
+        totals = [total for total, _ in (*whole.sums.values(), *cut.sums.values())]
+        if not all(bool(torch.isfinite(value).all()) for value in [*values, *totals]):
+            return "the loss or its gradient is not finite on this batch; look at its samples and at the loss"
+        if not any(bool(value.any()) for value in values):
+            return (
+                "there is nothing to compare: every gradient is zero; give a batch with targets and an unfrozen model"
+            )
+        repeated = self.measure([self.everything])
+        if _worst(_relative_errors(repeated.gradients, whole.gradients)) > 0:
+            return "the same batch gives another gradient the second time: the model or the loss draws random numbers"
+        return None
+
+    def _mixer(self) -> str | None:
+        if not isinstance(self.everything, Mapping):
+            return None
+        name = mixing_module(self.model, self.loss_fn, dict(self.everything), self.rows)
+        if name is None:
+            return None
+        return (
+            f"module {name!r} ({type(self.model.get_submodule(name)).__name__}) mixes the samples of a microbatch: "
+            "what it gives for one sample depends on the others, so cutting must change the answer"
+        )
 
     def _sums_that_differ(self, whole: _Measured, cut: _Measured) -> Iterator[str]:
         parts = len(self.microbatches)
@@ -163,8 +185,11 @@ class _Witness:
         with_first["labels"], without["labels"] = labels.clone(), labels.clone()
         with_first["labels"][:, 0] = labels.clamp(min=0)[:, 0]
         without["labels"][:, 0] = IGNORED_LABEL
-        with torch.no_grad():
-            counted, ignored = (terms_of(self.loss_fn(self.model, each)) for each in (with_first, without))
+        try:
+            with torch.no_grad():
+                counted, ignored = (terms_of(self.loss_fn(self.model, each)) for each in (with_first, without))
+        except Exception:  # a loss of one's own need not know labels that are ignored
+            return
         for name in counted:
             if counted[name].total == ignored[name].total and counted[name].weight != ignored[name].weight:
                 yield (
@@ -190,49 +215,6 @@ class _Witness:
 
     def _takes_labels(self) -> bool:
         return "labels" in inspect.signature(self.model.forward).parameters
-
-    def _mixing_module(self) -> str | None:
-        """The first module in which a sample's output depends on the samples beside it."""
-        if not isinstance(self.everything, Mapping):
-            return None
-        together = self._outputs(self.everything)
-        for row in range(self.rows):
-            alone = self._outputs({name: value[row : row + 1] for name, value in self.everything.items()})
-            for name, output in together.items():
-                if name in alone and self._differs(output, alone[name], row):
-                    kind = type(self.model.get_submodule(name)).__name__
-                    return (
-                        f"module {name!r} ({kind}) mixes the samples of a microbatch: what it gives for one sample "
-                        "depends on the others, so cutting must change the answer"
-                    )
-        return None
-
-    def _differs(self, together: Tensor, alone: Tensor, row: int) -> bool:
-        if together.ndim == 0 or len(alone) * self.rows != len(together):
-            return False
-        mine = together[row * len(alone) : (row + 1) * len(alone)]
-        return mine.shape != alone.shape or _distance(mine, alone) > NEGLIGIBLE * max(1e-300, float(alone.norm()))
-
-    def _outputs(self, microbatch: Microbatch) -> dict[str, Tensor]:
-        """First tensor that each module returned, innermost and earliest first."""
-        outputs: dict[str, Tensor] = {}
-
-        def keep(name: str) -> Callable[..., None]:
-            def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-                tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-                if tensors and name not in outputs and tensors[0].is_floating_point():
-                    outputs[name] = tensors[0].detach()
-
-            return hook
-
-        handles = [module.register_forward_hook(keep(name)) for name, module in self.model.named_modules() if name]
-        try:
-            with torch.no_grad():
-                self.loss_fn(self.model, microbatch)
-        finally:
-            for handle in handles:
-                handle.remove()
-        return outputs
 
 
 class _Float64WithoutDropout(TorchFunctionMode):
@@ -261,7 +243,8 @@ def _float64_copy(model: nn.Module) -> nn.Module:
     model = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", model)
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise PlanError("verify was given a sharded model; verify the model before fully_shard")
-    return copy.deepcopy(model).double().train()
+    double = copy.deepcopy(model).double()
+    return double if model.training else double.train()  # in training, what was frozen by eval() stays so
 
 
 def _prepared(microbatch: Microbatch, device: torch.device) -> Microbatch:
@@ -279,6 +262,11 @@ def _add_gradient(sums: dict[str, Tensor], model: nn.Module, total: Tensor) -> N
     )
     for (name, parameter), value in zip(named.items(), values, strict=True):
         sums[name] = sums.get(name, torch.zeros_like(parameter)) + (0.0 if value is None else value)
+
+
+def _worst(errors: dict[str, float]) -> float:
+    values = list(errors.values())
+    return math.nan if any(map(math.isnan, values)) else max(values, default=0.0)
 
 
 def _relative_errors(cut: dict[str, Tensor], whole: dict[str, Tensor]) -> dict[str, float]:

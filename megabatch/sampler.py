@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from megabatch.cost import CostModel
+from megabatch.cut import check_lengths
 from megabatch.errors import PlanError, require_count
 from megabatch.partition import deal
 
@@ -47,24 +48,23 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
         tail: str = "step",
         cost: CostModel | None = None,
     ) -> None:
-        require_count("global_batch_size", global_batch_size)
-        require_count("dp_degree", dp_degree)
+        self._size = require_count("global_batch_size", global_batch_size)
+        self._dp_degree = require_count("dp_degree", dp_degree)
+        self._dp_rank = require_count("dp_rank", dp_rank, least=0)
+        self._seed = require_count("seed", seed, least=0)
         if tail not in TAILS:
             raise PlanError(f"tail is {tail!r}; expected one of {', '.join(TAILS)}")
-        if not 0 <= dp_rank < dp_degree:
+        if dp_rank >= dp_degree:
             raise PlanError(f"dp_rank is {dp_rank}; expected 0 to {dp_degree - 1} with dp_degree={dp_degree}")
         if not len(lengths):
             raise PlanError("the data set is empty; give at least one sample")
+        check_lengths(lengths, None)
         if tail == "drop" and len(lengths) < global_batch_size:
             raise PlanError(
                 f"the data set has {len(lengths)} samples, fewer than global_batch_size={global_batch_size}, and "
                 'tail="drop" would leave no update; use tail="step" or a smaller global_batch_size'
             )
         self._prices = [float(length) if cost is None else cost.sample_seconds(length) for length in lengths]
-        self._size = global_batch_size
-        self._seed = seed
-        self._dp_rank = dp_rank
-        self._dp_degree = dp_degree
         self._tail = tail
         self._consumed = 0  # samples since the first epoch began; a dropped tail counts as consumed
 

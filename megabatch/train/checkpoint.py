@@ -1,0 +1,163 @@
+"""Checkpoint: a folder that is whole or not there, and a pointer to the latest one.
+
+``checkpoints/step-N`` is written beside, as ``step-N.tmp``, and renamed by the main rank when every rank has written;
+``checkpoints/latest`` names the folder to go on from. Nothing but whole folders is ever read.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Generator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
+
+from megabatch import Learner
+from megabatch.errors import MegabatchError
+from megabatch.train.data import Data, lengths_of
+from megabatch.train.metrics import FILE_NAME
+from megabatch.train.ranks import Ranks
+
+Meta = dict[str, Any]
+
+POINTER = "latest"
+META = "meta.json"
+VERSION_KEYS = ("transformers_version",)  # of a model's config; they say who wrote it and not what it is
+
+
+def checkpoints_of(folder: Path) -> Path:
+    """Where a run keeps its checkpoints."""
+    return folder / "checkpoints"
+
+
+def check_folder(folder: Path, *, resume: bool, ranks: Ranks) -> None:
+    """Raise on every rank where the main rank finds that a run cannot be written to, or resumed from, the folder."""
+    problem = None
+    if ranks.is_main:
+        try:
+            latest(folder) if resume else check_unused(folder)
+        except MegabatchError as error:
+            problem = str(error)
+    ranks.agree(problem)
+
+
+def check_unused(folder: Path) -> None:
+    """Raise where the folder holds a run, or cannot be made."""
+    if checkpoints_of(folder).exists() or (folder / FILE_NAME).exists():
+        raise MegabatchError(
+            f"{folder} already holds a run; go on with --run.resume=true, or choose another run.folder"
+        )
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise MegabatchError(
+            f"run.folder is {folder} and {nearest} is no folder to write to; choose another run.folder"
+        )
+
+
+def latest(folder: Path) -> Path:
+    """The checkpoint to go on from. Raises `MegabatchError` where there is none."""
+    pointer = checkpoints_of(folder) / POINTER
+    if not pointer.exists():
+        raise MegabatchError(
+            f"run.resume is set and {folder} has no checkpoint; start without run.resume, in a new folder"
+        )
+    checkpoint = pointer.parent / pointer.read_text(encoding="utf-8").strip()
+    if not (checkpoint / META).exists():
+        raise MegabatchError(
+            f"{pointer} names {checkpoint.name}, which is not there; name in it a step-N folder that is"
+        )
+    return checkpoint
+
+
+def save(folder: Path, learner: Learner, meta: Meta, ranks: Ranks) -> Path:
+    """Write ``checkpoints/step-N`` and point to it; collective."""
+    whole = checkpoints_of(folder) / f"step-{meta['step']}"
+    beside = whole.with_name(whole.name + ".tmp")
+    if ranks.is_main:
+        shutil.rmtree(beside, ignore_errors=True)  # left by a run that was killed here
+        beside.mkdir(parents=True)
+    ranks.barrier()
+    with quiet_alone():
+        save_state({"learner": learner.state_dict()}, checkpoint_id=beside, no_dist=not dist.is_initialized())
+    ranks.barrier()
+    if ranks.is_main:
+        (beside / META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
+        shutil.rmtree(whole, ignore_errors=True)  # written after the pointer's step, by a run that was killed
+        os.replace(beside, whole)
+        replace_text(whole.parent / POINTER, whole.name)
+    ranks.barrier()
+    return whole
+
+
+def load(checkpoint: Path, learner: Learner) -> None:
+    """Bring the learner to the checkpoint's state, on any number of ranks; collective."""
+    state = {"learner": learner.state_dict()}
+    with quiet_alone():
+        load_state(state, checkpoint_id=checkpoint, no_dist=not dist.is_initialized())
+    learner.load_state_dict(state["learner"])
+
+
+@contextlib.contextmanager
+def quiet_alone() -> Generator[None, None, None]:
+    """Surrounds DCP's calls, which warn a process without a process group that it is alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def read_meta(checkpoint: Path) -> Meta:
+    """What the checkpoint says of itself."""
+    return cast(Meta, json.loads((checkpoint / META).read_text(encoding="utf-8")))
+
+
+def describe(model: nn.Module, data: Data, seed: int) -> Meta:
+    """What makes a run another one: the model's config, its parameters' names, types and shapes, and the data."""
+    config = cast(Any, model).config.to_dict()
+    return {
+        "model_config": json.loads(
+            json.dumps({key: config[key] for key in config if key not in VERSION_KEYS}, default=str)
+        ),
+        "parameters": {
+            name: [str(parameter.dtype).removeprefix("torch."), *parameter.shape]
+            for name, parameter in model.named_parameters()
+        },
+        "data": {"seed": seed, "samples": len(data.train), "tokens": sum(lengths_of(data.train))},
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+    }
+
+
+def check_same(checkpoint: Path, saved: Meta, here: Meta) -> None:
+    """Raise `MegabatchError` that names the first thing in which a checkpoint and this run differ."""
+    for part, title in (("model_config", "model.config."), ("parameters", "the parameter "), ("data", "data: ")):
+        difference = first_difference(saved[part], here[part])
+        if difference is not None:
+            key, there, now = difference
+            raise MegabatchError(
+                f"{checkpoint} is of another {'data set' if part == 'data' else 'model'}: "
+                f"{title}{key} is {there} there and {now} here; "
+                "resume with the recipe it was made with, or start in a new run.folder"
+            )
+
+
+def first_difference(saved: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[str, object, object] | None:
+    """The first key whose values differ, with both values."""
+    for key in [*saved, *(key for key in here if key not in saved)]:
+        there, now = saved.get(key, "missing"), here.get(key, "missing")
+        if there != now:
+            return key, there, now
+    return None
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a small file so that a reader sees the old text or the new one, never a part."""
+    beside = path.with_name(path.name + ".tmp")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)

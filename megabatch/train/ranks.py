@@ -1,0 +1,145 @@
+"""Ranks: the processes of a run, how they find each other, add up numbers, and leave together.
+
+A rank that fails says why, once for all ranks, and leaves; the others, which fail the same way or whose next
+collective breaks, end in silence with the same status.
+"""
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from megabatch.errors import MegabatchError
+from megabatch.train.config import Config
+
+FAILED, INTERRUPTED = 2, 130  # exit statuses
+SECONDS_TO_LEAVE = 5.0  # torchrun kills whoever is left once the first rank is gone, whatever its status would be
+
+
+class FailedError(Exception):
+    """The run has failed and one of its ranks has said why; what is left is an exit status."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the processes of a run know each other, before and after their process group; alone there is no store."""
+
+    rank: int = 0
+    size: int = 1
+    store: Store | None = None
+
+    def is_first(self, event: str) -> bool:
+        """Whether no other rank has come here before."""
+        if self.store is None:
+            return True
+        try:
+            return self.store.add(event, 1) == 1
+        except RuntimeError:  # the store went away with the rank that held it
+            return False
+
+    def end(self) -> None:
+        """End the process group, which frees ranks that wait in a collective, and wait until all have come here."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if self.store is None:
+            return
+        deadline = time.monotonic() + SECONDS_TO_LEAVE
+        with contextlib.suppress(RuntimeError):  # the store went away with the rank that held it
+            num_ended = self.store.add("ended", 1)
+            while num_ended < self.size and time.monotonic() < deadline:
+                time.sleep(0.02)
+                num_ended = self.store.add("ended", 0)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the others, with a process group unless it is alone and plain."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank speaks and writes files."""
+        return self.rank == 0
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Each value summed over ranks, in float64."""
+        sums = torch.tensor(values, dtype=torch.float64)
+        if self.size > 1:
+            dist.all_reduce(sums)
+        return sums.tolist()
+
+    def barrier(self) -> None:
+        """Wait for every rank; on the CPU, without a device."""
+        self.sum([0.0])
+
+    def agree(self, problem: str | None) -> None:
+        """Raise on every rank what the main rank found wrong, if anything."""
+        found = [problem]
+        if self.size > 1:
+            dist.broadcast_object_list(found, src=0, device=torch.device("cpu"))
+        if found[0] is not None:
+            raise MegabatchError(found[0])
+
+
+@contextlib.contextmanager
+def meeting() -> Generator[Meeting, None, None]:
+    """Surrounds all that a process does: finds the others that torchrun started, and ends with them, failed or not."""
+    if "RANK" in os.environ:
+        store, rank, size = next(rendezvous("env://"))
+        met = Meeting(rank, size, store)
+    else:
+        met = Meeting()
+    try:
+        yield met
+    except MegabatchError as error:
+        fail(met, f"megabatch: {error}", FAILED)
+    except KeyboardInterrupt:
+        fail(met, "megabatch: interrupted; go on from the last checkpoint with --run.resume=true", INTERRUPTED)
+    except Exception:
+        if not met.is_first("failure"):  # a collective whose peer has gone
+            raise FailedError(FAILED) from None
+        raise
+    finally:
+        met.end()
+
+
+def fail(met: Meeting, line: str, status: int) -> None:
+    """Say why, unless another rank has, and end with a status."""
+    if met.is_first("failure"):
+        print(line, file=sys.stderr, flush=True)
+    raise FailedError(status) from None
+
+
+def join(met: Meeting, config: Config) -> Ranks:
+    """Make the process group, on this process's device; a wrapper on a lone process gets a group of one."""
+    device = choose_device(config.run.device)
+    if met.store is not None or config.parallel.wrapper is not None:
+        store = PrefixStore("group", dist.HashStore() if met.store is None else met.store)  # pyright: ignore
+        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, store=store, rank=met.rank, world_size=met.size)
+    return Ranks(met.rank, met.size, device)
+
+
+def choose_device(asked: str | None) -> torch.device:
+    """The device of this process: its own GPU where there are any."""
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise MegabatchError('run.device is "cuda" and torch sees no GPU; set it to "cpu" or leave it out')
+    if asked == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
