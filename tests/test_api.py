@@ -1,0 +1,88 @@
+"""Public names and signatures, frozen: a caller that this breaks is a red test here, not a surprise there."""
+
+import dataclasses
+import inspect
+
+import pytest
+
+import megabatch
+from megabatch import GradientAccumulator, Learner, Plan, Update, UpdateSampler, Verification, losses
+
+NAMES = {
+    "CostModel", "GradientAccumulator", "Learner", "LossContractError", "MegabatchError", "Plan", "PlanError", "Term",
+    "Update", "UpdateSampler", "Verification", "loss", "losses", "plan", "verify",
+}  # fmt: skip
+
+SIGNATURES = {
+    GradientAccumulator: "(model, *, mesh=None, micro_batch_size=None, max_microbatch_tokens=None, sync='auto', "
+    "collate=None, length=None, accumulate_dtype=None)",
+    GradientAccumulator.forward_backward: "(self, batch, loss_fn)",
+    GradientAccumulator.microbatches: "(self, batch, weigh=None)",
+    GradientAccumulator.backward: "(self, total, weight=None)",
+    GradientAccumulator.finalize: "(self, *, max_norm=None, weight=None)",
+    GradientAccumulator.plan: "(self, batch)",
+    Learner: "(model, optimizer, gradient, *, scheduler=None, max_norm=None)",
+    Learner.forward_backward: "(self, batch, loss_fn)",
+    Learner.optim_step: "(self)",
+    Learner.state_dict: "(self)",
+    Learner.load_state_dict: "(self, state)",
+    UpdateSampler: "(lengths, *, global_batch_size, seed=0, dp_rank=0, dp_degree=1, tail='step', cost=None)",
+    UpdateSampler.state_dict: "(self)",
+    UpdateSampler.load_state_dict: "(self, state)",
+    megabatch.plan: "(lengths, *, dp_degree=1, micro_batch_size=None, max_microbatch_tokens=None, cost=None)",
+    megabatch.verify: "(model, loss_fn, batch, *, micro_batch_size=1, tolerance=1e-09)",
+    megabatch.loss: "(*, weigh)",
+    megabatch.Term: "(total, weight)",
+    Plan.explain: "(self)",
+    Update.problem: "(self)",
+    losses.next_token: "(model, microbatch)",
+    losses.classification: "(model, microbatch)",
+    losses.mse: "(model, microbatch)",
+    megabatch.CostModel: "(seconds_per_microbatch=0.0, seconds_per_token=1.0, seconds_per_pair=0.000244140625, "
+    "bytes_fixed=0.0, bytes_per_token=0.0)",
+}
+
+FIELDS = {  # promised to callers; there may be more
+    Update: {"loss", "terms", "weight", "finite", "grad_norm", "num_samples", "num_tokens", "num_microbatches"},
+    Plan: {"microbatches", "lengths", "sync", "seconds", "peak_bytes"},
+    Verification: {"ok", "worst", "errors", "causes"},
+}
+PROPERTIES = {Plan: {"num_microbatches", "padding", "num_tokens", "padded_tokens"}}
+
+
+def without_annotations(function) -> str:
+    signature = inspect.signature(function)
+    parameters = [each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()]
+    return str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
+
+
+def test_public_names():
+    modules = {name for name in vars(megabatch) if inspect.ismodule(getattr(megabatch, name))}
+    assert {name for name in vars(megabatch) if not name.startswith("_")} - modules == NAMES - {"losses"}
+    assert inspect.ismodule(megabatch.losses)
+
+
+@pytest.mark.parametrize("function", SIGNATURES, ids=lambda function: function.__qualname__)
+def test_signature(function):
+    assert without_annotations(function) == SIGNATURES[function]
+
+
+@pytest.mark.parametrize("record", FIELDS, ids=lambda record: record.__name__)
+def test_fields_are_there_and_frozen(record):
+    assert {field.name for field in dataclasses.fields(record)} >= FIELDS[record]
+    assert all(isinstance(getattr(record, name), property) for name in PROPERTIES.get(record, ()))
+    assert record.__dataclass_params__.frozen
+
+
+def test_errors_are_value_errors_of_one_family():
+    assert issubclass(megabatch.PlanError, megabatch.MegabatchError)
+    assert issubclass(megabatch.LossContractError, megabatch.MegabatchError)
+    assert issubclass(megabatch.PlanError, ValueError)
+    assert issubclass(megabatch.LossContractError, ValueError)
+
+
+def test_the_loss_decorator_keeps_the_function():
+    def total(model, microbatch):
+        return None
+
+    assert megabatch.loss(weigh=len)(total) is total

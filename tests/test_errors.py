@@ -1,0 +1,89 @@
+"""Every error that the library raises on purpose: one line, as written here, through the public API."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import megabatch
+from megabatch import Learner
+from tests.exact.launch import launch
+from tests.unit.failures import batches, contract, loop, numbers, sizes, two_ranks, wrappers
+from tests.unit.failures.table import Failure, accumulator, linear
+
+LIBRARY = sorted(Path(megabatch.__file__).parent.glob("*.py"))
+ERRORS = {"MegabatchError", "PlanError", "LossContractError"}
+ALONE = sizes.FAILURES | batches.FAILURES | contract.FAILURES | loop.FAILURES
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """What each of two ranks was told, by job; one spawn for all."""
+    return launch(2, "tests.unit.failures.two_ranks:job", two_ranks.JOBS, tmp_path_factory.mktemp("two_ranks"))
+
+
+def check(failure: Failure) -> None:
+    with pytest.raises(failure.error) as raised:
+        failure.provoke()
+    assert str(raised.value) == failure.text
+    assert type(raised.value) is failure.error
+    assert len(failure.text.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_one_process(name):
+    check(ALONE[name])
+
+
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize("name", wrappers.FAILURES)
+def test_wrapper(name):
+    check(wrappers.FAILURES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", two_ranks.JOBS)
+def test_two_ranks(name, told):
+    _, expected = two_ranks.JOBS[name]
+    assert [result.get("value", result.get("error")) for result in told[name]] == expected
+
+
+@pytest.mark.parametrize("name", numbers.PROBLEMS)
+def test_what_came_out_wrong_moves_nothing(name):
+    batch, loss_fn, text = numbers.PROBLEMS[name]
+    model = linear()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    learner = Learner(model, optimizer, accumulator(model), scheduler=scheduler, max_norm=1.0)
+    learner.forward_backward(batch, loss_fn)
+    update = learner.optim_step()
+    assert not update.finite
+    assert (text and str(update.problem())) == (None if update.problem() is None else text)
+    assert all(map(torch.equal, before, model.parameters()))
+    assert (scheduler.get_last_lr(), len(optimizer.state)) == ([0.1], 0)
+
+
+def raised_in_the_library() -> list[str]:
+    """A pattern for the text of every error that the library makes: what it formats in may be anything."""
+    patterns: list[str] = []
+    for call in (node for path in LIBRARY for node in ast.walk(ast.parse(path.read_text()))):
+        if isinstance(call, ast.Call) and ERRORS & {each.id for each in ast.walk(call.func) if hasattr(each, "id")}:
+            (text,) = call.args
+            parts = text.values if isinstance(text, ast.JoinedStr) else [text]
+            said = [re.escape(part.value) if isinstance(part, ast.Constant) else ".*" for part in parts]
+            patterns.append("".join(said))
+    return patterns
+
+
+def snapshots() -> list[str]:
+    alone = [failure.text for failure in (ALONE | wrappers.FAILURES).values()]
+    told_to_ranks = [text.partition(": ")[2] for _, texts in two_ranks.JOBS.values() for text in texts]
+    return alone + told_to_ranks + [text for _, _, text in numbers.PROBLEMS.values() if text]
+
+
+@pytest.mark.parametrize("pattern", raised_in_the_library())
+def test_every_error_has_a_snapshot(pattern):
+    assert any(re.fullmatch(pattern, text) for text in snapshots()), pattern

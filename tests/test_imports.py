@@ -1,0 +1,119 @@
+"""The order of imports, the size of files, and the map of them in the README."""
+
+import ast
+import re
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "megabatch"
+MAX_LINES = 300
+MAX_LINES_OF = {"accumulator.py": 215}  # the heart
+
+LIBRARY = [  # a module imports only modules above it
+    "errors", "partition", "cost", "cut", "batch", "contract", "losses", "mesh", "sync", "gradient", "sampler",
+    "run", "update", "accumulator", "learner", "mixing", "proof",
+]  # fmt: skip
+WITHOUT_TORCH = LIBRARY[:4]
+OUTSIDE = {"environ", "getenv", "putenv", "open", "read_text", "read_bytes", "write_text", "write_bytes"}
+
+FILES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
+TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
+MODULES = {name.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for name in FILES} - {"__init__"}
+
+
+def file_of(module: str) -> str:
+    folder = f"{module.replace('.', '/')}/__init__.py"
+    return folder if folder in FILES else f"{module.replace('.', '/')}.py"
+
+
+def imported(tree: ast.AST) -> set[str]:
+    """Full names of what is imported under ``tree``: ``a.b`` for ``import a.b`` and for ``from a import b``."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "a relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def edges(module: str) -> set[str]:
+    """Modules of the package that ``module`` imports; "" is the package itself."""
+    found: set[str] = set()
+    for name in imported(TREES[file_of(module)]):
+        top, *parts = name.split(".")
+        if top == "megabatch":
+            while parts and ".".join(parts) not in MODULES:
+                parts.pop()
+            found.add(".".join(parts))
+    return found
+
+
+def test_the_list_names_every_module_of_the_library():
+    on_disk = {module for module in MODULES if module.partition(".")[0] not in ("train", "__main__")}
+    assert on_disk == set(LIBRARY)
+
+
+@pytest.mark.parametrize("module", LIBRARY)
+def test_a_module_imports_only_modules_above_it(module):
+    assert edges(module) <= set(LIBRARY[: LIBRARY.index(module)])
+
+
+def test_the_package_imports_only_the_library():
+    assert edges("__init__") <= set(LIBRARY) | {""}
+
+
+def test_the_trainer_has_no_circle():
+    # __main__ stands above all, and what imports the package itself imports the library as a whole.
+    trainer = {module: edges(module) - {"train"} for module in MODULES if module.startswith("train.")}
+    TopologicalSorter(trainer).prepare()
+    assert not any(edge == "__main__" for found in trainer.values() for edge in found)
+
+
+@pytest.mark.parametrize("module", WITHOUT_TORCH)
+def test_the_ground_floor_knows_no_torch(module):
+    assert not [name for name in imported(TREES[file_of(module)]) if name.partition(".")[0] == "torch"]
+
+
+@pytest.mark.parametrize("module", ["__init__", *LIBRARY])
+def test_imports_stand_at_the_top(module):
+    tree = TREES[file_of(module)]
+    at_the_top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert imported(tree) == imported(ast.Module(at_the_top, []))
+
+
+@pytest.mark.parametrize("module", ["__init__", *LIBRARY])
+def test_the_library_reads_no_file_and_no_environment_variable(module):
+    names = {node.attr for node in ast.walk(TREES[file_of(module)]) if isinstance(node, ast.Attribute)}
+    names |= {node.id for node in ast.walk(TREES[file_of(module)]) if isinstance(node, ast.Name)}
+    assert not names & OUTSIDE
+    assert not {name.partition(".")[0] for name in imported(TREES[file_of(module)])} & {"os", "io", "pathlib"}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_is_short(name):
+    assert len(FILES[name].read_text().splitlines()) <= MAX_LINES_OF.get(name, MAX_LINES)
+
+
+def mapped_files(readme: str) -> list[str]:
+    """Files that the README's map names below megabatch/, in its order; a folder's files stand deeper than it."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
+    (block,) = [block for block in blocks if re.search(r"^ *errors\.py ", block, re.MULTILINE)]
+    found: list[str] = []
+    folder, depth = "", -1
+    for spaces, name in re.findall(r"^( *)(\S+)", block, re.MULTILINE):
+        if name.endswith("/") and len(spaces):
+            folder, depth = name, len(spaces)
+        elif name.endswith(".py"):
+            found.append(folder * (len(spaces) > depth >= 0) + name)
+    return found
+
+
+def test_the_map_of_the_readme_is_the_package():
+    mapped = mapped_files((ROOT / "README.md").read_text())
+    assert sorted(mapped) == sorted(name for name in FILES if not name.endswith("__init__.py"))
+    assert [name for name in mapped if name.removesuffix(".py") in LIBRARY] == [f"{name}.py" for name in LIBRARY]

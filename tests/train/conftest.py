@@ -1,0 +1,123 @@
+"""A tiny recipe on a tiny data set, and a way to run it."""
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.train.processes import Finished, Run, overrides
+
+RECIPE = """
+[model]
+dtype = "float64"
+
+[model.config]
+model_type = "gpt2"
+vocab_size = 384
+n_embd = 16
+n_layer = 2
+n_head = 2
+n_positions = 256
+bos_token_id = 0
+eos_token_id = 1
+resid_pdrop = 0.1
+embd_pdrop = 0.0
+attn_pdrop = 0.0
+
+[data]
+source = "jsonl"
+path = "{data}"
+
+[update]
+global_batch_size = 8
+max_microbatch_tokens = 256
+
+[optim]
+lr = 1e-2
+warmup_steps = 2
+
+[eval]
+every = 2
+num_samples = 5
+
+[run]
+folder = "{folder}"
+"""
+NUM_SAMPLES = 50  # 45 to train on: five updates of 8, and one of 5
+NO_DROPOUT = {"model__config__resid_pdrop": 0.0}
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A folder with a recipe and its data, in which runs are made."""
+
+    path: Path
+    names: Iterator[int]
+
+    @property
+    def recipe(self) -> Path:
+        return self.path / "recipe.toml"
+
+    @property
+    def folder(self) -> Path:
+        """Where the recipe writes its run unless told otherwise."""
+        return self.path / "run"
+
+    def start(self, *, ranks: int = 1, recipe: Path | None = None, **values: Any) -> Run:
+        arguments = ["train", str(recipe or self.recipe), *overrides(values)]
+        return Run(arguments, self.path / f"logs{next(self.names)}", ranks)
+
+    def finish(self, *, ranks: int = 1, recipe: Path | None = None, **values: Any) -> list[Finished]:
+        return self.start(ranks=ranks, recipe=recipe, **values).wait()
+
+    def train(self, *, ranks: int = 1, recipe: Path | None = None, **values: Any) -> str:
+        """Run to a good end; what the main rank said."""
+        finished = self.finish(ranks=ranks, recipe=recipe, **values)
+        assert [each.status for each in finished] == [0] * ranks, "\n".join(each.err for each in finished)
+        return finished[0].out
+
+    def rows(self, folder: Path | None = None) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in ((folder or self.folder) / "metrics.jsonl").read_text().splitlines()]
+
+    def losses(self, folder: Path | None = None) -> list[float]:
+        return [row["loss"] for row in self.rows(folder) if "loss" in row]
+
+
+def write_pairs(path: Path, pairs: list[tuple[str, str]]) -> Path:
+    path.write_text("".join(json.dumps({"prompt": prompt, "response": response}) + "\n" for prompt, response in pairs))
+    return path
+
+
+def some_pairs() -> list[tuple[str, str]]:
+    """Prompts and responses of very different lengths; the longest sample has 150 bytes."""
+    draw = random.Random(0)
+    return [(f"count {'abc'[k % 3]} to {k}: ", "ab" * draw.choice([1, 3, 10, 60])) for k in range(NUM_SAMPLES)]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    data = write_pairs(tmp_path / "data.jsonl", some_pairs())
+    bench = Bench(tmp_path, count())
+    bench.recipe.write_text(RECIPE.format(data=data, folder=bench.folder))
+    return bench
+
+
+@pytest.fixture
+def refuse(bench: Bench) -> Callable[..., str]:
+    """Runs the recipe, which must end with status 2, one line, and nothing written; the line without its prefix."""
+
+    def run(*, ranks: int = 1, recipe: Path | None = None, **values: Any) -> str:
+        before = sorted(bench.folder.rglob("*"))
+        finished = bench.finish(ranks=ranks, recipe=recipe, **values)
+        assert [each.status for each in finished] == [2] * ranks, "\n".join(each.err for each in finished)
+        lines = [line for each in finished for line in each.err.splitlines()]
+        assert len(lines) == 1, "\n".join(lines)
+        assert sorted(bench.folder.rglob("*")) == before
+        return lines[0].removeprefix("megabatch: ")
+
+    return run

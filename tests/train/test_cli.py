@@ -1,0 +1,189 @@
+"""The command line as a user meets it: exit statuses, one line on stderr, nothing half-written."""
+
+import contextlib
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.train.conftest import NO_DROPOUT, Bench, write_pairs
+from tests.train.processes import Run
+
+Refuse = Callable[..., str]
+
+ENVIRONMENT = os.environ | {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONPATH": str(Path(__file__).parents[2]),
+}
+
+
+def python(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    return subprocess.run(
+        command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_a_bad_recipe_ends_with_status_2_and_one_line(bench: Bench) -> None:
+    done = python("-m", "megabatch", "train", str(bench.recipe), "--update.batch_size=3", folder=bench.path)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "megabatch: unknown key update.batch_size on the command line; here it is update.micro_batch_size\n"
+    )
+    assert done.stdout == ""
+    assert not bench.folder.exists()
+
+
+def test_under_torchrun_every_rank_ends_with_status_2_and_one_line_is_said(bench: Bench) -> None:
+    recipe = bench.path / "none.toml"
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = python(*torchrun, "-m", "megabatch", "train", str(recipe), folder=bench.path)
+    ours = [line for line in done.stderr.splitlines() if line.startswith("megabatch: ")]
+    assert ours == [f"megabatch: no recipe {recipe}; give the path of a TOML file, recipes/stdlib.toml say"]
+    assert "exitcode  : 2" in done.stderr
+    assert "megabatch/train" not in done.stderr  # no traceback of ours
+
+
+def test_help_names_every_key_with_its_meaning(bench: Bench) -> None:
+    done = python("-m", "megabatch", "train", "--help", folder=bench.path)
+    assert done.returncode == 0
+    for text in (
+        "--update.global_batch_size",
+        "Samples of an update, over all ranks",
+        "--parallel.wrapper",
+        "--run.resume",
+    ):
+        assert text in done.stdout
+    assert done.stderr == ""
+
+
+def test_on_a_terminal_a_bar_shows_how_far_it_is(bench: Bench) -> None:
+    terminal, end = pty.openpty()
+    command = [sys.executable, "-m", "megabatch", "train", str(bench.recipe), "--run.max_steps=2"]
+    with os.fdopen(terminal, "rb", closefd=True) as shown:
+        process = subprocess.Popen(
+            command, cwd=bench.path, env=ENVIRONMENT | {"COLUMNS": "160"}, stdout=end, stderr=end
+        )
+        os.close(end)
+        text = b""
+        with contextlib.suppress(OSError):  # what reading a terminal ends with, when nobody writes to it any more
+            while piece := os.read(shown.fileno(), 65536):
+                text += piece
+    assert process.wait(timeout=60) == 0, text.decode()
+    assert b"2/2" in text
+    assert b"held-out loss" in text
+    assert b"Traceback" not in text
+
+
+@pytest.mark.parametrize("name", ["pydantic", "rich"])
+def test_without_the_extra_one_line_says_what_to_install(bench: Bench, name: str) -> None:
+    script = f"import sys; sys.modules[{name!r}] = None; import megabatch.__main__ as m; m.main()"
+    done = python("-c", script, "train", str(bench.recipe), folder=bench.path)
+    assert done.returncode == 2
+    assert done.stderr == f'megabatch: {name} is not installed; pip install "megabatch[train]"\n'
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["trane"], "unknown command 'trane'; the command is: megabatch train RECIPE"),
+        (["train"], "no recipe; give the path of a TOML file first: megabatch train recipes/stdlib.toml"),
+        (
+            ["train", "--run.seed=1"],
+            "no recipe; give the path of a TOML file first: megabatch train recipes/stdlib.toml",
+        ),
+    ],
+)
+def test_a_bad_command_line_gets_its_line(tmp_path: Path, arguments: list[str], line: str) -> None:
+    for ranks in (1, 2):
+        finished = Run(arguments, tmp_path / f"{ranks}", ranks).wait()
+        assert [each.status for each in finished] == [2] * ranks
+        assert "".join(each.err for each in finished) == f"megabatch: {line}\n"
+
+
+def test_a_missing_data_file(bench: Bench, refuse: Refuse) -> None:
+    missing = bench.path / "none.jsonl"
+    assert refuse(data__path=missing) == (
+        f"cannot read {missing} (No such file or directory); set data.path to a file of JSON lines"
+    )
+
+
+def test_an_empty_data_set(bench: Bench, refuse: Refuse) -> None:
+    data = write_pairs(bench.path / "empty.jsonl", [])
+    line = f"the data set {data} is empty; give at least one sample (within data.max_sample_tokens)"
+    assert refuse(data__path=data) == line
+
+
+def test_a_data_set_without_a_target(bench: Bench, refuse: Refuse) -> None:
+    data = write_pairs(bench.path / "mute.jsonl", [("a", ""), ("b", "")])
+    assert refuse(data__path=data) == (
+        "none of the 2 samples has a token to learn (every response is empty); "
+        "set data.response_field to the field that holds the response"
+    )
+
+
+def test_a_field_that_is_not_there(bench: Bench, refuse: Refuse) -> None:
+    assert refuse(data__response_field="answer").startswith(
+        f"{bench.path}/data.jsonl:1 has no text in the field 'answer', only the fields ['prompt', 'response']; "
+    )
+
+
+def test_a_sample_longer_than_the_cap(bench: Bench, refuse: Refuse) -> None:
+    data = write_pairs(bench.path / "long.jsonl", [("a", "b"), ("a", "b" * 300)])
+    assert refuse(data__path=data, ranks=2) == (
+        f"the sample {data}:2 has 302 tokens, more than update.max_microbatch_tokens=256; "
+        "raise it to 302 or leave such samples out with data.max_sample_tokens"
+    )
+
+
+def test_a_sample_longer_than_the_model_can_read(bench: Bench, refuse: Refuse) -> None:
+    assert refuse(model__config__n_positions=64) == (
+        "a sample has 136 tokens and the model 64 positions; raise the positions in model.config "
+        "(max_position_embeddings or n_positions) or leave such samples out with data.max_sample_tokens"
+    )
+
+
+def test_a_vocabulary_that_is_too_small(refuse: Refuse) -> None:
+    assert refuse(model__config__vocab_size=100) == (
+        "the data has token 120 and the model a vocabulary of 100; set model.config.vocab_size to 384"
+    )
+
+
+def test_a_model_that_is_unknown_or_cannot_be_built(refuse: Refuse) -> None:
+    assert refuse(model__config__model_type="gpt-2") == (
+        "model.config.model_type is 'gpt-2', which transformers does not know"
+    )
+    assert refuse(model__config__n_layers=2) == (
+        "unknown key model.config.n_layers for model_type 'gpt2'; the nearest key is n_layer"
+    )
+    assert refuse(model__config__n_head=3).startswith("transformers cannot build model.config (")
+
+
+def test_a_folder_that_holds_a_run_and_a_folder_that_cannot_be(bench: Bench, refuse: Refuse) -> None:
+    bench.train(run__max_steps=1)
+    assert refuse(ranks=2) == (
+        f"{bench.folder} already holds a run; go on with --run.resume=true, or choose another run.folder"
+    )
+    within_a_file = bench.recipe / "run"
+    assert refuse(run__folder=within_a_file) == (
+        f"run.folder is {within_a_file} and {bench.recipe} is no folder to write to; choose another run.folder"
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_loss_that_is_not_finite_stops_the_run_before_the_step(bench: Bench, ranks: int) -> None:
+    values = NO_DROPOUT | {"optim__lr": 1e300, "optim__warmup_steps": 0, "model__dtype": "float64"}
+    finished = bench.finish(ranks=ranks, update__max_norm=None, eval__num_samples=0, **values)
+    assert [each.status for each in finished] == [2] * ranks
+    lines = [line for each in finished for line in each.err.splitlines()]
+    assert lines == [
+        f"megabatch: update 2 was not stepped: the loss is not finite on data rank 0 of {ranks}; "
+        "lower optim.lr or look at its samples"
+    ]
+    assert [row["step"] for row in bench.rows()] == [1]
+    assert not (bench.folder / "checkpoints").exists()

@@ -1,0 +1,178 @@
+"""Every bad key and value of a recipe: the exact line that it gets."""
+
+from pathlib import Path
+
+import pytest
+
+from megabatch import MegabatchError
+from megabatch.train.config import Config
+from megabatch.train.recipe import load_config
+
+RECIPE = """
+[model]
+config = {model_type = "llama", hidden_size = 64}
+[update]
+global_batch_size = 8
+micro_batch_size = 2
+"""
+
+DERIVED = "it is derived, never set: set update.global_batch_size and update.micro_batch_size"
+OF_THE_COMMAND_LINE = {
+    "--update.globl_batch_size=3": "unknown key update.globl_batch_size on the command line; the nearest key is "
+    "update.global_batch_size",
+    "--run.max_step=3": "unknown key run.max_step on the command line; the nearest key is run.max_steps",
+    "--sync=last": "unknown key sync on the command line; the nearest key is update.sync",
+    "--training.local_batch_size=3": "unknown key training.local_batch_size on the command line; "
+    "here it is update.micro_batch_size",
+    "--per_device_train_batch_size=3": "unknown key per_device_train_batch_size on the command line; "
+    "here it is update.micro_batch_size",
+    "--gradient_accumulation_steps=3": f"unknown key gradient_accumulation_steps on the command line; {DERIVED}",
+    "--update.num_microbatches=3": f"unknown key update.num_microbatches on the command line; {DERIVED}",
+    "--train_batch_size=3": "unknown key train_batch_size on the command line; here it is update.global_batch_size",
+    "--optim.max_grad_norm=1": "unknown key optim.max_grad_norm on the command line; here it is update.max_norm",
+    "--max_tokens_per_gpu=1": "unknown key max_tokens_per_gpu on the command line; here it is "
+    "update.max_microbatch_tokens",
+    "--update.global_batch_size=0": "update.global_batch_size is 0; it must be at least 1: "
+    "change it on the command line",
+    "--update.global_batch_size=-4": "update.global_batch_size is -4; it must be at least 1: "
+    "change it on the command line",
+    "--update.global_batch_size=many": "update.global_batch_size is 'many'; it must be a whole number: "
+    "change it on the command line",
+    "--update.global_batch_size=true": "update.global_batch_size is 'true'; it must be a whole number: "
+    "change it on the command line",
+    "--update.global_batch_size=2.5": "update.global_batch_size is '2.5'; it must be a whole number: "
+    "change it on the command line",
+    "--update.micro_batch_size=0": "update.micro_batch_size is 0; it must be at least 1: change it on the command line",
+    "--update.micro_batch_size=-1": "update.micro_batch_size is -1; it must be at least 1: "
+    "change it on the command line",
+    "--update.micro_batch_size=few": "update.micro_batch_size is 'few'; it must be a whole number: "
+    "change it on the command line",
+    "--update.max_microbatch_tokens=0": "update.max_microbatch_tokens is 0; it must be at least 1: "
+    "change it on the command line",
+    "--update.sync=never": "update.sync is 'never'; it must be 'auto', 'last' or 'every': "
+    "change it on the command line",
+    "--update.tail=keep": "update.tail is 'keep'; it must be 'step', 'drop' or 'carry': change it on the command line",
+    "--update.max_norm=0": "update.max_norm is 0.0; it must be greater than 0: change it on the command line",
+    "--parallel.wrapper=deepspeed": "parallel.wrapper is 'deepspeed'; it must be 'ddp' or 'fsdp2': "
+    "change it on the command line",
+    "--optim.lr=-1": "optim.lr is -1.0; it must be at least 0: change it on the command line",
+    "--optim.lr=nan": "optim.lr is nan; it must be a finite number: change it on the command line",
+    "--optim.betas=0.9": "optim.betas is '0.9'; it must be a valid tuple: change it on the command line",
+    "--model.dtype=int8": "model.dtype is 'int8'; it must be 'float32', 'float64' or 'bfloat16': "
+    "change it on the command line",
+    "--run.resume=maybe": "run.resume is 'maybe'; it must be a valid boolean: change it on the command line",
+    "update.sync=last": "cannot read the argument 'update.sync=last'; write --section.key=value",
+}
+OF_A_FILE = {
+    "global_batch_size = 8\n": "neither update.micro_batch_size nor update.max_microbatch_tokens is set in {path}; "
+    "give one: samples per forward, or padded tokens per forward",
+    "global_batch_size = 8\nmicro_batch_size = 2\nmax_microbatch_tokens = 64\n": "both update.micro_batch_size and "
+    "update.max_microbatch_tokens are set in {path}; remove one of them",
+    "micro_batch_size = 2\n": "update.global_batch_size is missing; set it in {path}, below [update]",
+    'global_batch_size = "8"\nmicro_batch_size = 2\n': "update.global_batch_size is '8'; it must be a whole number: "
+    "change it in {path}",
+    "global_batch_size = true\nmicro_batch_size = 2\n": "update.global_batch_size is True; it must be a whole number: "
+    "change it in {path}",
+    "global_batch_size = 8.0\nmicro_batch_size = 2\n": "update.global_batch_size is 8.0; it must be a whole number: "
+    "change it in {path}",
+    "global_batch_size = 8\nlocal_batch_size = 2\n": "unknown key update.local_batch_size in {path}; "
+    "here it is update.micro_batch_size",
+    "global_batch_size = 8\n[training]\ngradient_accumulation_steps = 2\n": "unknown key "
+    f"training.gradient_accumulation_steps in {{path}}; {DERIVED}",
+    "global_batch_size = 8\n[optimizer]\nlr = 2\n": "unknown section [optimizer] in {path}; "
+    "the nearest section is [optim]",
+    "global_batch_size = 8\nmicro_batch_size = 2\n[data]\nsource = 'jsonl'\n": 'data.source is "jsonl" and data.path '
+    "is missing; set it in {path} to the file to read",
+    "global_batch_size = \n": "{path} is not TOML: Invalid value (at line 5, column 21); mend that line",
+}
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE)
+    return path
+
+
+def load(recipe: Path, *arguments: str) -> Config:
+    return load_config(recipe, list(arguments))
+
+
+def line_of(recipe: Path, *arguments: str) -> str:
+    with pytest.raises(MegabatchError) as caught:
+        load(recipe, *arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("argument", "line"), OF_THE_COMMAND_LINE.items())
+def test_a_bad_override_gets_its_line(recipe: Path, argument: str, line: str) -> None:
+    assert line_of(recipe, argument) == line
+
+
+@pytest.mark.parametrize(("update", "line"), OF_A_FILE.items())
+def test_a_bad_file_gets_its_line(recipe: Path, update: str, line: str) -> None:
+    recipe.write_text(f'[model]\nconfig = {{model_type = "llama"}}\n\n[update]\n{update}')
+    assert line_of(recipe) == line.format(path=recipe)
+
+
+def test_a_file_that_is_not_there_gets_its_line(tmp_path: Path) -> None:
+    missing = tmp_path / "none.toml"
+    assert line_of(missing) == f"no recipe {missing}; give the path of a TOML file, recipes/stdlib.toml say"
+    assert line_of(tmp_path).startswith(f"cannot read {tmp_path} (")
+
+
+def test_a_section_that_is_no_table_gets_its_line(recipe: Path) -> None:
+    recipe.write_text("update = 3")
+    line = f"update is 3 in {recipe}; it is a table: write [update] and keys below"
+    assert line_of(recipe) == line
+
+
+def test_both_bounds_on_the_command_line_contradict_each_other(recipe: Path) -> None:
+    line = line_of(recipe, "--update.micro_batch_size=2", "--update.max_microbatch_tokens=64")
+    assert line == (
+        "both update.micro_batch_size and update.max_microbatch_tokens are set on the command line; remove one of them"
+    )
+
+
+def test_an_override_of_one_bound_replaces_the_other(recipe: Path) -> None:
+    update = load(recipe, "--update.max_microbatch_tokens=64").update
+    assert (update.micro_batch_size, update.max_microbatch_tokens) == (None, 64)
+    assert line_of(recipe, "--update.micro_batch_size=None").startswith("neither update.micro_batch_size nor ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "value"),
+    [
+        (["--update.global_batch_size=512"], 512),
+        (["--update.global_batch_size", "512"], 512),
+        (["--update.global-batch-size=512"], 512),
+    ],
+)
+def test_an_override_is_written_in_any_of_the_usual_ways(recipe: Path, arguments: list[str], value: int) -> None:
+    assert load(recipe, *arguments).update.global_batch_size == value
+
+
+def test_overrides_have_the_types_of_their_keys(recipe: Path) -> None:
+    config = load(
+        recipe, "--run.resume", "--optim.betas=0.8,0.99", "--update.max_norm=None", "--run.folder=a=b",
+        "--model.config.hidden_size=32", "--optim.lr=1e-4",
+    )  # fmt: skip
+    assert config.run.resume is True
+    assert config.optim.betas == (0.8, 0.99)
+    assert config.update.max_norm is None
+    assert config.run.folder == "a=b"
+    assert config.model.config == {"model_type": "llama", "hidden_size": 32}
+    assert config.optim.lr == 1e-4
+    assert load(recipe, "--run.resume=true").run.resume is True
+    assert load(recipe, "--run.resume=false").run.resume is False
+
+
+def test_a_run_is_named_after_its_recipe(recipe: Path) -> None:
+    assert load(recipe).run.folder == "runs/recipe"
+
+
+@pytest.mark.parametrize("name", ["stdlib", "gpt2-float64"])
+def test_our_recipes_are_valid(name: str) -> None:
+    path = Path(__file__).parents[2] / "recipes" / f"{name}.toml"
+    assert load(path).run.folder == f"runs/{name}"

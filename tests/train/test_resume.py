@@ -1,0 +1,117 @@
+"""A run that stops, or is killed, and goes on: the same file of metrics as if it had never stopped."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.train.conftest import NO_DROPOUT, Bench, write_pairs
+
+Refuse = Callable[..., str]
+OF_THE_CLOCK = ("tokens_per_second", "memory_gib")
+
+
+def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows without what the clock and the machine say; everything else must agree to the bit."""
+    return [{key: row[key] for key in row if key not in OF_THE_CLOCK} for row in rows]
+
+
+@pytest.mark.parametrize(("ranks", "wrapper"), [(1, None), (2, "ddp"), (2, "fsdp2")])
+def test_a_stopped_run_goes_on_as_if_never_stopped(
+    bench: Bench, tmp_path: Path, ranks: int, wrapper: str | None
+) -> None:
+    """Six updates in an epoch, so that the third run begins within the second epoch; with dropout."""
+    values = {"run__max_epochs": 2, "parallel__wrapper": wrapper}
+    whole = tmp_path / "whole"
+    bench.train(ranks=ranks, run__folder=whole, **values)
+    bench.train(ranks=ranks, run__max_steps=3, **values)
+    bench.train(ranks=ranks, run__max_steps=7, run__resume=True, **values)
+    bench.train(ranks=ranks, run__resume=True, **values)
+    assert len(bench.losses()) == 12
+    assert timeless(bench.rows()) == timeless(bench.rows(whole))
+
+
+def test_a_killed_run_goes_on_as_if_never_killed(bench: Bench, tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    bench.train(run__max_epochs=4, run__save_every=5, run__folder=whole)
+    run = bench.start(run__max_epochs=4, run__save_every=5)
+    metrics = bench.folder / "metrics.jsonl"
+    run.kill_when(lambda: metrics.exists() and '"step": 8' in metrics.read_text())
+    assert (bench.folder / "checkpoints" / "latest").read_text() == "step-5"
+    assert len(bench.losses()) in range(8, 24)
+    bench.train(run__max_epochs=4, run__save_every=5, run__resume=True)
+    assert timeless(bench.rows()) == timeless(bench.rows(whole))
+
+
+def test_a_half_written_checkpoint_is_not_taken_for_a_whole_one(bench: Bench, tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    bench.train(run__folder=whole, run__save_every=1)
+    bench.train(run__max_steps=3)
+    checkpoints = bench.folder / "checkpoints"
+    (checkpoints / "step-4.tmp").mkdir()
+    (checkpoints / "step-4.tmp" / "__0_0.distcp").write_bytes(b"half")
+    shutil.copytree(whole / "checkpoints" / "step-5", checkpoints / "step-5")  # renamed, and killed before the pointer
+    with (bench.folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    bench.train(run__resume=True, run__save_every=1)
+    assert timeless(bench.rows()) == timeless(bench.rows(whole))
+    names = sorted(path.name for path in checkpoints.iterdir())
+    assert names == ["latest", "step-3", "step-4", "step-5", "step-6"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [((2, "ddp"), (1, None)), ((3, "fsdp2"), (1, None)), ((1, None), (2, "fsdp2"))]
+)
+def test_a_run_goes_on_with_another_number_of_ranks(
+    bench: Bench, tmp_path: Path, before: tuple[int, str | None], after: tuple[int, str | None]
+) -> None:
+    whole = tmp_path / "whole"
+    bench.train(run__folder=whole, **NO_DROPOUT)
+    for (ranks, wrapper), values in ((before, {"run__max_steps": 3}), (after, {"run__resume": True})):
+        bench.train(ranks=ranks, parallel__wrapper=wrapper, **values, **NO_DROPOUT)
+    assert bench.losses() == pytest.approx(bench.losses(whole), rel=1e-10)
+    assert [row["num_tokens"] for row in bench.rows() if "loss" in row] == [
+        row["num_tokens"] for row in bench.rows(whole) if "loss" in row
+    ]
+
+
+def test_a_run_at_its_end_has_nothing_left_to_do(bench: Bench) -> None:
+    bench.train(run__max_steps=2)
+    rows = bench.rows()
+    bench.train(run__max_steps=2, run__resume=True)
+    assert bench.rows() == rows
+
+
+def test_a_checkpoint_of_another_model_is_refused(bench: Bench, refuse: Refuse) -> None:
+    bench.train(run__max_steps=2)
+    checkpoint = bench.folder / "checkpoints" / "step-2"
+    for ranks in (1, 2):
+        assert refuse(run__resume=True, model__config__n_embd=32, ranks=ranks) == (
+            f"{checkpoint} is of another model: model.config.n_embd is 16 there and 32 here; "
+            "resume with the recipe it was made with, or start in a new run.folder"
+        )
+    meta = json.loads((checkpoint / "meta.json").read_text())
+    meta["parameters"]["transformer.wte.weight"] = ["float64", 400, 16]
+    (checkpoint / "meta.json").write_text(json.dumps(meta))
+    assert refuse(run__resume=True).startswith(
+        f"{checkpoint} is of another model: the parameter transformer.wte.weight is ['float64', 400, 16] there and "
+    )
+
+
+def test_a_checkpoint_of_other_data_or_another_seed_is_refused(bench: Bench, refuse: Refuse, tmp_path: Path) -> None:
+    bench.train(run__max_steps=2)
+    data = write_pairs(tmp_path / "other.jsonl", [("a", "b")] * 9)
+    assert refuse(run__resume=True, data__path=data) == (
+        f"{bench.folder}/checkpoints/step-2 is of another data set: data: samples is 45 there and 9 here; "
+        "resume with the recipe it was made with, or start in a new run.folder"
+    )
+    assert "data: seed is 0 there and 1 here; " in refuse(run__resume=True, run__seed=1)
+
+
+def test_without_a_checkpoint_there_is_nothing_to_resume(bench: Bench, refuse: Refuse) -> None:
+    assert refuse(run__resume=True, ranks=2) == (
+        f"run.resume is set and {bench.folder} has no checkpoint; start without run.resume, in a new folder"
+    )

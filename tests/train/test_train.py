@@ -1,0 +1,126 @@
+"""A run to its end: what it writes, what it says, what becomes of the last samples."""
+
+import math
+from pathlib import Path
+
+import pytest
+from matplotlib.image import imread
+
+from tests.train.conftest import NO_DROPOUT, Bench, write_pairs
+
+KEYS_OF_AN_UPDATE = [
+    "step",
+    "loss",
+    "grad_norm",
+    "lr",
+    "num_tokens",
+    "num_target_tokens",
+    "num_samples",
+    "num_microbatches",
+    "padding",
+    "tokens_per_second",
+    "memory_gib",
+]
+
+
+def test_a_run_writes_its_metrics_its_checkpoint_and_its_report(bench: Bench) -> None:
+    said = bench.train(run__save_every=4)
+    updates = [row for row in bench.rows() if "loss" in row]
+    evaluations = [row for row in bench.rows() if "eval_loss" in row]
+    assert all(list(row) == KEYS_OF_AN_UPDATE for row in updates)
+    assert [row["step"] for row in updates] == [1, 2, 3, 4, 5, 6]
+    assert [row["num_samples"] for row in updates] == [8, 8, 8, 8, 8, 5]
+    assert [row["step"] for row in evaluations] == [0, 2, 4, 6]
+    assert evaluations[-1]["eval_loss"] < evaluations[0]["eval_loss"] - 0.5
+    assert [row["lr"] for row in updates[:3]] == pytest.approx([0.01 / 3, 0.02 / 3, 0.01])
+    assert all(0 <= row["padding"] < 1 and row["tokens_per_second"] > 0 and row["memory_gib"] > 0 for row in updates)
+    assert sorted(path.name for path in (bench.folder / "checkpoints").iterdir()) == ["latest", "step-4", "step-6"]
+    assert (bench.folder / "checkpoints" / "latest").read_text() == "step-6"
+    picture = imread(bench.folder / "report.png")
+    assert picture.shape[:2] == (1300, 1300)
+    assert picture[..., :3].std() > 0.05  # not blank
+    for text in ("plan  6 updates of 8 samples", "real tokens", "padding", "sync last", "a held-out prompt"):
+        assert text in said
+
+
+def test_the_plan_is_said_before_the_first_update(bench: Bench) -> None:
+    said = bench.train(run__max_steps=1, ranks=2)
+    assert said.index("plan  wrapper ddp: ") < said.index("gradient accumulation steps (derived): ")
+    assert said.index("gradient accumulation steps (derived): ") < said.index("update    1  loss ")
+    assert "real tokens/s" in said
+
+
+def test_only_the_main_rank_speaks(bench: Bench) -> None:
+    main, other = bench.finish(ranks=2, run__max_steps=2)
+    assert main.out.count("update    2  loss ") == 1
+    assert (other.status, other.out, other.err) == (0, "", "")
+
+
+def test_tail_step_steps_the_short_update_and_says_so(bench: Bench) -> None:
+    said = bench.train()
+    assert "the epoch's data ran out: its last update was stepped exactly: 5 of 8 samples" in said
+    assert bench.rows()[-2]["num_samples"] == 5
+
+
+def test_tail_drop_drops_the_samples_and_says_so(bench: Bench) -> None:
+    said = bench.train(update__tail="drop")
+    assert "the data ran out: dropped 5 samples of each epoch, too few for an update of 8" in said
+    assert [row["num_samples"] for row in bench.rows() if "loss" in row] == [8] * 5
+
+
+def test_tail_carry_fills_updates_over_epochs(bench: Bench) -> None:
+    said = bench.train(update__tail="carry", run__max_epochs=2)
+    assert "the data ran out: 2 samples were left, too few for an update of 8" in said
+    assert [row["num_samples"] for row in bench.rows() if "loss" in row] == [8] * 11
+
+
+def test_the_cut_changes_no_loss(bench: Bench, tmp_path: Path) -> None:
+    cuts = [{"micro_batch_size": 1}, {"micro_batch_size": 8}, {"max_microbatch_tokens": 137}]
+    losses: list[list[float]] = []
+    for number, cut in enumerate(cuts):
+        folder = tmp_path / f"cut{number}"
+        bench.train(run__folder=folder, **{f"update__{key}": value for key, value in cut.items()}, **NO_DROPOUT)
+        losses.append(bench.losses(folder))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-12)
+
+
+def test_the_logged_loss_is_the_loss_of_the_update_before_it_was_stepped(bench: Bench, tmp_path: Path) -> None:
+    """With every sample in the one update, held out or not is all that differs: the untrained model's loss, ln 384."""
+    bench.train(run__max_steps=1, update__global_batch_size=45, **NO_DROPOUT)
+    (update,) = [row for row in bench.rows() if "loss" in row]
+    assert update["loss"] == pytest.approx(math.log(384), abs=0.1)
+    assert update["num_samples"] == 45
+    bench.train(run__max_steps=1, run__folder=tmp_path / "b", update__global_batch_size=45, ranks=3, **NO_DROPOUT)
+    (split,) = [row for row in bench.rows(tmp_path / "b") if "loss" in row]
+    assert split["loss"] == pytest.approx(update["loss"], rel=1e-12)
+    for key in ("num_tokens", "num_target_tokens", "num_samples", "lr"):
+        assert split[key] == update[key]
+
+
+def test_fewer_samples_than_ranks(bench: Bench, tmp_path: Path) -> None:
+    data = write_pairs(tmp_path / "two.jsonl", [("a", "bc"), ("def", "g")])
+    bench.train(ranks=3, data__path=data, run__max_epochs=2, **NO_DROPOUT)
+    bench.train(data__path=data, run__max_epochs=2, run__folder=tmp_path / "alone", **NO_DROPOUT)
+    assert [row["num_samples"] for row in bench.rows()] == [2, 2]
+    assert bench.losses() == pytest.approx(bench.losses(tmp_path / "alone"), rel=1e-12)
+
+
+def test_an_update_without_a_target_is_logged_and_not_stepped(bench: Bench, tmp_path: Path) -> None:
+    data = write_pairs(tmp_path / "data2.jsonl", [("mute", ""), ("a", "bc")])
+    said = bench.train(data__path=data, update__global_batch_size=1, run__max_epochs=2, **NO_DROPOUT)
+    assert said.count("no token to learn in its samples: not stepped") == 2
+    mute = [row for row in bench.rows() if row["num_target_tokens"] == 0]
+    assert [(row["loss"], row["grad_norm"]) for row in mute] == [(None, None)] * 2
+    learned = [row["lr"] for row in bench.rows() if row["num_target_tokens"]]
+    assert learned == pytest.approx([0.01 / 3, 0.02 / 3])  # the schedule counts updates that were stepped
+
+
+def test_the_held_out_loss_is_the_same_where_a_rank_has_less_to_evaluate(bench: Bench, tmp_path: Path) -> None:
+    """Five samples on three ranks, one by one: the last rank runs a stand-in, which is not counted."""
+    values = {"update__micro_batch_size": 1, "run__max_steps": 2, **NO_DROPOUT}
+    bench.train(run__folder=tmp_path / "alone", **values)
+    bench.train(ranks=3, parallel__wrapper="fsdp2", **values)
+    alone, split = ([row for row in bench.rows(folder) if "eval_loss" in row] for folder in (tmp_path / "alone", None))
+    assert [row["eval_loss"] for row in split] == pytest.approx([row["eval_loss"] for row in alone], rel=1e-12)
+    assert [row["num_target_tokens"] for row in split] == [row["num_target_tokens"] for row in alone]

@@ -1,0 +1,123 @@
+"""Misuse of the open loop and of finalize."""
+
+from megabatch import MegabatchError, PlanError
+from tests.unit.failures.table import SAMPLES, Failure, accumulator, squares
+
+NONE_OPEN = (
+    "finalize() closes the update that forward_backward() opened; none is open, "
+    "and one that was left half-way is forgotten"
+)
+NESTED = "microbatches() was called inside its own loop; finish one call before the next"
+NONE_TO_RUN = "backward() belongs once in the body of a loop over microbatches(); there is none to run"
+
+
+def no_backward() -> None:
+    for _ in accumulator().microbatches(SAMPLES):
+        pass
+
+
+def backward_twice() -> None:
+    gradient = accumulator()
+    for microbatch in gradient.microbatches(SAMPLES):
+        gradient.backward(*squares(gradient.model, microbatch))
+        gradient.backward(*squares(gradient.model, microbatch))
+
+
+def backward_outside() -> None:
+    gradient = accumulator()
+    gradient.backward(*squares(gradient.model, SAMPLES[0]))
+
+
+def nested() -> None:
+    gradient = accumulator()
+    for _ in gradient.microbatches(SAMPLES):
+        for _ in gradient.microbatches(SAMPLES):
+            pass
+
+
+def call_inside_the_loop() -> None:
+    gradient = accumulator()
+    for _ in gradient.microbatches(SAMPLES):
+        gradient.forward_backward(SAMPLES, squares)
+
+
+def finalize_inside_the_loop() -> None:
+    gradient = accumulator()
+    for _ in gradient.microbatches(SAMPLES):
+        gradient.finalize()
+
+
+def finalize_after_backward_inside_the_loop() -> None:
+    gradient = accumulator()
+    for microbatch in gradient.microbatches(SAMPLES):
+        gradient.backward(*squares(gradient.model, microbatch))
+        gradient.finalize()
+
+
+def finalize_after_a_break() -> None:
+    gradient = accumulator()
+    for microbatch in gradient.microbatches(SAMPLES):
+        gradient.backward(*squares(gradient.model, microbatch))
+        break
+    gradient.finalize()
+
+
+def finalize_after_a_break_with_the_loop_held() -> None:
+    gradient = accumulator()
+    loop = gradient.microbatches(SAMPLES)
+    gradient.backward(*squares(gradient.model, next(loop)))
+    gradient.finalize()
+
+
+def nested_after_backward() -> None:
+    gradient = accumulator()
+    for microbatch in gradient.microbatches(SAMPLES):
+        gradient.backward(*squares(gradient.model, microbatch))
+        gradient.forward_backward(SAMPLES, squares)
+
+
+def finalize_after_an_error() -> None:
+    gradient = accumulator()
+    try:
+        gradient.forward_backward(SAMPLES, lambda model, microbatch: 1 / 0)
+    except ZeroDivisionError:
+        gradient.finalize()
+
+
+def finalize_twice() -> None:
+    gradient = accumulator()
+    gradient.forward_backward(SAMPLES, squares)
+    gradient.finalize()
+    gradient.finalize()
+
+
+def finalize(**settings) -> None:
+    gradient = accumulator()
+    gradient.forward_backward(SAMPLES, squares)
+    gradient.finalize(**settings)
+
+
+FAILURES = {
+    "no backward in the body": Failure(MegabatchError, "backward() was not called for microbatch 0", no_backward),
+    "backward twice": Failure(MegabatchError, NONE_TO_RUN, backward_twice),
+    "backward outside": Failure(MegabatchError, NONE_TO_RUN, backward_outside),
+    "nested loops": Failure(MegabatchError, NESTED, nested),
+    "nested loops, after backward": Failure(MegabatchError, NESTED, nested_after_backward),
+    "a call inside the loop": Failure(MegabatchError, NESTED, call_inside_the_loop),
+    "finalize without an update": Failure(MegabatchError, NONE_OPEN, lambda: accumulator().finalize()),
+    "finalize inside the loop": Failure(MegabatchError, NONE_OPEN, finalize_inside_the_loop),
+    "finalize after backward inside the loop": Failure(
+        MegabatchError, NONE_OPEN, finalize_after_backward_inside_the_loop
+    ),
+    "finalize after a break": Failure(MegabatchError, NONE_OPEN, finalize_after_a_break),
+    "finalize after a break, with the loop held": Failure(
+        MegabatchError, NONE_OPEN, finalize_after_a_break_with_the_loop_held
+    ),
+    "finalize after an error": Failure(MegabatchError, NONE_OPEN, finalize_after_an_error),
+    "finalize twice": Failure(MegabatchError, NONE_OPEN, finalize_twice),
+    "max_norm=0": Failure(PlanError, "max_norm is 0; expected a positive number", lambda: finalize(max_norm=0)),
+    "max_norm=nan": Failure(
+        PlanError, "max_norm is nan; expected a positive number", lambda: finalize(max_norm=float("nan"))
+    ),
+    "weight=-1": Failure(PlanError, "weight is -1; expected a positive number", lambda: finalize(weight=-1)),
+}

@@ -1,0 +1,44 @@
+"""A row of the tables of errors, and the small model and data that the rows share."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megabatch import GradientAccumulator, MegabatchError, Update, loss
+
+
+class Failure(NamedTuple):
+    error: type[MegabatchError]
+    text: str
+    provoke: Callable[[], object]
+
+
+SAMPLES = [{"x": torch.full((1,), float(number), dtype=torch.float64)} for number in range(1, 5)]
+
+
+def linear() -> nn.Module:
+    """y = w x + b, with weights that are the same at every call."""
+    torch.manual_seed(0)
+    return nn.Linear(1, 1).double()
+
+
+def squares(model: nn.Module, microbatch: Any) -> tuple[Tensor, int]:
+    return (model(microbatch["x"]) ** 2).sum(), len(microbatch["x"])
+
+
+@loss(weigh=lambda microbatch: len(microbatch["x"]))
+def weighed_squares(model: nn.Module, microbatch: Any) -> tuple[Tensor, int]:
+    return squares(model, microbatch)
+
+
+def accumulator(model: nn.Module | None = None, **settings: Any) -> GradientAccumulator:
+    return GradientAccumulator(linear() if model is None else model, **{"micro_batch_size": 2, **settings})
+
+
+def update(loss_fn: Callable[..., Any] = squares, batch: Any = SAMPLES, **settings: Any) -> Update:
+    """One call and its finalize."""
+    gradient = accumulator(**settings)
+    gradient.forward_backward(batch, loss_fn)
+    return gradient.finalize()

@@ -1,0 +1,199 @@
+"""What two ranks are told: a fault of one is heard by both, in the same words, and none waits for the other."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from megabatch import GradientAccumulator, Learner, loss
+from tests.unit.failures.contract import DISAGREE
+from tests.unit.failures.table import SAMPLES, accumulator, linear, squares, weighed_squares
+
+KEYS = "samples of one batch have the keys ['x'] and ['y']; give all the same"
+CAP = "sample 1 has 9 tokens, more than max_microbatch_tokens=8 allows; raise it to 9 or shorten the sample"
+COUNTED = f"weigh counted 7 from the data but the loss returned the weight 4 on data rank 1 of 2; {DISAGREE}"
+NOT_FINITE = "the loss is not finite on data rank 1 of 2"
+OTHER_TERMS = "the loss names other terms on other ranks; return the same names everywhere"
+OTHER_WEIGHTS = "weigh names other terms on other ranks; name the same terms everywhere"
+NEGATIVE = "what weigh counts is -1.0; a weight must be finite and not negative"
+NO_INPUT = "the batch is a NoneType; expected a mapping of tensors with samples in dim 0, or a list of samples"
+UNUSED = (
+    "DDP left gradients unreduced: a parameter that requires a gradient was not used in the last microbatch; "
+    "wrap with DistributedDataParallel(..., find_unused_parameters=True)"
+)
+TENSOR_AXIS = "mesh axis 'tp' has 2 ranks; only data axes are supported: dp, dp_replicate, dp_shard"
+MESH_DIFFERS = "the mesh has 2 data ranks but the wrapper reduces over 1; give both the same mesh"
+
+
+def here(mine: Any, others: Any) -> Any:
+    """``mine`` on rank 1, where the fault is, and ``others`` on rank 0."""
+    return mine if dist.get_rank() == 1 else others
+
+
+def told(work: Callable[[], Any]) -> str:
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def keys_differ() -> str:
+    batch = [SAMPLES[0], here({"y": SAMPLES[0]["x"]}, SAMPLES[1])]
+    return told(lambda: accumulator().forward_backward(batch, weighed_squares))
+
+
+def no_batch() -> str:
+    return told(lambda: accumulator().forward_backward(here(None, SAMPLES), squares))
+
+
+def sample_too_long() -> str:
+    batch = [{"x": torch.ones(length, 1, dtype=torch.float64)} for length in (8, here(9, 8))]
+    gradient = GradientAccumulator(linear(), max_microbatch_tokens=8)
+    return told(lambda: gradient.forward_backward(batch, squares))
+
+
+def collate_raises() -> str:
+    def collate(samples: list[Any]) -> Any:
+        raise KeyError("no such column")
+
+    gradient = accumulator(collate=here(collate, None))
+    return told(lambda: gradient.forward_backward(SAMPLES, weighed_squares))
+
+
+def weigh_is_negative() -> str:
+    counting = loss(weigh=lambda microbatch: here(-1, 2))(lambda *given: squares(*given))
+    return told(lambda: accumulator().forward_backward(SAMPLES, counting))
+
+
+def weigh_names_differ() -> str:
+    counting = loss(weigh=lambda microbatch: {here("two", "one"): 2})(lambda *given: squares(*given))
+    return told(lambda: accumulator().forward_backward(SAMPLES, counting))
+
+
+def weights_disagree(wrap: Callable[[nn.Module], nn.Module]) -> str:
+    """Found out after the backward; raised where the update is closed, on both ranks."""
+    counting = loss(weigh=lambda microbatch: here(3.5, 2))(lambda *given: squares(*given))
+    gradient = accumulator(wrap(linear()))
+    gradient.forward_backward(SAMPLES, counting)
+    return told(gradient.finalize)
+
+
+def term_names_differ() -> str:
+    def naming(model: nn.Module, microbatch: Any) -> dict[str, Any]:
+        return {here("two", "one"): squares(model, microbatch)}
+
+    gradient = accumulator()
+    gradient.forward_backward(SAMPLES, naming)
+    return told(gradient.finalize)
+
+
+def not_a_number() -> str:
+    """The learner reports it and moves nothing."""
+    model = linear()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    learner = Learner(model, optimizer, accumulator(model), scheduler=scheduler, max_norm=1.0)
+    learner.forward_backward([{"x": SAMPLES[0]["x"] * here(float("nan"), 1.0)}], squares)
+    update = learner.optim_step()
+    assert not update.finite
+    assert all(map(torch.equal, before, model.parameters()))
+    assert not optimizer.state
+    assert scheduler.get_last_lr() == [0.1]
+    return f"{type(update.problem()).__name__}: {update.problem()}"
+
+
+def tensor_axis() -> str:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    return told(lambda: accumulator(mesh=mesh))
+
+
+def mesh_differs() -> str:
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    ddp = DistributedDataParallel(linear(), process_group=groups[dist.get_rank()])
+    return told(lambda: accumulator(ddp, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))))
+
+
+class Fork(nn.Module):
+    """Its second layer sits out where the sample says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = linear(), linear()
+
+    def forward(self, x: Tensor, both: Tensor) -> Tensor:
+        return self.first(x) + self.second(x) if both.any() else self.first(x)
+
+
+FORKED = [{"x": sample["x"], "both": torch.tensor(number < 3)} for number, sample in enumerate(SAMPLES)]
+
+
+def fork_loss(model: nn.Module, microbatch: Any) -> tuple[Tensor, int]:
+    return (model(**microbatch) ** 2).sum(), len(microbatch["x"])
+
+
+def parameter_unused_at_last() -> str:
+    model = Fork()
+    gradient = accumulator(DistributedDataParallel(model), micro_batch_size=1)
+    text = told(lambda: gradient.forward_backward(FORKED, fork_loss))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    return text
+
+
+def parameter_unused_and_found() -> str:
+    """With find_unused_parameters the gradient is that of both ranks' samples."""
+    model, reference = Fork(), Fork()
+    gradient = accumulator(DistributedDataParallel(model, find_unused_parameters=True), micro_batch_size=1)
+    gradient.forward_backward(FORKED, fork_loss)
+    gradient.finalize()
+    for sample in 2 * FORKED:  # the same samples on each rank
+        (fork_loss(reference, {name: value[None] for name, value in sample.items()})[0] / 8).backward()
+    for mine, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, expected.grad, rtol=1e-14, atol=0)
+    return "nothing"
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    return fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+
+
+def on_both(text: str) -> list[str]:
+    return [text, text]
+
+
+def heard(kind: str, text: str, own: str | None = None) -> list[str]:
+    """Rank 0 hears of it from rank 1, which raises its own."""
+    return [f"{kind}: data rank 1 of 2: {text}", own or f"{kind}: {text}"]
+
+
+JOBS: dict[str, tuple[Callable[[], str], list[str]]] = {  # what each rank is told
+    "keys that differ": (keys_differ, heard("PlanError", KEYS)),
+    "no batch": (no_batch, heard("PlanError", NO_INPUT)),
+    "a sample longer than the cap": (sample_too_long, heard("PlanError", CAP)),
+    "a collate that raises": (
+        collate_raises, heard("PlanError", "KeyError: 'no such column'", "KeyError: 'no such column'"),
+    ),
+    "a negative weight": (weigh_is_negative, heard("LossContractError", NEGATIVE)),
+    "weigh names other terms": (weigh_names_differ, on_both(f"LossContractError: {OTHER_WEIGHTS}")),
+    "weights that disagree": (lambda: weights_disagree(lambda model: model), on_both(f"LossContractError: {COUNTED}")),
+    "weights that disagree, DDP": (
+        lambda: weights_disagree(DistributedDataParallel), on_both(f"LossContractError: {COUNTED}"),
+    ),
+    "weights that disagree, FSDP2": (lambda: weights_disagree(sharded), on_both(f"LossContractError: {COUNTED}")),
+    "the loss names other terms": (term_names_differ, on_both(f"LossContractError: {OTHER_TERMS}")),
+    "not a number": (not_a_number, on_both(f"MegabatchError: {NOT_FINITE}")),
+    "a mesh axis that is not supported": (tensor_axis, on_both(f"PlanError: {TENSOR_AXIS}")),
+    "a mesh that is not the wrapper's": (mesh_differs, on_both(f"PlanError: {MESH_DIFFERS}")),
+    "a parameter unused at last": (parameter_unused_at_last, on_both(f"MegabatchError: {UNUSED}")),
+    "a parameter unused and found": (parameter_unused_and_found, on_both("nothing")),
+}  # fmt: skip
+
+
+def job(name: str) -> str:
+    return JOBS[name][0]()

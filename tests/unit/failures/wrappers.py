@@ -1,0 +1,144 @@
+"""Wrappers and meshes that the library cannot be exact with; in a process group of one rank."""
+
+import warnings
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from megabatch import PlanError, losses, verify
+from tests.unit.failures.table import SAMPLES, Failure, accumulator, linear
+
+AXES = "dp, dp_replicate, dp_shard, cp, tp, pp, ep"
+UNKNOWN = (
+    "unknown wrapper {}; expected a plain model, DistributedDataParallel, "
+    "or a model that FSDP2's fully_shard has wrapped"
+)
+UNSHARDED = (
+    "parameter '{}' is not sharded, so FSDP2 would leave its gradient unreduced; call fully_shard on the root too, "
+    "and reshard() after an evaluation"
+)
+
+
+def mesh(*axes: str) -> DeviceMesh:
+    return init_device_mesh("cpu", (1,) * len(axes), mesh_dim_names=axes)
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(linear(), linear())
+
+
+def fsdp1() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that FSDP1 is old, and has no accelerator here
+        return FullyShardedDataParallel(linear(), device_id=torch.device("cpu"))
+
+
+def ddp_with_hook() -> nn.Module:
+    ddp = DistributedDataParallel(linear())
+    ddp.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
+    return ddp
+
+
+def ddp_with_mixed_precision() -> nn.Module:
+    from torch.nn.parallel.distributed import _MixedPrecision
+
+    return DistributedDataParallel(linear(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+
+
+def ddp_inside() -> nn.Module:
+    return nn.Sequential(linear(), DistributedDataParallel(linear()))
+
+
+def root_left_out() -> nn.Module:
+    model = layers()
+    fully_shard(model[0], mesh=mesh("dp"))
+    return model
+
+
+def unsharded() -> nn.Module:
+    model = fully_shard(linear(), mesh=mesh("dp"))
+    model.unshard()
+    return model
+
+
+def sharded_over_two_meshes() -> nn.Module:
+    model = layers()
+    fully_shard(model[0], mesh=mesh("dp"))
+    fully_shard(model[1], mesh=mesh("dp_replicate", "dp_shard"))
+    return model
+
+
+def sharded_in_two_ways() -> nn.Module:
+    both = mesh("dp", "tp")
+    model = parallelize_module(linear(), both["tp"], ColwiseParallel())
+    return fully_shard(model, mesh=both["dp"])
+
+
+def sharded_by_hand() -> nn.Module:
+    model = linear()
+    model.weight = nn.Parameter(distribute_tensor(model.weight.data, mesh("dp")))
+    return model
+
+
+def unnamed() -> DeviceMesh:
+    return init_device_mesh("cpu", (1,))
+
+
+FAILURES = {
+    "DataParallel": Failure(
+        PlanError, UNKNOWN.format("DataParallel"), lambda: accumulator(nn.DataParallel(linear()))
+    ),
+    "FSDP1": Failure(PlanError, UNKNOWN.format("FullyShardedDataParallel"), lambda: accumulator(fsdp1())),
+    "an unknown mesh axis": Failure(
+        PlanError, f"unknown mesh axis 'data'; expected one of {AXES}", lambda: accumulator(mesh=mesh("data"))
+    ),
+    "a mesh without names": Failure(
+        PlanError, f"the mesh has no axis names; name its axes, from {AXES}", lambda: accumulator(mesh=unnamed())
+    ),
+    "DDP with a communication hook": Failure(
+        PlanError,
+        "DDP has the communication hook 'powerSGD_hook'; only hooks known to average are exact: "
+        "allreduce_hook, fp16_compress_hook, bf16_compress_hook",
+        lambda: accumulator(ddp_with_hook()),
+    ),
+    "DDP with mixed_precision": Failure(
+        PlanError,
+        "DDP's mixed_precision is not supported; use torch.autocast in the loss, or bfloat16 parameters",
+        lambda: accumulator(ddp_with_mixed_precision()),
+    ),
+    "DDP inside the model": Failure(
+        PlanError,
+        "'1' inside the model is a DDP wrapper; give that wrapper itself, or wrap the whole model",
+        lambda: accumulator(ddp_inside()),
+    ),
+    "FSDP2 without the root": Failure(
+        PlanError, UNSHARDED.format("1.weight"), lambda: accumulator(root_left_out())
+    ),
+    "FSDP2 left unsharded": Failure(PlanError, UNSHARDED.format("weight"), lambda: accumulator(unsharded())),
+    "FSDP2 over two meshes": Failure(
+        PlanError,
+        "the model's parameters are sharded over different meshes; use one mesh for all",
+        lambda: accumulator(sharded_over_two_meshes()),
+    ),
+    "FSDP2 and tensor parallelism": Failure(
+        PlanError,
+        "parameter 'weight' is placed as (Shard(dim=0), Shard(dim=0)); only FSDP2's own sharding is supported",
+        lambda: accumulator(sharded_in_two_ways()),
+    ),
+    "a parameter sharded by hand": Failure(
+        PlanError,
+        "parameter 'weight' is a DTensor that FSDP2 does not manage; shard the model with fully_shard",
+        lambda: accumulator(sharded_by_hand()),
+    ),
+    "verify a sharded model": Failure(
+        PlanError,
+        "verify was given a sharded model; verify the model before fully_shard",
+        lambda: verify(fully_shard(linear(), mesh=mesh("dp")), losses.mse, SAMPLES),
+    ),
+}  # fmt: skip

@@ -1,0 +1,228 @@
+"""GradientAccumulator in one process: the gradient of an update, to the bit, however it is cut and called."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megabatch import GradientAccumulator, PlanError
+from megabatch.batch import pad_right
+from tests.unit import small
+from tests.unit.small import expected, gradients, model_of_integers, same_bits, samples, squares, weighed
+
+TARGETS = [3, 1, 0, 5, 2, 4, 1]  # 16 of them: dividing by a power of two rounds nothing
+BATCH = samples(TARGETS)
+BOUNDS = [
+    {"micro_batch_size": 1}, {"micro_batch_size": 3}, {"micro_batch_size": 99}, {"max_microbatch_tokens": 7},
+    {"max_microbatch_tokens": 16},
+]  # fmt: skip
+
+
+def run(batch, loss_fn=weighed, *, finalize=None, model=None, **bound):
+    """One update of one call, and the model that now has its gradient."""
+    model = model_of_integers() if model is None else model
+    gradient = GradientAccumulator(model, **bound or {"micro_batch_size": 2})
+    gradient.forward_backward(batch, loss_fn)
+    return gradient.finalize(**finalize or {}), model
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+@pytest.mark.parametrize("loss_fn", [squares, weighed])
+def test_any_cut_gives_the_same_bits(bound, loss_fn):
+    update, model = run(BATCH, loss_fn, **bound)
+    assert same_bits(gradients(model), expected(model, BATCH))
+    assert (update.num_samples, update.num_tokens, float(update.weight)) == (7, 16 + 2 * 7, 16)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.integers(0, 6), max_size=8), st.integers(1, 9), st.sampled_from([squares, weighed]))
+def test_any_update_gives_the_same_bits(targets, micro_batch_size, loss_fn):
+    whole = sum(targets)
+    batch = samples([*targets, (1 << whole.bit_length()) - whole])  # brings their number to a power of two
+    _, model = run(batch, loss_fn, micro_batch_size=micro_batch_size)
+    assert same_bits(gradients(model), expected(model, batch))
+
+
+@pytest.mark.parametrize("batch", [[], samples([0, 0, 0])])
+@pytest.mark.parametrize("loss_fn", [squares, weighed])
+def test_an_update_without_weight_leaves_no_gradient(batch, loss_fn):
+    update, model = run(batch, loss_fn, finalize={"max_norm": 1.0})
+    assert gradients(model) == [None, None, None]
+    assert (bool(update.finite), float(update.weight), update.problem()) == (False, 0, None)
+    assert update.num_samples == len(batch)
+
+
+@pytest.mark.parametrize("loss_fn", [squares, weighed])
+@pytest.mark.parametrize("calls", [(BATCH[:4], BATCH[4:]), (BATCH[:1], [], BATCH[1:6], BATCH[6:]), ([], BATCH)])
+def test_several_calls_are_one_update(loss_fn, calls):
+    model = model_of_integers()
+    gradient = GradientAccumulator(model, micro_batch_size=2)
+    for call in calls:
+        gradient.forward_backward(call, loss_fn)
+    update = gradient.finalize()
+    for mine, theirs in zip(gradients(model), expected(model, BATCH), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-15, atol=0)
+    assert float(update.weight) == 16
+    assert update.num_samples == 7
+
+
+@pytest.mark.parametrize(("weigh", "say_weight"), [(None, True), (small.count, True), (small.count, False)])
+def test_the_open_loop_is_forward_backward(weigh, say_weight):
+    model = model_of_integers()
+    gradient = GradientAccumulator(model, micro_batch_size=3)
+    for microbatch in gradient.microbatches(BATCH, weigh):
+        total, weight = squares(model, microbatch)
+        gradient.backward(total, weight if say_weight else None)
+    opened = gradient.finalize(max_norm=2.0)
+    closed, other = run(BATCH, squares if weigh is None else weighed, finalize={"max_norm": 2.0}, micro_batch_size=3)
+    assert same_bits(gradients(model), gradients(other))
+    for name in ("loss", "weight", "finite", "grad_norm"):
+        assert torch.equal(getattr(opened, name), getattr(closed, name))
+
+
+def test_the_open_loop_takes_a_mapping_of_terms():
+    model = model_of_integers()
+    gradient = GradientAccumulator(model, micro_batch_size=3)
+    for microbatch in gradient.microbatches(BATCH, lambda microbatch: {"one": small.count(microbatch)}):
+        gradient.backward({"one": squares(model, microbatch), "rows": (torch.tensor(3.0), 1)})
+    assert set(gradient.finalize().terms) == {"one", "rows"}
+    assert same_bits(gradients(model), expected(model, BATCH))
+
+
+@pytest.mark.parametrize("loss_fn", [squares, weighed])
+def test_finalize_may_replace_the_divisor(loss_fn):
+    update, model = run(BATCH, loss_fn, finalize={"weight": 64.0})
+    whole, _ = run(BATCH)
+    assert same_bits(gradients(model), expected(model, BATCH, 64.0))
+    assert (float(update.weight), float(update.loss)) == (64.0, float(whole.loss) / 4)
+
+
+@pytest.mark.parametrize("loss_fn", [squares, weighed])
+def test_clipped_as_torch_clips(loss_fn):
+    update, model = run(BATCH, loss_fn, finalize={"max_norm": 0.5})
+    _, other = run(BATCH)
+    norm = torch.nn.utils.clip_grad_norm_(other.parameters(), 0.5)
+    assert torch.equal(update.grad_norm, norm)
+    for mine, theirs in zip(gradients(model), gradients(other), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-15, atol=0)
+
+
+def test_a_call_returns_its_own_sums():
+    model = model_of_integers()
+    gradient = GradientAccumulator(model, micro_batch_size=2)
+    first, second = (gradient.forward_backward(batch, weighed) for batch in (BATCH[:4], BATCH[4:]))
+    update = gradient.finalize()
+    assert [float(each["loss"].weight) for each in (first, second)] == [9, 7]
+    assert float(first["loss"].total + second["loss"].total) / 16 == float(update.loss)
+    assert not first["loss"].total.requires_grad
+
+
+def test_gradients_of_the_last_update_are_dropped_and_of_this_one_kept():
+    model = model_of_integers()
+    gradient = GradientAccumulator(model, micro_batch_size=2)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 7.0)
+    for batch in (BATCH, BATCH[:4] + BATCH[1:2]):
+        gradient.forward_backward(batch[:2], squares)
+        gradient.forward_backward(batch[2:], squares)
+        gradient.finalize()
+        for mine, theirs in zip(gradients(model), expected(model, batch), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-14, atol=0)
+
+
+def test_what_is_frozen_gets_no_gradient():
+    model = model_of_integers()
+    model.bias.requires_grad_(False)
+    run(BATCH, model=model)
+    assert same_bits(gradients(model), expected(model, BATCH))
+    assert model.bias.grad is None
+
+
+def test_a_mapping_is_a_batch():
+    rows = {"x": torch.stack([small.sample(4, 4, seed)["x"] for seed in range(4)]), "labels": torch.full((4, 4), 2)}
+    as_samples = [{name: value[row] for name, value in rows.items()} for row in range(4)]
+    update, model = run(rows, micro_batch_size=3)
+    assert same_bits(gradients(model), expected(model, as_samples))
+    assert (update.num_samples, update.num_tokens, update.num_microbatches) == (4, 16, 2)
+
+
+def test_plan_runs_nothing():
+    model = model_of_integers()
+    gradient = GradientAccumulator(model, micro_batch_size=2)
+    gradient.forward_backward(BATCH, weighed)
+    used, before = gradient.last_plan, [None if each is None else each.clone() for each in gradients(model)]
+    model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))
+    plan = gradient.plan(BATCH[:3])
+    assert plan.lengths == (5, 3, 2)
+    assert plan.microbatches == ((0,), (1, 2))  # the longest on its own: less padding
+    assert (plan.sync, plan.reason) == ("last", "one rank, nothing to reduce")
+    assert gradient.last_plan is used
+    assert same_bits(gradients(model), before)
+
+
+class BreaksAt:
+    """A loss that raises at its n-th microbatch."""
+
+    def __init__(self, microbatch: int) -> None:
+        self.left = microbatch
+
+    def __call__(self, model, microbatch):
+        self.left -= 1
+        if self.left < 0:
+            raise ArithmeticError("the loss broke")
+        return squares(model, microbatch)
+
+
+@pytest.mark.parametrize("breaks_at", range(4))
+@pytest.mark.parametrize("calls_before", [0, 1])
+def test_a_loss_that_raises_leaves_nothing_behind(breaks_at, calls_before):
+    model = model_of_integers()
+    gradient = GradientAccumulator(model, micro_batch_size=2)
+    for _ in range(calls_before):
+        gradient.forward_backward(BATCH, squares)
+    with pytest.raises(ArithmeticError, match="the loss broke"):
+        gradient.forward_backward(BATCH, BreaksAt(breaks_at))
+    assert gradients(model) == [None, None, None]
+    gradient.forward_backward(BATCH, weighed)
+    assert float(gradient.finalize().weight) == 16
+    assert same_bits(gradients(model), expected(model, BATCH))
+
+
+def test_a_loop_that_is_left_leaves_nothing_behind():
+    model = model_of_integers()
+    gradient = GradientAccumulator(model, micro_batch_size=2)
+    for microbatch in gradient.microbatches(BATCH):
+        gradient.backward(*squares(model, microbatch))
+        break
+    assert gradients(model) == [None, None, None]
+    gradient.forward_backward(BATCH, weighed)
+    gradient.finalize()
+    assert same_bits(gradients(model), expected(model, BATCH))
+
+
+def test_a_batch_that_is_refused_leaves_the_open_update_as_it_was():
+    """Nothing of it has run: the caller may leave it out and go on."""
+    model = model_of_integers()
+    gradient = GradientAccumulator(model, micro_batch_size=2)
+    gradient.forward_backward(BATCH, squares)
+    with pytest.raises(PlanError):
+        gradient.forward_backward([BATCH[0], {}], squares)
+    gradient.finalize()
+    assert same_bits(gradients(model), expected(model, BATCH))
+
+
+def test_random_numbers_are_drawn_as_in_a_plain_loop():
+    """The library draws none of its own, so dropout is that of a plain loop over the same microbatches."""
+    model = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(2, 1).double())
+    other = copy.deepcopy(model)
+    gradient = GradientAccumulator(model, micro_batch_size=2)
+    torch.manual_seed(3)
+    gradient.forward_backward(BATCH, weighed)
+    gradient.finalize()
+    torch.manual_seed(3)
+    for rows in gradient.last_plan.microbatches:
+        total, _ = squares(other, pad_right([BATCH[row] for row in rows]))
+        (total / 16).backward()
+    assert same_bits(gradients(model), gradients(other))

@@ -1,0 +1,127 @@
+"""Samples: what a batch looks like, how long its samples are, and what a microbatch of them is."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megabatch.batch import Samples, pad_right, sample_length, to_device
+
+
+def equal(one, other) -> bool:
+    assert one.keys() == other.keys()
+    return all(torch.equal(one[name], other[name]) and one[name].dtype == other[name].dtype for name in one)
+
+
+PADDED = {  # samples -> microbatch
+    "labels are ignored, other keys are 0": (
+        [{"input_ids": [1, 2, 3], "labels": [4, 5, 6]}, {"input_ids": [7], "labels": [8]}],
+        {"input_ids": [[1, 2, 3], [7, 0, 0]], "labels": [[4, 5, 6], [8, -100, -100]]},
+    ),
+    "keys of different lengths": (
+        [{"question": [1], "answer": [2, 3]}, {"question": [4, 5], "answer": [6, 7]}],
+        {"question": [[1, 0], [4, 5]], "answer": [[2, 3], [6, 7]]},
+    ),
+    "scalars": ([{"score": 0.5}, {"score": 2.0}], {"score": [0.5, 2.0]}),
+    "booleans": ([{"mask": [True]}, {"mask": [True, True]}], {"mask": [[True, False], [True, True]]}),
+    "audio, one frame after the other": (
+        [{"frames": [[1.0, 2.0]]}, {"frames": [[3.0, 4.0], [5.0, 6.0]]}],
+        {"frames": [[[1.0, 2.0], [0.0, 0.0]], [[3.0, 4.0], [5.0, 6.0]]]},
+    ),
+    "nothing in one of them": (
+        [{"input_ids": [1]}, {"input_ids": torch.zeros(0, dtype=torch.long)}], {"input_ids": [[1], [0]]},
+    ),
+}  # fmt: skip
+
+LENGTHS = [
+    ({"input_ids": torch.zeros(5), "labels": torch.zeros(9)}, 5),
+    ({"image": torch.zeros(3, 8, 8)}, 3),
+    ({"score": torch.tensor(1.0)}, 1),
+    ({"input_ids": [1, 2, 3]}, 3),
+    ({"input_ids": torch.zeros(0)}, 0),
+]
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_padded(name):
+    samples, expected = PADDED[name]
+    assert equal(pad_right(samples), {key: torch.tensor(value) for key, value in expected.items()})
+
+
+@given(st.lists(st.lists(st.integers(1, 99), min_size=1, max_size=9), min_size=1, max_size=6))
+def test_every_sample_is_in_its_row(rows):
+    padded = pad_right([{"labels": torch.tensor(row)} for row in rows])["labels"]
+    assert [row[row != -100].tolist() for row in padded] == rows
+    assert padded.shape[1] == max(map(len, rows))
+
+
+def test_images_of_one_size_are_stacked():
+    images = [{"image": torch.randn(3, 4, 4), "labels": torch.tensor(number)} for number in range(2)]
+    microbatch = Samples(images).take([1, 0])
+    assert torch.equal(microbatch["image"], torch.stack([images[1]["image"], images[0]["image"]]))
+    assert microbatch["labels"].tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(("sample", "length"), LENGTHS)
+def test_length_of_a_sample(sample, length):
+    assert sample_length(sample) == length
+
+
+def test_lengths_of_a_batch():
+    assert Samples([sample for sample, _ in LENGTHS]).lengths == [length for _, length in LENGTHS]
+    assert Samples([]).lengths == []
+    assert Samples({"input_ids": torch.zeros(2, 7)}).lengths == [7, 7]
+    assert Samples({"score": torch.zeros(3), "input_ids": torch.zeros(3, 7)}).lengths == [1, 1, 1]
+    assert Samples({"input_ids": torch.zeros(0, 7)}).lengths == []
+
+
+@pytest.mark.parametrize("rows", [[0, 1], [1, 2], [2, 0], [1]])
+def test_rows_of_a_mapping_are_taken_whole(rows):
+    batch = {"input_ids": torch.tensor([[1, 0, 0], [2, 3, 0], [4, 5, 6]]), "labels": torch.tensor([7, 8, 9])}
+    taken = Samples(batch).take(rows)
+    assert equal(taken, {name: value[rows] for name, value in batch.items()})  # padding is the user's: never trimmed
+
+
+def test_a_collate_of_the_user_sees_samples_in_the_order_asked_for():
+    seen = []
+    Samples([{"x": torch.tensor(number)} for number in range(3)], collate=seen.append).take([2, 0])
+    Samples({"x": torch.arange(3)}, collate=seen.append).take([2, 0])
+    assert [[int(sample["x"]) for sample in samples] for samples in seen] == [[2, 0], [2, 0]]
+
+
+def test_with_collate_and_length_of_the_user_samples_may_be_anything():
+    samples = Samples(["ab", "abcd"], collate="+".join, length=len)
+    assert samples.lengths == [2, 4]
+    assert samples.take([1, 0]) == "abcd+ab"
+
+
+def test_a_length_of_the_user_sees_the_rows_of_a_mapping():
+    rows = {"x": torch.tensor([[0, 1], [2, 3], [4, 5]])}
+    assert Samples(rows, length=lambda sample: int(sample["x"].sum())).lengths == [1, 5, 9]
+
+
+def test_the_last_sample_owns_its_memory():
+    batch = {"x": torch.arange(6.0).reshape(3, 2)}
+    last = Samples(batch).last()
+    assert last["x"].tolist() == [4.0, 5.0]
+    assert last["x"].untyped_storage().nbytes() == 2 * 4  # a view would keep the batch
+
+
+def test_what_a_tokenizer_returns_is_a_batch():
+    from transformers import BatchEncoding
+
+    rows = {"input_ids": torch.tensor([[1, 2], [3, 4]])}
+    assert equal(Samples(BatchEncoding(rows)).take([1]), {"input_ids": torch.tensor([[3, 4]])})
+    samples = [BatchEncoding({"input_ids": [1, 2, 3]}), BatchEncoding({"input_ids": torch.tensor([4])})]
+    assert Samples(samples).lengths == [3, 1]
+    assert Samples(samples).take([0, 1])["input_ids"].tolist() == [[1, 2, 3], [4, 0, 0]]
+
+
+def test_nested_tensors_of_a_microbatch_are_moved():
+    microbatch = {"x": torch.zeros(2), "pair": (torch.ones(1), "a word"), "number": 3}
+    moved = to_device(microbatch, torch.device("meta"))
+    assert isinstance(moved["x"], Tensor)
+    assert (moved["x"].device.type, moved["pair"][0].device.type) == ("meta", "meta")
+    assert (moved["pair"][1], moved["number"]) == ("a word", 3)
+    assert to_device(microbatch, torch.device("cpu"))["x"] is microbatch["x"]

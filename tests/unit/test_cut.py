@@ -1,0 +1,111 @@
+"""plan(): shares and microbatches of an update, and the words that explain them."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megabatch import CostModel, Plan, plan
+
+lengths_of_updates = st.lists(st.integers(0, 64), max_size=30)
+bounds = st.one_of(
+    st.fixed_dictionaries({"micro_batch_size": st.integers(1, 8)}),
+    st.fixed_dictionaries({"max_microbatch_tokens": st.integers(64, 256)}),
+)
+degrees = st.integers(1, 5)
+
+EXPLAINED = {
+    plan([5, 3, 9], micro_batch_size=2)[0]: [
+        "3 samples in 2 microbatches of 1 to 2",
+        "17 real tokens, 19 computed: 10.5% padding",
+        "sync last",
+    ],
+    plan([7] * 3, dp_degree=2, micro_batch_size=1)[1]: [
+        "1 samples in 2 microbatches of 1, 1 of them stand-ins of no weight",
+        "7 real tokens, 7 computed: 0.0% padding",
+        "sync last",
+    ],
+    plan([], micro_batch_size=1)[0]: [
+        "0 samples in 0 microbatches of 0",
+        "0 real tokens, 0 computed: 0.0% padding",
+        "sync last",
+    ],
+    plan([2, 2], micro_batch_size=2, cost=CostModel(1.0, 0.5, 0.0, 2**30, 2**28))[0]: [
+        "2 samples in 1 microbatches of 2",
+        "4 real tokens, 4 computed: 0.0% padding",
+        "sync last",
+        "predicted 3 seconds",
+        "predicted peak 2.00 GiB",
+    ],
+    Plan(((0,),), (1500,), sync="every", reason="because"): [
+        "1 samples in 1 microbatches of 1",
+        "1,500 real tokens, 1,500 computed: 0.0% padding",
+        "sync every: because",
+    ],
+}  # fmt: skip
+
+
+@given(lengths_of_updates, bounds, degrees)
+def test_every_sample_runs_once_on_one_rank(lengths, bound, dp_degree):
+    plans = plan(lengths, dp_degree=dp_degree, **bound)
+    assert len(plans) == dp_degree
+    assert sorted(sample for each in plans for sample in each.samples) == list(range(len(lengths)))
+    for each in plans:
+        assert each.lengths == tuple(lengths[sample] for sample in each.samples)
+        assert sorted(row for rows in each.microbatches for row in rows) == list(range(len(each.lengths)))
+
+
+@given(lengths_of_updates, bounds, degrees)
+def test_every_rank_runs_as_many_microbatches_with_stand_ins_last(lengths, bound, dp_degree):
+    plans = plan(lengths, dp_degree=dp_degree, **bound)
+    assert len({each.num_microbatches for each in plans}) == 1
+    assert any(all(each.microbatches) for each in plans)  # the longest share has no stand-in
+    for each in plans:
+        assert [bool(rows) for rows in each.microbatches] == sorted(map(bool, each.microbatches), reverse=True)
+
+
+@given(lengths_of_updates, bounds, degrees)
+def test_the_bound_holds(lengths, bound, dp_degree):
+    for each in plan(lengths, dp_degree=dp_degree, **bound):
+        for rows in filter(None, each.microbatches):
+            assert len(rows) <= bound.get("micro_batch_size", len(rows))
+            assert len(rows) * max(each.lengths[row] for row in rows) <= bound.get("max_microbatch_tokens", 10**9)
+
+
+@given(lengths_of_updates, bounds, degrees)
+def test_padding_is_what_is_computed_and_not_real(lengths, bound, dp_degree):
+    for each in plan(lengths, dp_degree=dp_degree, **bound):
+        assert 0 <= each.padding < 1
+        assert each.num_tokens == sum(each.lengths)
+        assert each.padded_tokens * (1 - each.padding) == pytest.approx(each.num_tokens)
+
+
+SPLIT = [  # lengths, cap -> microbatches: one more is worth an eighth of the cap, here 10 tokens
+    ([20, 12], 80, [(0, 1)]),  # 8 tokens of padding
+    ([20, 8], 80, [(0,), (1,)]),  # 12
+]
+
+
+@pytest.mark.parametrize(("lengths", "cap", "microbatches"), SPLIT)
+def test_padding_is_weighed_against_microbatches(lengths, cap, microbatches):
+    assert list(plan(lengths, max_microbatch_tokens=cap)[0].microbatches) == microbatches
+
+
+def test_a_price_is_predicted_only_by_a_model_that_was_given():
+    cost = CostModel(10.0, 1.0, 0.0, 0.0, 2.0)
+    (without,) = plan([4, 2, 1], micro_batch_size=2)
+    (priced,) = plan([4, 2, 1], micro_batch_size=2, cost=cost)
+    assert (without.seconds, without.peak_bytes) == (None, None)
+    assert sorted(priced.microbatches) == [(0,), (1, 2)]
+    assert (priced.seconds, priced.peak_bytes) == (10 + 4 + 10 + 4, 8)
+
+
+def test_a_plan_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan([1], micro_batch_size=1)[0].sync = "every"
+
+
+@pytest.mark.parametrize(("explained", "lines"), EXPLAINED.items(), ids=range(len(EXPLAINED)))
+def test_explained(explained, lines):
+    assert explained.explain().splitlines() == lines

@@ -1,0 +1,127 @@
+"""deal and pack, against what they promise and against every possible answer where there are few."""
+
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megabatch.cost import CostModel
+from megabatch.partition import deal, pack
+
+price = CostModel(seconds_per_microbatch=32.0).seconds
+
+costs = st.lists(st.floats(0, 1e6), max_size=40)
+few_lengths = st.lists(st.integers(0, 12), max_size=6)
+bounds = st.one_of(
+    st.fixed_dictionaries({"max_rows": st.integers(1, 7)}),
+    st.fixed_dictionaries({"max_tokens": st.integers(12, 40)}),
+    st.fixed_dictionaries({"max_rows": st.integers(1, 7), "max_tokens": st.integers(12, 40)}),
+)
+
+DEALT = [  # costs, bins, the deal
+    ([], 3, [[], [], []]),
+    ([5], 3, [[0], [], []]),
+    ([1, 2, 3, 4], 1, [[0, 1, 2, 3]]),
+    ([1, 2, 3, 4], 2, [[0, 3], [1, 2]]),
+    ([7, 7, 7], 2, [[0, 2], [1]]),
+    ([9, 1, 1, 1], 2, [[0, 3], [1, 2]]),  # as many to each, not as much
+]
+PACKED = [  # lengths, bound, microbatches
+    ([], {"max_rows": 2}, []),
+    ([3, 9, 1], {"max_rows": 8}, [(1, 0, 2)]),
+    ([3, 9, 1, 2, 2], {"max_rows": 2}, [(1,), (0, 3), (4, 2)]),
+    ([5, 5, 5], {"max_tokens": 10}, [(0,), (1, 2)]),
+    ([5, 5, 5], {"max_tokens": 14}, [(0,), (1, 2)]),  # one token more than the cap is too many
+    ([5, 5, 5], {"max_tokens": 15}, [(0, 1, 2)]),
+    ([100, 1, 1, 1], {"max_tokens": 100}, [(0,), (1, 2, 3)]),
+    ([0, 0], {"max_tokens": 2}, [(0, 1)]),
+]
+
+
+@pytest.mark.parametrize(("costs", "num_bins", "bins"), DEALT)
+def test_dealt(costs, num_bins, bins):
+    assert deal(costs, num_bins) == bins
+
+
+@given(costs, st.integers(1, 9))
+def test_every_item_is_dealt_once_in_rising_order(costs, num_bins):
+    bins = deal(costs, num_bins)
+    assert len(bins) == num_bins
+    assert sorted(item for items in bins for item in items) == list(range(len(costs)))
+    assert all(items == sorted(items) for items in bins)
+
+
+@given(costs, st.integers(1, 9))
+def test_sizes_differ_by_at_most_one(costs, num_bins):
+    sizes = [len(items) for items in deal(costs, num_bins)]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(costs, st.integers(1, 9))
+def test_the_same_costs_are_dealt_in_the_same_way(costs, num_bins):
+    assert deal(costs, num_bins) == deal(list(costs), num_bins)
+
+
+@given(st.lists(st.integers(0, 10**6), min_size=1, max_size=40), st.integers(1, 9))
+def test_loads_differ_by_at_most_the_costliest_item(costs, num_bins):
+    loads = [sum(costs[item] for item in items) for items in deal(costs, num_bins)]
+    assert max(loads) - min(loads) <= max(costs)
+
+
+@pytest.mark.parametrize(("lengths", "bound", "microbatches"), PACKED)
+def test_packed(lengths, bound, microbatches):
+    assert pack(lengths, price, **bound) == microbatches
+
+
+@given(st.lists(st.integers(0, 64), max_size=40), bounds)
+def test_every_item_is_packed_once_under_the_cap(lengths, bound):
+    lengths = [min(length, bound.get("max_tokens", 64)) for length in lengths]
+    microbatches = pack(lengths, price, **bound)
+    assert sorted(item for rows in microbatches for item in rows) == list(range(len(lengths)))
+    assert all(rows for rows in microbatches)
+    assert all(len(rows) <= bound.get("max_rows", len(rows)) for rows in microbatches)
+    for rows in microbatches:
+        assert len(rows) * max(lengths[item] for item in rows) <= bound.get("max_tokens", 10**9)
+
+
+@given(st.lists(st.integers(1, 64), max_size=40), st.integers(1, 9))
+def test_by_rows_alone_there_are_as_few_as_can_be(lengths, max_rows):
+    assert len(pack(lengths, price, max_rows=max_rows)) == -(-len(lengths) // max_rows)
+
+
+@given(st.lists(st.integers(1, 64), max_size=40), bounds)
+def test_the_longest_come_first(lengths, bound):
+    lengths = [min(length, bound.get("max_tokens", 64)) for length in lengths]
+    flat = [lengths[item] for rows in pack(lengths, price, **bound) for item in rows]
+    assert flat == sorted(flat, reverse=True)
+
+
+@cache
+def groupings(size: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Every way to group the items 0 to size - 1."""
+    if size == 0:
+        return ((),)
+    last = size - 1
+    found = []
+    for groups in groupings(last):
+        found.append((*groups, (last,)))
+        found += [(*groups[:i], (*group, last), *groups[i + 1 :]) for i, group in enumerate(groups)]
+    return tuple(found)
+
+
+def key_of(groups, lengths, bound) -> tuple[int, float] | None:
+    """What pack makes as small as it can, or None where the groups are over the cap."""
+    shapes = [(len(rows), max(1, *(lengths[item] for item in rows))) for rows in groups]
+    max_rows, max_tokens = bound.get("max_rows", len(lengths)), bound.get("max_tokens", 999)
+    if any(rows > max_rows or rows * longest > max_tokens for rows, longest in shapes):
+        return None
+    return (0 if "max_tokens" in bound else len(groups), sum(price(*shape) for shape in shapes))
+
+
+@settings(max_examples=60)
+@given(few_lengths, bounds)
+def test_no_other_grouping_is_cheaper(lengths, bound):
+    best = min(key for groups in groupings(len(lengths)) if (key := key_of(groups, lengths, bound)) is not None)
+    mine = key_of(pack(lengths, price, **bound), lengths, bound)
+    assert mine == pytest.approx(best, rel=1e-12)

@@ -1,0 +1,163 @@
+"""UpdateSampler: the samples of an update follow from (seed, epoch, position) alone."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from megabatch import CostModel, UpdateSampler
+
+LENGTHS = [(7 * number) % 23 + 1 for number in range(20)]
+
+ENDS = {  # tail, samples, global_batch_size -> sizes of the updates of three epochs
+    ("step", 10, 4): [[4, 4, 2], [4, 4, 2], [4, 4, 2]],
+    ("drop", 10, 4): [[4, 4], [4, 4], [4, 4]],
+    ("carry", 10, 4): [[4, 4], [4, 4, 4], [4, 4]],
+    ("step", 8, 4): [[4, 4], [4, 4], [4, 4]],
+    ("drop", 8, 4): [[4, 4], [4, 4], [4, 4]],
+    ("carry", 8, 4): [[4, 4], [4, 4], [4, 4]],
+    ("step", 3, 7): [[3], [3], [3]],  # fewer samples than an update takes
+    ("carry", 3, 7): [[7], [7], [7]],
+    ("step", 1, 1): [[1], [1], [1]],
+}
+
+settings_of = st.fixed_dictionaries(
+    {
+        "global_batch_size": st.integers(1, 25),
+        "tail": st.sampled_from(["step", "drop", "carry"]),
+        "seed": st.integers(0, 9),
+    }
+).filter(lambda given: given["tail"] != "drop" or given["global_batch_size"] <= len(LENGTHS))
+
+
+def epochs(sampler: UpdateSampler, number: int) -> list[list[list[int]]]:
+    return [list(sampler) for _ in range(number)]
+
+
+def whole(number: int, **settings) -> list[list[list[int]]]:
+    """Updates of ``number`` epochs, as one rank sees them: sample ids sorted."""
+    return [[sorted(update) for update in epoch] for epoch in epochs(UpdateSampler(LENGTHS, **settings), number)]
+
+
+@pytest.mark.parametrize("tail, num_samples, size", ENDS)  # noqa: PT006
+def test_ends_of_epochs(tail, num_samples, size):
+    sampler = UpdateSampler([1] * num_samples, global_batch_size=size, tail=tail)
+    sizes, said = [], []
+    for _ in range(3):
+        said.append(len(sampler))
+        sizes.append([len(update) for update in sampler])
+    assert sizes == ENDS[tail, num_samples, size]
+    assert said == [len(epoch) for epoch in sizes]
+
+
+@given(settings_of)
+def test_every_sample_once_per_epoch(given_settings):
+    tail, size = given_settings["tail"], given_settings["global_batch_size"]
+    stream = [sample for epoch in whole(3, **given_settings) for update in epoch for sample in update]
+    per_epoch = len(LENGTHS) // size * size if tail == "drop" else len(LENGTHS)
+    for start in range(0, len(stream) - per_epoch + 1, per_epoch):
+        own = stream[start : start + per_epoch]
+        assert tail == "carry" or len(set(own)) == len(own)
+    counts = [stream.count(sample) for sample in range(len(LENGTHS))]
+    assert max(counts) - min(counts) <= {"step": 0, "carry": 1, "drop": 3}[tail]
+
+
+@given(settings_of, st.integers(2, 5))
+@settings(max_examples=40)
+def test_shares_make_up_the_same_update_whatever_dp_degree(given_settings, dp_degree):
+    samplers = [
+        UpdateSampler(LENGTHS, dp_rank=rank, dp_degree=dp_degree, **given_settings) for rank in range(dp_degree)
+    ]
+    expected = whole(2, **given_settings)
+    for epoch in expected:
+        shares = list(zip(*map(list, samplers), strict=True))
+        assert [sorted(sample for share in update for sample in share) for update in shares] == epoch
+        for update in shares:
+            assert max(map(len, update)) - min(map(len, update)) <= 1
+
+
+@given(settings_of, st.integers(0, 6), st.integers(1, 5))
+@settings(max_examples=60)
+def test_a_resumed_stream_is_the_same_stream(given_settings, num_before, dp_degree):
+    """Stopped after any update, gone on with on any number of ranks."""
+    first = UpdateSampler(LENGTHS, **given_settings)
+    stream = [sorted(update) for _ in range(8) for update in first]
+    stopped = UpdateSampler(LENGTHS, **given_settings)
+    before = []
+    while len(before) < num_before:
+        for update in stopped:
+            before.append(sorted(update))
+            if len(before) == num_before:
+                break
+    resumed = [UpdateSampler(LENGTHS, dp_rank=rank, dp_degree=dp_degree, **given_settings) for rank in range(dp_degree)]
+    for each in resumed:
+        each.load_state_dict(stopped.state_dict())
+    said = len(resumed[0])
+    shares = list(zip(*map(list, resumed), strict=True))
+    after = [sorted(sample for share in update for sample in share) for update in shares]
+    assert len(after) == said > 0
+    assert stream[: num_before + len(after)] == before + after
+
+
+@given(settings_of, st.integers(1, 25))
+def test_a_state_goes_on_with_another_size(given_settings, size):
+    """No epoch is without end, and none is skipped, when an update becomes larger or smaller."""
+    first = UpdateSampler(LENGTHS, **given_settings)
+    next(iter(first))
+    tail = "step" if given_settings["tail"] == "drop" and size > len(LENGTHS) else given_settings["tail"]
+    second = UpdateSampler(LENGTHS, **given_settings | {"global_batch_size": size, "tail": tail})
+    second.load_state_dict(first.state_dict())
+    said = len(second)
+    updates = list(second)
+    assert len(updates) == said
+    assert list(second)  # the epoch after it
+
+
+def test_seed_and_epoch_decide_the_order():
+    orders = [
+        [sample for update in epoch for sample in update]
+        for seed in (0, 1)
+        for epoch in epochs(UpdateSampler(LENGTHS, global_batch_size=1, seed=seed), 2)
+    ]
+    assert len({tuple(order) for order in orders}) == 4
+    assert whole(2, global_batch_size=6, seed=5) == whole(2, global_batch_size=6, seed=5)
+
+
+def test_shares_are_balanced():
+    lengths = [100, 1, 1, 99, 98, 2, 3, 97]
+    update = list(range(8))
+    shares = [UpdateSampler(lengths, global_batch_size=8, dp_rank=rank, dp_degree=2).share(update) for rank in (0, 1)]
+    loads = [sum(lengths[sample] for sample in share) for share in shares]
+    assert sorted(loads) == [200, 201]
+
+
+def test_shares_are_balanced_by_the_cost_that_is_given():
+    lengths = [6, 5, 5, 1]
+    squared = CostModel(seconds_per_token=0, seconds_per_pair=1)
+
+    def loads(cost):
+        shares = [
+            UpdateSampler(lengths, global_batch_size=4, dp_rank=rank, dp_degree=2, cost=cost).share([0, 1, 2, 3])
+            for rank in (0, 1)
+        ]
+        return [sum(lengths[sample] ** 2 for sample in share) for share in shares]
+
+    assert loads(squared) == [37, 50]
+
+
+def test_an_epoch_knows_its_number_and_its_tail():
+    sampler = UpdateSampler([1] * 10, global_batch_size=4)
+    assert (sampler.epoch, sampler.tail_size) == (0, 2)
+    next(iter(sampler))
+    assert sampler.epoch == 0
+    list(sampler)
+    assert sampler.epoch == 1
+    assert UpdateSampler([1] * 8, global_batch_size=4).tail_size == 0
+
+
+def test_a_loader_with_empty_shares():
+    """Two samples over three ranks: the third rank's share is an empty list, and not left out."""
+    samplers = [UpdateSampler([1, 1], global_batch_size=2, dp_rank=rank, dp_degree=3) for rank in range(3)]
+    batches = [list(DataLoader(["a", "b"], batch_sampler=sampler, collate_fn=list)) for sampler in samplers]
+    assert [len(batch) for batch in batches] == [1, 1, 1]
+    assert sorted(len(batch[0]) for batch in batches) == [0, 1, 1]

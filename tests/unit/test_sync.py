@@ -1,0 +1,121 @@
+"""Wrappers in a process group of one rank: what sync they choose, and that they are exact, also after a failure."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from megabatch import GradientAccumulator
+from tests.unit.small import expected, gradients, model_of_integers, same_bits, samples, squares, weighed
+
+pytestmark = [
+    pytest.mark.usefixtures("group_of_one"),
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module"),  # torch's: a linear layer of one dim more returns a view
+]
+
+BATCH = samples([3, 1, 0, 5, 2, 4, 1])
+
+
+def without_spare() -> nn.Module:
+    """The model of integers without the parameter that it never uses: DDP waits for every parameter."""
+    model = model_of_integers()
+    del model.spare
+    return model
+
+
+def ddp() -> nn.Module:
+    return DistributedDataParallel(without_spare())
+
+
+def fsdp2() -> nn.Module:
+    return fully_shard(without_spare(), mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)))
+
+
+def fsdp2_mixed() -> nn.Module:
+    """Computes in float32, where these integers are exact too, and keeps another copy of its gradient for that."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
+    return fully_shard(without_spare(), mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+
+
+def static_graph() -> nn.Module:
+    return DistributedDataParallel(without_spare(), static_graph=True)
+
+
+WRAPPERS = {
+    "plain": without_spare,
+    "DDP": ddp,
+    "DDP, static graph": static_graph,
+    "FSDP2": fsdp2,
+    "FSDP2, mixed": fsdp2_mixed,
+}
+
+ALONE = "one rank, nothing to reduce"
+DDP_ONCE = "DDP keeps the whole gradient anyway: one all-reduce, overlapping the last backward"
+DDP_EVERY = "as asked: DDP all-reduces the whole gradient with each microbatch"
+FSDP2_EVERY = "FSDP2 reduce-scatters each microbatch, so that only a shard of the gradient is kept"
+FSDP2_LAST = "as asked: FSDP2 keeps the whole unsharded gradient until the last microbatch"
+
+CHOSEN = {  # wrapper, what was asked for -> sync, and why
+    ("plain", "auto"): ("last", ALONE),
+    ("plain", "last"): ("last", ALONE),
+    ("plain", "every"): ("last", ALONE),
+    ("DDP", "auto"): ("last", DDP_ONCE),
+    ("DDP", "last"): ("last", DDP_ONCE),
+    ("DDP", "every"): ("every", DDP_EVERY),
+    ("FSDP2", "auto"): ("every", FSDP2_EVERY),
+    ("FSDP2", "last"): ("last", FSDP2_LAST),
+    ("FSDP2", "every"): ("every", FSDP2_EVERY),
+}
+
+
+def full(gradient):
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+
+
+def is_exact(model: nn.Module) -> bool:
+    return same_bits([full(each) for each in gradients(model)], expected(without_spare(), BATCH))
+
+
+@pytest.mark.parametrize(("wrapper", "policy"), CHOSEN)
+def test_the_plan_says_the_sync_and_why(wrapper, policy):
+    plan = GradientAccumulator(WRAPPERS[wrapper](), micro_batch_size=2, sync=policy).plan(BATCH)
+    assert (plan.sync, plan.reason) == CHOSEN[wrapper, policy]
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("policy", ["auto", "last", "every"])
+def test_every_wrapper_is_exact_update_after_update(wrapper, policy):
+    model = WRAPPERS[wrapper]()
+    gradient = GradientAccumulator(model, micro_batch_size=2, sync=policy)
+    for loss_fn in (weighed, squares, weighed):
+        gradient.forward_backward(BATCH, loss_fn)
+        gradient.finalize()
+        assert is_exact(model)
+
+
+@pytest.mark.parametrize("wrapper", ["plain", "DDP", "FSDP2", "FSDP2, mixed"])
+@pytest.mark.parametrize("policy", ["last", "every"])
+@pytest.mark.parametrize("breaks_at", [0, 1, 3])
+@pytest.mark.parametrize("after_forward", [True, False])
+def test_after_a_loss_that_raised_the_next_update_is_exact(wrapper, policy, breaks_at, after_forward):
+    seen = []
+
+    def breaking(model, microbatch):
+        seen.append(len(seen))
+        total = squares(model, microbatch) if after_forward or len(seen) <= breaks_at else None
+        if len(seen) > breaks_at:
+            raise ArithmeticError("the loss broke")
+        return total
+
+    model = WRAPPERS[wrapper]()
+    gradient = GradientAccumulator(model, micro_batch_size=2, sync=policy)
+    for _ in range(2):
+        seen.clear()
+        with pytest.raises(ArithmeticError):
+            gradient.forward_backward(BATCH, breaking)
+        assert not any(isinstance(each, torch.Tensor) for each in gradients(model))
+        gradient.forward_backward(BATCH, weighed)
+        gradient.finalize()
+        assert is_exact(model)
