@@ -81,9 +81,9 @@ def test_padding_is_what_is_computed_and_not_real(lengths, bound, dp_degree):
         assert each.padded_tokens * (1 - each.padding) == pytest.approx(each.num_tokens)
 
 
-SPLIT = [  # lengths, cap -> microbatches: one more is worth an eighth of the cap, here 10 tokens
-    ([20, 12], 80, [(0, 1)]),  # 8 tokens of padding
-    ([20, 8], 80, [(0,), (1,)]),  # 12
+SPLIT = [  # lengths, cap -> microbatches: one more is worth a sixteenth of the cap, here 5 tokens
+    ([20, 16], 80, [(0, 1)]),  # 4 tokens of padding
+    ([20, 12], 80, [(0,), (1,)]),  # 8
 ]
 
 
