@@ -96,7 +96,7 @@ class GradientAccumulator:
         if self._running:
             raise MegabatchError("microbatches() was called inside its own loop; finish one call before the next")
         share, agreement = agree(self._reducer.ranks, lambda: self._prepare(batch, weigh), weigh, self._remembered)
-        if len(share.samples):
+        if len(share.samples) and self._reducer.ranks.degree > 1:
             self._last_sample = share.samples.last()
         if self._open is None:
             gradient.drop(self._reducer.parameters)

@@ -100,12 +100,12 @@ def _stack(name: str, values: list[Tensor]) -> Tensor:
 
 
 def to_device(microbatch: Microbatch, device: torch.device) -> Microbatch:
-    """The microbatch with its tensors on ``device``; copies from pinned memory do not wait."""
+    """The microbatch, from the CPU to ``device``; copies from pinned memory do not wait."""
 
     def move(leaf: Any) -> Any:
         return leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) and leaf.device != device else leaf
 
-    return pytree.tree_map(move, microbatch)
+    return microbatch if device.type == "cpu" else pytree.tree_map(move, microbatch)
 
 
 def _checked_list(batch: Any) -> list[Any]:

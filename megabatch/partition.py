@@ -16,6 +16,8 @@ def deal(costs: Sequence[float], num_bins: int) -> list[list[int]]:
     Graham 1969, with equal cardinalities so that the bins also cut into equal numbers of microbatches).
     Returns each bin's item indices in rising order; with fewer items than bins some bins are empty.
     """
+    if num_bins == 1:
+        return [list(range(len(costs)))]
     room = [len(costs) // num_bins + 1] * (len(costs) % num_bins)
     room += [len(costs) // num_bins] * (num_bins - len(room))
     bins: list[list[int]] = [[] for _ in range(num_bins)]
@@ -43,6 +45,8 @@ def pack(
     """
     order = sorted(range(len(lengths)), key=lambda item: (-lengths[item], item))
     fewest = max_tokens is None
+    if max_rows is not None and fewest and 0 < len(order) <= max_rows:
+        return [tuple(order)]
     best: list[tuple[float, float]] = [(0.0, 0.0)]  # best[end]: (microbatches if they are to be few, price)
     start_of = [0]
     for end in range(1, len(order) + 1):

@@ -4,6 +4,7 @@ While open, each microbatch's total is divided by the weight that the first call
 of the whole update's weight is one factor, known when the update closes; for a single weighed call it is 1.
 """
 
+import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -32,18 +33,18 @@ class Update:
     num_samples: int
     num_tokens: int  # without padding
     num_microbatches: int  # of each rank
-    faults: Tensor = field(repr=False)  # [ranks, 5]: as OpenUpdate reports them
+    reports: Tensor = field(repr=False)  # [ranks, 4 + terms]: what each rank told of itself, see OpenUpdate
 
     def problem(self) -> MegabatchError | None:
         """What is wrong, in one line; None where nothing is, or only weight is missing. Waits for the device."""
-        faults = self.faults.tolist()
-        if len({names_hash for *_, names_hash in faults}) > 1:
+        reports = self.reports.tolist()
+        if len({names_hash for _, _, _, names_hash, *_ in reports}) > 1:
             return LossContractError("the loss names other terms on other ranks; return the same names everywhere")
-        for rank, (not_finite, differ, counted, returned, _) in enumerate(faults):
-            where = f"data rank {rank} of {len(faults)}"
+        for rank, (differ, counted, returned, _, *totals) in enumerate(reports):
+            where = f"data rank {rank} of {len(reports)}"
             if differ:
                 return weights_differ(where, counted, returned)
-            if not_finite:
+            if not all(map(math.isfinite, totals)):
                 return MegabatchError(f"the loss is not finite on {where}")
         if self.grad_norm is not None and not torch.isfinite(self.grad_norm):
             return MegabatchError(f"the loss is finite but the norm of the gradient is {float(self.grad_norm)}")
@@ -126,32 +127,29 @@ class OpenUpdate:
             raise LossContractError(
                 f"weight= replaces one divisor, but the loss has the terms {list(self._differentiable)}"
             )
-        rows = self._ranks.gather(self._report())  # [ranks, 5 + 2 * MAX_TERMS]
-        sums = dict(zip(sorted(self._sums), rows[:, 5:].sum(0).reshape(-1, 2).unbind(), strict=False))
-        weights = {name: self._weight_of(name, sums[name][1], weight) for name in self._sums}
-        quotients = {name: total / weights[name] for name, (total, _) in sums.items()}
-        terms = [name for name in self._differentiable if name in sums]
-        whole = weights[terms[0]] if terms else self._scalar(0.0)
-        loss = self._loss([(quotients[name], weights[name]) for name in terms])
+        names = [*self._differentiable, *sorted(self._sums.keys() - self._differentiable.keys())]
+        rows = self._ranks.gather(self._report(names))  # [ranks, 4 + 2 * MAX_TERMS]
+        totals, weights = rows[:, 4 : 4 + 2 * len(names)].sum(0).reshape(2, -1)  # [terms], [terms]
+        if weight is not None:
+            weights = torch.cat([torch.full_like(weights[:1], weight), weights[1:]])
+        num_own = len(self._differentiable)  # they come first, the metrics after them
+        quotients = totals / weights
+        has_weight = weights[:num_own] > 0
+        loss = torch.where(has_weight, quotients[:num_own], 0.0).sum() / has_weight.any()  # 0 / 0 without any weight
+        agree = ~rows[:, 0].any() & (rows[:, 3] == rows[0, 3]).all()
+        whole = weights[0] if num_own else torch.zeros_like(loss)
         update = Update(
             loss=loss,
-            terms=quotients,
+            terms=dict(zip(names, quotients.unbind(), strict=True)),
             weight=whole,
-            finite=torch.isfinite(loss) & ~rows[:, :2].any() & (rows[:, 4] == rows[0, 4]).all(),
+            finite=torch.isfinite(loss) & torch.isfinite(totals[:num_own]).all() & agree,
             grad_norm=None,
             num_samples=self.num_samples,
             num_tokens=self.num_tokens,
             num_microbatches=self.num_microbatches,
-            faults=rows[:, :5],
+            reports=rows[:, : 4 + num_own],
         )
-        return update, self._missing_factor(terms, whole, weight)
-
-    def _loss(self, quotients: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """The quotients added, without those of terms that have no weight; not a number where none has any."""
-        if not quotients:
-            return self._scalar(float("nan"))
-        values, weights = (torch.stack(each) for each in zip(*quotients, strict=True))
-        return torch.where(weights > 0, values, 0.0).sum() / (weights > 0).any()
+        return update, self._missing_factor(list(self._differentiable), whole, weight)
 
     def _missing_factor(self, terms: list[str], whole: Tensor, weight: float | None) -> float | Tensor | None:
         if not terms:
@@ -165,12 +163,6 @@ class OpenUpdate:
         known = float(whole) if known is None else known
         factor = divisor / known if known else 0.0
         return None if factor == 1.0 else factor
-
-    def _weight_of(self, name: str, returned: Tensor, weight: float | None) -> Tensor:
-        if name not in self._differentiable:
-            return returned
-        known = weight if weight is not None else _of(self._announced, name) if self._all_announced else None
-        return returned if known is None else self._scalar(known)
 
     def _check_terms(self, names: list[str], turn: Turn) -> None:
         if not names:
@@ -195,16 +187,19 @@ class OpenUpdate:
         self._differ = differ | self._differ
         self._counted += counted
 
-    def _report(self) -> Tensor:
-        """[total not finite, weights differ, counted, returned, hash of names; total and weight of each term; zeros]"""
-        if len(self._sums) > MAX_TERMS:
-            raise LossContractError(f"the loss returned {len(self._sums)} terms; at most {MAX_TERMS} are supported")
-        mine = [self._sums[name] for name in self._differentiable if name in self._sums]
-        finite = torch.isfinite(torch.stack([term.total for term in mine])).all() if mine else self._scalar(1.0)
-        names = sorted(self._sums)
-        head = [~finite.bool(), self._differ, self._counted, sum(term.weight for term in mine), _hash(names)]
-        numbers = [self._scalar(value) for value in [*head, *(part for name in names for part in self._sums[name])]]
-        return torch.cat([torch.stack(numbers), numbers[0].new_zeros(2 * (MAX_TERMS - len(names)))])
+    def _report(self, names: list[str]) -> Tensor:
+        """[weights differ, counted, returned, hash of names; total of each term; weight of each term; zeros]"""
+        if len(names) > MAX_TERMS:
+            raise LossContractError(f"the loss returned {len(names)} terms; at most {MAX_TERMS} are supported")
+        returned = sum(self._sums[name].weight for name in self._differentiable)
+        head = [self._differ, self._counted, returned, float(zlib.crc32("\n".join(names).encode()))]
+        totals, weights = [self._sums[name].total for name in names], [self._sums[name].weight for name in names]
+        return self._vector([*head, *totals, *weights, *[0.0] * (2 * (MAX_TERMS - len(names)))])
+
+    def _vector(self, values: list[float | Tensor]) -> Tensor:
+        if self._device.type == "cpu":
+            return torch.tensor([float(value) for value in values], dtype=self._dtype)
+        return torch.stack([self._scalar(value) for value in values])
 
     def _scalar(self, value: float | Tensor) -> Tensor:
         # torch.full, since copying a number from the host would wait for the device.
@@ -218,10 +213,6 @@ def add_terms(sums: dict[str, Term], terms: Mapping[str, Term]) -> None:
     for name, term in terms.items():
         before = sums.get(name)
         sums[name] = term if before is None else Term(before.total + term.total, before.weight + term.weight)
-
-
-def _hash(names: list[str]) -> float:
-    return float(zlib.crc32("\n".join(names).encode()))
 
 
 def _of(weights: Mapping[str, float], name: str) -> float | None:
