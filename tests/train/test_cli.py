@@ -13,6 +13,8 @@ import pytest
 from tests.train.conftest import NO_DROPOUT, Bench, write_pairs
 from tests.train.processes import Run
 
+pytestmark = pytest.mark.slow
+
 Refuse = Callable[..., str]
 
 ENVIRONMENT = os.environ | {

@@ -12,6 +12,8 @@ from megabatch.train.evaluation import complete, held_out_loss
 from megabatch.train.model import Wrapper, build_model, wrap
 from megabatch.train.ranks import Ranks
 
+pytestmark = pytest.mark.slow
+
 SAMPLES = [{"input_ids": torch.arange(size), "labels": torch.arange(size)} for size in (5, 9)]
 CPU = torch.device("cpu")
 

@@ -10,6 +10,8 @@ import pytest
 
 from tests.train.conftest import NO_DROPOUT, Bench, write_pairs
 
+pytestmark = pytest.mark.slow
+
 Refuse = Callable[..., str]
 OF_THE_CLOCK = ("tokens_per_second", "memory_gib")
 

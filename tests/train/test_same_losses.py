@@ -10,6 +10,8 @@ import pytest
 from megabatch.train.data import stdlib_pairs
 from tests.train.conftest import Bench, write_pairs
 
+pytestmark = pytest.mark.slow
+
 RECIPES = Path(__file__).parents[2] / "recipes"
 MAX_BYTES, NUM_SAMPLES, NUM_HELD_OUT = 600, 213, 4  # 209 to train on: 29 updates of 7, and one of 6
 FLOAT64 = {"eval__num_samples": NUM_HELD_OUT, "model__config__n_embd": 16}

@@ -8,6 +8,8 @@ from matplotlib.image import imread
 
 from tests.train.conftest import NO_DROPOUT, Bench, write_pairs
 
+pytestmark = pytest.mark.slow
+
 KEYS_OF_AN_UPDATE = [
     "step",
     "loss",
