@@ -1,4 +1,6 @@
-"""With one microbatch, an update costs what the plain PyTorch loop costs.
+"""What an update of one microbatch costs beside the plain PyTorch loop.
+
+The host's work is the same for any model, so a model of 3 ms an update shows it and one of 100 ms does not.
 
 Both loops train the same small Llama on the same rows: forward, backward, clip, AdamW. Repeats are interleaved, so that
 the machine's drift falls on both, and the ratio is that of medians. Writes benchmarks/results/one_microbatch_*.json.
@@ -97,7 +99,7 @@ def main() -> None:
     for name, row in rows.items():
         print(f"{name:6} plain {row['plain_ms']:8.3f} ms  megabatch {row['megabatch_ms']:8.3f} ms  {row['ratio']:.3f}")
     result = {
-        "claim": "one microbatch costs what the plain loop costs",
+        "claim": "an update of one microbatch costs what the plain loop costs, and a fixed host time",
         "command": "python benchmarks/one_microbatch.py",
         "rows": rows,
         "repeats": NUM_REPEATS,

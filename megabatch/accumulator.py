@@ -99,6 +99,7 @@ class GradientAccumulator:
         if len(share.samples) and self._reducer.ranks.degree > 1:
             self._last_sample = share.samples.last()
         if self._open is None:
+            self._reducer.check_unchanged()
             gradient.drop(self._reducer.parameters)
             self._open = OpenUpdate(self._reducer.ranks, self._device, self._reducer.loss_factor)
         self._open.open_call(agreement)
@@ -139,9 +140,12 @@ class GradientAccumulator:
     def finalize(self, *, max_norm: float | None = None, weight: float | None = None) -> Update:
         """Close the update: ``p.grad`` is its gradient from here on, clipped to ``max_norm`` if that is given.
 
-        ``weight`` replaces what the total is divided by. An update without weight leaves every ``p.grad`` None. A
-        weight that was counted as one number and returned as another raises `LossContractError` here on the CPU; on
-        a device, where looking would wait, it makes ``update.finite`` false.
+        Without ``max_norm`` no gradient is looked at, and ``update.finite`` speaks of the losses alone.
+
+        ``weight`` replaces what the total is divided by. An update without weight leaves every ``p.grad`` None (zeros
+        on a device and without ``weigh``, where only the device knows). A weight that was counted as one number and
+        returned as another raises `LossContractError` here on the CPU; on a device, where looking would wait, it
+        makes ``update.finite`` false.
         """
         if self._open is None or self._running:
             raise MegabatchError(
@@ -151,10 +155,7 @@ class GradientAccumulator:
         for name, value in {"max_norm": max_norm, "weight": weight}.items():
             if value is not None:
                 require_positive(name, value)
-        opened, self._open = self._open, None
-        update, factor = opened.close(weight)
-        if self._device.type == "cpu" and isinstance(problem := update.problem(), LossContractError):
-            raise problem
+        update, factor = self._close(weight, max_norm)
         parameters = self._reducer.parameters
         if isinstance(factor, float) and factor == 0.0:
             gradient.drop(parameters)
@@ -165,6 +166,18 @@ class GradientAccumulator:
         if factor is not None:
             gradient.scale(parameters, factor)
         return update
+
+    def _close(self, weight: float | None, max_norm: float | None) -> tuple[Update, float | Tensor | None]:
+        opened, self._open = self._open, None
+        assert opened is not None  # finalize has looked
+        try:
+            update, factor = opened.close(weight, max_norm)
+            if self._device.type == "cpu" and isinstance(problem := update.problem(), LossContractError):
+                raise problem
+        except LossContractError:
+            self._abandon()
+            raise
+        return update, factor
 
     def _backward(self, terms: Mapping[str, Term]) -> None:
         turn, opened = self._turn, self._open

@@ -64,10 +64,11 @@ def sample_length(sample: Any) -> int:
     """Tokens of a sample: the size of dim 0 of its first tensor, 1 for a scalar."""
     if not isinstance(sample, Mapping) or not sample:
         raise PlanError(
-            f"a sample is a {type(sample).__name__}; expected a mapping of tensors. Give such mappings, "
-            "or say collate= and length= of your own"
+            f"a sample is {'empty' if sample == {} else f'a {type(sample).__name__}'}; expected a mapping of tensors. "
+            "Give such mappings, or say collate= and length= of your own"
         )
-    first = torch.as_tensor(next(iter(cast(Mapping[str, Any], sample).values())))
+    name, value = next(iter(cast(Mapping[str, Any], sample).items()))
+    first = _tensor(name, value)
     return first.shape[0] if first.ndim else 1
 
 
@@ -82,11 +83,22 @@ def pad_right(samples: list[Mapping[str, Any]]) -> dict[str, Tensor]:
             raise PlanError(
                 f"samples of one batch have the keys {list(samples[0])} and {list(sample)}; give all the same"
             )
-    return {name: _stack(name, [torch.as_tensor(sample[name]) for sample in samples]) for name in samples[0]}
+    return {name: _stack(name, [_tensor(name, sample[name]) for sample in samples]) for name in samples[0]}
+
+
+def _tensor(name: str, value: Any) -> Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise PlanError(f"{name!r} of a sample is a {type(value).__name__}; expected a tensor, or numbers") from None
 
 
 def _stack(name: str, values: list[Tensor]) -> Tensor:
     first = values[0]
+    if any(value.dtype != first.dtype for value in values):
+        raise PlanError(
+            f"{name!r} has the types {sorted({str(value.dtype) for value in values})}; give one to all samples"
+        )
     if all(value.shape == first.shape for value in values):
         return torch.stack(values)
     if any(value.shape[1:] != first.shape[1:] or value.ndim != first.ndim for value in values):

@@ -3,7 +3,10 @@
 Each message is one line: what was seen, what was expected, and what to change.
 """
 
-from numbers import Integral
+import math
+import operator
+from numbers import Real
+from typing import SupportsIndex
 
 
 class MegabatchError(Exception):
@@ -19,14 +22,14 @@ class LossContractError(MegabatchError, ValueError):
 
 
 def require_count(name: str, value: object, *, least: int = 1) -> int:
-    """``value`` as a whole number, numpy's included, or a `PlanError` that names the setting."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+    """``value`` as a whole number, numpy's and torch's included, or a `PlanError` that names the setting."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or operator.index(value) < least:
         raise PlanError(f"{name} is {value!r}; it counts things and must be a whole number of at least {least}")
-    return int(value)
+    return operator.index(value)
 
 
 def require_positive(name: str, value: object) -> float:
-    """``value`` as a positive number, or a `PlanError` that names the setting."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    """``value`` as a positive finite number, numpy's included, or a `PlanError` that names the setting."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < math.inf:
         raise PlanError(f"{name} is {value!r}; expected a positive number")
     return float(value)

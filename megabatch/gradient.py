@@ -30,6 +30,8 @@ def drop(parameters: Sequence[nn.Parameter]) -> None:
 def scale(parameters: Sequence[nn.Parameter], factor: float | Tensor) -> None:
     """Multiply every gradient by ``factor``, in one pass."""
     for group in _groups(parameters):
+        if isinstance(factor, Tensor):  # foreach takes a scalar of its own precision; float64 is for float64 alone
+            factor = factor.to(torch.float64 if group[0].dtype == torch.float64 else torch.float32)
         torch._foreach_mul_(group, factor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 

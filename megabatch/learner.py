@@ -56,6 +56,7 @@ class Learner:
             if self.scheduler is not None:
                 self.scheduler.step()
         elif isinstance(problem := update.problem(), LossContractError):
+            self.optimizer.zero_grad(set_to_none=True)
             raise problem
         self.step += 1
         return update

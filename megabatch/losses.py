@@ -2,11 +2,14 @@
 
 from typing import Any, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megabatch.batch import IGNORED_LABEL, Microbatch
 from megabatch.contract import Term, loss
+
+HALF_TYPES = (torch.bfloat16, torch.float16)
 
 
 def count_targets(microbatch: Microbatch) -> Tensor:
@@ -65,4 +68,5 @@ def _predict(model: nn.Module, microbatch: Microbatch) -> Tensor:
     """The model's output for everything but ``labels``: a lone input by position, several by name."""
     inputs = {name: value for name, value in microbatch.items() if name != "labels"}
     output: Any = model(*inputs.values()) if len(inputs) == 1 else model(**inputs)
-    return output if isinstance(output, Tensor) else output.logits
+    logits: Tensor = output if isinstance(output, Tensor) else output.logits
+    return logits.float() if logits.dtype in HALF_TYPES else logits  # a sum of thousands needs more digits than theirs

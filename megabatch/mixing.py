@@ -1,4 +1,4 @@
-"""Which module mixes the samples of a microbatch, if any does."""
+"""Which module mixes the samples of a microbatch, or cannot do without the others."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +23,25 @@ def mixing_module(model: nn.Module, loss_fn: LossFunction, batch: dict[str, Tens
         for name, output in together.items():
             if name in alone and _differs(output, alone[name], row, num_rows):
                 return name
+    return None
+
+
+def failing_module(model: nn.Module, loss_fn: LossFunction, microbatches: list[Any]) -> str | None:
+    """Name of the module that was entered last before a microbatch raised."""
+    entered: list[str] = []
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda *_: entered.append(name)
+
+    handles = [module.register_forward_pre_hook(note(name)) for name, module in model.named_modules() if name]
+    try:
+        for microbatch in microbatches:
+            loss_fn(model, microbatch)
+    except Exception:  # whatever it was, the caller has seen it
+        return entered[-1] if entered else None
+    finally:
+        for handle in handles:
+            handle.remove()
     return None
 
 

@@ -22,7 +22,7 @@ from megabatch.batch import IGNORED_LABEL, Batch, Microbatch, Samples, to_device
 from megabatch.contract import LossFunction, Term, counted_weights, differentiable, terms_of, weigh_of
 from megabatch.cut import plan
 from megabatch.errors import PlanError
-from megabatch.mixing import mixing_module
+from megabatch.mixing import failing_module, mixing_module
 from megabatch.update import WEIGHT_TOLERANCE
 
 LOW_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
@@ -61,7 +61,11 @@ def verify(
     """
     witness = _Witness(_float64_copy(model), loss_fn, batch, micro_batch_size)
     with _Float64WithoutDropout():
-        whole, cut = witness.measure([witness.everything]), witness.measure(witness.microbatches)
+        whole = witness.measure([witness.everything])
+        try:
+            cut = witness.measure(witness.microbatches)
+        except Exception as error:  # a batch norm of one value, say
+            return Verification(False, math.nan, {}, (witness.failure(error),))
         errors = _relative_errors(cut.gradients, whole.gradients)
         worst = _worst(errors)
         causes = tuple(witness.causes(whole, cut, wrong=not worst <= tolerance))
@@ -106,6 +110,12 @@ class _Witness:
             for parameter, value in of_term.items():
                 whole[parameter] = whole.get(parameter, 0.0) + value / max(float(sums[name].weight), 1e-300)
         return _Measured(whole, sums)
+
+    def failure(self, error: Exception) -> str:
+        """Why the batch runs whole and not cut."""
+        name = failing_module(self.model, self.loss_fn, self.microbatches)
+        where = "the loss" if name is None else f"module {name!r} ({type(self.model.get_submodule(name)).__name__})"
+        return f"{where} runs on the batch whole and fails on a microbatch of it: {type(error).__name__}: {error}"
 
     def causes(self, whole: _Measured, cut: _Measured, *, wrong: bool) -> list[str]:
         """Why cutting changes the answer, or why there is no answer, in words."""
@@ -154,8 +164,8 @@ class _Witness:
             if _apart(float(weight), float(cut_weight)):
                 yield (
                     f"the weight of {name!r} is no count: {float(weight):.6g} for the batch whole, "
-                    f"{float(cut_weight):.6g} added over its {parts} microbatches; it weighs microbatches and not what "
-                    "is summed: return the number of targets"
+                    f"{float(cut_weight):.6g} added over its {parts} microbatches; it counts microbatches, or padding "
+                    "(only labels are padded with -100), and not what is summed: return the number of targets"
                 )
             if _apart(float(total), float(cut_total)):
                 yield (

@@ -98,7 +98,10 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
         return [samples[index] for index in shares[self._dp_rank]]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream of samples stands, whatever the number of ranks."""
+        """Where the stream of samples stands, whatever the number of ranks.
+
+        It counts what was handed out: workers of a DataLoader run ahead of the training.
+        """
         return {"samples": self._consumed, "num_samples": len(self._prices), "seed": self._seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -11,17 +11,19 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.errors import MegabatchError, PlanError
 from megabatch.mesh import DataRanks, data_axes, mesh_groups
+from megabatch.wrapped import check_buckets, check_hooks, check_precision, fsdp_mesh, refuse_unknown
 
 POLICIES = ("auto", "last", "every")
-AVERAGING_HOOKS = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
+CHANGED = (
+    "parameters were frozen, unfrozen, added or replaced since the GradientAccumulator was made; make a new one "
+    "(and wrap the model anew) after such a change"
+)
 
 
 class PlainReducer:
@@ -31,7 +33,14 @@ class PlainReducer:
 
     def __init__(self, model: nn.Module, groups: Sequence[dist.ProcessGroup]) -> None:
         self.ranks = DataRanks(groups)
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.parameters = _trainable(model)
+        self._model = model
+
+    def check_unchanged(self) -> None:
+        """Raise `PlanError` where an update would be reduced otherwise than what was looked at in the beginning."""
+        now = _trainable(self._model)
+        if len(now) != len(self.parameters) or any(a is not b for a, b in zip(now, self.parameters, strict=True)):
+            raise PlanError(CHANGED)
 
     def choose(self, policy: str) -> tuple[str, str]:
         """The policy to follow and why."""
@@ -73,10 +82,20 @@ class DDPReducer(PlainReducer):
 
     def __init__(self, model: nn.Module, ddp: DistributedDataParallel) -> None:
         super().__init__(model, [cast(dist.ProcessGroup, ddp.process_group)])
-        _check_hooks(ddp)
+        check_hooks(ddp)
+        check_buckets(ddp, len(self.parameters))
         self.loss_factor = float(self.ranks.degree)
         self._ddp = ddp
         self._first_of_static_graph = bool(ddp.static_graph)
+        self._went_through_ddp = False
+        ddp.register_forward_pre_hook(self._note_forward)
+
+    def check_unchanged(self) -> None:
+        super().check_unchanged()
+        check_hooks(self._ddp)
+
+    def _note_forward(self, *_: object) -> None:
+        self._went_through_ddp = True
 
     def choose(self, policy: str) -> tuple[str, str]:
         if policy == "every":
@@ -87,10 +106,16 @@ class DDPReducer(PlainReducer):
     def microbatch(self, *, reduce: bool, last: bool) -> Generator[None]:
         # A static graph is recorded in the first backward, which must be a reducing one.
         reduce, self._first_of_static_graph = reduce or self._first_of_static_graph, False
+        self._went_through_ddp = False
         with contextlib.nullcontext() if reduce else self._ddp.no_sync():
             yield
 
     def finish_call(self) -> None:
+        if not self._went_through_ddp:
+            raise MegabatchError(
+                "the loss did not call the DDP model, so no gradient was reduced; call the model that it is given, "
+                "not model.module"
+            )
         # A bucket with a parameter that the last microbatch did not use is never reduced, without any error.
         try:
             self._ddp._check_reducer_finalized()  # pyright: ignore[reportPrivateUsage]
@@ -109,15 +134,22 @@ class FSDP2Reducer(PlainReducer):
 
     def __init__(self, model: nn.Module, modules: list[FSDPModule]) -> None:
         trainable = {name: each for name, each in model.named_parameters() if each.requires_grad}
-        mesh = _fsdp_mesh(trainable)
+        mesh = fsdp_mesh(trainable)
         super().__init__(model, mesh_groups(mesh, range(mesh.ndim)))
         self._modules = modules
+        self._trained = [parameter.requires_grad for parameter in model.parameters()]
+        check_precision(modules, trainable)
         for module in modules:  # neither setter reaches the children
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if hasattr(module, "set_reduce_scatter_unused_params"):
                 # Ranks that used different parameters would else reduce one's gradient into another's.
                 module.set_reduce_scatter_unused_params(True, recurse=False)
+
+    def check_unchanged(self) -> None:
+        # By flags, since a module that an evaluation has left unsharded shows other parameters.
+        if [parameter.requires_grad for parameter in self._model.parameters()] != self._trained:
+            raise PlanError(CHANGED)
 
     def choose(self, policy: str) -> tuple[str, str]:
         if policy == "last":
@@ -176,7 +208,7 @@ def reducer_for(model: nn.Module, mesh: DeviceMesh | None) -> Reducer:
     elif modules:
         reducer = FSDP2Reducer(model, modules)
     else:
-        _refuse_unknown(wrapper)
+        refuse_unknown(wrapper)
         reducer = PlainReducer(model, _plain_groups(mesh, axes))
     if mesh is not None and axes is not None:
         _check_mesh_agrees(reducer.ranks, DataRanks(mesh_groups(mesh, axes)))
@@ -193,56 +225,8 @@ def _plain_groups(mesh: DeviceMesh | None, axes: Sequence[str] | None) -> list[d
     return [world]
 
 
-def _refuse_unknown(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        kind = type(module).__name__
-        if isinstance(module, DistributedDataParallel):
-            raise PlanError(
-                f"{name!r} inside the model is a DDP wrapper; give that wrapper itself, or wrap the whole model"
-            )
-        if isinstance(module, nn.DataParallel) or hasattr(module, "no_sync"):
-            raise PlanError(
-                f"unknown wrapper {kind}; expected a plain model, DistributedDataParallel, "
-                "or a model that FSDP2's fully_shard has wrapped"
-            )
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
-            raise PlanError(
-                f"parameter {name!r} is a DTensor that FSDP2 does not manage; shard the model with fully_shard"
-            )
-
-
-def _check_hooks(ddp: DistributedDataParallel) -> None:
-    if cast(Any, ddp).mixed_precision is not None:
-        raise PlanError(
-            "DDP's mixed_precision is not supported; use torch.autocast in the loss, or bfloat16 parameters"
-        )
-    for hook, _ in cast(Any, ddp)._comm_hooks:
-        if hook not in AVERAGING_HOOKS:
-            known = ", ".join(each.__name__ for each in AVERAGING_HOOKS)
-            raise PlanError(
-                f"DDP has the communication hook {hook.__name__!r}; only hooks known to average are exact: {known}"
-            )
-
-
-def _fsdp_mesh(trainable: dict[str, nn.Parameter]) -> DeviceMesh:
-    """The one mesh over which FSDP2 reduces every trainable parameter: (shard) or (replicate, shard)."""
-    meshes: list[DeviceMesh] = []
-    for name, parameter in trainable.items():
-        if not isinstance(parameter.data, DTensor):
-            raise PlanError(
-                f"parameter {name!r} is not sharded, so FSDP2 would leave its gradient unreduced; call fully_shard on "
-                "the root too, and reshard() after an evaluation"
-            )
-        replicas_then_shards = all(isinstance(each, Replicate) for each in parameter.data.placements[:-1])
-        if not (replicas_then_shards and isinstance(parameter.data.placements[-1], Shard)):
-            raise PlanError(
-                f"parameter {name!r} is placed as {parameter.data.placements}; only FSDP2's own sharding is supported"
-            )
-        meshes.append(parameter.data.device_mesh)
-    if any(mesh != meshes[0] for mesh in meshes):
-        raise PlanError("the model's parameters are sharded over different meshes; use one mesh for all")
-    return meshes[0]
+def _trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def _check_mesh_agrees(wrapper: DataRanks, mesh: DataRanks) -> None:

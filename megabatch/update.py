@@ -28,7 +28,9 @@ class Update:
     loss: Tensor  # sum of totals over sum of weights, added over the differentiable terms
     terms: dict[str, Tensor]  # that quotient of each term and metric
     weight: Tensor  # what the totals were divided by; of the first differentiable term, where there are several
-    finite: Tensor  # bool: all is finite, weights agree, and there is weight; step only then
+    finite: (
+        Tensor  # bool: losses (and with max_norm gradients) are finite, ranks agree, there is weight; step only then
+    )
     grad_norm: Tensor | None  # before clipping; None unless max_norm was given
     num_samples: int
     num_tokens: int  # without padding
@@ -39,7 +41,10 @@ class Update:
         """What is wrong, in one line; None where nothing is, or only weight is missing. Waits for the device."""
         reports = self.reports.tolist()
         if len({names_hash for _, _, _, names_hash, *_ in reports}) > 1:
-            return LossContractError("the loss names other terms on other ranks; return the same names everywhere")
+            return LossContractError(
+                "ranks differ in the names of the loss's terms, in which of them carry a gradient, or in what they "
+                "gave to finalize(); give the same everywhere"
+            )
         for rank, (differ, counted, returned, _, *totals) in enumerate(reports):
             where = f"data rank {rank} of {len(reports)}"
             if differ:
@@ -74,7 +79,7 @@ class OpenUpdate:
         self._divisors: dict[str, float] = {}  # by weighed term, from the first call
         self._announced: dict[str, float] = {}  # weights over all ranks, of the weighed calls
         self._all_announced = True
-        self._differentiable: dict[str, None] = {}  # an ordered set of names
+        self._differentiable: set[str] = set()  # names of the terms that have carried a gradient
         self._sums: dict[str, Term] = {}
         self._differ: bool | Tensor = False
         self._counted = 0.0
@@ -82,12 +87,14 @@ class OpenUpdate:
 
     def open_call(self, agreement: Agreement) -> None:
         """Take in what the ranks agreed on for the next call."""
+        if not agreement.num_microbatches:
+            return
         self._num_calls += 1
         if self._num_calls == 1:
             self._divisors = {name: weight or 1.0 for name, weight in agreement.weights.items()}
         for name, weight in agreement.weights.items():
             self._announced[name] = self._announced.get(name, 0.0) + weight
-        self._all_announced &= bool(agreement.weights) or not agreement.num_microbatches
+        self._all_announced &= bool(agreement.weights)
         self.num_samples += agreement.num_samples
         self.num_tokens += agreement.num_tokens
         self.num_microbatches += agreement.num_microbatches
@@ -95,8 +102,8 @@ class OpenUpdate:
     def objective(self, terms: Mapping[str, Term], turn: Turn) -> Tensor:
         """The scalar to differentiate: each total over its divisor, and nothing of a stand-in."""
         names = differentiable(terms)
+        self._differentiable |= set(names)
         self._check_terms(names, turn)
-        self._differentiable.update(dict.fromkeys(names))
         share = 0.0 if turn.is_stand_in else self._loss_factor
         parts = [terms[name].total * (share / (_of(self._divisors, name) or 1.0)) for name in names]
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
@@ -118,21 +125,21 @@ class OpenUpdate:
                 self._compare(counted, terms[name].weight, turn)
         return detached
 
-    def close(self, weight: float | None) -> tuple[Update, float | Tensor | None]:
+    def close(self, weight: float | None, max_norm: float | None) -> tuple[Update, float | Tensor | None]:
         """What the update was, and the factor that its gradient still lacks (None: nothing; 0.0: there is no weight).
 
-        ``weight`` replaces the divisor. Ends with one small message between devices.
+        ``weight`` replaces the divisor; ``max_norm`` is only held against the other ranks'. Ends with one small message
+        between devices.
         """
-        if weight is not None and len(self._differentiable) > 1:
-            raise LossContractError(
-                f"weight= replaces one divisor, but the loss has the terms {list(self._differentiable)}"
-            )
-        names = [*self._differentiable, *sorted(self._sums.keys() - self._differentiable.keys())]
-        rows = self._ranks.gather(self._report(names))  # [ranks, 4 + 2 * MAX_TERMS]
+        own = sorted(self._differentiable)
+        if weight is not None and len(own) > 1:
+            raise LossContractError(f"weight= replaces one divisor, but the loss has the terms {own}")
+        names = [*own, *sorted(self._sums.keys() - self._differentiable)]
+        rows = self._ranks.gather(self._report(names, f"{own} {weight} {max_norm}"))  # [ranks, 4 + 2 * MAX_TERMS]
         totals, weights = rows[:, 4 : 4 + 2 * len(names)].sum(0).reshape(2, -1)  # [terms], [terms]
         if weight is not None:
             weights = torch.cat([torch.full_like(weights[:1], weight), weights[1:]])
-        num_own = len(self._differentiable)  # they come first, the metrics after them
+        num_own = len(own)  # they come first, the metrics after them
         quotients = totals / weights
         has_weight = weights[:num_own] > 0
         loss = torch.where(has_weight, quotients[:num_own], 0.0).sum() / has_weight.any()  # 0 / 0 without any weight
@@ -149,7 +156,7 @@ class OpenUpdate:
             num_microbatches=self.num_microbatches,
             reports=rows[:, : 4 + num_own],
         )
-        return update, self._missing_factor(list(self._differentiable), whole, weight)
+        return update, self._missing_factor(own, whole, weight)
 
     def _missing_factor(self, terms: list[str], whole: Tensor, weight: float | None) -> float | Tensor | None:
         if not terms:
@@ -169,14 +176,17 @@ class OpenUpdate:
             raise LossContractError(
                 "no total of the loss carries a gradient; compute one from the model's output, undetached"
             )
-        unweighed = [name for name in names if _of(turn.counted, name) is None]
-        if len(names) > 1 and (unweighed or len(turn.counted) < len(names)):
+        several = sorted(self._differentiable)
+        if len(several) > 1 and self._num_calls > 1:
             raise LossContractError(
-                f"the loss has the differentiable terms {names}, each with a denominator of its own; "
+                f"an update of several differentiable terms, {several}, is one forward_backward call"
+            )
+        unweighed = [name for name in several if _of(turn.counted, name) is None]
+        if len(several) > 1 and (unweighed or len(turn.counted) < len(several)):
+            raise LossContractError(
+                f"the loss has the differentiable terms {several}, each with a denominator of its own; "
                 "give weigh= as a mapping with the weight of each"
             )
-        if len(names) > 1 and self._num_calls > 1:
-            raise LossContractError(f"an update of several differentiable terms, {names}, is one forward_backward call")
         if unweighed and turn.counted:
             raise LossContractError(f"weigh names {sorted(turn.counted)} but the differentiable term is {names[0]!r}")
 
@@ -187,12 +197,12 @@ class OpenUpdate:
         self._differ = differ | self._differ
         self._counted += counted
 
-    def _report(self, names: list[str]) -> Tensor:
-        """[weights differ, counted, returned, hash of names; total of each term; weight of each term; zeros]"""
+    def _report(self, names: list[str], rest: str) -> Tensor:
+        """[weights differ, counted, returned, hash of names and rest; totals of the terms; their weights; zeros]"""
         if len(names) > MAX_TERMS:
             raise LossContractError(f"the loss returned {len(names)} terms; at most {MAX_TERMS} are supported")
         returned = sum(self._sums[name].weight for name in self._differentiable)
-        head = [self._differ, self._counted, returned, float(zlib.crc32("\n".join(names).encode()))]
+        head = [self._differ, self._counted, returned, float(zlib.crc32("\n".join([*names, rest]).encode()))]
         totals, weights = [self._sums[name].total for name in names], [self._sums[name].weight for name in names]
         return self._vector([*head, *totals, *weights, *[0.0] * (2 * (MAX_TERMS - len(names)))])
 
@@ -217,4 +227,4 @@ def add_terms(sums: dict[str, Term], terms: Mapping[str, Term]) -> None:
 
 def _of(weights: Mapping[str, float], name: str) -> float | None:
     """The weight of a term; what was counted without a name is the weight of the only differentiable term."""
-    return weights.get(name, weights.get(PAIR_NAME))
+    return weights.get(name, weights.get(PAIR_NAME) if len(weights) == 1 else None)

@@ -25,7 +25,7 @@ MUTATIONS = (
     Mutation("forget to reduce the weight over ranks", "run.py",
              "dict(zip(names, map(sum, weights), strict=False))", "share.weight_sums()"),
     Mutation("forget to reduce the late weight over ranks", "update.py",
-             "rows[:, 5:].sum(0)", "self._report()[5:]"),
+             "rows[:, 4 : 4 + 2 * len(names)].sum(0)", 'self._report(names, "")[4 : 4 + 2 * len(names)]'),
     Mutation("differentiate a stand-in", "update.py",
              "share = 0.0 if turn.is_stand_in else self._loss_factor", "share = self._loss_factor"),
     Mutation("count a stand-in", "update.py",

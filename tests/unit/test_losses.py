@@ -71,3 +71,12 @@ def test_a_lone_input_goes_by_position_and_several_by_name():
     losses.mse(several, {"input_ids": LABELS, "attention_mask": LABELS, "labels": VALUES})
     assert (len(lone.given[0]), lone.given[1]) == (1, {})
     assert (several.given[0], set(several.given[1])) == ((), {"input_ids", "attention_mask"})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_sum_of_thousands_keeps_its_digits(dtype):
+    """In float32, where the type of the logits has but two or three digits."""
+    logits, labels = LOGITS.to(dtype).repeat(1, 800, 1), LABELS.clamp(min=0).repeat(1, 800)
+    term = losses.classification(Answers(logits), {"x": labels, "labels": labels})
+    exact = F.cross_entropy(logits.double().flatten(0, 1), labels.flatten(), reduction="sum")
+    assert float(term.total) == pytest.approx(float(exact), rel=1e-5)

@@ -218,3 +218,14 @@ def test_nothing_to_compare_is_no_proof(name):
 def test_said_in_words():
     verification = verify(gpt2(), losses.next_token, text())
     assert re.fullmatch(r"exact: worst relative error of a gradient \d\.\de-\d\d", str(verification))
+
+
+def test_a_module_that_cannot_do_without_other_samples_is_named():
+    """Batch norm over one value a channel raises: torch's own message, and the module that raised it."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    batch = {"x": torch.randn(6, 3), "labels": torch.arange(6) % 2}
+    verification = verify(model, losses.classification, batch)
+    assert not verification.ok
+    assert verification.causes[0].startswith(
+        "module '1' (BatchNorm1d) runs on the batch whole and fails on a microbatch"
+    )

@@ -8,7 +8,7 @@ from tests.unit.failures.table import SAMPLES, Failure, update
 ONE, TWO = torch.ones(1, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
 
 KIND = "the batch is a {}; expected a mapping of tensors with samples in dim 0, or a list of samples"
-SAMPLE = "a sample is a {}; expected a mapping of tensors. Give such mappings, or say collate= and length= of your own"
+SAMPLE = "a sample is {}; expected a mapping of tensors. Give such mappings, or say collate= and length= of your own"
 KEYS = "samples of one batch have the keys ['x'] and ['x', 'y']; give all the same"
 
 BATCHES = {
@@ -30,8 +30,14 @@ BATCHES = {
         {"x": ONE, "y": TWO},
         "the tensors of the batch differ in dim 0: {'x': 1, 'y': 2}; expected one row per sample in each",
     ),
-    "samples that are tensors": ([ONE, ONE], SAMPLE.format("Tensor")),
-    "samples without tensors": ([{}], SAMPLE.format("dict")),
+    "samples that are tensors": ([ONE, ONE], SAMPLE.format("a Tensor")),
+    "samples without tensors": ([{}], SAMPLE.format("empty")),
+    "samples of words": (
+        [{"x": "one"}], "'x' of a sample is a str; expected a tensor, or numbers",
+    ),
+    "types that differ": (
+        [{"x": ONE}, {"x": ONE.long()}], "'x' has the types ['torch.float64', 'torch.int64']; give one to all samples",
+    ),
     "keys that differ": ([{"x": ONE}, {"x": ONE, "y": ONE}], KEYS),
     "other dims that differ": (
         [{"x": torch.ones(1, 2)}, {"x": torch.ones(1, 3)}],

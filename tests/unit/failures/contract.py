@@ -43,6 +43,14 @@ def two_calls_of_two_terms() -> None:
     gradient.forward_backward(SAMPLES, two_weighed)
 
 
+def two_calls_of_one_term_each() -> None:
+    """As a policy and a value might come; their denominators would be mixed up."""
+    gradient = accumulator()
+    for name in ("one", "two"):
+        counting = loss(weigh=lambda microbatch, name=name: {name: len(microbatch["x"])})
+        gradient.forward_backward(SAMPLES, counting(lambda *given, name=name: {name: squares(*given)}))
+
+
 def names_by_microbatch() -> None:
     names = iter(["one", "two"])
     update(loss(weigh=lambda microbatch: {next(names): 1})(lambda *given: squares(*given)))
@@ -141,6 +149,11 @@ FAILURES = {
         LossContractError,
         "an update of several differentiable terms, ['one', 'two'], is one forward_backward call",
         two_calls_of_two_terms,
+    ),
+    "two calls of one term each": Failure(
+        LossContractError,
+        "an update of several differentiable terms, ['one', 'two'], is one forward_backward call",
+        two_calls_of_one_term_each,
     ),
     "weigh names a term by microbatch": Failure(
         LossContractError,

@@ -18,7 +18,10 @@ KEYS = "samples of one batch have the keys ['x'] and ['y']; give all the same"
 CAP = "sample 1 has 9 tokens, more than max_microbatch_tokens=8 allows; raise it to 9 or shorten the sample"
 COUNTED = f"weigh counted 7 from the data but the loss returned the weight 4 on data rank 1 of 2; {DISAGREE}"
 NOT_FINITE = "the loss is not finite on data rank 1 of 2"
-OTHER_TERMS = "the loss names other terms on other ranks; return the same names everywhere"
+OTHER_TERMS = (
+    "ranks differ in the names of the loss's terms, in which of them carry a gradient, or in what they gave to "
+    "finalize(); give the same everywhere"
+)
 OTHER_WEIGHTS = "weigh names other terms on other ranks; name the same terms everywhere"
 NEGATIVE = "what weigh counts is -1.0; a weight must be finite and not negative"
 NO_INPUT = "the batch is a NoneType; expected a mapping of tensors with samples in dim 0, or a list of samples"
@@ -91,6 +94,25 @@ def term_names_differ() -> str:
     gradient = accumulator()
     gradient.forward_backward(SAMPLES, naming)
     return told(gradient.finalize)
+
+
+def gradients_differ() -> str:
+    """A term that is a constant on one rank, for want of data, and is differentiated on the other."""
+
+    def constant_here(model: nn.Module, microbatch: Any) -> dict[str, Any]:
+        total, weight = squares(model, microbatch)
+        return {"one": (total, weight), "two": (here(total.detach(), total), weight)}
+
+    counting = loss(weigh=lambda microbatch: {"one": 2, "two": 2})(constant_here)
+    gradient = accumulator()
+    gradient.forward_backward(SAMPLES, counting)
+    return told(gradient.finalize)
+
+
+def divisors_differ() -> str:
+    gradient = accumulator()
+    gradient.forward_backward(SAMPLES, squares)
+    return told(lambda: gradient.finalize(weight=here(3.0, 4.0)))
 
 
 def not_a_number() -> str:
@@ -187,6 +209,8 @@ JOBS: dict[str, tuple[Callable[[], str], list[str]]] = {  # what each rank is to
     ),
     "weights that disagree, FSDP2": (lambda: weights_disagree(sharded), on_both(f"LossContractError: {COUNTED}")),
     "the loss names other terms": (term_names_differ, on_both(f"LossContractError: {OTHER_TERMS}")),
+    "a term without gradient on one rank": (gradients_differ, on_both(f"LossContractError: {OTHER_TERMS}")),
+    "finalize with other weights": (divisors_differ, on_both(f"LossContractError: {OTHER_TERMS}")),
     "not a number": (not_a_number, on_both(f"MegabatchError: {NOT_FINITE}")),
     "a mesh axis that is not supported": (tensor_axis, on_both(f"PlanError: {TENSOR_AXIS}")),
     "a mesh that is not the wrapper's": (mesh_differs, on_both(f"PlanError: {MESH_DIFFERS}")),

@@ -1,23 +1,28 @@
 """Wrappers and meshes that the library cannot be exact with; in a process group of one rank."""
 
 import warnings
+from collections.abc import Callable
 
 import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch import PlanError, losses, verify
-from tests.unit.failures.table import SAMPLES, Failure, accumulator, linear
+from megabatch import MegabatchError, PlanError, losses, verify
+from tests.unit.failures.table import SAMPLES, Failure, accumulator, linear, squares
 
 AXES = "dp, dp_replicate, dp_shard, cp, tp, pp, ep"
 UNKNOWN = (
     "unknown wrapper {}; expected a plain model, DistributedDataParallel, "
     "or a model that FSDP2's fully_shard has wrapped"
+)
+CHANGED = (
+    "parameters were frozen, unfrozen, added or replaced since the GradientAccumulator was made; make a new one "
+    "(and wrap the model anew) after such a change"
 )
 UNSHARDED = (
     "parameter '{}' is not sharded, so FSDP2 would leave its gradient unreduced; call fully_shard on the root too, "
@@ -86,6 +91,40 @@ def sharded_by_hand() -> nn.Module:
     return model
 
 
+def hook_registered_later() -> None:
+    ddp = DistributedDataParallel(linear())
+    gradient = accumulator(ddp)
+    ddp.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
+    gradient.forward_backward(SAMPLES, squares)
+
+
+def unfrozen_after_ddp() -> nn.Module:
+    model = layers()
+    model[0].requires_grad_(False)
+    ddp = DistributedDataParallel(model)
+    model[0].requires_grad_(True)
+    return ddp
+
+
+def unfrozen_later(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    model = layers()
+    model[0].requires_grad_(False)
+    gradient = accumulator(wrap(model))
+    gradient.forward_backward(SAMPLES, squares)
+    gradient.finalize()
+    model[0].requires_grad_(True)
+    gradient.forward_backward(SAMPLES, squares)
+
+
+def ddp_passed_by() -> None:
+    gradient = accumulator(DistributedDataParallel(linear()))
+    gradient.forward_backward(SAMPLES, lambda model, microbatch: squares(model.module, microbatch))
+
+
+def reduced_in_bfloat16() -> nn.Module:
+    return fully_shard(linear(), mesh=mesh("dp"), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+
+
 def unnamed() -> DeviceMesh:
     return init_device_mesh("cpu", (1,))
 
@@ -111,6 +150,34 @@ FAILURES = {
         PlanError,
         "DDP's mixed_precision is not supported; use torch.autocast in the loss, or bfloat16 parameters",
         lambda: accumulator(ddp_with_mixed_precision()),
+    ),
+    "DDP with a hook registered later": Failure(
+        PlanError,
+        "DDP has the communication hook 'powerSGD_hook'; only hooks known to average are exact: "
+        "allreduce_hook, fp16_compress_hook, bf16_compress_hook",
+        hook_registered_later,
+    ),
+    "DDP before unfreezing": Failure(
+        PlanError,
+        "4 parameters require a gradient but DDP reduces 2; freeze and unfreeze before "
+        "DistributedDataParallel(model), and let it ignore none that is trained",
+        lambda: accumulator(unfrozen_after_ddp()),
+    ),
+    "DDP passed by": Failure(
+        MegabatchError,
+        "the loss did not call the DDP model, so no gradient was reduced; call the model that it is given, "
+        "not model.module",
+        ddp_passed_by,
+    ),
+    "unfrozen later": Failure(PlanError, CHANGED, lambda: unfrozen_later(lambda model: model)),
+    "unfrozen later, FSDP2": Failure(
+        PlanError, CHANGED, lambda: unfrozen_later(lambda model: fully_shard(model, mesh=mesh("dp")))
+    ),
+    "FSDP2 that reduces in bfloat16": Failure(
+        PlanError,
+        "FSDP2 would accumulate and reduce gradients in torch.bfloat16, coarser than the parameters; "
+        "give MixedPrecisionPolicy(reduce_dtype=torch.float32)",
+        lambda: accumulator(reduced_in_bfloat16()),
     ),
     "DDP inside the model": Failure(
         PlanError,
