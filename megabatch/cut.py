@@ -52,7 +52,7 @@ class Plan:
         rows = [len(rows) for rows in self.microbatches if rows] or [0]
         spread = f"{min(rows)}" if min(rows) == max(rows) else f"{min(rows)} to {max(rows)}"
         lines = [
-            f"{len(self.lengths)} samples in {self.num_microbatches} microbatches of {spread}"
+            f"{_count(len(self.lengths), 'sample', 's')} in {_count(self.num_microbatches, 'microbatch', 'es')} of {spread}"
             + (f", {stand_ins} of them stand-ins of no weight" if stand_ins else ""),
             f"{self.num_tokens:,} real tokens, {self.padded_tokens:,} computed: {self.padding:.1%} padding",
             f"sync {self.sync}" + (f": {self.reason}" if self.reason else ""),
@@ -102,6 +102,10 @@ def plan(
             )
         )
     return plans
+
+
+def _count(number: int, noun: str, plural: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else plural}"
 
 
 def pad_with_stand_ins(microbatches: Sequence[tuple[int, ...]], num_microbatches: int) -> tuple[tuple[int, ...], ...]:

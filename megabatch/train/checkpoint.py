@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
@@ -30,6 +31,12 @@ Meta = dict[str, Any]
 
 POINTER = "latest"
 META = "meta.json"
+TITLES = {  # part of META → what another value in it makes of a run, and how its keys are named
+    "settings": ("recipe", ""),
+    "model_config": ("model", "model.config."),
+    "parameters": ("model", "the parameter "),
+    "data": ("data set", "data: "),
+}
 VERSION_KEYS = ("transformers_version",)  # of a model's config; they say who wrote it and not what it is
 
 
@@ -51,7 +58,11 @@ def check_folder(folder: Path, *, resume: bool, ranks: Ranks) -> None:
 
 def check_unused(folder: Path) -> None:
     """Raise where the folder holds a run, or cannot be made."""
-    if checkpoints_of(folder).exists() or (folder / FILE_NAME).exists():
+    if not has_checkpoint(folder) and (checkpoints_of(folder).exists() or (folder / FILE_NAME).exists()):
+        raise MegabatchError(
+            f"{folder} holds a run that stopped before its first checkpoint; choose another run.folder or delete it"
+        )
+    if has_checkpoint(folder):
         raise MegabatchError(
             f"{folder} already holds a run; go on with --run.resume=true, or choose another run.folder"
         )
@@ -62,14 +73,19 @@ def check_unused(folder: Path) -> None:
         )
 
 
+def has_checkpoint(folder: Path) -> bool:
+    """Whether there is one to go on from."""
+    return (checkpoints_of(folder) / POINTER).exists()
+
+
 def latest(folder: Path) -> Path:
     """The checkpoint to go on from. Raises `MegabatchError` where there is none."""
     pointer = checkpoints_of(folder) / POINTER
-    if not pointer.exists():
+    if not has_checkpoint(folder):
         raise MegabatchError(
             f"run.resume is set and {folder} has no checkpoint; start without run.resume, in a new folder"
         )
-    checkpoint = pointer.parent / pointer.read_text(encoding="utf-8").strip()
+    checkpoint = pointer.parent / pointer.read_text(encoding="utf-8", errors="replace").strip()
     if not (checkpoint / META).exists():
         raise MegabatchError(
             f"{pointer} names {checkpoint.name}, which is not there; name in it a step-N folder that is"
@@ -100,8 +116,12 @@ def save(folder: Path, learner: Learner, meta: Meta, ranks: Ranks) -> Path:
 def load(checkpoint: Path, learner: Learner) -> None:
     """Bring the learner to the checkpoint's state, on any number of ranks; collective."""
     state = {"learner": learner.state_dict()}
-    with quiet_alone():
-        load_state(state, checkpoint_id=checkpoint, no_dist=not dist.is_initialized())
+    try:
+        with quiet_alone():
+            load_state(state, checkpoint_id=checkpoint, no_dist=not dist.is_initialized())
+    except CheckpointException as error:
+        (cause, _), *_ = error.failures.values()
+        raise damaged(checkpoint, cause) from None
     learner.load_state_dict(state["learner"])
 
 
@@ -114,14 +134,31 @@ def quiet_alone() -> Generator[None, None, None]:
 
 
 def read_meta(checkpoint: Path) -> Meta:
-    """What the checkpoint says of itself."""
-    return cast(Meta, json.loads((checkpoint / META).read_text(encoding="utf-8")))
+    """What the checkpoint says of itself. Raises `MegabatchError` where that cannot be read."""
+    try:
+        meta = json.loads((checkpoint / META).read_text(encoding="utf-8"))
+        tables = [meta[part] for part in (*TITLES, "sampler")]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+        raise damaged(checkpoint / META, error) from None
+    if not all(isinstance(table, dict) for table in tables):
+        raise damaged(checkpoint / META, TypeError("its parts are no tables"))
+    return cast(Meta, meta)
 
 
-def describe(model: nn.Module, data: Data, seed: int) -> Meta:
-    """What makes a run another one: the model's config, its parameters' names, types and shapes, and the data."""
+def damaged(path: Path, error: BaseException) -> MegabatchError:
+    """The error for a checkpoint that cannot be read."""
+    said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    return MegabatchError(
+        f"{path} is damaged ({said}); name an earlier step-N folder in the file checkpoints/{POINTER}, "
+        "or start in a new run.folder"
+    )
+
+
+def describe(model: nn.Module, data: Data, settings: Meta) -> Meta:
+    """What makes a run another one: its settings, the model's config, the parameters' types and shapes, the data."""
     config = cast(Any, model).config.to_dict()
     return {
+        "settings": json.loads(json.dumps(settings)),
         "model_config": json.loads(
             json.dumps({key: config[key] for key in config if key not in VERSION_KEYS}, default=str)
         ),
@@ -129,20 +166,19 @@ def describe(model: nn.Module, data: Data, seed: int) -> Meta:
             name: [str(parameter.dtype).removeprefix("torch."), *parameter.shape]
             for name, parameter in model.named_parameters()
         },
-        "data": {"seed": seed, "samples": len(data.train), "tokens": sum(lengths_of(data.train))},
+        "data": {"samples": len(data.train), "tokens": sum(lengths_of(data.train))},
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
 
 
 def check_same(checkpoint: Path, saved: Meta, here: Meta) -> None:
     """Raise `MegabatchError` that names the first thing in which a checkpoint and this run differ."""
-    for part, title in (("model_config", "model.config."), ("parameters", "the parameter "), ("data", "data: ")):
+    for part, (kind, title) in TITLES.items():
         difference = first_difference(saved[part], here[part])
         if difference is not None:
             key, there, now = difference
             raise MegabatchError(
-                f"{checkpoint} is of another {'data set' if part == 'data' else 'model'}: "
-                f"{title}{key} is {there} there and {now} here; "
+                f"{checkpoint} is of another {kind}: {title}{key} is {there} there and {now} here; "
                 "resume with the recipe it was made with, or start in a new run.folder"
             )
 

@@ -14,7 +14,7 @@ import tyro
 
 from megabatch.errors import MegabatchError
 from megabatch.train.config import Config, ModelConfig, RunConfig, UpdateConfig
-from megabatch.train.ranks import FailedError, Meeting, join, meeting
+from megabatch.train.ranks import FAILED, FailedError, Meeting, drop_output, fail, join, meeting
 from megabatch.train.recipe import load_config
 from megabatch.train.trainer import Trainer
 
@@ -34,7 +34,10 @@ EXAMPLE = Config(
 def main() -> NoReturn:
     """Run the command line of this process and exit with its status."""
     status = run(sys.argv[1:])
-    sys.stdout.flush()
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # nobody reads what was printed last
+        drop_output()
     sys.stderr.flush()
     if "RANK" in os.environ:  # gloo's threads can abort an interpreter that closes, after all work is done
         os._exit(status)
@@ -53,7 +56,9 @@ def run(arguments: list[str]) -> int:
 
 def command(arguments: list[str], met: Meeting) -> None:
     """`train`, or help."""
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if not arguments:
+        fail(met, USAGE, FAILED)
+    elif arguments[0] in ("-h", "--help"):
         print(USAGE)
     elif arguments[0] != "train":
         raise MegabatchError(f"unknown command {arguments[0]!r}; the command is: megabatch train RECIPE")

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Count = Annotated[int, Field(ge=1)]
-Step = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1, lt=2**63)]  # torch's and numpy's whole numbers end there
+Step = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -94,7 +94,7 @@ class EvalConfig(Section):
 class RunConfig(Section):
     """Where a run is written, how long it lasts, how it goes on."""
 
-    folder: str
+    folder: Annotated[str, Field(min_length=1)]
     """Folder of metrics.jsonl, checkpoints/ and report.png. Default: runs/ and the recipe's name."""
     max_steps: Count | None = None
     """Stop after this many updates; None: when the data has been seen max_epochs times."""

@@ -25,10 +25,8 @@ from megabatch.train.config import Config, DataConfig
 
 Sample = dict[str, Tensor]
 
-MIN_BYTES, MAX_BYTES = (
-    400,
-    13_000,
-)  # shorter functions teach little, longer ones cost attention quadratic in their length
+MIN_BYTES = 400  # of a function, signature and docstring included
+MAX_BYTES = 13_000  # with its end it fits into a microbatch of recipes/stdlib.toml
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -75,14 +73,20 @@ def functions_of(source: str, name: str) -> Iterator[Pair]:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):  # templates and other languages' fixtures lie among the modules
         return
-    lines = source.splitlines(keepends=True)
+    lines = lines_of(source)
     for node in outermost_functions(tree):
         first, has_docstring = node.body[0], ast.get_docstring(node, clean=False) is not None
         if len(node.body) > has_docstring and first.lineno > node.lineno:
             split = cast(int, first.end_lineno) if has_docstring else first.lineno - 1
-            text = textwrap.dedent("".join(lines[node.lineno - 1 : node.end_lineno])).splitlines(keepends=True)
+            text = lines_of(textwrap.dedent("".join(lines[node.lineno - 1 : node.end_lineno])))
             head = split - node.lineno + 1
             yield Pair(f"{name}:{node.lineno}", "".join(text[:head]), "".join(text[head:]))
+
+
+def lines_of(text: str) -> list[str]:
+    """The lines as ast and JSON lines count them, ends kept; splitlines() also splits at form feeds and U+2028."""
+    *whole, rest = text.split("\n")
+    return [line + "\n" for line in whole] + [rest] * bool(rest)
 
 
 def outermost_functions(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -97,7 +101,7 @@ def outermost_functions(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFu
 def jsonl_pairs(path: Path, prompt_field: str, response_field: str) -> Iterator[Pair]:
     """A pair a line; blank lines are skipped."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_bytes().decode("utf-8").split("\n")  # JSON strings may hold every other line separator
     except (OSError, UnicodeDecodeError) as error:
         raise MegabatchError(f"cannot read {path} ({reason(error)}); set data.path to a file of JSON lines") from None
     for number, line in enumerate(lines, start=1):
@@ -112,18 +116,27 @@ def json_object(line: str, name: str) -> dict[str, Any]:
         fields = json.loads(line)
     except json.JSONDecodeError as error:
         raise MegabatchError(f"{name} is not JSON ({error.msg}); write one object a line") from None
+    except (ValueError, RecursionError):  # Python's own limits
+        raise MegabatchError(
+            f"{name} has a number of thousands of digits, or is nested too deeply; write the text in plain fields"
+        ) from None
     if not isinstance(fields, dict):
         raise MegabatchError(f"{name} is a JSON {type(fields).__name__}; write one object a line")
     return cast(dict[str, Any], fields)
 
 
 def text_of(fields: dict[str, Any], field: str, name: str) -> str:
-    if not isinstance(fields.get(field), str):
+    text = fields.get(field)
+    if not isinstance(text, str):
         raise MegabatchError(
             f"{name} has no text in the field {field!r}, only the fields {sorted(fields)}; "
             "set data.prompt_field and data.response_field"
         )
-    return fields[field]
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise MegabatchError(
+            f"{name} has half of a surrogate pair in the field {field!r}, which is no text; mend or leave out that line"
+        )
+    return text
 
 
 def reason(error: Exception) -> str:
@@ -155,8 +168,13 @@ def sample_of(pair: Pair, tokenizer: ByT5Tokenizer) -> Sample:
     prompt = token_ids(pair.prompt, tokenizer)
     response = token_ids(pair.response, tokenizer)
     response += [cast(int, tokenizer.eos_token_id)] if response else []
+    if not prompt and not response:
+        raise MegabatchError(f"the sample {pair.name} is empty, prompt and response; give it text or leave it out")
     labels = [IGNORED_LABEL] * len(prompt) + response
-    return {"input_ids": torch.tensor(prompt + response), "labels": torch.tensor(labels)}  # [T], [T]
+    return {  # [T], [T]
+        "input_ids": torch.tensor(prompt + response, dtype=torch.long),
+        "labels": torch.tensor(labels, dtype=torch.long),
+    }
 
 
 def token_ids(text: str, tokenizer: ByT5Tokenizer) -> list[int]:

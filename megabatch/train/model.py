@@ -1,7 +1,9 @@
 """Model: built from its config, then laid over the ranks as a plain model, DDP or FSDP2."""
 
+import contextlib
 import difflib
-from collections.abc import Sequence
+import warnings
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -10,12 +12,18 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM, ByT5Tokenizer, PreTrainedConfig
+from transformers.utils import logging
 
 from megabatch.errors import MegabatchError
 from megabatch.train.config import ModelConfig
 from megabatch.train.data import Sample
 
-SHARD_FROM_PARAMETERS = 1_000_000_000  # below, a replica with AdamW's state fits one device and DDP sends least
+SHARD_FROM_PARAMETERS = 1_000_000_000  # a rule of thumb; parallel.wrapper overrules it
+OWNED_KEYS = {  # of model.config, that the trainer sets
+    "dtype": "set model.dtype",
+    "torch_dtype": "set model.dtype",
+    "use_cache": "the trainer sets it (false while it trains): leave it out",
+}
 
 
 @dataclass(frozen=True)
@@ -29,12 +37,51 @@ class Wrapper:
 def build_model(config: ModelConfig, seed: int) -> nn.Module:
     """The model with fresh weights, the same on every rank for the same seed."""
     torch.manual_seed(seed)
-    architecture = architecture_of(config)
-    try:
-        model = AutoModelForCausalLM.from_config(architecture, dtype=getattr(torch, config.dtype))
-    except (ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
-        raise MegabatchError(f"transformers cannot build model.config ({first_line(error)}); change it there") from None
+    with quiet():
+        architecture = architecture_of(config)
+        check_sizes(architecture)
+        try:
+            model = AutoModelForCausalLM.from_config(architecture, dtype=getattr(torch, config.dtype))
+            try_forward(model)
+        except Exception as error:  # whatever its layers raise for what they cannot be built of
+            raise refused(error) from None
     return cast(nn.Module, model).train()
+
+
+@contextlib.contextmanager
+def quiet() -> Generator[None, None, None]:
+    """Surrounds transformers' building, whose warnings would stand beside the one line that says what is wrong."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+@torch.no_grad()
+def try_forward(model: nn.Module) -> None:
+    """Two tokens through the model: sizes that do not go together show here, and not when a folder has been made."""
+    model.eval()(input_ids=torch.zeros(1, 2, dtype=torch.long))
+
+
+def check_sizes(architecture: PreTrainedConfig) -> None:
+    """Raise for a model without layers or without a vocabulary; transformers builds it all the same."""
+    names = cast(dict[str, str], architecture.attribute_map)
+    for key in ("num_hidden_layers", "vocab_size"):
+        value = getattr(architecture, key, None)
+        if isinstance(value, int) and value < 1:
+            raise MegabatchError(
+                f"model.config.{names.get(key, key)} is {value}; it must be at least 1: change it there"
+            )
+
+
+def refused(error: Exception) -> MegabatchError:
+    """The error for what transformers cannot make a model of, with its own first words."""
+    return MegabatchError(
+        f"transformers refuses model.config ({type(error).__name__}: {first_line(error)}); change it there"
+    )
 
 
 def architecture_of(config: ModelConfig) -> PreTrainedConfig:
@@ -47,13 +94,15 @@ def architecture_of(config: ModelConfig) -> PreTrainedConfig:
         known = AutoConfig.for_model(model_type).to_dict().keys()
     except ValueError:
         raise MegabatchError(f"model.config.model_type is {model_type!r}, which transformers does not know") from None
-    for key in keys.keys() - known:
+    for key in (key for key in keys if key in OWNED_KEYS):
+        raise MegabatchError(f"model.config.{key} is not the recipe's to set; {OWNED_KEYS[key]}")
+    for key in (key for key in keys if key not in known):
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
         raise MegabatchError(f"unknown key model.config.{key} for model_type {model_type!r}; the nearest key is {near}")
     try:
         return AutoConfig.for_model(model_type, **keys, use_cache=False)
     except Exception as error:  # its validation raises types of its dependencies
-        raise MegabatchError(f"transformers refuses model.config ({first_line(error)}); change it there") from None
+        raise refused(error) from None
 
 
 def check_fit(model: nn.Module, samples: Sequence[Sample], tokenizer: ByT5Tokenizer) -> None:

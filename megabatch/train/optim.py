@@ -60,6 +60,21 @@ def count_updates(config: Config, num_samples: int) -> NumUpdates:
     return NumUpdates(of_data, min(of_data, config.run.max_steps or of_data))
 
 
+def settings_of(config: Config, num_updates: NumUpdates) -> dict[str, object]:
+    """Every setting but the data and the model that decides what a run learns, by its key; fixed once it has begun."""
+    settings = {
+        "run.seed": config.run.seed,
+        **{f"update.{key}": getattr(config.update, key) for key in ("global_batch_size", "tail", "max_norm")},
+        **{f"optim.{key}": value for key, value in config.optim.model_dump().items()},
+    }
+    return settings | {"optim.decay_steps": decay_steps_of(config, num_updates)}
+
+
+def decay_steps_of(config: Config, num_updates: NumUpdates) -> int | None:
+    """Updates until the cosine is down; None for a schedule without one."""
+    return (config.optim.decay_steps or num_updates.of_data) if config.optim.schedule == "cosine" else None
+
+
 def build_learner(model: nn.Module, config: Config, num_updates: NumUpdates) -> Learner:
     """The model with all that moves it."""
     gradient = GradientAccumulator(
@@ -69,5 +84,5 @@ def build_learner(model: nn.Module, config: Config, num_updates: NumUpdates) -> 
         sync=config.update.sync,
     )
     optimizer = build_optimizer(model, config.optim)
-    scheduler = build_scheduler(optimizer, config.optim, config.optim.decay_steps or num_updates.of_data)
+    scheduler = build_scheduler(optimizer, config.optim, decay_steps_of(config, num_updates) or 1)
     return Learner(model, optimizer, gradient, scheduler=scheduler, max_norm=config.update.max_norm)

@@ -40,6 +40,10 @@ FOREIGN_KEYS = {
     **dict.fromkeys(("save_steps", "save_interval"), "here it is run.save_every"),
     **dict.fromkeys(("num_train_epochs", "epochs"), "here it is run.max_epochs"),
 }
+EXPECTED = {  # where pydantic's own words do not say what to write
+    "optim.betas": "it must be two numbers of at least 0 and below 1, 0.9,0.95 say",
+    "run.folder": "it must name a folder",
+}
 BOUNDS = ("micro_batch_size", "max_microbatch_tokens")
 
 
@@ -80,6 +84,10 @@ def read_recipe(path: Path) -> Layer:
         raise MegabatchError(f"cannot read {path} ({error}); give the path of a TOML file") from None
     except tomllib.TOMLDecodeError as error:
         raise MegabatchError(f"{path} is not TOML: {error}; mend that line") from None
+    except (ValueError, RecursionError):  # Python's own limits
+        raise MegabatchError(
+            f"{path} has a number of thousands of digits, or is nested too deeply; write values that a key can have"
+        ) from None
     for section, table in layer.items():
         if section not in sections() and not isinstance(table, dict):
             raise unknown_key(section, f"in {path}")
@@ -108,7 +116,7 @@ def read_overrides(arguments: list[str]) -> Layer:
     waiting = list(arguments)
     while waiting:
         argument = waiting.pop(0)
-        if not argument.startswith("--"):
+        if not argument.startswith("--") or argument.startswith("--="):
             raise MegabatchError(f"cannot read the argument {argument!r}; write --section.key=value")
         name, given, text = argument[2:].partition("=")
         if not given:
@@ -123,6 +131,10 @@ def set_override(layer: Layer, key: str, text: str) -> None:
     if key.startswith("model.config.") and len(path) == 2:
         layer.setdefault(section, {}).setdefault("config", {})[path[1]] = read_toml_value(text)
         return
+    if key == "model.config":
+        raise MegabatchError(
+            f"model.config is {text!r} on the command line; write --model.config.key=value for its keys"
+        )
     if key not in known_keys():
         raise unknown_key(key, "on the command line")
     layer.setdefault(section, {})[path[0]] = read_value(text, known_keys()[key])
@@ -143,7 +155,7 @@ def read_toml_value(text: str) -> object:
     """The text as TOML reads it, or as a string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # no TOML, or beyond Python's own limits
         return text
 
 
@@ -200,7 +212,7 @@ def explain(error: ErrorDetails, path: Path, overrides: Layer) -> MegabatchError
     section, key = (str(part) for part in error["loc"][:2])
     if error["type"] == "missing" and len(error["loc"]) == 2:
         return MegabatchError(f"{section}.{key} is missing; set it in {path}, below [{section}]")
-    expected = (
+    expected = EXPECTED.get(f"{section}.{key}") or (
         error["msg"]
         .replace("Input should be", "it must be")
         .replace("valid integer", "whole number")

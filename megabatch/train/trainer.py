@@ -16,7 +16,7 @@ from megabatch.train.data import Sample, lengths_of, load_data
 from megabatch.train.evaluation import held_out_loss, sample_completion
 from megabatch.train.metrics import MetricsFile, update_row
 from megabatch.train.model import build_model, check_fit, choose_wrapper, unwrap, wrap
-from megabatch.train.optim import build_learner, count_updates
+from megabatch.train.optim import build_learner, count_updates, settings_of
 from megabatch.train.ranks import Ranks
 from megabatch.train.report import draw_report
 
@@ -33,10 +33,10 @@ class Trainer:
         self.data = load_data(config, self.tokenizer)
         model = build_model(config.model, config.run.seed)
         check_fit(model, [*self.data.train, *self.data.held_out], self.tokenizer)
-        self.meta = checkpoint.describe(model, self.data, config.run.seed)
+        self.num_updates = count_updates(config, len(self.data.train))
+        self.meta = checkpoint.describe(model, self.data, settings_of(config, self.num_updates))
         self.wrapper = choose_wrapper(config.parallel.wrapper, ranks.size, model)
         self.model = wrap(model.to(ranks.device), self.wrapper)
-        self.num_updates = count_updates(config, len(self.data.train))
         self.sampler = self._build_sampler()
         self.learner = build_learner(self.model, config, self.num_updates)
         self.plan = self.learner.gradient.plan(self._peek())
@@ -107,7 +107,7 @@ class Trainer:
         torch.manual_seed(hash((self.config.run.seed, step, self.ranks.rank)))  # the dropout of a resumed run
         self.learner.forward_backward(batch, losses.next_token)
         update = self.learner.optim_step()
-        if (problem := update.problem()) is not None:
+        if not bool(update.finite) and (problem := update.problem()) is not None:  # problem() waits for the device
             raise MegabatchError(f"update {step} was not stepped: {problem}; lower optim.lr or look at its samples")
         self.plan = self.learner.gradient.last_plan or self.plan
         row = update_row(update, self.plan, step, lr, time.perf_counter() - start, self.ranks)
