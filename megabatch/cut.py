@@ -51,8 +51,10 @@ class Plan:
         stand_ins = sum(not rows for rows in self.microbatches)
         rows = [len(rows) for rows in self.microbatches if rows] or [0]
         spread = f"{min(rows)}" if min(rows) == max(rows) else f"{min(rows)} to {max(rows)}"
+        samples = _count(len(self.lengths), "sample", "s")
+        microbatches = _count(self.num_microbatches, "microbatch", "es")
         lines = [
-            f"{_count(len(self.lengths), 'sample', 's')} in {_count(self.num_microbatches, 'microbatch', 'es')} of {spread}"
+            f"{samples} in {microbatches} of {spread}"
             + (f", {stand_ins} of them stand-ins of no weight" if stand_ins else ""),
             f"{self.num_tokens:,} real tokens, {self.padded_tokens:,} computed: {self.padding:.1%} padding",
             f"sync {self.sync}" + (f": {self.reason}" if self.reason else ""),

@@ -19,7 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 from megabatch.errors import MegabatchError
 from megabatch.train.config import Config
 
-FAILED, INTERRUPTED = 2, 130  # exit statuses
+FAILED, INTERRUPTED, UNREAD = 2, 130, 141  # exit statuses; the last two are a shell's for SIGINT and SIGPIPE
 SECONDS_TO_LEAVE = 5.0  # torchrun kills whoever is left once the first rank is gone, whatever its status would be
 
 
@@ -105,10 +105,16 @@ def meeting() -> Generator[Meeting, None, None]:
         met = Meeting()
     try:
         yield met
+    except FailedError:
+        raise
     except MegabatchError as error:
         fail(met, f"megabatch: {error}", FAILED)
     except KeyboardInterrupt:
         fail(met, "megabatch: interrupted; go on from the last checkpoint with --run.resume=true", INTERRUPTED)
+    except BrokenPipeError:  # `| head`: whoever read the output has seen enough
+        met.is_first("failure")
+        drop_output()
+        raise FailedError(UNREAD) from None
     except Exception:
         if not met.is_first("failure"):  # a collective whose peer has gone
             raise FailedError(FAILED) from None
@@ -122,6 +128,11 @@ def fail(met: Meeting, line: str, status: int) -> None:
     if met.is_first("failure"):
         print(line, file=sys.stderr, flush=True)
     raise FailedError(status) from None
+
+
+def drop_output() -> None:
+    """Let stdout end nowhere, so that what is still in its buffer breaks nothing when the interpreter closes."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def join(met: Meeting, config: Config) -> Ranks:

@@ -22,7 +22,7 @@ EXPLAINED = {
         "sync last",
     ],
     plan([7] * 3, dp_degree=2, micro_batch_size=1)[1]: [
-        "1 samples in 2 microbatches of 1, 1 of them stand-ins of no weight",
+        "1 sample in 2 microbatches of 1, 1 of them stand-ins of no weight",
         "7 real tokens, 7 computed: 0.0% padding",
         "sync last",
     ],
@@ -32,14 +32,14 @@ EXPLAINED = {
         "sync last",
     ],
     plan([2, 2], micro_batch_size=2, cost=CostModel(1.0, 0.5, 0.0, 2**30, 2**28))[0]: [
-        "2 samples in 1 microbatches of 2",
+        "2 samples in 1 microbatch of 2",
         "4 real tokens, 4 computed: 0.0% padding",
         "sync last",
         "predicted 3 seconds",
         "predicted peak 2.00 GiB",
     ],
     Plan(((0,),), (1500,), sync="every", reason="because"): [
-        "1 samples in 1 microbatches of 1",
+        "1 sample in 1 microbatch of 1",
         "1,500 real tokens, 1,500 computed: 0.0% padding",
         "sync every: because",
     ],
