@@ -36,6 +36,7 @@ TITLES = {  # part of META → what another value in it makes of a run, and how 
     "model_config": ("model", "model.config."),
     "parameters": ("model", "the parameter "),
     "data": ("data set", "data: "),
+    "derived": ("recipe", ""),  # last: it differs where one of the others does
 }
 VERSION_KEYS = ("transformers_version",)  # of a model's config; they say who wrote it and not what it is
 
@@ -101,8 +102,11 @@ def save(folder: Path, learner: Learner, meta: Meta, ranks: Ranks) -> Path:
         shutil.rmtree(beside, ignore_errors=True)  # left by a run that was killed here
         beside.mkdir(parents=True)
     ranks.barrier()
-    with quiet_alone():
-        save_state({"learner": learner.state_dict()}, checkpoint_id=beside, no_dist=not dist.is_initialized())
+    try:
+        with quiet_alone():
+            save_state({"learner": learner.state_dict()}, checkpoint_id=beside, no_dist=not dist.is_initialized())
+    except CheckpointException as error:
+        raise MegabatchError(f"cannot write {beside} ({reason_of(error)}); make room for it") from None
     ranks.barrier()
     if ranks.is_main:
         (beside / META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
@@ -120,8 +124,7 @@ def load(checkpoint: Path, learner: Learner) -> None:
         with quiet_alone():
             load_state(state, checkpoint_id=checkpoint, no_dist=not dist.is_initialized())
     except CheckpointException as error:
-        (cause, _), *_ = error.failures.values()
-        raise damaged(checkpoint, cause) from None
+        raise damaged(checkpoint, reason_of(error)) from None
     learner.load_state_dict(state["learner"])
 
 
@@ -139,26 +142,35 @@ def read_meta(checkpoint: Path) -> Meta:
         meta = json.loads((checkpoint / META).read_text(encoding="utf-8"))
         tables = [meta[part] for part in (*TITLES, "sampler")]
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
-        raise damaged(checkpoint / META, error) from None
+        raise damaged(checkpoint / META, one_line(error)) from None
     if not all(isinstance(table, dict) for table in tables):
-        raise damaged(checkpoint / META, TypeError("its parts are no tables"))
+        raise damaged(checkpoint / META, "a part of it is no table")
     return cast(Meta, meta)
 
 
-def damaged(path: Path, error: BaseException) -> MegabatchError:
+def reason_of(error: CheckpointException) -> str:
+    """What went wrong on the first rank on which DCP failed."""
+    return one_line(next(iter(error.failures.values()))[0])
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
+def damaged(path: Path, reason: str) -> MegabatchError:
     """The error for a checkpoint that cannot be read."""
-    said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     return MegabatchError(
-        f"{path} is damaged ({said}); name an earlier step-N folder in the file checkpoints/{POINTER}, "
+        f"{path} is damaged ({reason}); name an earlier step-N folder in the file checkpoints/{POINTER}, "
         "or start in a new run.folder"
     )
 
 
-def describe(model: nn.Module, data: Data, settings: Meta) -> Meta:
-    """What makes a run another one: its settings, the model's config, the parameters' types and shapes, the data."""
+def describe(model: nn.Module, data: Data, settings: Meta, derived: Meta) -> Meta:
+    """What makes a run another one: settings, the model's config, the parameters' types and shapes, the data."""
     config = cast(Any, model).config.to_dict()
     return {
         "settings": json.loads(json.dumps(settings)),
+        "derived": derived,
         "model_config": json.loads(
             json.dumps({key: config[key] for key in config if key not in VERSION_KEYS}, default=str)
         ),

@@ -57,7 +57,7 @@ def run(arguments: list[str]) -> int:
 def command(arguments: list[str], met: Meeting) -> None:
     """`train`, or help."""
     if not arguments:
-        fail(met, USAGE, FAILED)
+        fail(met, f"megabatch: no command; {USAGE}", FAILED)
     elif arguments[0] in ("-h", "--help"):
         print(USAGE)
     elif arguments[0] != "train":

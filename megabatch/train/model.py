@@ -5,6 +5,7 @@ import difflib
 import warnings
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from logging import CRITICAL
 from typing import Any, cast
 
 import torch
@@ -52,7 +53,7 @@ def build_model(config: ModelConfig, seed: int) -> nn.Module:
 def quiet() -> Generator[None, None, None]:
     """Surrounds transformers' building, whose warnings would stand beside the one line that says what is wrong."""
     verbosity = logging.get_verbosity()
-    logging.set_verbosity(logging.CRITICAL)
+    logging.set_verbosity(CRITICAL)
     try:
         with warnings.catch_warnings(action="ignore"):
             yield
@@ -68,7 +69,7 @@ def try_forward(model: nn.Module) -> None:
 
 def check_sizes(architecture: PreTrainedConfig) -> None:
     """Raise for a model without layers or without a vocabulary; transformers builds it all the same."""
-    names = cast(dict[str, str], architecture.attribute_map)
+    names = architecture.attribute_map
     for key in ("num_hidden_layers", "vocab_size"):
         value = getattr(architecture, key, None)
         if isinstance(value, int) and value < 1:

@@ -60,14 +60,14 @@ def count_updates(config: Config, num_samples: int) -> NumUpdates:
     return NumUpdates(of_data, min(of_data, config.run.max_steps or of_data))
 
 
-def settings_of(config: Config, num_updates: NumUpdates) -> dict[str, object]:
+def settings_of(config: Config) -> dict[str, object]:
     """Every setting but the data and the model that decides what a run learns, by its key; fixed once it has begun."""
-    settings = {
+    optim = config.optim.model_dump(exclude={"decay_steps"})  # see decay_steps_of
+    return {
         "run.seed": config.run.seed,
         **{f"update.{key}": getattr(config.update, key) for key in ("global_batch_size", "tail", "max_norm")},
-        **{f"optim.{key}": value for key, value in config.optim.model_dump().items()},
+        **{f"optim.{key}": value for key, value in optim.items()},
     }
-    return settings | {"optim.decay_steps": decay_steps_of(config, num_updates)}
 
 
 def decay_steps_of(config: Config, num_updates: NumUpdates) -> int | None:

@@ -1,15 +1,18 @@
 """Ranks: the processes of a run, how they find each other, add up numbers, and leave together.
 
-A rank that fails says why, once for all ranks, and leaves; the others, which fail the same way or whose next
-collective breaks, end in silence with the same status.
+A rank that fails says why, once for all ranks, and leaves; the others, which fail the same way, whose next collective
+breaks, or who are found waiting for it, end in silence.
 """
 
 import contextlib
 import os
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +22,8 @@ from torch.distributed.rendezvous import rendezvous
 from megabatch.errors import MegabatchError
 from megabatch.train.config import Config
 
-FAILED, INTERRUPTED, UNREAD = 2, 130, 141  # exit statuses; the last two are a shell's for SIGINT and SIGPIPE
+CRASHED, FAILED, INTERRUPTED, UNREAD = 1, 2, 130, 141  # exit statuses; the last two as a shell's SIGINT and SIGPIPE
+SECONDS_TO_NOTICE = 3.0  # in which ranks see by themselves that one has failed, before they are ended
 SECONDS_TO_LEAVE = 5.0  # torchrun kills whoever is left once the first rank is gone, whatever its status would be
 
 
@@ -103,6 +107,9 @@ def meeting() -> Generator[Meeting, None, None]:
         met = Meeting(rank, size, store)
     else:
         met = Meeting()
+    ended = threading.Event()
+    if met.store is not None:
+        threading.Thread(target=leave_with_others, args=(met.store, ended), daemon=True).start()
     try:
         yield met
     except FailedError:
@@ -118,9 +125,25 @@ def meeting() -> Generator[Meeting, None, None]:
     except Exception:
         if not met.is_first("failure"):  # a collective whose peer has gone
             raise FailedError(FAILED) from None
-        raise
+        if met.store is None:
+            raise
+        traceback.print_exc()  # now: the way out may take long, or end before its end
+        raise FailedError(CRASHED) from None
     finally:
+        ended.set()
         met.end()
+
+
+def leave_with_others(store: Store, ended: threading.Event) -> None:
+    """End this process where another has failed and this one does not notice.
+
+    It may wait for the other in a rendezvous, or in a collective of NCCL, which no lost peer breaks.
+    """
+    with contextlib.suppress(RuntimeError):  # the store went away with the rank that held it
+        own = cast(Any, store).clone()  # a connection serves one call at a time, and the main thread's may take long
+        while not ended.wait(0.5):
+            if own.add("failure", 0) and not ended.wait(SECONDS_TO_NOTICE):
+                os._exit(FAILED)
 
 
 def fail(met: Meeting, line: str, status: int) -> None:

@@ -219,4 +219,9 @@ def explain(error: ErrorDetails, path: Path, overrides: Layer) -> MegabatchError
         .replace("greater than or equal to", "at least")
     )
     place = "on the command line" if key in overrides.get(section, {}) else f"in {path}"
-    return MegabatchError(f"{section}.{key} is {error['input']!r}; {expected}: change it {place}")
+    return MegabatchError(f"{section}.{key} is {shortened(repr(error['input']))}; {expected}: change it {place}")
+
+
+def shortened(text: str) -> str:
+    """The text, or its beginning where a line has no room for all of it."""
+    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -16,7 +16,7 @@ from megabatch.train.data import Sample, lengths_of, load_data
 from megabatch.train.evaluation import held_out_loss, sample_completion
 from megabatch.train.metrics import MetricsFile, update_row
 from megabatch.train.model import build_model, check_fit, choose_wrapper, unwrap, wrap
-from megabatch.train.optim import build_learner, count_updates, settings_of
+from megabatch.train.optim import build_learner, count_updates, decay_steps_of, settings_of
 from megabatch.train.ranks import Ranks
 from megabatch.train.report import draw_report
 
@@ -34,7 +34,8 @@ class Trainer:
         model = build_model(config.model, config.run.seed)
         check_fit(model, [*self.data.train, *self.data.held_out], self.tokenizer)
         self.num_updates = count_updates(config, len(self.data.train))
-        self.meta = checkpoint.describe(model, self.data, settings_of(config, self.num_updates))
+        derived = {"optim.decay_steps": decay_steps_of(config, self.num_updates)}
+        self.meta = checkpoint.describe(model, self.data, settings_of(config), derived)
         self.wrapper = choose_wrapper(config.parallel.wrapper, ranks.size, model)
         self.model = wrap(model.to(ranks.device), self.wrapper)
         self.sampler = self._build_sampler()

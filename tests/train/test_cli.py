@@ -51,6 +51,25 @@ def test_under_torchrun_every_rank_ends_with_status_2_and_one_line_is_said(bench
     assert "megabatch/train" not in done.stderr  # no traceback of ours
 
 
+def test_no_command_at_all_prints_the_usage_and_is_an_error(tmp_path: Path) -> None:
+    nothing, asked = (Run(arguments, tmp_path / f"{len(arguments)}", 1).wait()[0] for arguments in ([], ["--help"]))
+    assert (nothing.status, nothing.out, asked.status, asked.err) == (2, "", 0, "")
+    assert nothing.err == f"megabatch: no command; {asked.out}"
+
+
+@pytest.mark.parametrize("asks_for_help", [True, False])
+def test_a_reader_that_goes_away_ends_it_without_a_traceback(bench: Bench, asks_for_help: bool) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "megabatch", "train", "--help" if asks_for_help else str(bench.recipe)]
+    with os.fdopen(writing, "wb") as unread:
+        done = subprocess.run(
+            command, cwd=bench.path, env=ENVIRONMENT, stdout=unread, stderr=subprocess.PIPE, timeout=120, check=False
+        )
+    assert done.stderr == b""
+    assert done.returncode == 141
+
+
 def test_help_names_every_key_with_its_meaning(bench: Bench) -> None:
     done = python("-m", "megabatch", "train", "--help", folder=bench.path)
     assert done.returncode == 0
@@ -163,7 +182,7 @@ def test_a_model_that_is_unknown_or_cannot_be_built(refuse: Refuse) -> None:
     assert refuse(model__config__n_layers=2) == (
         "unknown key model.config.n_layers for model_type 'gpt2'; the nearest key is n_layer"
     )
-    assert refuse(model__config__n_head=3).startswith("transformers cannot build model.config (")
+    assert refuse(model__config__n_head=3).startswith("transformers refuses model.config (ValueError: ")
 
 
 def test_a_folder_that_holds_a_run_and_a_folder_that_cannot_be(bench: Bench, refuse: Refuse) -> None:

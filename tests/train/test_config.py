@@ -57,7 +57,15 @@ OF_THE_COMMAND_LINE = {
     "change it on the command line",
     "--optim.lr=-1": "optim.lr is -1.0; it must be at least 0: change it on the command line",
     "--optim.lr=nan": "optim.lr is nan; it must be a finite number: change it on the command line",
-    "--optim.betas=0.9": "optim.betas is '0.9'; it must be a valid tuple: change it on the command line",
+    "--optim.betas=0.9": "optim.betas is '0.9'; it must be two numbers of at least 0 and below 1, 0.9,0.95 say: "
+    "change it on the command line",
+    "--optim.betas=0.9,2": "optim.betas is 2.0; it must be two numbers of at least 0 and below 1, 0.9,0.95 say: "
+    "change it on the command line",
+    "--run.seed=9223372036854775808": "run.seed is 9223372036854775808; it must be less than 9223372036854775808: "
+    "change it on the command line",
+    "--run.folder=": "run.folder is ''; it must name a folder: change it on the command line",
+    "--model.config=3": "model.config is '3' on the command line; write --model.config.key=value for its keys",
+    "--=3": "cannot read the argument '--=3'; write --section.key=value",
     "--model.dtype=int8": "model.dtype is 'int8'; it must be 'float32', 'float64' or 'bfloat16': "
     "change it on the command line",
     "--run.resume=maybe": "run.resume is 'maybe'; it must be a valid boolean: change it on the command line",
@@ -114,6 +122,17 @@ def test_a_bad_override_gets_its_line(recipe: Path, argument: str, line: str) ->
 def test_a_bad_file_gets_its_line(recipe: Path, update: str, line: str) -> None:
     recipe.write_text(f'[model]\nconfig = {{model_type = "llama"}}\n\n[update]\n{update}')
     assert line_of(recipe) == line.format(path=recipe)
+
+
+def test_a_number_beyond_python_gets_its_line(recipe: Path) -> None:
+    digits = "9" * 5000
+    assert line_of(recipe, f"--run.seed={digits}") == (
+        f"run.seed is '{digits[:199]}...; it must be a whole number: change it on the command line"
+    )
+    recipe.write_text(f"[update]\nglobal_batch_size = {digits}\n")
+    assert line_of(recipe) == (
+        f"{recipe} has a number of thousands of digits, or is nested too deeply; write values that a key can have"
+    )
 
 
 def test_a_file_that_is_not_there_gets_its_line(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Data: prompts are masked, bodies are learned, nothing held out is trained on."""
 
 import ast
+import json
 import sysconfig
 from itertools import islice
 from pathlib import Path
@@ -9,8 +10,18 @@ import pytest
 import torch
 from transformers import ByT5Tokenizer
 
+from megabatch import MegabatchError
 from megabatch.train.config import Config
-from megabatch.train.data import MAX_BYTES, MIN_BYTES, Pair, functions_of, load_data, sample_of, stdlib_pairs
+from megabatch.train.data import (
+    MAX_BYTES,
+    MIN_BYTES,
+    Pair,
+    functions_of,
+    jsonl_pairs,
+    load_data,
+    sample_of,
+    stdlib_pairs,
+)
 from megabatch.train.recipe import load_config
 
 MODULE = '''
@@ -56,6 +67,43 @@ def test_signature_and_docstring_are_the_prompt_and_the_body_is_the_response() -
     assert undocumented == Pair("module.py:4", "def undocumented(x):\n", "    return x\n")
     assert method.prompt == 'async def method(\n    self,\n):\n    """Says é.\n\n    Twice."""\n'
     assert method.response == "    def inner():\n        return 1\n    return inner()\n"
+
+
+def test_only_newlines_end_a_line_as_they_do_for_ast() -> None:
+    source = "\f\ntext = 'a\u2028b\x0bc'\ndef f():\n    '''One\x0c.'''\n    return '\x85'"
+    assert list(functions_of(source, "m.py")) == [Pair("m.py:3", "def f():\n    '''One\x0c.'''\n", "    return '\x85'")]
+
+
+def test_a_json_string_may_hold_other_line_separators(tmp_path: Path) -> None:
+    path, response = tmp_path / "pairs.jsonl", "a\u2028b\x85c\u2029"
+    line = json.dumps({"prompt": "p", "response": response}, ensure_ascii=False)
+    path.write_bytes(f"{line}\r\n\n{line}".encode())
+    assert list(jsonl_pairs(path, "prompt", "response")) == [Pair(f"{path}:{n}", "p", response) for n in (1, 3)]
+
+
+@pytest.mark.parametrize(
+    ("value", "line"),
+    [
+        (
+            r'"\ud800"',
+            "has half of a surrogate pair in the field 'response', which is no text; mend or leave out that line",
+        ),
+        ("[" * 100_000, "has a number of thousands of digits, or is nested too deeply; write the text in plain fields"),
+        ("9" * 5000, "has a number of thousands of digits, or is nested too deeply; write the text in plain fields"),
+    ],
+    ids=["surrogate", "nested", "digits"],
+)
+def test_a_line_beyond_python_gets_its_line(tmp_path: Path, value: str, line: str) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text('{"prompt": "p", "response": "r"}\n{"prompt": "p", "response": ' + value + "}")
+    with pytest.raises(MegabatchError) as caught:
+        list(jsonl_pairs(path, "prompt", "response"))
+    assert str(caught.value) == f"{path}:2 {line}"
+
+
+def test_an_empty_sample_is_refused_by_its_name(tokenizer: ByT5Tokenizer) -> None:
+    with pytest.raises(MegabatchError, match=r"the sample a.jsonl:3 is empty, prompt and response; give it text or "):
+        sample_of(Pair("a.jsonl:3", "", ""), tokenizer)
 
 
 def test_what_is_not_python_has_no_functions() -> None:

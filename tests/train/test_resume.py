@@ -110,7 +110,19 @@ def test_a_checkpoint_of_other_data_or_another_seed_is_refused(bench: Bench, ref
         f"{bench.folder}/checkpoints/step-2 is of another data set: data: samples is 45 there and 9 here; "
         "resume with the recipe it was made with, or start in a new run.folder"
     )
-    assert "data: seed is 0 there and 1 here; " in refuse(run__resume=True, run__seed=1)
+    assert "is of another recipe: run.seed is 0 there and 1 here; " in refuse(run__resume=True, run__seed=1)
+
+
+def test_settings_that_a_run_has_begun_with_are_refused_where_they_differ(bench: Bench, refuse: Refuse) -> None:
+    """The last one left less than one update of the epoch, of which there is no next one."""
+    bench.train(run__max_steps=5)
+    for key, values in (("optim.lr", "0.01 there and 0.02"), ("update.global_batch_size", "8 there and 15")):
+        changed = {key.replace(".", "__"): values.split()[-1], "run__resume": True}
+        assert refuse(**changed) == (
+            f"{bench.folder}/checkpoints/step-5 is of another recipe: {key} is {values} here; "
+            "resume with the recipe it was made with, or start in a new run.folder"
+        )
+    assert "update.tail is step there and drop here; " in refuse(run__resume=True, update__tail="drop")
 
 
 def test_without_a_checkpoint_there_is_nothing_to_resume(bench: Bench, refuse: Refuse) -> None:
