@@ -2,6 +2,7 @@
 
 from megabatch import losses as losses
 from megabatch.accumulator import GradientAccumulator as GradientAccumulator
+from megabatch.contract import JointLoss as JointLoss
 from megabatch.contract import Term as Term
 from megabatch.contract import loss as loss
 from megabatch.cost import CostModel as CostModel

@@ -5,12 +5,13 @@ counts, and never divides: the update's loss is the sum of the totals over the s
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from megabatch.errors import LossContractError
+from megabatch.errors import LossContractError, PlanError
 
 EXPECTED = "return (total, weight): the sum over the microbatch and the count it is divided by"
 PAIR_NAME = "loss"  # the name of a pair that the loss returned on its own
@@ -21,6 +22,18 @@ class Term(NamedTuple):
 
     total: Tensor  # scalar; a metric if it carries no gradient
     weight: Tensor | float  # scalar, not negative
+
+
+@dataclass(frozen=True)
+class JointLoss:
+    """A loss that couples the samples of an update, as a contrastive loss does: cutting a plain one would change it.
+
+    ``encode(model, microbatch)`` gives representations with samples in dim 0, and ``loss`` sees those of every sample
+    of the update. The accumulator cannot run it yet, and refuses it.
+    """
+
+    encode: Callable[[Any, Any], Any]
+    loss: Callable[..., Any]
 
 
 LossFunction = Callable[[Any, Any], Any]
@@ -43,7 +56,9 @@ def loss(*, weigh: Weigh) -> Callable[[F], F]:
 
 
 def weigh_of(loss_fn: LossFunction) -> Weigh | None:
-    """The counting function that `loss` attached, if any."""
+    """The counting function that `loss` attached, if any. Raises `PlanError` for a `JointLoss`."""
+    if isinstance(loss_fn, JointLoss):
+        raise PlanError("the loss is a JointLoss, which cannot be run yet; give a loss that sums over single samples")
     return cast(Weigh | None, getattr(loss_fn, "weigh", None))
 
 

@@ -9,8 +9,8 @@ import megabatch
 from megabatch import GradientAccumulator, Learner, Plan, Update, UpdateSampler, Verification, losses
 
 NAMES = {
-    "CostModel", "GradientAccumulator", "Learner", "LossContractError", "MegabatchError", "Plan", "PlanError", "Term",
-    "Update", "UpdateSampler", "Verification", "loss", "losses", "plan", "verify",
+    "CostModel", "GradientAccumulator", "JointLoss", "Learner", "LossContractError", "MegabatchError", "Plan", "PlanError",
+    "Term", "Update", "UpdateSampler", "Verification", "loss", "losses", "plan", "verify",
 }  # fmt: skip
 
 SIGNATURES = {
@@ -33,6 +33,7 @@ SIGNATURES = {
     megabatch.verify: "(model, loss_fn, batch, *, micro_batch_size=1, tolerance=1e-09)",
     megabatch.loss: "(*, weigh)",
     megabatch.Term: "(total, weight)",
+    megabatch.JointLoss: "(encode, loss)",
     Plan.explain: "(self)",
     Update.problem: "(self)",
     losses.next_token: "(model, microbatch)",
