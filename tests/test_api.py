@@ -9,8 +9,8 @@ import megabatch
 from megabatch import GradientAccumulator, Learner, Plan, Update, UpdateSampler, Verification, losses
 
 NAMES = {
-    "CostModel", "GradientAccumulator", "JointLoss", "Learner", "LossContractError", "MegabatchError", "Plan", "PlanError",
-    "Term", "Update", "UpdateSampler", "Verification", "loss", "losses", "plan", "verify",
+    "CostModel", "GradientAccumulator", "JointLoss", "Learner", "LossContractError", "MegabatchError", "Plan",
+    "PlanError", "Term", "Update", "UpdateSampler", "Verification", "loss", "losses", "plan", "verify",
 }  # fmt: skip
 
 SIGNATURES = {
