@@ -49,7 +49,7 @@ def loss(*, weigh: Weigh) -> Callable[[F], F]:
     """
 
     def attach(function: F) -> F:
-        function.weigh = weigh  # type: ignore[attr-defined]
+        cast(Any, function).weigh = weigh
         return function
 
     return attach

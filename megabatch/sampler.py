@@ -68,16 +68,6 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
         self._tail = tail
         self._consumed = 0  # samples since the first epoch began; a dropped tail counts as consumed
 
-    @property
-    def epoch(self) -> int:
-        """Epoch of the next update, from 0."""
-        return self._consumed // len(self._prices)
-
-    @property
-    def tail_size(self) -> int:
-        """Samples at the end of the first epoch that do not fill an update."""
-        return len(self._prices) % self._size
-
     def __iter__(self) -> Iterator[list[int]]:
         end = self._end()
         while (stop := self._stop(end)) is not None:

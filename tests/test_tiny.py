@@ -49,7 +49,7 @@ def gradients_of(code: str, **names: Any) -> list[torch.Tensor]:
     seen: list[torch.Tensor] = []
 
     class Recorder(torch.optim.SGD):
-        def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        def step(self, closure: Callable[[], float] | None = None) -> None:
             seen.extend(parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None)
 
     optimizer = Recorder(model.parameters(), lr=0.1)

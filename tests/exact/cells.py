@@ -48,7 +48,7 @@ class Cell:
     @classmethod
     def parse(cls, name: str) -> "Cell":
         values = dict(zip((each.name for each in fields(cls)), name.split(":"), strict=True))
-        return cls(**values | {"world": int(values["world"])})  # type: ignore[arg-type]
+        return cls(**values | {"world": int(values["world"])})
 
     @property
     def averages(self) -> bool:

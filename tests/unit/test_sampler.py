@@ -39,7 +39,7 @@ def whole(number: int, **settings) -> list[list[list[int]]]:
     return [[sorted(update) for update in epoch] for epoch in epochs(UpdateSampler(LENGTHS, **settings), number)]
 
 
-@pytest.mark.parametrize("tail, num_samples, size", ENDS)  # noqa: PT006
+@pytest.mark.parametrize(("tail", "num_samples", "size"), ENDS)
 def test_ends_of_epochs(tail, num_samples, size):
     sampler = UpdateSampler([1] * num_samples, global_batch_size=size, tail=tail)
     sizes, said = [], []
@@ -143,16 +143,6 @@ def test_shares_are_balanced_by_the_cost_that_is_given():
         return [sum(lengths[sample] ** 2 for sample in share) for share in shares]
 
     assert loads(squared) == [37, 50]
-
-
-def test_an_epoch_knows_its_number_and_its_tail():
-    sampler = UpdateSampler([1] * 10, global_batch_size=4)
-    assert (sampler.epoch, sampler.tail_size) == (0, 2)
-    next(iter(sampler))
-    assert sampler.epoch == 0
-    list(sampler)
-    assert sampler.epoch == 1
-    assert UpdateSampler([1] * 8, global_batch_size=4).tail_size == 0
 
 
 def test_a_loader_with_empty_shares():
