@@ -4,7 +4,7 @@ The samples of an update follow from (seed, epoch, position) alone. How many ran
 them, so a run may go on with another number of ranks.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,8 +33,10 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
         tail: What becomes of an epoch's last samples that do not fill an update: "step" makes a short update of
             them, "drop" leaves them out, "carry" begins the next epoch's first update with them.
         cost: Balances shares by seconds; by default by length.
+        order: The sample ids of an epoch, in order, by its number: any of the data set's, the same in every process,
+            and equally many in every epoch. By default all of them, shuffled by seed and epoch.
 
-    Raises `PlanError` for a size, a rank or a tail that cannot be.
+    Raises `PlanError` for a size, a rank, a tail or an order that cannot be.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
         dp_degree: int = 1,
         tail: str = "step",
         cost: CostModel | None = None,
+        order: Callable[[int], Sequence[int]] | None = None,
     ) -> None:
         self._size = require_count("global_batch_size", global_batch_size)
         self._dp_degree = require_count("dp_degree", dp_degree)
@@ -59,9 +62,14 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
         if not len(lengths):
             raise PlanError("the data set is empty; give at least one sample")
         check_lengths(lengths, None)
-        if tail == "drop" and len(lengths) < global_batch_size:
+        self._num_ids = len(lengths)
+        self._order = order or self._shuffled
+        self._latest = (0, np.asarray(self._order(0)))  # an epoch and its order, which is not made anew for each update
+        self._epoch_size = len(self._latest[1])
+        self._check_order(*self._latest)
+        if tail == "drop" and self._epoch_size < global_batch_size:
             raise PlanError(
-                f"the data set has {len(lengths)} samples, fewer than global_batch_size={global_batch_size}, and "
+                f"the data set has {self._epoch_size} samples, fewer than global_batch_size={global_batch_size}, and "
                 'tail="drop" would leave no update; use tail="step" or a smaller global_batch_size'
             )
         self._prices = [float(length) if cost is None else cost.sample_seconds(length) for length in lengths]
@@ -92,11 +100,11 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
 
         It counts what was handed out: workers of a DataLoader run ahead of the training.
         """
-        return {"samples": self._consumed, "num_samples": len(self._prices), "seed": self._seed}
+        return {"samples": self._consumed, "num_samples": self._epoch_size, "seed": self._seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state`` was taken. Raises `PlanError` where it is of another data set or seed."""
-        for key, mine in {"num_samples": len(self._prices), "seed": self._seed}.items():
+        for key, mine in {"num_samples": self._epoch_size, "seed": self._seed}.items():
             if state[key] != mine:
                 raise PlanError(
                     f"the sampler's state has {key}={state[key]} but this sampler has {mine}; "
@@ -106,7 +114,7 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
 
     def _end(self) -> int:
         """Where in the stream the epoch of the next update ends; a carried update belongs to the epoch it ends in."""
-        size = len(self._prices)
+        size = self._epoch_size
         last = self._consumed + (self._size if self._tail == "carry" else 1) - 1
         return (last // size + 1) * size
 
@@ -118,10 +126,31 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
         return end if self._tail == "step" and self._consumed < end else None
 
     def _stream(self, start: int, stop: int) -> list[int]:
-        """Sample ids from ``start`` to ``stop`` of the endless stream of shuffled epochs."""
-        size = len(self._prices)
+        """Sample ids from ``start`` to ``stop`` of the endless stream of epochs."""
+        size = self._epoch_size
         samples: list[int] = []
         for epoch in range(start // size, (stop - 1) // size + 1):
-            order = np.random.default_rng([self._seed, epoch]).permutation(size)
+            order = self._order_of(epoch)
             samples += order[max(0, start - epoch * size) : stop - epoch * size].tolist()
         return samples
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        if self._latest[0] != epoch:
+            self._latest = (epoch, np.asarray(self._order(epoch)))
+            self._check_order(*self._latest)
+        return self._latest[1]
+
+    def _shuffled(self, epoch: int) -> np.ndarray:
+        return np.random.default_rng([self._seed, epoch]).permutation(self._num_ids)
+
+    def _check_order(self, epoch: int, ids: np.ndarray) -> None:
+        if len(ids) != self._epoch_size or not self._epoch_size:
+            raise PlanError(
+                f"order({epoch}) gives {len(ids)} sample ids; expected {self._epoch_size or 'some'}, "
+                "equally many in every epoch"
+            )
+        outside = ids[(ids < 0) | (ids >= self._num_ids)]
+        if len(outside):
+            raise PlanError(
+                f"order({epoch}) gives the sample id {outside[0]}; the data set has the ids 0 to {self._num_ids - 1}"
+            )

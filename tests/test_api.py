@@ -26,7 +26,8 @@ SIGNATURES = {
     Learner.optim_step: "(self)",
     Learner.state_dict: "(self)",
     Learner.load_state_dict: "(self, state)",
-    UpdateSampler: "(lengths, *, global_batch_size, seed=0, dp_rank=0, dp_degree=1, tail='step', cost=None)",
+    UpdateSampler: "(lengths, *, global_batch_size, seed=0, dp_rank=0, dp_degree=1, tail='step', cost=None, "
+    "order=None)",
     UpdateSampler.state_dict: "(self)",
     UpdateSampler.load_state_dict: "(self, state)",
     megabatch.plan: "(lengths, *, dp_degree=1, micro_batch_size=None, max_microbatch_tokens=None, cost=None)",

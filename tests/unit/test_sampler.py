@@ -151,3 +151,45 @@ def test_a_loader_with_empty_shares():
     batches = [list(DataLoader(["a", "b"], batch_sampler=sampler, collate_fn=list)) for sampler in samplers]
     assert [len(batch) for batch in batches] == [1, 1, 1]
     assert sorted(len(batch[0]) for batch in batches) == [0, 1, 1]
+
+
+def some_order(epoch: int) -> list[int]:
+    """13 ids of 20, some of them twice, others in every second epoch."""
+    return [(3 * number + epoch) % 20 for number in range(10)] + [19, 19, 2 + epoch % 2]
+
+
+def in_order(number: int, **settings) -> list[list[list[int]]]:
+    return epochs(UpdateSampler(LENGTHS, order=some_order, **settings), number)
+
+
+def test_an_order_of_ones_own_decides_what_an_epoch_is():
+    stream = [sample for epoch in in_order(3, global_batch_size=4) for update in epoch for sample in update]
+    assert stream == [*some_order(0), *some_order(1), *some_order(2)]
+    assert [len(update) for update in in_order(1, global_batch_size=4)[0]] == [4, 4, 4, 1]
+    carried = [update for epoch in in_order(3, global_batch_size=4, tail="carry") for update in epoch]
+    assert [sample for update in carried for sample in update] == stream[:36]
+    assert [len(epoch) for epoch in in_order(2, global_batch_size=4, tail="drop")] == [3, 3]
+
+
+@given(st.sampled_from(["step", "drop", "carry"]), st.integers(1, 13), st.integers(1, 4), st.integers(0, 5))
+@settings(max_examples=40)
+def test_an_order_of_ones_own_is_shared_and_resumed(tail, size, dp_degree, num_before):
+    first = UpdateSampler(LENGTHS, order=some_order, global_batch_size=size, tail=tail)
+    stream = [update for _ in range(8) for update in first]
+    state = {"samples": 0, "num_samples": 13, "seed": 0}
+    stopped = UpdateSampler(LENGTHS, order=some_order, global_batch_size=size, tail=tail)
+    for _, _ in zip(range(num_before), iter(stopped), strict=False):
+        state = stopped.state_dict()
+    ranks = [
+        UpdateSampler(LENGTHS, order=some_order, global_batch_size=size, tail=tail, dp_rank=rank, dp_degree=dp_degree)
+        for rank in range(dp_degree)
+    ]
+    for each in ranks:
+        each.load_state_dict(state)
+    shares = list(zip(*map(list, ranks), strict=True))
+    after = [sorted(sample for share in update for sample in share) for update in shares]
+    done = min(
+        num_before, len(epochs(UpdateSampler(LENGTHS, order=some_order, global_batch_size=size, tail=tail), 1)[0])
+    )
+    assert after
+    assert after == [sorted(update) for update in stream[done : done + len(after)]]

@@ -96,6 +96,21 @@ FAILURES = {
     "a sampler's state of another seed": Failure(
         PlanError, "the sampler's state has seed=3 but this sampler has 0; give the same data and seed", of_other_seed
     ),
+    "an order that is empty": Failure(
+        PlanError,
+        "order(0) gives 0 sample ids; expected some, equally many in every epoch",
+        lambda: sampler(order=lambda epoch: []),
+    ),
+    "an order that grows": Failure(
+        PlanError,
+        "order(1) gives 2 sample ids; expected 1, equally many in every epoch",
+        lambda: [list(each) for each in [sampler(order=lambda epoch: range(epoch + 1))] * 2],
+    ),
+    "an order of other data": Failure(
+        PlanError,
+        "order(0) gives the sample id 10; the data set has the ids 0 to 9",
+        lambda: sampler(order=lambda epoch: range(11)),
+    ),
     "no model": Failure(
         PlanError, "model is a list; expected one torch.nn.Module", lambda: accumulator(model=[linear()])
     ),
