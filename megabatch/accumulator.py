@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megabatch import cut, gradient
-from megabatch.batch import Batch, Collate, Length, Microbatch, Samples, pad_right
+from megabatch.batch import Batch, Collate, Length, Microbatch, Samples
 from megabatch.contract import LossFunction, Term, Weigh, terms_of, weigh_of
 from megabatch.cut import Plan
 from megabatch.errors import LossContractError, MegabatchError, require_positive
@@ -64,7 +64,7 @@ class GradientAccumulator:
         self._collate = collate
         self._length = length
         self._device = next(model.parameters()).device
-        self._last_sample: Any | None = None
+        self._last_sample: Samples | None = None
         self._open: OpenUpdate | None = None
         self._running = False  # inside a call, between its first microbatch and its last
         self._turn: Turn | None = None  # the microbatch that waits for its backward
@@ -86,6 +86,7 @@ class GradientAccumulator:
         try:
             for microbatch in microbatches:
                 self._backward(terms_of(loss_fn(self.model, microbatch)))
+                del microbatch  # before the next is made
         finally:
             microbatches.close()
         sums = self._call_sums
@@ -113,6 +114,7 @@ class GradientAccumulator:
                     yield turn.microbatch
                     if self._turn is turn:  # backward() clears it
                         raise MegabatchError(f"backward() was not called for microbatch {turn.index}")
+                    del turn  # with its microbatch
             self._running = False
         finally:
             if self._running:  # the loss raised, or the loop was left early
@@ -129,12 +131,12 @@ class GradientAccumulator:
             )
         if isinstance(total, Mapping):
             terms = terms_of(total)
-        elif weight is None and len(self._turn.counted) != 1:
+        elif weight is None and len(self._turn.weighed) != 1:
             raise LossContractError(
                 "backward() was given no weight and weigh counted none; give backward(total, weight)"
             )
         else:
-            terms = terms_of((total, next(iter(self._turn.counted.values())) if weight is None else weight))
+            terms = terms_of((total, next(iter(self._turn.weighed.values())) if weight is None else weight))
         self._backward(terms)
 
     def finalize(self, *, max_norm: float | None = None, weight: float | None = None) -> Update:
@@ -200,9 +202,7 @@ class GradientAccumulator:
         return replace(plan, sync=self._sync, reason=self._reason)
 
     def _remembered(self) -> Microbatch | None:
-        if self._last_sample is None:
-            return None
-        return (self._collate or pad_right)([self._last_sample])
+        return None if self._last_sample is None else self._last_sample.stand_in()
 
     def _abandon(self) -> None:
         """An update happens whole or not at all: forget what was accumulated."""

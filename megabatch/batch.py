@@ -2,16 +2,21 @@
 
 A batch is a mapping of tensors with samples in dim 0, or a list of samples (mappings of tensors of any length).
 A mapping is cut by rows and never trimmed; samples are padded to the longest of their microbatch.
+A deferred batch is a list whose samples are loaded when their microbatch comes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from numbers import Real
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from megabatch.errors import PlanError
+from megabatch.errors import PlanError, require_count
 
 Batch = Mapping[str, Tensor] | Sequence[Any]  # all samples of this rank
 Microbatch = Any  # what collate returns: a mapping of tensors unless the user's collate says otherwise
@@ -21,37 +26,126 @@ Length = Callable[[Any], int]
 IGNORED_LABEL = -100  # torch's cross-entropy ignores it by default
 
 
+class Deferred(Sequence[Any]):
+    """A batch whose samples are loaded when their microbatch comes, at most ``look_ahead`` microbatches before it.
+
+    Args:
+        load: Gives a sample by its index, on the CPU. It and the collate function are called in a thread of its own;
+            they must not draw from generators that the model draws from.
+        lengths: Tokens of each sample, as they will be counted when it is loaded.
+        weights: What the loss's ``weigh`` counts for each sample alone, where it returns a number. With them the first
+            forward waits for its own microbatch only (and for a sample to send, where a rank has none); without them
+            a loss that weighs has every sample loaded twice. A loss without ``weigh`` does not look at them.
+        look_ahead: Microbatches that are made while one runs. 0 makes each in its turn.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[int], Any],
+        lengths: Sequence[int],
+        weights: Sequence[float] | None = None,
+        *,
+        look_ahead: int = 1,
+    ) -> None:
+        self._load = load
+        self.lengths, self.weights, self.look_ahead = lengths, weights, look_ahead
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: Any) -> Any:
+        """The sample at ``index``, loaded; a list of them for a slice."""
+        asked = range(len(self))[index]
+        return self._load(asked) if isinstance(asked, int) else [self._load(each) for each in asked]
+
+    def check(self) -> None:
+        """Raise `PlanError` for what cannot be; by the accumulator, which tells all ranks."""
+        require_count("look_ahead", self.look_ahead, least=0)
+        weights = [] if self.weights is None else self.weights
+        if self.weights is not None and len(weights) != len(self):
+            raise PlanError(f"Deferred has {len(self)} lengths and {len(weights)} weights; give one of each per sample")
+        for sample, weight in enumerate(weights):
+            if not isinstance(weight, Real) or not 0 <= weight < math.inf:
+                raise PlanError(f"the weight of sample {sample} is {weight!r}; expected a finite number, not negative")
+
+
 class Samples:
     """A batch seen as samples: how many, how long, and any of them as one microbatch."""
 
     def __init__(self, batch: Batch, collate: Collate | None = None, length: Length | None = None) -> None:
+        self.deferred = batch if isinstance(batch, Deferred) else None
         self._rows = _checked_rows(batch) if isinstance(batch, Mapping) else None
-        self._list = [] if self._rows is not None else _checked_list(batch)
+        self._list = [] if self._rows is not None or self.deferred is not None else _checked_list(batch)
         self._collate = collate
+        self._length = length
+        self._kept: dict[int, Any] = {}  # the last sample of a deferred batch, once it is loaded
         self.lengths: list[int] = self._measure(length)
 
     def __len__(self) -> int:
-        if self._rows is None:
-            return len(self._list)
-        return len(next(iter(self._rows.values())))
+        return len(self.lengths)
 
     def take(self, indices: Sequence[int]) -> Microbatch:
         """The samples at ``indices``, collated; on the device where the batch is."""
         if self._rows is None:
-            return (self._collate or pad_right)([self._list[index] for index in indices])
+            get = self._list.__getitem__ if self.deferred is None else self._loaded
+            return (self._collate or pad_right)([get(index) for index in indices])
         rows: slice | Tensor = torch.tensor(indices)
         if list(indices) == list(range(indices[0], indices[0] + len(indices))):
             rows = slice(indices[0], indices[0] + len(indices))  # a view, where a copy would say the same
         taken = {name: tensor[rows] for name, tensor in self._rows.items()}
         return taken if self._collate is None else self._collate(_split(taken))
 
-    def last(self) -> Any:
+    def in_turn(self, microbatches: Sequence[Sequence[int]]) -> Generator[Microbatch]:
+        """Each of ``microbatches`` when it is asked for; of a deferred batch, the next are made while it is used.
+
+        Who lets go of one before asking for the next has at most ``look_ahead + 1`` of a deferred batch in memory.
+        """
+        if self.deferred is None:
+            yield from map(self.take, microbatches)
+            return
+        ahead: deque[Future[Microbatch]] = deque()
+        thread = ThreadPoolExecutor(1, "megabatch-deferred")
+        try:
+            for index in range(len(microbatches)):
+                due = microbatches[index + len(ahead) : index + self.deferred.look_ahead + 1]
+                ahead.extend(thread.submit(self.take, rows) for rows in due)
+                yield ahead.popleft().result()
+        finally:
+            thread.shutdown(cancel_futures=True)
+
+    def last(self) -> "Samples":
         """The last sample, on its own memory, so that keeping it does not keep the batch."""
+        if self.deferred is not None:
+            return self  # of a deferred batch there is no more in memory
         if self._rows is None:
-            return self._list[-1]
-        return {name: tensor[-1].clone() for name, tensor in self._rows.items()}
+            return Samples(self._list[-1:], self._collate, self._length)
+        return Samples({name: tensor[-1:].clone() for name, tensor in self._rows.items()}, self._collate, self._length)
+
+    def stand_in(self) -> Microbatch:
+        """The last sample as a microbatch of its own."""
+        return self.take([len(self) - 1])
+
+    def _loaded(self, index: int) -> Any:
+        """A sample of a deferred batch, held against what was told of it."""
+        assert self.deferred is not None
+        if index in self._kept:
+            return self._kept[index]
+        sample = self.deferred[index]
+        length = int((self._length or sample_length)(sample))
+        if length != self.lengths[index]:
+            raise PlanError(
+                f"sample {index} of Deferred has {length} tokens, but lengths says {self.lengths[index]}; "
+                "give the length that is counted when the sample is loaded"
+            )
+        if index == len(self) - 1:
+            self._kept[index] = sample
+        return sample
 
     def _measure(self, length: Length | None) -> list[int]:
+        if self.deferred is not None:
+            self.deferred.check()
+            told = enumerate(self.deferred.lengths)
+            return [require_count(f"the length of sample {index}", length, least=0) for index, length in told]
         if self._rows is None:
             return [int((length or sample_length)(sample)) for sample in self._list]
         if length is not None:

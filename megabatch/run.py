@@ -3,6 +3,7 @@
 Everything that can be wrong with a batch is found here, before the first forward and on all ranks at once.
 """
 
+import contextlib
 import zlib
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megabatch.batch import Microbatch, Samples, to_device
-from megabatch.contract import Weigh, counted_weights
+from megabatch.contract import PAIR_NAME, Weigh, counted_weights
 from megabatch.cut import Plan, pad_with_stand_ins
 from megabatch.errors import LossContractError, MegabatchError, PlanError
 from megabatch.mesh import DataRanks
@@ -25,12 +26,25 @@ class Share:
 
     samples: Samples
     plan: Plan
-    collated: tuple[Microbatch, ...]  # on the CPU; empty unless they were weighed
+    collated: tuple[Microbatch, ...]  # on the CPU; empty unless they were weighed, and for a deferred batch
     weights: tuple[dict[str, float], ...]  # of each microbatch, by term
 
-    def microbatch(self, index: int) -> Microbatch:
-        """Microbatch ``index`` of the plan, on the CPU."""
-        return self.collated[index] if self.collated else self.samples.take(self.plan.microbatches[index])
+    def microbatches(self) -> Generator[Microbatch]:
+        """The microbatches of the plan in turn, on the CPU."""
+        return (each for each in self.collated) if self.collated else self.samples.in_turn(self.plan.microbatches)
+
+    def weighed(self, index: int, microbatch: Microbatch, weigh: Weigh) -> dict[str, float]:
+        """What ``weigh`` counts for microbatch ``index``, which is a stand-in from the end of the plan on."""
+        told = self.samples.deferred is not None and self.samples.deferred.weights is not None
+        if index < len(self.weights) and not told:
+            return self.weights[index]
+        weights = counted_weights(weigh(microbatch))
+        if told and index < len(self.weights) and weights.keys() != {PAIR_NAME}:
+            raise LossContractError(
+                f"weigh names the terms {sorted(weights)} but weights of Deferred have no name; "
+                "return a number from weigh, or leave weights out"
+            )
+        return weights
 
     def weight_sums(self) -> dict[str, float]:
         """This rank's weight of each term, in the order of the message; empty without a weighed microbatch."""
@@ -46,7 +60,7 @@ class Agreement:
     num_samples: int
     num_tokens: int
     weights: dict[str, float]  # by weighed term; empty without weigh
-    stand_in: Microbatch | None  # a real sample that is run where a rank has fewer microbatches, and not counted
+    stand_in: Callable[[], Microbatch] | None  # a real sample, run where a rank has fewer microbatches; not counted
 
 
 @dataclass(frozen=True)
@@ -55,16 +69,21 @@ class Turn:
 
     microbatch: Microbatch
     index: int
-    counted: dict[str, float]  # weights counted from the data, by term
+    counted: dict[str, float]  # weights counted from the data or told of it, by term; announced to all ranks
+    weighed: dict[str, float]  # what weigh counts; differs from the former where what was told is wrong
     is_stand_in: bool
 
 
 def prepare(samples: Samples, plan: Plan, weigh: Weigh | None) -> Share:
-    """Collate and weigh what was planned, on the CPU."""
+    """Collate and weigh what was planned, on the CPU; of a deferred batch nothing is kept."""
     if weigh is None:
         return Share(samples, plan, (), ())
-    collated = tuple(samples.take(rows) for rows in plan.microbatches)
-    weights = tuple(counted_weights(weigh(microbatch)) for microbatch in collated)
+    if samples.deferred is not None and (told := samples.deferred.weights) is not None:
+        sums = (sum(told[row] for row in rows) for rows in plan.microbatches)
+        return Share(samples, plan, (), tuple(map(counted_weights, sums)))
+    taken = map(samples.take, plan.microbatches)
+    collated = tuple(taken) if samples.deferred is None else ()
+    weights = tuple(counted_weights(weight) for weight in map(weigh, collated or taken))
     names = [sorted(each) for each in weights]
     if any(each != names[0] for each in names):
         raise LossContractError(f"weigh names the terms {names}; name the same terms for each microbatch")
@@ -99,7 +118,7 @@ def agree(
     stand_in = _stand_in(ranks, share, num_microbatches, remembered, everyone_has=all(with_sample))
     names = list(share.weight_sums())
     if weigh is not None and stand_in is not None and not names:
-        names = sorted(counted_weights(weigh(stand_in)))
+        names = sorted(counted_weights(weigh(stand_in())))
     return share, Agreement(
         num_microbatches=num_microbatches,
         num_samples=int(sum(samples)),
@@ -116,15 +135,21 @@ def _stand_in(
     remembered: Callable[[], Microbatch | None],
     *,
     everyone_has: bool,
-) -> Microbatch | None:
+) -> Callable[[], Microbatch] | None:
     """A sample of this rank's, or one that another rank sends; None where nobody needs one."""
-    mine = None
-    if num_microbatches > len(share.plan.microbatches) or not everyone_has:
-        mine = share.samples.take([len(share.samples) - 1]) if len(share.samples) else remembered()
+    mine = share.samples.stand_in if len(share.samples) else remembered
     if num_microbatches and not everyone_has:
-        offers = ranks.exchange_objects(mine)
-        mine = next(each for each in offers if each is not None) if mine is None else mine
-    return mine
+        offer, failure = None, None
+        try:
+            offer = mine()
+        except Exception as error:  # as above
+            failure = error
+        failed, offers = zip(*ranks.exchange_objects((failure is not None, offer)), strict=True)
+        if any(failed):
+            raise _told_failure(ranks, failure)
+        sent = next(each for each in offers if each is not None) if offer is None else offer
+        return lambda: sent
+    return mine if num_microbatches > len(share.plan.microbatches) else None
 
 
 def turns(
@@ -132,16 +157,20 @@ def turns(
 ) -> Generator[Turn]:
     """The microbatches in their turn, each moved to the device for its own forward and backward alone."""
     num_real = len(share.plan.microbatches)
-    for index in range(agreement.num_microbatches):
-        is_stand_in = index >= num_real
-        microbatch = agreement.stand_in if is_stand_in else share.microbatch(index)
-        if weigh is None:
-            counted: dict[str, float] = {}
-        else:
-            counted = counted_weights(weigh(microbatch)) if is_stand_in else share.weights[index]
-        last = index == agreement.num_microbatches - 1
-        with reducer.microbatch(reduce=last or share.plan.sync == "every", last=last):
-            yield Turn(to_device(microbatch, device), index, counted, is_stand_in)
+    with contextlib.closing(share.microbatches()) as real:
+        for index in range(agreement.num_microbatches):
+            is_stand_in = index >= num_real
+            if is_stand_in:
+                assert agreement.stand_in is not None  # some rank has more than this one
+                microbatch = agreement.stand_in()
+            else:
+                microbatch = next(real)
+            weighed = {} if weigh is None else share.weighed(index, microbatch, weigh)
+            counted = weighed if weigh is None or is_stand_in else share.weights[index]
+            last = index == agreement.num_microbatches - 1
+            with reducer.microbatch(reduce=last or share.plan.sync == "every", last=last):
+                yield Turn(to_device(microbatch, device), index, counted, weighed, is_stand_in)
+            del microbatch  # before the next is made
     if agreement.num_microbatches:
         reducer.finish_call()
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megabatch import JointLoss, LossContractError, PlanError, loss, verify
+from megabatch.batch import Deferred
 from tests.unit.failures.table import SAMPLES, Failure, accumulator, linear, squares, update
 
 RETURN = "return (total, weight): the sum over the microbatch and the count it is divided by"
@@ -164,6 +165,12 @@ FAILURES = {
         LossContractError,
         "weigh names the terms [['one'], ['two']]; name the same terms for each microbatch",
         names_by_microbatch,
+    ),
+    "weigh names what Deferred told": Failure(
+        LossContractError,
+        "weigh names the terms ['loss', 'reward'] but weights of Deferred have no name; "
+        "return a number from weigh, or leave weights out",
+        lambda: update(weighing({"reward": 2, "loss": 2}), Deferred(SAMPLES.__getitem__, [1] * 4, [1] * 4)),
     ),
     "weight= and two terms": Failure(
         LossContractError,

@@ -1,0 +1,191 @@
+"""A deferred batch has the gradient of the same batch at once; what it loads, and when, is as it says."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from megabatch import GradientAccumulator, LossContractError, PlanError, loss, verify
+from megabatch.batch import Deferred
+from tests.exact.cells import WRAPPERS, Cell
+from tests.exact.deferred import Census, counted
+from tests.exact.launch import launch
+from tests.exact.test_exact import check
+from tests.unit.failures.contract import DISAGREE
+from tests.unit.small import count, expected, gradients, model_of_integers, same_bits, samples, squares, weighed
+
+TARGETS = [3, 1, 0, 5, 2, 4, 1]  # 16 in 7 samples
+BATCH = samples(TARGETS)
+LENGTHS = [len(sample["x"]) for sample in BATCH]
+
+ROWS = (  # told, look_ahead, case, kind, loss, bound, way
+    ("told", 1, "uneven-ranks", "list", "weigh", "one-sample", "forward_backward"),
+    ("told", 2, "C-R", "list", "weigh", "tokens", "open"),
+    ("told", 0, "short-tail", "images", "weigh", "one-sample", "forward_backward"),
+    ("told", 1, "calls-empty-ranks", "list", "mixed", "two-samples", "forward_backward"),
+    ("told", 3, "empty-first-rank", "list", "weigh", "two-samples", "forward_backward"),
+    ("untold", 1, "C4c", "list", "weigh", "two-samples", "forward_backward"),
+    ("untold", 1, "uneven-ranks", "list", "late", "two-samples", "forward_backward"),
+    ("untold", 2, "fewer-than-ranks", "list", "terms", "one-sample", "forward_backward"),
+)  # fmt: skip
+JOBS = [
+    f"{told};{look_ahead};bits:{wrapper}:2:auto:{case}:{kind}:{loss}:{bound}:{way}:no-clip"
+    for told, look_ahead, case, kind, loss, bound, way in ROWS
+    for wrapper in WRAPPERS
+]
+GONE = ("OSError: sample 2 is gone", "PlanError: data rank 1 of 2: OSError: sample 2 is gone")
+NEGATIVE = "the weight of sample 2 is -4; expected a finite number, not negative"
+COUNTED = "weigh counted 9 from the data but the loss returned the weight 8 on data rank 1 of 2"
+DIFFER = f"LossContractError: {COUNTED}; {DISAGREE}"
+REFUSED = {  # what rank 1, where the mistake is, and rank 0 are told
+    "load": GONE,
+    "stand-in": GONE,
+    "weights": (f"PlanError: {NEGATIVE}", f"PlanError: data rank 1 of 2: {NEGATIVE}"),
+    "told wrong": (DIFFER, DIFFER),
+}
+
+
+def accumulator(**settings: Any) -> GradientAccumulator:
+    return GradientAccumulator(model_of_integers(), **{"micro_batch_size": 2, **settings})
+
+
+def no_thread_is_left() -> bool:
+    return not [thread for thread in threading.enumerate() if thread.name.startswith("megabatch")]
+
+
+@pytest.fixture(scope="module")
+def of_two_ranks(tmp_path_factory):
+    return launch(2, "tests.exact.deferred:job", [*JOBS, *REFUSED], tmp_path_factory.mktemp("deferred"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", JOBS)
+def test_same_bits_loads_and_memory_on_two_ranks(of_two_ranks, job):
+    told, look_ahead, name = job.split(";")
+    cell = Cell.parse(name)
+    times = {1} if told == "told" or cell.loss == "late" else {1, 2}  # the last sample is kept: it may stand in
+    for result in of_two_ranks[job]:
+        check(cell, result)
+        found = result["value"]
+        assert set(found["times"]) <= times
+        assert found["most"] <= int(look_ahead) + 1 + (cell.way == "open")  # the loop's own variable
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_mistake_on_one_rank_is_told_to_both(of_two_ranks, name):
+    own, other = REFUSED[name]
+    for result, expected_text in zip(of_two_ranks[name], (other, own), strict=True):
+        assert "error" not in result, result["error"]
+        told, gradient, then = result["value"]
+        assert told == expected_text
+        assert (gradient, then) == ("no gradient", "right")
+
+
+@pytest.mark.parametrize("look_ahead", [0, 1, 2, 99])
+@pytest.mark.parametrize("told", [None, TARGETS])
+@pytest.mark.parametrize("loss_fn", [weighed, squares])
+def test_same_bits_loads_and_memory(look_ahead, told, loss_fn):
+    census, loads = Census(), []
+    gradient = accumulator(collate=census)
+    gradient.forward_backward(counted(BATCH, loads, weights=told, look_ahead=look_ahead), loss_fn)
+    gradient.finalize()
+    assert same_bits(gradients(gradient.model), expected(gradient.model, BATCH))
+    twice = told is None and loss_fn is weighed
+    assert sorted(loads) == sorted([*range(7), *(range(6) if twice else [])])  # the last sample is kept
+    assert census.most <= look_ahead + 1
+    assert no_thread_is_left()
+
+
+def test_to_plan_loads_nothing():
+    loads: list[int] = []
+    batch = counted(BATCH, loads, weights=TARGETS)
+    assert accumulator().plan(batch) == accumulator().plan(BATCH)
+    assert loads == []
+
+
+def test_the_next_microbatch_is_made_while_one_runs():
+    arrived = [threading.Event() for _ in BATCH]
+    waited: list[bool] = []
+    gradient = accumulator()
+    order = gradient.plan(BATCH).microbatches
+
+    def load(index: int) -> Any:
+        arrived[index].set()
+        return BATCH[index]
+
+    def waiting(model, microbatch):
+        now = len(waited)
+        waited.append(all(arrived[row].wait(10) for rows in order[: now + 2] for row in rows))
+        far = [row for rows in order[now + 2 :] for row in rows]
+        assert not any(arrived[row].is_set() for row in far)
+        return squares(model, microbatch)
+
+    gradient.forward_backward(Deferred(load, LENGTHS, TARGETS), loss(weigh=count)(waiting))
+    assert waited == [True] * 4
+
+
+def test_a_load_that_raises_in_the_middle_leaves_nothing():
+    gradient = accumulator()
+    broken = gradient.plan(BATCH).microbatches[2][0]
+
+    def load(index: int) -> Any:
+        if index == broken:
+            raise OSError("the disk is gone")
+        return BATCH[index]
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        gradient.forward_backward(Deferred(load, LENGTHS, TARGETS), weighed)
+    assert all(each is None for each in gradients(gradient.model))
+    assert no_thread_is_left()
+    gradient.forward_backward(Deferred(BATCH.__getitem__, LENGTHS, TARGETS), weighed)
+    gradient.finalize()
+    assert same_bits(gradients(gradient.model), expected(gradient.model, BATCH))
+
+
+def test_a_loss_that_raises_and_a_loop_that_is_left_end_the_thread():
+    gradient, loads = accumulator(), []
+
+    def broken(model, microbatch):
+        raise ArithmeticError("no")
+
+    with pytest.raises(ArithmeticError):
+        gradient.forward_backward(counted(BATCH, loads), broken)
+    assert no_thread_is_left()
+    for _ in gradient.microbatches(counted(BATCH, loads, weights=TARGETS), count):
+        break
+    assert no_thread_is_left()
+    assert set(loads) <= {row for rows in gradient.plan(BATCH).microbatches[:2] for row in rows}
+
+
+@pytest.mark.parametrize("told", [[4, *TARGETS[1:]], [0] * 7, [*TARGETS[:-1], 2]])
+def test_a_wrong_weight_is_an_error(told):
+    gradient = accumulator()
+    batch = Deferred(BATCH.__getitem__, LENGTHS, told)
+
+    def in_an_open_loop():
+        for microbatch in gradient.microbatches(batch, count):
+            gradient.backward(squares(gradient.model, microbatch)[0])  # its weight is what weigh counts
+
+    for run in (lambda: gradient.forward_backward(batch, weighed), in_an_open_loop):
+        with pytest.raises(LossContractError, match=r"weigh counted \d+ from the data but the loss returned"):
+            run()
+    assert all(each is None for each in gradients(gradient.model))
+
+
+@pytest.mark.parametrize("wrong", [-1, 1])
+def test_a_wrong_length_is_an_error(wrong):
+    gradient = accumulator(micro_batch_size=None, max_microbatch_tokens=8)
+    batch = Deferred(BATCH.__getitem__, [LENGTHS[0] + wrong, *LENGTHS[1:]], TARGETS)
+    with pytest.raises(PlanError, match=f"sample 0 of Deferred has 5 tokens, but lengths says {5 + wrong}"):
+        gradient.forward_backward(batch, weighed)
+    assert all(each is None for each in gradients(gradient.model))
+
+
+def test_it_is_a_sequence_and_can_be_verified():
+    batch = Deferred(BATCH.__getitem__, LENGTHS)
+    assert (len(batch), batch[-1] is BATCH[-1]) == (7, True)
+    assert [each is other for each, other in zip(batch[1:3], BATCH[1:3], strict=True)] == [True, True]
+    assert all(map(torch.equal, [each["x"] for each in batch], [each["x"] for each in BATCH]))
+    assert verify(model_of_integers(), weighed, batch).ok
