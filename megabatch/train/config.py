@@ -1,7 +1,8 @@
 """Config: every key of a recipe, its type, its default and what it does.
 
 The docstring below a key is what `megabatch train --help` shows. What follows from other keys (gradient accumulation
-steps, updates per epoch) is derived and printed, and has no key.
+steps, updates per epoch) is derived and printed, and has no key. A value "module:function" or "file.py:function" names
+a function of the user's own; `own.py` says what each is called with.
 """
 
 from typing import Annotated, Literal
@@ -12,7 +13,10 @@ Count = Annotated[int, Field(ge=1, lt=2**63)]  # torch's and numpy's whole numbe
 Step = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Function = Annotated[str, Field(pattern=r"^[^:]+:[^:]+$")]
+Options = dict[str, object]
 
 
 class Section(BaseModel):
@@ -22,29 +26,92 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
-    """A causal language model of transformers, built from its config with fresh weights."""
+    """The model: give one of name, config and function."""
 
-    config: dict[str, object]
-    """What transformers' AutoConfig takes: model_type = "llama", hidden_size = 128, ..."""
+    name: str | None = None
+    """A causal language model of the Hugging Face hub, or a folder that save_pretrained has written: its weights."""
+    config: Options | None = None
+    """What transformers' AutoConfig takes: model_type = "llama", hidden_size = 128, ...: fresh weights."""
+    function: Function | None = None
+    """"module:function" that returns any torch module; called with model.options."""
+    options: Options = {}
+    """Keyword arguments of model.function."""
+    tokenizer: str | None = None
+    """A tokenizer of the hub or a folder; "bytes": a token a byte. None: that of model.name, else bytes."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
-    """Type of the parameters."""
+    """Type of the parameters, and of what the optimizer keeps."""
+    compute_dtype: Literal["bfloat16"] | None = None
+    """Compute in it and keep the parameters in dtype: autocast for plain and ddp, its own policy for fsdp2."""
+    attention: str | None = None
+    """transformers' name of an attention backend: "sdpa", "eager", "flash_attention_2", "flex_attention", ...
+    None: what transformers takes."""
+    activation_checkpointing: bool = False
+    """Recompute each layer in backward: less memory, about a third more time."""
+    compile: bool = False
+    """torch.compile, layer by layer."""
+    freeze: list[str] = []
+    """Parameters that stay as they are, by patterns as of file names: "*.embed_tokens.*", "model.layers.0.*"."""
 
 
-class DataConfig(Section):
-    """Pairs of a prompt, which is not trained on, and a response, as byte tokens."""
+class SourceConfig(Section):
+    """Rows of text: a file, files, a folder or a data set of the hub."""
 
-    source: Literal["stdlib", "jsonl"] = "stdlib"
-    """stdlib: the functions of Python's own standard library; jsonl: a file with one object a line."""
-    path: str | None = None
-    """The file of source = "jsonl"."""
-    prompt_field: str = "prompt"
-    """Field of a jsonl object that holds the prompt."""
-    response_field: str = "response"
-    """Field of a jsonl object that holds the response."""
+    path: str | list[str] | None = None
+    """A file, a glob ("data/*.jsonl"), a list of them, a folder that datasets' save_to_disk wrote, or a hub id."""
+    source: Literal["stdlib", "jsonl", "csv", "parquet", "text", "saved", "hub"] | None = None
+    """What path is; None: seen by its ending. stdlib: the functions of Python's own standard library; no path."""
+    subset: str | None = None
+    """Configuration of a hub data set."""
+    split: str = "train"
+    """Split of a saved or hub data set."""
+    text_field: str | None = None
+    """Field of plain text, all of it learned. Default: "text"."""
+    prompt_field: str | None = None
+    """Field of a prompt, which is not learned. Default: "prompt"."""
+    response_field: str | None = None
+    """Field of the response to it, which is learned. Default: "response"."""
+    messages_field: str | None = None
+    """Field of a chat, [{role, content}, ...], of which the assistant's turns are learned. Default: "messages"."""
     max_samples: Count | None = None
     """Read no more samples than this; None: all."""
+    weight: Positive | None = None
+    """In a mixture: its share of an epoch's samples, by weight over the sum of weights."""
+
+
+class DataConfig(SourceConfig):
+    """What is trained on: one source, or a mixture of them, or a function's samples."""
+
+    mixture: dict[str, SourceConfig] = {}
+    """Named sources, in place of path: [data.mixture.code] path = ... weight = 2. Without weights every sample is seen
+    once an epoch; with them (all or none) an epoch ends when a source is used up, and the others go on in the next."""
+    function: Function | None = None
+    """"module:function" that returns samples, or {"train": samples, "a name": samples}; called with data.options."""
+    options: Options = {}
+    """Keyword arguments of data.function."""
     max_sample_tokens: Count | None = None
-    """Leave out samples that are longer; None: a sample that does not fit into a microbatch is an error."""
+    """Leave out longer samples; None: a sample that does not fit into a microbatch is an error."""
+    pack_tokens: Count | None = None
+    """Pack documents of plain text into rows of so many tokens; longer documents are cut. None: a document a sample."""
+    broken_rows: Literal["stop", "skip"] = "stop"
+    """A row that cannot be read, or has no text in its fields: stop and name it, or skip and count it."""
+    streaming: bool = False
+    """Read while training, never whole: no cache, no number of updates known beforehand."""
+    shuffle_window: Count = 10_000
+    """Samples of a stream that are shuffled at a time."""
+    num_workers: Step = 0
+    """Processes that load samples while the model trains."""
+    look_ahead: Step | None = None
+    """Load an update's samples when their microbatch comes, so many microbatches ahead, for images and long text; they
+    are read twice then, to be counted and to be run. None: an update is in memory whole before it runs."""
+    cache: str | None = None
+    """Folder of tokenised data; None: megabatch's in the user's cache folder."""
+
+
+class LossConfig(Section):
+    """What is minimised."""
+
+    function: Function = "megabatch.losses:next_token"
+    """(model, microbatch) -> (total, weight), or several named ones; see megabatch.loss."""
 
 
 class UpdateConfig(Section):
@@ -65,49 +132,84 @@ class UpdateConfig(Section):
 
 
 class OptimConfig(Section):
-    """AdamW and its learning rate."""
+    """The optimizer and its learning rate. Everything counts updates."""
 
+    name: str = "AdamW"
+    """An optimizer of torch.optim: "AdamW", "SGD", "Adafactor", ..."""
+    function: Function | None = None
+    """"module:function" that makes the optimizer in place of name; called with the parameter groups, lr and options."""
+    options: Options = {}
+    """Further keyword arguments of the optimizer: momentum = 0.9, fused = false, ..."""
     lr: Rate = 1e-3
     """Peak learning rate."""
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)
-    """Decay of AdamW's two moments."""
+    """Decay of the two moments, of an optimizer that has them."""
     weight_decay: Rate = 0.1
     """Weight decay of matrices; vectors (norms, biases) have none."""
     warmup_steps: Step = 0
     """Updates over which the learning rate rises from zero."""
-    schedule: Literal["cosine", "constant"] = "cosine"
-    """After the warmup: fall to a tenth along a cosine, or stay."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """After the warmup: fall along a cosine or a line, stay, or stay and fall at the end (wsd)."""
     decay_steps: Count | None = None
-    """Updates until the cosine is down; None: those of max_epochs. Not max_steps: a run that stops early and is
+    """Updates until the learning rate is down; None: those of max_epochs. Not max_steps: a run that stops early and is
     resumed is the same run."""
+    cooldown_steps: Count | None = None
+    """Updates of wsd's fall; None: a tenth of decay_steps."""
+    final_lr_share: Share = 0.1
+    """Share of the peak learning rate at which a schedule ends."""
+    ema_decay: Beta | None = None
+    """Keep an average of the weights, after each update ema_decay * average + (1 - ema_decay) * weights; it is what is
+    evaluated and exported. None: no average."""
 
 
 class EvalConfig(Section):
-    """Loss on held-out samples that are never trained on."""
+    """Losses on samples that are never trained on."""
 
     every: Count | None = 10
     """Updates between two evaluations; None: only at the start and at the end."""
     num_samples: Step = 64
-    """Samples held out, at most a tenth of the data."""
+    """Samples of the training data that are held out, at most a tenth of it; 0: none. The set's name is "held-out"."""
+    sets: dict[str, SourceConfig] = {}
+    """Further named sets: [eval.sets.code] path = ..."""
+    watch: str | None = None
+    """The set whose loss says which checkpoint is best and when to stop early; None: "held-out", or the first."""
+    patience: Count | None = None
+    """Stop after so many evaluations in which that loss has not fallen below its best; None: never."""
+    metrics: Function | None = None
+    """"module:function": (model, microbatch) -> {name: (total, weight)}, summed exactly over every set."""
+    function: Function | None = None
+    """"module:function": (event) -> {name: number}, a whole evaluation of one's own, run on every rank."""
 
 
 class RunConfig(Section):
     """Where a run is written, how long it lasts, how it goes on."""
 
     folder: Annotated[str, Field(min_length=1)]
-    """Folder of metrics.jsonl, checkpoints/ and report.png. Default: runs/ and the recipe's name."""
+    """Folder of everything that a run writes. Default: runs/ and the recipe's name."""
     max_steps: Count | None = None
     """Stop after this many updates; None: when the data has been seen max_epochs times."""
     max_epochs: Count = 1
     """Passes over the data."""
     save_every: Count | None = None
     """Updates between two checkpoints; None: one at the end."""
+    keep_last: Count | None = None
+    """Keep only the last so many checkpoints; None: all."""
+    keep_best: bool | None = None
+    """Write a checkpoint when the loss on eval.watch is the lowest so far, and keep it. None: with eval.patience."""
     resume: bool = False
     """Go on from the latest checkpoint in the folder, as if never stopped."""
     seed: Step = 0
     """Of weights, order of samples, held-out set and dropout."""
     device: Literal["cpu", "cuda"] | None = None
     """None: cuda if there is one."""
+    tensorboard: bool = True
+    """Write the metrics for TensorBoard too."""
+    profile_steps: list[Count] = []
+    """Updates of which a profiler's trace is written."""
+    after_update: Function | None = None
+    """"module:function": (event) -> None, called on every rank after each update."""
+    after_evaluation: Function | None = None
+    """"module:function": (event) -> None, called on every rank after each evaluation."""
 
 
 class ParallelConfig(Section):
@@ -122,6 +224,7 @@ class Config(Section):
 
     model: ModelConfig
     data: DataConfig = DataConfig()
+    loss: LossConfig = LossConfig()
     update: UpdateConfig
     optim: OptimConfig = OptimConfig()
     eval: EvalConfig = EvalConfig()

@@ -5,73 +5,42 @@ Every mistake is a `MegabatchError` of one line.
 """
 
 import contextlib
-import difflib
 import io
 import tomllib
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, cast, get_args
 
 import tyro
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from megabatch.errors import MegabatchError
-from megabatch.train.config import Config, Section
+from megabatch.train.config import Config
+from megabatch.train.keys import (
+    is_named_sources,
+    is_options,
+    known_keys,
+    sections,
+    type_of,
+    unknown_key,
+    unknown_section,
+)
 
 Layer = dict[str, Any]
 
-DERIVED = "derived, never set: set update.global_batch_size and update.micro_batch_size"
-FOREIGN_KEYS = {
-    **dict.fromkeys(
-        ("local_batch_size", "per_device_train_batch_size", "batch_size", "train_micro_batch_size_per_gpu", "mbs"),
-        "here it is update.micro_batch_size",
-    ),
-    **dict.fromkeys(
-        ("train_batch_size", "total_batch_size", "global_bsz", "gbs"), "here it is update.global_batch_size"
-    ),
-    **dict.fromkeys(
-        ("gradient_accumulation_steps", "accumulate_grad_batches", "num_microbatches", "grad_accum_steps"),
-        f"it is {DERIVED}",
-    ),
-    **dict.fromkeys(("max_grad_norm", "clip_grad", "gradient_clip_val"), "here it is update.max_norm"),
-    **dict.fromkeys(("max_tokens_per_gpu", "max_token_len_per_gpu"), "here it is update.max_microbatch_tokens"),
-    **dict.fromkeys(("learning_rate",), "here it is optim.lr"),
-    **dict.fromkeys(("output_dir", "save_dir"), "here it is run.folder"),
-    **dict.fromkeys(("save_steps", "save_interval"), "here it is run.save_every"),
-    **dict.fromkeys(("num_train_epochs", "epochs"), "here it is run.max_epochs"),
-}
 EXPECTED = {  # where pydantic's own words do not say what to write
     "optim.betas": "it must be two numbers of at least 0 and below 1, 0.9,0.95 say",
     "run.folder": "it must name a folder",
+    "data.path": "it must be a path, or a list of paths",
 }
 BOUNDS = ("micro_batch_size", "max_microbatch_tokens")
-
-
-def known_keys() -> dict[str, Any]:
-    """Dotted key → the type of its value."""
-    return {
-        f"{section}.{key}": field.rebuild_annotation()
-        for section, model in sections().items()
-        for key, field in model.model_fields.items()
-    }
-
-
-def sections() -> dict[str, type[Section]]:
-    """Name of a section → its class."""
-    return {name: field.annotation for name, field in Config.model_fields.items()}  # pyright: ignore
-
-
-def unknown_key(key: str, where: str) -> MegabatchError:
-    """The error for a key that is not ours: who it may be instead, by its last part or by its spelling."""
-    name = key.rpartition(".")[2]
-    if name in FOREIGN_KEYS:
-        return MegabatchError(f"unknown key {key} {where}; {FOREIGN_KEYS[name]}")
-    known = list(known_keys())
-    by_name = {dotted.rpartition(".")[2]: dotted for dotted in known}
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
-    near = near or [by_name[close] for close in difflib.get_close_matches(name, by_name, n=1, cutoff=0.6)]
-    near = near or difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-    return MegabatchError(f"unknown key {key} {where}; the nearest key is {near[0]}")
+MODELS = ("name", "config", "function")
+ALTERNATIVES = {  # of which an override of one replaces the others
+    "update": [{key} for key in BOUNDS],
+    "model": [{key} for key in MODELS],
+    "data": [{"path", "source"}, {"mixture"}, {"function", "options"}],
+}
 
 
 def read_recipe(path: Path) -> Layer:
@@ -89,25 +58,43 @@ def read_recipe(path: Path) -> Layer:
             f"{path} has a number of thousands of digits, or is nested too deeply; write values that a key can have"
         ) from None
     for section, table in layer.items():
-        if section not in sections() and not isinstance(table, dict):
-            raise unknown_key(section, f"in {path}")
-        if section not in sections():
-            raise unknown_section(section, table, f"in {path}")
+        check_section(section, table, path)
+    return {section: with_none(section, table) for section, table in layer.items()}
+
+
+def with_none(section: str, table: Layer) -> Layer:
+    """The table in which "none" is no value, for which TOML has no word, where the key may have none and is no text."""
+    kinds = {key: get_args(type_of(f"{section}.{key}")) for key in table}
+    return {
+        key: None if value == "none" and NoneType in kinds[key] and str not in kinds[key] else value
+        for key, value in table.items()
+    }
+
+
+def check_section(section: str, table: Any, path: Path) -> None:
+    """Raise where a section is none, or where one of its keys is unknown."""
+    if section not in sections():
+        where = f"in {path}"
+        raise unknown_section(section, table, where) if isinstance(table, dict) else unknown_key(section, where)
+    if not isinstance(table, dict):
+        raise MegabatchError(f"{section} is {table!r} in {path}; it is a table: write [{section}] and keys below")
+    for key, value in cast(Layer, table).items():
+        annotation = type_of(f"{section}.{key}")
+        if annotation is None:
+            raise unknown_key(f"{section}.{key}", f"in {path}")
+        if is_named_sources(annotation):
+            check_named(f"{section}.{key}", value, path)
+
+
+def check_named(key: str, sources: Any, path: Path) -> None:
+    """Raise where a table of named sources is none, or where one of them has an unknown key."""
+    named = cast(Layer, sources).items() if isinstance(sources, dict) else [("NAME", sources)]
+    for name, table in named:
         if not isinstance(table, dict):
-            raise MegabatchError(f"{section} is {table!r} in {path}; it is a table: write [{section}] and keys below")
-        for key in table:
-            if f"{section}.{key}" not in known_keys():
-                raise unknown_key(f"{section}.{key}", f"in {path}")
-    return layer
-
-
-def unknown_section(section: str, table: Layer, where: str) -> MegabatchError:
-    """The error for a table that is not ours; a known foreign key in it says more than its own name."""
-    for key in table:
-        if key in FOREIGN_KEYS:
-            return unknown_key(f"{section}.{key}", where)
-    near = difflib.get_close_matches(section, sections(), n=1, cutoff=0.0)
-    return MegabatchError(f"unknown section [{section}] {where}; the nearest section is [{near[0]}]")
+            raise MegabatchError(f"{key}.{name} is {table!r} in {path}; it is a table: write [{key}.{name}]")
+        for part in cast(Layer, table):
+            if type_of(f"{key}.{name}.{part}") is None:
+                raise unknown_key(f"{key}.{name}.{part}", f"in {path}")
 
 
 def read_overrides(arguments: list[str]) -> Layer:
@@ -121,34 +108,46 @@ def read_overrides(arguments: list[str]) -> Layer:
         name, given, text = argument[2:].partition("=")
         if not given:
             text = waiting.pop(0) if waiting and not waiting[0].startswith("--") else "true"
-        set_override(layer, name.replace("-", "_"), text)
+        set_override(layer, name if is_named(name) else name.replace("-", "_"), text)
     return layer
 
 
+def is_named(key: str) -> bool:
+    """Whether the key is of a named source, whose name may hold what it likes."""
+    return is_named_sources(type_of(".".join(key.split(".")[:2])))
+
+
 def set_override(layer: Layer, key: str, text: str) -> None:
-    """Put one override into the layer; below model.config any key goes, for transformers knows them."""
-    section, *path = key.split(".")
-    if key.startswith("model.config.") and len(path) == 2:
-        layer.setdefault(section, {}).setdefault("config", {})[path[1]] = read_toml_value(text)
-        return
-    if key == "model.config":
-        raise MegabatchError(
-            f"model.config is {text!r} on the command line; write --model.config.key=value for its keys"
-        )
-    if key not in known_keys():
+    """Put one override into the layer."""
+    annotation = type_of(key)
+    if annotation is None:
         raise unknown_key(key, "on the command line")
-    layer.setdefault(section, {})[path[0]] = read_value(text, known_keys()[key])
+    if is_options(annotation) or is_named_sources(annotation):
+        raise MegabatchError(f"{key} is {text!r} on the command line; write --{key}.key=value for its keys")
+    *tables, last = key.split(".")
+    for table in tables:
+        layer = layer.setdefault(table, {})
+    layer[last] = read_toml_value(text) if annotation is object else read_value(text, annotation)
 
 
 def read_value(text: str, annotation: Any) -> object:
     """The text as a value of that type; the text itself where it is none, for the validation to name it."""
+    kind = str(annotation)
+    if "list[" in kind:
+        whole = read_toml_value(text)
+        return whole if isinstance(whole, list) else text if "str |" in kind else read_words(text, kind)
     spelled = {"true": "True", "false": "False", "none": "None", "null": "None"}.get(text.lower(), text)
-    words = spelled.strip("[]()").replace(",", " ").split() if "tuple" in str(annotation) else [spelled]
+    words = spelled.strip("[]()").replace(",", " ").split() if "tuple" in kind else [spelled]
     try:
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
             return tyro.cli(annotation, args=words, console_outputs=False)
     except SystemExit:
         return text
+
+
+def read_words(text: str, kind: str) -> list[object]:
+    """The parts of "a,b,c" as words, or as TOML reads them."""
+    return [word if "list[str]" in kind else read_toml_value(word) for word in text.split(",") if word]
 
 
 def read_toml_value(text: str) -> object:
@@ -170,8 +169,12 @@ def load_config(path: Path, arguments: list[str]) -> Config:
             f"neither update.micro_batch_size nor update.max_microbatch_tokens is set in {path}; "
             "give one: samples per forward, or padded tokens per forward"
         )
-    if config.data.source == "jsonl" and config.data.path is None:
-        raise MegabatchError(f'data.source is "jsonl" and data.path is missing; set it in {path} to the file to read')
+    given = [key for key in MODELS if getattr(config.model, key) is not None]
+    if len(given) != 1:
+        raise MegabatchError(
+            f"{' and '.join(f'model.{key}' for key in given) or 'no model'} set in {path}; give one of model.name "
+            "(weights), model.config (fresh ones) and model.function (your own)"
+        )
     return config
 
 
@@ -185,14 +188,22 @@ def check_one_bound(layer: Layer, where: str) -> None:
 
 
 def merge(file: Layer, overrides: Layer) -> Layer:
-    """The file's layer with the overrides on top; an override of one microbatch bound replaces the other one."""
-    merged = {section: {**file.get(section, {}), **overrides.get(section, {})} for section in {**file, **overrides}}
-    if "config" in overrides.get("model", {}) and isinstance(file.get("model", {}).get("config"), dict):
-        merged["model"]["config"] = {**file["model"]["config"], **overrides["model"]["config"]}
-    given = overrides.get("update", {})
-    for key, other in (BOUNDS, BOUNDS[::-1]):
-        if given.get(key) is not None and other not in given:
-            merged["update"].pop(other, None)
+    """The file's layer with the overrides on top; one of several alternatives replaces the file's other ones."""
+    merged = merged_tables(file, overrides)
+    for section, alternatives in ALTERNATIVES.items():
+        above = {key for key, value in overrides.get(section, {}).items() if value is not None}
+        chosen = set[str]().union(*(keys for keys in alternatives if keys & above))
+        for key in set[str]().union(*alternatives) - chosen if chosen else ():
+            merged[section].pop(key, None)
+    return merged
+
+
+def merged_tables(below: Layer, above: Layer) -> Layer:
+    """One table on top of another, tables within them too."""
+    merged = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = merged_tables(merged[key], cast(Layer, value)) if both else value
     return merged
 
 
@@ -209,17 +220,24 @@ def check(layer: Layer, path: Path, overrides: Layer) -> Config:
 
 def explain(error: ErrorDetails, path: Path, overrides: Layer) -> MegabatchError:
     """One line out of one of pydantic's errors: what was seen, what was expected, what to change."""
-    section, key = (str(part) for part in error["loc"][:2])
+    parts = [str(part) for part in error["loc"]]
+    nested = is_named_sources(known_keys().get(".".join(parts[:2])))
+    section, *rest = parts[: 4 if nested else 2]
+    key = ".".join([section, *rest])
     if error["type"] == "missing" and len(error["loc"]) == 2:
-        return MegabatchError(f"{section}.{key} is missing; set it in {path}, below [{section}]")
-    expected = EXPECTED.get(f"{section}.{key}") or (
-        error["msg"]
-        .replace("Input should be", "it must be")
-        .replace("valid integer", "whole number")
-        .replace("greater than or equal to", "at least")
-    )
-    place = "on the command line" if key in overrides.get(section, {}) else f"in {path}"
-    return MegabatchError(f"{section}.{key} is {shortened(repr(error['input']))}; {expected}: change it {place}")
+        return MegabatchError(f"{key} is missing; set it in {path}, below [{section}]")
+    if error["type"] == "string_pattern_mismatch":
+        expected = 'it must be "module:function" or "file.py:function"'
+    else:
+        expected = EXPECTED.get(f"{'data' if nested else section}.{rest[-1]}") or (
+            error["msg"]
+            .replace("Input should be", "it must be")
+            .replace("valid integer", "whole number")
+            .replace("valid dictionary", "table")
+            .replace("greater than or equal to", "at least")
+        )
+    place = "on the command line" if rest[0] in overrides.get(section, {}) else f"in {path}"
+    return MegabatchError(f"{key} is {shortened(repr(error['input']))}; {expected}: change it {place}")
 
 
 def shortened(text: str) -> str:

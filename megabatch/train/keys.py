@@ -1,0 +1,106 @@
+"""Keys: which there are, of which type, and whom an unknown one may have meant."""
+
+import difflib
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
+
+from megabatch.errors import MegabatchError
+from megabatch.train.config import Config, Options, Section, SourceConfig
+
+DERIVED = "derived, never set: set update.global_batch_size and update.micro_batch_size"
+FOREIGN_KEYS = {  # name elsewhere -> where it is here
+    **dict.fromkeys(
+        ("local_batch_size", "per_device_train_batch_size", "batch_size", "train_micro_batch_size_per_gpu", "mbs"),
+        "here it is update.micro_batch_size",
+    ),
+    **dict.fromkeys(
+        ("train_batch_size", "total_batch_size", "global_bsz", "gbs"), "here it is update.global_batch_size"
+    ),
+    **dict.fromkeys(
+        ("gradient_accumulation_steps", "accumulate_grad_batches", "num_microbatches", "grad_accum_steps"),
+        f"it is {DERIVED}",
+    ),
+    **dict.fromkeys(("max_grad_norm", "clip_grad", "gradient_clip_val"), "here it is update.max_norm"),
+    **dict.fromkeys(("max_tokens_per_gpu", "max_token_len_per_gpu"), "here it is update.max_microbatch_tokens"),
+    **dict.fromkeys(("learning_rate",), "here it is optim.lr"),
+    **dict.fromkeys(("lr_scheduler_type", "lr_scheduler"), "here it is optim.schedule"),
+    **dict.fromkeys(("warmup_ratio",), "here it is optim.warmup_steps, in updates"),
+    **dict.fromkeys(("output_dir", "save_dir"), "here it is run.folder"),
+    **dict.fromkeys(("save_steps", "save_interval"), "here it is run.save_every"),
+    **dict.fromkeys(("save_total_limit",), "here it is run.keep_last"),
+    **dict.fromkeys(("num_train_epochs", "epochs"), "here it is run.max_epochs"),
+    **dict.fromkeys(("eval_steps", "eval_interval"), "here it is eval.every"),
+    **dict.fromkeys(("early_stopping_patience",), "here it is eval.patience"),
+    **dict.fromkeys(("model_name_or_path", "base_model", "pretrained_model_name_or_path"), "here it is model.name"),
+    **dict.fromkeys(("bf16", "fp16", "mixed_precision"), "here it is model.compute_dtype"),
+    **dict.fromkeys(("torch_dtype",), "here it is model.dtype"),
+    **dict.fromkeys(("attn_implementation", "flash_attention"), "here it is model.attention"),
+    **dict.fromkeys(("gradient_checkpointing",), "here it is model.activation_checkpointing"),
+    **dict.fromkeys(("torch_compile",), "here it is model.compile"),
+    **dict.fromkeys(("dataset", "dataset_name", "dataset_path", "train_file", "data_files"), "here it is data.path"),
+    **dict.fromkeys(("max_seq_length", "max_length", "cutoff_len"), "here it is data.max_sample_tokens"),
+    **dict.fromkeys(("packing", "sample_packing", "seq_len", "sequence_len"), "here it is data.pack_tokens"),
+    **dict.fromkeys(("dataloader_num_workers",), "here it is data.num_workers"),
+}
+
+
+def sections() -> dict[str, type[Section]]:
+    """Name of a section → its class."""
+    return {name: field.annotation for name, field in Config.model_fields.items()}  # pyright: ignore
+
+
+def fields_of(section: type[Section]) -> dict[str, Any]:
+    """Key of a section → the type of its value."""
+    return {key: field.rebuild_annotation() for key, field in section.model_fields.items()}
+
+
+def known_keys() -> dict[str, Any]:
+    """Dotted key → the type of its value; without the keys of named sources and of options."""
+    return {f"{name}.{key}": kind for name, section in sections().items() for key, kind in fields_of(section).items()}
+
+
+def is_options(annotation: Any) -> bool:
+    """Whether the value is a table in which any key goes, for somebody else knows them."""
+    members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    return Options in members
+
+
+def is_named_sources(annotation: Any) -> bool:
+    """Whether the value is a table of named sources."""
+    return get_origin(annotation) is dict and get_args(annotation)[1] is SourceConfig
+
+
+def type_of(key: str) -> Any:
+    """The type of the value of a dotted key, in options and named sources too; None for a key that is not ours."""
+    first, rest = ".".join(key.split(".")[:2]), key.split(".")[2:]
+    annotation = known_keys().get(first)
+    if annotation is not None and is_options(annotation):
+        return {0: annotation, 1: object}.get(len(rest))
+    if annotation is not None and is_named_sources(annotation):
+        return annotation if not rest else fields_of(SourceConfig).get(rest[1]) if len(rest) == 2 else None
+    return annotation if not rest else None
+
+
+def unknown_key(key: str, where: str) -> MegabatchError:
+    """The error for a key that is not ours: who it may be instead, by its last part or by its spelling."""
+    name = key.rpartition(".")[2]
+    if name in FOREIGN_KEYS:
+        return MegabatchError(f"unknown key {key} {where}; {FOREIGN_KEYS[name]}")
+    known = list(known_keys())
+    table = key.rpartition(".")[0]
+    if len(key.split(".")) == 4 and is_named_sources(known_keys().get(".".join(key.split(".")[:2]))):
+        known = [f"{table}.{field}" for field in fields_of(SourceConfig)]
+    by_name = {dotted.rpartition(".")[2]: dotted for dotted in known}
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
+    near = near or [by_name[close] for close in difflib.get_close_matches(name, by_name, n=1, cutoff=0.6)]
+    near = near or difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+    return MegabatchError(f"unknown key {key} {where}; the nearest key is {near[0]}")
+
+
+def unknown_section(section: str, table: dict[str, Any], where: str) -> MegabatchError:
+    """The error for a table that is not ours; a known foreign key in it says more than its own name."""
+    for key in table:
+        if key in FOREIGN_KEYS:
+            return unknown_key(f"{section}.{key}", where)
+    near = difflib.get_close_matches(section, sections(), n=1, cutoff=0.0)
+    return MegabatchError(f"unknown section [{section}] {where}; the nearest section is [{near[0]}]")
