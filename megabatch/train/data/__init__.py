@@ -1,0 +1,1 @@
+"""Data: from files of text to the samples of an update."""

@@ -1,0 +1,245 @@
+"""Loader: this rank's samples, update by update, read here or by processes that run ahead of the training.
+
+With every update comes the state after it, so that a run goes on after the last one it was given, however far ahead
+others have been read; neither their number nor that of ranks changes what is trained on.
+"""
+
+from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import asdict, dataclass
+from itertools import chain, islice
+from typing import Any, cast
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from megabatch import UpdateSampler
+from megabatch.batch import Deferred
+from megabatch.errors import MegabatchError, PlanError
+from megabatch.train.config import Config
+from megabatch.train.data.delivery import Delivery, State, from_workers, options, received, with_tensors
+from megabatch.train.data.function import drawing
+from megabatch.train.data.load import Data
+from megabatch.train.data.mixture import Measured
+from megabatch.train.data.samples import Skipped
+from megabatch.train.data.stream import Stream, place_of, share_of, updates
+from megabatch.train.ranks import Ranks
+
+Share = tuple[list[int], State]  # sample ids of an update, and the state after it
+
+
+@dataclass(frozen=True)
+class NumUpdates:
+    """How many updates there are."""
+
+    of_data: int | None  # that run.max_epochs passes over the data make; None: a stream does not know
+    of_run: int | None  # that this run makes: fewer with run.max_steps; None: until the stream ends
+
+
+def count_updates(config: Config, num_samples: int | None) -> NumUpdates:
+    """The updates of the whole run, from its first one on; ``num_samples``: of an epoch, None for a stream."""
+    size, epochs, max_steps = config.update.global_batch_size, config.run.max_epochs, config.run.max_steps
+    if num_samples is None:
+        return NumUpdates(None, max_steps)
+    match config.update.tail:
+        case "step":
+            of_data = epochs * -(-num_samples // size)
+        case "drop":
+            of_data = epochs * (num_samples // size)
+        case "carry":
+            of_data = epochs * num_samples // size
+    return NumUpdates(of_data, min(of_data, max_steps or of_data))
+
+
+class Shares(Dataset[Delivery]):
+    """Deliveries of samples that can be had by number; `UpdateSampler` says which."""
+
+    max_workers = 1024
+
+    def __init__(self, data: Data, config: Config, ranks: Ranks, num_updates: int) -> None:
+        self._samples = cast(Measured, data.train)
+        self._num_updates, self._seed = num_updates, config.run.seed
+        self._draws, self._look_ahead = config.data.function is not None, config.data.look_ahead
+        self._sampler = UpdateSampler(
+            self._samples.lengths.tolist(),
+            global_batch_size=config.update.global_batch_size,
+            seed=config.run.seed,
+            dp_rank=ranks.rank,
+            dp_degree=ranks.size,
+            tail=config.update.tail,
+            order=data.order,  # pyright: ignore[reportArgumentType]  # an array of ids is a sequence of them
+        )
+
+    def start(self) -> State:
+        """The state before the first update."""
+        return {"updates": 0, **self._sampler.state_dict()}
+
+    def check(self, state: State) -> None:
+        """Raise `PlanError` where a state is of other data or another seed."""
+        copy(self._sampler).load_state_dict(state)
+
+    def shares(self, state: State) -> Iterator[Share]:
+        """The sample ids of every update after ``state``."""
+        sampler = copy(self._sampler)  # where it stands is its iterator's own matter
+        sampler.load_state_dict(state)
+        number = state["updates"]
+        while number < self._num_updates:
+            for ids in sampler:
+                number += 1
+                yield ids, {"updates": number, **sampler.state_dict()}
+                if number == self._num_updates:
+                    return
+
+    def deliveries(self, state: State) -> Iterator[Delivery]:
+        """Every update after ``state``, read in this process."""
+        return map(self.__getitem__ if self._look_ahead is None else self._deferred, self.shares(state))
+
+    def loader(self, state: State, num_workers: int) -> "DataLoader[Delivery]":
+        """Every update after ``state``, read by others."""
+        return DataLoader(self, sampler=Once(self.shares(state)), **options(num_workers))  # pyright: ignore
+
+    def __getitem__(self, index: Share) -> Delivery:
+        ids, state = index
+        try:
+            return Delivery([self._read(number, state["updates"]) for number in ids], state)
+        except MegabatchError as error:
+            return Delivery([], state, str(error))
+
+    def _deferred(self, share: Share) -> Delivery:
+        """An update whose samples are read when their microbatch comes."""
+        ids, state = share
+        lengths: list[int] = self._samples.lengths[ids].tolist()
+
+        def load(index: int) -> Any:
+            return with_tensors(self._read(ids[index], state["updates"]))
+
+        return Delivery(Deferred(load, lengths, look_ahead=self._look_ahead or 0), state)
+
+    def _read(self, number: int, update: int) -> Any:
+        """A sample; one that draws random numbers draws the same ones whichever process reads it."""
+        if not self._draws:
+            return self._samples[number]
+        with drawing(self._seed, update, number):
+            return self._samples[number]
+
+
+class Streamed(IterableDataset[Delivery]):
+    """Deliveries of a stream, which is read from one end to the other, so by one process."""
+
+    max_workers = 1
+
+    def __init__(self, stream: Stream, ranks: Ranks, num_updates: int | None) -> None:
+        self._stream, self._ranks, self._num_updates = stream, ranks, num_updates
+        self._state = self.start()  # where iteration starts
+
+    def start(self) -> State:
+        """The state before the first update."""
+        return {"updates": 0, **self._stream.start().to_json(), "skipped": asdict(Skipped())}
+
+    def check(self, state: State) -> None:
+        """Raise `PlanError` where a state is of another number of sources."""
+        expected = len(self._stream.sources)
+        if len(state["offsets"]) != expected:
+            raise PlanError(
+                f"the stream's state is of {len(state['offsets'])} sources but data has {expected}; give the same data"
+            )
+
+    def deliveries(self, state: State) -> Iterator[Delivery]:
+        """Every update after ``state``, read in this process."""
+        number, after = state["updates"], state
+        try:
+            for update in islice(updates(self._stream, place_of(state)), self._num_left(state)):
+                number += 1
+                after = {"updates": number, **update.after.to_json(), "skipped": asdict(update.skipped)}
+                yield Delivery(share_of(update.samples, self._ranks.rank, self._ranks.size), after)
+        except MegabatchError as error:
+            yield Delivery([], after, str(error))
+
+    def _num_left(self, state: State) -> int | None:
+        return None if self._num_updates is None else max(0, self._num_updates - state["updates"])
+
+    def loader(self, state: State, num_workers: int) -> "DataLoader[Delivery]":
+        """Every update after ``state``, read by another process."""
+        self._state = state
+        return DataLoader(self, **options(num_workers))  # pyright: ignore
+
+    def __iter__(self) -> Iterator[Delivery]:
+        return self.deliveries(self._state)
+
+
+class Once(Sampler[Share]):
+    """What a DataLoader asks for, from an iterator."""
+
+    def __init__(self, shares: Iterator[Share]) -> None:
+        self._shares = shares
+
+    def __iter__(self) -> Iterator[Share]:
+        return self._shares
+
+
+class Updates:
+    """This rank's samples of every update that is left; it goes on wherever a state of it was taken."""
+
+    def __init__(self, data: Data, config: Config, ranks: Ranks) -> None:
+        self._config = config
+        self.num_updates = count_updates(config, data.epoch_size)
+        if self.num_updates.of_run == 0:
+            raise MegabatchError(no_update(config))
+        if isinstance(data.train, Stream):
+            self._source = Streamed(data.train, ranks, self.num_updates.of_run)
+        else:
+            self._source = Shares(data, config, ranks, cast(int, self.num_updates.of_run))
+        self._state = self._source.start()
+        self._ahead: tuple[Delivery, Iterator[Delivery]] | None = None  # read by peek(): the next one, and the rest
+
+    @property
+    def skipped(self) -> Skipped:
+        """What a stream has left out of its present pass; of other data `load_data` has said it."""
+        return Skipped(**self._state.get("skipped", {}))
+
+    def peek(self) -> Sequence[Any]:
+        """This rank's samples of the next update, which is still to come; none at the end of the run."""
+        if self._ahead is None:
+            deliveries = self._source.deliveries(self._state)
+            first = next(deliveries, None)
+            if first is None:
+                return self._nothing_left()
+            self._ahead = (received(first), deliveries)
+        return self._ahead[0].samples
+
+    def __iter__(self) -> Iterator[Sequence[Any]]:
+        for delivery in self._deliveries():
+            self._state, self._ahead = delivery.state, None
+            yield delivery.samples
+
+    def state_dict(self) -> State:
+        """Where the run stands after the last update that was handed out, as JSON; whatever the number of ranks."""
+        return self._state
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on where ``state`` was taken. Raises `PlanError` where it is of other data or another seed."""
+        self._source.check(state)
+        self._state, self._ahead = state, None
+
+    def _deliveries(self) -> Iterator[Delivery]:
+        num_workers = min(self._config.data.num_workers, self._source.max_workers)
+        if num_workers:
+            self._ahead = None
+            return map(received, from_workers(self._source.loader(self._state, num_workers), self._config))
+        if self._ahead is not None:
+            first, rest = self._ahead
+            return chain([first], map(received, rest))
+        return map(received, self._source.deliveries(self._state))
+
+    def _nothing_left(self) -> list[Any]:
+        if not self._state["updates"]:
+            raise MegabatchError(no_update(self._config))
+        return []
+
+
+def no_update(config: Config) -> str:
+    """Why a run would be over before it began."""
+    return (
+        f"run.max_epochs={config.run.max_epochs} passes over the data make no update of update.global_batch_size="
+        f'{config.update.global_batch_size} with update.tail="{config.update.tail}"; '
+        'make it smaller, or set update.tail="step"'
+    )

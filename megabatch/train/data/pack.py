@@ -1,0 +1,155 @@
+"""Pack: documents into rows of so many tokens, as few as best fit finds.
+
+A document that fits into a row is never split; a longer one is cut first. In a row, positions begin anew with each
+document and its first token is no target, so that nothing is learned across a border. Whether attention keeps to the
+borders is the model's matter. The answer to a prompt keeps its labels, so pairs and chats can be packed too.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from megabatch.batch import IGNORED_LABEL
+from megabatch.train.data.mixture import Tokenized, View
+from megabatch.train.data.samples import Sample
+
+BLOCK_BITS = 10  # of the numbers that one word of a Spaces holds
+
+
+class Spaces:
+    """A set of whole numbers that finds its least member of at least so much, in time that does not grow with it."""
+
+    def __init__(self, largest: int) -> None:
+        self._words = [0] * ((largest >> BLOCK_BITS) + 1)
+        self._used = 0  # which words are not zero
+
+    def add(self, number: int) -> None:
+        """Put a number in."""
+        self._words[number >> BLOCK_BITS] |= 1 << (number & ((1 << BLOCK_BITS) - 1))
+        self._used |= 1 << (number >> BLOCK_BITS)
+
+    def remove(self, number: int) -> None:
+        """Take a number out that is in it."""
+        block = number >> BLOCK_BITS
+        self._words[block] ^= 1 << (number & ((1 << BLOCK_BITS) - 1))
+        if not self._words[block]:
+            self._used ^= 1 << block
+
+    def at_least(self, number: int) -> int | None:
+        """The least member of at least ``number``, if there is one."""
+        block = number >> BLOCK_BITS
+        within = self._words[block] >> (number & ((1 << BLOCK_BITS) - 1))
+        if within:
+            return number + lowest_bit(within)
+        above = self._used >> (block + 1)
+        if not above:
+            return None
+        block += 1 + lowest_bit(above)
+        return (block << BLOCK_BITS) + lowest_bit(self._words[block])
+
+
+def lowest_bit(number: int) -> int:
+    """Place of the lowest set bit."""
+    return (number & -number).bit_length() - 1
+
+
+def best_fit(lengths: np.ndarray, row_tokens: int) -> list[list[int]]:
+    """Item numbers of each row: the longest first, each into the fullest row that has room for it; O(n log n)."""
+    spaces = Spaces(row_tokens)
+    rows_with: dict[int, list[list[int]]] = {}  # by the room that is left in them
+    rows: list[list[int]] = []
+    for item in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[item])
+        space = spaces.at_least(length)
+        if space is None:
+            space, row = row_tokens, []
+            rows.append(row)
+        else:
+            row = rows_with[space].pop()
+            if not rows_with[space]:
+                spaces.remove(space)
+        row.append(item)
+        if left := space - length:
+            if not rows_with.setdefault(left, []):
+                spaces.add(left)
+            rows_with[left].append(row)
+    return rows
+
+
+def cut(lengths: np.ndarray, row_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Pieces of at most ``row_tokens``: the document of each, where it starts in it, its length."""
+    num_pieces = -(-lengths // row_tokens)  # [documents]
+    document = np.repeat(np.arange(len(lengths)), num_pieces)  # [pieces]
+    number = np.arange(len(document)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
+    start = number * row_tokens
+    return document, start, np.minimum(row_tokens, lengths[document] - start)
+
+
+def piece_of(sample: Sample, start: int, length: int) -> Sample:
+    """Some of a document's tokens, as a sample of its own; nothing predicts the first of them."""
+    labels = sample["labels"][start : start + length].clone()  # [T]
+    labels[:1] = IGNORED_LABEL
+    return {
+        "input_ids": sample["input_ids"][start : start + length],
+        "labels": labels,
+        "position_ids": torch.arange(length),
+    }
+
+
+def row_of(pieces: Sequence[Sample]) -> Sample:
+    """Pieces one after another, as one sample."""
+    return {key: torch.cat([piece[key] for piece in pieces]) for key in pieces[0]}
+
+
+def pack_samples(samples: Sequence[Sample], row_tokens: int) -> list[Sample]:
+    """The rows of samples that lie in memory."""
+    lengths = np.array([len(sample["input_ids"]) for sample in samples], dtype=np.int64)
+    document, start, length = cut(lengths, row_tokens)
+    pieces = [
+        piece_of(samples[index], begin, size)
+        for index, begin, size in zip(document.tolist(), start.tolist(), length.tolist(), strict=True)
+    ]
+    return [row_of([pieces[piece] for piece in row]) for row in best_fit(length, row_tokens)]
+
+
+class PackedSamples(View):
+    """Rows of documents; a row is put together when it is asked for. ``together=False``: a piece a row."""
+
+    def __init__(self, documents: Tokenized, row_tokens: int, *, together: bool = True) -> None:
+        self._documents = documents
+        self.row_tokens = row_tokens
+        self.num_documents = len(documents)
+        self._document, self._start, self._length = cut(documents.lengths, row_tokens)  # [pieces] each
+        rows = best_fit(self._length, row_tokens) if together else [[piece] for piece in range(len(self._document))]
+        self._pieces = np.fromiter((piece for row in rows for piece in row), np.int64, len(self._document))
+        self._ends = np.cumsum([len(row) for row in rows], dtype=np.int64)  # [rows], into pieces
+        totals = np.cumsum([0, *self._length[self._pieces]], dtype=np.int64)
+        self.lengths = np.diff(totals[np.concatenate([[0], self._ends])])  # [rows]
+        self.fingerprint = f"{documents.fingerprint} in rows of {row_tokens}"
+        self.fill = float(self.lengths.sum()) / max(1, len(rows) * row_tokens)
+        self.num_cut = int((documents.lengths > row_tokens).sum())
+
+    @property
+    def num_targets(self) -> int:
+        """Targets of all rows: those of the documents, but for the first token of each later piece of one."""
+        cuts = np.flatnonzero(self._start)
+        lost = [self._documents[int(self._document[piece])]["labels"][int(self._start[piece])] for piece in cuts]
+        return self._documents.num_targets - sum(int(label) != IGNORED_LABEL for label in lost)
+
+    def at(self, index: int) -> Any:
+        return row_of(
+            [
+                piece_of(self._documents[int(self._document[piece])], int(self._start[piece]), int(self._length[piece]))
+                for piece in self._row(index)
+            ]
+        )
+
+    def name(self, index: int) -> str:
+        row = self._row(index)
+        first = self._documents.name(int(self._document[row[0]]))
+        return first if len(row) == 1 else f"{first} and {len(row) - 1} more"
+
+    def _row(self, index: int) -> np.ndarray:
+        return self._pieces[self._ends[index - 1] if index else 0 : self._ends[index]]

@@ -1,0 +1,289 @@
+"""Rows: each kind of source gives the same rows, with names that find them, and every mistake is one line."""
+
+import csv
+import gzip
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset, DatasetDict
+
+from megabatch import MegabatchError
+from megabatch.train.config import SourceConfig
+from megabatch.train.data.rows import BrokenRowError, Row, rows_of
+
+FIELDS = [
+    {"prompt": 'one,\n"two"', "response": "a\u2028b\x85c"},
+    {"prompt": "", "response": "NA"},
+    {"prompt": "007", "response": "é" * 9},
+]
+
+
+def rows(path: str | Path | list[str], **values: Any) -> list[Row]:
+    found = list(rows_of(SourceConfig(path=path if isinstance(path, list) else str(path), **values), "data"))
+    assert all(isinstance(row, Row) for row in found), found
+    return [row for row in found if isinstance(row, Row)]
+
+
+def mixed(path: Path, **values: Any) -> list[tuple[str, str | dict[str, Any]]]:
+    """Rows and broken rows: the name of a row and its fields, or "broken" and the text."""
+    found = rows_of(SourceConfig(path=str(path), **values), "data")
+    return [(row.name, dict(row.fields)) if isinstance(row, Row) else ("broken", str(row)) for row in found]
+
+
+def refusal(path: Any, **values: Any) -> str:
+    with pytest.raises(MegabatchError) as caught:
+        list(
+            rows_of(
+                SourceConfig(path=path if path is None or isinstance(path, list) else str(path), **values),
+                "eval.sets.x",
+            )
+        )
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def write_jsonl(path: Path, fields: list[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in fields), encoding="utf-8")
+    return path
+
+
+def write_csv(path: Path, delimiter: str) -> Path:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, delimiter=delimiter)
+        writer.writerows([list(FIELDS[0]), *(list(row.values()) for row in FIELDS)])
+    return path
+
+
+def write_gz(path: Path, content: bytes) -> Path:
+    path.write_bytes(gzip.compress(content))
+    return path
+
+
+def written(folder: Path) -> dict[str, Path]:
+    """The same rows, in every form that holds them."""
+    table = pa.Table.from_pylist(FIELDS)
+    jsonl = write_jsonl(folder / "a.jsonl", FIELDS)
+    listed = folder / "b.json"
+    listed.write_text(" \n" + json.dumps(FIELDS, indent=2), encoding="utf-8-sig")
+    pq.write_table(table, folder / "c.parquet", row_group_size=2)
+    Dataset(table).save_to_disk(folder / "d")
+    DatasetDict({"other": Dataset(table.slice(1)), "train": Dataset(table)}).save_to_disk(folder / "e")
+    gz = write_gz(folder / "f.jsonl.gz", jsonl.read_bytes())
+    listed_gz = write_gz(folder / "i.json.gz", listed.read_bytes())
+    forms = [jsonl, listed, folder / "c.parquet", folder / "d", folder / "e", gz, listed_gz]
+    forms += [write_csv(folder / "g.csv", ","), write_csv(folder / "h.tsv", "\t")]
+    forms.append(write_gz(folder / "j.csv.gz", b"\xef\xbb\xbf" + (folder / "g.csv").read_bytes()))
+    return {path.name: path for path in forms}
+
+
+def test_every_form_gives_the_same_rows_with_names_that_count_from_one(tmp_path: Path) -> None:
+    for path in written(tmp_path).values():
+        assert rows(path) == [Row(f"{path}:{number}", fields) for number, fields in enumerate(FIELDS, start=1)], path
+
+
+def test_no_more_rows_than_asked_for_and_none_read_ahead(tmp_path: Path) -> None:
+    for path in written(tmp_path).values():
+        assert len(rows(path, max_samples=2)) == 2, path
+    path = tmp_path / "endless.jsonl"
+    os.mkfifo(path)
+    writer = os.open(path, os.O_RDWR)  # a reader of whole files would wait for its end for ever
+    os.write(writer, b'{"text": "a"}\n' * 3 + b" " * 20_000)
+    assert [row.fields for row in rows(path, max_samples=3)] == [{"text": "a"}] * 3
+    os.close(writer)
+
+
+def test_text_is_a_line_a_row_and_blank_lines_are_none(tmp_path: Path) -> None:
+    for name in ("a.txt", "a.md", "a.py"):
+        (tmp_path / name).write_bytes("\ufeffa\u2028b\r\n\n  \n  c\n\x0c\nd".encode())
+        assert [(row.name, row.fields) for row in rows(tmp_path / name)] == [
+            (f"{tmp_path / name}:{number}", {"text": text}) for number, text in [(1, "a\u2028b"), (4, "  c"), (6, "d")]
+        ]
+
+
+def test_line_numbers_count_blank_lines(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "a"}\r\n\n{"text": "b"}')
+    assert [row.name for row in rows(path)] == [f"{path}:1", f"{path}:3"]
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b"{oops", "is not JSON (Expecting property name enclosed in double quotes, at its character 2)"),
+        (b"[1, 2]", "is a JSON list, not an object with fields"),
+        (b'{"text": "\xff"}', "is not text in UTF-8 (at its byte 11)"),
+        (b"[" * 100_000, "has a number of thousands of digits, or is nested too deeply"),
+        (b"9" * 5000, "has a number of thousands of digits, or is nested too deeply"),
+    ],
+    ids=["syntax", "list", "encoding", "nested", "digits"],
+)
+def test_a_broken_line_breaks_its_own_row_only(tmp_path: Path, line: bytes, problem: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "a"}\n' + line + b'\n{"text": "b"}\n')
+    first, (broken, said), last = mixed(path)
+    assert (first, last) == ((f"{path}:1", {"text": "a"}), (f"{path}:3", {"text": "b"}))
+    assert (broken, said) == ("broken", f"{path}:2 {problem}")
+
+
+def test_a_broken_record_of_csv_breaks_its_own_row_only(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(b'text,more\na,b\n\nc\n"d" e,f\n' + b"g" * 200_000 + b',h\n"i,j')
+    assert mixed(path) == [
+        (f"{path}:1", {"text": "a", "more": "b"}),
+        ("broken", f"{path}:2 has 1 values, and the first line names 2 fields"),
+        ("broken", f"{path}:3 is no record of csv (',' expected after '\"')"),
+        (f"{path}:4", {"text": "g" * 200_000, "more": "h"}),
+        ("broken", f"{path}:5 is no record of csv (unexpected end of data)"),
+    ]
+
+
+def test_broken_text_in_a_table_breaks_its_own_row_only(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    cells = pa.array([b"a", b"\xff", b"c"]).view(pa.string())
+    pq.write_table(pa.table({"text": cells}), path)
+    assert mixed(path) == [
+        (f"{path}:1", {"text": "a"}),
+        ("broken", f"{path}:2 is not text in UTF-8"),
+        (f"{path}:3", {"text": "c"}),
+    ]
+
+
+def test_a_row_of_a_list_that_is_no_object_is_broken(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('[{"text": "a"}, 1]')
+    assert mixed(path) == [
+        (f"{path}:1", {"text": "a"}),
+        ("broken", f"{path}:2 is a JSON int, not an object with fields"),
+    ]
+    path.write_text('[{"text": "a"}, ')
+    assert refusal(path).startswith(f"cannot read {path} ({path} is not JSON (")
+
+
+def test_globs_are_sorted_and_lists_keep_their_order(tmp_path: Path) -> None:
+    for name in ("b/2", "b/10", "a"):
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"text": name}])
+    texts = [row.fields["text"] for row in rows(tmp_path / "**" / "*.jsonl")]
+    assert texts == ["a", "b/10", "b/2"]
+    listed = [str(tmp_path / "b" / "*.jsonl"), str(tmp_path / "a.jsonl")]
+    assert [row.name for row in rows(listed)] == [f"{tmp_path / name}.jsonl:1" for name in ("b/10", "b/2", "a")]
+    assert [row.fields["text"] for row in rows(listed, max_samples=2)] == ["b/10", "b/2"]
+    (tmp_path / "[x].jsonl").write_text('{"text": "brackets"}')
+    assert [row.fields["text"] for row in rows(tmp_path / "[x].jsonl")] == ["brackets"]
+
+
+def test_home_and_the_working_folder_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert rows("~/a.jsonl") == rows("~/*.jsonl") == rows(tmp_path / "a.jsonl")
+    monkeypatch.chdir(tmp_path)
+    assert [row.name for row in rows("a.jsonl")] == ["a.jsonl:1"]
+
+
+def test_a_source_may_say_what_its_ending_does_not(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.data", FIELDS)
+    assert [row.fields for row in rows(path, source="jsonl")] == FIELDS
+    assert len(rows(path, source="text")) == len(FIELDS)
+    assert refusal(path) == (
+        f"eval.sets.x.path names {path}, whose ending says nothing of what it is; set eval.sets.x.source to jsonl, "
+        "csv, parquet or text, or name a file that ends in .jsonl, .json, .csv, .tsv, .parquet, .txt, .md, .py or in "
+        "one of them and .gz"
+    )
+
+
+def test_a_missing_file_is_refused_with_the_name_that_comes_nearest(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "train.jsonl", FIELDS)
+    assert refusal(tmp_path / "trian.jsonl") == (
+        f"eval.sets.x.path is '{tmp_path}/trian.jsonl', and there is no such file ({tmp_path}/train.jsonl comes "
+        "nearest); set it to what is to be read"
+    )
+    assert f", and no folder {tmp_path}/no;" in refusal(tmp_path / "no" / "a.jsonl")
+    assert "there is no such file;" in refusal(tmp_path / "zzz.csv")
+    assert "no file matches it" in refusal(tmp_path / "*.csv")
+
+
+def test_what_names_no_rows_is_refused(tmp_path: Path) -> None:
+    assert refusal(None).startswith("eval.sets.x.path names nothing; set it to a file, ")
+    assert refusal([]).startswith("eval.sets.x.path names nothing")
+    assert refusal("a.jsonl", source="stdlib").startswith('eval.sets.x.source is "stdlib", which has no path')
+    assert refusal(tmp_path) == (
+        f"eval.sets.x.path is '{tmp_path}', a folder that datasets' save_to_disk has not written; name the files in "
+        f'it, as in "{tmp_path}/*.jsonl"'
+    )
+
+
+def test_kinds_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
+    forms = written(tmp_path)
+    assert "names csv and jsonl together" in refusal([str(forms["g.csv"]), str(forms["a.jsonl"])])
+    assert f"matches {tmp_path}/a.jsonl and {tmp_path}/g.csv, files of two kinds" in refusal(tmp_path / "[ag].*")
+    assert "names 2 places, and a saved data set or a hub id stands alone" in refusal(
+        [str(forms["d"]), str(forms["e"])]
+    )
+
+
+def test_a_split_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    saved = written(tmp_path)["e"]
+    assert [row.fields for row in rows(saved, split="other")] == FIELDS[1:]
+    assert refusal(saved, split="test") == f"{saved} has no split 'test', only other, train; set eval.sets.x.split"
+
+
+def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
+    forms = written(tmp_path)
+    gz = forms["f.jsonl.gz"]
+    gz.write_bytes(gz.read_bytes()[:-12])
+    assert refusal(gz).startswith(f"cannot read {gz} as jsonl (Compressed file ended")
+    forms["c.parquet"].write_bytes(b"PAR1 and no more")
+    assert refusal(forms["c.parquet"]).startswith(f"cannot read {forms['c.parquet']} as parquet (")
+    next(forms["d"].glob("*.arrow")).write_bytes(b"")
+    assert refusal(forms["d"]).startswith(f"cannot read the saved data set {forms['d']} (")
+    (tmp_path / "a.csv").write_text("")
+    assert "must name its fields" in refusal(tmp_path / "a.csv")
+    assert refusal(forms["a.jsonl"], source="parquet").startswith(f"cannot read {forms['a.jsonl']} as parquet (")
+
+
+def hub_in_cache(folder: Path) -> Path:
+    """A cache of datasets that holds org/name as if it had been downloaded."""
+    made = datasets.load_dataset(
+        "json", data_files=str(write_jsonl(folder / "a.jsonl", FIELDS)), cache_dir=str(folder / "made")
+    )
+    del made
+    info_file = next((folder / "made").rglob("dataset_info.json"))
+    entry = folder / "cache" / "org___name" / "default" / "0.0.0" / "abc"
+    shutil.copytree(info_file.parent, entry)
+    (entry / "json-train.arrow").rename(entry / "name-train.arrow")
+    info = json.loads(info_file.read_text()) | {"dataset_name": "name"}
+    (entry / "dataset_info.json").write_text(json.dumps(info))
+    return folder / "cache"
+
+
+def test_a_hub_data_set_that_was_downloaded_is_read_without_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(hub_in_cache(tmp_path)))
+    assert rows("org/name") == [Row(f"org/name:{number}", fields) for number, fields in enumerate(FIELDS, start=1)]
+    assert rows("org/name", source="hub", max_samples=1) == rows("org/name")[:1]
+    assert "the split 'test' cannot be read (ValueError: Bad split: test." in refusal("org/name", split="test")
+    assert "for config 'x'" in refusal("org/name", subset="x")
+
+
+def test_a_hub_id_without_network_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.json", FIELDS)
+    monkeypatch.chdir(tmp_path)
+    for name in ("org/missing", "missing"):
+        said = refusal(name)
+        assert said.startswith(
+            f"eval.sets.x.path is '{name}', which is nothing here, and it cannot be had from the Hug"
+        )
+        assert said.endswith("; name a file, or see to the network, eval.sets.x.path and eval.sets.x.subset")
+    assert "no data set of the hub" in refusal("json")  # datasets would read the working folder
+
+
+def test_broken_rows_are_errors_of_the_family() -> None:
+    assert issubclass(BrokenRowError, MegabatchError)
