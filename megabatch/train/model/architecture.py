@@ -1,0 +1,173 @@
+"""Architecture: transformers' config for a recipe's model, and what can be wrong with it before there are weights."""
+
+import difflib
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
+
+from megabatch.errors import MegabatchError
+from megabatch.train.config import ModelConfig
+from megabatch.train.model.precision import dtype_of
+from megabatch.train.model.quiet import first_line, quiet
+
+OWNED_KEYS = {  # of model.config, that the trainer sets
+    "dtype": "set model.dtype",
+    "torch_dtype": "set model.dtype",
+    "use_cache": "the trainer sets it (false while it trains): leave it out",
+    "attn_implementation": "set model.attention",
+}
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+NUM_FILES_NAMED = 8
+
+
+def architecture_of(config: ModelConfig) -> PreTrainedConfig:
+    """transformers' config for ``model.name`` or ``model.config``, checked. Raises `MegabatchError` in one line."""
+    with quiet():
+        architecture = saved_architecture(config.name) if config.name is not None else new_architecture(config)
+    check_sizes(architecture)
+    return architecture
+
+
+def new_architecture(config: ModelConfig) -> PreTrainedConfig:
+    """The config for ``model.config``; transformers would take unknown keys in silence, this does not."""
+    keys = dict(config.config or {})
+    model_type = keys.pop("model_type", None)
+    if not isinstance(model_type, str):
+        raise MegabatchError('model.config has no model_type; add one, model_type = "llama" say')
+    try:
+        known = AutoConfig.for_model(model_type).to_dict().keys()
+    except ValueError:
+        raise MegabatchError(f"model.config.model_type is {model_type!r}, which transformers does not know") from None
+    for key in (key for key in keys if key in OWNED_KEYS):
+        raise MegabatchError(f"model.config.{key} is not the recipe's to set; {OWNED_KEYS[key]}")
+    for key in (key for key in keys if key not in known):
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
+        raise MegabatchError(f"unknown key model.config.{key} for model_type {model_type!r}; the nearest key is {near}")
+    try:
+        return AutoConfig.for_model(model_type, **keys)
+    except Exception as error:  # its validation raises types of its dependencies
+        raise refused(config, error) from None
+
+
+def saved_architecture(name: str) -> PreTrainedConfig:
+    """The config of a folder or a hub id."""
+    check_folder(name)
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # what is in config.json, or the way to the hub
+        raise MegabatchError(
+            f"cannot read the config of model.name = {name!r} ({first_line(error)}); "
+            "name a folder that save_pretrained has written, or an id of the hub that can be reached from here"
+        ) from None
+
+
+def check_folder(name: str) -> None:
+    """Raise where ``model.name`` is a folder that holds no model, or looks like one and is not there."""
+    folder = Path(name)
+    if not folder.is_dir():
+        if name.startswith((".", "/", "~")) or name.count("/") > 1:
+            raise MegabatchError(f"model.name is {name!r} and there is no such folder; name one that is, or a hub id")
+        return
+    if (folder / "checkpoints").is_dir():
+        raise MegabatchError(
+            f"model.name is {name!r}, a run of megabatch's; write its model into a folder with "
+            f"`megabatch export {name} --to FOLDER` and name that"
+        )
+    if not (folder / "config.json").exists():
+        raise MegabatchError(
+            f"model.name is {name!r}, a folder without config.json ({files_text(folder)}); "
+            "name a folder that save_pretrained has written"
+        )
+    if not any(True for pattern in WEIGHTS for _ in folder.glob(pattern)):
+        raise MegabatchError(
+            f"model.name is {name!r}, a folder without weights, model.safetensors say ({files_text(folder)}); "
+            "name one that has them, or write the keys of its config.json into model.config for fresh weights"
+        )
+
+
+def files_text(folder: Path) -> str:
+    """What is in a folder, in words."""
+    names = sorted(path.name for path in folder.iterdir())
+    more = f" and {len(names) - NUM_FILES_NAMED} more" if len(names) > NUM_FILES_NAMED else ""
+    return f"it has {', '.join(names[:NUM_FILES_NAMED])}{more}" if names else "it is empty"
+
+
+def check_sizes(architecture: PreTrainedConfig) -> None:
+    """Raise for a model without layers or without a vocabulary; transformers builds it all the same."""
+    names = architecture.attribute_map
+    for key in ("num_hidden_layers", "vocab_size"):
+        value = getattr(architecture, key, None)
+        if isinstance(value, int) and value < 1:
+            raise MegabatchError(
+                f"model.config.{names.get(key, key)} is {value}; it must be at least 1: change it there"
+            )
+
+
+def check_fit(architecture: PreTrainedConfig, longest_tokens: int | None, tokenizer: Any) -> None:
+    """Raise where the model has no embedding for a token or a position of the data."""
+    text = architecture.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    if isinstance(positions, int) and longest_tokens is not None and longest_tokens > positions:
+        raise MegabatchError(
+            f"a sample has {longest_tokens} tokens and the model {positions} positions; raise the positions in "
+            "model.config (max_position_embeddings or n_positions), or leave such samples out with "
+            "data.max_sample_tokens"
+        )
+    num_tokens = 0 if tokenizer is None else len(tokenizer)
+    if num_tokens > text.vocab_size:
+        raise MegabatchError(
+            f"the tokenizer has {num_tokens} tokens and the model a vocabulary of {text.vocab_size}; "
+            f"set model.config.vocab_size to {num_tokens}, or model.tokenizer to the model's own"
+        )
+
+
+def check_attention(config: ModelConfig, device: torch.device) -> None:
+    """Raise for an attention backend that cannot train on this machine, naming those that can."""
+    available = backends(device)
+    if config.attention is not None and config.attention not in available:
+        raise MegabatchError(
+            f"model.attention is {config.attention!r}, which cannot train on this machine's {device.type}; "
+            f"take one of {', '.join(available)}, or leave it out"
+        )
+
+
+def backends(device: torch.device) -> list[str]:
+    """Attention backends of transformers that can run forward and backward here."""
+    on_gpu = device.type == "cuda"
+    found = {
+        "sdpa": True,
+        "eager": True,
+        "flex_attention": on_gpu,  # on a CPU it has no backward
+        "flash_attention_2": on_gpu and is_flash_attn_2_available(),
+        "flash_attention_3": on_gpu and is_flash_attn_3_available(),
+    }
+    return [name for name, available in found.items() if available]
+
+
+def outline(config: ModelConfig, architecture: PreTrainedConfig) -> PreTrainedModel:
+    """The model without memory: every module and parameter, on the meta device."""
+    with torch.device("meta"):
+        return construct(config, architecture)
+
+
+def construct(config: ModelConfig, architecture: PreTrainedConfig) -> PreTrainedModel:
+    """The model of the architecture, where and as transformers makes it. Raises `MegabatchError` in one line."""
+    backend = {} if config.attention is None else {"attn_implementation": config.attention}
+    try:
+        with quiet():
+            return cast(Any, AutoModelForCausalLM).from_config(
+                architecture, dtype=dtype_of(config), trust_remote_code=False, **backend
+            )
+    except Exception as error:  # whatever its layers raise for what they cannot be built of
+        raise refused(config, error) from None
+
+
+def refused(config: ModelConfig, error: Exception) -> MegabatchError:
+    """The error for what transformers cannot make a causal language model of, with its own first words."""
+    key = "model.config" if config.name is None else f"model.name = {config.name!r}"
+    if "Unrecognized configuration class" in str(error):
+        return MegabatchError(f"{key} is not of a causal language model that transformers knows; choose one that is")
+    return MegabatchError(f"transformers refuses {key} ({first_line(error)}); change it there")

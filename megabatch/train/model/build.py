@@ -1,0 +1,189 @@
+"""Build: from a recipe to the model that is trained, laid over the ranks and tried once."""
+
+import fnmatch
+import functools
+import json
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from megabatch.contract import LossFunction, weigh_of
+from megabatch.errors import MegabatchError
+from megabatch.train.config import Config, ModelConfig
+from megabatch.train.console import Console
+from megabatch.train.model.architecture import architecture_of, check_attention, check_fit, outline
+from megabatch.train.model.initial import fill
+from megabatch.train.model.precision import computing, policy_of, precision_text
+from megabatch.train.model.quiet import first_line
+from megabatch.train.model.source import Source, fresh_source, own_source, saved_source
+from megabatch.train.model.trial import probe_isolation, try_forward
+from megabatch.train.model.wrap import Wrapper, blocks_of, choose_wrapper, replicate, shard
+from megabatch.train.ranks import Ranks
+
+VERSION_KEYS = ("transformers_version",)  # of a model's config; they say who wrote it and not what it is
+
+
+@dataclass(frozen=True)
+class Laid:
+    """A model as it lies over the ranks."""
+
+    model: nn.Module  # what the accumulator gets
+    base: nn.Module  # without the DDP wrapper; parameters and shards are the same
+    wrapper: Wrapper
+    words: list[str]  # what was made and how, a line each
+    identity: dict[str, object]  # json: what makes it another model
+
+
+def build(config: Config, ranks: Ranks, console: Console, longest_tokens: int | None, tokenizer: Any) -> Laid:
+    """The recipe's model with its weights, the same for every wrapper and number of ranks; collective.
+
+    Raises `MegabatchError`, on every rank, where it cannot be made, or does not fit the tokenizer or the longest
+    sample.
+    """
+    check_keys(config.model)
+    check_attention(config.model, ranks.device)
+    source, wrapper = choose_source(config, ranks, longest_tokens, tokenizer)
+    base = source.model
+    words = [source.text, *prepare(base, config.model), precision_text(config.model, wrapper.name)]
+    identity = identity_of(base)
+    words += lay(source, config, wrapper, ranks)
+    if config.model.function is None:
+        with computing(config.model, wrapper.name, ranks.device):
+            try_forward(base, config.model, ranks.device)
+            words += [] if config.data.pack_tokens is None else [probe_isolation(base, ranks.device)]
+    return Laid(replicate(base) if wrapper.name == "ddp" else base, base, wrapper, words, identity)
+
+
+def choose_source(config: Config, ranks: Ranks, longest_tokens: int | None, tokenizer: Any) -> tuple[Source, Wrapper]:
+    """The model as the recipe names it, checked, and the wrapper that suits it."""
+    seed, asked = config.run.seed, config.parallel.wrapper
+    if config.model.function is not None:
+        source = own_source(config.model, seed)
+        return source, choose_wrapper(asked, ranks.size, source.model)
+    architecture = architecture_of(config.model)
+    architecture.use_cache = False
+    check_fit(architecture, longest_tokens, tokenizer)
+    model = outline(config.model, architecture)
+    wrapper, blocks = choose_wrapper(asked, ranks.size, model), blocks_of(model)
+    if config.model.name is None:
+        return fresh_source(model, blocks, config.model, architecture, seed), wrapper
+    sharded = wrapper.name == "fsdp2"
+    return saved_source(model, blocks, config.model, architecture, seed, sharded=sharded), wrapper
+
+
+def lay(source: Source, config: Config, wrapper: Wrapper, ranks: Ranks) -> list[str]:
+    """Shard the model where the wrapper does, and bring its weights to the device; what is to be said of it."""
+    model, words = source.model, list[str]()
+    if wrapper.name == "fsdp2":
+        blocks = list(blocks_of(model).values())
+        shard(model, blocks, policy_of(config.model), ranks)
+        if not blocks:
+            words.append("sharded as one piece: name the classes of its layers in _no_split_modules to shard by layer")
+    elif source.units is None:
+        model.to(ranks.device)
+    if source.units is not None:
+        fill(model, source.units, config.run.seed, ranks.device, source.saved)
+    return words
+
+
+def in_precision(loss_fn: LossFunction, config: ModelConfig, laid: Laid, device: torch.device) -> LossFunction:
+    """The loss, computed in model.compute_dtype; how its weight is counted from the data stays with it."""
+    if weigh_of(loss_fn) is None and not callable(loss_fn):
+        return loss_fn
+
+    @functools.wraps(loss_fn)
+    def computed(model: Any, microbatch: Any) -> Any:
+        with computing(config, laid.wrapper.name, device):
+            return loss_fn(model, microbatch)
+
+    return computed
+
+
+def check_keys(config: ModelConfig) -> None:
+    """Raise for keys that do not go together."""
+    if config.function is None and config.options:
+        raise MegabatchError("model.options is set and goes to model.function only; remove it, or name a function")
+    if config.dtype == "float64" and config.compute_dtype is not None:
+        raise MegabatchError(
+            f"model.compute_dtype is {config.compute_dtype!r} and model.dtype 'float64', which autocast leaves "
+            "as it is; set model.dtype to float32, or leave compute_dtype out"
+        )
+    if config.function is not None and config.attention is not None:
+        raise MegabatchError("model.attention is set and model.function chooses its own; remove model.attention")
+
+
+def prepare(model: nn.Module, config: ModelConfig) -> list[str]:
+    """Freeze, recompute and compile as the recipe says, which a wrapper must find done; what was done, in words."""
+    words: list[str] = []
+    if config.freeze:
+        words.append(freeze(model, config.freeze))
+    if config.activation_checkpointing:
+        checkpoint_activations(model)
+        words.append("activations are recomputed in backward, layer by layer")
+    if config.compile:
+        check_compiler()
+        layers = list(blocks_of(model).values()) or [model]
+        for layer in layers:
+            layer.compile()
+        words.append(f"compiled: {len(layers)} layers" if layers[0] is not model else "compiled as a whole")
+    model.train()
+    return words
+
+
+def check_compiler() -> None:
+    """Raise where torch.compile cannot work on this machine, which otherwise shows in the first update."""
+    try:
+        torch.compile(torch.neg)(torch.ones(2))
+    except Exception as error:  # a compiler that is missing, or its own errors
+        raise MegabatchError(
+            f"model.compile is set and torch.compile does not work here ({first_line(error)}); "
+            "install the compiler that it asks for, or leave compile out"
+        ) from None
+
+
+def freeze(model: nn.Module, patterns: list[str]) -> str:
+    """Let the parameters that the patterns match stay as they are; tied ones by any of their names."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for pattern in patterns:
+        matched = fnmatch.filter(parameters, pattern)
+        if not matched:
+            raise MegabatchError(
+                f"model.freeze has {pattern!r}, which matches no parameter; the nearest name is "
+                f"{get_close_matches(pattern, parameters, n=1, cutoff=0.0)[0]}"
+            )
+        for name in matched:
+            parameters[name].requires_grad_(False)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        raise MegabatchError("model.freeze matches every parameter; leave some to be trained")
+    num_all, num_trained = (sum(each.numel() for each in some) for some in (model.parameters(), trained))
+    return f"frozen: {num_all - num_trained:,} of {num_all:,} parameters"
+
+
+def checkpoint_activations(model: nn.Module) -> None:
+    """Switch on recomputing, under the name that this version of transformers has for it."""
+    for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
+        enable = getattr(model, name, None)
+        if enable is not None:
+            enable({"use_reentrant": False})
+            return
+    raise MegabatchError(
+        f"model.activation_checkpointing is set and a {type(model).__name__} has no gradient_checkpointing_enable; "
+        "give it that method, or leave activation_checkpointing out"
+    )
+
+
+def identity_of(model: nn.Module) -> dict[str, object]:
+    """What makes it another model: its config and its parameters' types and shapes, as json."""
+    parameters = {
+        name: [str(parameter.dtype).removeprefix("torch."), *parameter.shape]
+        for name, parameter in model.named_parameters()
+    }
+    if not isinstance(model, PreTrainedModel):
+        return {"parameters": parameters}
+    keys = {key: value for key, value in model.config.to_dict().items() if key not in VERSION_KEYS}
+    return {"model_config": json.loads(json.dumps(keys, default=str)), "parameters": parameters}

@@ -1,0 +1,186 @@
+"""Export: a run's model as a folder that transformers' from_pretrained reads, whole or not there."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
+from transformers import GenerationConfig
+
+from megabatch.errors import MegabatchError
+from megabatch.train.checkpoint import META, POINTER, checkpoints_of, named_by, path_of, quiet_alone, reason_of, step_of
+from megabatch.train.config import Config, ModelConfig
+from megabatch.train.model.architecture import architecture_of, construct, outline
+from megabatch.train.model.initial import fill, plan_units
+from megabatch.train.model.quiet import first_line, quiet
+from megabatch.train.model.source import own_source
+from megabatch.train.model.tokenizer import load_tokenizer
+from megabatch.train.model.wrap import blocks_of
+from megabatch.train.recipe import load_config
+
+RECIPE = "config.toml"  # of a run's folder
+MODEL, AVERAGE = "learner.model.", "average."  # where a checkpoint has the weights, and their average
+
+
+@dataclass(frozen=True)
+class Checkpointed:
+    """A checkpoint's weights by name."""
+
+    tensors: Mapping[str, Tensor]
+    num_averaged: int
+
+    def read(self, names: list[str], rows: slice | None) -> Tensor | None:
+        found = next((self.tensors[name] for name in names if name in self.tensors), None)
+        return found if found is None or rows is None else found[rows]
+
+
+def export(run_folder: Path, to: Path, *, step: int | None) -> str:
+    """Write the model of a run's checkpoint (None: the latest) and its tokenizer into a new folder; says what was
+    written. With optim.ema_decay it is the average of the weights.
+
+    Raises `MegabatchError`, and leaves nothing behind, where that cannot be done.
+    """
+    check_target(to)
+    config = config_of(run_folder)
+    checkpoint = find_checkpoint(run_folder, step)
+    weights = read_weights(checkpoint)
+    model = loaded_model(config, weights, checkpoint)
+    with writing(to) as beside, quiet():
+        cast(Any, model).save_pretrained(beside)
+        tokenizer = load_tokenizer(config.model)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(beside)
+    which = "the average of the weights" if weights.num_averaged else "the weights"
+    return f"wrote {which} of {checkpoint} to {to}: {type(model).__name__}, {config.model.dtype}, safetensors"
+
+
+def check_target(to: Path) -> None:
+    """Raise where the folder holds something, or is none."""
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        kind = "is not empty" if to.is_dir() else "is a file"
+        raise MegabatchError(f"--to is {to}, which {kind}; name a folder that is new or empty")
+
+
+def config_of(run_folder: Path) -> Config:
+    """The recipe of a run."""
+    if not (run_folder / RECIPE).is_file():
+        raise MegabatchError(f"{run_folder} has no {RECIPE}, so it is no run of megabatch's; name the folder of a run")
+    return load_config(run_folder / RECIPE, [])
+
+
+def find_checkpoint(run_folder: Path, step: int | None) -> Path:
+    """The checkpoint of that step, or the one that the run would go on from."""
+    kept = sorted(number for path in checkpoints_of(run_folder).glob("step-*") if (number := step_of(path)) is not None)
+    if not kept:
+        raise MegabatchError(f"{run_folder} has no checkpoint yet; export it when it has saved one (run.save_every)")
+    latest = checkpoints_of(run_folder) / named_by(checkpoints_of(run_folder) / POINTER)
+    found = latest if step is None else path_of(run_folder, step)
+    if not (found / META).exists():
+        has = ", ".join(str(number) for number in kept)
+        raise MegabatchError(f"{found} is not there or not whole; this run has the steps {has}: choose with --step")
+    return found
+
+
+def read_weights(checkpoint: Path) -> Checkpointed:
+    """The weights of a checkpoint, averaged where it has an average; without a process group."""
+    try:
+        described = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+        state = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for name, entry in described.items()
+            if isinstance(entry, TensorStorageMetadata) and name.startswith((MODEL, AVERAGE))
+        }
+        with quiet_alone():
+            load_state(state, checkpoint_id=checkpoint, no_dist=True)
+    except (Exception, CheckpointException) as error:  # whatever a damaged file makes its reader raise
+        reason = reason_of(error) if isinstance(error, CheckpointException) else first_line(error)
+        raise MegabatchError(f"{checkpoint} is damaged ({reason}); choose an earlier step with --step") from None
+    tensors = {name.removeprefix(MODEL): tensor for name, tensor in state.items() if name.startswith(MODEL)}
+    averages = {name.removeprefix(AVERAGE): tensor for name, tensor in state.items() if name.startswith(AVERAGE)}
+    rounded = {name: average.to(tensors[name].dtype) for name, average in averages.items()}
+    return Checkpointed({**tensors, **rounded}, len(averages))
+
+
+def loaded_model(config: Config, weights: Checkpointed, checkpoint: Path) -> nn.Module:
+    """The run's model on the CPU, with these weights."""
+    if config.model.function is not None:
+        model = own_model(config)
+        check_weights(model, weights, checkpoint)
+    else:
+        model = filled_model(config.model, weights, checkpoint)
+    with torch.no_grad():
+        for names, tensor in named_tensors(model):
+            tensor.copy_(cast(Tensor, weights.read(names, None)))
+    return model
+
+
+def check_weights(model: nn.Module, weights: Checkpointed, checkpoint: Path) -> None:
+    """Raise where the checkpoint is not of this model."""
+    for names, tensor in named_tensors(model):
+        saved = weights.read(names, None)
+        if saved is None or saved.shape != tensor.shape:
+            raise MegabatchError(
+                f"{checkpoint} has no {names[0]} of shape {list(tensor.shape)}, which the run's {RECIPE} asks for; "
+                "put back the recipe that it was made with"
+            )
+
+
+def named_tensors(model: nn.Module) -> list[tuple[list[str], Tensor]]:
+    """What a checkpoint has of a model, each once with every name that it goes by."""
+    names: dict[Tensor, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(tensor, []).append(name)
+    return [(each, tensor) for tensor, each in names.items()]
+
+
+def own_model(config: Config) -> nn.Module:
+    """The module of model.function, if it knows how to be saved."""
+    model = own_source(config.model, config.run.seed).model
+    if not callable(getattr(model, "save_pretrained", None)):
+        raise MegabatchError(
+            f"model.function makes a {type(model).__name__}, which has no save_pretrained to export it with; "
+            "give it that method, or read the checkpoint with torch.distributed.checkpoint"
+        )
+    return model
+
+
+def filled_model(config: ModelConfig, weights: Checkpointed, checkpoint: Path) -> nn.Module:
+    """transformers' model as the recipe describes it, with the weights in it where they fit."""
+    architecture = architecture_of(config)
+    model = outline(config, architecture)
+    check_weights(model, weights, checkpoint)
+    units = plan_units(model, blocks_of(model))
+    if units is None:
+        model = construct(config, architecture)
+    else:
+        fill(model, units, 0, torch.device("cpu"), weights)
+    if config.name is not None:
+        with contextlib.suppress(OSError), quiet():  # not every model has one
+            cast(Any, model).generation_config = GenerationConfig.from_pretrained(config.name)
+    return model
+
+
+@contextlib.contextmanager
+def writing(to: Path) -> Generator[Path, None, None]:
+    """A folder beside, which becomes ``to`` at a good end and is gone at any other."""
+    beside = to.with_name(f"{to.name}.tmp")
+    try:
+        shutil.rmtree(beside, ignore_errors=True)  # left by an export that was killed
+        beside.mkdir(parents=True)
+        yield beside
+        os.replace(beside, to)
+    except OSError as error:
+        raise MegabatchError(
+            f"cannot write {to} ({first_line(error)}); make room for it, or name another --to"
+        ) from None
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)

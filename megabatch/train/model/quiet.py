@@ -1,0 +1,28 @@
+"""Quiet: transformers without its warnings, and its errors as one line."""
+
+import contextlib
+import warnings
+from collections.abc import Generator
+from logging import CRITICAL
+
+from transformers.utils import logging
+
+
+@contextlib.contextmanager
+def quiet() -> Generator[None, None, None]:
+    """Surrounds transformers' work, whose warnings and bars would stand beside the one line that says what is wrong."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def first_line(error: Exception) -> str:
+    """The beginning of what an error says, with its type, on one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

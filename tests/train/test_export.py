@@ -1,0 +1,179 @@
+"""An exported folder is the trained model, to the bit, or is not there."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
+
+from megabatch import GradientAccumulator, Learner, MegabatchError, losses
+from megabatch.train import checkpoint
+from megabatch.train.config import Config, ModelConfig
+from megabatch.train.console import Console
+from megabatch.train.ema import Average
+from megabatch.train.folder import recipe_text
+from megabatch.train.model.architecture import architecture_of
+from megabatch.train.model.build import build
+from megabatch.train.model.export import export
+from megabatch.train.model.tokenizer import load_tokenizer
+from megabatch.train.ranks import Ranks
+from tests.train.model_recipes import recipe
+from tests.train.on_ranks import on_ranks
+from tests.train.tokenizers_for_tests import chat_tokenizer
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+SILENT = Console(enabled=False, loss_digits=4)
+TOKENS = torch.arange(24).view(2, 12)
+
+
+def train(ranks: Ranks, config: Config, folder: Path, *, average: bool = False) -> dict[str, Tensor]:
+    """Two updates, a checkpoint after each; the weights after the second, or their average."""
+    laid = build(config, ranks, SILENT, None, None)
+    optimizer = torch.optim.AdamW(laid.model.parameters(), lr=1e-2)
+    learner = Learner(laid.model, optimizer, GradientAccumulator(laid.model, micro_batch_size=2))
+    state: dict[str, Stateful] = {"learner": learner}
+    mean = Average(laid.base, 0.5)
+    if average:
+        state["average"] = mean
+    if ranks.is_main:
+        folder.mkdir(exist_ok=True)
+        (folder / "config.toml").write_text(recipe_text(config))
+    ranks.barrier()
+    for step in (1, 2):
+        learner.forward_backward([{"input_ids": row, "labels": row} for row in TOKENS], losses.next_token)
+        learner.optim_step()
+        mean.update()
+        checkpoint.save(folder, state, {"step": step}, ranks)
+    weights = {name: whole(each) for name, each in laid.base.state_dict().items()}
+    return weights | {name: whole(each).to(weights[name].dtype) for name, each in mean.state_dict().items() if average}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def assert_exported(config: Config, weights: dict[str, Tensor], to: Path) -> None:
+    """from_pretrained has the weights that were trained, and computes what the trained model does."""
+    exported = AutoModelForCausalLM.from_pretrained(to).eval()
+    found = exported.state_dict()
+    assert found.keys() == weights.keys()
+    assert [name for name in weights if not torch.equal(weights[name], found[name])] == []
+    trained = build(config, ALONE, SILENT, None, None).base.eval()
+    trained.load_state_dict(weights)
+    assert torch.equal(exported(input_ids=TOKENS).logits, trained(input_ids=TOKENS).logits)
+    assert exported.config.use_cache is True
+
+
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [("tied llama", {}), ("gpt2", {"dtype": "bfloat16"}), ("mixtral", {}), ("llama", {"freeze": ["lm_head.*"]})],
+)
+def test_an_exported_model_is_the_trained_one(tmp_path: Path, family: str, keys: dict[str, Any]) -> None:
+    config = recipe(keys, family=family)
+    weights = train(ALONE, config, tmp_path / "run")
+    said = export(tmp_path / "run", tmp_path / "out", step=None)
+    assert said.startswith(
+        f"wrote the weights of {tmp_path / 'run' / 'checkpoints' / 'step-2'} to {tmp_path / 'out'}: "
+    )
+    assert_exported(config, weights, tmp_path / "out")
+    tokenizer = load_tokenizer(ModelConfig(name=str(tmp_path / "out")))
+    assert isinstance(tokenizer, ByT5Tokenizer)
+    assert tokenizer("ab")["input_ids"] == [100, 101, 1]
+
+
+@pytest.mark.slow
+def test_a_model_trained_in_shards_is_exported_without_its_ranks(tmp_path: Path) -> None:
+    config = recipe(family="tied llama", wrapper="fsdp2")
+    weights = on_ranks(2, tmp_path, train, config, tmp_path / "run")[0]
+    export(tmp_path / "run", tmp_path / "out", step=None)
+    assert_exported(recipe(family="tied llama"), weights, tmp_path / "out")
+
+
+@pytest.mark.parametrize("keys", [{}, {"dtype": "bfloat16", "freeze": ["lm_head.*"]}])
+def test_the_average_is_what_is_exported(tmp_path: Path, keys: dict[str, Any]) -> None:
+    config = recipe(keys)
+    averaged = train(ALONE, config, tmp_path / "run", average=True)
+    assert "wrote the average of the weights of" in export(tmp_path / "run", tmp_path / "out", step=None)
+    assert_exported(config, averaged, tmp_path / "out")
+
+
+def test_a_pretrained_model_and_its_tokenizer_come_along(tmp_path: Path) -> None:
+    start = chat_tokenizer(tmp_path / "start", generation_markers=True)
+    architecture = architecture_of(recipe({"config": {**recipe().model.config, "vocab_size": 512}}).model)  # pyright: ignore
+    model = AutoModelForCausalLM.from_config(architecture)
+    model.generation_config.max_new_tokens = 17
+    model.save_pretrained(start)
+    config = recipe({"name": str(start)})
+    weights = train(ALONE, config, tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "out", step=None)
+    assert_exported(config, weights, tmp_path / "out")
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    one, other = (AutoTokenizer.from_pretrained(each) for each in (start, tmp_path / "out"))
+    assert one.apply_chat_template(chat, tokenize=False) == other.apply_chat_template(chat, tokenize=False)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.max_new_tokens == 17
+
+
+def refused(run_folder: Path, to: Path, step: int | None = None) -> str:
+    before = sorted(to.parent.rglob("*"))
+    with pytest.raises(MegabatchError) as caught:
+        export(run_folder, to, step=step)
+    assert "\n" not in str(caught.value)
+    assert sorted(to.parent.rglob("*")) == before
+    return str(caught.value)
+
+
+def test_what_cannot_be_exported_gets_its_line_and_leaves_nothing(tmp_path: Path) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    assert refused(run, out) == f"{run} has no config.toml, so it is no run of megabatch's; name the folder of a run"
+    train(ALONE, recipe(), run)
+    line = f"{run}/checkpoints/step-7 is not there or not whole; this run has the steps 1, 2: choose with --step"
+    assert refused(run, out, 7) == line
+    (run / "config.toml").write_text((run / "config.toml").read_text().replace("vocab_size = 385", "vocab_size = 400"))
+    line = f"{run}/checkpoints/step-2 has no model.embed_tokens.weight of shape [400, 16], which the run's config.toml"
+    assert refused(run, out).startswith(line)
+    (run / "config.toml").write_text((run / "config.toml").read_text().replace("vocab_size = 400", "vocab_size = 385"))
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    assert refused(run, out) == f"--to is {out}, which is not empty; name a folder that is new or empty"
+    assert refused(run, out / "notes.txt").startswith(f"--to is {out / 'notes.txt'}, which is a file; name a folder")
+    assert refused(run, out / "notes.txt" / "below").startswith(f"cannot write {out / 'notes.txt' / 'below'} (")
+    for part in (run / "checkpoints" / "step-2").glob("*.distcp"):
+        part.write_bytes(part.read_bytes()[:100])
+    assert refused(run, tmp_path / "new").startswith(f"{run}/checkpoints/step-2 is damaged (")
+    assert "choose an earlier step with --step" in refused(run, tmp_path / "new")
+    export(run, tmp_path / "new", step=1)
+    shutil.rmtree(run / "checkpoints")
+    assert refused(run, tmp_path / "newer").startswith(f"{run} has no checkpoint yet; export it when it has saved one")
+
+
+OWN = """
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+def linear():
+    return nn.Linear(3, 3)
+
+def llama():
+    return LlamaForCausalLM(LlamaConfig(vocab_size=385, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+        num_attention_heads=2))
+"""
+
+
+def test_a_function_s_model_is_exported_if_it_can_be_saved(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    config = recipe({"function": f"{tmp_path}/own.py:llama"})
+    weights = train(ALONE, config, tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "out", step=None)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(weights[name], exported[name]) for name in exported)
+    assert not (tmp_path / "out" / "tokenizer_config.json").exists()
+    text = (tmp_path / "run" / "config.toml").read_text().replace("own.py:llama", "own.py:linear")
+    (tmp_path / "run" / "config.toml").write_text(text)
+    assert "makes a Linear, which has no save_pretrained to export it with;" in refused(
+        tmp_path / "run", tmp_path / "no"
+    )

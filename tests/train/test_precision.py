@@ -1,0 +1,127 @@
+"""bfloat16 in both ways, on every wrapper: at most twice as far off as an uncut bfloat16 backward is."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megabatch import GradientAccumulator, MegabatchError, losses
+from megabatch.contract import weigh_of
+from megabatch.train.console import Console
+from megabatch.train.model.build import build, in_precision
+from megabatch.train.ranks import Ranks
+from tests.train.model_recipes import recipe
+from tests.train.on_ranks import on_ranks
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+SILENT = Console(enabled=False, loss_digits=4)
+MIXED = {"compute_dtype": "bfloat16"}
+WAYS: dict[str, dict[str, Any]] = {
+    "mixed": MIXED,
+    "pure": {"dtype": "bfloat16"},
+}
+LENGTHS = (9, 3, 12, 5, 7, 2, 11, 6)
+Gradients = dict[str, Tensor]
+
+
+def samples() -> list[dict[str, Tensor]]:
+    draw = torch.Generator().manual_seed(0)
+    tokens = [torch.randint(0, 385, (length,), generator=draw) for length in LENGTHS]
+    return [{"input_ids": each, "labels": each} for each in tokens]
+
+
+def cut(ranks: Ranks, way: dict[str, Any], wrapper: str | None) -> dict[str, Any]:
+    """The gradient of this rank's share, in microbatches of two samples, summed by the accumulator."""
+    config = recipe(way, wrapper=wrapper)
+    laid = build(config, ranks, SILENT, None, None)
+    gradient = GradientAccumulator(laid.model, micro_batch_size=2)
+    loss = in_precision(losses.next_token, config.model, laid, ranks.device)
+    gradient.forward_backward(samples()[ranks.rank :: ranks.size], loss)
+    update = gradient.finalize()
+    whole = {
+        name: (each.grad.full_tensor() if isinstance(each.grad, DTensor) else each.grad)
+        for name, each in laid.base.named_parameters()
+        if each.grad is not None
+    }
+    return {"loss": float(update.loss), "gradients": whole, "words": laid.words}
+
+
+def uncut(way: dict[str, Any], *, exact: bool) -> Gradients:
+    """Plain torch: one forward and backward of every sample; exact: of the same weights in float32."""
+    config = recipe(way)
+    model: nn.Module = build(config, ALONE, SILENT, None, None).base
+    model = model.float() if exact else model
+    rows = nn.utils.rnn.pad_sequence([each["input_ids"] for each in samples()], batch_first=True)
+    labels = nn.utils.rnn.pad_sequence([each["labels"] for each in samples()], batch_first=True, padding_value=-100)
+    with torch.autocast("cpu", torch.bfloat16, enabled=not exact and "compute_dtype" in way):
+        logits = model(input_ids=rows).logits.float()
+        F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()).backward()
+    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+
+def error(found: Gradients, exact: Gradients) -> float:
+    assert found.keys() == exact.keys()
+    one, other = (torch.cat([each[name].double().flatten() for name in exact]) for each in (found, exact))
+    return float((one - other).norm() / other.norm())
+
+
+def cut_in_every_way(ranks: Ranks, wrapper: str | None) -> dict[str, Any]:
+    return {way: cut(ranks, WAYS[way], wrapper) for way in WAYS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "wrapper"), [(1, None), (2, "ddp"), (2, "fsdp2")])
+def test_a_cut_gradient_is_as_exact_as_an_uncut_one(tmp_path: Path, num_ranks: int, wrapper: str | None) -> None:
+    found = [cut_in_every_way(ALONE, None)] if wrapper is None else on_ranks(2, tmp_path, cut_in_every_way, wrapper)
+    for way, keys in WAYS.items():
+        exact = uncut(keys, exact=True)
+        own = error(uncut(keys, exact=False), exact)
+        assert 1e-3 < own < 3e-2, way  # bfloat16 is at work, and no more than that
+        for each in found:
+            assert 1e-3 < error(each[way]["gradients"], exact) < 2 * own, (way, wrapper)
+            kept = {"mixed": torch.float32, "pure": torch.bfloat16}[way]
+            assert {gradient.dtype for gradient in each[way]["gradients"].values()} == {kept}
+            assert each[way]["loss"] == found[0][way]["loss"]
+
+
+def test_what_autocast_leaves_as_it_is_is_refused() -> None:
+    with pytest.raises(MegabatchError, match="'float64', which autocast leaves as it is; set "):
+        build(recipe({"dtype": "float64", **MIXED}), ALONE, SILENT, None, None)
+
+
+def test_the_weight_is_still_counted_from_the_data() -> None:
+    for keys in (MIXED, {}):
+        config = recipe(keys)
+        laid = build(config, ALONE, SILENT, None, None)
+        loss = in_precision(losses.next_token, config.model, laid, ALONE.device)
+        assert weigh_of(loss) is losses.count_targets
+
+
+def test_autocast_ends_with_the_loss() -> None:
+    config = recipe(MIXED)
+    laid = build(config, ALONE, SILENT, None, None)
+    seen: list[bool] = []
+
+    def look(model: nn.Module, microbatch: Any) -> tuple[Tensor, float]:
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return torch.zeros(()), 1.0
+
+    in_precision(look, config.model, laid, ALONE.device)(laid.model, {})
+    assert [*seen, torch.is_autocast_enabled("cpu")] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({}, "precision: float32 throughout"),
+        (MIXED, "precision: parameters and gradients in float32, computed in bfloat16 (autocast)"),
+        ({"dtype": "bfloat16"}, "precision: bfloat16 throughout"),
+        ({"dtype": "bfloat16", **MIXED}, "precision: bfloat16 throughout"),
+    ],
+)
+def test_the_precision_is_said(keys: dict[str, Any], line: str) -> None:
+    assert line in build(recipe(keys), ALONE, SILENT, None, None).words
