@@ -1,89 +1,257 @@
-"""Evaluation: the exact loss on the held-out samples, over all ranks, and what the model writes after a prompt."""
+"""Evaluation: the exact loss and the metrics of whole sets, over all ranks."""
 
-from collections.abc import Mapping, Sequence
-from typing import cast
+import contextlib
+import math
+import traceback
+import zlib
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import ByT5Tokenizer
 
 from megabatch import losses, plan
-from megabatch.batch import IGNORED_LABEL, pad_right, to_device
-from megabatch.train.config import UpdateConfig
-from megabatch.train.data import Sample, lengths_of
-from megabatch.train.model import reshard
+from megabatch.batch import Microbatch, pad_right, sample_length, to_device
+from megabatch.contract import PAIR_NAME, LossFunction, Term, accumulation_dtype, differentiable, terms_of
+from megabatch.errors import LossContractError, MegabatchError
+from megabatch.train.config import EvalConfig, UpdateConfig
+from megabatch.train.console import Console
+from megabatch.train.model.wrap import reshard
+from megabatch.train.own import Event, load_function
 from megabatch.train.ranks import Ranks
 
-PROMPT_TOKENS = 240  # the shortest prompts say too little, long ones take long
-NEW_TOKENS = 200
-TEMPERATURE = 0.8  # the likeliest byte of a young model is a space, and then another one
+Row = dict[str, Any]
+Sums = dict[str, tuple[float, float]]  # name of a term → its total and its weight over a set
+
+OWN = "own"  # what eval.function's row has for the name of its set
+TAKEN = (PAIR_NAME, "accuracy", "perplexity")  # names that a metric cannot have: the rows have them already
+LARGEST_EXPONENT = 709  # of which float64 has the power of e
 
 
-@torch.no_grad()
-def held_out_loss(model: nn.Module, samples: Sequence[Sample], update: UpdateConfig, ranks: Ranks) -> dict[str, float]:
-    """The mean loss of the samples' target tokens, and how many these are, as a row of the metrics; collective.
+@dataclass(frozen=True)
+class Terms:
+    """What is summed over a set, as a function (model, microbatch) -> {name: (total, weight)}."""
+
+    loss: LossFunction
+    metrics: LossFunction | None = None  # in which no gradient is looked for
+    of_tokens: bool = False  # the loss is the mean over target tokens, of which there is a perplexity
+    title: str = "eval.metrics"  # of the metrics, in messages
+
+    def __call__(self, model: Any, microbatch: Microbatch) -> dict[str, Term]:
+        terms = terms_of(self.loss(model, microbatch))
+        return {**terms, **self._metrics(model, microbatch, [*TAKEN, *terms])}
+
+    def _metrics(self, model: Any, microbatch: Microbatch, taken: Collection[str]) -> dict[str, Term]:
+        if self.metrics is None:
+            return {}
+        try:
+            with torch.no_grad(), blamed(self.title, self.metrics):
+                metrics = terms_of(self.metrics(model, microbatch))
+        except LossContractError as error:
+            raise MegabatchError(f"{self.title}: {str(error).replace('the loss', 'what it returns')}") from None
+        for name in (name for name in metrics if name in taken):
+            raise MegabatchError(f"{self.title} returns {name!r}, which is there already; give it another name")
+        return metrics
+
+
+def build_terms(
+    config: EvalConfig,
+    loss_fn: LossFunction,
+    in_precision: Callable[[LossFunction], LossFunction] = lambda function: function,
+) -> Terms:
+    """The terms of the loss and of eval.metrics, each computed ``in_precision``. Raises `MegabatchError`."""
+    of_tokens = loss_fn is losses.next_token
+    loss = in_precision(next_token_terms if of_tokens else loss_fn)
+    if config.metrics is None:
+        return Terms(loss, None, of_tokens)
+    metrics = in_precision(load_function(config.metrics, "eval.metrics"))
+    return Terms(loss, metrics, of_tokens, f"eval.metrics {config.metrics!r}")
+
+
+def next_token_terms(model: Any, microbatch: Microbatch) -> dict[str, Term]:
+    """The loss `losses.next_token`, and how many of its targets the model finds likeliest, in one forward."""
+    outputs: list[Any] = []
+
+    def remember(*inputs: Any, **named: Any) -> Any:
+        outputs.append(model(*inputs, **named))
+        return outputs[0]
+
+    loss = losses.next_token(cast(nn.Module, remember), microbatch)
+    logits: Tensor = outputs[0] if isinstance(outputs[0], Tensor) else outputs[0].logits  # [B, T, V]
+    targets = microbatch["labels"][:, 1:]  # [B, T - 1]
+    found = logits[:, :-1].argmax(-1) == targets  # [B, T - 1]; an ignored label is no token
+    return {PAIR_NAME: loss, "accuracy": Term(found.sum(), loss.weight)}
+
+
+def evaluate(
+    event: Event, terms: Terms, own: Callable[..., Any] | None, update: UpdateConfig, ranks: Ranks, console: Console
+) -> list[Row]:
+    """A row of metrics.jsonl for each of the event's sets, then one for the user's ``own`` evaluation; collective."""
+    rows = [
+        {"step": event.step, **evaluate_set(event.model, terms, samples, update, ranks, console, name=name)}
+        for name, samples in event.sets.items()
+    ]
+    return rows if own is None else [*rows, {"step": event.step, "set": OWN, **own_values(own, event)}]
+
+
+def evaluate_set(
+    model: nn.Module,
+    terms_fn: LossFunction,
+    samples: Sequence[Any],
+    update: UpdateConfig,
+    ranks: Ranks,
+    console: Console,
+    *,
+    name: str = "held-out",
+) -> Row:
+    """The loss and the metrics of a set, each a sum over all of its samples and ranks by a sum; collective.
+
+    Returns {"set", "eval_loss", "eval_<term>", ...}: of several terms with a gradient, eval_loss is the sum, as in
+    training. A quotient without weight is None. The model is in evaluation mode for that long and draws, if it does,
+    the same at every evaluation; nothing else is changed.
+    """
+    terms = terms_fn if isinstance(terms_fn, Terms) else Terms(terms_fn)
+    with evaluating(model, name, ranks.device):
+        sums, loss_names = sum_terms(model, terms, samples, update, ranks, console, name)
+    return row_of(name, terms, sums, loss_names)
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module, seed: str, device: torch.device) -> Generator[None]:
+    """Surrounds forwards that leave no trace: no gradient, modes and random numbers as before, shards as before."""
+    modes = {module: module.training for module in model.modules()}
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            torch.manual_seed(zlib.crc32(seed.encode()))
+            model.eval()
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+        reshard(model)
+
+
+def sum_terms(
+    model: nn.Module,
+    terms: Terms,
+    samples: Sequence[Any],
+    update: UpdateConfig,
+    ranks: Ranks,
+    console: Console,
+    name: str,
+) -> tuple[Sums, set[str]]:
+    """Each term's sums over a set, and which of the terms are the loss; collective.
 
     Every rank runs the same number of forwards, as a sharded model must: where the plan has a stand-in, any sample
     goes through the model and is not counted.
     """
-    total, weight = 0.0, 0.0
+    sums: dict[str, Tensor] = {}
+    loss_names: set[str] = set()
     own = plan(
-        lengths_of(samples),
+        lengths_of(samples, update),
         dp_degree=ranks.size,
         micro_batch_size=update.micro_batch_size,
         max_microbatch_tokens=update.max_microbatch_tokens,
     )[ranks.rank]
-    model.eval()
-    for rows in own.microbatches:
-        taken: list[Mapping[str, Tensor]] = [samples[own.samples[row]] for row in rows] or [samples[0]]
-        term = losses.next_token(model, to_device(pad_right(taken), ranks.device))
-        if rows:
-            total, weight = total + float(term.total), weight + float(term.weight)
-    model.train()
-    reshard(model)
-    total, weight = ranks.sum([total, weight])
-    return {"eval_loss": total / weight if weight else 0.0, "num_target_tokens": int(weight)}
+    with console.progress(f"evaluating {name}", len(own.samples), "samples") as advance:
+        for index, rows in enumerate(own.microbatches):
+            taken = [samples[own.samples[row]] for row in rows] or [samples[0]]
+            microbatch = to_device(pad_right(taken), ranks.device)
+            with torch.set_grad_enabled(index == 0 and not terms.of_tokens):  # only with it terms show a gradient
+                found = terms(model, microbatch)
+            loss_names |= set(differentiable(found))
+            add(sums, found, counted=bool(rows), device=ranks.device)
+            advance(len(rows))
+    return gather(sums, loss_names, ranks)
 
 
-def prompt_of(sample: Sample) -> Tensor:
-    """The tokens that are not trained on: everything before the first label."""
-    learned = (sample["labels"] != IGNORED_LABEL).nonzero()
-    return sample["input_ids"][: int(learned[0]) if len(learned) else None]  # [T]
+def lengths_of(samples: Sequence[Any], update: UpdateConfig) -> list[int]:
+    """Tokens of each sample, by which the set is cut; 1 each where only samples are counted and are not at hand."""
+    known = getattr(samples, "lengths", None)
+    if known is not None:
+        return [int(length) for length in known]
+    if update.max_microbatch_tokens is None and not isinstance(samples, list):
+        return [1] * len(samples)
+    return [sample_length(sample) for sample in samples]
 
 
-def sample_completion(
-    model: nn.Module, samples: Sequence[Sample], tokenizer: ByT5Tokenizer, device: torch.device
-) -> tuple[str, str]:
-    """A held-out prompt and what the model makes of it, as text; collective. Empty without a held-out prompt."""
-    prompt = choose_prompt(samples)
-    if prompt is None:
-        return "", ""
-    completion = complete(model, prompt, cast(int, tokenizer.eos_token_id), device)
-    return cast(str, tokenizer.decode(prompt)), cast(str, tokenizer.decode(completion, skip_special_tokens=True))
+def add(sums: dict[str, Tensor], terms: Mapping[str, Term], *, counted: bool, device: torch.device) -> None:
+    """Add a microbatch's totals and weights on the device, which is not waited for."""
+    dtype = accumulation_dtype(device)
+    for name, (total, weight) in terms.items():
+        pair = [total.detach().to(device, dtype), torch.as_tensor(weight, device=device, dtype=dtype)]
+        before = sums.get(name, torch.zeros(2, device=device, dtype=dtype))  # [total, weight]
+        sums[name] = before + torch.stack(pair) if counted else before
 
 
-def choose_prompt(samples: Sequence[Sample]) -> Tensor | None:
-    """The held-out prompt whose length is nearest to one that is quick to read."""
-    prompts = [prompt for prompt in map(prompt_of, samples) if len(prompt)]
-    return min(prompts, key=lambda prompt: abs(len(prompt) - PROMPT_TOKENS), default=None)
+def gather(sums: Mapping[str, Tensor], loss_names: set[str], ranks: Ranks) -> tuple[Sums, set[str]]:
+    """The sums over all ranks, the same on each; collective."""
+    told: list[Any] = [({name: pair.tolist() for name, pair in sums.items()}, loss_names)]
+    if ranks.size > 1:
+        own, told = told[0], [None] * ranks.size
+        dist.all_gather_object(told, own)
+    added: Sums = {}
+    for pairs, _ in told:
+        for name, (total, weight) in pairs.items():
+            before = added.get(name, (0.0, 0.0))
+            added[name] = (before[0] + total, before[1] + weight)
+    return added, set[str]().union(*(names for _, names in told))
 
 
-@torch.no_grad()
-def complete(model: nn.Module, prompt: Tensor, eos_token_id: int, device: torch.device) -> Tensor:
-    """Tokens drawn one by one with a fixed seed, up to the end or `NEW_TOKENS`; collective, the same on every rank.
+def row_of(name: str, terms: Terms, sums: Sums, loss_names: Collection[str]) -> Row:
+    """What is logged of a set."""
+    quotients = {term: total / weight if weight else None for term, (total, weight) in sums.items()}
+    of_loss = [PAIR_NAME] if terms.of_tokens or not loss_names else sorted(loss_names)
+    parts = [quotient for quotient in map(quotients.get, of_loss) if quotient is not None]
+    row: Row = {"set": name, "eval_loss": sum(parts) if parts else None}
+    if terms.of_tokens:
+        row["eval_perplexity"] = perplexity_of(row["eval_loss"])
+        row["num_target_tokens"] = int(sums[PAIR_NAME][1]) if sums else 0
+    return row | {f"eval_{term}": quotient for term, quotient in quotients.items() if term != PAIR_NAME}
 
-    Every rank runs the same number of forwards, whatever it draws: what comes after the end is cut off at last.
-    """
-    tokens = prompt.to(device)[None]  # [1, T]
-    positions: int = getattr(model.config, "max_position_embeddings", len(prompt) + NEW_TOKENS)
-    generator = torch.Generator().manual_seed(0)
-    model.eval()
-    for _ in range(min(NEW_TOKENS, positions - len(prompt))):
-        logits = model(tokens).logits[0, -1].double().cpu()  # [V]
-        drawn = torch.multinomial((logits / TEMPERATURE).softmax(-1), 1, generator=generator)  # [1]
-        tokens = torch.cat([tokens, drawn.to(device)[None]], dim=1)
-    model.train()
-    reshard(model)
-    completion = tokens[0, len(prompt) :].cpu()
-    ends = (completion == eos_token_id).nonzero()
-    return completion[: int(ends[0]) if len(ends) else None]
+
+def perplexity_of(loss: float | None) -> float | None:
+    """e to the loss; None where no float64 is as large."""
+    return None if loss is None or not loss <= LARGEST_EXPONENT else math.exp(loss)
+
+
+def load_own(config: EvalConfig) -> Callable[..., Any] | None:
+    """The user's ``eval.function``, with its name to its messages. Raises `MegabatchError`."""
+    return None if config.function is None else load_function(config.function, "eval.function")
+
+
+def own_values(own: Callable[..., Any], event: Event) -> Row:
+    """What the user's evaluation found, as keys of a row; it runs as the sets do, without gradients."""
+    title = f"eval.function {getattr(own, '__name__', own)!r}"
+    with evaluating(event.model, OWN, event.device), blamed(title, own):
+        values = own(event)
+    if not isinstance(values, Mapping):
+        raise MegabatchError(f"{title} returned a {type(values).__name__}; return a mapping of names to numbers")
+    row: Row = {}
+    for name, value in cast(Mapping[Any, Any], values).items():
+        number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        if not isinstance(name, str) or not isinstance(number, Real):
+            raise MegabatchError(
+                f"{title} returned {name!r}: a {type(value).__name__}; return a mapping of names to numbers"
+            )
+        row[f"eval_{name}"] = float(number)
+    return row
+
+
+@contextlib.contextmanager
+def blamed(title: str, function: Callable[..., Any]) -> Generator[None]:
+    """Surrounds a function of the user's: what it raises is told in one line, with the line of its file."""
+    try:
+        yield
+    except MegabatchError:
+        raise
+    except Exception as error:
+        file = getattr(getattr(function, "__code__", None), "co_filename", None)
+        frames = traceback.extract_tb(error.__traceback__)
+        place = next((frame for frame in reversed(frames) if frame.filename == file), frames[-1])
+        words = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise MegabatchError(f"{title} raised {words} ({place.filename}, line {place.lineno}); mend it") from error

@@ -1,0 +1,236 @@
+"""The optimizer is the one that was asked for, its schedule is the formula's, and it resumes bit for bit."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.optim import AdamW, Optimizer
+
+from megabatch import MegabatchError
+from megabatch.train.config import OptimConfig
+from megabatch.train.data.loader import NumUpdates
+from megabatch.train.optim import build_optimizer, decay_steps_of, groups_of, lr_factor, settings_of
+from tests.exact.launch import launch
+from tests.train.jobs import OPTIMIZERS, WHOLE_ONLY, Tiny, config_of, lay, learner_of, move, resumes, text
+
+Make = Callable[..., Optimizer]
+
+
+def factors(decay_steps: int | None, num_updates: int, **optim: Any) -> list[float]:
+    return [lr_factor(step, OptimConfig(**optim), decay_steps) for step in range(num_updates)]
+
+
+def test_the_warmup_rises_to_the_peak() -> None:
+    assert factors(9, 4, warmup_steps=3, schedule="linear")[:4] == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_a_cosine_ends_at_its_share_and_stays_there() -> None:
+    found = factors(8, 12, schedule="cosine", final_lr_share=0.2)
+    expected = [0.2 + 0.8 * 0.5 * (1 + math.cos(math.pi * step / 8)) for step in range(8)]
+    assert found == pytest.approx([*expected, 0.2, 0.2, 0.2, 0.2], abs=1e-15)
+
+
+def test_a_line_falls_evenly_after_the_warmup() -> None:
+    found = factors(6, 8, warmup_steps=2, schedule="linear", final_lr_share=0.0)
+    assert found == pytest.approx([1 / 3, 2 / 3, 1, 0.75, 0.5, 0.25, 0, 0])
+
+
+def test_a_constant_stays() -> None:
+    assert factors(None, 5, schedule="constant", warmup_steps=1) == [0.5, 1, 1, 1, 1]
+
+
+def test_wsd_stays_and_falls_at_the_end() -> None:
+    assert factors(10, 12, schedule="wsd", cooldown_steps=4, final_lr_share=0.0) == pytest.approx(
+        [1, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0, 0]
+    )
+    tenth = factors(40, 41, schedule="wsd", final_lr_share=0.5)
+    assert tenth[:37] == [1] * 37
+    assert tenth[37:] == pytest.approx([0.875, 0.75, 0.625, 0.5])
+
+
+def test_wsd_never_falls_before_the_warmup_is_over() -> None:
+    found = factors(6, 7, schedule="wsd", warmup_steps=4, cooldown_steps=6, final_lr_share=0.0)
+    assert found == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 0.5, 0])
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
+def test_a_stream_needs_decay_steps_for_a_schedule_with_an_end(schedule: str) -> None:
+    endless = NumUpdates(None, 50)
+    assert decay_steps_of(config_of(schedule=schedule), NumUpdates(7, 3)) == 7
+    assert decay_steps_of(config_of(schedule=schedule, decay_steps=30), endless) == 30
+    with pytest.raises(MegabatchError, match=f'^optim.schedule is "{schedule}".* set optim.decay_steps, or'):
+        decay_steps_of(config_of(schedule=schedule), endless)
+
+
+def test_constant_needs_no_end() -> None:
+    assert decay_steps_of(config_of(schedule="constant"), NumUpdates(None, None)) is None
+
+
+def test_a_fall_that_has_no_place_is_refused() -> None:
+    with pytest.raises(MegabatchError, match=r'^optim.cooldown_steps is set and optim.schedule is "cosine"'):
+        decay_steps_of(config_of(cooldown_steps=5), NumUpdates(9, 9))
+    with pytest.raises(MegabatchError, match=r"^optim.cooldown_steps is 10 and .* after 9 updates"):
+        decay_steps_of(config_of(schedule="wsd", cooldown_steps=10), NumUpdates(9, 9))
+
+
+def test_settings_are_json_and_without_what_is_derived() -> None:
+    settings = settings_of(config_of(name="SGD", options={"momentum": 0.9}, decay_steps=5))
+    assert json.loads(json.dumps(settings))["optim.options"] == {"momentum": 0.9}
+    assert "optim.decay_steps" not in settings
+    assert {"run.seed", "update.global_batch_size", "loss.function", "model.freeze", "optim.ema_decay"} <= set(settings)
+
+
+def test_matrices_decay_vectors_do_not_and_frozen_parameters_are_nowhere() -> None:
+    model = Tiny()
+    model.embed.requires_grad_(False)
+    decaying, others = groups_of(model, 0.3)
+    assert {id(each) for each in decaying["params"]} == {id(model.head.weight), id(model.unused.weight)}
+    assert decaying["weight_decay"] == 0.3
+    assert {id(each) for each in others["params"]} == {
+        id(each) for each in (model.norm.weight, model.norm.bias, model.unused.bias)
+    }
+    assert others["weight_decay"] == 0.0
+
+
+def test_a_learner_moves_as_plain_torch_does() -> None:
+    """AdamW written out over the whole batch, each update's learning rate by hand; clipped by torch."""
+    learner = learner_of("plain", schedule="linear", decay_steps=20, final_lr_share=0.0)
+    model = Tiny()
+    groups = [
+        {"params": [each for each in model.parameters() if each.ndim == 2], "weight_decay": 0.1},
+        {"params": [each for each in model.parameters() if each.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = AdamW(groups, betas=(0.9, 0.95), foreach=False, fused=False)
+    for step, factor in enumerate([1 / 3, 2 / 3, 1, 17 / 18, 16 / 18]):
+        move(learner, step)
+        samples = [text(size, 100 * step + size) for size in (4, 9, 6)]
+        total = torch.stack([sum_of_losses(model, sample) for sample in samples]).sum()
+        (total / sum(int((sample["labels"][1:] != -100).sum()) for sample in samples)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for parameter in model.unused.parameters():  # reached by no sample: its gradient is zero
+            parameter.grad = torch.zeros_like(parameter)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.02 * factor
+        optimizer.step()
+        optimizer.zero_grad()
+    for found, expected in zip(learner.model.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(found, expected, rtol=0, atol=1e-14)
+
+
+def sum_of_losses(model: nn.Module, sample: dict[str, torch.Tensor]) -> torch.Tensor:
+    logits = model(sample["input_ids"][None])[0, :-1]  # [T - 1, V]
+    return cross_entropy(logits, sample["labels"][1:], reduction="sum")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_adamw_is_fused_wherever_it_can_be(dtype: torch.dtype) -> None:
+    assert build_optimizer(Tiny(dtype), OptimConfig()).param_groups[0]["fused"] is True
+    assert build_optimizer(Tiny(dtype), OptimConfig(options={"fused": False})).param_groups[0]["fused"] is False
+    assert build_optimizer(Tiny(dtype), OptimConfig(options={"foreach": True})).param_groups[0]["fused"] is None
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_adamw_is_fused_on_shards_and_sgd_which_cannot_be_is_not() -> None:
+    model = lay(Tiny(), "fsdp2")
+    assert build_optimizer(model, OptimConfig()).param_groups[0]["fused"] is True
+    assert not build_optimizer(model, OptimConfig(name="SGD")).param_groups[0]["fused"]
+    for name in WHOLE_ONLY:
+        with pytest.raises(MegabatchError, match=f"^optim.name is '{name}', and torch's .* parallel.wrapper = \"ddp\""):
+            build_optimizer(model, OptimConfig(name=name))
+
+
+def own(groups: list[dict[str, Any]], *, lr: float, lr_of_vectors: float) -> Optimizer:
+    assert [sorted(group) for group in groups] == [["params", "weight_decay"]] * 2
+    groups[1]["lr"] = lr_of_vectors
+    return AdamW(groups, lr=lr)
+
+
+def half(groups: list[dict[str, Any]], *, lr: float) -> Optimizer:
+    return AdamW(groups[:1], lr=lr)
+
+
+def nothing(groups: list[dict[str, Any]], *, lr: float) -> None:
+    pass
+
+
+def broken(groups: list[dict[str, Any]], *, lr: float) -> Optimizer:
+    raise RuntimeError("no\nluck")
+
+
+def test_a_function_of_ones_own_is_given_the_groups_the_rate_and_the_options() -> None:
+    config = OptimConfig(function=f"{__name__}:own", lr=0.5, weight_decay=0.2, options={"lr_of_vectors": 0.25})
+    groups = build_optimizer(Tiny(), config).param_groups
+    assert [(group["lr"], group["weight_decay"]) for group in groups] == [(0.5, 0.2), (0.25, 0.0)]
+
+
+CASES: list[tuple[dict[str, Any], str]] = [
+    ({"name": "adamw"}, "optim.name is 'adamw', which torch.optim does not have; the nearest name is AdamW"),
+    ({"name": "Optimizer"}, "optim.name is 'Optimizer', which torch.optim does not have; the nearest name is "),
+    ({"name": "LBFGS"}, "optim.name is 'LBFGS', which cannot be used: it runs the loss many times a step;"),
+    ({"name": "SparseAdam"}, "optim.name is 'SparseAdam', which cannot be used: it takes sparse gradients"),
+    ({"name": "Muon"}, "optim.name is 'Muon', which cannot be used: it takes matrices alone"),
+    ({"name": "SGD", "betas": (0.8, 0.9)}, "optim.betas is set and SGD has none; leave optim.betas out"),
+    ({"name": "Rprop", "weight_decay": 0.2}, "optim.weight_decay is set and Rprop has none; leave"),
+    ({"options": {"epsilon": 1e-9}}, "unknown key optim.options.epsilon for AdamW; the nearest key is eps"),
+    ({"options": {"lr": 1e-9}}, "optim.options.lr is not an option; set optim.lr"),
+    ({"options": {"betas": [0.9, 0.9]}}, "optim.options.betas is not an option; set optim.betas"),
+    ({"options": {"params": []}}, "optim.options.params is not an option; the trainer gives it: leave it out"),
+    ({"options": {"eps": -1.0}}, "torch's AdamW refuses its arguments (ValueError: Invalid epsilon value: -1.0)"),
+    ({"options": {"eps": "small"}}, "torch's AdamW refuses its arguments (TypeError: "),
+    ({"options": {"differentiable": True}}, "torch's AdamW refuses its arguments (RuntimeError: "),
+    ({"name": "SGD", "options": {"nesterov": True}}, "torch's SGD refuses its arguments (ValueError: Nesterov"),
+    ({"function": f"{__name__}:own", "options": {"lr": 1.0}}, "optim.options.lr is not an option; set optim.lr"),
+    ({"function": f"{__name__}:own", "name": "SGD"}, f"optim.name is set and optim.function '{__name__}:own' is not "),
+    ({"function": f"{__name__}:own"}, f"optim.function '{__name__}:own' raised TypeError: own() missing 1 required"),
+    ({"function": f"{__name__}:broken"}, f"optim.function '{__name__}:broken' raised RuntimeError: no luck; mend it"),
+    ({"function": f"{__name__}:nothing"}, f"optim.function '{__name__}:nothing' returned a NoneType; return a torch."),
+    ({"function": f"{__name__}:half"}, f"optim.function '{__name__}:half' made an optimizer of 3 of the 6 parameters"),
+    ({"function": f"{__name__}:none"}, f"optim.function is '{__name__}:none' and {__name__} has no such name"),
+]
+
+
+@pytest.mark.parametrize(("optim", "line"), CASES)
+def test_a_mistake_is_one_line(optim: dict[str, Any], line: str) -> None:
+    with pytest.raises(MegabatchError) as caught:
+        build_optimizer(Tiny(), OptimConfig(**optim))
+    assert str(caught.value).startswith(line)
+    assert "\n" not in str(caught.value)
+
+
+def test_defaults_that_an_optimizer_does_not_take_are_left_out() -> None:
+    group = build_optimizer(Tiny(), OptimConfig(name="Rprop")).param_groups[0]
+    assert not {"betas", "weight_decay"} & set(group)
+
+
+def test_a_model_without_a_parameter_to_train_is_refused() -> None:
+    with pytest.raises(MegabatchError, match="no parameter to train"):
+        build_optimizer(Tiny().requires_grad_(False), OptimConfig())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_resumes_bit_for_bit(name: str) -> None:
+    for dtype in (torch.float64, torch.bfloat16):
+        assert resumes("plain", dtype, name=name, **OPTIMIZERS[name]), dtype
+
+
+@pytest.mark.slow
+def test_every_optimizer_resumes_bit_for_bit_on_two_ranks(tmp_path: Path) -> None:
+    names = [
+        f"{name} {wrapper}"
+        for name in OPTIMIZERS
+        for wrapper in ("plain", "fsdp2")
+        if wrapper == "plain" or name not in WHOLE_ONLY
+    ]
+    found = launch(2, "tests.train.jobs:resume_job", names, tmp_path, timeout_seconds=120)
+    assert not failures(found)
+
+
+def failures(found: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
+    """The jobs that did not return true on every rank."""
+    return {name: ranks for name, ranks in found.items() if not all(rank.get("value") is True for rank in ranks)}
