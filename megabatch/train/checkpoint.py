@@ -1,7 +1,8 @@
-"""Checkpoint: a folder that is whole or not there, and a pointer to the latest one.
+"""Checkpoint: a folder that is whole or not there, and pointers to the latest one and to the best one.
 
 ``checkpoints/step-N`` is written beside, as ``step-N.tmp``, and renamed by the main rank when every rank has written;
-``checkpoints/latest`` names the folder to go on from. Nothing but whole folders is ever read.
+``checkpoints/latest`` names the folder to go on from, ``checkpoints/best`` that of the lowest watched loss. Nothing but
+whole folders is ever read.
 """
 
 import contextlib
@@ -16,21 +17,22 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import transformers
-from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
+from torch.distributed.checkpoint.stateful import Stateful
 
-from megabatch import Learner
 from megabatch.errors import MegabatchError
-from megabatch.train.data import Data, lengths_of
-from megabatch.train.metrics import FILE_NAME
 from megabatch.train.ranks import Ranks
 
 Meta = dict[str, Any]
 
 POINTER = "latest"
+BEST = "best"
 META = "meta.json"
+UNFINISHED = ".tmp"
+BEST_ONLY = "best_only"  # key of META: true in a checkpoint that is kept for as long as it is the best, and no longer
+POSITIONS = ("updates", "watch")  # parts of META that say where a run is
 TITLES = {  # part of META → what another value in it makes of a run, and how its keys are named
     "settings": ("recipe", ""),
     "model_config": ("model", "model.config."),
@@ -38,7 +40,8 @@ TITLES = {  # part of META → what another value in it makes of a run, and how 
     "data": ("data set", "data: "),
     "derived": ("recipe", ""),  # last: it differs where one of the others does
 }
-VERSION_KEYS = ("transformers_version",)  # of a model's config; they say who wrote it and not what it is
+SAY_LITTLE = "fingerprint"  # how keys begin that differ wherever something does; any other difference says more
+MAX_CHARACTERS = 80  # of a value in a message
 
 
 def checkpoints_of(folder: Path) -> Path:
@@ -46,37 +49,25 @@ def checkpoints_of(folder: Path) -> Path:
     return folder / "checkpoints"
 
 
-def check_folder(folder: Path, *, resume: bool, ranks: Ranks) -> None:
-    """Raise on every rank where the main rank finds that a run cannot be written to, or resumed from, the folder."""
-    problem = None
-    if ranks.is_main:
-        try:
-            latest(folder) if resume else check_unused(folder)
-        except MegabatchError as error:
-            problem = str(error)
-    ranks.agree(problem)
-
-
-def check_unused(folder: Path) -> None:
-    """Raise where the folder holds a run, or cannot be made."""
-    if not has_checkpoint(folder) and (checkpoints_of(folder).exists() or (folder / FILE_NAME).exists()):
-        raise MegabatchError(
-            f"{folder} holds a run that stopped before its first checkpoint; choose another run.folder or delete it"
-        )
-    if has_checkpoint(folder):
-        raise MegabatchError(
-            f"{folder} already holds a run; go on with --run.resume=true, or choose another run.folder"
-        )
-    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        raise MegabatchError(
-            f"run.folder is {folder} and {nearest} is no folder to write to; choose another run.folder"
-        )
-
-
 def has_checkpoint(folder: Path) -> bool:
     """Whether there is one to go on from."""
     return (checkpoints_of(folder) / POINTER).exists()
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Where a run keeps the checkpoint of that step."""
+    return checkpoints_of(folder) / f"step-{step}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step of a checkpoint's folder; None for a folder of another name, an unfinished one among them."""
+    number = path.name.removeprefix("step-")
+    return int(number) if number.isdecimal() and path.name != number else None
+
+
+def named_by(pointer: Path) -> str:
+    """The name in the pointer's file; "" where there is no such file."""
+    return pointer.read_text(encoding="utf-8", errors="replace").strip() if pointer.exists() else ""
 
 
 def latest(folder: Path) -> Path:
@@ -86,7 +77,7 @@ def latest(folder: Path) -> Path:
         raise MegabatchError(
             f"run.resume is set and {folder} has no checkpoint; start without run.resume, in a new folder"
         )
-    checkpoint = pointer.parent / pointer.read_text(encoding="utf-8", errors="replace").strip()
+    checkpoint = pointer.parent / named_by(pointer)
     if not (checkpoint / META).exists():
         raise MegabatchError(
             f"{pointer} names {checkpoint.name}, which is not there; name in it a step-N folder that is"
@@ -94,38 +85,103 @@ def latest(folder: Path) -> Path:
     return checkpoint
 
 
-def save(folder: Path, learner: Learner, meta: Meta, ranks: Ranks) -> Path:
-    """Write ``checkpoints/step-N`` and point to it; collective."""
-    whole = checkpoints_of(folder) / f"step-{meta['step']}"
-    beside = whole.with_name(whole.name + ".tmp")
-    if ranks.is_main:
+def best(folder: Path) -> Path | None:
+    """The checkpoint of the lowest watched loss, where one was kept."""
+    checkpoint = checkpoints_of(folder) / named_by(checkpoints_of(folder) / BEST)
+    return checkpoint if (checkpoint / META).exists() else None
+
+
+def save(folder: Path, state: Mapping[str, Stateful], meta: Meta, ranks: Ranks) -> Path:
+    """Write ``checkpoints/step-N`` and point to it; collective. N is ``meta["step"]``."""
+    whole = path_of(folder, meta["step"])
+    beside = whole.with_name(whole.name + UNFINISHED)
+
+    def begin() -> None:
         shutil.rmtree(beside, ignore_errors=True)  # left by a run that was killed here
         beside.mkdir(parents=True)
-    ranks.barrier()
-    try:
-        with quiet_alone():
-            save_state({"learner": learner.state_dict()}, checkpoint_id=beside, no_dist=not dist.is_initialized())
-    except CheckpointException as error:
-        raise MegabatchError(f"cannot write {beside} ({reason_of(error)}); make room for it") from None
-    ranks.barrier()
-    if ranks.is_main:
+
+    def finish() -> None:
         (beside / META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
         shutil.rmtree(whole, ignore_errors=True)  # written after the pointer's step, by a run that was killed
         os.replace(beside, whole)
         replace_text(whole.parent / POINTER, whole.name)
+
+    ranks.on_main(begin, str(beside))
+    try:
+        with quiet_alone():
+            save_state(states_of(state), checkpoint_id=beside, no_dist=not dist.is_initialized())
+    except CheckpointException as error:
+        raise MegabatchError(f"cannot write {beside} ({reason_of(error)}); make room for it") from None
     ranks.barrier()
+    ranks.on_main(finish, str(beside))
     return whole
 
 
-def load(checkpoint: Path, learner: Learner) -> None:
-    """Bring the learner to the checkpoint's state, on any number of ranks; collective."""
-    state = {"learner": learner.state_dict()}
+def load(checkpoint: Path, state: Mapping[str, Stateful]) -> None:
+    """Bring each part of a run to the checkpoint's state, on any number of ranks; collective."""
+    states = states_of(state)
     try:
         with quiet_alone():
-            load_state(state, checkpoint_id=checkpoint, no_dist=not dist.is_initialized())
+            load_state(states, checkpoint_id=checkpoint, no_dist=not dist.is_initialized())
     except CheckpointException as error:
         raise damaged(checkpoint, reason_of(error)) from None
-    learner.load_state_dict(state["learner"])
+    for name, part in state.items():
+        part.load_state_dict(states[name])
+
+
+def states_of(state: Mapping[str, Stateful]) -> dict[str, Any]:
+    """The state of each part, under its name."""
+    return {name: part.state_dict() for name, part in state.items()}
+
+
+def point_to_best(folder: Path, step: int, ranks: Ranks) -> None:
+    """Let ``checkpoints/best`` name the checkpoint of that step, which is whole; collective."""
+    whole = path_of(folder, step)
+
+    def point() -> None:
+        if (whole / META).exists():
+            replace_text(whole.parent / BEST, whole.name)
+
+    ranks.on_main(point, str(whole.parent / BEST))
+
+
+def prune(folder: Path, keep_last: int | None, ranks: Ranks) -> None:
+    """Delete the checkpoints that are not to be kept: all but the last ``keep_last``, and those that were only saved as
+    the best and are not any more; collective. What `POINTER` and `BEST` name stays, and what a run that was gone back
+    from has left beyond the latest.
+    """
+
+    def delete() -> None:
+        for path in superfluous(folder, keep_last):
+            unfinished = path.with_name(path.name.removesuffix(UNFINISHED) + UNFINISHED)
+            if path != unfinished:
+                shutil.rmtree(unfinished, ignore_errors=True)
+                os.replace(path, unfinished)  # so that a half-deleted one is never taken for a whole one
+            shutil.rmtree(unfinished)
+
+    ranks.on_main(delete, str(checkpoints_of(folder)))
+
+
+def superfluous(folder: Path, keep_last: int | None) -> list[Path]:
+    """The folders that `prune` deletes, what a kill has left of one included."""
+    checkpoints = checkpoints_of(folder)
+    named = {named_by(checkpoints / POINTER), named_by(checkpoints / BEST)}
+    now = step_of(latest(folder)) or 0
+    steps = {step: path for path in checkpoints.iterdir() if (step := step_of(path)) is not None and step <= now}
+    past = [steps[step] for step in sorted(steps)]
+    best_only = [path for path in past if is_best_only(path)]
+    in_turn = [path for path in past if path not in best_only]
+    old = [] if keep_last is None else in_turn[:-keep_last]
+    left = sorted(checkpoints.glob(f"step-*{UNFINISHED}"))
+    return [path for path in (*best_only, *old, *left) if path.name not in named]
+
+
+def is_best_only(checkpoint: Path) -> bool:
+    """Whether it says of itself that it is kept for as long as it is the best."""
+    try:
+        return bool(read_meta(checkpoint).get(BEST_ONLY, False))
+    except MegabatchError:  # damaged; not for us to judge
+        return False
 
 
 @contextlib.contextmanager
@@ -140,7 +196,7 @@ def read_meta(checkpoint: Path) -> Meta:
     """What the checkpoint says of itself. Raises `MegabatchError` where that cannot be read."""
     try:
         meta = json.loads((checkpoint / META).read_text(encoding="utf-8"))
-        tables = [meta[part] for part in (*TITLES, "sampler")]
+        tables = [meta[part] for part in (*TITLES, *POSITIONS)]
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise damaged(checkpoint / META, one_line(error)) from None
     if not all(isinstance(table, dict) for table in tables):
@@ -165,22 +221,11 @@ def damaged(path: Path, reason: str) -> MegabatchError:
     )
 
 
-def describe(model: nn.Module, data: Data, settings: Meta, derived: Meta) -> Meta:
-    """What makes a run another one: settings, the model's config, the parameters' types and shapes, the data."""
-    config = cast(Any, model).config.to_dict()
-    return {
-        "settings": json.loads(json.dumps(settings)),
-        "derived": derived,
-        "model_config": json.loads(
-            json.dumps({key: config[key] for key in config if key not in VERSION_KEYS}, default=str)
-        ),
-        "parameters": {
-            name: [str(parameter.dtype).removeprefix("torch."), *parameter.shape]
-            for name, parameter in model.named_parameters()
-        },
-        "data": {"samples": len(data.train), "tokens": sum(lengths_of(data.train))},
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-    }
+def describe(*, model: Meta, data: Meta, settings: Meta, derived: Meta) -> Meta:
+    """What makes a run another one: settings, the model's config and parameters, the data; as JSON will have it."""
+    parts = {"settings": settings, "derived": derived, "model_config": {}, "parameters": {}, **model, "data": data}
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    return json.loads(json.dumps({**parts, "versions": versions}, default=str))
 
 
 def check_same(checkpoint: Path, saved: Meta, here: Meta) -> None:
@@ -195,13 +240,24 @@ def check_same(checkpoint: Path, saved: Meta, here: Meta) -> None:
             )
 
 
-def first_difference(saved: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[str, object, object] | None:
-    """The first key whose values differ, with both values."""
-    for key in [*saved, *(key for key in here if key not in saved)]:
+def first_difference(saved: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[str, str, str] | None:
+    """The dotted key of the first values that differ, with both; of two that differ, the one that says more."""
+    keys = [*saved, *(key for key in here if key not in saved)]
+    for key in sorted(keys, key=lambda key: key.startswith(SAY_LITTLE)):
         there, now = saved.get(key, "missing"), here.get(key, "missing")
-        if there != now:
-            return key, there, now
+        if isinstance(there, dict) and isinstance(now, dict):
+            within = first_difference(cast(Meta, there), cast(Meta, now))
+            if within is not None:
+                return f"{key}.{within[0]}", *within[1:]
+        elif there != now:
+            return key, shortened(there), shortened(now)
     return None
+
+
+def shortened(value: object) -> str:
+    """The value as text, or its beginning where a line has no room for all of it."""
+    text = str(value)
+    return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}..."
 
 
 def replace_text(path: Path, text: str) -> None:

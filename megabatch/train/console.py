@@ -1,61 +1,251 @@
-"""Console: what a person sees. A progress bar on a terminal, a line an update elsewhere; only the main rank speaks."""
+"""Console: what a person sees, and a run's log. A progress bar on a terminal, plain lines elsewhere; only the main rank
+speaks."""
 
 import sys
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column
+from rich.text import Text
+
+SECONDS_TO_SHOW = 2.0  # what is over sooner is not worth a line
+SECONDS_BETWEEN_LINES = 5.0
+
+
+@dataclass
+class Counted:
+    """Something that takes a while, and how far it is."""
+
+    what: str
+    total: int | None
+    unit: str
+    start: float  # on time.monotonic's clock
+    done: int = 0
+    task: TaskID | None = None  # of the bar, once it is shown
+    is_shown: bool = False
+
+    def words(self) -> str:
+        """How far it is, as a line."""
+        of = "" if self.total is None else f" of {self.total:,}"
+        counted = f"{self.done:,}{of} {self.unit}, " if self.total is not None or self.done else ""
+        return f"{self.what}: {counted}{time.monotonic() - self.start:.0f} s"
+
+
+class CountColumn(MofNCompleteColumn):
+    """How many of how many; nothing of what is not counted."""
+
+    def render(self, task: Task) -> Text:
+        return super().render(task) if task.total is not None or task.completed else Text("")
 
 
 class Console:
-    """Says lines, and shows how far a run is."""
+    """Says lines, and shows how far a run is; what was said before `log_to` is logged then."""
 
     def __init__(self, *, enabled: bool, loss_digits: int) -> None:
         self._enabled = enabled
         self._loss_digits = loss_digits
         self._rich = RichConsole(highlight=False, soft_wrap=True)
+        self._lock = threading.RLock()  # a line of progress comes from a thread of its own
+        self._log: Path | None = None
+        self._unlogged = ""
         self._progress: Progress | None = None
-        if enabled and sys.stdout.isatty():
-            columns = [TextColumn("update"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn()]
-            self._progress = Progress(*columns, TextColumn("{task.description}"), console=self._rich)
+        self._num_live = 0  # blocks that keep the one live display of the terminal up
+        self._updates: TaskID | None = None
+        if enabled and sys.stdout.isatty() and not self._rich.is_dumb_terminal:
+            self._progress = Progress(*columns(), console=self._rich, expand=True)
 
     def say(self, text: str) -> None:
-        """One or several lines, above the bar if there is one."""
-        if self._enabled and self._progress is not None:
-            self._rich.print(text, markup=False)
-        elif self._enabled:
-            print(text, flush=True)
+        """One or several lines, above the bar if there is one, and in the log."""
+        if self._enabled:
+            self._write_log(text)
+            self._print(text)
+
+    def warn(self, text: str) -> None:
+        """A line that nobody should overlook."""
+        self.say(f"warning: {text}")
+
+    def log_to(self, path: Path) -> None:
+        """Append to the file all that was said, and will be."""
+        self._log = path
+        if self._enabled and self._unlogged:
+            append(path, self._unlogged)
+            self._unlogged = ""
 
     @contextmanager
-    def bar(self, start: int, total: int) -> Generator[None, None, None]:
+    def logged_failure(self) -> Generator[None, None, None]:
+        """Surrounds a run, so that its log says how it ended; the error goes on to whoever says it aloud."""
+        try:
+            yield
+        except BaseException as error:
+            if self._enabled:
+                self._write_log(f"stopped by {type(error).__name__}: {error}".removesuffix(": "))
+            raise
+
+    @contextmanager
+    def bar(self, start: int, total: int | None) -> Generator[None, None, None]:
         """Shows the bar, at ``start`` of ``total`` updates, until the block ends."""
         if self._progress is None:
             yield
             return
-        self._progress.add_task("", completed=start, total=total)
-        with self._progress:
+        self._updates = self._progress.add_task("update", completed=start, total=total, words="")
+        with self._live():
             yield
+
+    @contextmanager
+    def progress(self, what: str, total: int | None, unit: str) -> Generator[Callable[[int], None], None, None]:
+        """How far the block is, once it has lasted two seconds; it is given the function that counts ``n`` more."""
+        counted = Counted(what, total, unit, time.monotonic())
+
+        def advance(n: int) -> None:
+            counted.done += n
+
+        with self._shown(counted) if self._enabled else nullcontext():
+            yield advance
 
     def update(self, row: Mapping[str, Any]) -> None:
         """What an update was."""
-        if self._progress is None:
-            self.say(f"update {row['step']:>4}  {self._words(row)}")
+        line = f"update {row['step']:>4}  {self._words(row)}"
+        if self._progress is None or self._updates is None:
+            self.say(line)
         else:
-            self._progress.update(self._progress.task_ids[0], completed=row["step"], description=self._words(row))
+            self._write_log(line)
+            self._progress.update(self._updates, completed=row["step"], words=self._words(row))
 
     def evaluation(self, step: int, row: Mapping[str, Any]) -> None:
-        """What the held-out loss was."""
-        loss = f"{row['eval_loss']:.{self._loss_digits}f}"
-        self.say(f"update {step:>4}  held-out loss {loss} over {row['num_target_tokens']:,} target tokens")
+        """What an evaluation found on a set."""
+        self.say(f"update {step:>4}  {row['set']} {self._evaluation_words(row)}")
+
+    @contextmanager
+    def _shown(self, counted: Counted) -> Generator[None, None, None]:
+        """Shows it from a thread, for a block may take long without counting anything."""
+        ended = threading.Event()
+        thread = threading.Thread(target=self._show_until, args=(counted, ended), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            if counted.task is not None and self._progress is not None:
+                self._progress.remove_task(counted.task)
+                self._leave_live()
+        if counted.is_shown and counted.task is None:
+            self._print(counted.words())
+
+    def _show_until(self, counted: Counted, ended: threading.Event) -> None:
+        if ended.wait(SECONDS_TO_SHOW):
+            return
+        counted.is_shown = True
+        if self._progress is None:
+            self._print_until(counted, ended)
+        else:
+            counted.task = self._progress.add_task(
+                counted.what, completed=counted.done, total=counted.total, words=counted.unit
+            )
+            self._enter_live()
+            while not ended.wait(0.1):
+                self._progress.update(counted.task, completed=counted.done)
+
+    def _print_until(self, counted: Counted, ended: threading.Event) -> None:
+        try:
+            self._print(counted.words())
+            while not ended.wait(SECONDS_BETWEEN_LINES):
+                self._print(counted.words())
+        except OSError:  # nobody reads any more; the main thread's next line finds that out too
+            return
+
+    @contextmanager
+    def _live(self) -> Generator[None, None, None]:
+        self._enter_live()
+        try:
+            yield
+        finally:
+            self._leave_live()
+
+    def _enter_live(self) -> None:
+        with self._lock:
+            self._num_live += 1
+            if self._progress is not None and self._num_live == 1:
+                self._progress.start()
+
+    def _leave_live(self) -> None:
+        with self._lock:
+            self._num_live -= 1
+            if self._progress is not None and self._num_live == 0:
+                self._progress.stop()
+
+    def _print(self, text: str) -> None:
+        with self._lock:
+            if self._progress is not None:
+                self._rich.print(text, markup=False)
+            else:
+                print(text, flush=True)
+
+    def _write_log(self, text: str) -> None:
+        time_utc = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        lines = "".join(f"{time_utc}  {line}\n" for line in text.splitlines())
+        if self._log is None:
+            self._unlogged += lines
+        else:
+            append(self._log, lines)
 
     def _words(self, row: Mapping[str, Any]) -> str:
         if row["loss"] is None:
-            return "no token to learn in its samples: not stepped"
+            return "nothing to learn in its samples: not stepped"
         norm = "" if row["grad_norm"] is None else f"  grad norm {row['grad_norm']:.3f}"
         return (
             f"loss {row['loss']:.{self._loss_digits}f}{norm}  lr {row['lr']:.2e}  "
-            f"{row['num_samples']} samples in {row['num_microbatches']} microbatches  padding {row['padding']:.1%}  "
-            f"{row['tokens_per_second']:,.0f} real tokens/s"
+            f"{row['num_samples']} samples in {row['num_microbatches']} microbatches  {speed_words(row)}"
         )
+
+    def _evaluation_words(self, row: Mapping[str, Any]) -> str:
+        """The loss and whatever else was measured; a number on its own where that is all there is."""
+        numbers = {key.removeprefix("eval_"): row[key] for key in row if key.startswith("eval_")}
+        if "loss" in numbers and numbers["loss"] is None:
+            return "has nothing to predict: no loss"
+        digits = {"loss": f".{self._loss_digits}f", "perplexity": ".4g", "accuracy": ".1%"}
+        words = [
+            f"{name} {format(number, digits.get(name, '.6g'))}"
+            for name, number in numbers.items()
+            if number is not None
+        ]
+        if "num_target_tokens" in row:
+            words.append(f"over {row['num_target_tokens']:,} target tokens")
+        return "  ".join(words)
+
+
+def speed_words(row: Mapping[str, Any]) -> str:
+    """How fast an update was, in what its data is made of."""
+    if "tokens_per_second" in row:
+        return f"padding {row['padding']:.1%}  {row['tokens_per_second']:,.0f} real tokens/s"
+    return f"{row['samples_per_second']:,.1f} samples/s"
+
+
+def columns() -> list[ProgressColumn]:
+    """The parts of the bar; the words have what room is left, and are cut off where it is too little."""
+    words = TextColumn("{task.fields[words]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
+    name = TextColumn("{task.description}", table_column=Column(no_wrap=True))
+    return [name, CountColumn(), BarColumn(bar_width=20), TimeRemainingColumn(), words]
+
+
+def append(path: Path, text: str) -> None:
+    """Add the text to the file."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(text)

@@ -1,14 +1,18 @@
-"""Metrics: one JSON object per update and per evaluation, in a file that a resumed run goes on with."""
+"""Metrics: one JSON object per update and per evaluation of a set, in a file that a resumed run goes on with; and the
+same numbers for TensorBoard."""
 
 import json
 import os
 import resource
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.tensorboard import SummaryWriter
 
 from megabatch import Plan, Update
 from megabatch.train.ranks import Ranks
@@ -16,20 +20,28 @@ from megabatch.train.ranks import Ranks
 Row = dict[str, Any]
 
 FILE_NAME = "metrics.jsonl"
+TENSORBOARD = "tensorboard"
 
 
 class MetricsFile:
     """Rows appended as they come, each a line and written at once. Only the main rank writes."""
 
-    def __init__(self, folder: Path, *, enabled: bool) -> None:
+    def __init__(self, folder: Path, *, enabled: bool, tensorboard: bool) -> None:
         self._path = folder / FILE_NAME
         self._enabled = enabled
+        self._events = folder / TENSORBOARD if enabled and tensorboard else None
+        self._writer: SummaryWriter | None = None  # made with the first row: a folder stays as it is until then
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Add one row; floats keep every digit."""
-        if self._enabled:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+        """Add one row; floats keep every digit. The row of an evaluation has a "set"."""
+        if not self._enabled:
+            return
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        if self._events is not None:
+            self._writer = self._writer or SummaryWriter(self._events)
+            add_scalars(self._writer, row)
+            self._writer.flush()  # a killed run goes on from a checkpoint, whose updates must all be there
 
     def cut(self, step: int, eval_every: int | None) -> None:
         """Drop what a run never stopped would not have at ``step``: later rows, and an evaluation out of turn."""
@@ -38,13 +50,67 @@ class MetricsFile:
 
         def keep(row: Row) -> bool:
             due = row["step"] == 0 or (eval_every is not None and row["step"] % eval_every == 0)
-            return row["step"] <= step and ("eval_loss" not in row or due)
+            return row["step"] <= step and (not is_evaluation(row) or due)
 
+        kept = [row for row in read_rows(self._path) if keep(row)]
         beside = self._path.with_suffix(".tmp")
-        beside.write_text(
-            "".join(json.dumps(row) + "\n" for row in read_rows(self._path) if keep(row)), encoding="utf-8"
-        )
+        beside.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
         os.replace(beside, self._path)
+        if self._events is not None:  # TensorBoard drops what it has of the step and later: the step's rows come again
+            self._writer = SummaryWriter(self._events, purge_step=step)
+            for row in kept:
+                if row["step"] == step:
+                    add_scalars(self._writer, row)
+
+    def close(self) -> None:
+        """Write what is left; no row comes after it."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+class UpdateClock:
+    """Seconds from the end of an update to the end of the next one: loading, computing and logging it, and waiting for
+    other ranks; evaluations and checkpoints between them are not counted."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+
+    def lap(self) -> float:
+        """Seconds of the update that ends now."""
+        end = time.perf_counter()
+        seconds, self._start = end - self._start, end
+        return seconds
+
+    @contextmanager
+    def paused(self) -> Generator[None, None, None]:
+        """Surrounds what is no part of an update."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._start += time.perf_counter() - start
+
+
+def is_evaluation(row: Mapping[str, Any]) -> bool:
+    """Whether the row is of an evaluation, else of an update."""
+    return "set" in row
+
+
+def scalars_of(row: Mapping[str, Any]) -> dict[str, float]:
+    """TensorBoard's tag of every number in the row → the number."""
+    place = f"eval/{row['set']}" if is_evaluation(row) else "train"
+    return {
+        f"{place}/{key.removeprefix('eval_')}": float(value)
+        for key, value in row.items()
+        if key != "step" and isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
+def add_scalars(writer: SummaryWriter, row: Mapping[str, Any]) -> None:
+    """The row's numbers, at its step."""
+    for tag, number in scalars_of(row).items():
+        writer.add_scalar(tag, number, row["step"])
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -58,22 +124,50 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
-def update_row(update: Update, plan: Plan, step: int, lr: float, seconds: float, ranks: Ranks) -> Row:
-    """What is logged of an update; collective. Sums are over all ranks, the throughput counts real input tokens."""
+def update_row(
+    update: Update,
+    plan: Plan,
+    step: int,
+    lr: float,
+    seconds: float,
+    ranks: Ranks,
+    *,
+    counts_tokens: bool = True,
+    epoch: float | None = None,
+) -> Row:
+    """What is logged of an update; collective. Sums are over all ranks.
+
+    With ``counts_tokens`` a sample's length is its tokens, and a whole weight the number of target tokens. The
+    throughput is then that of real input tokens, padding not counted, else that of samples; over ``seconds``, those of
+    an `UpdateClock`.
+    """
     (padded_tokens,) = ranks.sum([plan.padded_tokens])
-    return {
+    row: Row = {
         "step": step,
         "loss": float(update.loss) if update.weight else None,
+        **({} if len(update.terms) < 2 else term_numbers(update)),
         "grad_norm": None if update.grad_norm is None else float(update.grad_norm),
         "lr": lr,
-        "num_tokens": update.num_tokens,
-        "num_target_tokens": int(update.weight),
+        "weight": float(update.weight),
+        **({} if epoch is None else {"epoch": epoch}),
         "num_samples": update.num_samples,
         "num_microbatches": update.num_microbatches,
-        "padding": 1 - update.num_tokens / padded_tokens if padded_tokens else 0.0,
-        "tokens_per_second": update.num_tokens / seconds,
-        "memory_gib": memory_gib(ranks.device),
     }
+    if counts_tokens:
+        row["num_tokens"] = update.num_tokens
+        if row["weight"].is_integer():
+            row["num_target_tokens"] = int(row["weight"])
+        row["padding"] = 1 - update.num_tokens / padded_tokens if padded_tokens else 0.0
+    throughput = ("tokens", update.num_tokens) if counts_tokens else ("samples", update.num_samples)
+    row[f"{throughput[0]}_per_second"] = throughput[1] / seconds
+    row["memory_gib"] = memory_gib(ranks.device)
+    return row
+
+
+def term_numbers(update: Update) -> Row:
+    """Each of the loss's several terms and metrics; None for one without weight."""
+    numbers = {name: float(term) for name, term in update.terms.items()}
+    return {f"loss_{name}": None if number != number else number for name, number in numbers.items()}  # NaN is 0 / 0
 
 
 def memory_gib(device: torch.device) -> float:

@@ -1,16 +1,18 @@
 """Ranks: the processes of a run, how they find each other, add up numbers, and leave together.
 
 A rank that fails says why, once for all ranks, and leaves; the others, which fail the same way, whose next collective
-breaks, or who are found waiting for it, end in silence.
+breaks, or who are found waiting for it, end in silence. A line names its rank where not every rank would have said it.
 """
 
 import contextlib
+import errno
+import hashlib
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -23,7 +25,10 @@ from megabatch.errors import MegabatchError
 from megabatch.train.config import Config
 
 CRASHED, FAILED, INTERRUPTED, UNREAD = 1, 2, 130, 141  # exit statuses; the last two as a shell's SIGINT and SIGPIPE
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 SECONDS_TO_NOTICE = 3.0  # in which ranks see by themselves that one has failed, before they are ended
+SECONDS_TO_AGREE = 0.5  # in which ranks that fail the same way do so
 SECONDS_TO_LEAVE = 5.0  # torchrun kills whoever is left once the first rank is gone, whatever its status would be
 
 
@@ -51,6 +56,20 @@ class Meeting:
             return self.store.add(event, 1) == 1
         except RuntimeError:  # the store went away with the rank that held it
             return False
+
+    def is_of_all(self, line: str) -> bool:
+        """Whether every rank fails with this line; waits a moment for the others to do so.
+
+        Until the process group is there, ranks read the same recipe, each at its own time, and nothing else.
+        """
+        if self.store is None or not dist.is_initialized():
+            return True
+        deadline = time.monotonic() + SECONDS_TO_AGREE
+        with contextlib.suppress(RuntimeError):  # the store went away with the rank that held it
+            while (num_same := self.store.add(failure_key(line), 0)) < self.size and time.monotonic() < deadline:
+                time.sleep(0.01)
+            return num_same == self.size
+        return False
 
     def end(self) -> None:
         """End the process group, which frees ranks that wait in a collective, and wait until all have come here."""
@@ -98,6 +117,26 @@ class Ranks:
         if found[0] is not None:
             raise MegabatchError(found[0])
 
+    def on_main(self, write: Callable[[], object], where: str) -> None:
+        """Let the main rank write while the others wait; what it cannot write is a `MegabatchError` on every rank."""
+        problem = None
+        if self.is_main:
+            try:
+                write()
+            except OSError as error:
+                reason = error.strerror or str(error)
+                problem = f"cannot write {where} ({reason}); make room, allow it, or choose another run.folder"
+            except MegabatchError as error:
+                problem = str(error)
+        self.agree(problem)
+
+    def gather(self, text: str) -> list[str]:
+        """The text of each rank."""
+        texts = [text] * self.size
+        if self.size > 1:
+            dist.all_gather_object(texts, text)
+        return texts
+
 
 @contextlib.contextmanager
 def meeting() -> Generator[Meeting, None, None]:
@@ -122,12 +161,14 @@ def meeting() -> Generator[Meeting, None, None]:
         met.is_first("failure")
         drop_output()
         raise FailedError(UNREAD) from None
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in DISK_FULL:
+            fail(met, f"megabatch: the disk is full ({error}); make room and go on with --run.resume=true", FAILED)
         if not met.is_first("failure"):  # a collective whose peer has gone
             raise FailedError(FAILED) from None
         if met.store is None:
             raise
-        traceback.print_exc()  # now: the way out may take long, or end before its end
+        say_crash(met, error)  # now: the way out may take long, or end before its end
         raise FailedError(CRASHED) from None
     finally:
         ended.set()
@@ -148,9 +189,30 @@ def leave_with_others(store: Store, ended: threading.Event) -> None:
 
 def fail(met: Meeting, line: str, status: int) -> None:
     """Say why, unless another rank has, and end with a status."""
+    with contextlib.suppress(RuntimeError):  # the store went away with the rank that held it
+        if met.store is not None:
+            met.store.add(failure_key(line), 1)
     if met.is_first("failure"):
-        print(line, file=sys.stderr, flush=True)
+        who = "" if met.is_of_all(line) else f"rank {met.rank} of {met.size}: "
+        print(line.replace("megabatch: ", f"megabatch: {who}", 1), file=sys.stderr, flush=True)
     raise FailedError(status) from None
+
+
+def failure_key(line: str) -> str:
+    """Where the store counts the ranks that fail with the line."""
+    return f"failure {hashlib.sha256(line.encode()).hexdigest()}"
+
+
+def say_crash(met: Meeting, error: Exception) -> None:
+    """Say what nobody has foreseen, and on which rank; or that another rank ended without a word."""
+    who = f"megabatch: rank {met.rank} of {met.size}"
+    if met.size > 1 and isinstance(error, RuntimeError) and any(sign in str(error) for sign in PEER_GONE):
+        reason = " ".join(str(error).split())[:200]
+        print(f"{who} lost another rank, which was killed or ran out of memory ({reason})", file=sys.stderr, flush=True)
+        return
+    if met.size > 1:
+        print(f"{who} failed:", file=sys.stderr)
+    traceback.print_exception(error)
 
 
 def drop_output() -> None:

@@ -1,23 +1,31 @@
 """Report: a run in one picture, drawn from its metrics and one update's plan."""
 
+import math
+import os
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 from matplotlib.typing import RcKeyType
 
 from megabatch import Plan
 from megabatch.train import metrics
-from megabatch.train.metrics import Row, read_rows
+from megabatch.train.metrics import Row, is_evaluation, read_rows
 
 FILE_NAME = "report.png"
+LOSS_OF_TOKENS = "loss per target token (nats)"
 
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
-BLUE, ORANGE, GREEN, SAND = "#2f6db5", "#d9822b", "#3c8d5a", "#e8d9bd"
+BLUE, GREEN, PURPLE, SAND = "#2f6db5", "#3c8d5a", "#7a5ea8", "#e8d9bd"
+SET_COLORS = ("#d9822b", "#3c8d5a", "#b5395a", "#7a5ea8", "#3a9ca6", "#8a6d3b")
+NUM_LABELLED = 40  # microbatches with a number on top, beyond which there is no room
+NUM_POINTS = 200  # updates that are drawn as a line of their own; more are drawn faintly, with their running mean
+NUM_WINDOWS = 60  # over the width, each as wide as what a running mean takes in
 STYLE: dict[RcKeyType, Any] = {
     "font.size": 10, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
     "axes.edgecolor": MUTED, "axes.labelcolor": INK, "text.color": INK, "xtick.color": MUTED, "ytick.color": MUTED,
@@ -26,70 +34,119 @@ STYLE: dict[RcKeyType, Any] = {
 }  # fmt: skip
 
 
-def draw_report(folder: Path, plan: Plan, title: str) -> None:
-    """Write ``report.png``: losses over the width, learning rate and gradient norm, and one update's cut."""
+def draw_report(folder: Path, plan: Plan, title: str, *, loss_title: str = LOSS_OF_TOKENS) -> None:
+    """Write ``report.png``: losses over the width, what moved and what it cost, and one update's cut."""
     rows = read_rows(folder / metrics.FILE_NAME)
-    updates = [row for row in rows if row.get("loss") is not None]
+    updates = [row for row in rows if not is_evaluation(row)]
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(10, 10), layout="constrained")
+        figure = Figure(figsize=(10, 12), layout="constrained")
         axes = figure.subplot_mosaic(
-            [["loss", "loss"], ["lr", "grad_norm"], ["cut", "cut"]], height_ratios=[1.5, 1, 1.2]
+            [["loss", "loss"], ["lr", "grad_norm"], ["throughput", "memory"], ["cut", "cut"]],
+            height_ratios=[1.7, 1, 1, 1.2],
         )
         figure.suptitle(title, x=0.02, ha="left", fontsize=14, fontweight="bold")
-        draw_losses(axes["loss"], updates, [row for row in rows if "eval_loss" in row])
+        draw_losses(axes["loss"], updates, [row for row in rows if is_evaluation(row)], loss_title)
         draw_curve(axes["lr"], updates, "lr", "learning rate", GREEN)
-        draw_curve(axes["grad_norm"], updates, "grad_norm", "gradient norm before clipping", MUTED)
-        draw_cut(axes["cut"], plan)
-        figure.savefig(folder / FILE_NAME, dpi=130)
+        draw_curve(axes["grad_norm"], updates, "grad_norm", "gradient norm before clipping", PURPLE)
+        unit = "samples" if any("samples_per_second" in row for row in updates) else "tokens"
+        real = "real tokens" if unit == "tokens" else unit
+        draw_curve(axes["throughput"], updates, f"{unit}_per_second", f"{real} per second", BLUE)
+        draw_curve(axes["memory"], updates, "memory_gib", "most memory of the main rank (GiB)", MUTED)
+        draw_cut(axes["cut"], plan, unit)
+        beside = folder / f"{FILE_NAME}.tmp"
+        figure.savefig(beside, dpi=130, format="png")
+        os.replace(beside, folder / FILE_NAME)
 
 
-def draw_losses(axes: Axes, updates: Sequence[Row], evaluations: Sequence[Row]) -> None:
-    """The loss of every update, and the held-out loss where it was taken, with its last value written."""
-    axes.plot(
-        [row["step"] for row in updates], [row["loss"] for row in updates], color=BLUE, alpha=0.75, label="update"
-    )
-    if evaluations:
-        steps, losses = [row["step"] for row in evaluations], [row["eval_loss"] for row in evaluations]
-        axes.plot(steps, losses, color=ORANGE, marker="o", markersize=5, label="held-out")
-        axes.annotate(
-            f"{losses[-1]:.3f}", (steps[-1], losses[-1]), xytext=(0, 9), textcoords="offset points",
-            color=ORANGE, ha="center", fontweight="bold",
-        )  # fmt: skip
-    axes.set(title="loss per target token (nats)", xlabel="update", ylim=(0, None))
-    axes.legend(loc="upper right")
+def draw_losses(axes: Axes, updates: Sequence[Row], evaluations: Sequence[Row], title: str) -> None:
+    """The loss of every update, and of each set where it was taken, with its last value in the legend."""
+    draw_points(axes, *points_of(updates, "loss"), BLUE, "update")
+    for number, name in enumerate(dict.fromkeys(row["set"] for row in evaluations)):
+        steps, losses = points_of([row for row in evaluations if row["set"] == name], "eval_loss")
+        if steps:
+            color, style = SET_COLORS[number % len(SET_COLORS)], "-" if number < len(SET_COLORS) else "--"
+            label = f"{name}: {losses[-1]:.3f}"
+            axes.plot(steps, losses, color=color, marker="o", markersize=4, linestyle=style, label=label)
+    set_scales(axes, title, [*updates, *evaluations])
+    if axes.lines:
+        axes.legend(loc="upper right", ncols=1 + len(axes.lines) // 8)
 
 
 def draw_curve(axes: Axes, updates: Sequence[Row], key: str, title: str, color: str) -> None:
     """One number of every update that has it."""
-    points = [(row["step"], row[key]) for row in updates if row[key] is not None]
-    axes.plot([step for step, _ in points], [value for _, value in points], color=color)
-    axes.set(title=title, xlabel="update", ylim=(0, None))
-    if not points:
-        axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color=MUTED)
+    draw_points(axes, *points_of(updates, key), color, title)
+    set_scales(axes, title, updates)
 
 
-def draw_cut(axes: Axes, plan: Plan) -> None:
+def draw_points(axes: Axes, steps: list[int], values: list[float], color: str, label: str) -> None:
+    """A line; where it has more points than can be told apart, a faint one and its running mean."""
+    if not steps:
+        return
+    if len(steps) <= NUM_POINTS:
+        marker = "o" if len(steps) < 3 else ""  # a line too short to be seen
+        axes.plot(steps, values, color=color, alpha=0.8, marker=marker, markersize=4, label=label)
+        return
+    axes.plot(steps, values, color=color, alpha=0.25, linewidth=1, label=label)
+    axes.plot(steps, running_mean(values, len(values) // NUM_WINDOWS), color=color, label=f"{label}, running mean")
+
+
+def draw_cut(axes: Axes, plan: Plan, unit: str) -> None:
     """A bar a microbatch: real tokens below, padding above, the number of samples on top."""
     microbatches = [rows for rows in plan.microbatches if rows]
     real = [sum(plan.lengths[row] for row in rows) for rows in microbatches]
     padded = [len(rows) * max(plan.lengths[row] for row in rows) for rows in microbatches]
+    if unit == "samples":
+        real = padded = [len(rows) for rows in microbatches]
     places = range(1, len(microbatches) + 1)
-    axes.bar(places, real, color=BLUE, label="real tokens")
-    axes.bar(
-        places, [all_ - own for all_, own in zip(padded, real, strict=True)], bottom=real, color=SAND, label="padding"
-    )
-    for place, rows, height in zip(places, microbatches, padded, strict=True):
-        if len(microbatches) <= 40:
+    axes.bar(places, real, color=BLUE, label=f"real {unit}" if unit == "tokens" else unit)
+    padding = [whole - own for whole, own in zip(padded, real, strict=True)]
+    axes.bar(places, padding, bottom=real, color=SAND, label="padding")
+    if len(microbatches) <= NUM_LABELLED:
+        for place, rows, height in zip(places, microbatches, padded, strict=True):
             axes.annotate(
                 f"{len(rows)}", (place, height), xytext=(0, 3), textcoords="offset points", ha="center", color=MUTED
             )
+    share = f", {plan.padding:.1%} padding" if unit == "tokens" else ""
     axes.set(
-        title=f"the last update as rank 0 cut it: {len(plan.lengths)} samples, {len(microbatches)} microbatches, "
-        f"{plan.padding:.1%} padding",
+        title=f"the last update as rank 0 cut it: samples {len(plan.lengths)}, microbatches {len(microbatches)}{share}",
         xlabel="microbatch, with its number of samples on top",
-        ylabel="tokens",
-        xlim=(0.4, len(microbatches) + 0.6),
+        ylabel=unit,
+        xlim=(0.4, max(len(microbatches), 1) + 0.6),
         ylim=(0, max(padded, default=1) * 1.25),
     )
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend(loc="upper right", ncols=2)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.grid(axis="x", visible=False)
+    if unit == "tokens":
+        axes.legend(loc="upper right", ncols=2)
+
+
+def points_of(rows: Sequence[Row], key: str) -> tuple[list[int], list[float]]:
+    """Steps, and what the rows that have a finite number under the key have there."""
+    points = [(row["step"], row[key]) for row in rows if row.get(key) is not None and math.isfinite(row[key])]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def running_mean(values: Sequence[float], window: int) -> list[float]:
+    """The mean of each value and those before it, ``window`` at most."""
+    sums = [0.0, *accumulate(values)]
+    firsts = [max(0, last - window) for last in range(1, len(sums))]
+    return [(sums[last] - sums[first]) / (last - first) for last, first in enumerate(firsts, start=1)]
+
+
+def set_scales(axes: Axes, title: str, rows: Sequence[Row]) -> None:
+    """Title and scales: every update of the run, and values from zero where none is below it."""
+    values = [value for line in axes.lines for value in cast(Sequence[float], line.get_ydata())]
+    axes.set(title=title, xlabel="update")
+    axes.set_xlim(0, max([2, *(row["step"] for row in rows)]) * 1.02)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_formatter(FuncFormatter(number_text))
+    if values and min(values) >= 0:
+        axes.set_ylim(0, max(values) * 1.08 or 1)
+    if not values:
+        axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color=MUTED)
+        axes.set(xticks=[], yticks=[])
+
+
+def number_text(value: float, _: int | None) -> str:
+    """A number at a tick, without an offset that stands elsewhere."""
+    return f"{value:.6g}"

@@ -1,41 +1,56 @@
-"""What becomes of the other ranks where one fails alone."""
+"""What ranks say and do where one of them, some of them or all of them fail."""
 
+import errno
+import os
+import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megabatch import MegabatchError
-from megabatch.train import cli
-from megabatch.train.config import Config
-from megabatch.train.ranks import join
-from tests.train.processes import CONTEXT, rank_environment, run_rank
+from megabatch.train import folder
+from megabatch.train.config import Config, ModelConfig, RunConfig, UpdateConfig
+from megabatch.train.console import Console
+from megabatch.train.ranks import FailedError, Meeting, join, meeting
+from tests.train.processes import CONTEXT, Finished, rank_environment
 
 pytestmark = pytest.mark.slow
 
-
-def fail_on_rank_1(error: Exception, environment: dict[str, str], logs: list[str]) -> None:
-    """A rank's life; the first one waits in the rendezvous of a process group for the second one, which fails."""
-
-    def command(_: Any, met: Any) -> None:
-        if met.rank == 1:
-            raise error
-        config: Config = cli.EXAMPLE
-        join(met, config.model_copy(update={"run": config.run.model_copy(update={"device": "cpu"})}))
-
-    cli.command = command
-    run_rank([], environment, logs)
+CONFIG = Config(
+    model=ModelConfig(config={"model_type": "llama"}),
+    update=UpdateConfig(global_batch_size=8, micro_batch_size=1),
+    run=RunConfig(folder="unused", device="cpu"),
+)
+Life = Callable[..., None]
 
 
-@pytest.mark.parametrize(("error", "status"), [(ZeroDivisionError("of one rank"), 1), (MegabatchError("of one"), 2)])
-def test_the_others_end_within_seconds(tmp_path: Path, error: Exception, status: int) -> None:
+def live(life: Life, arguments: tuple[Any, ...], environment: dict[str, str], logs: list[str]) -> None:
+    """A rank, from its beginning to its exit status, as the command line does it."""
+    for descriptor, log in zip((1, 2), logs, strict=True):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+    os.environ |= environment
+    torch.set_num_threads(1)
+    status = 0
+    try:
+        with meeting() as met:
+            life(met, *arguments)
+    except FailedError as failed:
+        status = failed.status
+    os._exit(status)
+
+
+def finish(tmp_path: Path, ranks: int, life: Life, *arguments: Any) -> list[Finished]:
+    """Every rank's end; ranks that do not end within seconds are a failure."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    logs = [[str(tmp_path / f"{rank}.{stream}") for stream in ("out", "err")] for rank in range(2)]
+    logs = [[str(tmp_path / f"{rank}.{stream}") for stream in ("out", "err")] for rank in range(ranks)]
     processes = [
-        CONTEXT.Process(target=fail_on_rank_1, args=(error, rank_environment(rank, 2, store.port), logs[rank]))
-        for rank in range(2)
+        CONTEXT.Process(target=live, args=(life, arguments, rank_environment(rank, ranks, store.port), logs[rank]))
+        for rank in range(ranks)
     ]
     start = time.monotonic()
     for process in processes:
@@ -43,8 +58,110 @@ def test_the_others_end_within_seconds(tmp_path: Path, error: Exception, status:
     for process in processes:
         process.join(60)
         process.kill()
-    assert time.monotonic() - start < 40  # most of it imports, on a busy machine
-    assert [process.exitcode for process in processes] == [2, status]
-    silent, said = (Path(err).read_text() for _, err in logs)
-    assert silent == ""
-    assert said.splitlines()[-1] == ("ZeroDivisionError: of one rank" if status == 1 else "megabatch: of one")
+    assert time.monotonic() - start < 50  # most of it imports, on a busy machine
+    return [
+        Finished(process.exitcode, *(Path(log).read_text() for log in logs[rank]))
+        for rank, process in enumerate(processes)
+    ]
+
+
+def fail_before_the_group(met: Meeting, error: Exception) -> None:
+    """The first rank waits in the rendezvous of a process group for the second one, which fails."""
+    if met.rank == 1:
+        raise error
+    join(met, CONFIG)
+
+
+def fail_on(met: Meeting, ranks: tuple[int, ...], error: Exception) -> None:
+    """Some ranks fail, the others wait for them in a collective."""
+    joined = join(met, CONFIG)
+    joined.barrier()
+    if met.rank in ranks:
+        time.sleep(0.05 * met.rank)
+        raise error
+    joined.barrier()
+
+
+def be_killed(met: Meeting) -> None:
+    joined = join(met, CONFIG)
+    if met.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    joined.barrier()
+
+
+@pytest.mark.parametrize(("error", "status"), [(ZeroDivisionError("of one rank"), 1), (MegabatchError("of one"), 2)])
+def test_before_the_group_the_others_end_within_seconds(tmp_path: Path, error: Exception, status: int) -> None:
+    silent, said = finish(tmp_path, 2, fail_before_the_group, error)
+    assert [silent.status, said.status] == [2, status]
+    assert silent.err == ""
+    lines = said.err.splitlines()
+    if status == 1:
+        assert lines[0] == "megabatch: rank 1 of 2 failed:"
+        assert lines[-1] == "ZeroDivisionError: of one rank"
+    else:
+        assert lines == ["megabatch: of one"]
+
+
+def test_a_rank_that_crashes_is_named_above_its_traceback(tmp_path: Path) -> None:
+    ends = finish(tmp_path, 3, fail_on, (1,), ZeroDivisionError("of one rank"))
+    assert [end.status for end in ends] == [2, 1, 2]
+    assert [ends[0].err, ends[2].err] == ["", ""]
+    lines = ends[1].err.splitlines()
+    assert lines[:2] == ["megabatch: rank 1 of 3 failed:", "Traceback (most recent call last):"]
+    assert lines[-1] == "ZeroDivisionError: of one rank"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "line"),
+    [
+        ((1,), "megabatch: rank 1 of 3: a mistake\n"),
+        ((1, 2), "megabatch: rank 1 of 3: a mistake\n"),
+        ((0, 1, 2), "megabatch: a mistake\n"),
+    ],
+)
+def test_a_line_names_its_rank_where_not_every_rank_says_it(tmp_path: Path, ranks: tuple[int, ...], line: str) -> None:
+    ends = finish(tmp_path, 3, fail_on, ranks, MegabatchError("a mistake"))
+    assert [end.status for end in ends] == [2, 2, 2]
+    assert "".join(end.err for end in ends) == line
+
+
+def test_a_rank_that_is_killed_is_not_taken_for_the_one_that_notices(tmp_path: Path) -> None:
+    noticed, killed = finish(tmp_path, 2, be_killed)
+    assert [noticed.status, killed.status] == [1, -signal.SIGKILL]
+    assert noticed.err.startswith("megabatch: rank 0 of 2 lost another rank, which was killed or ran out of memory (")
+    assert len(noticed.err.splitlines()) == 1
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    (end,) = finish(tmp_path, 1, fail_on, (0,), OSError(errno.ENOSPC, "No space left on device", "a/file"))
+    assert end.status == 2
+    assert end.err == (
+        "megabatch: the disk is full ([Errno 28] No space left on device: 'a/file'); make room and go on with "
+        "--run.resume=true\n"
+    )
+
+
+def write_in_turn(met: Meeting, path: str) -> None:
+    """What each rank gathers, and that a file is there after it was written on the main rank, on all or none."""
+    joined = join(met, CONFIG)
+    assert joined.gather(f"rank {joined.rank}") == [f"rank {rank}" for rank in range(joined.size)]
+    joined.on_main(lambda: Path(path).write_text(f"by {joined.rank}"), "it")
+    assert Path(path).read_text() == "by 0"
+    console = Console(enabled=joined.is_main, loss_digits=4)
+    folder.begin(Path(path).parent / "run", CONFIG, joined, console)
+    console.say("hello")
+    joined.on_main(lambda: Path(path, "within a file").write_text(""), "something within a file")
+
+
+def test_what_the_main_rank_cannot_write_is_refused_by_all(tmp_path: Path) -> None:
+    ends = finish(tmp_path, 2, write_in_turn, str(tmp_path / "file"))
+    assert [end.status for end in ends] == [2, 2]
+    assert "".join(end.err for end in ends) == (
+        "megabatch: cannot write something within a file (Not a directory); make room, allow it, or choose another "
+        "run.folder\n"
+    )
+    assert [end.out for end in ends] == ["hello\n", ""]
+    (start,) = folder.read_starts(tmp_path / "run")
+    assert start["num_ranks"] == 2
+    assert list(start["devices"].values()) == [2]
+    assert len((tmp_path / "run" / "log.txt").read_text().splitlines()) == 1
