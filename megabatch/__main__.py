@@ -2,7 +2,17 @@
 
 import sys
 
-EXTRA = {"matplotlib", "pydantic", "rich", "transformers", "tyro"}  # what [train] installs
+EXTRA = {
+    "datasets",
+    "matplotlib",
+    "pyarrow",
+    "pydantic",
+    "rich",
+    "tensorboard",
+    "tomli_w",
+    "transformers",
+    "tyro",
+}  # what [train] installs
 
 
 def main() -> None:

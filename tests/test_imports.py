@@ -104,12 +104,14 @@ def mapped_files(readme: str) -> list[str]:
     blocks = re.findall(r"^```\w*\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
     (block,) = [block for block in blocks if re.search(r"^ *errors\.py ", block, re.MULTILINE)]
     found: list[str] = []
-    folder, depth = "", -1
+    folders: list[tuple[int, str]] = []  # open ones, with their depth
     for spaces, name in re.findall(r"^( *)(\S+)", block, re.MULTILINE):
+        while folders and folders[-1][0] >= len(spaces):
+            folders.pop()
         if name.endswith("/") and len(spaces):
-            folder, depth = name, len(spaces)
+            folders.append((len(spaces), name))
         elif name.endswith(".py"):
-            found.append(folder * (len(spaces) > depth >= 0) + name)
+            found.append("".join(folder for _, folder in folders) + name)
     return found
 
 

@@ -1,4 +1,4 @@
-"""The command line: `megabatch train RECIPE [--section.key=value ...]`.
+"""The command line: `megabatch train | verify | export`.
 
 Everything wrong with what the user gave ends as one line on stderr and status 2.
 """
@@ -14,12 +14,17 @@ import tyro
 
 from megabatch.errors import MegabatchError
 from megabatch.train.config import Config, ModelConfig, RunConfig, UpdateConfig
-from megabatch.train.ranks import FAILED, FailedError, Meeting, drop_output, fail, join, meeting
+from megabatch.train.folder import recipe_of
+from megabatch.train.model.export import export
+from megabatch.train.ranks import CRASHED, FAILED, FailedError, Meeting, drop_output, fail, join, meeting
 from megabatch.train.recipe import load_config
 from megabatch.train.trainer import Trainer
+from megabatch.train.verification import verify_recipe
 
-USAGE = """usage: megabatch train RECIPE [--section.key=value ...]
+USAGE = """usage: megabatch train RECIPE [--section.key=value ...]       train; a run's folder as RECIPE goes on with it
        torchrun --nproc-per-node N -m megabatch train RECIPE [--section.key=value ...]
+       megabatch verify RECIPE [--section.key=value ...]      cut against uncut, on its model, loss and data
+       megabatch export RUN --to DIR [--step N]               write a run's model as a Hugging Face folder
 
 RECIPE is a TOML file; the command line overrides any key of it. `megabatch train --help` explains the keys,
 `megabatch train RECIPE --help` shows them with the recipe's values."""
@@ -55,27 +60,72 @@ def run(arguments: list[str]) -> int:
 
 
 def command(arguments: list[str], met: Meeting) -> None:
-    """`train`, or help."""
+    """One of the commands, or help."""
     if not arguments:
         fail(met, f"megabatch: no command; {USAGE}", FAILED)
     elif arguments[0] in ("-h", "--help"):
         print(USAGE)
-    elif arguments[0] != "train":
-        raise MegabatchError(f"unknown command {arguments[0]!r}; the command is: megabatch train RECIPE")
+    elif arguments[0] in ("train", "verify"):
+        with_recipe(arguments[0], arguments[1:], met)
+    elif arguments[0] == "export":
+        export_run(arguments[1:], met)
     else:
-        train(arguments[1:], met)
+        raise MegabatchError(
+            f"unknown command {arguments[0]!r}; the commands are: megabatch train RECIPE, megabatch verify RECIPE, "
+            "megabatch export RUN --to DIR"
+        )
 
 
-def train(arguments: list[str], met: Meeting) -> None:
-    """Read the recipe, join the other ranks, run."""
+def with_recipe(name: str, arguments: list[str], met: Meeting) -> None:
+    """Read the recipe, and train with it or verify it; or explain its keys."""
     recipe = Path(arguments[0]) if arguments and not arguments[0].startswith("-") else None
     if "-h" in arguments or "--help" in arguments:
         print(help_text(EXAMPLE if recipe is None else load_config(recipe, [])))
     elif recipe is None:
-        raise MegabatchError("no recipe; give the path of a TOML file first: megabatch train recipes/stdlib.toml")
+        raise MegabatchError(f"no recipe; give the path of a TOML file first: megabatch {name} recipes/stdlib.toml")
+    elif name == "verify":
+        verify(load_config(recipe_of(recipe) if recipe.is_dir() else recipe, arguments[1:]), met)
     else:
-        config = load_config(recipe, arguments[1:])
+        config = config_of(recipe, arguments[1:])
         Trainer(config, join(met, config)).fit()
+
+
+def config_of(recipe: Path, overrides: list[str]) -> Config:
+    """The recipe's config; a run's folder stands for its own recipe, resumed."""
+    if not recipe.is_dir():
+        return load_config(recipe, overrides)
+    here = [f"--run.folder={recipe}", "--run.resume=true"]  # the folder may have been moved
+    return load_config(recipe_of(recipe), [*here, *overrides])
+
+
+def verify(config: Config, met: Meeting) -> None:
+    """Print the verification of a recipe; status 1 where the gradient depends on the cut."""
+    if met.size > 1:
+        raise MegabatchError(f"verify runs in one process and was started in {met.size}; start it without torchrun")
+    verification = verify_recipe(config, join(met, config))
+    if not verification.ok:
+        raise FailedError(CRASHED)
+
+
+def export_run(arguments: list[str], met: Meeting) -> None:
+    """Read export's arguments and do it."""
+    if met.size > 1:
+        raise MegabatchError(f"export runs in one process and was started in {met.size}; start it without torchrun")
+    run_folder, to, step = read_export(arguments)
+    print(export(run_folder, to, step=step))
+
+
+def read_export(arguments: list[str]) -> tuple[Path, Path, int | None]:
+    """The run, the folder to write, and the step: None for the latest."""
+    usage = "write: megabatch export RUN --to DIR [--step N]"
+    words = [part for argument in arguments for part in argument.split("=", 1)]
+    given = dict(zip(words[1::2], words[2::2], strict=False))
+    if len(words) % 2 == 0 or words[0].startswith("-") or "--to" not in given or given.keys() - {"--to", "--step"}:
+        raise MegabatchError(f"cannot read the arguments {' '.join(arguments)!r}; {usage}")
+    step = given.get("--step")
+    if step is not None and not step.isdecimal():
+        raise MegabatchError(f"--step is {step!r}; it must be the number of a checkpoint: {usage}")
+    return Path(words[0]), Path(given["--to"]), None if step is None else int(step)
 
 
 def help_text(config: Config) -> str:

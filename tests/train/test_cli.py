@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from tests.train.conftest import NO_DROPOUT, Bench, write_pairs
 from tests.train.processes import Run
@@ -112,7 +113,11 @@ def test_without_the_extra_one_line_says_what_to_install(bench: Bench, name: str
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["trane"], "unknown command 'trane'; the command is: megabatch train RECIPE"),
+        (
+            ["trane"],
+            "unknown command 'trane'; the commands are: megabatch train RECIPE, megabatch verify RECIPE, "
+            "megabatch export RUN --to DIR",
+        ),
         (["train"], "no recipe; give the path of a TOML file first: megabatch train recipes/stdlib.toml"),
         (
             ["train", "--run.seed=1"],
@@ -128,30 +133,47 @@ def test_a_bad_command_line_gets_its_line(tmp_path: Path, arguments: list[str], 
 
 
 def test_a_missing_data_file(bench: Bench, refuse: Refuse) -> None:
-    missing = bench.path / "none.jsonl"
+    missing = bench.path / "dat.jsonl"
     assert refuse(data__path=missing) == (
-        f"cannot read {missing} (No such file or directory); set data.path to a file of JSON lines"
+        f"data.path is '{missing}', and there is no such file ({bench.path}/data.jsonl comes nearest); "
+        "set it to what is to be read"
     )
 
 
 def test_an_empty_data_set(bench: Bench, refuse: Refuse) -> None:
     data = write_pairs(bench.path / "empty.jsonl", [])
-    line = f"the data set {data} is empty; give at least one sample (within data.max_sample_tokens)"
-    assert refuse(data__path=data) == line
+    assert refuse(data__path=data) == "data names a source without rows; give at least one sample"
 
 
 def test_a_data_set_without_a_target(bench: Bench, refuse: Refuse) -> None:
     data = write_pairs(bench.path / "mute.jsonl", [("a", ""), ("b", "")])
     assert refuse(data__path=data) == (
-        "none of the 2 samples has a token to learn (every response is empty); "
-        "set data.response_field to the field that holds the response"
+        f"{data}:1 has an empty text in the field 'response', so no token to learn; mend it, or leave such rows out "
+        'with data.broken_rows = "skip"'
     )
 
 
 def test_a_field_that_is_not_there(bench: Bench, refuse: Refuse) -> None:
-    assert refuse(data__response_field="answer").startswith(
-        f"{bench.path}/data.jsonl:1 has no text in the field 'answer', only the fields ['prompt', 'response']; "
+    assert refuse(data__response_field="answer") == (
+        f"{bench.path}/data.jsonl:1 has no field 'answer', only 'prompt', 'response'; "
+        "set data.response_field to the field to read"
     )
+
+
+def test_a_chat_without_a_template(bench: Bench, refuse: Refuse) -> None:
+    data = bench.path / "chat.jsonl"
+    data.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
+    line = refuse(data__path=data)
+    assert "chat template" in line
+    assert "model.tokenizer" in line
+
+
+def test_a_model_folder_without_weights(bench: Bench, refuse: Refuse) -> None:
+    folder = bench.path / "model"
+    AutoConfig.for_model("gpt2", n_embd=16, n_layer=1, n_head=2).save_pretrained(folder)
+    line = refuse(model__name=folder, model__tokenizer="bytes")
+    assert line.startswith(f"model.name is '{folder}'")
+    assert "weights" in line
 
 
 def test_a_sample_longer_than_the_cap(bench: Bench, refuse: Refuse) -> None:
@@ -165,13 +187,14 @@ def test_a_sample_longer_than_the_cap(bench: Bench, refuse: Refuse) -> None:
 def test_a_sample_longer_than_the_model_can_read(bench: Bench, refuse: Refuse) -> None:
     assert refuse(model__config__n_positions=64) == (
         "a sample has 136 tokens and the model 64 positions; raise the positions in model.config "
-        "(max_position_embeddings or n_positions) or leave such samples out with data.max_sample_tokens"
+        "(max_position_embeddings or n_positions), or leave such samples out with data.max_sample_tokens"
     )
 
 
 def test_a_vocabulary_that_is_too_small(refuse: Refuse) -> None:
     assert refuse(model__config__vocab_size=100) == (
-        "the data has token 120 and the model a vocabulary of 100; set model.config.vocab_size to 384"
+        "the tokenizer has 384 tokens and the model a vocabulary of 100; set model.config.vocab_size to 384, or "
+        "model.tokenizer to the model's own"
     )
 
 

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.train.conftest import NO_DROPOUT, Bench, write_pairs
 
 pytestmark = pytest.mark.slow
 
 Refuse = Callable[..., str]
-OF_THE_CLOCK = ("tokens_per_second", "memory_gib")
+OF_THE_CLOCK = ("tokens_per_second", "samples_per_second", "memory_gib")
 
 
 def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -34,6 +36,62 @@ def test_a_stopped_run_goes_on_as_if_never_stopped(
     bench.train(ranks=ranks, run__resume=True, **values)
     assert len(bench.losses()) == 12
     assert timeless(bench.rows()) == timeless(bench.rows(whole))
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "map-style": {},
+    "workers": {"data__num_workers": 2},
+    "stream": {"data__streaming": True, "data__shuffle_window": 20, "run__max_steps": 40, "optim__decay_steps": 40},
+    "stream-worker": {"data__streaming": True, "data__num_workers": 1, "optim__decay_steps": 40},
+    "packed": {"data__pack_tokens": 200, "update__global_batch_size": 3},
+    "mixture": {"data__mixture__long__weight": 1, "data__mixture__short__weight": 3},
+}
+
+
+def mixture_of(bench: Bench) -> dict[str, Any]:
+    """Two files of other lengths in place of the recipe's one."""
+    files = {name: bench.path / f"{name}.jsonl" for name in ("long", "short")}
+    for length, path in zip((40, 3), files.values(), strict=True):
+        write_pairs(path, [(f"{length} and {k}: ", "ab" * (k % 5 + length)) for k in range(30)])
+    return {f"data__mixture__{name}__path": path for name, path in files.items()}
+
+
+def states_of(checkpoint: Path, out: Path) -> dict[str, Any]:
+    """Every tensor of a checkpoint, by its dotted name: weights and the optimizer's."""
+    dcp_to_torch_save(checkpoint, out)
+    tensors: dict[str, Any] = {}
+
+    def walk(name: str, value: Any) -> None:
+        for key, part in value.items() if isinstance(value, dict) else ():
+            walk(f"{name}.{key}", part)
+        if isinstance(value, torch.Tensor):
+            tensors[name] = value
+
+    walk("", torch.load(out, weights_only=False))
+    return tensors
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_forty_updates_at_once_are_seventeen_and_twenty_three(bench: Bench, tmp_path: Path, kind: str) -> None:
+    values = {
+        "run__max_epochs": 30,
+        "eval__every": 20,
+        **KINDS[kind],
+        **(mixture_of(bench) if kind == "mixture" else {}),
+    }
+    whole = tmp_path / "whole"
+    bench.train(run__folder=whole, **{**values, "run__max_steps": 40})
+    bench.train(**{**values, "run__max_steps": 17})
+    bench.train(**{**values, "run__max_steps": 40}, run__resume=True)
+    assert timeless(bench.rows()) == timeless(bench.rows(whole))
+    assert len(bench.losses()) == 40
+    one, other = (
+        states_of(folder / "checkpoints" / "step-40", tmp_path / f"{number}.pt")
+        for number, folder in enumerate((whole, bench.folder))
+    )
+    assert one.keys() == other.keys()
+    assert len(one) > 50
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_a_killed_run_goes_on_as_if_never_killed(bench: Bench, tmp_path: Path) -> None:
@@ -107,7 +165,7 @@ def test_a_checkpoint_of_other_data_or_another_seed_is_refused(bench: Bench, ref
     bench.train(run__max_steps=2)
     data = write_pairs(tmp_path / "other.jsonl", [("a", "b")] * 9)
     assert refuse(run__resume=True, data__path=data) == (
-        f"{bench.folder}/checkpoints/step-2 is of another data set: data: samples is 45 there and 9 here; "
+        f"{bench.folder}/checkpoints/step-2 is of another data set: data: num_samples is 45 there and 9 here; "
         "resume with the recipe it was made with, or start in a new run.folder"
     )
     assert "is of another recipe: run.seed is 0 there and 1 here; " in refuse(run__resume=True, run__seed=1)

@@ -15,10 +15,11 @@ KEYS_OF_AN_UPDATE = [
     "loss",
     "grad_norm",
     "lr",
-    "num_tokens",
-    "num_target_tokens",
+    "weight",
     "num_samples",
     "num_microbatches",
+    "num_tokens",
+    "num_target_tokens",
     "padding",
     "tokens_per_second",
     "memory_gib",
@@ -39,7 +40,7 @@ def test_a_run_writes_its_metrics_its_checkpoint_and_its_report(bench: Bench) ->
     assert sorted(path.name for path in (bench.folder / "checkpoints").iterdir()) == ["latest", "step-4", "step-6"]
     assert (bench.folder / "checkpoints" / "latest").read_text() == "step-6"
     picture = imread(bench.folder / "report.png")
-    assert picture.shape[:2] == (1300, 1300)
+    assert picture.shape[:2] == (1560, 1300)
     assert picture[..., :3].std() > 0.05  # not blank
     for text in ("plan  6 updates of 8 samples", "real tokens", "padding", "sync last", "a held-out prompt"):
         assert text in said
@@ -87,6 +88,12 @@ def test_the_cut_changes_no_loss(bench: Bench, tmp_path: Path) -> None:
     assert losses[2] == pytest.approx(losses[0], rel=1e-12)
 
 
+def test_a_look_ahead_changes_nothing_but_what_is_in_memory(bench: Bench, tmp_path: Path) -> None:
+    bench.train(run__max_steps=4)
+    bench.train(run__max_steps=4, run__folder=tmp_path / "ahead", data__look_ahead=2)
+    assert bench.losses(tmp_path / "ahead") == bench.losses()
+
+
 def test_the_logged_loss_is_the_loss_of_the_update_before_it_was_stepped(bench: Bench, tmp_path: Path) -> None:
     """With every sample in the one update, held out or not is all that differs: the untrained model's loss, ln 384."""
     bench.train(run__max_steps=1, update__global_batch_size=45, **NO_DROPOUT)
@@ -109,9 +116,16 @@ def test_fewer_samples_than_ranks(bench: Bench, tmp_path: Path) -> None:
 
 
 def test_an_update_without_a_target_is_logged_and_not_stepped(bench: Bench, tmp_path: Path) -> None:
-    data = write_pairs(tmp_path / "data2.jsonl", [("mute", ""), ("a", "bc")])
-    said = bench.train(data__path=data, update__global_batch_size=1, run__max_epochs=2, **NO_DROPOUT)
-    assert said.count("no token to learn in its samples: not stepped") == 2
+    own = tmp_path / "own.py"
+    own.write_text(
+        "import torch\n"
+        "def load():\n"
+        "    ids = torch.tensor([3, 4, 5])\n"
+        "    return [{'input_ids': ids, 'labels': ids}, {'input_ids': ids, 'labels': torch.full((3,), -100)}]\n"
+    )
+    values = {"data__function": f"{own}:load", "update__global_batch_size": 1, "run__max_epochs": 2}
+    said = bench.train(**values, **NO_DROPOUT)
+    assert said.count("nothing to learn in its samples: not stepped") == 2
     mute = [row for row in bench.rows() if row["num_target_tokens"] == 0]
     assert [(row["loss"], row["grad_norm"]) for row in mute] == [(None, None)] * 2
     learned = [row["lr"] for row in bench.rows() if row["num_target_tokens"]]

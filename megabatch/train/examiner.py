@@ -1,0 +1,62 @@
+"""Examiner: evaluates the model as it is on every set, and follows which evaluation was the best."""
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+
+from megabatch.contract import LossFunction
+from megabatch.train.completion import sample_completion
+from megabatch.train.config import Config
+from megabatch.train.console import Console
+from megabatch.train.ema import Average
+from megabatch.train.evaluation import build_terms, evaluate, load_own
+from megabatch.train.metrics import MetricsFile
+from megabatch.train.model.build import Laid, in_precision
+from megabatch.train.own import Event, load_listener
+from megabatch.train.ranks import Ranks
+from megabatch.train.watch import Watch
+
+
+class Examiner:
+    """The evaluations of a run; where the recipe asks for an average of the weights, of that average.
+
+    Args:
+        first: What every event has in common.
+        average: Stands in for the model's weights; None: they are evaluated themselves.
+    """
+
+    def __init__(
+        self, config: Config, loss_fn: LossFunction, first: Event, average: Average | None, laid: Laid, ranks: Ranks
+    ) -> None:
+        self._config, self._first, self._average, self._ranks = config, first, average, ranks
+        in_own_precision = partial(in_precision, config=config.model, laid=laid, device=ranks.device)
+        self.terms = build_terms(config.eval, loss_fn, in_own_precision)
+        self._own = load_own(config.eval)
+        self._listener: Callable[[Event], object] = load_listener(config.run.after_evaluation, "run.after_evaluation")
+        self.watch = Watch(config.eval, first.sets)
+        self.step: int | None = None  # of the last evaluation
+
+    def evaluate(self, step: int, metrics: MetricsFile, console: Console) -> None:
+        """Evaluate every set, write and say what was found, and tell the user's function; collective."""
+        self.step = step
+        with self._weights():
+            event = replace(self._first, step=step)
+            rows = evaluate(event, self.terms, self._own, self._config.update, self._ranks, console)
+            for row in rows:
+                metrics.append(row)
+                console.evaluation(step, row)
+                self._listener(replace(event, row=row))
+        losses = [row["eval_loss"] for row in rows if row["set"] == self.watch.name]
+        if losses:
+            self.watch.update(step, losses[0])
+
+    def complete(self) -> tuple[str, str]:
+        """A prompt of the watched set and what the model makes of it; both empty where there is none; collective."""
+        samples = self._first.sets.get(self.watch.name or "", [])
+        with self._weights():
+            return sample_completion(self._first.model, samples, self._first.tokenizer, self._ranks.device)
+
+    def _weights(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._average is None else self._average.swapped()

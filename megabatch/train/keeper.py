@@ -1,0 +1,67 @@
+"""Keeper: what of a run is saved, when it is the best, what is kept, and how a run goes on from it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megabatch import Learner
+from megabatch.train import checkpoint
+from megabatch.train.config import Config
+from megabatch.train.data.load import Data
+from megabatch.train.data.loader import Updates
+from megabatch.train.ema import Average
+from megabatch.train.model.build import Laid
+from megabatch.train.optim import decay_steps_of, settings_of
+from megabatch.train.ranks import Ranks
+from megabatch.train.watch import Watch
+
+
+class Keeper:
+    """Saves a run between two updates and brings it back: the learner, the average, the position, the watch."""
+
+    def __init__(
+        self, config: Config, learner: Learner, average: Average | None, updates: Updates, watch: Watch, ranks: Ranks
+    ) -> None:
+        self._config, self._folder, self._ranks = config, Path(config.run.folder), ranks
+        self._learner, self._updates, self._watch = learner, updates, watch
+        self._state: dict[str, Any] = {"learner": learner} | ({} if average is None else {"average": average})
+        self._keeps_best = config.run.keep_best or (config.run.keep_best is None and config.eval.patience is not None)
+        self.saved_step: int | None = None
+
+    def is_wanted(self, *, last: bool) -> bool:
+        """Whether a checkpoint belongs here: in its turn, at the end, or because the evaluation was the best."""
+        return self._in_turn(last) or (self._keeps_best and self._watch.best_step == self._learner.step)
+
+    def save(self, identity: Mapping[str, Any], *, last: bool) -> Path:
+        """Write a checkpoint, and delete those that it makes superfluous; collective."""
+        self.saved_step = step = self._learner.step
+        place = {"step": step, "updates": self._updates.state_dict(), "watch": self._watch.state_dict()}
+        meta = {**identity, **place, checkpoint.BEST_ONLY: not self._in_turn(last)}
+        path = checkpoint.save(self._folder, self._state, meta, self._ranks)
+        if self._keeps_best and self._watch.best_step == step:
+            checkpoint.point_to_best(self._folder, step, self._ranks)
+        checkpoint.prune(self._folder, self._config.run.keep_last, self._ranks)
+        return path
+
+    def resume(self, identity: Mapping[str, Any]) -> Path:
+        """Bring everything to the latest checkpoint. Raises `MegabatchError` where it is of another run; collective."""
+        path = checkpoint.latest(self._folder)
+        saved = checkpoint.read_meta(path)
+        checkpoint.check_same(path, saved, dict(identity))
+        self._updates.load_state_dict(saved["updates"])
+        self._watch.load_state_dict(saved["watch"])
+        checkpoint.load(path, self._state)
+        if self._watch.best_step is not None:  # a kill may have come between the save and the pointer
+            checkpoint.point_to_best(self._folder, self._watch.best_step, self._ranks)
+        self.saved_step = self._learner.step
+        return path
+
+    def _in_turn(self, last: bool) -> bool:
+        every = self._config.run.save_every
+        return last or (every is not None and self._learner.step % every == 0)
+
+
+def identity_of(config: Config, data: Data, laid: Laid, updates: Updates) -> dict[str, Any]:
+    """What makes a run this one, for a resumed one to compare."""
+    derived = {"optim.decay_steps": decay_steps_of(config, updates.num_updates)}
+    return checkpoint.describe(model=laid.identity, data=data.identity, settings=settings_of(config), derived=derived)

@@ -1,0 +1,67 @@
+"""Verification: is the cut gradient the uncut one, on a recipe's own model, loss and data?"""
+
+import torch
+from torch import nn
+
+from megabatch import Verification, verify
+from megabatch.batch import Batch
+from megabatch.errors import MegabatchError
+from megabatch.train.config import Config
+from megabatch.train.console import Console
+from megabatch.train.data.load import load_data
+from megabatch.train.data.loader import Updates
+from megabatch.train.model.build import build
+from megabatch.train.model.tokenizer import load_tokenizer
+from megabatch.train.own import load_function
+from megabatch.train.ranks import Ranks
+
+MAX_SAMPLES = 8  # run whole, in float64
+NUM_SHOWN = 12  # parameters, the worst first
+
+
+def verify_recipe(config: Config, ranks: Ranks) -> Verification:
+    """Prove the recipe's gradient on samples of its first update, and print every step of it."""
+    console = Console(enabled=True, loss_digits=4)
+    plain = plain_config(config)
+    tokenizer = load_tokenizer(plain.model)
+    data = load_data(plain, tokenizer, ranks, console)
+    batch = Updates(data, plain, ranks).peek()[:MAX_SAMPLES]
+    if len(batch) < 2:
+        raise MegabatchError(
+            f"the first update has {len(batch)} sample; cutting needs at least 2: set update.global_batch_size"
+        )
+    laid = build(plain, ranks, console, None, tokenizer)
+    console.say(words_of_batch(batch, laid.base))
+    torch.manual_seed(config.run.seed)
+    verification = verify(laid.base, load_function(config.loss.function, "loss.function"), batch)
+    console.say(words_of_verification(verification))
+    return verification
+
+
+def plain_config(config: Config) -> Config:
+    """The recipe on one process, with nothing that only changes speed or precision: the proof runs in float64."""
+    model = config.model.model_copy(
+        update={"dtype": "float32", "compute_dtype": None, "compile": False, "activation_checkpointing": False}
+    )
+    parallel = config.parallel.model_copy(update={"wrapper": None})
+    return config.model_copy(update={"model": model, "parallel": parallel})
+
+
+def words_of_batch(batch: Batch, model: nn.Module) -> str:
+    """What is compared."""
+    num_parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return (
+        f"comparing the gradient of {len(batch)} samples whole with that of the same samples one by one, "
+        f"over {num_parameters:,} parameters in float64, dropout off"
+    )
+
+
+def words_of_verification(verification: Verification) -> str:
+    """The errors, worst first, then verdict and causes."""
+    errors = sorted(verification.errors.items(), key=lambda item: -item[1])
+    lines = [f"  {error:.1e}  {name}" for name, error in errors[:NUM_SHOWN]]
+    if len(errors) > NUM_SHOWN:
+        lines.append(f"  ... and {len(errors) - NUM_SHOWN} parameters with less")
+    return "\n".join(
+        ["relative error of each parameter's gradient:", *lines, str(verification)] if lines else [str(verification)]
+    )
