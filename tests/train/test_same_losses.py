@@ -1,13 +1,12 @@
 """The recipes print the same losses with any number of processes and either wrapper, cut smaller to be quick."""
 
-import sysconfig
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megabatch.train.data import stdlib_pairs
+from megabatch.train.data.stdlib import stdlib_functions, stdlib_root
 from tests.train.conftest import Bench, write_pairs
 
 pytestmark = pytest.mark.slow
@@ -22,7 +21,7 @@ CELLS = [(1, None), *((ranks, wrapper) for ranks in (1, 2, 3, 4) for wrapper in 
 @pytest.fixture
 def short_functions(tmp_path: Path) -> Path:
     """The recipes' own text, without the long functions."""
-    pairs = stdlib_pairs(Path(sysconfig.get_path("stdlib")))
+    pairs = stdlib_functions(stdlib_root())
     short = ((pair.prompt, pair.response) for pair in pairs if len((pair.prompt + pair.response).encode()) < MAX_BYTES)
     return write_pairs(tmp_path / "short.jsonl", list(islice(short, NUM_SAMPLES)))
 

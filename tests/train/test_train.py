@@ -1,11 +1,14 @@
 """A run to its end: what it writes, what it says, what becomes of the last samples."""
 
+import json
 import math
+from itertools import islice
 from pathlib import Path
 
 import pytest
 from matplotlib.image import imread
 
+from megabatch.train.data.stdlib import stdlib_functions, stdlib_root
 from tests.train.conftest import NO_DROPOUT, Bench, write_pairs
 
 pytestmark = pytest.mark.slow
@@ -44,6 +47,25 @@ def test_a_run_writes_its_metrics_its_checkpoint_and_its_report(bench: Bench) ->
     assert picture[..., :3].std() > 0.05  # not blank
     for text in ("plan  6 updates of 8 samples", "real tokens", "padding", "sync last", "a held-out prompt"):
         assert text in said
+
+
+def test_questions_and_answers_are_learned_by_naming_their_fields(bench: Bench, tmp_path: Path) -> None:
+    """Functions of the standard library: what an epoch learns is every byte of every answer, and its end."""
+    pairs = [pair for pair in islice(stdlib_functions(stdlib_root()), 400) if len(pair.prompt + pair.response) < 700]
+    data = tmp_path / "questions.jsonl"
+    rows = [{"question": pair.prompt, "answer": pair.response} for pair in pairs[:60]]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {"data__path": data, "data__prompt_field": "question", "data__response_field": "answer"}
+    sizes = {"model__config__n_positions": 1024, "update__max_microbatch_tokens": 2048, "eval__num_samples": 0}
+    losses: list[list[float]] = []
+    for ranks in (1, 2, 3):
+        bench.train(ranks=ranks, run__folder=tmp_path / f"{ranks}", **values, **sizes, **NO_DROPOUT)
+        updates = bench.rows(tmp_path / f"{ranks}")
+        assert sum(row["num_target_tokens"] for row in updates) == sum(len(row["answer"].encode()) + 1 for row in rows)
+        losses.append([row["loss"] for row in updates])
+    assert losses[0][-1] < losses[0][0] - 0.5
+    assert losses[1] == pytest.approx(losses[0], rel=1e-10)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-10)
 
 
 def test_the_plan_is_said_before_the_first_update(bench: Bench) -> None:
