@@ -3,18 +3,15 @@
 Everything wrong with what the user gave ends as one line on stderr and status 2.
 """
 
-import contextlib
-import io
 import os
 import sys
 from pathlib import Path
 from typing import NoReturn
 
-import tyro
-
 from megabatch.errors import MegabatchError
 from megabatch.train.config import Config, ModelConfig, RunConfig, UpdateConfig
 from megabatch.train.folder import recipe_of
+from megabatch.train.help import help_text
 from megabatch.train.model.export import export
 from megabatch.train.ranks import CRASHED, FAILED, FailedError, Meeting, drop_output, fail, join, meeting
 from megabatch.train.recipe import load_config
@@ -126,10 +123,3 @@ def read_export(arguments: list[str]) -> tuple[Path, Path, int | None]:
     if step is not None and not step.isdecimal():
         raise MegabatchError(f"--step is {step!r}; it must be the number of a checkpoint: {usage}")
     return Path(words[0]), Path(given["--to"]), None if step is None else int(step)
-
-
-def help_text(config: Config) -> str:
-    """Every key with its type, its meaning, and its value in this config."""
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
-        tyro.cli(Config, args=["--help"], default=config, prog="megabatch train RECIPE", use_underscores=True)
-    return out.getvalue()

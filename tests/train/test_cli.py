@@ -75,10 +75,10 @@ def test_help_names_every_key_with_its_meaning(bench: Bench) -> None:
     done = python("-m", "megabatch", "train", "--help", folder=bench.path)
     assert done.returncode == 0
     for text in (
-        "--update.global_batch_size",
+        "update.global_batch_size = 32    (whole number)",
         "Samples of an update, over all ranks",
-        "--parallel.wrapper",
-        "--run.resume",
+        'parallel.wrapper = none    ("ddp" | "fsdp2", or none)',
+        "run.resume = false    (true | false)",
     ):
         assert text in done.stdout
     assert done.stderr == ""

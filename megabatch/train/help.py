@@ -1,0 +1,65 @@
+"""Help: every key of a recipe with its type, its value and what it does."""
+
+import textwrap
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+from megabatch.train.config import Config, Section, SourceConfig
+from megabatch.train.keys import is_named_sources, sections
+
+WIDTH = 120
+TYPE_WORDS = {int: "whole number", float: "number", bool: "true | false", str: "text", dict: "table", list: "list"}
+
+
+def help_text(config: Config) -> str:
+    """Every key with the value that it has in this config, as a recipe and the command line write it."""
+    parts = [section_text(name, getattr(config, name)) for name in sections()]
+    named = textwrap.fill(
+        f"Keys of [data.mixture.NAME] and [eval.sets.NAME]: {', '.join(SourceConfig.model_fields)}.", WIDTH
+    )
+    return "\n".join([*parts, named, "On the command line: --section.key=value; none is no value, a,b,c a list."])
+
+
+def section_text(name: str, section: Section) -> str:
+    """A table of the recipe and its keys."""
+    lines = [f"[{name}]  {' '.join((type(section).__doc__ or '').split())}"]
+    for key, field in type(section).model_fields.items():
+        lines.append(
+            f"  {name}.{key} = {value_text(getattr(section, key))}    ({type_text(field.rebuild_annotation())})"
+        )
+        text = " ".join((field.description or "").split())
+        lines.append(textwrap.fill(text, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6))
+    return "\n".join(lines) + "\n"
+
+
+def value_text(value: Any) -> str:
+    """The value as TOML has it, as far as it has one."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(value_text, value))}]"
+    if isinstance(value, dict):
+        inner = ", ".join(f"{name} = {value_text(each)}" for name, each in value.items())
+        return f"{{ {inner} }}" if inner else "{}"
+    return f"{value.path!r}" if isinstance(value, SourceConfig) else str(value)
+
+
+def type_text(annotation: Any) -> str:
+    """The type of a key's value, in words."""
+    if is_named_sources(annotation):
+        return "tables of sources, by name"
+    if get_origin(annotation) is Literal:
+        return " | ".join(f'"{choice}"' for choice in get_args(annotation))
+    if hasattr(annotation, "__metadata__"):  # Annotated: its bounds are told by the message that refuses a value
+        return type_text(get_args(annotation)[0])
+    if get_origin(annotation) is tuple:
+        return "two numbers"
+    kind = get_origin(annotation) or annotation
+    if kind in TYPE_WORDS:
+        return TYPE_WORDS[kind]
+    members = [type_text(member) for member in get_args(annotation) if member is not NoneType]
+    return " or ".join(members) + (", or none" if NoneType in get_args(annotation) else "")
