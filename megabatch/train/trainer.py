@@ -61,7 +61,7 @@ class Trainer:
 
     def _run(self) -> None:
         with self.console.bar(self.learner.step, self.updates.num_updates.of_run):
-            for batch in self.updates:
+            for batch in () if self.examiner.watch.should_stop else self.updates:
                 with self.profiler.update(self.learner.step + 1):
                     row = self._update(batch)
                 with self.clock.paused():
@@ -132,6 +132,8 @@ class Trainer:
             self._save(last=True)
         num_updates, title = self.updates.num_updates, words.title(self.config, self.laid.wrapper, self.ranks.size)
         self.console.say(words.end_text(self.config, num_updates, self.learner.step, self.data.epoch_size))
+        for line in self.updates.skipped.words("the stream's last pass"):
+            self.console.say(line)
         self.metrics.close()
         if self.ranks.is_main:
             loss_title = LOSS_OF_TOKENS if self.examiner.terms.of_tokens else "loss"

@@ -167,13 +167,8 @@ def opened(request: Request, console: Console) -> TokenizedSamples:
             "there; set data.cache to a folder that all processes share"
         )
     samples = TokenizedSamples(folder)
-    if samples.skipped.broken:
-        console.say(f"{request.key}: left out {samples.skipped.broken:,} broken rows, first {samples.skipped.first}")
-    if samples.skipped.long:
-        cap = request.config.max_sample_tokens
-        console.say(
-            f"{request.key}: left out {samples.skipped.long:,} samples longer than data.max_sample_tokens={cap}"
-        )
+    for line in samples.skipped.words(request.key):
+        console.say(line)
     return samples
 
 

@@ -26,6 +26,12 @@ class Skipped:
     long: int = 0
     first: str | None = None  # the text of the first broken row
 
+    def words(self, key: str) -> list[str]:
+        """What was left out of the source that the recipe names by ``key``, in a line each."""
+        broken = f"{key}: left out {self.broken:,} broken rows, first {self.first}"
+        long = f"{key}: left out {self.long:,} samples longer than data.max_sample_tokens"
+        return [*([broken] if self.broken else []), *([long] if self.long else [])]
+
 
 @dataclass
 class Limits:
