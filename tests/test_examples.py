@@ -1,0 +1,223 @@
+"""Every example runs as it stands and does what it says; every recipe is valid, and trains on data of its kind."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import megabatch
+from megabatch.train.own import load_file
+from megabatch.train.recipe import load_config
+from tests.train.processes import Run, overrides
+from tests.train.tokenizers_for_tests import chat_tokenizer
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+RECIPES = ROOT / "recipes"
+MAX_LINES, MAX_LINES_OF = 30, {"flow_digits.py": 120}
+QUICK = ["images", "learner", "loop", "own_loop", "own_loss", "several_terms"]
+ON_RANKS = ["ddp", "fsdp2"]
+SECONDS = 300  # for one example, on a machine that is busy with others
+
+
+@cache
+def printed(*arguments: str) -> str:
+    """What Python prints when run with these arguments in the repository's folder, to a good end without a warning."""
+    steady = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, *arguments]
+    ran = subprocess.run(command, cwd=ROOT, env=os.environ | steady, capture_output=True, text=True, timeout=SECONDS)
+    assert ran.returncode == 0, ran.stderr
+    assert "Warning" not in ran.stderr, ran.stderr
+    return ran.stdout
+
+
+def example(name: str) -> str:
+    return printed(f"examples/{name}.py")
+
+
+def numbers(text: str, before: str = "", after: str = "") -> list[float]:
+    """The numbers between two texts, in their order."""
+    return [float(found) for found in re.findall(rf"{before}(-?\d+\.?\d*){after}", text)]
+
+
+def assert_falls(losses: list[float], by: float) -> None:
+    assert len(losses) > 4
+    assert losses[-1] < losses[0] - by
+
+
+def test_every_example_is_short_and_run_by_a_test() -> None:
+    files = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES.iterdir() if path.is_file()}
+    assert sorted(files) == sorted(f"{name}.py" for name in [*QUICK, *ON_RANKS, "policy", "flow_digits"])
+    assert not {name: lines for name, lines in files.items() if lines > MAX_LINES_OF.get(name, MAX_LINES)}
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_an_example_needs_no_private_name_and_says_how_it_is_run(path: Path) -> None:
+    text = path.read_text()
+    assert not re.findall(r"(?:from|import) megabatch\.(?!train\.own)\S+|megabatch\._|\b(?:learner|gradient)\._", text)
+    command = text.split('"""')[1]
+    assert f"examples/{path.name}" in command or "megabatch train recipes/" in command
+
+
+@pytest.mark.slow
+def test_the_loop() -> None:
+    losses, samples = numbers(example("loop"), "loss "), numbers(example("loop"), after=" samples")
+    assert_falls(losses, by=2.0)
+    assert len(losses) == 14
+    assert samples == [16, 16, 16, 16, 16, 16, 4] * 2  # a short end of an epoch is stepped too
+    assert len(set(numbers(example("loop"), after=" microbatches"))) > 1  # unequal microbatches
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ON_RANKS)
+def test_the_loop_on_two_ranks_has_the_losses_of_one(name: str) -> None:
+    torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
+    on_two = printed(*torchrun, f"examples/{name}.py")
+    assert numbers(on_two, after=" samples on 2 ranks") == [16, 16, 16, 16, 16, 16, 4]
+    expected = numbers(example("loop"), "loss ")[:7]
+    assert numbers(on_two, "loss ") == pytest.approx(expected, abs=2e-3)  # float32, printed with three digits
+
+
+@pytest.mark.slow
+def test_a_loss_of_your_own() -> None:
+    assert example("own_loss").startswith("exact: worst relative error of a gradient")
+    assert_falls(numbers(example("own_loss"), "loss "), by=1.5)
+
+
+@pytest.mark.slow
+def test_a_loop_of_your_own() -> None:
+    assert_falls(losses := numbers(example("own_loop"), "loss "), by=1.5)
+    hardest = numbers(example("own_loop"), "hardest byte ")
+    assert all(most > mean for most, mean in zip(hardest, losses, strict=True))
+
+
+@pytest.mark.slow
+def test_several_terms() -> None:
+    rows = [json.loads(line.replace("'", '"')) for line in example("several_terms").splitlines()]
+    assert all(row.keys() == {"text", "code", "right"} for row in rows)
+    assert_falls([row["text"] for row in rows], by=0.8)
+    assert all(abs(16 * row["right"] - round(16 * row["right"])) < 0.01 for row in rows)  # a share of 16 samples
+    assert all(0 <= row["right"] <= 1 for row in rows)
+
+
+@pytest.mark.slow
+def test_a_learner_that_was_saved_goes_on_as_if_never_stopped() -> None:
+    steps, losses = numbers(example("learner"), "update "), numbers(example("learner"), "loss ")
+    assert steps == [0, 1, 2, 3, 4, 5, 3, 4, 5]
+    assert losses[3:6] == losses[6:]
+    assert_falls(losses[:6], by=0.8)
+
+
+@pytest.mark.slow
+def test_images() -> None:
+    assert numbers(example("images"), after="% of held-out")[-1] > 60
+    assert numbers(example("images"), "loss ")[-1] < 1.0
+
+
+@pytest.mark.slow
+def test_a_policy_learns_from_rewards() -> None:
+    right = numbers(example("policy"), after="% right")
+    assert len(right) == 200
+    assert sum(right[:5]) / 5 < 15
+    assert sum(right[-20:]) / 20 > 60
+    rollouts = numbers(example("policy"), after=" rollouts")
+    assert all(num % 512 == 0 for num in rollouts)
+    assert len(set(rollouts)) > 1  # more than one call in some updates
+
+
+def test_the_flow_is_exact_under_any_cut() -> None:
+    flow = load_file(EXAMPLES / "flow_digits.py")
+    train = flow.data(num_draws=2)["train"]
+    batch = [train[index] for index in (0, 1, 2, 1500, 1501)]
+    assert torch.equal(batch[0]["image"], batch[3]["image"])
+    assert not torch.equal(batch[0]["noise"], batch[3]["noise"])
+    assert all(torch.equal(train[7][name], value) for name, value in train[7].items())  # belongs to the sample
+    torch.manual_seed(0)
+    model = flow.Velocity(width=16, num_layers=1, num_heads=2)
+    assert megabatch.verify(model, flow.loss, batch).ok
+
+
+def test_the_distance_of_pictures_is_that_of_their_distributions() -> None:
+    flow = load_file(EXAMPLES / "flow_digits.py")
+    some = torch.randn(500, 64, generator=torch.Generator().manual_seed(0)).double().numpy()
+    assert flow.distance(some, some) == pytest.approx(0, abs=1e-6)
+    assert flow.distance(some, some + 2) == pytest.approx(4 * 64)
+    assert flow.distance(some, 3 * some - 2 * some.mean(0)) == pytest.approx(4 * some.var(0, ddof=1).sum())
+
+
+@pytest.mark.slow
+def test_the_flow_learns_to_draw_digits(tmp_path: Path) -> None:
+    small = {
+        "run.folder": tmp_path / "run", "run.max_steps": 240, "eval.every": 240, "update.global_batch_size": 64,
+        "update.micro_batch_size": 32, "model.options.width": 48, "model.options.num_layers": 2, "optim.lr": 4e-3,
+    }  # fmt: skip
+    printed("-m", "megabatch", "train", "recipes/flow-digits.toml", *overrides(small))
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    (noise, drawn) = [row for row in rows if "eval_recognised" in row]
+    assert noise["eval_recognised"] < 0.2
+    assert drawn["eval_recognised"] > 0.4
+    assert drawn["eval_distance"] < noise["eval_distance"] / 2
+    pictures = [(tmp_path / "run" / f"samples-{step}.png").read_bytes() for step in (0, 240)]
+    assert all(picture.startswith(b"\x89PNG") for picture in pictures)
+    assert pictures[0] != pictures[1]
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
+def test_a_recipe_is_valid_and_says_what_it_is(path: Path) -> None:
+    config = load_config(path, [])
+    assert config.run.folder == f"runs/{path.stem}"
+    first, *others = path.read_text().splitlines()
+    assert first.startswith("# ")
+    assert any(f"train recipes/{path.name}" in line for line in others)
+    sources = [config.data, *config.data.mixture.values(), *config.eval.sets.values()]
+    assert any(source.path or source.source for source in sources) or config.data.function
+    needs_file = any(source.path is not None for source in sources)
+    assert ("needs a file" in first) == needs_file  # the others run as they stand
+
+
+FILES = {  # the rows that a recipe's first comment speaks of
+    "gsm8k": ({"question": "What is 2 + {}?", "answer": "2 + {} = 7"}, "data.path"),
+    "chat": (
+        {"messages": [{"role": "user", "content": "Say {}."}, {"role": "assistant", "content": "Here: {}."}]},
+        "data.path",
+    ),
+    "pretrain": ({"text": "A document of number {}, and a little more of it."}, "data.path"),
+    "mixture": ({"prompt": "Say {}.", "response": "Here: {}."}, "data.mixture.own.path"),
+}
+SMALL = {"run.max_steps": 2, "update.global_batch_size": 8, "eval.num_samples": 4}
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with weights, and a tokenizer that has a chat template."""
+    folder = chat_tokenizer(tmp_path_factory.mktemp("model"), generation_markers=True)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=512, **shape)).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FILES)
+def test_a_recipe_trains_on_the_file_that_it_asks_for(name: str, tmp_path: Path, chat_model: Path) -> None:
+    row, key = FILES[name]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row).replace("{}", str(number)) + "\n" for number in range(80)))
+    values = SMALL | {key: file, "run.folder": tmp_path / "run", "data.cache": tmp_path / "cache"}
+    if name == "chat":
+        values["model.name"] = chat_model
+    if name == "pretrain":
+        values |= {"data.pack_tokens": 128, "model.config.hidden_size": 64, "model.config.num_hidden_layers": 2}
+    if name == "mixture":
+        values |= {"eval.sets.own.path": file, "data.mixture.functions.max_samples": 40}
+    (end,) = Run(["train", str(RECIPES / f"{name}.toml"), *overrides(values)], tmp_path / "logs", ranks=1).wait()
+    assert end.status == 0, end.err
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2]
+    assert all(row["eval_loss"] > 0 for row in rows if "eval_loss" in row)
