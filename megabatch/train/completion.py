@@ -6,6 +6,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
 
 from megabatch.batch import IGNORED_LABEL
 from megabatch.train.evaluation import evaluating
@@ -23,11 +24,11 @@ def sample_completion(
 ) -> tuple[str, str]:
     """A prompt of the samples and what the model makes of it, as text; collective, the same on every rank.
 
-    Empty without a tokenizer, and without a sample of tokens. The model's own prompt is what it does not learn of a
-    sample; of a plain text it is the first third.
+    Empty for a model that is none of transformers', without a tokenizer, and without a sample of tokens. The model's
+    own prompt is what it does not learn of a sample; of a plain text it is the first third.
     """
     prompt = choose_prompt(samples)
-    if tokenizer is None or prompt is None:
+    if tokenizer is None or prompt is None or not isinstance(model, PreTrainedModel):
         return "", ""
     completion = complete(model, prompt, tokenizer.eos_token_id, len(tokenizer), device)
     return cast(str, tokenizer.decode(prompt)), cast(str, tokenizer.decode(completion, skip_special_tokens=True))

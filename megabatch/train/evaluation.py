@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import traceback
 import zlib
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from megabatch.errors import LossContractError, MegabatchError
 from megabatch.train.config import EvalConfig, UpdateConfig
 from megabatch.train.console import Console
 from megabatch.train.model.wrap import reshard
-from megabatch.train.own import Event, load_function
+from megabatch.train.own import Event, blamed, load_function
 from megabatch.train.ranks import Ranks
 
 Row = dict[str, Any]
@@ -240,18 +239,3 @@ def own_values(own: Callable[..., Any], event: Event) -> Row:
             )
         row[f"eval_{name}"] = float(number)
     return row
-
-
-@contextlib.contextmanager
-def blamed(title: str, function: Callable[..., Any]) -> Generator[None]:
-    """Surrounds a function of the user's: what it raises is told in one line, with the line of its file."""
-    try:
-        yield
-    except MegabatchError:
-        raise
-    except Exception as error:
-        file = getattr(getattr(function, "__code__", None), "co_filename", None)
-        frames = traceback.extract_tb(error.__traceback__)
-        place = next((frame for frame in reversed(frames) if frame.filename == file), frames[-1])
-        words = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise MegabatchError(f"{title} raised {words} ({place.filename}, line {place.lineno}); mend it") from error

@@ -48,6 +48,8 @@ def settings_of(config: Config) -> dict[str, object]:
     optim = config.optim.model_dump(exclude={"decay_steps"})  # see decay_steps_of
     return {
         "run.seed": config.run.seed,
+        "model.function": config.model.function,
+        "model.options": config.model.options,
         "model.compute_dtype": config.model.compute_dtype,
         "model.freeze": config.model.freeze,
         "loss.function": config.loss.function,

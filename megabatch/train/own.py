@@ -1,9 +1,11 @@
 """Own: the user's own parts, named in a recipe as "module:function" or "file.py:function", and what they are told."""
 
+import contextlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -74,4 +76,27 @@ def load_file(path: Path) -> ModuleType:
 
 def load_listener(name: str | None, key: str) -> Callable[[Event], object]:
     """The user's function that is told of events; where the recipe names none, nobody listens."""
-    return load_function(name, key) if name is not None else lambda _: None
+    if name is None:
+        return lambda _: None
+    function = load_function(name, key)
+
+    def listen(event: Event) -> object:
+        with blamed(f"{key} {name!r}", function):
+            return function(event)
+
+    return listen
+
+
+@contextlib.contextmanager
+def blamed(title: str, function: Callable[..., Any]) -> Generator[None]:
+    """Surrounds a function of the user's: what it raises is told in one line, with the line of its file."""
+    try:
+        yield
+    except MegabatchError:
+        raise
+    except Exception as error:
+        file = getattr(getattr(function, "__code__", None), "co_filename", None)
+        frames = traceback.extract_tb(error.__traceback__)
+        place = next((frame for frame in reversed(frames) if frame.filename == file), frames[-1])
+        words = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise MegabatchError(f"{title} raised {words} ({place.filename}, line {place.lineno}); mend it") from error

@@ -193,3 +193,28 @@ def test_computing_in_bfloat16_trains_and_says_so(
     assert "computed in bfloat16" in said
     assert bench.losses(mixed) == pytest.approx(bench.losses(exact), rel=2e-2)
     assert bench.losses(mixed) != bench.losses(exact)
+
+
+def test_a_model_of_ones_own_may_leave_parameters_out_of_a_microbatch(own: Bench) -> None:
+    """On two ranks as on one; and what a listener raises is one line that names it."""
+    with (own.path / "own.py").open("a") as file:
+        file.write(
+            "class Two(nn.Module):\n"
+            "    def __init__(self, width):\n"
+            "        super().__init__()\n"
+            "        torch.manual_seed(0)\n"
+            "        self.one, self.other = nn.Linear(4, 1), nn.Linear(4, 1)\n"
+            "    def forward(self, inputs):\n"
+            "        return (self.one if float(inputs.flatten()[0]) > 0 else self.other)(inputs)\n"
+            "def fail(event):\n"
+            "    raise ValueError('of mine')\n"
+        )
+    values = {"model__function": f"{own.path}/own.py:Two", "update__micro_batch_size": 1, "eval__metrics": "None"}
+    values |= {"eval__function": "None", "run__max_steps": 5}
+    own.train(**values)
+    own.train(ranks=2, run__folder=own.path / "two", **values)
+    assert own.losses(own.path / "two") == pytest.approx(own.losses(), rel=1e-10)
+    done = own.finish(run__folder=own.path / "failed", run__after_update=f"{own.path}/own.py:fail")
+    assert done[0].status == 2
+    assert done[0].err.startswith(f"megabatch: run.after_update '{own.path}/own.py:fail' raised ValueError: of mine (")
+    assert len(done[0].err.splitlines()) == 1

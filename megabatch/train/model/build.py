@@ -1,7 +1,6 @@
 """Build: from a recipe to the model that is trained, laid over the ranks and tried once."""
 
 import fnmatch
-import functools
 import json
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from megabatch.contract import LossFunction, weigh_of
+from megabatch.contract import LossFunction, loss, weigh_of
 from megabatch.errors import MegabatchError
 from megabatch.train.config import Config, ModelConfig
 from megabatch.train.console import Console
@@ -55,7 +54,9 @@ def build(config: Config, ranks: Ranks, console: Console, longest_tokens: int | 
         with computing(config.model, wrapper.name, ranks.device):
             try_forward(base, config.model, ranks.device)
             words += [] if config.data.pack_tokens is None else [probe_isolation(base, ranks.device)]
-    return Laid(replicate(base) if wrapper.name == "ddp" else base, base, wrapper, words, identity)
+    unused = config.model.function is not None  # a model of one's own may leave parameters out of a microbatch
+    model = replicate(base, find_unused=unused) if wrapper.name == "ddp" else base
+    return Laid(model, base, wrapper, words, identity)
 
 
 def choose_source(config: Config, ranks: Ranks, longest_tokens: int | None, tokenizer: Any) -> tuple[Source, Wrapper]:
@@ -92,15 +93,15 @@ def lay(source: Source, config: Config, wrapper: Wrapper, ranks: Ranks) -> list[
 
 def in_precision(loss_fn: LossFunction, config: ModelConfig, laid: Laid, device: torch.device) -> LossFunction:
     """The loss, computed in model.compute_dtype; how its weight is counted from the data stays with it."""
-    if weigh_of(loss_fn) is None and not callable(loss_fn):
+    if config.compute_dtype is None:
         return loss_fn
 
-    @functools.wraps(loss_fn)
     def computed(model: Any, microbatch: Any) -> Any:
         with computing(config, laid.wrapper.name, device):
             return loss_fn(model, microbatch)
 
-    return computed
+    weigh = weigh_of(loss_fn)
+    return computed if weigh is None else loss(weigh=weigh)(computed)
 
 
 def check_keys(config: ModelConfig) -> None:

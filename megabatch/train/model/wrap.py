@@ -47,9 +47,9 @@ def shard(model: nn.Module, blocks: Sequence[nn.Module], policy: MixedPrecisionP
         fully_shard(module, mesh=mesh, mp_policy=policy)
 
 
-def replicate(model: nn.Module) -> nn.Module:
-    """The model in DDP; collective."""
-    return DistributedDataParallel(model)
+def replicate(model: nn.Module, *, find_unused: bool) -> nn.Module:
+    """The model in DDP, which looks for parameters that a microbatch leaves out if it is told to; collective."""
+    return DistributedDataParallel(model, find_unused_parameters=find_unused)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
