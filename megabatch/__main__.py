@@ -8,6 +8,7 @@ EXTRA = {
     "pyarrow",
     "pydantic",
     "rich",
+    "safetensors",
     "tensorboard",
     "tomli_w",
     "transformers",

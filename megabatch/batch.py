@@ -37,6 +37,8 @@ class Deferred(Sequence[Any]):
             forward waits for its own microbatch only (and for a sample to send, where a rank has none); without them
             a loss that weighs has every sample loaded twice. A loss without ``weigh`` does not look at them.
         look_ahead: Microbatches that are made while one runs. 0 makes each in its turn.
+        measured: Whether lengths are what is counted when a sample is loaded. False: of another kind, patches of an
+            image say, and taken as told.
     """
 
     def __init__(
@@ -46,9 +48,10 @@ class Deferred(Sequence[Any]):
         weights: Sequence[float] | None = None,
         *,
         look_ahead: int = 1,
+        measured: bool = True,
     ) -> None:
         self._load = load
-        self.lengths, self.weights, self.look_ahead = lengths, weights, look_ahead
+        self.lengths, self.weights, self.look_ahead, self.measured = lengths, weights, look_ahead, measured
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -131,11 +134,11 @@ class Samples:
         if index in self._kept:
             return self._kept[index]
         sample = self.deferred[index]
-        length = int((self._length or sample_length)(sample))
+        length = int((self._length or sample_length)(sample)) if self.deferred.measured else self.lengths[index]
         if length != self.lengths[index]:
             raise PlanError(
                 f"sample {index} of Deferred has {length} tokens, but lengths says {self.lengths[index]}; "
-                "give the length that is counted when the sample is loaded"
+                "give the length that is counted when the sample is loaded, or measured=False"
             )
         if index == len(self) - 1:
             self._kept[index] = sample
@@ -156,12 +159,7 @@ class Samples:
 
 def sample_length(sample: Any) -> int:
     """Tokens of a sample: the size of dim 0 of its first tensor, 1 for a scalar."""
-    if not isinstance(sample, Mapping) or not sample:
-        raise PlanError(
-            f"a sample is {'empty' if sample == {} else f'a {type(sample).__name__}'}; expected a mapping of tensors. "
-            "Give such mappings, or say collate= and length= of your own"
-        )
-    name, value = next(iter(cast(Mapping[str, Any], sample).items()))
+    name, value = next(iter(_fields(sample).items()))
     first = _tensor(name, value)
     return first.shape[0] if first.ndim else 1
 
@@ -173,11 +171,20 @@ def pad_right(samples: list[Mapping[str, Any]]) -> dict[str, Tensor]:
     their other dims differ.
     """
     for sample in samples:
-        if sample.keys() != samples[0].keys():
+        if _fields(sample).keys() != samples[0].keys():
             raise PlanError(
                 f"samples of one batch have the keys {list(samples[0])} and {list(sample)}; give all the same"
             )
     return {name: _stack(name, [_tensor(name, sample[name]) for sample in samples]) for name in samples[0]}
+
+
+def _fields(sample: Any) -> Mapping[str, Any]:
+    if not isinstance(sample, Mapping) or not sample:
+        raise PlanError(
+            f"a sample is {'empty' if sample == {} else f'a {type(sample).__name__}'}; expected a mapping of tensors. "
+            "Give such mappings, or say collate= and length= of your own"
+        )
+    return cast(Mapping[str, Any], sample)
 
 
 def _tensor(name: str, value: Any) -> Tensor:

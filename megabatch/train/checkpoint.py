@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from megabatch.errors import MegabatchError
 from megabatch.train.ranks import Ranks
+from megabatch.train.safe import SafePlanner, SafeReader
 
 Meta = dict[str, Any]
 
@@ -41,6 +42,8 @@ TITLES = {  # part of META → what another value in it makes of a run, and how 
     "derived": ("recipe", ""),  # last: it differs where one of the others does
 }
 SAY_LITTLE = "fingerprint"  # how keys begin that differ wherever something does; any other difference says more
+MISSING = "missing"
+NOTHING: tuple[object, ...] = (None, {}, [])
 MAX_CHARACTERS = 80  # of a value in a message
 
 
@@ -75,7 +78,7 @@ def latest(folder: Path) -> Path:
     pointer = checkpoints_of(folder) / POINTER
     if not has_checkpoint(folder):
         raise MegabatchError(
-            f"run.resume is set and {folder} has no checkpoint; start without run.resume, in a new folder"
+            f"{folder} has no checkpoint to go on from; start in a new run.folder (run.save_every saves on the way)"
         )
     checkpoint = pointer.parent / named_by(pointer)
     if not (checkpoint / META).exists():
@@ -119,10 +122,14 @@ def save(folder: Path, state: Mapping[str, Stateful], meta: Meta, ranks: Ranks) 
 
 def load(checkpoint: Path, state: Mapping[str, Stateful]) -> None:
     """Bring each part of a run to the checkpoint's state, on any number of ranks; collective."""
-    states = states_of(state)
+    reader, states = SafeReader(checkpoint), states_of(state)
+    try:
+        reader.read_metadata()  # before DCP does, which logs a traceback where it cannot
+    except Exception as error:  # whatever a damaged file makes its reader raise
+        raise damaged(checkpoint, one_line(error)) from None
     try:
         with quiet_alone():
-            load_state(states, checkpoint_id=checkpoint, no_dist=not dist.is_initialized())
+            load_state(states, storage_reader=reader, planner=SafePlanner(), no_dist=not dist.is_initialized())
     except CheckpointException as error:
         raise damaged(checkpoint, reason_of(error)) from None
     for name, part in state.items():
@@ -234,9 +241,10 @@ def check_same(checkpoint: Path, saved: Meta, here: Meta) -> None:
         difference = first_difference(saved[part], here[part])
         if difference is not None:
             key, there, now = difference
+            change = f"set {key} to {there}" if part == "derived" else "resume with the recipe it was made with"
             raise MegabatchError(
                 f"{checkpoint} is of another {kind}: {title}{key} is {there} there and {now} here; "
-                "resume with the recipe it was made with, or start in a new run.folder"
+                f"{change}, or start in a new run.folder"
             )
 
 
@@ -244,12 +252,12 @@ def first_difference(saved: Mapping[str, Any], here: Mapping[str, Any]) -> tuple
     """The dotted key of the first values that differ, with both; of two that differ, the one that says more."""
     keys = [*saved, *(key for key in here if key not in saved)]
     for key in sorted(keys, key=lambda key: key.startswith(SAY_LITTLE)):
-        there, now = saved.get(key, "missing"), here.get(key, "missing")
+        there, now = saved.get(key, MISSING), here.get(key, MISSING)
         if isinstance(there, dict) and isinstance(now, dict):
             within = first_difference(cast(Meta, there), cast(Meta, now))
             if within is not None:
                 return f"{key}.{within[0]}", *within[1:]
-        elif there != now:
+        elif there != now and not (there is MISSING and now in NOTHING):  # a key that an earlier version did not have
             return key, shortened(there), shortened(now)
     return None
 

@@ -21,7 +21,7 @@ from megabatch.train.verification import verify_recipe
 USAGE = """usage: megabatch train RECIPE [--section.key=value ...]       train; a run's folder as RECIPE goes on with it
        torchrun --nproc-per-node N -m megabatch train RECIPE [--section.key=value ...]
        megabatch verify RECIPE [--section.key=value ...]      cut against uncut, on its model, loss and data
-       megabatch export RUN --to DIR [--step N]               write a run's model as a Hugging Face folder
+       megabatch export RUN --to DIR [--step N|best|latest]   write a run's model as a Hugging Face folder
 
 RECIPE is a TOML file; the command line overrides any key of it. `megabatch train --help` explains the keys,
 `megabatch train RECIPE --help` shows them with the recipe's values."""
@@ -105,21 +105,26 @@ def verify(config: Config, met: Meeting) -> None:
 
 
 def export_run(arguments: list[str], met: Meeting) -> None:
-    """Read export's arguments and do it."""
+    """Read export's arguments and do it, or explain them."""
+    if {"-h", "--help"} & set(arguments):
+        print(USAGE)
+        return
     if met.size > 1:
         raise MegabatchError(f"export runs in one process and was started in {met.size}; start it without torchrun")
     run_folder, to, step = read_export(arguments)
     print(export(run_folder, to, step=step))
 
 
-def read_export(arguments: list[str]) -> tuple[Path, Path, int | None]:
-    """The run, the folder to write, and the step: None for the latest."""
-    usage = "write: megabatch export RUN --to DIR [--step N]"
+def read_export(arguments: list[str]) -> tuple[Path, Path, int | str | None]:
+    """The run, the folder to write, and the checkpoint: None for the best where one is kept, else the latest."""
+    usage = "write: megabatch export RUN --to DIR [--step N|best|latest]"
     words = [part for argument in arguments for part in argument.split("=", 1)]
     given = dict(zip(words[1::2], words[2::2], strict=False))
+    if words and not words[0].startswith("-") and "--to" not in given:
+        raise MegabatchError(f"--to is missing; {usage}")
     if len(words) % 2 == 0 or words[0].startswith("-") or "--to" not in given or given.keys() - {"--to", "--step"}:
         raise MegabatchError(f"cannot read the arguments {' '.join(arguments)!r}; {usage}")
     step = given.get("--step")
-    if step is not None and not step.isdecimal():
-        raise MegabatchError(f"--step is {step!r}; it must be the number of a checkpoint: {usage}")
-    return Path(words[0]), Path(given["--to"]), None if step is None else int(step)
+    if step is not None and not step.isdecimal() and step not in ("best", "latest"):
+        raise MegabatchError(f"--step is {step!r}; it must be the number of a checkpoint, best or latest: {usage}")
+    return Path(words[0]), Path(given["--to"]), int(step) if step is not None and step.isdecimal() else step

@@ -58,20 +58,22 @@ class SourceConfig(Section):
 
     path: str | list[str] | None = None
     """A file, a glob ("data/*.jsonl"), a list of them, a folder that datasets' save_to_disk wrote, or a hub id."""
-    source: Literal["stdlib", "jsonl", "csv", "parquet", "text", "saved", "hub"] | None = None
-    """What path is; None: seen by its ending. stdlib: the functions of Python's own standard library; no path."""
+    source: Literal["stdlib", "jsonl", "csv", "parquet", "text", "documents", "saved", "hub"] | None = None
+    """What path is; None: seen by its ending. text (.txt): a line a document; documents (.md, .rst, .py): a file a
+    document; stdlib: the functions of Python's own standard library, without path."""
     subset: str | None = None
     """Configuration of a hub data set."""
     split: str = "train"
     """Split of a saved or hub data set."""
     text_field: str | None = None
-    """Field of plain text, all of it learned. Default: "text"."""
+    """Field of plain text, all of it learned."""
     prompt_field: str | None = None
-    """Field of a prompt, which is not learned. Default: "prompt"."""
+    """Field of a prompt, which is not learned; with response_field."""
     response_field: str | None = None
-    """Field of the response to it, which is learned. Default: "response"."""
+    """Field of the response to it, which is learned."""
     messages_field: str | None = None
-    """Field of a chat, [{role, content}, ...], of which the assistant's turns are learned. Default: "messages"."""
+    """Field of a chat, [{role, content}, ...], of which the assistant's turns are learned. None of the four: the field
+    messages, prompt and response, or text, whichever the first row has."""
     max_samples: Count | None = None
     """Read no more samples than this; None: all."""
     weight: Positive | None = None
@@ -91,7 +93,7 @@ class DataConfig(SourceConfig):
     max_sample_tokens: Count | None = None
     """Leave out longer samples; None: a sample that does not fit into a microbatch is an error."""
     pack_tokens: Count | None = None
-    """Pack documents of plain text into rows of so many tokens; longer documents are cut. None: a document a sample."""
+    """Pack samples into rows of so many tokens; longer ones are cut. None: a document a sample."""
     broken_rows: Literal["stop", "skip"] = "stop"
     """A row that cannot be read, or has no text in its fields: stop and name it, or skip and count it."""
     streaming: bool = False
@@ -118,11 +120,11 @@ class UpdateConfig(Section):
     """What one optimizer step consumes, and how much of it may go through the model at once."""
 
     global_batch_size: Count
-    """Samples of an update, over all ranks. The dial: it alone decides what is learned from an update."""
+    """Required. Samples of an update, over all ranks. The dial: it alone decides what is learned from an update."""
     micro_batch_size: Count | None = None
-    """Samples of one forward on one rank. Give this or max_microbatch_tokens."""
+    """Samples of one forward on one rank. This or max_microbatch_tokens is required."""
     max_microbatch_tokens: Count | None = None
-    """Tokens of one forward on one rank, padding included. Give this or micro_batch_size."""
+    """Tokens of one forward on one rank, padding included. This or micro_batch_size is required."""
     sync: Literal["auto", "last", "every"] = "auto"
     """When ranks sum their gradients: with the last microbatch, with every one, or as the wrapper does it cheapest."""
     tail: Literal["step", "drop", "carry"] = "step"
@@ -168,7 +170,8 @@ class EvalConfig(Section):
     every: Count | None = 10
     """Updates between two evaluations; None: only at the start and at the end."""
     num_samples: Step = 64
-    """Samples of the training data that are held out, at most a tenth of it; 0: none. The set's name is "held-out"."""
+    """Samples that are held out, at most a tenth of each source; of a stream its first ones. 0: none. The set's name is
+    "held-out"."""
     sets: dict[str, SourceConfig] = {}
     """Further named sets: [eval.sets.code] path = ..."""
     watch: str | None = None

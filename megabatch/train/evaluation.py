@@ -47,7 +47,7 @@ class Terms:
         if self.metrics is None:
             return {}
         try:
-            with torch.no_grad(), blamed(self.title, self.metrics):
+            with torch.no_grad(), blamed(self.title):
                 metrics = terms_of(self.metrics(model, microbatch))
         except LossContractError as error:
             raise MegabatchError(f"{self.title}: {str(error).replace('the loss', 'what it returns')}") from None
@@ -226,7 +226,7 @@ def load_own(config: EvalConfig) -> Callable[..., Any] | None:
 def own_values(own: Callable[..., Any], event: Event) -> Row:
     """What the user's evaluation found, as keys of a row; it runs as the sets do, without gradients."""
     title = f"eval.function {getattr(own, '__name__', own)!r}"
-    with evaluating(event.model, OWN, event.device), blamed(title, own):
+    with evaluating(event.model, OWN, event.device), blamed(title):
         values = own(event)
     if not isinstance(values, Mapping):
         raise MegabatchError(f"{title} returned a {type(values).__name__}; return a mapping of names to numbers")

@@ -1,11 +1,14 @@
 """Folder: a run's folder says by itself what was run, with what, on what, and what was said.
 
+A run's folder is one process's to write to, its main rank's, which holds ``.lock`` until it ends, however it ends.
 ``config.toml`` is the whole recipe, fit to be run again; ``environment.json`` every start of the run; ``plan.txt`` what
 was derived; ``log.txt`` all that was said.
 """
 
 import contextlib
+import fcntl
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -26,21 +29,39 @@ from megabatch.train.config import Config, Section
 from megabatch.train.console import Console
 from megabatch.train.ranks import Ranks
 
-CONFIG, ENVIRONMENT, PLAN, LOG = "config.toml", "environment.json", "plan.txt", "log.txt"
+CONFIG, ENVIRONMENT, PLAN, LOG, LOCK = "config.toml", "environment.json", "plan.txt", "log.txt", ".lock"
 PACKAGES = ("megabatch", "torch", "transformers", "datasets", "numpy")
 NONE = "none"  # what a recipe has for no value at all, which TOML cannot write
 SECONDS_FOR_GIT = 5.0
 
 
 def check_folder(folder: Path, *, resume: bool, ranks: Ranks) -> None:
-    """Raise on every rank where the main rank finds that a run cannot be written to, or resumed from, the folder."""
-    ranks.on_main(lambda: check_resumable(folder) if resume else check_unused(folder), str(folder))
+    """Raise on every rank where the main rank finds that a run cannot be written to, or resumed from, the folder.
+
+    A run that is there is locked from now on; a folder that has none yet, from `begin` on.
+    """
+
+    def check() -> None:
+        if (folder / LOCK).exists():
+            lock(folder)
+        check_free(folder, resume=resume)
+
+    ranks.on_main(check, str(folder))
+
+
+def check_free(folder: Path, *, resume: bool) -> None:
+    """Raise where a run cannot be resumed from the folder, or a new one not be written to it."""
+    if resume:
+        check_resumable(folder)
+    else:
+        check_unused(folder)
 
 
 def check_resumable(folder: Path) -> None:
-    """Raise where there is nothing to go on from, or where its list of starts cannot be gone on with."""
+    """Raise where there is nothing to go on from, or what is there cannot be gone on with."""
     latest(folder)
     read_starts(folder)
+    metrics.read_rows(folder / metrics.FILE_NAME)
 
 
 def check_unused(folder: Path) -> None:
@@ -60,6 +81,23 @@ def check_unused(folder: Path) -> None:
         )
 
 
+def lock(folder: Path) -> None:
+    """Let no other process write to the run until this one ends; raise where another does. Again is no harm.
+
+    The lock is the process's own (POSIX), so that a worker which outlives a killed run holds nothing, and goes when
+    the process closes the file; so the descriptor stays open, and ends with the process.
+    """
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # PermissionError: what some systems say instead
+        raise MegabatchError(
+            f"another process is writing to the run in {folder}; wait for it, or choose another run.folder"
+        ) from None
+    except OSError:  # a file system without locks
+        return
+
+
 def recipe_of(folder: Path) -> Path:
     """The recipe of the run in the folder, to go on with it."""
     if not (folder / CONFIG).is_file():
@@ -70,13 +108,15 @@ def recipe_of(folder: Path) -> Path:
 
 
 def begin(folder: Path, config: Config, ranks: Ranks, console: Console) -> None:
-    """Make the folder, or go on in it: write the recipe, add this start, and log from here on; collective."""
-    start = describe_start(ranks)
+    """Make the folder, or go on in it: lock it, write the recipe, add this start, and log from here on; collective."""
+    recipe, start = recipe_text(config), describe_start(ranks)
 
     def write() -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        lock(folder)
+        check_free(folder, resume=config.run.resume)  # again: another process may have come first
         starts = [*read_starts(folder), start]
-        replace_text(folder / CONFIG, recipe_text(config))
+        replace_text(folder / CONFIG, recipe)
         replace_text(folder / ENVIRONMENT, json.dumps({"starts": starts}, indent=1) + "\n")
         console.log_to(folder / LOG)
 
@@ -89,10 +129,18 @@ def write_plan(folder: Path, text: str, ranks: Ranks) -> None:
 
 
 def recipe_text(config: Config) -> str:
-    """The whole recipe as TOML: every key with a value, given or default; the same run again, from its beginning."""
+    """The whole recipe as TOML: every key with a value, given or default; the same run again, from its beginning.
+
+    Raises `MegabatchError` where a value is no text: a file's name, from the command line, may hold any bytes.
+    """
     fresh = config.model_copy(update={"run": config.run.model_copy(update={"resume": False})})
     table = {name: table_of(getattr(fresh, name)) for name in Config.model_fields}
-    return tomli_w.dumps(table)
+    text = tomli_w.dumps(table)
+    for line in text.splitlines():
+        shown = line.encode("utf-8", "backslashreplace").decode()
+        if shown != line:
+            raise MegabatchError(f"{CONFIG} cannot hold {shown}, which is not text in UTF-8; rename the file or folder")
+    return text
 
 
 def table_of(section: Section) -> dict[str, Any]:

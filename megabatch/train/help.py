@@ -8,6 +8,7 @@ from megabatch.train.config import Config, Section, SourceConfig
 from megabatch.train.keys import is_named_sources, sections
 
 WIDTH = 120
+ENDING = """On the command line: --section.key=value; none is no value, a,b,c a list, ["a", "b"] a list of paths."""
 TYPE_WORDS = {int: "whole number", float: "number", bool: "true | false", str: "text", dict: "table", list: "list"}
 
 
@@ -17,7 +18,7 @@ def help_text(config: Config) -> str:
     named = textwrap.fill(
         f"Keys of [data.mixture.NAME] and [eval.sets.NAME]: {', '.join(SourceConfig.model_fields)}.", WIDTH
     )
-    return "\n".join([*parts, named, "On the command line: --section.key=value; none is no value, a,b,c a list."])
+    return "\n".join([*parts, named, ENDING])
 
 
 def section_text(name: str, section: Section) -> str:

@@ -9,12 +9,12 @@ import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from megabatch import Plan, Update
+from megabatch import MegabatchError, Plan, Update
 from megabatch.train.ranks import Ranks
 
 Row = dict[str, Any]
@@ -114,14 +114,26 @@ def add_scalars(writer: SummaryWriter, row: Mapping[str, Any]) -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The file's rows; a last line that was cut off by a kill is no row."""
+    """The file's rows; a last line that was cut off by a kill is no row. Raises `MegabatchError` at any other line that
+    is none."""
+    *whole, cut_off = path.read_bytes().split(b"\n") if path.exists() else [b""]
     rows: list[Row] = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
+    for number, line in enumerate(whole, start=1):
+        row = row_of(line)
+        if row is None and line.strip():
+            raise MegabatchError(f"{path} is damaged (line {number} is no row with a step); mend or delete that line")
+        rows += [] if row is None else [row]
+    last = row_of(cut_off)
+    return rows if last is None else [*rows, last]
+
+
+def row_of(line: bytes) -> Row | None:
+    """The row of a line; None where it has none."""
+    try:
+        row: Any = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    return cast(Row, row) if isinstance(row, dict) and type(cast(Row, row).get("step")) is int else None
 
 
 def update_row(

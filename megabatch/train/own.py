@@ -16,6 +16,9 @@ from torch import nn
 
 from megabatch.errors import MegabatchError
 
+OURS = str(Path(__file__).parents[1])
+INSTALLED = str(Path(torch.__file__).parents[1])  # among other packages
+
 
 @dataclass(frozen=True)
 class Event:
@@ -27,7 +30,7 @@ class Event:
     device: torch.device
     folder: Path  # the run's
     is_main: bool  # whether this rank writes files and speaks
-    row: Mapping[str, Any]  # what metrics.jsonl has of it
+    row: Mapping[str, Any]  # what metrics.jsonl has of it; empty for eval.function, which makes one
     sets: Mapping[str, Sequence[Any]]  # the evaluation's samples, by the name of their set
     tokenizer: Any  # None for data of one's own
 
@@ -81,22 +84,22 @@ def load_listener(name: str | None, key: str) -> Callable[[Event], object]:
     function = load_function(name, key)
 
     def listen(event: Event) -> object:
-        with blamed(f"{key} {name!r}", function):
+        with blamed(f"{key} {name!r}"):
             return function(event)
 
     return listen
 
 
 @contextlib.contextmanager
-def blamed(title: str, function: Callable[..., Any]) -> Generator[None]:
+def blamed(title: str) -> Generator[None]:
     """Surrounds a function of the user's: what it raises is told in one line, with the line of its file."""
     try:
         yield
     except MegabatchError:
         raise
     except Exception as error:
-        file = getattr(getattr(function, "__code__", None), "co_filename", None)
         frames = traceback.extract_tb(error.__traceback__)
-        place = next((frame for frame in reversed(frames) if frame.filename == file), frames[-1])
+        theirs = [frame for frame in frames if not frame.filename.startswith((OURS, INSTALLED))]
+        place = (theirs or frames)[-1]
         words = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise MegabatchError(f"{title} raised {words} ({place.filename}, line {place.lineno}); mend it") from error

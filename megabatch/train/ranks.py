@@ -14,8 +14,9 @@ import time
 import traceback
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -25,6 +26,7 @@ from megabatch.errors import MegabatchError
 from megabatch.train.config import Config
 
 CRASHED, FAILED, INTERRUPTED, UNREAD = 1, 2, 130, 141  # exit statuses; the last two as a shell's SIGINT and SIGPIPE
+ADDRESS = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun tells a process besides its RANK
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 SECONDS_TO_NOTICE = 3.0  # in which ranks see by themselves that one has failed, before they are ended
@@ -98,6 +100,10 @@ class Ranks:
         """Whether this rank speaks and writes files."""
         return self.rank == 0
 
+    def seed(self, *parts: int) -> int:
+        """A seed for this rank's random numbers, of the parts and the rank; the same on every machine."""
+        return int(np.random.SeedSequence([*parts, self.rank]).generate_state(1, np.uint64)[0])
+
     def sum(self, values: Sequence[float]) -> list[float]:
         """Each value summed over ranks, in float64."""
         sums = torch.tensor(values, dtype=torch.float64)
@@ -141,11 +147,7 @@ class Ranks:
 @contextlib.contextmanager
 def meeting() -> Generator[Meeting, None, None]:
     """Surrounds all that a process does: finds the others that torchrun started, and ends with them, failed or not."""
-    if "RANK" in os.environ:
-        store, rank, size = next(rendezvous("env://"))
-        met = Meeting(rank, size, store)
-    else:
-        met = Meeting()
+    met = meet() if "RANK" in os.environ else Meeting()
     ended = threading.Event()
     if met.store is not None:
         threading.Thread(target=leave_with_others, args=(met.store, ended), daemon=True).start()
@@ -156,12 +158,16 @@ def meeting() -> Generator[Meeting, None, None]:
     except MegabatchError as error:
         fail(met, f"megabatch: {error}", FAILED)
     except KeyboardInterrupt:
-        fail(met, "megabatch: interrupted; go on from the last checkpoint with --run.resume=true", INTERRUPTED)
+        fail(
+            met,
+            "megabatch: interrupted; `megabatch train` with the run's folder goes on from its last checkpoint, if it has one",
+            INTERRUPTED,
+        )
     except BrokenPipeError:  # `| head`: whoever read the output has seen enough
         met.is_first("failure")
         drop_output()
         raise FailedError(UNREAD) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # SystemExit: of a user's function, which would leave the others waiting
         if isinstance(error, OSError) and error.errno in DISK_FULL:
             fail(met, f"megabatch: the disk is full ({error}); make room and go on with --run.resume=true", FAILED)
         if not met.is_first("failure"):  # a collective whose peer has gone
@@ -173,6 +179,21 @@ def meeting() -> Generator[Meeting, None, None]:
     finally:
         ended.set()
         met.end()
+
+
+def meet() -> Meeting:
+    """Find the others where the environment says that they are."""
+    missing = [name for name in ADDRESS if not os.environ.get(name)]
+    if missing:
+        who = f"RANK is set, as torchrun does, and {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not"
+        fail(Meeting(), f"megabatch: {who}; start with torchrun, or unset RANK", FAILED)
+    try:
+        store, rank, size = next(rendezvous("env://"))
+    except (RuntimeError, ValueError) as error:  # torch's errors of networks and stores are RuntimeErrors
+        reason = " ".join(str(error).split())[:200]
+        line = f"megabatch: cannot meet the other ranks ({reason}); start with torchrun, or unset RANK"
+        fail(Meeting(), line, FAILED)
+    return Meeting(rank, size, store)
 
 
 def leave_with_others(store: Store, ended: threading.Event) -> None:
@@ -187,7 +208,7 @@ def leave_with_others(store: Store, ended: threading.Event) -> None:
                 os._exit(FAILED)
 
 
-def fail(met: Meeting, line: str, status: int) -> None:
+def fail(met: Meeting, line: str, status: int) -> NoReturn:
     """Say why, unless another rank has, and end with a status."""
     with contextlib.suppress(RuntimeError):  # the store went away with the rank that held it
         if met.store is not None:
@@ -203,7 +224,7 @@ def failure_key(line: str) -> str:
     return f"failure {hashlib.sha256(line.encode()).hexdigest()}"
 
 
-def say_crash(met: Meeting, error: Exception) -> None:
+def say_crash(met: Meeting, error: Exception | SystemExit) -> None:
     """Say what nobody has foreseen, and on which rank; or that another rank ended without a word."""
     who = f"megabatch: rank {met.rank} of {met.size}"
     if met.size > 1 and isinstance(error, RuntimeError) and any(sign in str(error) for sign in PEER_GONE):

@@ -31,10 +31,11 @@ STYLE: dict[RcKeyType, Any] = {
     "axes.edgecolor": MUTED, "axes.labelcolor": INK, "text.color": INK, "xtick.color": MUTED, "ytick.color": MUTED,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": GRID,
     "axes.axisbelow": True, "legend.frameon": False, "lines.linewidth": 1.8,
+    "text.parse_math": False,  # a "$" in a name is a dollar
 }  # fmt: skip
 
 
-def draw_report(folder: Path, plan: Plan, title: str, *, loss_title: str = LOSS_OF_TOKENS) -> None:
+def draw_report(folder: Path, plan: Plan, title: str, *, of_tokens: bool = True) -> None:
     """Write ``report.png``: losses over the width, what moved and what it cost, and one update's cut."""
     rows = read_rows(folder / metrics.FILE_NAME)
     updates = [row for row in rows if not is_evaluation(row)]
@@ -45,7 +46,9 @@ def draw_report(folder: Path, plan: Plan, title: str, *, loss_title: str = LOSS_
             height_ratios=[1.7, 1, 1, 1.2],
         )
         figure.suptitle(title, x=0.02, ha="left", fontsize=14, fontweight="bold")
-        draw_losses(axes["loss"], updates, [row for row in rows if is_evaluation(row)], loss_title)
+        draw_losses(
+            axes["loss"], updates, [row for row in rows if is_evaluation(row)], LOSS_OF_TOKENS if of_tokens else "loss"
+        )
         draw_curve(axes["lr"], updates, "lr", "learning rate", GREEN)
         draw_curve(axes["grad_norm"], updates, "grad_norm", "gradient norm before clipping", PURPLE)
         unit = "samples" if any("samples_per_second" in row for row in updates) else "tokens"

@@ -24,7 +24,7 @@ from megabatch.train.optim import build_learner
 from megabatch.train.own import Event, load_function, load_listener
 from megabatch.train.profile import Profiler
 from megabatch.train.ranks import Ranks
-from megabatch.train.report import LOSS_OF_TOKENS, draw_report
+from megabatch.train.report import draw_report
 
 
 class Trainer:
@@ -61,13 +61,13 @@ class Trainer:
 
     def _run(self) -> None:
         with self.console.bar(self.learner.step, self.updates.num_updates.of_run):
-            for batch in () if self.examiner.watch.should_stop else self.updates:
+            for batch in () if self._is_over() else self.updates:
                 with self.profiler.update(self.learner.step + 1):
                     row = self._update(batch)
                 with self.clock.paused():
                     self.listener(replace(self.event, step=self.learner.step, row=row))
                     self._evaluate_and_save()
-                if self.examiner.watch.should_stop:
+                if self._is_over():
                     break
 
     def _start(self) -> None:
@@ -77,19 +77,25 @@ class Trainer:
         if self.config.run.resume:
             self.metrics.cut(self.learner.step, self.config.eval.every)
             self.plan = self.learner.gradient.plan(self.updates.peek())
-        notes = [*self.data.words, *self.laid.words]
-        text = words.plan_text(
-            self.config, self.laid.wrapper, self.ranks.size, self.plan, self.updates.num_updates, notes
-        )
-        self.console.say(text)
-        write_plan(self.folder, text, self.ranks)
+        if not self._is_over():
+            self._say_plan()
         if self.learner.step == 0:
             self._evaluate()
         self.clock.lap()
 
+    def _is_over(self) -> bool:
+        return self.learner.step == self.updates.num_updates.of_run or self.examiner.watch.should_stop
+
+    def _say_plan(self) -> None:
+        text = words.plan_text(self.config, self.laid, self.data, self.ranks.size, self.plan, self.updates.num_updates)
+        self.console.say(text)
+        for line in self.laid.warnings:
+            self.console.warn(line)
+        write_plan(self.folder, text, self.ranks)
+
     def _update(self, batch: Sequence[Any]) -> Mapping[str, Any]:
         step, lr = self.learner.step + 1, self.learner.optimizer.param_groups[0]["lr"]
-        torch.manual_seed(hash((self.config.run.seed, step, self.ranks.rank)))  # the dropout of a resumed run
+        torch.manual_seed(self.ranks.seed(self.config.run.seed, step))  # the dropout of a resumed run
         self.learner.forward_backward(batch, self.loss_fn)
         update = self.learner.optim_step()
         stepped = bool(update.finite)
@@ -99,7 +105,9 @@ class Trainer:
             self.average.update()
         self.plan = self.learner.gradient.last_plan or self.plan
         seconds, counts_tokens = self.clock.lap(), self.data.counts_tokens
-        row = update_row(update, self.plan, step, lr, seconds, self.ranks, counts_tokens=counts_tokens)
+        row = update_row(
+            update, self.plan, step, lr, seconds, self.ranks, counts_tokens=counts_tokens, epoch=self.updates.epochs
+        )
         self.metrics.append(row)
         self.console.update(row)
         if update.num_samples < self.config.update.global_batch_size:
@@ -107,12 +115,10 @@ class Trainer:
         return row
 
     def _evaluate_and_save(self) -> None:
-        is_last = self.learner.step == self.updates.num_updates.of_run
-        if is_last or self._is_evaluated_in_turn():
+        if self._is_over() or self._is_evaluated_in_turn():
             self._evaluate()
-        is_last = is_last or self.examiner.watch.should_stop
-        if self.keeper.is_wanted(last=is_last):
-            self._save(last=is_last)
+        if self.keeper.is_wanted(last=self._is_over()):
+            self._save(last=self._is_over())
 
     def _is_evaluated_in_turn(self) -> bool:
         return self.config.eval.every is not None and self.learner.step % self.config.eval.every == 0
@@ -130,14 +136,14 @@ class Trainer:
             self._evaluate()
         if self.keeper.saved_step != self.learner.step:
             self._save(last=True)
-        num_updates, title = self.updates.num_updates, words.title(self.config, self.laid.wrapper, self.ranks.size)
-        self.console.say(words.end_text(self.config, num_updates, self.learner.step, self.data.epoch_size))
+        num_updates, watch = self.updates.num_updates, self.examiner.watch
+        self.console.say(words.end_text(self.config, num_updates, self.learner.step, self.data.epoch_size, watch))
         for line in self.updates.skipped.words("the stream's last pass"):
             self.console.say(line)
         self.metrics.close()
-        if self.ranks.is_main:
-            loss_title = LOSS_OF_TOKENS if self.examiner.terms.of_tokens else "loss"
-            draw_report(self.folder, self.plan, title, loss_title=loss_title)
+        if self.ranks.is_main and self.plan.lengths:
+            title = words.title(self.config, self.laid.wrapper, self.ranks.size)
+            draw_report(self.folder, self.plan, title, of_tokens=self.examiner.terms.of_tokens)
         prompt, completion = self.examiner.complete()
         if prompt:
             self.console.say(words.completion_text(prompt, completion))

@@ -1,24 +1,25 @@
 """Words: what a run says about itself, as text. Pure."""
 
-from collections.abc import Sequence
-
 from megabatch import Plan
 from megabatch.train.config import Config
+from megabatch.train.data.load import Data
 from megabatch.train.data.loader import NumUpdates
+from megabatch.train.model.build import Laid
 from megabatch.train.model.wrap import Wrapper
+from megabatch.train.watch import Watch
 
 
-def plan_text(
-    config: Config, wrapper: Wrapper, num_ranks: int, plan: Plan, num_updates: NumUpdates, notes: Sequence[str]
-) -> str:
-    """The plan of the run and of its next update, before it starts; ``notes`` are what data and model say."""
+def plan_text(config: Config, laid: Laid, data: Data, num_ranks: int, plan: Plan, num_updates: NumUpdates) -> str:
+    """The plan of the run and of its next update, before it starts."""
     cut, *others = plan.explain().splitlines()
-    updates = "updates until the stream ends," if num_updates.of_run is None else f"{num_updates.of_run} updates"
+    updates = "updates until the stream ends," if num_updates.of_run is None else count(num_updates.of_run, "update")
     lines = [
         f"{updates} of {config.update.global_batch_size} samples (update.global_batch_size) "
         f"on {count(num_ranks, 'rank')}",
-        *notes,
-        f"wrapper {wrapper.name}: {wrapper.reason}",
+        *data.words,
+        *laid.words,
+        *notes(config, num_updates, data),
+        f"wrapper {laid.wrapper.name}: {laid.wrapper.reason}",
         f"the next update{' on rank 0' if num_ranks > 1 else ''}: {cut}",
         *others,
         f"gradient accumulation steps (derived): {plan.num_microbatches}",
@@ -33,27 +34,68 @@ def short_update_text(num_samples: int, global_batch_size: int) -> str:
     )
 
 
-def end_text(config: Config, num_updates: NumUpdates, step: int, num_samples: int | None) -> str:
-    """Why the run ended after ``step`` updates, and what became of samples that made no whole update."""
-    if config.eval.patience is not None and step != num_updates.of_run:
+def notes(config: Config, num_updates: NumUpdates, data: Data) -> list[str]:
+    """What follows from settings together, and is easily overlooked."""
+    optim, size = config.optim, config.update.global_batch_size
+    lines = [schedule_text(config, num_updates)]
+    if config.run.save_every is None:
+        lines.append("one checkpoint, at the end (run.save_every): a run that is ended before begins anew")
+    if optim.warmup_steps and num_updates.of_run is not None and optim.warmup_steps >= num_updates.of_run:
+        lines.append(f"the warmup of {optim.warmup_steps} updates is longer than the run (optim.warmup_steps)")
+    if data.epoch_size is not None and size > data.epoch_size:
+        lines.append(f"an epoch has {count(data.epoch_size, 'sample')}, fewer than an update should have")
+    if not data.sets:
+        lines.append("no sample is held out, and nothing is evaluated (eval.num_samples: at most a tenth of the data)")
+    return lines
+
+
+def schedule_text(config: Config, num_updates: NumUpdates) -> str:
+    """How the learning rate goes."""
+    optim, decay_steps = config.optim, config.optim.decay_steps or num_updates.of_data
+    warmup = f"{optim.warmup_steps} updates of warmup, then " if optim.warmup_steps else ""
+    if optim.schedule == "constant":
+        return f"learning rate {optim.lr:g}: {warmup}constant"
+    end = f"{optim.lr * optim.final_lr_share:g} after update {decay_steps} (optim.decay_steps)"
+    stops = "" if num_updates.of_run == decay_steps else f"; this run ends after {num_updates.of_run}"
+    return f"learning rate {optim.lr:g}: {warmup}{optim.schedule} to {end}{stops if num_updates.of_run else ''}"
+
+
+def end_text(config: Config, num_updates: NumUpdates, step: int, num_samples: int | None, watch: Watch) -> str:
+    """Why the run ended after ``step`` updates, and which evaluation was the best."""
+    why = why_ended(config, num_updates, step, num_samples, stopped_early=watch.should_stop)
+    if watch.best is None:
+        return why
+    return f"{why}\nlowest loss on {watch.name}: {watch.best:.4f}, after update {watch.best_step}"
+
+
+def why_ended(
+    config: Config, num_updates: NumUpdates, step: int, num_samples: int | None, *, stopped_early: bool
+) -> str:
+    """Why the run ended, and what became of samples that made no whole update."""
+    if stopped_early:
         return f"stopped after update {step}: the watched loss has not fallen for {config.eval.patience} evaluations"
-    if num_updates.of_data is None and config.run.max_steps is not None and step == config.run.max_steps:
-        return f"stopped at run.max_steps = {step}"
     if num_updates.of_data is not None and step < num_updates.of_data:
         return f"stopped at run.max_steps = {step}; the data is enough for {num_updates.of_data} updates"
+    if num_updates.of_data is None and step == num_updates.of_run:
+        return f"stopped at run.max_steps = {step}"
     size, epochs = config.update.global_batch_size, config.run.max_epochs
     if num_samples is not None and config.update.tail == "drop" and num_samples % size:
         return f"the data ran out: dropped {num_samples % size} samples of each epoch, too few for an update of {size}"
     if num_samples is not None and config.update.tail == "carry" and epochs * num_samples % size:
         return f"the data ran out: {epochs * num_samples % size} samples were left, too few for an update of {size}"
-    used = "every sample was used" if config.update.tail == "step" else "no whole update is left"
+    used = "every sample that was kept was used" if config.update.tail == "step" else "no whole update is left"
     return f"the data ran out after {count(epochs, 'epoch')}; {used}"
 
 
 def completion_text(prompt: str, completion: str) -> str:
     """A prompt of the held-out set and what the model makes of it."""
-    return "\n".join(
-        [rule("a held-out prompt"), prompt.rstrip(), rule("its completion"), completion.rstrip(), rule("")]
+    return "\n".join([rule("a held-out prompt"), shown(prompt), rule("its completion"), shown(completion), rule("")])
+
+
+def shown(text: str) -> str:
+    """The text, without what would steer a terminal."""
+    return "".join(
+        each if each.isprintable() or each in "\n\t" else "\N{REPLACEMENT CHARACTER}" for each in text.rstrip()
     )
 
 

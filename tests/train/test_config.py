@@ -238,9 +238,3 @@ def test_an_override_of_one_alternative_replaces_the_others(recipe: Path) -> Non
 
 def test_a_run_is_named_after_its_recipe(recipe: Path) -> None:
     assert load(recipe).run.folder == "runs/recipe"
-
-
-@pytest.mark.parametrize("name", ["stdlib", "gpt2-float64"])
-def test_our_recipes_are_valid(name: str) -> None:
-    path = Path(__file__).parents[2] / "recipes" / f"{name}.toml"
-    assert load(path).run.folder == f"runs/{name}"

@@ -1,5 +1,6 @@
 """An exported folder is the trained model, to the bit, or is not there."""
 
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,43 @@ def test_what_cannot_be_exported_gets_its_line_and_leaves_nothing(tmp_path: Path
     export(run, tmp_path / "new", step=1)
     shutil.rmtree(run / "checkpoints")
     assert refused(run, tmp_path / "newer").startswith(f"{run} has no checkpoint yet; export it when it has saved one")
+
+
+def test_a_folder_is_exported_to_by_any_of_its_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(ALONE, recipe(), tmp_path / "run")
+    (tmp_path / "here" / "empty").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "here" / "empty")
+    monkeypatch.chdir(tmp_path / "here" / "empty")
+    for here in (".", "", "../empty", str(tmp_path / "link")):
+        assert refused(tmp_path / "run", Path(here)) == (
+            f"--to is {Path(here)}, the folder that you are in; name a folder that is new, or another one"
+        )
+    monkeypatch.chdir(tmp_path / "here")
+    assert refused(tmp_path / "run", Path()).startswith("--to is ., the folder that you are in; ")
+    for there in ("..", "new/..", "/"):
+        with pytest.raises(MegabatchError, match=r"^--to is .*; name a folder that is new"):
+            export(tmp_path / "run", Path(there), step=None)
+    for there, place in ((tmp_path / "link", tmp_path / "here" / "empty"), (Path("a/../b"), tmp_path / "here" / "b")):
+        export(tmp_path / "run", there, step=None)
+        assert (place / "model.safetensors").exists()
+    assert sorted(path.name for path in (tmp_path / "here").iterdir()) == ["b", "empty"]
+
+
+class Evil:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_a_checkpoint_that_would_run_something_is_not_exported(tmp_path: Path) -> None:
+    train(ALONE, recipe(), tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "step-2" / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
+    line = refused(tmp_path / "run", tmp_path / "out")
+    assert line.startswith(f"{tmp_path}/run/checkpoints/step-2 is damaged (UnpicklingError: .metadata names ")
+    assert line.endswith(", which no checkpoint needs); choose an earlier step with --step")
+    assert not (tmp_path / "ran").exists()
 
 
 OWN = """

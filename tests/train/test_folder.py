@@ -1,8 +1,11 @@
 """A run's folder: what it says of the run, that its recipe runs again, and what is refused."""
 
 import json
+import multiprocessing
 import os
+import signal
 import subprocess
+import time
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from megabatch.train.config import Config
 from megabatch.train.console import Console
 from megabatch.train.ranks import Ranks
 from megabatch.train.recipe import load_config
+from tests.train.processes import CONTEXT
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 RECIPE = """
@@ -46,6 +50,13 @@ def begin(path: Path, config: Config, console: Console | None = None) -> None:
     folder.begin(path, config, ALONE, console or Console(enabled=True, loss_digits=4))
 
 
+def point_to_checkpoint(path: Path) -> None:
+    step = path / "checkpoints" / "step-1"
+    step.mkdir(parents=True)
+    (step / "meta.json").write_text("{}")
+    (path / "checkpoints" / "latest").write_text("step-1")
+
+
 def line_of(call: Any, *arguments: Any, **named: Any) -> str:
     with pytest.raises(MegabatchError) as caught:
         call(*arguments, **named)
@@ -67,6 +78,8 @@ def test_the_recipe_that_is_written_is_the_recipe_that_was_run(
     recipe: Path, tmp_path: Path, overrides: list[str]
 ) -> None:
     config = load_config(recipe, overrides)
+    if config.run.resume:
+        point_to_checkpoint(tmp_path / "run")
     begin(tmp_path / "run", config)
     again = load_config(folder.recipe_of(tmp_path / "run"), [])
     assert again.run.resume is False  # the same run from its beginning
@@ -83,9 +96,9 @@ def test_it_has_every_key_with_a_value_and_nothing_else(recipe: Path, tmp_path: 
 
 
 def test_the_environment_says_what_ran_where_and_a_second_start_is_added(recipe: Path, tmp_path: Path) -> None:
-    config = load_config(recipe, [])
-    begin(tmp_path / "run", config)
-    begin(tmp_path / "run", config)
+    begin(tmp_path / "run", load_config(recipe, []))
+    point_to_checkpoint(tmp_path / "run")
+    begin(tmp_path / "run", load_config(recipe, ["--run.resume=true"]))
     starts = json.loads((tmp_path / "run" / "environment.json").read_text())["starts"]
     assert len(starts) == 2
     assert starts[0]["torch"].split("+")[0] == torch.__version__.split("+")[0]
@@ -129,15 +142,12 @@ def test_a_run_without_a_checkpoint_cannot_be_gone_on_with(tmp_path: Path, left:
         f"{tmp_path} holds a run that stopped before its first checkpoint; choose another run.folder or delete it"
     )
     assert line_of(folder.check_folder, tmp_path, resume=True, ranks=ALONE) == (
-        f"run.resume is set and {tmp_path} has no checkpoint; start without run.resume, in a new folder"
+        f"{tmp_path} has no checkpoint to go on from; start in a new run.folder (run.save_every saves on the way)"
     )
 
 
 def test_a_run_with_a_checkpoint_can(tmp_path: Path) -> None:
-    step = tmp_path / "checkpoints" / "step-1"
-    step.mkdir(parents=True)
-    (step / "meta.json").write_text("{}")
-    (tmp_path / "checkpoints" / "latest").write_text("step-1")
+    point_to_checkpoint(tmp_path)
     assert line_of(folder.check_folder, tmp_path, resume=False, ranks=ALONE) == (
         f"{tmp_path} already holds a run; go on with --run.resume=true, or choose another run.folder"
     )
@@ -146,6 +156,52 @@ def test_a_run_with_a_checkpoint_can(tmp_path: Path) -> None:
     line = line_of(folder.check_folder, tmp_path, resume=True, ranks=ALONE)
     assert line.startswith(f"{tmp_path}/environment.json is damaged (JSONDecodeError: ")
     assert line.endswith("); mend it, or delete it and go on")
+
+
+@pytest.mark.parametrize("line", [b'{"x": 1}', b"\xff", b'{"step": 2, "lo', b"[1]", b"[" * 100_000])
+def test_broken_metrics_are_refused_before_anything_is_written(tmp_path: Path, line: bytes) -> None:
+    point_to_checkpoint(tmp_path)
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
+    assert line_of(folder.check_folder, tmp_path, resume=True, ranks=ALONE) == (
+        f"{tmp_path}/metrics.jsonl is damaged (line 2 is no row with a step); mend or delete that line"
+    )
+
+
+def hold(path: Path, recipe: Path, overrides: list[str], held: Any) -> None:
+    """A process that begins a run, says so, and lives on with a worker of its own."""
+    begin(path, load_config(recipe, overrides), Console(enabled=False, loss_digits=4))
+    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(100,))
+    worker.start()
+    held.send(worker.pid)
+    time.sleep(100)
+
+
+@pytest.mark.slow
+def test_two_processes_never_write_to_one_run_and_a_killed_one_blocks_nobody(recipe: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    fresh, resumed = load_config(recipe, []), load_config(recipe, ["--run.resume=true"])
+    held, holder = CONTEXT.Pipe(duplex=False)
+    process = CONTEXT.Process(target=hold, args=(run, recipe, [], holder))
+    folder.check_folder(run, resume=False, ranks=ALONE)  # the other one is quicker from here on
+    process.start()
+    worker = held.recv()
+    try:
+        before = {path: path.read_bytes() for path in run.rglob("*")}
+        line = f"another process is writing to the run in {run}; wait for it, or choose another run.folder"
+        for resume, config in ((False, fresh), (True, resumed)):
+            assert line_of(begin, run, config) == line
+            assert line_of(folder.check_folder, run, resume=resume, ranks=ALONE) == line
+        assert {path: path.read_bytes() for path in run.rglob("*")} == before
+        process.kill()
+        process.join()
+        point_to_checkpoint(run)
+        assert line_of(begin, run, fresh).startswith(f"{run} already holds a run; ")
+        folder.check_folder(run, resume=True, ranks=ALONE)
+        begin(run, resumed)
+        assert len(folder.read_starts(run)) == 2
+    finally:
+        process.kill()
+        os.kill(worker, signal.SIGKILL)
 
 
 def test_a_folder_that_cannot_be_is_refused_and_one_that_can_is_not_made_yet(tmp_path: Path) -> None:
@@ -162,6 +218,14 @@ def test_a_folder_that_is_lost_before_the_run_begins_gets_one_line(recipe: Path,
     (tmp_path / "run").write_text("in the way")
     line = line_of(begin, tmp_path / "run", load_config(recipe, []))
     assert line == f"cannot write {tmp_path}/run (File exists); make room, allow it, or choose another run.folder"
+
+
+def test_a_name_that_is_no_text_is_refused_before_anything_is_written(recipe: Path, tmp_path: Path) -> None:
+    config = load_config(recipe, ["--data.mixture.my code.path=caf\udce9é.jsonl"])
+    line = line_of(begin, tmp_path / "run", config)
+    assert line.startswith("config.toml cannot hold")
+    assert "caf\\udce9é.jsonl" in line
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_folder_without_a_run_is_no_recipe(tmp_path: Path) -> None:

@@ -40,8 +40,8 @@ def test_packed_documents_are_isolated(family: str, attention: str) -> None:
 def test_documents_that_see_each_other_are_spoken_of() -> None:
     config = {"model_type": "opt", "vocab_size": 385, "hidden_size": 16, "word_embed_proj_dim": 16, "ffn_dim": 24}
     config |= {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64}
-    words = laid({"config": config}, data={"pack_tokens": 32}).words
-    assert words[-1].startswith(
+    warnings = laid({"config": config}, data={"pack_tokens": 32}).warnings
+    assert warnings[-1].startswith(
         "attention crosses documents: those of a packed row see each other (sdpa); set model.att"
     )
-    assert not any("documents" in line for line in laid({"config": config}).words)
+    assert not any("documents" in line for line in laid({"config": config}).warnings)

@@ -165,7 +165,7 @@ def test_updates_are_counted(tmp_path):
     assert updates_of(shorter).num_updates == NumUpdates(None, 3)
     assert whole_updates(shorter) == whole_updates(stream)[:3]
     weighted = load(config_of("weighted", tmp_path))
-    assert weighted.epoch_size == 30  # 20 of b, once, and 10 of a
+    assert weighted.epoch_size == 31  # 21 of b, once, and 10 of a
     assert updates_of(config_of("weighted", tmp_path), data=weighted).num_updates.of_data == 8
 
 

@@ -10,7 +10,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
-from megabatch import GradientAccumulator, loss, losses
+from megabatch import GradientAccumulator, MegabatchError, loss, losses
 from megabatch.train.metrics import MetricsFile, UpdateClock, read_rows, update_row
 from megabatch.train.ranks import Ranks
 
@@ -59,6 +59,18 @@ def test_rows_are_appended_and_read(tmp_path: Path) -> None:
         file.write('{"step": 2, "lo')  # killed here
     assert read_rows(tmp_path / "metrics.jsonl") == rows
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_broken_line_is_refused_and_a_last_one_that_was_cut_off_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for cut_off in (b'{"step": 2, "lo', b'{"x": 1}', b"\xff", b"\0\0"):
+        path.write_bytes(b'{"step": 1}\n\n' + cut_off)
+        assert read_rows(path) == [{"step": 1}]
+        path.write_bytes(b'{"step": 1}\n\n' + cut_off + b"\n")
+        with pytest.raises(MegabatchError) as caught:
+            read_rows(path)
+        line = f"{path} is damaged (line 3 is no row with a step); mend or delete that line"
+        assert str(caught.value) == line
 
 
 def test_only_the_main_rank_writes(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Mixture: shares by weight, epochs that can be asked for in any order, and every sample of a source equally often."""
 
+import time
 from collections import Counter
 
 import numpy as np
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megabatch.train.data.mixture import Mixture, counts_of, split_off
+from tests.train.data_for_tests import load, recipe, texts, write_texts
 
 COUNTS = {  # sizes, weights -> samples of an epoch
     ((100, 100), (1, 1)): (100, 100),
@@ -86,3 +88,30 @@ def test_at_most_a_tenth_of_each_source_is_held_out(sizes, num_samples, seed):
         assert np.array_equal(ids, np.sort(ids))
         assert all(0 <= sample < size for sample in ids)
     assert all(map(np.array_equal, held_out, split_off(sizes, num_samples, seed)))
+
+
+def test_fewer_held_out_samples_are_some_of_those_that_more_would_be():
+    few, many = (split_off([1000, 3000], num_samples, 0) for num_samples in (40, 80))
+    assert all(set(some) < set(more) for some, more in zip(few, many, strict=True))
+    assert 3 < len(few[0]) < 20  # as many of each source as its size would have it
+    assert set(few[0]) != set(split_off([1000, 3000], 40, 1)[0])
+
+
+def test_samples_are_held_out_of_millions_at_once():
+    start = time.monotonic()
+    assert sum(map(len, split_off([3_000_000, 2_000_000], 1000, 0))) == 1000
+    assert time.monotonic() - start < 4
+
+
+@pytest.mark.parametrize("kind", [{}, {"streaming": True}])
+def test_the_identity_has_the_order_of_the_sources(kind, tmp_path):
+    path = write_texts(tmp_path / "data.jsonl", texts(50))
+    other = write_texts(tmp_path / "other.jsonl", texts(50, seed=1))
+    mixture = {"a": {"path": path}, "b": {"path": other}}
+    there, here = (
+        load(recipe(tmp_path, data={"mixture": dict(order), **kind})).identity
+        for order in (mixture.items(), reversed(mixture.items()))
+    )
+    assert there.pop("sources") == [*reversed(here["sources"])] == ["data.mixture.a", "data.mixture.b"]
+    assert here.pop("sources") != here
+    assert there == here  # nothing else tells them apart

@@ -1,6 +1,5 @@
 """Pack: the same tokens in fewer rows, nothing split that fits, nothing learned across a border."""
 
-import time
 from collections import Counter
 from itertools import pairwise
 
@@ -132,20 +131,6 @@ def test_spaces_find_the_least_that_is_enough(numbers, least, data):
     for number in gone:
         spaces.remove(number)
     assert spaces.at_least(least) == min((number for number in kept - gone if number >= least), default=None)
-
-
-def test_ten_times_the_documents_take_about_ten_times_as_long():
-    """A search through all rows would take a hundred times."""
-    draw = np.random.default_rng(0)
-
-    def seconds(number):
-        lengths = draw.integers(1, 4096, number)
-        start = time.process_time()
-        best_fit(lengths, 4096)
-        return time.process_time() - start
-
-    few = min(seconds(4_000) for _ in range(3))
-    assert seconds(40_000) < 40 * few
 
 
 def test_a_row_each_where_documents_are_not_to_lie_together():

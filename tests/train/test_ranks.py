@@ -72,7 +72,7 @@ def fail_before_the_group(met: Meeting, error: Exception) -> None:
     join(met, CONFIG)
 
 
-def fail_on(met: Meeting, ranks: tuple[int, ...], error: Exception) -> None:
+def fail_on(met: Meeting, ranks: tuple[int, ...], error: BaseException) -> None:
     """Some ranks fail, the others wait for them in a collective."""
     joined = join(met, CONFIG)
     joined.barrier()
@@ -130,6 +130,40 @@ def test_a_rank_that_is_killed_is_not_taken_for_the_one_that_notices(tmp_path: P
     assert [noticed.status, killed.status] == [1, -signal.SIGKILL]
     assert noticed.err.startswith("megabatch: rank 0 of 2 lost another rank, which was killed or ran out of memory (")
     assert len(noticed.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("reason", [0, None, "enough"])
+def test_a_rank_whose_own_function_exits_is_named_too(tmp_path: Path, reason: object) -> None:
+    ends = finish(tmp_path, 2, fail_on, (1,), SystemExit(reason))
+    assert [end.status for end in ends] == [2, 1]
+    assert ends[0].err == ""
+    lines = ends[1].err.splitlines()
+    assert lines[:2] == ["megabatch: rank 1 of 2 failed:", "Traceback (most recent call last):"]
+    assert lines[-1].startswith("SystemExit")
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        ({"RANK": "0"}, "RANK is set, as torchrun does, and WORLD_SIZE and MASTER_ADDR and MASTER_PORT are not"),
+        (rank_environment(0, 1, 1) | {"MASTER_ADDR": ""}, "RANK is set, as torchrun does, and MASTER_ADDR is not"),
+        (rank_environment(0, 1, 1) | {"RANK": "first"}, "cannot meet the other ranks (invalid literal for int() "),
+        (rank_environment(0, 1, 1) | {"WORLD_SIZE": "x"}, "cannot meet the other ranks (invalid literal for int() "),
+    ],
+)
+def test_a_rank_without_the_others_addresses_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], environment: dict[str, str], reason: str
+) -> None:
+    for name in rank_environment(0, 1, 1):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(FailedError) as caught, meeting():
+        raise AssertionError
+    (line,) = capfd.readouterr().err.splitlines()
+    assert caught.value.status == 2
+    assert line.startswith(f"megabatch: {reason}")
+    assert line.endswith("; start with torchrun, or unset RANK")
 
 
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:

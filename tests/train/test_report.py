@@ -53,6 +53,12 @@ def test_a_picture_comes_of_any_rows(tmp_path: Path, rows: list[dict[str, Any]])
     assert picture[..., :3].std() > 0.03  # not blank
 
 
+def test_a_dollar_in_a_name_is_a_dollar(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in evaluations(1, "$a^$b", "$x")))
+    draw_report(tmp_path, PLAN, "runs/$a^$b", of_tokens=False)
+    assert (tmp_path / "report.png").exists()
+
+
 def lines_of(updates: list[dict[str, Any]], sets: list[dict[str, Any]]) -> tuple[list[str], Any]:
     axes = Figure().subplots()
     draw_losses(axes, updates, sets, "loss per sample")

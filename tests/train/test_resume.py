@@ -23,7 +23,7 @@ def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: row[key] for key in row if key not in OF_THE_CLOCK} for row in rows]
 
 
-@pytest.mark.parametrize(("ranks", "wrapper"), [(1, None), (2, "ddp"), (2, "fsdp2")])
+@pytest.mark.parametrize(("ranks", "wrapper"), [(2, "ddp"), (2, "fsdp2")])
 def test_a_stopped_run_goes_on_as_if_never_stopped(
     bench: Bench, tmp_path: Path, ranks: int, wrapper: str | None
 ) -> None:
@@ -40,11 +40,9 @@ def test_a_stopped_run_goes_on_as_if_never_stopped(
 
 KINDS: dict[str, dict[str, Any]] = {
     "map-style": {},
-    "workers": {"data__num_workers": 2},
-    "stream": {"data__streaming": True, "data__shuffle_window": 20, "run__max_steps": 40, "optim__decay_steps": 40},
-    "stream-worker": {"data__streaming": True, "data__num_workers": 1, "optim__decay_steps": 40},
+    "stream": {"data__streaming": True, "data__shuffle_window": 20, "data__num_workers": 1, "optim__decay_steps": 40},
     "packed": {"data__pack_tokens": 200, "update__global_batch_size": 3},
-    "mixture": {"data__mixture__long__weight": 1, "data__mixture__short__weight": 3},
+    "mixture": {"data__mixture__long__weight": 1, "data__mixture__short__weight": 3, "data__num_workers": 2},
 }
 
 
@@ -122,9 +120,7 @@ def test_a_half_written_checkpoint_is_not_taken_for_a_whole_one(bench: Bench, tm
     assert names == ["latest", "step-3", "step-4", "step-5", "step-6"]
 
 
-@pytest.mark.parametrize(
-    ("before", "after"), [((2, "ddp"), (1, None)), ((3, "fsdp2"), (1, None)), ((1, None), (2, "fsdp2"))]
-)
+@pytest.mark.parametrize(("before", "after"), [((3, "fsdp2"), (1, None)), ((1, None), (2, "ddp"))])
 def test_a_run_goes_on_with_another_number_of_ranks(
     bench: Bench, tmp_path: Path, before: tuple[int, str | None], after: tuple[int, str | None]
 ) -> None:
@@ -140,9 +136,10 @@ def test_a_run_goes_on_with_another_number_of_ranks(
 
 def test_a_run_at_its_end_has_nothing_left_to_do(bench: Bench) -> None:
     bench.train(run__max_steps=2)
-    rows = bench.rows()
+    files = ["metrics.jsonl", "plan.txt", "report.png"]
+    before = [(bench.folder / name).read_bytes() for name in files]
     bench.train(run__max_steps=2, run__resume=True)
-    assert bench.rows() == rows
+    assert [(bench.folder / name).read_bytes() for name in files] == before
 
 
 def test_a_checkpoint_of_another_model_is_refused(bench: Bench, refuse: Refuse) -> None:
@@ -185,5 +182,5 @@ def test_settings_that_a_run_has_begun_with_are_refused_where_they_differ(bench:
 
 def test_without_a_checkpoint_there_is_nothing_to_resume(bench: Bench, refuse: Refuse) -> None:
     assert refuse(run__resume=True, ranks=2) == (
-        f"run.resume is set and {bench.folder} has no checkpoint; start without run.resume, in a new folder"
+        f"{bench.folder} has no checkpoint to go on from; start in a new run.folder (run.save_every saves on the way)"
     )

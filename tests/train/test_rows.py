@@ -101,7 +101,7 @@ def test_no_more_rows_than_asked_for_and_none_read_ahead(tmp_path: Path) -> None
 
 
 def test_text_is_a_line_a_row_and_blank_lines_are_none(tmp_path: Path) -> None:
-    for name in ("a.txt", "a.md", "a.py"):
+    for name in ("a.txt", "a.TXT"):
         (tmp_path / name).write_bytes("\ufeffa\u2028b\r\n\n  \n  c\n\x0c\nd".encode())
         assert [(row.name, row.fields) for row in rows(tmp_path / name)] == [
             (f"{tmp_path / name}:{number}", {"text": text}) for number, text in [(1, "a\u2028b"), (4, "  c"), (6, "d")]
@@ -193,7 +193,8 @@ def test_a_source_may_say_what_its_ending_does_not(tmp_path: Path) -> None:
     assert len(rows(path, source="text")) == len(FIELDS)
     assert refusal(path) == (
         f"eval.sets.x.path names {path}, whose ending says nothing of what it is; set eval.sets.x.source to jsonl, "
-        "csv, parquet or text, or name a file that ends in .jsonl, .json, .csv, .tsv, .parquet, .txt, .md, .py or in "
+        "csv, parquet, text (a line a document) or documents (a file a document), or name a file that ends in .jsonl, "
+        ".json, .csv, .tsv, .parquet, .txt, .md, .rst, .py or in "
         "one of them and .gz"
     )
 
@@ -245,6 +246,10 @@ def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
     assert refusal(forms["d"]).startswith(f"cannot read the saved data set {forms['d']} (")
     (tmp_path / "a.csv").write_text("")
     assert "must name its fields" in refusal(tmp_path / "a.csv")
+    for header in ('"text" more,x', '"text'):
+        (tmp_path / "a.csv").write_text(f"{header}\na,b\n")
+        line = f"the first line of {tmp_path}/a.csv must name its fields, and is no record of csv ("
+        assert refusal(tmp_path / "a.csv").startswith(line)
     assert refusal(forms["a.jsonl"], source="parquet").startswith(f"cannot read {forms['a.jsonl']} as parquet (")
 
 
@@ -287,3 +292,25 @@ def test_a_hub_id_without_network_is_one_line(monkeypatch: pytest.MonkeyPatch, t
 
 def test_broken_rows_are_errors_of_the_family() -> None:
     assert issubclass(BrokenRowError, MegabatchError)
+
+
+def test_a_file_of_documents_is_one_document(tmp_path: Path) -> None:
+    """By its ending, or because the recipe says so; a line is one where it says that."""
+    text = "# a title\n\nand more\n"
+    for name in ("a.md", "b.txt"):
+        (tmp_path / name).write_text(text)
+    whole = [{"text": text}]
+    found = {
+        (name, kind): [row.fields for row in rows_of(SourceConfig(path=str(tmp_path / name), source=kind), "data")]
+        for name, kind in (("a.md", None), ("b.txt", "documents"), ("b.txt", None), ("a.md", "text"))
+    }
+    assert found["a.md", None] == found["b.txt", "documents"] == whole
+    assert found["b.txt", None] == found["a.md", "text"] == [{"text": "# a title"}, {"text": "and more"}]
+
+
+def test_a_split_of_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a\n")
+    with pytest.raises(
+        MegabatchError, match=r"data\.split or data\.subset is set, and data\.path is text, which has none"
+    ):
+        rows_of(SourceConfig(path=str(tmp_path / "a.txt"), split="test"), "data")

@@ -15,7 +15,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 MAX_BYTES, NUM_SAMPLES, NUM_HELD_OUT = 600, 213, 4  # 209 to train on: 29 updates of 7, and one of 6
 FLOAT64 = {"eval__num_samples": NUM_HELD_OUT, "model__config__n_embd": 16}
 FLOAT32 = {"eval__num_samples": NUM_HELD_OUT, "model__config__hidden_size": 32, "run__max_steps": 10}
-CELLS = [(1, None), *((ranks, wrapper) for ranks in (1, 2, 3, 4) for wrapper in ("ddp", "fsdp2"))]
+CELLS: list[tuple[int, str | None]] = [(1, None), (2, "ddp"), (3, "ddp"), (3, "fsdp2"), (4, "fsdp2")]
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_float64_agrees_to_ten_digits_for_thirty_updates(bench: Bench, short_fun
 
 
 def test_float32_agrees_to_four_digits_for_ten_updates(bench: Bench, short_functions: Path) -> None:
-    cells: list[tuple[int, str | None]] = [(1, None), (2, "ddp"), (3, "fsdp2"), (4, "ddp")]
+    cells: list[tuple[int, str | None]] = [(1, None), (2, "ddp"), (3, "fsdp2")]
     data = {"data__source": "jsonl", "data__path": short_functions, "data__max_sample_tokens": None}
     found = {cell: losses(bench, "stdlib", *cell, **data, **FLOAT32) for cell in cells}
     assert len(found[1, None]) >= 10 + 2

@@ -1,9 +1,12 @@
 """Stream: windows, sources by weight, held-out samples, and places from which it goes on."""
 
 import gzip
+import os
 from collections import Counter
+from pathlib import Path
 
 import pytest
+from datasets import Dataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -196,3 +199,24 @@ def test_words_of_a_stream(files, tmp_path):
         "the sources of the stream are read one after another; give them weights to mix them",
         "a stream is read by one process, and data.num_workers is 3",
     ]
+
+
+@pytest.mark.parametrize("pattern", ["long.jsonl", "l*.jsonl"])
+def test_a_stream_over_changed_files_is_another(pattern, tmp_path, files):
+    config = recipe(tmp_path, data={"path": str(tmp_path / pattern), "streaming": True})
+    before = load(config).identity
+    os.utime(files[0], (1, 1))
+    assert load(config).identity == before
+    with Path(files[0]).open("a") as file:
+        file.write('{"text": "one more"}\n')
+    assert load(config).identity != before
+
+
+def test_a_stream_of_a_saved_data_set_over_changed_rows_is_another(tmp_path):
+    def identity(rows):
+        Dataset.from_dict({"text": rows}).save_to_disk(tmp_path / "saved")
+        return load(recipe(tmp_path, data={"path": str(tmp_path / "saved"), "streaming": True})).identity
+
+    before = identity(["one", "two"])
+    (tmp_path / "saved" / "cache-1234.arrow").write_text("what datasets has computed")
+    assert identity(["one", "two"]) == before != identity(["one", "two and a half" * 9])

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megabatch.batch import Samples, pad_right, sample_length, to_device
+from megabatch import PlanError
+from megabatch.batch import Deferred, Samples, pad_right, sample_length, to_device
 
 
 def equal(one, other) -> bool:
@@ -116,6 +117,16 @@ def test_what_a_tokenizer_returns_is_a_batch():
     samples = [BatchEncoding({"input_ids": [1, 2, 3]}), BatchEncoding({"input_ids": torch.tensor([4])})]
     assert Samples(samples).lengths == [3, 1]
     assert Samples(samples).take([0, 1])["input_ids"].tolist() == [[1, 2, 3], [4, 0, 0]]
+
+
+def test_told_lengths_of_another_kind_are_taken_as_told():
+    images = [{"images": torch.full((3, 4, 4), float(number))} for number in range(3)]
+    samples = Samples(Deferred(images.__getitem__, [16, 9, 4], measured=False))
+    assert samples.lengths == [16, 9, 4]
+    assert equal(samples.take([0, 2]), pad_right([images[0], images[2]]))
+    assert equal(samples.stand_in(), pad_right([images[2]]))
+    with pytest.raises(PlanError, match="a sample is a tuple; expected a mapping of tensors"):
+        Samples(Deferred(lambda index: (1, 2), [1], measured=False)).take([0])
 
 
 def test_nested_tensors_of_a_microbatch_are_moved():

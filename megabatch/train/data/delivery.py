@@ -25,6 +25,7 @@ class Delivery:
     samples: Sequence[Any]
     state: State  # after the update
     problem: str | None = None  # in place of samples: an error that one process hands to another
+    told: Sequence[int] | None = None  # lengths that the samples' maker says they have; None: they are measured
 
 
 def options(num_workers: int) -> dict[str, Any]:
@@ -78,7 +79,10 @@ def received(delivery: Delivery) -> Delivery:
         raise MegabatchError(delivery.problem)
     if isinstance(delivery.samples, Deferred):
         return delivery
-    return replace(delivery, samples=[with_tensors(sample) for sample in delivery.samples])
+    samples = [with_tensors(sample) for sample in delivery.samples]
+    if delivery.told is None:
+        return replace(delivery, samples=samples)
+    return replace(delivery, samples=Deferred(samples.__getitem__, delivery.told, look_ahead=0, measured=False))
 
 
 def with_tensors(sample: Any) -> Any:

@@ -14,7 +14,7 @@ from megabatch.batch import sample_length
 from megabatch.errors import MegabatchError, PlanError
 from megabatch.train.config import Config
 from megabatch.train.console import Console
-from megabatch.train.data.mixture import View
+from megabatch.train.data.mixture import Measured, View
 from megabatch.train.own import load_function
 from megabatch.train.ranks import Ranks
 
@@ -24,9 +24,9 @@ TRAIN = "train"  # the name of what is trained on, where a function returns seve
 class OwnSamples(View):
     """A user's samples with their lengths; what goes wrong in reading one is told in one line."""
 
-    def __init__(self, samples: Any, lengths: np.ndarray, key: str) -> None:
+    def __init__(self, samples: Any, lengths: np.ndarray, key: str, *, is_told: bool) -> None:
         self._samples, self._key = samples, key
-        self.lengths = lengths
+        self.lengths, self.is_told = lengths, is_told  # told: by their attribute, of whatever is counted
         self.fingerprint = hashlib.sha256(lengths.tobytes()).hexdigest()
 
     def at(self, index: int) -> Any:
@@ -34,6 +34,21 @@ class OwnSamples(View):
 
     def name(self, index: int) -> str:
         return f"{index} of {self._key}"
+
+
+class Repeatable(View):
+    """Samples to evaluate on: one that draws random numbers draws the same ones whenever it is read."""
+
+    def __init__(self, samples: Measured, seed: int) -> None:
+        self._samples, self._seed = samples, seed
+        self.lengths, self.fingerprint = samples.lengths, samples.fingerprint
+
+    def at(self, index: int) -> Any:
+        with drawing(self._seed, 0, index):  # 0: before the first update
+            return self._samples[index]
+
+    def name(self, index: int) -> str:
+        return self._samples.name(index)
 
 
 @contextmanager
@@ -80,18 +95,21 @@ def measured(samples: Any, name: str, config: Config, console: Console) -> OwnSa
     if not isinstance(first, Mapping) or not first:
         kind = "empty" if isinstance(first, Mapping) else f"a {type(first).__name__}"
         raise MegabatchError(f'sample 0 of {key} is {kind}; expected a mapping of tensors, such as {{"inputs": ...}}')
-    return OwnSamples(samples, lengths_of(samples, key, config, console), key)
+    is_told = getattr(samples, "lengths", None) is not None
+    return OwnSamples(samples, lengths_of(samples, key, config, console), key, is_told=is_told)
 
 
 def lengths_of(samples: Any, key: str, config: Config, console: Console) -> np.ndarray:
     """Tokens of each sample: what its attribute ``lengths`` says, or measured where the recipe counts tokens, else 1.
 
     Measuring makes every sample once, which for images would be long; updates are then balanced by their number.
+    With data.look_ahead nothing is measured later, so that those of text are measured here.
     """
     given = getattr(samples, "lengths", None)
     if given is not None:
         return given_lengths(given, len(samples), key)
-    if config.update.max_microbatch_tokens is None:
+    is_text_ahead = config.data.look_ahead is not None and "input_ids" in read(samples, 0, key)
+    if config.update.max_microbatch_tokens is None and not is_text_ahead:
         return np.ones(len(samples), dtype=np.int64)
     lengths = np.empty(len(samples), dtype=np.int64)
     with console.progress(f"measuring {key}", len(samples), "samples") as advance:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from megabatch.train.config import Config, SourceConfig
 from megabatch.train.console import Console
 from megabatch.train.data.cache import tokenize_once
 from megabatch.train.data.checks import HELD_OUT, check_config, check_fit, check_fits, check_new_sets
-from megabatch.train.data.function import TRAIN, own_samples
+from megabatch.train.data.function import TRAIN, Repeatable, own_samples
 from megabatch.train.data.mixture import Joined, Measured, Mixture, Part, Tokenized, TokenizedPart, counts_of, split_off
 from megabatch.train.data.pack import PackedSamples
+from megabatch.train.data.places import place_of
 from megabatch.train.data.stream import Stream
 from megabatch.train.data.tokens import Tokens
 from megabatch.train.ranks import Ranks
@@ -31,6 +33,7 @@ class Data:
     identity: dict[str, object]  # as JSON: where it differs, it is another data set
     words: list[str]  # what a user should hear of it
     longest_tokens: int | None = None  # of all samples; None: a stream, or samples that need not be of tokens
+    is_told: bool = False  # whether data.function says the lengths, of whatever is counted, so that none is measured
 
     @property
     def epoch_size(self) -> int | None:
@@ -39,7 +42,7 @@ class Data:
             return None
         return len(self.lengths) if self.order is None else len(self.order(0))
 
-    @property
+    @cached_property
     def counts_tokens(self) -> bool:
         """Whether the samples are of tokens, so that their lengths count them."""
         return isinstance(self.train, Stream) or "input_ids" in self.train[0]
@@ -86,6 +89,7 @@ def of_text(read: Reading) -> Data:
     order = order_of(parts, sources, config)
     held_out = [alone(TokenizedPart(samples, ids), config) for samples, ids in zip(whole, held_out_ids, strict=True)]
     identity: dict[str, object] = {
+        "sources": list(sources),
         **{f"fingerprint of {key}": samples.fingerprint for key, samples in zip(sources, whole, strict=True)},
         **{f"{key}.weight": source.weight for key, source in sources.items() if source.weight is not None},
         "data.pack_tokens": row_tokens,
@@ -101,16 +105,18 @@ def of_function(read: Reading) -> Data:
     """What a function of the user's returns."""
     config = read.config
     own = own_samples(config, read.ranks, read.console)
-    (ids,) = split_off([len(own[TRAIN])], config.eval.num_samples, config.run.seed)
-    train, held_out = Part(own[TRAIN], left(own[TRAIN], ids)), Part(own[TRAIN], ids)
-    others = {name: samples for name, samples in own.items() if name != TRAIN}
+    seed = config.run.seed
+    (ids,) = split_off([len(own[TRAIN])], config.eval.num_samples, seed)
+    train, held_out = Part(own[TRAIN], left(own[TRAIN], ids)), Repeatable(Part(own[TRAIN], ids), seed)
+    others = {name: Repeatable(samples, seed) for name, samples in own.items() if name != TRAIN}
     check_new_sets([*others], config.eval.sets, config)
     identity: dict[str, object] = {
         "data.function": config.data.function,
         "data.options": config.data.options,
         "lengths of samples": own[TRAIN].fingerprint,
     }
-    return replace(checked(train, None, held_out, read, identity, [], others), longest_tokens=None)
+    data = checked(train, None, held_out, read, identity, [], others)
+    return replace(data, longest_tokens=None, is_told=own[TRAIN].is_told)
 
 
 def of_stream(read: Reading) -> Data:
@@ -128,7 +134,8 @@ def of_stream(read: Reading) -> Data:
         check_fits(samples, config)
     keys = ("shuffle_window", "max_sample_tokens", "pack_tokens")
     identity: dict[str, object] = {
-        **{key: source_identity(source) for key, source in sources.items()},
+        "sources": list(sources),
+        **{key: source_identity(source, key) for key, source in sources.items()},
         **{f"data.{key}": getattr(config.data, key) for key in keys},
         "tokenizer": Tokens(read.tokenizer).fingerprint(),
         "num_held_out": len(held_out),
@@ -217,8 +224,19 @@ def stream_texts(sources: Mapping[str, SourceConfig], config: Config) -> list[st
     return texts
 
 
-def source_identity(source: SourceConfig) -> dict[str, object]:
-    """A source of a stream: its settings, and the names of its files without their folders."""
+def source_identity(source: SourceConfig, key: str) -> dict[str, object]:
+    """A source of a stream: its settings, the names of its files without their folders, and their sizes."""
     paths = [source.path] if isinstance(source.path, str) else source.path or []
     settings = source.model_dump(mode="json", include={*SourceConfig.model_fields} - {"path"})
-    return {**settings, "path": [Path(path).name for path in paths]}
+    sizes = [path.stat().st_size for path in files_of(source, key)]
+    return {**settings, "path": [Path(path).name for path in paths], "sizes_bytes": sizes}
+
+
+def files_of(source: SourceConfig, key: str) -> list[Path]:
+    """The files that hold a source's rows, in order; none of the hub and of the standard library."""
+    place = place_of(source, key)
+    if place.kind in ("hub", "stdlib"):
+        return []
+    if place.kind == "saved":  # beside its rows, datasets keeps what it has computed from them
+        return sorted(path for path in Path(place.paths[0]).rglob("*.arrow") if not path.name.startswith("cache-"))
+    return [Path(path) for path in place.paths]

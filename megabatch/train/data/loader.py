@@ -58,7 +58,8 @@ class Shares(Dataset[Delivery]):
     def __init__(self, data: Data, config: Config, ranks: Ranks, num_updates: int) -> None:
         self._samples = cast(Measured, data.train)
         self._num_updates, self._seed = num_updates, config.run.seed
-        self._draws, self._look_ahead = config.data.function is not None, config.data.look_ahead
+        self._is_own, self._is_told = config.data.function is not None, data.is_told
+        self._look_ahead = config.data.look_ahead
         self._sampler = UpdateSampler(
             self._samples.lengths.tolist(),
             global_batch_size=config.update.global_batch_size,
@@ -100,23 +101,28 @@ class Shares(Dataset[Delivery]):
     def __getitem__(self, index: Share) -> Delivery:
         ids, state = index
         try:
-            return Delivery([self._read(number, state["updates"]) for number in ids], state)
+            samples = [self._read(number, state["updates"]) for number in ids]
+            return Delivery(samples, state, told=self._lengths(ids) if self._is_told else None)
         except MegabatchError as error:
             return Delivery([], state, str(error))
 
     def _deferred(self, share: Share) -> Delivery:
         """An update whose samples are read when their microbatch comes."""
         ids, state = share
-        lengths: list[int] = self._samples.lengths[ids].tolist()
 
         def load(index: int) -> Any:
             return with_tensors(self._read(ids[index], state["updates"]))
 
-        return Delivery(Deferred(load, lengths, look_ahead=self._look_ahead or 0), state)
+        return Delivery(
+            Deferred(load, self._lengths(ids), look_ahead=self._look_ahead or 0, measured=not self._is_own), state
+        )
+
+    def _lengths(self, ids: list[int]) -> list[int]:
+        return self._samples.lengths[ids].tolist()
 
     def _read(self, number: int, update: int) -> Any:
         """A sample; one that draws random numbers draws the same ones whichever process reads it."""
-        if not self._draws:
+        if not self._is_own:
             return self._samples[number]
         with drawing(self._seed, update, number):
             return self._samples[number]
@@ -181,7 +187,8 @@ class Updates:
 
     def __init__(self, data: Data, config: Config, ranks: Ranks) -> None:
         self._config = config
-        self.num_updates = count_updates(config, data.epoch_size)
+        self._epoch_size = data.epoch_size
+        self.num_updates = count_updates(config, self._epoch_size)
         if self.num_updates.of_run == 0:
             raise MegabatchError(no_update(config))
         if isinstance(data.train, Stream):
@@ -190,6 +197,11 @@ class Updates:
             self._source = Shares(data, config, ranks, cast(int, self.num_updates.of_run))
         self._state = self._source.start()
         self._ahead: tuple[Delivery, Iterator[Delivery]] | None = None  # read by peek(): the next one, and the rest
+
+    @property
+    def epochs(self) -> float | None:
+        """Passes over the data so far; None: a stream does not know."""
+        return None if self._epoch_size is None else self._state["samples"] / self._epoch_size
 
     @property
     def skipped(self) -> Skipped:

@@ -4,7 +4,6 @@ Without weights every sample is seen once an epoch. With them an epoch has as ma
 says, and what it leaves out comes in the next.
 """
 
-import random
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +14,8 @@ import numpy as np
 
 from megabatch.batch import IGNORED_LABEL
 from megabatch.train.data.samples import Sample
+
+ORDER, SPLIT = 1, 4  # what a random number is for; a stream's have 2 and 3
 
 
 class Measured(Protocol):
@@ -135,7 +136,7 @@ class Mixture:
     def __call__(self, epoch: int) -> np.ndarray:
         starts = np.cumsum([0, *self.sizes[:-1]])
         picks = [start + self._picks(source, epoch) for source, start in enumerate(starts)]
-        return np.random.default_rng([self.seed, epoch, 0, 1]).permutation(np.concatenate(picks))
+        return np.random.default_rng([self.seed, epoch, 0, ORDER]).permutation(np.concatenate(picks))
 
     def _picks(self, source: int, epoch: int) -> np.ndarray:
         """What the epoch takes of a source: of one pass over it, or of the end of one and the beginning of the next."""
@@ -146,7 +147,7 @@ class Mixture:
         return np.concatenate(passes)[start - first : stop - first]
 
     def _pass(self, source: int, number: int) -> np.ndarray:
-        return np.random.default_rng([self.seed, number, source + 1, 1]).permutation(self.sizes[source])
+        return np.random.default_rng([self.seed, number, source + 1, ORDER]).permutation(self.sizes[source])
 
 
 def counts_of(sizes: Sequence[int], weights: Sequence[float]) -> tuple[int, ...]:
@@ -161,16 +162,12 @@ def counts_of(sizes: Sequence[int], weights: Sequence[float]) -> tuple[int, ...]
 
 def split_off(sizes: Sequence[int], num_samples: int, seed: int) -> list[np.ndarray]:
     """Numbers of ``num_samples`` samples, as the seed picks them, in each source; at most a tenth of any of them."""
-    owners = np.repeat(np.arange(len(sizes)), sizes)
-    starts = np.cumsum([0, *sizes[:-1]])
-    room = [size // 10 for size in sizes]
-    picked: list[list[int]] = [[] for _ in sizes]
-    left = min(num_samples, sum(room))
-    for sample in random.Random(seed).sample(range(len(owners)), len(owners)):
-        if not left:
-            break
-        source = int(owners[sample])
-        if len(picked[source]) < room[source]:
-            picked[source].append(sample - int(starts[source]))
-            left -= 1
-    return [np.array(sorted(ids), dtype=np.int64) for ids in picked]
+    if not num_samples:
+        return [np.zeros(0, dtype=np.int64) for _ in sizes]
+    starts = np.cumsum([0, *sizes])
+    drawn = np.random.default_rng([seed, 0, 0, SPLIT]).permutation(sum(sizes))
+    owners = np.searchsorted(starts[1:], drawn, side="right")
+    turns = np.concatenate([np.flatnonzero(owners == source)[: size // 10] for source, size in enumerate(sizes)])
+    picked = np.sort(drawn[np.sort(turns)[:num_samples]])
+    parts = np.split(picked, np.searchsorted(picked, starts[1:-1]))  # by source
+    return [ids - start for ids, start in zip(parts, starts, strict=False)]

@@ -11,7 +11,7 @@ from megabatch.errors import MegabatchError
 from megabatch.train.config import SourceConfig
 from megabatch.train.data.stdlib import stdlib_root
 
-Kind = Literal["stdlib", "jsonl", "csv", "parquet", "text", "saved", "hub"]
+Kind = Literal["stdlib", "jsonl", "csv", "parquet", "text", "documents", "saved", "hub"]
 
 KINDS: dict[str, Kind] = {
     ".jsonl": "jsonl",
@@ -20,8 +20,9 @@ KINDS: dict[str, Kind] = {
     ".tsv": "csv",
     ".parquet": "parquet",
     ".txt": "text",
-    ".md": "text",
-    ".py": "text",
+    ".md": "documents",
+    ".rst": "documents",
+    ".py": "documents",
 }
 SAVED_FILES = ("dataset_info.json", "dataset_dict.json")  # what save_to_disk writes at the top of its folder
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -37,6 +38,16 @@ class Place:
 
 def place_of(source: SourceConfig, key: str) -> Place:
     """What ``source`` names, seen to exist unless it is on the hub. ``key`` is its table in the recipe."""
+    place = found_place(source, key)
+    if place.kind not in ("saved", "hub") and (source.split != "train" or source.subset is not None):
+        raise MegabatchError(
+            f"{key}.split or {key}.subset is set, and {key}.path is {place.kind}, which has none; remove it"
+        )
+    return place
+
+
+def found_place(source: SourceConfig, key: str) -> Place:
+    """What ``path`` and ``source`` say."""
     if source.source == "stdlib":
         if source.path is not None:
             raise MegabatchError(
@@ -116,7 +127,8 @@ def kind_of(path: str, key: str) -> Kind:
     if kind is None:
         raise MegabatchError(
             f"{key}.path names {path}, whose ending says nothing of what it is; set {key}.source to jsonl, csv, "
-            f"parquet or text, or name a file that ends in {', '.join(KINDS)} or in one of them and .gz"
+            f"parquet, text (a line a document) or documents (a file a document), or name a file that ends in "
+            f"{', '.join(KINDS)} or in one of them and .gz"
         )
     return kind
 

@@ -69,6 +69,8 @@ def file_rows(place: Place, path: str, key: str) -> Rows:
                 yield from parquet_rows(path)
             case "text":
                 yield from text_rows(path)
+            case "documents":
+                yield document_row(path)
             case _:
                 yield from json_rows(path)
     except (OSError, EOFError, zlib.error, pa.ArrowException) as error:  # EOFError: a .gz that ends too early
@@ -126,6 +128,15 @@ def text_rows(path: str) -> Rows:
                 yield BrokenRowError(f"{name} is not text in UTF-8 (at its byte {error.start + 1})")
 
 
+def document_row(path: str) -> Row | BrokenRowError:
+    """The whole file, in the field "text"."""
+    with open_bytes(path) as file:
+        try:
+            return Row(path, {"text": file.read().decode("utf-8-sig")})
+        except UnicodeDecodeError as error:
+            return BrokenRowError(f"{path} is not text in UTF-8 (at its byte {error.start + 1})")
+
+
 def lines_of(path: str, file: IO[bytes]) -> Iterator[tuple[str, bytes]]:
     """The lines that are not blank, with their names. Only newlines end them: JSON strings may hold U+2028."""
     for number, line in enumerate(file, start=1):
@@ -140,7 +151,7 @@ def csv_rows(path: str) -> Rows:
     with open_bytes(path) as file:
         text = (line.decode("utf-8", errors="surrogateescape") for line in file)  # half a surrogate is refused later
         records = csv.reader(text, delimiter="\t" if ending_of(path) == ".tsv" else ",", strict=True)
-        header = csv_header(next(records, []), path)
+        header = csv_header(records, path)
         for number, record in enumerate(csv_records(records), start=1):
             name = f"{path}:{number}"
             if isinstance(record, csv.Error):
@@ -151,7 +162,13 @@ def csv_rows(path: str) -> Rows:
                 yield Row(name, dict(zip(header, record, strict=True)))
 
 
-def csv_header(record: list[str], path: str) -> list[str]:
+def csv_header(records: Iterator[list[str]], path: str) -> list[str]:
+    try:
+        record = next(records, [])
+    except csv.Error as error:
+        raise MegabatchError(
+            f"the first line of {path} must name its fields, and is no record of csv ({error}); mend it"
+        ) from None
     header = [field.removeprefix("\ufeff").strip() for field in record]
     if not header or len(set(header)) < len(header):
         raise MegabatchError(f"the first line of {path} must name its fields, each once, and is {header}; add it")

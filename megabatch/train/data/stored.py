@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -93,7 +94,7 @@ def write_samples(folder: Path, named: Iterator[tuple[str, Sample]], skipped: Sk
             num_targets += sum(int((labels[1:] != IGNORED_LABEL).sum()) for labels in columns[1])
             for ids, labels in zip(*columns, strict=True):
                 content.update(len(ids).to_bytes(8, "little") + ids.tobytes() + labels.tobytes())
-            names = pa.array([name for name, _ in chunk], pa.string())
+            names = pa.array([utf8_name(name) for name, _ in chunk], pa.string())
             writer.write_batch(pa.record_batch([*map(list_array, columns), names], schema=SCHEMA))
     summary = {
         "num_bytes": (folder / TABLE).stat().st_size,
@@ -102,6 +103,11 @@ def write_samples(folder: Path, named: Iterator[tuple[str, Sample]], skipped: Sk
         "skipped": asdict(skipped),
     }
     (folder / SUMMARY).write_text(json.dumps(summary))
+
+
+def utf8_name(name: str) -> str:
+    """The name as text that can be written: a file's may hold bytes that are no UTF-8, which are spelled out."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 def chunks_of(named: Iterator[tuple[str, Sample]]) -> Iterator[list[tuple[str, Sample]]]:

@@ -18,7 +18,7 @@ from megabatch.train.data.checks import check_fit
 from megabatch.train.data.pack import pack_samples
 from megabatch.train.data.samples import Sample, Skipped, samples_of
 
-DRAW, SHUFFLE = 2, 3  # what a random number is for; an order of `Mixture` has 1
+DRAW, SHUFFLE = 2, 3  # what a random number is for; `Mixture` has others
 Named = tuple[str, Sample]
 
 

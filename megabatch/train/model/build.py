@@ -34,6 +34,7 @@ class Laid:
     base: nn.Module  # without the DDP wrapper; parameters and shards are the same
     wrapper: Wrapper
     words: list[str]  # what was made and how, a line each
+    warnings: list[str]  # what nobody should overlook
     identity: dict[str, object]  # json: what makes it another model
 
 
@@ -50,13 +51,16 @@ def build(config: Config, ranks: Ranks, console: Console, longest_tokens: int | 
     words = [source.text, *prepare(base, config.model), precision_text(config.model, wrapper.name)]
     identity = identity_of(base)
     words += lay(source, config, wrapper, ranks)
+    warnings: list[str] = []
     if config.model.function is None:
         with computing(config.model, wrapper.name, ranks.device):
             try_forward(base, config.model, ranks.device)
-            words += [] if config.data.pack_tokens is None else [probe_isolation(base, ranks.device)]
+            if config.data.pack_tokens is not None:
+                isolated, text = probe_isolation(base, ranks.device)
+                (words if isolated else warnings).append(text)
     unused = config.model.function is not None  # a model of one's own may leave parameters out of a microbatch
     model = replicate(base, find_unused=unused) if wrapper.name == "ddp" else base
-    return Laid(model, base, wrapper, words, identity)
+    return Laid(model, base, wrapper, words, warnings, identity)
 
 
 def choose_source(config: Config, ranks: Ranks, longest_tokens: int | None, tokenizer: Any) -> tuple[Source, Wrapper]:

@@ -11,13 +11,22 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from transformers import GenerationConfig
 
 from megabatch.errors import MegabatchError
-from megabatch.train.checkpoint import META, POINTER, checkpoints_of, named_by, path_of, quiet_alone, reason_of, step_of
+from megabatch.train.checkpoint import (
+    BEST,
+    META,
+    POINTER,
+    checkpoints_of,
+    named_by,
+    path_of,
+    quiet_alone,
+    reason_of,
+    step_of,
+)
 from megabatch.train.config import Config, ModelConfig
 from megabatch.train.model.architecture import architecture_of, construct, outline
 from megabatch.train.model.initial import fill, plan_units
@@ -26,6 +35,7 @@ from megabatch.train.model.source import own_source
 from megabatch.train.model.tokenizer import load_tokenizer
 from megabatch.train.model.wrap import blocks_of
 from megabatch.train.recipe import load_config
+from megabatch.train.safe import SafePlanner, SafeReader
 
 RECIPE = "config.toml"  # of a run's folder
 MODEL, AVERAGE = "learner.model.", "average."  # where a checkpoint has the weights, and their average
@@ -43,9 +53,11 @@ class Checkpointed:
         return found if found is None or rows is None else found[rows]
 
 
-def export(run_folder: Path, to: Path, *, step: int | None) -> str:
-    """Write the model of a run's checkpoint (None: the latest) and its tokenizer into a new folder; says what was
-    written. With optim.ema_decay it is the average of the weights.
+def export(run_folder: Path, to: Path, *, step: int | str | None) -> str:
+    """Write the model of a run's checkpoint and its tokenizer into a new folder; says what was written.
+
+    ``step`` is a checkpoint's number, "best" or "latest"; None: the best where one is kept, else the latest. With
+    optim.ema_decay it is the average of the weights.
 
     Raises `MegabatchError`, and leaves nothing behind, where that cannot be done.
     """
@@ -59,12 +71,18 @@ def export(run_folder: Path, to: Path, *, step: int | None) -> str:
         tokenizer = load_tokenizer(config.model)
         if tokenizer is not None:
             tokenizer.save_pretrained(beside)
+        for path in beside.rglob("*.safetensors"):
+            path.chmod((beside / "config.json").stat().st_mode)  # they are made for the owner's eyes alone
     which = "the average of the weights" if weights.num_averaged else "the weights"
     return f"wrote {which} of {checkpoint} to {to}: {type(model).__name__}, {config.model.dtype}, safetensors"
 
 
 def check_target(to: Path) -> None:
-    """Raise where the folder holds something, or is none."""
+    """Raise where the folder holds something, is none, or is the one that a shell is in: it is put in place as a whole,
+    and the shell would stay in the one that was there before."""
+    if resolved(to) == resolved(Path.cwd()):
+        raise MegabatchError(f"--to is {to}, the folder that you are in; name a folder that is new, or another one")
+    to = resolved(to)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         kind = "is not empty" if to.is_dir() else "is a file"
         raise MegabatchError(f"--to is {to}, which {kind}; name a folder that is new or empty")
@@ -77,13 +95,15 @@ def config_of(run_folder: Path) -> Config:
     return load_config(run_folder / RECIPE, [])
 
 
-def find_checkpoint(run_folder: Path, step: int | None) -> Path:
-    """The checkpoint of that step, or the one that the run would go on from."""
+def find_checkpoint(run_folder: Path, step: int | str | None) -> Path:
+    """The checkpoint of that step, "best" or "latest"; None: the best where one is kept, else the latest."""
     kept = sorted(number for path in checkpoints_of(run_folder).glob("step-*") if (number := step_of(path)) is not None)
     if not kept:
         raise MegabatchError(f"{run_folder} has no checkpoint yet; export it when it has saved one (run.save_every)")
-    latest = checkpoints_of(run_folder) / named_by(checkpoints_of(run_folder) / POINTER)
-    found = latest if step is None else path_of(run_folder, step)
+    if step is None:
+        step = BEST if named_by(checkpoints_of(run_folder) / BEST) else POINTER
+    pointer = checkpoints_of(run_folder) / str(step)
+    found = path_of(run_folder, step) if isinstance(step, int) else pointer.parent / named_by(pointer)
     if not (found / META).exists():
         has = ", ".join(str(number) for number in kept)
         raise MegabatchError(f"{found} is not there or not whole; this run has the steps {has}: choose with --step")
@@ -93,14 +113,14 @@ def find_checkpoint(run_folder: Path, step: int | None) -> Path:
 def read_weights(checkpoint: Path) -> Checkpointed:
     """The weights of a checkpoint, averaged where it has an average; without a process group."""
     try:
-        described = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+        described = SafeReader(checkpoint).read_metadata().state_dict_metadata
         state = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype)
             for name, entry in described.items()
             if isinstance(entry, TensorStorageMetadata) and name.startswith((MODEL, AVERAGE))
         }
         with quiet_alone():
-            load_state(state, checkpoint_id=checkpoint, no_dist=True)
+            load_state(state, storage_reader=SafeReader(checkpoint), planner=SafePlanner(), no_dist=True)
     except (Exception, CheckpointException) as error:  # whatever a damaged file makes its reader raise
         reason = reason_of(error) if isinstance(error, CheckpointException) else first_line(error)
         raise MegabatchError(f"{checkpoint} is damaged ({reason}); choose an earlier step with --step") from None
@@ -169,15 +189,21 @@ def filled_model(config: ModelConfig, weights: Checkpointed, checkpoint: Path) -
     return model
 
 
+def resolved(path: Path) -> Path:
+    """The path without "..", "." and links, so that it has a name and a parent; a loop of links is left as it is."""
+    return Path(os.path.realpath(path))
+
+
 @contextlib.contextmanager
 def writing(to: Path) -> Generator[Path, None, None]:
     """A folder beside, which becomes ``to`` at a good end and is gone at any other."""
-    beside = to.with_name(f"{to.name}.tmp")
+    place = resolved(to)
+    beside = place.with_name(f"{place.name}.tmp")
     try:
         shutil.rmtree(beside, ignore_errors=True)  # left by an export that was killed
         beside.mkdir(parents=True)
         yield beside
-        os.replace(beside, to)
+        os.replace(beside, place)
     except OSError as error:
         raise MegabatchError(
             f"cannot write {to} ({first_line(error)}); make room for it, or name another --to"

@@ -29,17 +29,17 @@ def try_forward(model: nn.Module, config: ModelConfig, device: torch.device) -> 
         )
 
 
-def probe_isolation(model: nn.Module, device: torch.device) -> str:
-    """Whether documents that are packed into a row see each other, in words; on every rank of a sharded model.
+def probe_isolation(model: nn.Module, device: torch.device) -> tuple[bool, str]:
+    """Whether documents that are packed into a row are apart, and how, in words; on every rank of a sharded model.
 
     The second document of a row must come out as it does alone; in a row by itself, and in one of two rows.
     """
     attention = getattr(cast(Any, model).config, "_attn_implementation", None)
     crossing = [num_rows for num_rows in (1, 2) if crosses(model, num_rows, device)]
     if not crossing:
-        return f"documents are isolated by their position_ids ({attention})"
+        return True, f"documents are isolated by their position_ids ({attention})"
     rows = "" if 1 in crossing else " in a microbatch of several rows (update.micro_batch_size = 1 has one)"
-    return (
+    return False, (
         f"attention crosses documents: those of a packed row see each other{rows} ({attention}); "
         "set model.attention to another backend, or leave data.pack_tokens out"
     )

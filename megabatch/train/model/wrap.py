@@ -52,11 +52,6 @@ def replicate(model: nn.Module, *, find_unused: bool) -> nn.Module:
     return DistributedDataParallel(model, find_unused_parameters=find_unused)
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """The model as transformers knows it; parameters and shards are the wrapped ones."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
-
-
 def reshard(model: nn.Module) -> None:
     """Drop FSDP2's unsharded weights after forwards without a backward: the next update would not be seen in them."""
     for module in model.modules():

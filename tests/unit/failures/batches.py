@@ -52,7 +52,7 @@ BATCHES = {
     "a deferred sample longer than told": (
         Deferred(lambda index: {"x": TWO}, [1]),
         "sample 0 of Deferred has 2 tokens, but lengths says 1; "
-        "give the length that is counted when the sample is loaded",
+        "give the length that is counted when the sample is loaded, or measured=False",
     ),
     "deferred samples with a weight too many": (
         Deferred(SAMPLES.__getitem__, [1], [1, 1]),
