@@ -21,6 +21,11 @@ class LossContractError(MegabatchError, ValueError):
     """A loss function broke its contract: return a sum and the weight it is divided by, and never divide."""
 
 
+def in_one_line(error: BaseException) -> str:
+    """Type and text of an error on one line, no longer than a message has room for."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
 def require_count(name: str, value: object, *, least: int = 1) -> int:
     """``value`` as a whole number, numpy's and torch's included, or a `PlanError` that names the setting."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex) or operator.index(value) < least:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.checkpoint.stateful import Stateful
 
-from megabatch.errors import MegabatchError
+from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.ranks import Ranks
 from megabatch.train.safe import SafePlanner, SafeReader
 
@@ -126,7 +126,7 @@ def load(checkpoint: Path, state: Mapping[str, Stateful]) -> None:
     try:
         reader.read_metadata()  # before DCP does, which logs a traceback where it cannot
     except Exception as error:  # whatever a damaged file makes its reader raise
-        raise damaged(checkpoint, one_line(error)) from None
+        raise damaged(checkpoint, in_one_line(error)) from None
     try:
         with quiet_alone():
             load_state(states, storage_reader=reader, planner=SafePlanner(), no_dist=not dist.is_initialized())
@@ -205,7 +205,7 @@ def read_meta(checkpoint: Path) -> Meta:
         meta = json.loads((checkpoint / META).read_text(encoding="utf-8"))
         tables = [meta[part] for part in (*TITLES, *POSITIONS)]
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
-        raise damaged(checkpoint / META, one_line(error)) from None
+        raise damaged(checkpoint / META, in_one_line(error)) from None
     if not all(isinstance(table, dict) for table in tables):
         raise damaged(checkpoint / META, "a part of it is no table")
     return cast(Meta, meta)
@@ -213,11 +213,7 @@ def read_meta(checkpoint: Path) -> Meta:
 
 def reason_of(error: CheckpointException) -> str:
     """What went wrong on the first rank on which DCP failed."""
-    return one_line(next(iter(error.failures.values()))[0])
-
-
-def one_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    return in_one_line(next(iter(error.failures.values()))[0])
 
 
 def damaged(path: Path, reason: str) -> MegabatchError:

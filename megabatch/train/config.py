@@ -18,6 +18,8 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 Function = Annotated[str, Field(pattern=r"^[^:]+:[^:]+$")]
 Options = dict[str, object]
 
+HELD_OUT = "held-out"  # the name of the set that is taken off the training data
+
 
 class Section(BaseModel):
     """A table of the recipe; an unknown key, or a value of another type, is an error."""

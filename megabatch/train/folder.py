@@ -22,7 +22,7 @@ from typing import Any
 import tomli_w
 import torch
 
-from megabatch.errors import MegabatchError
+from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train import metrics
 from megabatch.train.checkpoint import checkpoints_of, has_checkpoint, latest, replace_text
 from megabatch.train.config import Config, Section
@@ -160,7 +160,7 @@ def read_starts(folder: Path) -> list[dict[str, Any]]:
     try:
         return list(json.loads(path.read_text(encoding="utf-8"))["starts"])
     except (ValueError, RecursionError, KeyError, TypeError) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        reason = in_one_line(error)
         raise MegabatchError(f"{path} is damaged ({reason}); mend it, or delete it and go on") from None
 
 

@@ -8,7 +8,7 @@ from megabatch import Learner
 from megabatch.train import checkpoint
 from megabatch.train.config import Config
 from megabatch.train.data.load import Data
-from megabatch.train.data.loader import Updates
+from megabatch.train.data.updates import Updates
 from megabatch.train.ema import Average
 from megabatch.train.model.build import Laid
 from megabatch.train.optim import decay_steps_of, settings_of

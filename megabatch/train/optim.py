@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from megabatch import GradientAccumulator, Learner
-from megabatch.errors import MegabatchError
+from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.config import Config, OptimConfig
-from megabatch.train.data.loader import NumUpdates
+from megabatch.train.data.updates import NumUpdates
 from megabatch.train.own import load_function
 
 Group = dict[str, Any]  # "params", and the "weight_decay" of its own
@@ -209,7 +209,7 @@ def problem_of(
     try:
         kind(zeros, **arguments).step()
     except Exception as error:  # whatever torch raises for arguments and tensors that it does not take
-        return first_words(error)
+        return in_one_line(error)
     return None
 
 
@@ -228,7 +228,7 @@ def own_optimizer(groups: list[Group], config: OptimConfig) -> optim.Optimizer:
     except MegabatchError:
         raise
     except Exception as error:  # whatever the user's code raises
-        raise MegabatchError(f"{title} raised {first_words(error)}; mend it, or its optim.options") from error
+        raise MegabatchError(f"{title} raised {in_one_line(error)}; mend it, or its optim.options") from error
     if not isinstance(optimizer, optim.Optimizer):
         kind = type(optimizer).__name__
         raise MegabatchError(f"{title} returned a {kind}; return a torch.optim.Optimizer over the groups it is given")
@@ -283,7 +283,3 @@ def states_in_order(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The states of an optimizer's state_dict, in the order of its parameters."""
     names = itertools.chain.from_iterable(group["params"] for group in state["param_groups"])
     return [state["state"].get(name, {}) for name in names]
-
-
-def first_words(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

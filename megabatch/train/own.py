@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megabatch.errors import MegabatchError
+from megabatch.errors import MegabatchError, in_one_line
 
 OURS = str(Path(__file__).parents[1])
 INSTALLED = str(Path(torch.__file__).parents[1])  # among other packages
@@ -41,7 +41,7 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
     try:
         module = load_file(Path(place)) if place.endswith(".py") else load_module(place)
     except Exception as error:  # whatever the user's module raises when it is read
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        reason = in_one_line(error)
         raise MegabatchError(
             f"{key} is {name!r} and {place} cannot be imported ({reason}); mend it or its name"
         ) from None
@@ -101,5 +101,5 @@ def blamed(title: str) -> Generator[None]:
         frames = traceback.extract_tb(error.__traceback__)
         theirs = [frame for frame in frames if not frame.filename.startswith((OURS, INSTALLED))]
         place = (theirs or frames)[-1]
-        words = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        words = in_one_line(error)
         raise MegabatchError(f"{title} raised {words} ({place.filename}, line {place.lineno}); mend it") from error

@@ -160,7 +160,7 @@ def meeting() -> Generator[Meeting, None, None]:
     except KeyboardInterrupt:
         fail(
             met,
-            "megabatch: interrupted; `megabatch train` with the run's folder goes on from its last checkpoint, if it has one",
+            "megabatch: interrupted; `megabatch train RUN_FOLDER` goes on from the last checkpoint, if it has one",
             INTERRUPTED,
         )
     except BrokenPipeError:  # `| head`: whoever read the output has seen enough

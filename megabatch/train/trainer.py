@@ -12,7 +12,7 @@ from megabatch.train import words
 from megabatch.train.config import Config
 from megabatch.train.console import Console
 from megabatch.train.data.load import load_data
-from megabatch.train.data.loader import Updates
+from megabatch.train.data.updates import Updates
 from megabatch.train.ema import Average
 from megabatch.train.examiner import Examiner
 from megabatch.train.folder import begin, check_folder, write_plan

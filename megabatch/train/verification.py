@@ -9,7 +9,7 @@ from megabatch.errors import MegabatchError
 from megabatch.train.config import Config
 from megabatch.train.console import Console
 from megabatch.train.data.load import load_data
-from megabatch.train.data.loader import Updates
+from megabatch.train.data.updates import Updates
 from megabatch.train.model.build import build
 from megabatch.train.model.tokenizer import load_tokenizer
 from megabatch.train.own import load_function

@@ -6,9 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from megabatch.errors import MegabatchError
-from megabatch.train.config import EvalConfig
-
-HELD_OUT = "held-out"
+from megabatch.train.config import HELD_OUT, EvalConfig
 
 
 class Watch:

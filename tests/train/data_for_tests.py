@@ -11,7 +11,7 @@ from transformers import ByT5Tokenizer
 from megabatch.train.config import Config
 from megabatch.train.console import Console
 from megabatch.train.data.load import Data, load_data
-from megabatch.train.data.loader import Updates
+from megabatch.train.data.updates import Updates
 from megabatch.train.ranks import Ranks
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from megabatch.losses import classification
 from megabatch.train.config import EvalConfig
 from megabatch.train.console import Console
 from megabatch.train.data.load import load_data
-from megabatch.train.data.loader import Updates
+from megabatch.train.data.updates import Updates
 from megabatch.train.ranks import Ranks
 from tests.train.conftest import Bench
 from tests.train.data_for_tests import load, recipe, updates_of

@@ -4,9 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megabatch.errors import MegabatchError
-from megabatch.train.config import Config, DataConfig, SourceConfig
+from megabatch.train.config import HELD_OUT, Config, DataConfig, SourceConfig
 
-HELD_OUT = "held-out"  # the name of the set that is taken off the training data
 SOURCE_KEYS = [key for key in SourceConfig.model_fields if key != "weight"]
 TEXT_KEYS = [*SOURCE_KEYS, "mixture", "streaming", "pack_tokens", "max_sample_tokens", "broken_rows"]
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from megabatch.batch import sample_length
-from megabatch.errors import MegabatchError, PlanError
+from megabatch.errors import MegabatchError, PlanError, in_one_line
 from megabatch.train.config import Config
 from megabatch.train.console import Console
 from megabatch.train.data.mixture import Measured, View
@@ -152,7 +152,7 @@ def called(function: Callable[[], Any], failure: str) -> Any:
         raise
     except Exception as error:  # whatever the user's code raises
         last = traceback.extract_tb(error.__traceback__)[-1]
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        reason = in_one_line(error)
         raise MegabatchError(f"{failure} ({reason}, at {last.filename}:{last.lineno}); mend it there") from None
 
 

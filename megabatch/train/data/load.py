@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from megabatch.errors import MegabatchError
-from megabatch.train.config import Config, SourceConfig
+from megabatch.train.config import HELD_OUT, Config, SourceConfig
 from megabatch.train.console import Console
 from megabatch.train.data.cache import tokenize_once
-from megabatch.train.data.checks import HELD_OUT, check_config, check_fit, check_fits, check_new_sets
+from megabatch.train.data.checks import check_config, check_fit, check_fits, check_new_sets
 from megabatch.train.data.function import TRAIN, Repeatable, own_samples
 from megabatch.train.data.mixture import Joined, Measured, Mixture, Part, Tokenized, TokenizedPart, counts_of, split_off
 from megabatch.train.data.pack import PackedSamples
@@ -94,7 +94,8 @@ def of_text(read: Reading) -> Data:
         **{f"{key}.weight": source.weight for key, source in sources.items() if source.weight is not None},
         "data.pack_tokens": row_tokens,
     }
-    words = [
+    words = [samples_text(parts)]
+    words += [
         packing_text(key, part) for key, part in zip(sources, parts, strict=True) if isinstance(part, PackedSamples)
     ]
     words += [] if order is None else [mixture_text(sources, order)]
@@ -194,6 +195,16 @@ def order_of(parts: Sequence[Measured], sources: Mapping[str, SourceConfig], con
         return None
     sizes = tuple(len(part) for part in parts)
     return Mixture(sizes, counts_of(sizes, weights), config.run.seed)
+
+
+def samples_text(parts: Sequence[Tokenized]) -> str:
+    num_samples, num_targets = sum(map(len, parts)), sum(part.num_targets for part in parts)
+    num_tokens = sum(int(part.lengths.sum()) for part in parts)
+    longest = max(int(part.lengths.max()) for part in parts if len(part))
+    return (
+        f"{num_samples:,} samples of {num_tokens:,} tokens, {num_targets:,} of them to be learned; "
+        f"the longest has {longest:,}"
+    )
 
 
 def packing_text(key: str, rows: PackedSamples) -> str:

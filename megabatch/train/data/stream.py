@@ -202,7 +202,7 @@ class StreamUpdate:
     skipped: Skipped  # so far, in the present passes over the sources
 
 
-def updates(stream: Stream, place: Place) -> Iterator[StreamUpdate]:
+def updates_of(stream: Stream, place: Place) -> Iterator[StreamUpdate]:
     """Every update from a place on."""
     size, tail = stream.config.update.global_batch_size, stream.config.update.tail
     samples: list[Named] = []

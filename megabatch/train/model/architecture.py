@@ -8,10 +8,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-from megabatch.errors import MegabatchError
+from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.config import ModelConfig
 from megabatch.train.model.precision import dtype_of
-from megabatch.train.model.quiet import first_line, quiet
+from megabatch.train.model.quiet import quiet
 
 OWNED_KEYS = {  # of model.config, that the trainer sets
     "dtype": "set model.dtype",
@@ -59,7 +59,7 @@ def saved_architecture(name: str) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # what is in config.json, or the way to the hub
         raise MegabatchError(
-            f"cannot read the config of model.name = {name!r} ({first_line(error)}); "
+            f"cannot read the config of model.name = {name!r} ({in_one_line(error)}); "
             "name a folder that save_pretrained has written, or an id of the hub that can be reached from here"
         ) from None
 
@@ -170,4 +170,4 @@ def refused(config: ModelConfig, error: Exception) -> MegabatchError:
     key = "model.config" if config.name is None else f"model.name = {config.name!r}"
     if "Unrecognized configuration class" in str(error):
         return MegabatchError(f"{key} is not of a causal language model that transformers knows; choose one that is")
-    return MegabatchError(f"transformers refuses {key} ({first_line(error)}); change it there")
+    return MegabatchError(f"transformers refuses {key} ({in_one_line(error)}); change it there")

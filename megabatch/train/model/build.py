@@ -11,13 +11,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from megabatch.contract import LossFunction, loss, weigh_of
-from megabatch.errors import MegabatchError
+from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.config import Config, ModelConfig
 from megabatch.train.console import Console
 from megabatch.train.model.architecture import architecture_of, check_attention, check_fit, outline
 from megabatch.train.model.initial import fill
 from megabatch.train.model.precision import computing, policy_of, precision_text
-from megabatch.train.model.quiet import first_line
 from megabatch.train.model.source import Source, fresh_source, own_source, saved_source
 from megabatch.train.model.trial import probe_isolation, try_forward
 from megabatch.train.model.wrap import Wrapper, blocks_of, choose_wrapper, replicate, shard
@@ -145,7 +144,7 @@ def check_compiler() -> None:
         torch.compile(torch.neg)(torch.ones(2))
     except Exception as error:  # a compiler that is missing, or its own errors
         raise MegabatchError(
-            f"model.compile is set and torch.compile does not work here ({first_line(error)}); "
+            f"model.compile is set and torch.compile does not work here ({in_one_line(error)}); "
             "install the compiler that it asks for, or leave compile out"
         ) from None
 

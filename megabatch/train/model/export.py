@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from transformers import GenerationConfig
 
-from megabatch.errors import MegabatchError
+from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.checkpoint import (
     BEST,
     META,
@@ -30,7 +30,7 @@ from megabatch.train.checkpoint import (
 from megabatch.train.config import Config, ModelConfig
 from megabatch.train.model.architecture import architecture_of, construct, outline
 from megabatch.train.model.initial import fill, plan_units
-from megabatch.train.model.quiet import first_line, quiet
+from megabatch.train.model.quiet import quiet
 from megabatch.train.model.source import own_source
 from megabatch.train.model.tokenizer import load_tokenizer
 from megabatch.train.model.wrap import blocks_of
@@ -122,7 +122,7 @@ def read_weights(checkpoint: Path) -> Checkpointed:
         with quiet_alone():
             load_state(state, storage_reader=SafeReader(checkpoint), planner=SafePlanner(), no_dist=True)
     except (Exception, CheckpointException) as error:  # whatever a damaged file makes its reader raise
-        reason = reason_of(error) if isinstance(error, CheckpointException) else first_line(error)
+        reason = reason_of(error) if isinstance(error, CheckpointException) else in_one_line(error)
         raise MegabatchError(f"{checkpoint} is damaged ({reason}); choose an earlier step with --step") from None
     tensors = {name.removeprefix(MODEL): tensor for name, tensor in state.items() if name.startswith(MODEL)}
     averages = {name.removeprefix(AVERAGE): tensor for name, tensor in state.items() if name.startswith(AVERAGE)}
@@ -206,7 +206,7 @@ def writing(to: Path) -> Generator[Path, None, None]:
         os.replace(beside, place)
     except OSError as error:
         raise MegabatchError(
-            f"cannot write {to} ({first_line(error)}); make room for it, or name another --to"
+            f"cannot write {to} ({in_one_line(error)}); make room for it, or name another --to"
         ) from None
     finally:
         shutil.rmtree(beside, ignore_errors=True)

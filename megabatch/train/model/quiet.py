@@ -21,8 +21,3 @@ def quiet() -> Generator[None, None, None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
-
-
-def first_line(error: Exception) -> str:
-    """The beginning of what an error says, with its type, on one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

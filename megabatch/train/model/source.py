@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
 
-from megabatch.errors import MegabatchError
+from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.config import ModelConfig
 from megabatch.train.model.architecture import construct
 from megabatch.train.model.initial import Unit, plan_units, seeded
 from megabatch.train.model.precision import dtype_of
-from megabatch.train.model.quiet import first_line, quiet
+from megabatch.train.model.quiet import quiet
 from megabatch.train.own import load_function
 
 NUM_NAMED = 3  # tensors in a line
@@ -67,7 +67,7 @@ def own_source(config: ModelConfig, seed: int) -> Source:
             model = function(**config.options)
         except Exception as error:  # whatever the user's function raises
             raise MegabatchError(
-                f"model.function {name!r} raises {first_line(error)}; mend it, or model.options"
+                f"model.function {name!r} raises {in_one_line(error)}; mend it, or model.options"
             ) from None
     if not isinstance(model, nn.Module):
         raise MegabatchError(
@@ -117,7 +117,7 @@ def load_whole(config: ModelConfig, architecture: PreTrainedConfig, seed: int, t
             )  # fmt: skip
     except Exception as error:  # what is wrong with its files, or the way to the hub
         raise MegabatchError(
-            f"cannot read the weights of model.name = {config.name!r} ({first_line(error)}); "
+            f"cannot read the weights of model.name = {config.name!r} ({in_one_line(error)}); "
             "name a folder that save_pretrained has written, or an id of the hub that can be reached from here"
         ) from None
     missing = sorted(report["missing_keys"])

@@ -6,9 +6,9 @@ from typing import Any
 
 from transformers import AutoTokenizer, ByT5Tokenizer
 
-from megabatch.errors import MegabatchError
+from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.config import ModelConfig
-from megabatch.train.model.quiet import first_line, quiet
+from megabatch.train.model.quiet import quiet
 
 BYTES, BYTES_CLASS = "bytes", "ByT5Tokenizer"
 TOKENIZER_FILES = (
@@ -45,7 +45,7 @@ def read_tokenizer(source: str, key: str) -> Any:
             return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # whatever its reader, or the way to the hub, raises
         raise MegabatchError(
-            f"no tokenizer for {key} = {source!r} ({first_line(error)}); "
+            f"no tokenizer for {key} = {source!r} ({in_one_line(error)}); "
             'set model.tokenizer to a folder, to an id of the hub that can be reached from here, or to "bytes"'
         ) from None
 

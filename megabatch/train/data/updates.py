@@ -1,4 +1,4 @@
-"""Loader: this rank's samples, update by update, read here or by processes that run ahead of the training.
+"""Updates: this rank's samples, update by update, read here or by processes that run ahead of the training.
 
 With every update comes the state after it, so that a run goes on after the last one it was given, however far ahead
 others have been read; neither their number nor that of ranks changes what is trained on.
@@ -21,7 +21,7 @@ from megabatch.train.data.function import drawing
 from megabatch.train.data.load import Data
 from megabatch.train.data.mixture import Measured
 from megabatch.train.data.samples import Skipped
-from megabatch.train.data.stream import Stream, place_of, share_of, updates
+from megabatch.train.data.stream import Stream, place_of, share_of, updates_of
 from megabatch.train.ranks import Ranks
 
 Share = tuple[list[int], State]  # sample ids of an update, and the state after it
@@ -153,7 +153,7 @@ class Streamed(IterableDataset[Delivery]):
         """Every update after ``state``, read in this process."""
         number, after = state["updates"], state
         try:
-            for update in islice(updates(self._stream, place_of(state)), self._num_left(state)):
+            for update in islice(updates_of(self._stream, place_of(state)), self._num_left(state)):
                 number += 1
                 after = {"updates": number, **update.after.to_json(), "skipped": asdict(update.skipped)}
                 yield Delivery(share_of(update.samples, self._ranks.rank, self._ranks.size), after)
