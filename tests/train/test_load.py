@@ -105,7 +105,7 @@ def test_a_mixture_says_what_an_epoch_has_of_each_source(tmp_path, path):
     assert len(held_out) == 7  # at most a tenth of each
     num_math = sum(first == ord("1") + 3 for first in held_out)
     assert num_math <= 2
-    assert data.words == [
+    assert data.words[1:] == [
         f"an epoch has {20 - num_math + (20 - num_math) // 2} samples: {(20 - num_math) // 2} of code "
         f"(of its {43 + num_math}), {20 - num_math} of math"
     ]
@@ -120,12 +120,17 @@ def test_packed_documents(tmp_path, path):
     assert sum(data.lengths) == sum(plain.lengths)
     assert max(data.lengths) <= 64
     fill = sum(data.lengths) / len(data.lengths) / 64
-    (words,) = data.words
+    samples, words = data.words
+    num_targets = sum(int((data.train[index]["labels"][1:] != -100).sum()) for index in range(len(data.train)))
+    assert samples == (
+        f"{len(data.lengths):,} samples of {sum(data.lengths):,} tokens, {num_targets:,} of them to be learned; "
+        f"the longest has {max(data.lengths)}"
+    )
     assert words == f"data: packed 46 documents into {len(data.lengths)} rows of at most 64 tokens, {fill:.1%} full"
     assert ids_of(data.sets["held-out"]) == ids_of(plain.sets["held-out"])  # a document each
     assert "2 of them cut" not in words
     cut = load(recipe(tmp_path, data={"path": path, "pack_tokens": 20}))
-    assert f"{sum(length > 20 for length in whole_lengths(tmp_path, path))} of them cut" in cut.words[0]
+    assert f"{sum(length > 20 for length in whole_lengths(tmp_path, path))} of them cut" in cut.words[1]
 
 
 def whole_lengths(tmp_path, path):
