@@ -19,6 +19,7 @@ KEYS_OF_AN_UPDATE = [
     "grad_norm",
     "lr",
     "weight",
+    "epoch",
     "num_samples",
     "num_microbatches",
     "num_tokens",
