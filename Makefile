@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 RECIPE ?= recipes/stdlib.toml
+JOBS ?= 2
 RUN := runs/$(basename $(notdir $(RECIPE)))-$(shell date +%Y%m%d-%H%M%S)
 
 .PHONY: train test check exact bench clean
@@ -11,7 +12,7 @@ train: $(VENV)/train.done  ## install, and run the main job on one process
 	$(BIN)/python -m megabatch train $(RECIPE) --run.folder=$(RUN) $(ARGS)
 
 test: $(VENV)/dev.done  ## install for development, and run every test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 check: $(VENV)/dev.done  ## lint, types, and the tests that take seconds
 	$(BIN)/ruff check .
