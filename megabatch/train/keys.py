@@ -2,7 +2,7 @@
 
 import difflib
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any, Union, cast, get_args, get_origin
 
 from megabatch.errors import MegabatchError
 from megabatch.train.config import Config, Options, Section, SourceConfig
@@ -46,7 +46,8 @@ FOREIGN_KEYS = {  # name elsewhere -> where it is here
 
 def sections() -> dict[str, type[Section]]:
     """Name of a section → its class."""
-    return {name: field.annotation for name, field in Config.model_fields.items()}  # pyright: ignore
+    fields = Config.model_fields.items()
+    return {name: cast("type[Section]", field.annotation) for name, field in fields}
 
 
 def fields_of(section: type[Section]) -> dict[str, Any]:

@@ -245,7 +245,7 @@ def join(met: Meeting, config: Config) -> Ranks:
     """Make the process group, on this process's device; a wrapper on a lone process gets a group of one."""
     device = choose_device(config.run.device)
     if met.store is not None or config.parallel.wrapper is not None:
-        store = PrefixStore("group", dist.HashStore() if met.store is None else met.store)  # pyright: ignore
+        store = PrefixStore("group", cast(Any, dist).HashStore() if met.store is None else met.store)
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, store=store, rank=met.rank, world_size=met.size)
     return Ranks(met.rank, met.size, device)

@@ -73,7 +73,7 @@ def lay(model: nn.Module, wrapper: str) -> nn.Module:
     if wrapper == "ddp":
         return DistributedDataParallel(model)
     if wrapper == "fsdp2":
-        fully_shard(model.head)  # pyright: ignore
+        fully_shard(model.head)
         fully_shard(model)
     return model
 

@@ -60,7 +60,7 @@ def saved(tmp_path: Path) -> Path:
 
 def line_of(call: object, *arguments: object) -> str:
     with pytest.raises(MegabatchError) as caught:
-        call(*arguments)  # pyright: ignore
+        call(*arguments)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 

@@ -199,7 +199,7 @@ def own(event: Event) -> dict[str, Any]:
     assert not event.model.training
     assert not torch.is_grad_enabled()
     torch.rand(3)
-    return {"weight": event.model.norm.weight.sum(), "step": event.step, "num_sets": len(event.sets)}  # pyright: ignore
+    return {"weight": event.model.norm.weight.sum(), "step": event.step, "num_sets": len(event.sets)}
 
 
 def fails(event: Event) -> dict[str, float]:

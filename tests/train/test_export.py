@@ -105,7 +105,7 @@ def test_the_average_is_what_is_exported(tmp_path: Path, keys: dict[str, Any]) -
 
 def test_a_pretrained_model_and_its_tokenizer_come_along(tmp_path: Path) -> None:
     start = chat_tokenizer(tmp_path / "start", generation_markers=True)
-    architecture = architecture_of(recipe({"config": {**recipe().model.config, "vocab_size": 512}}).model)  # pyright: ignore
+    architecture = architecture_of(recipe({"config": {**recipe().model.config, "vocab_size": 512}}).model)
     model = AutoModelForCausalLM.from_config(architecture)
     model.generation_config.max_new_tokens = 17
     model.save_pretrained(start)

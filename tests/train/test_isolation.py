@@ -22,7 +22,7 @@ def laid(model: dict[str, Any] | None = None, **keys: Any) -> Laid:
 def crossing(family: str, attention: str) -> bool:
     """By gradients: whether logits of second documents depend on the first ones' embeddings, in any of two rows."""
     base = laid({"attention": attention, "config": FAMILIES[family]}).base.eval()
-    inputs = base.get_input_embeddings()(TOKENS).detach().requires_grad_()  # pyright: ignore
+    inputs = base.get_input_embeddings()(TOKENS).detach().requires_grad_()
     positions = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]).expand(2, -1)
     base(inputs_embeds=inputs, position_ids=positions).logits[:, 5:].logsumexp(-1).sum().backward()
     assert inputs.grad is not None

@@ -85,9 +85,9 @@ def test_transformers_is_silent_only_while_it_builds(capfd: pytest.CaptureFixtur
 
 def test_what_makes_it_another_model() -> None:
     made = laid(family="gpt2").identity
-    assert made["parameters"]["transformer.wte.weight"] == ["float32", 385, 16]  # pyright: ignore[reportIndexIssue]
-    assert made["model_config"]["n_embd"] == 16  # pyright: ignore[reportIndexIssue]
-    assert "transformers_version" not in made["model_config"]  # pyright: ignore[reportOperatorIssue]
+    assert made["parameters"]["transformer.wte.weight"] == ["float32", 385, 16]
+    assert made["model_config"]["n_embd"] == 16
+    assert "transformers_version" not in made["model_config"]
     assert made == laid(family="gpt2", seed=99).identity
     assert made != laid({"dtype": "bfloat16"}, family="gpt2").identity
 
@@ -119,7 +119,7 @@ def test_a_folder_is_loaded_as_transformers_does(tmp_path: Path) -> None:
     reference = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(made.base(input_ids=TOKENS).logits, reference(input_ids=TOKENS).logits)
     assert made.words[0] == f"Qwen2ForCausalLM, weights of {tmp_path}"
-    assert made.base.config.use_cache is False  # pyright: ignore[reportAttributeAccessIssue]
+    assert made.base.config.use_cache is False
 
 
 def test_weights_that_a_folder_lacks_are_named(tmp_path: Path) -> None:
@@ -193,9 +193,9 @@ def test_a_function_makes_any_module(own: str) -> None:
     one, same, other = (laid({"function": f"{own}:linear", "options": {"size": 5}}, seed=seed) for seed in (1, 1, 2))
     assert isinstance(one.base, nn.Linear)
     assert one.identity == {"parameters": {"weight": ["float32", 5, 5], "bias": ["float32", 5]}}
-    assert torch.equal(one.base.weight, same.base.weight)  # pyright: ignore
-    assert not torch.equal(one.base.weight, other.base.weight)  # pyright: ignore
-    assert laid({"function": f"{own}:linear", "dtype": "float64"}).identity["parameters"]["weight"][0] == "float64"  # pyright: ignore
+    assert torch.equal(one.base.weight, same.base.weight)
+    assert not torch.equal(one.base.weight, other.base.weight)
+    assert laid({"function": f"{own}:linear", "dtype": "float64"}).identity["parameters"]["weight"][0] == "float64"
 
 
 def test_a_function_that_makes_none_gets_its_line(own: str) -> None:
@@ -255,7 +255,7 @@ def test_frozen_parameters_get_no_gradient() -> None:
 
 def test_a_tied_parameter_is_frozen_by_any_of_its_names() -> None:
     made = laid({"freeze": ["lm_head.*"]}, family="tied llama")
-    assert not made.base.model.embed_tokens.weight.requires_grad  # pyright: ignore
+    assert not made.base.model.embed_tokens.weight.requires_grad
 
 
 def test_a_bad_freeze_gets_its_line() -> None:
@@ -266,7 +266,7 @@ def test_a_bad_freeze_gets_its_line() -> None:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_the_attention_backend_is_the_one_asked_for(attention: str) -> None:
-    assert laid({"attention": attention}).base.config._attn_implementation == attention  # pyright: ignore
+    assert laid({"attention": attention}).base.config._attn_implementation == attention
 
 
 @pytest.mark.parametrize("attention", ["flash_attention_2", "flex_attention", "spda", "someone/kernel"])

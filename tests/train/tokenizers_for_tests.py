@@ -32,8 +32,8 @@ def chat_template(*, generation_markers: bool) -> str:
 def chat_tokenizer(folder: Path, *, generation_markers: bool, chat: bool = True) -> Path:
     """Writes a byte-level BPE tokenizer of 512 tokens, with the chat template unless ``chat`` is off; its folder."""
     backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
-    backend.decoder = decoders.ByteLevel()  # pyright: ignore
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False

@@ -96,7 +96,7 @@ class Shares(Dataset[Delivery]):
 
     def loader(self, state: State, num_workers: int) -> "DataLoader[Delivery]":
         """Every update after ``state``, read by others."""
-        return DataLoader(self, sampler=Once(self.shares(state)), **options(num_workers))  # pyright: ignore
+        return DataLoader(self, sampler=Once(self.shares(state)), **options(num_workers))
 
     def __getitem__(self, index: Share) -> Delivery:
         ids, state = index
@@ -166,7 +166,7 @@ class Streamed(IterableDataset[Delivery]):
     def loader(self, state: State, num_workers: int) -> "DataLoader[Delivery]":
         """Every update after ``state``, read by another process."""
         self._state = state
-        return DataLoader(self, **options(num_workers))  # pyright: ignore
+        return DataLoader(self, **options(num_workers))
 
     def __iter__(self) -> Iterator[Delivery]:
         return self.deliveries(self._state)
