@@ -48,7 +48,7 @@ class ModelConfig(Section):
     """transformers' name of an attention backend: "sdpa", "eager", "flash_attention_2", "flex_attention", ...
     None: what transformers takes."""
     activation_checkpointing: bool = False
-    """Recompute each layer in backward: less memory, about a third more time."""
+    """Recompute each layer in backward: less memory, more time."""
     compile: bool = False
     """torch.compile, layer by layer."""
     freeze: list[str] = []

@@ -51,9 +51,7 @@ class Keeper:
         self._updates.load_state_dict(saved["updates"])
         self._watch.load_state_dict(saved["watch"])
         checkpoint.load(path, self._state)
-        if (
-            self._keeps_best and self._watch.best_step is not None
-        ):  # a kill may have come between the save and the pointer
+        if self._keeps_best and self._watch.best_step is not None:  # a kill may have come before the pointer was moved
             checkpoint.point_to_best(self._folder, self._watch.best_step, self._ranks)
         self.saved_step = self._learner.step
         return path

@@ -25,16 +25,15 @@ class Watch:
         self._every, self._patience = config.every, config.patience
         self.best: float | None = None  # its lowest loss so far
         self.best_step: int | None = None
-        self.is_best = False  # whether the evaluation taken in last is that one
         self._num_worse = 0  # evaluations since then
         self._state = self._now()
 
     def update(self, step: int, loss: float | None) -> None:
         """Take in the watched set's loss after ``step`` updates; one that is no finite number is never the best."""
-        self.is_best = loss is not None and math.isfinite(loss) and (self.best is None or loss < self.best)
-        if self.is_best:
+        is_best = loss is not None and math.isfinite(loss) and (self.best is None or loss < self.best)
+        if is_best:
             self.best, self.best_step = loss, step
-        self._num_worse = 0 if self.is_best else self._num_worse + 1
+        self._num_worse = 0 if is_best else self._num_worse + 1
         if step == 0 or (self._every is not None and step % self._every == 0):
             self._state = self._now()
 
@@ -51,7 +50,6 @@ class Watch:
         """Go on where `state_dict` was taken; from the beginning, where another set was watched."""
         if state["set"] == self.name:
             self.best, self.best_step, self._num_worse = state["best"], state["best_step"], state["num_worse"]
-            self.is_best = False
             self._state = self._now()
 
     def _now(self) -> dict[str, Any]:

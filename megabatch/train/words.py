@@ -6,6 +6,7 @@ from megabatch.train.data.load import Data
 from megabatch.train.data.updates import NumUpdates
 from megabatch.train.model.build import Laid
 from megabatch.train.model.wrap import Wrapper
+from megabatch.train.optim import decay_steps_of
 from megabatch.train.watch import Watch
 
 
@@ -51,9 +52,9 @@ def notes(config: Config, num_updates: NumUpdates, data: Data) -> list[str]:
 
 def schedule_text(config: Config, num_updates: NumUpdates) -> str:
     """How the learning rate goes."""
-    optim, decay_steps = config.optim, config.optim.decay_steps or num_updates.of_data
+    optim, decay_steps = config.optim, decay_steps_of(config, num_updates)
     warmup = f"{optim.warmup_steps} updates of warmup, then " if optim.warmup_steps else ""
-    if optim.schedule == "constant":
+    if decay_steps is None:
         return f"learning rate {optim.lr:g}: {warmup}constant"
     end = f"{optim.lr * optim.final_lr_share:g} after update {decay_steps} (optim.decay_steps)"
     stops = "" if num_updates.of_run == decay_steps else f"; this run ends after {num_updates.of_run}"

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from tests.train.processes import Finished, Run, overrides
+from tests.train.tokenizers_for_tests import chat_tokenizer
 
 RECIPE = """
 [model]
@@ -122,3 +124,13 @@ def refuse(bench: Bench) -> Callable[..., str]:
         return lines[0].removeprefix("megabatch: ")
 
     return run
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Any]:
+    """Tokenizers of the same tokens, with and without marks in their chat templates."""
+    folders = {marks: tmp_path_factory.mktemp("tokenizer") for marks in (True, False)}
+    return {
+        marks: AutoTokenizer.from_pretrained(chat_tokenizer(folder, generation_markers=marks))
+        for marks, folder in folders.items()
+    }

@@ -120,17 +120,17 @@ def test_packed_documents(tmp_path, path):
     assert sum(data.lengths) == sum(plain.lengths)
     assert max(data.lengths) <= 64
     fill = sum(data.lengths) / len(data.lengths) / 64
-    samples, words = data.words
-    num_targets = sum(int((data.train[index]["labels"][1:] != -100).sum()) for index in range(len(data.train)))
-    assert samples == (
-        f"{len(data.lengths):,} samples of {sum(data.lengths):,} tokens, {num_targets:,} of them to be learned; "
-        f"the longest has {max(data.lengths)}"
-    )
+    (words,) = data.words
+    num_targets = sum(int((plain.train[index]["labels"][1:] != -100).sum()) for index in range(len(plain.train)))
+    assert plain.words == [
+        f"{len(plain.lengths):,} samples of {sum(plain.lengths):,} tokens, {num_targets:,} of them to be learned; "
+        f"the longest has {max(plain.lengths)}"
+    ]
     assert words == f"data: packed 46 documents into {len(data.lengths)} rows of at most 64 tokens, {fill:.1%} full"
     assert ids_of(data.sets["held-out"]) == ids_of(plain.sets["held-out"])  # a document each
     assert "2 of them cut" not in words
     cut = load(recipe(tmp_path, data={"path": path, "pack_tokens": 20}))
-    assert f"{sum(length > 20 for length in whole_lengths(tmp_path, path))} of them cut" in cut.words[1]
+    assert f"{sum(length > 20 for length in whole_lengths(tmp_path, path))} of them cut" in cut.words[0]
 
 
 def whole_lengths(tmp_path, path):

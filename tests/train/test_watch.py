@@ -18,7 +18,7 @@ def seen(losses: list[float | None], **config: Any) -> tuple[list[bool], list[bo
     best, stop = [], []
     for step, loss in enumerate(losses):
         watch.update(step, loss)
-        best.append(watch.is_best)
+        best.append(watch.best_step == step)
         stop.append(watch.should_stop)
     return best, stop
 
@@ -52,7 +52,7 @@ def test_a_resumed_run_decides_the_same(losses: list[float | None], cut: int, pa
     expected = []
     for turn, loss in enumerate(losses):
         whole.update(2 * turn, loss)
-        expected.append((whole.is_best, whole.should_stop, whole.best, whole.best_step))
+        expected.append((whole.should_stop, whole.best, whole.best_step))
     for turn in range(cut):
         before.update(2 * turn, losses[turn])
     before.update(2 * cut - 1, -1.0)  # the last of a run that stopped out of turn
@@ -60,7 +60,7 @@ def test_a_resumed_run_decides_the_same(losses: list[float | None], cut: int, pa
     found = []
     for turn in range(cut, len(losses)):
         after.update(2 * turn, losses[turn])
-        found.append((after.is_best, after.should_stop, after.best, after.best_step))
+        found.append((after.should_stop, after.best, after.best_step))
     assert found == expected[cut:]
 
 
@@ -68,7 +68,7 @@ def test_the_last_evaluation_of_a_run_can_be_the_best_of_it() -> None:
     watch = Watch(EvalConfig(every=5), ["held-out"])
     watch.update(5, 2.0)
     watch.update(7, 1.0)
-    assert (watch.is_best, watch.best, watch.best_step) == (True, 1.0, 7)
+    assert (watch.best, watch.best_step) == (1.0, 7)
     assert watch.state_dict() == {"set": "held-out", "best": 2.0, "best_step": 5, "num_worse": 0}
 
 

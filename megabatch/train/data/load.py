@@ -27,13 +27,17 @@ class Data:
     """What a run trains on, and what it never does."""
 
     train: Measured | Stream
-    lengths: np.ndarray | None  # [N] tokens of each sample; None: a stream
     order: Callable[[int], np.ndarray] | None  # sample ids of an epoch; None: all of them, shuffled
     sets: dict[str, Sequence[Any]]  # to evaluate on, by name: "held-out" and those of eval.sets
     identity: dict[str, object]  # as JSON: where it differs, it is another data set
     words: list[str]  # what a user should hear of it
     longest_tokens: int | None = None  # of all samples; None: a stream, or samples that need not be of tokens
     is_told: bool = False  # whether data.function says the lengths, of whatever is counted, so that none is measured
+
+    @property
+    def lengths(self) -> np.ndarray | None:  # [N]
+        """Tokens of each sample; None: a stream does not know."""
+        return None if isinstance(self.train, Stream) else self.train.lengths
 
     @property
     def epoch_size(self) -> int | None:
@@ -94,7 +98,7 @@ def of_text(read: Reading) -> Data:
         **{f"{key}.weight": source.weight for key, source in sources.items() if source.weight is not None},
         "data.pack_tokens": row_tokens,
     }
-    words = [samples_text(parts)]
+    words = [samples_text(documents)] if row_tokens is None else []
     words += [
         packing_text(key, part) for key, part in zip(sources, parts, strict=True) if isinstance(part, PackedSamples)
     ]
@@ -141,7 +145,7 @@ def of_stream(read: Reading) -> Data:
         "tokenizer": Tokens(read.tokenizer).fingerprint(),
         "num_held_out": len(held_out),
     }
-    return Data(stream, None, None, {**sets, **others}, identity, stream_texts(sources, config))
+    return Data(stream, None, {**sets, **others}, identity, stream_texts(sources, config))
 
 
 def checked(
@@ -160,7 +164,7 @@ def checked(
         check_fits(samples, read.config)
     counts = {"num_samples": len(train), "num_tokens": int(train.lengths.sum()), "num_held_out": len(held_out)}
     longest_tokens = max(int(samples.lengths.max()) for samples in (train, *sets.values()))
-    return Data(train, train.lengths, order, sets, {**identity, **counts}, words, longest_tokens)
+    return Data(train, order, sets, {**identity, **counts}, words, longest_tokens)
 
 
 def with_fields(source: SourceConfig, data: SourceConfig) -> SourceConfig:

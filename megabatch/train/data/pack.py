@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from megabatch.batch import IGNORED_LABEL
-from megabatch.train.data.mixture import Tokenized, View
+from megabatch.train.data.mixture import Measured, View
 from megabatch.train.data.samples import Sample
 
 BLOCK_BITS = 10  # of the numbers that one word of a Spaces holds
@@ -117,7 +117,7 @@ def pack_samples(samples: Sequence[Sample], row_tokens: int) -> list[Sample]:
 class PackedSamples(View):
     """Rows of documents; a row is put together when it is asked for. ``together=False``: a piece a row."""
 
-    def __init__(self, documents: Tokenized, row_tokens: int, *, together: bool = True) -> None:
+    def __init__(self, documents: Measured, row_tokens: int, *, together: bool = True) -> None:
         self._documents = documents
         self.row_tokens = row_tokens
         self.num_documents = len(documents)
@@ -130,13 +130,6 @@ class PackedSamples(View):
         self.fingerprint = f"{documents.fingerprint} in rows of {row_tokens}"
         self.fill = float(self.lengths.sum()) / max(1, len(rows) * row_tokens)
         self.num_cut = int((documents.lengths > row_tokens).sum())
-
-    @property
-    def num_targets(self) -> int:
-        """Targets of all rows: those of the documents, but for the first token of each later piece of one."""
-        cuts = np.flatnonzero(self._start)
-        lost = [self._documents[int(self._document[piece])]["labels"][int(self._start[piece])] for piece in cuts]
-        return self._documents.num_targets - sum(int(label) != IGNORED_LABEL for label in lost)
 
     def at(self, index: int) -> Any:
         return row_of(
