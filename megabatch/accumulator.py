@@ -9,17 +9,19 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from megabatch import cut, gradient
+from megabatch import gradient, joint, way
 from megabatch.batch import Batch, Collate, Length, Microbatch, Samples
 from megabatch.contract import LossFunction, Term, Weigh, terms_of, weigh_of
-from megabatch.cut import Plan
-from megabatch.errors import LossContractError, MegabatchError, require_positive
-from megabatch.run import Share, Turn, agree, prepare, turns, with_stand_ins
-from megabatch.sync import choose_policy, reducer_for
-from megabatch.update import OpenUpdate, Update, add_terms
+from megabatch.cut import Plan, check_bound
+from megabatch.errors import LossContractError, MegabatchError, PlanError, require_positive
+from megabatch.run import Agreement, Turn, agree, turns, with_stand_ins
+from megabatch.share import Cutter, Share
+from megabatch.stages import PipelineReducer
+from megabatch.sync import Models, choose_policy, reducer_for
+from megabatch.update import OpenUpdate, Update
 
 
 class GradientAccumulator:
@@ -29,12 +31,14 @@ class GradientAccumulator:
     since the last `finalize`, however it was cut. All methods but `plan` are collective over the data ranks.
 
     Args:
-        model: A plain model, DistributedDataParallel, or one that FSDP2's ``fully_shard`` has wrapped. A plain model
+        model: A plain model, or one that DistributedDataParallel, FSDP2's ``fully_shard`` or ``replicate``, or FSDP1
+            has wrapped, tensor parallel or not; or a list of such models, which the loss is then given. A plain model
             in a process group of several ranks is summed once per update.
-        mesh: Names the data axes where the model does not tell them; None reads the wrapper's own.
+        mesh: Names the axes where the model does not tell them; None reads the wrapper's own.
         micro_batch_size: Samples per forward. Give this, or
         max_microbatch_tokens: padded tokens per forward, a hard cap.
-        sync: "last" reduces gradients once per call, "every" with each microbatch, "auto" what suits the wrapper.
+        sync: "last" reduces gradients once per call, "every" with each microbatch, "replica_last" (for HSDP)
+            reduce-scatters with each and all-reduces once per call; "auto" is what suits the wrapper.
         collate: Makes a microbatch of a list of samples; the default pads on the right.
         length: Tokens of a sample; the default is the size of dim 0 of its first tensor.
         accumulate_dtype: Only the parameters' own dtype is supported.
@@ -44,7 +48,7 @@ class GradientAccumulator:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Models,
         *,
         mesh: DeviceMesh | None = None,
         micro_batch_size: int | None = None,
@@ -54,26 +58,22 @@ class GradientAccumulator:
         length: Length | None = None,
         accumulate_dtype: torch.dtype | None = None,
     ) -> None:
-        cut.check_bound(micro_batch_size, max_microbatch_tokens)
+        check_bound(micro_batch_size, max_microbatch_tokens)
         self.model = model
         self._reducer = reducer_for(model, mesh)
-        self._sync, self._reason = choose_policy(self._reducer, sync)
         gradient.check_dtype(self._reducer.parameters, accumulate_dtype)
-        self._micro_batch_size = micro_batch_size
-        self._max_microbatch_tokens = max_microbatch_tokens
-        self._collate = collate
-        self._length = length
-        self._device = next(model.parameters()).device
+        bounds, ranks = (micro_batch_size, max_microbatch_tokens), self._reducer.ranks
+        policy = choose_policy(self._reducer, sync)
+        self._cutter = Cutter(*bounds, collate, length, *policy, ranks.context_rank, ranks.context_degree)
         self._last_sample: Samples | None = None
         self._open: OpenUpdate | None = None
         self._running = False  # inside a call, between its first microbatch and its last
         self._turn: Turn | None = None  # the microbatch that waits for its backward
-        self._call_sums: dict[str, Term] = {}
         self.last_plan: Plan | None = None
 
     def plan(self, batch: Batch) -> Plan:
         """How this rank's part of a batch would be cut; runs nothing and asks no other rank."""
-        return self._cut(Samples(batch, self._collate, self._length))
+        return self._cutter.plan(self._cutter.samples(batch))
 
     def forward_backward(self, batch: Batch, loss_fn: LossFunction) -> dict[str, Term]:
         """Add the gradient of this rank's samples to the open update; returns this rank's sums of this call.
@@ -82,39 +82,43 @@ class GradientAccumulator:
         after `finalize` drops the gradients that are there. Raises `PlanError` for the batch and `LossContractError`
         for the loss.
         """
-        microbatches = self.microbatches(batch, weigh_of(loss_fn))
-        try:
-            for microbatch in microbatches:
-                self._backward(terms_of(loss_fn(self.model, microbatch)))
-                del microbatch  # before the next is made
-        finally:
-            microbatches.close()
-        sums = self._call_sums
+        with self._call(batch, weigh_of(loss_fn)) as (share, agreement, opened):
+            sums = way.run(self.model, loss_fn, share, agreement, self._reducer, opened)
         return {name: Term(total, torch.as_tensor(weight, dtype=total.dtype)) for name, (total, weight) in sums.items()}
 
     def microbatches(self, batch: Batch, weigh: Weigh | None = None) -> Generator[Microbatch, None, None]:
         """The same as an open loop: yields each microbatch on the device; call `backward` once in the body."""
-        if self._running:
-            raise MegabatchError("microbatches() was called inside its own loop; finish one call before the next")
-        share, agreement = agree(self._reducer.ranks, lambda: self._prepare(batch, weigh), weigh, self._remembered)
-        if len(share.samples) and self._reducer.ranks.degree > 1:
-            self._last_sample = share.samples.last()
-        if self._open is None:
-            self._reducer.check_unchanged()
-            gradient.drop(self._reducer.parameters)
-            self._open = OpenUpdate(self._reducer.ranks, self._device, self._reducer.loss_factor)
-        self._open.open_call(agreement)
-        self.last_plan = with_stand_ins(share.plan, agreement.num_microbatches)
-        self._call_sums = {}
-        self._running = True
-        try:
-            with contextlib.closing(turns(share, agreement, weigh, self._reducer, self._device)) as each:
+        joint.refuse_in_a_loop(weigh)
+        if isinstance(self._reducer, PipelineReducer):
+            raise PlanError(
+                "a pipeline runs the microbatches of a call together; use forward_backward, not an open loop"
+            )
+        with self._call(batch, weigh) as (share, agreement, opened):
+            opened.open_call(agreement)
+            with contextlib.closing(turns(share, agreement, weigh, self._reducer, self._reducer.device)) as each:
                 for turn in each:
                     self._turn = turn
                     yield turn.microbatch
                     if self._turn is turn:  # backward() clears it
                         raise MegabatchError(f"backward() was not called for microbatch {turn.index}")
                     del turn  # with its microbatch
+
+    @contextlib.contextmanager
+    def _call(self, batch: Batch, weigh: Weigh | None) -> Generator[tuple[Share, Agreement, OpenUpdate]]:
+        """Surrounds one call, prepared and agreed on; what it leaves half-way is forgotten with its update."""
+        if self._running:
+            raise MegabatchError("microbatches() was called inside its own loop; finish one call before the next")
+        share, agreement = agree(self._reducer.ranks, lambda: self._cutter.share(batch, weigh), weigh, self._remembered)
+        if len(share.samples) and self._reducer.ranks.num_all > 1:
+            self._last_sample = share.samples.last()
+        if self._open is None:
+            self._reducer.check_unchanged()
+            gradient.drop(self._reducer.parameters)
+            self._open = OpenUpdate(self._reducer.ranks, self._reducer.device, self._reducer.loss_factor)
+        self.last_plan = with_stand_ins(share.plan, agreement.num_microbatches)
+        self._running = True
+        try:
+            yield share, agreement, self._open
             self._running = False
         finally:
             if self._running:  # the loss raised, or the loop was left early
@@ -137,7 +141,10 @@ class GradientAccumulator:
             )
         else:
             terms = terms_of((total, next(iter(self._turn.weighed.values())) if weight is None else weight))
-        self._backward(terms)
+        assert self._open is not None  # a loop is running
+        self._open.objective(terms, self._turn).backward()
+        self._open.add(terms, self._turn)
+        self._turn = None
 
     def finalize(self, *, max_norm: float | None = None, weight: float | None = None) -> Update:
         """Close the update: ``p.grad`` is its gradient from here on, clipped to ``max_norm`` if that is given.
@@ -164,7 +171,7 @@ class GradientAccumulator:
             return replace(update, finite=torch.zeros_like(update.finite))
         self._reducer.finish_update()
         if max_norm is not None:
-            return update.with_norm(gradient.clip(parameters, max_norm, factor))
+            return update.with_norm(gradient.clip(parameters, max_norm, factor, self._reducer.norm_groups))
         if factor is not None:
             gradient.scale(parameters, factor)
         return update
@@ -174,32 +181,12 @@ class GradientAccumulator:
         assert opened is not None  # finalize has looked
         try:
             update, factor = opened.close(weight, max_norm)
-            if self._device.type == "cpu" and isinstance(problem := update.problem(), LossContractError):
+            if self._reducer.device.type == "cpu" and isinstance(problem := update.problem(), LossContractError):
                 raise problem
         except LossContractError:
             self._abandon()
             raise
         return update, factor
-
-    def _backward(self, terms: Mapping[str, Term]) -> None:
-        turn, opened = self._turn, self._open
-        assert turn is not None  # the loop over microbatches set both
-        assert opened is not None
-        opened.objective(terms, turn).backward()
-        add_terms(self._call_sums, opened.add(terms, turn))
-        self._turn = None
-
-    def _prepare(self, batch: Batch, weigh: Weigh | None) -> Share:
-        samples = Samples(batch, self._collate, self._length)
-        return prepare(samples, self._cut(samples), weigh)
-
-    def _cut(self, samples: Samples) -> Plan:
-        (plan,) = cut.plan(
-            samples.lengths,
-            micro_batch_size=self._micro_batch_size,
-            max_microbatch_tokens=self._max_microbatch_tokens,
-        )
-        return replace(plan, sync=self._sync, reason=self._reason)
 
     def _remembered(self) -> Microbatch | None:
         return None if self._last_sample is None else self._last_sample.stand_in()

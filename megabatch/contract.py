@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from megabatch.errors import LossContractError, PlanError
+from megabatch.errors import LossContractError
 
 EXPECTED = "return (total, weight): the sum over the microbatch and the count it is divided by"
 PAIR_NAME = "loss"  # the name of a pair that the loss returned on its own
@@ -26,10 +26,24 @@ class Term(NamedTuple):
 
 @dataclass(frozen=True)
 class JointLoss:
-    """A loss that couples the samples of an update, as a contrastive loss does: cutting a plain one would change it.
+    """A loss that couples samples, as a contrastive one does; cutting a plain loss would cut its negatives too.
 
-    ``encode(model, microbatch)`` gives representations with samples in dim 0, and ``loss`` sees those of every sample
-    of the update. The accumulator cannot run it yet, and refuses it.
+    Every microbatch is encoded twice: once without a graph, for its representations, and once more for the gradient,
+    with the same draws of torch's generators. What else changes from call to call is an error where representations
+    tell (on a device ``update.finite`` is false); a module that keeps statistics, as batch norm does, moves them twice.
+
+    Args:
+        encode: ``encode(model, microbatch)`` gives representations with samples in dim 0: a tensor, or a tuple or
+            mapping of tensors, each ``[B, ...]`` and with rows of one shape everywhere. Class labels and the like may
+            be among them. Random numbers must be the same on ranks that share samples.
+        loss: Gets them for every sample of the call, ``[N, ...]``: those of rank 0, then of rank 1, each in the order
+            of its batch. A tuple comes as positional arguments, ``contrast(queries, documents)``, anything else as the
+            only one. It returns ``(total, weight)`` or a mapping of names to such pairs, with weights that are
+            numbers, and draws no random numbers. A trainable parameter that it needs, a temperature say, comes from
+            ``encode``, one row per sample: ``temperature.expand(len(queries))``.
+
+    Each call of an update couples its own samples, and the update's loss is the sum of the calls' totals over the sum
+    of their weights. `forward_backward` returns the sums on data rank 0, and zeros on the others.
     """
 
     encode: Callable[[Any, Any], Any]
@@ -56,9 +70,7 @@ def loss(*, weigh: Weigh) -> Callable[[F], F]:
 
 
 def weigh_of(loss_fn: LossFunction) -> Weigh | None:
-    """The counting function that `loss` attached, if any. Raises `PlanError` for a `JointLoss`."""
-    if isinstance(loss_fn, JointLoss):
-        raise PlanError("the loss is a JointLoss, which cannot be run yet; give a loss that sums over single samples")
+    """The counting function that `loss` attached, if any."""
     return cast(Weigh | None, getattr(loss_fn, "weigh", None))
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -35,20 +36,35 @@ def scale(parameters: Sequence[nn.Parameter], factor: float | Tensor) -> None:
         torch._foreach_mul_(group, factor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
-def total_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """2-norm over the gradients of all parameters, over all shards: a scalar on the device."""
+def total_norm(parameters: Sequence[nn.Parameter], groups: Sequence[dist.ProcessGroup] = ()) -> Tensor:
+    """2-norm over the gradients of all parameters, over all shards: a scalar on the device.
+
+    ``groups`` are of ranks that hold further parts of the gradient, which no DTensor tells of.
+    """
     norms = [_full(torch.nn.utils.get_total_norm(group)) for group in _groups(parameters)]
-    if not norms:
+    if not norms and not groups:
         return torch.zeros(())
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms]))
+    if not norms:
+        norms = [torch.zeros((), dtype=parameters[0].dtype, device=parameters[0].device)]
+    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack([each.to(norms[0]) for each in norms]))
+    for group in groups:
+        square = norm.square()
+        dist.all_reduce(square, group=group)
+        norm = square.sqrt()
+    return norm
 
 
-def clip(parameters: Sequence[nn.Parameter], max_norm: float, factor: float | Tensor | None = None) -> Tensor:
+def clip(
+    parameters: Sequence[nn.Parameter],
+    max_norm: float,
+    factor: float | Tensor | None = None,
+    groups: Sequence[dist.ProcessGroup] = (),
+) -> Tensor:
     """Multiply every gradient by ``factor``, then clip to ``max_norm``, in one pass; returns the norm in between.
 
-    Clipping follows torch: ``g * min(1, max_norm / (norm + 1e-6))``.
+    Clipping follows torch: ``g * min(1, max_norm / (norm + 1e-6))``. ``groups`` as in `total_norm`.
     """
-    norm = total_norm(parameters)
+    norm = total_norm(parameters, groups)
     if factor is None:
         coefficient = torch.clamp(max_norm / (norm + CLIP_EPSILON), max=1.0)
     else:

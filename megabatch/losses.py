@@ -12,20 +12,27 @@ from megabatch.contract import Term, loss
 HALF_TYPES = (torch.bfloat16, torch.float16)
 
 
+def next_targets(microbatch: Microbatch) -> Tensor:
+    """What each position predicts: ``shift_labels`` [B, T], or ``labels`` but the first of each row [B, T - 1]."""
+    shifted: Tensor | None = microbatch.get("shift_labels")
+    return microbatch["labels"][:, 1:] if shifted is None else shifted
+
+
 def count_targets(microbatch: Microbatch) -> Tensor:
-    """Targets of a causal model: labels but the first of each row, which no position predicts."""
-    return (microbatch["labels"][:, 1:] != IGNORED_LABEL).sum()
+    """Targets of a causal model: what its positions predict, where that is not -100."""
+    return (next_targets(microbatch) != IGNORED_LABEL).sum()
 
 
 @loss(weigh=count_targets)
 def next_token(model: nn.Module, microbatch: Microbatch) -> Term:
     """Cross-entropy of each next token: ``-sum log p(labels[t + 1] | input_ids[..t])`` over its targets.
 
-    ``microbatch``: ``labels`` [B, T], unshifted, -100 where there is no target, and the model's inputs. The model
-    returns logits [B, T, V] or an object with ``.logits``.
+    ``microbatch``: ``labels`` [B, T], unshifted, -100 where there is no target, and the model's inputs; or
+    ``shift_labels`` [B, T] in place of ``labels``, whose entry t is what position t predicts. The model returns logits
+    [B, T, V] or an object with ``.logits``.
     """
-    logits = _predict(model, microbatch)[:, :-1]  # [B, T - 1, V]
-    targets = microbatch["labels"][:, 1:]  # [B, T - 1]
+    targets = next_targets(microbatch)  # [B, T], or [B, T - 1] where the last position predicts nothing
+    logits = _predict(model, microbatch)[:, : targets.shape[1]]  # [B, T or T - 1, V]
     total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
     return Term(total, count_targets(microbatch))
 
@@ -65,8 +72,9 @@ def mse(model: nn.Module, microbatch: Microbatch) -> Term:
 
 
 def _predict(model: nn.Module, microbatch: Microbatch) -> Tensor:
-    """The model's output for everything but ``labels``: a lone input by position, several by name."""
-    inputs = {name: value for name, value in microbatch.items() if name != "labels"}
+    """The model's output for everything but targets: a lone input by position, several by name."""
+    targets = ("labels", "shift_labels")
+    inputs = {name: value for name, value in microbatch.items() if name not in targets}
     output: Any = model(*inputs.values()) if len(inputs) == 1 else model(**inputs)
     logits: Tensor = output if isinstance(output, Tensor) else output.logits
     return logits.float() if logits.dtype in HALF_TYPES else logits  # a sum of thousands needs more digits than theirs

@@ -1,6 +1,8 @@
 """Names of mesh axes, and the ranks that see different samples with the small messages between them."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -11,46 +13,95 @@ from torch.distributed.device_mesh import DeviceMesh
 from megabatch.errors import PlanError
 
 DATA_AXES = ("dp", "dp_replicate", "dp_shard")  # ranks along these see different samples
-MODEL_AXES = ("cp", "tp", "pp", "ep")  # ranks along these share their samples
+CONTEXT_AXES = ("cp",)  # ranks along these see stretches of the same samples
+MODEL_AXES = ("tp", "pp", "ep")  # ranks along these share samples and hold parts of the model
+AXES = DATA_AXES + CONTEXT_AXES + MODEL_AXES
 
 
-def data_axes(mesh: DeviceMesh) -> tuple[str, ...]:
-    """The mesh's data axes. Raises `PlanError` for an axis of another name, or one that is not supported."""
+def check_axes(mesh: DeviceMesh) -> None:
+    """Raise `PlanError` for an axis of another name, or one that is not supported."""
     if mesh.mesh_dim_names is None:
-        raise PlanError(f"the mesh has no axis names; name its axes, from {', '.join(DATA_AXES + MODEL_AXES)}")
+        raise PlanError(f"the mesh has no axis names; name its axes, from {', '.join(AXES)}")
     for axis, size in zip(mesh.mesh_dim_names, mesh.mesh.shape, strict=True):
-        if axis not in DATA_AXES + MODEL_AXES:
-            raise PlanError(f"unknown mesh axis {axis!r}; expected one of {', '.join(DATA_AXES + MODEL_AXES)}")
-        if axis in MODEL_AXES and size > 1:
+        if axis not in AXES:
+            raise PlanError(f"unknown mesh axis {axis!r}; expected one of {', '.join(AXES)}")
+        if axis == "ep" and size > 1:
             raise PlanError(
-                f"mesh axis {axis!r} has {size} ranks; only data axes are supported: {', '.join(DATA_AXES)}"
+                f"mesh axis 'ep' has {size} ranks; experts on ranks of their own are not supported: keep every expert "
+                "on every rank, or shard them with dp_shard or tp"
             )
-    return tuple(axis for axis in mesh.mesh_dim_names if axis in DATA_AXES)
 
 
-def mesh_groups(mesh: DeviceMesh, axes: Sequence[str | int]) -> list[dist.ProcessGroup]:
-    """A process group per axis; a sum over one after the other is the sum over all their ranks."""
-    return [mesh.get_group(axis) for axis in axes]
+def groups_of(mesh: DeviceMesh, axes: Sequence[str]) -> list[dist.ProcessGroup]:
+    """A process group for each of ``axes`` that the mesh has; a sum over one after the other is that over all."""
+    return [mesh.get_group(axis) for axis in mesh.mesh_dim_names or () if axis in axes]
 
 
+@dataclass
 class DataRanks:
-    """The ranks that see different samples. With one rank every message is free."""
+    """The ranks that work on one update. With one rank every message is free.
 
-    def __init__(self, groups: Sequence[dist.ProcessGroup] = ()) -> None:
-        self.groups = [group for group in groups if group.size() > 1]
-        self._cpu_groups = [_cpu_group(group) for group in self.groups]
+    Rows of `exchange` come in the order of data ranks, then context ranks, then those that hold parts of the model:
+    the first ``degree`` rows are of different samples, the first ``num_weighing`` of different targets.
+    """
+
+    data_groups: Sequence[dist.ProcessGroup] = ()
+    context_groups: Sequence[dist.ProcessGroup] = ()
+    tensor_groups: Sequence[dist.ProcessGroup] = ()
+    pipeline_groups: Sequence[dist.ProcessGroup] = ()
+    _cpu_groups: list[dist.ProcessGroup] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.data_groups, self.context_groups, self.tensor_groups, self.pipeline_groups = (
+            [group for group in groups if group.size() > 1]
+            for groups in (self.data_groups, self.context_groups, self.tensor_groups, self.pipeline_groups)
+        )
+        self._cpu_groups = [_cpu_group(group) for group in (*self.groups, *self.tensor_groups, *self.pipeline_groups)]
+
+    @classmethod
+    def of_mesh(cls, mesh: DeviceMesh) -> "DataRanks":
+        """Along the axes of a mesh, by their names. Raises `PlanError` for names that are not known."""
+        check_axes(mesh)
+        return cls(*(groups_of(mesh, axes) for axes in (DATA_AXES, CONTEXT_AXES, ("tp",), ("pp",))))
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Those over which gradients, totals and weights are summed."""
+        return [*self.data_groups, *self.context_groups]
 
     @property
     def degree(self) -> int:
-        """How many ranks there are: dp_degree."""
-        degree = 1
-        for group in self.groups:
-            degree *= group.size()
-        return degree
+        """How many ranks see different samples: dp_degree."""
+        return _num_ranks(self.data_groups)
+
+    @property
+    def context_degree(self) -> int:
+        """Into how many stretches each sequence is cut."""
+        return _num_ranks(self.context_groups)
+
+    @property
+    def context_rank(self) -> int:
+        """Which of them this rank sees."""
+        return self.context_groups[0].rank() if self.context_groups else 0
+
+    @property
+    def num_weighing(self) -> int:
+        """How many ranks see different targets: weights are summed over them."""
+        return self.degree * self.context_degree
+
+    @property
+    def num_all(self) -> int:
+        """How many ranks there are, with those that hold other parts of the model."""
+        return _num_ranks(self._cpu_groups)
+
+    @property
+    def pipeline(self) -> dist.ProcessGroup | None:
+        """The ranks with the other stages of this rank's pipeline."""
+        return self.pipeline_groups[0] if self.pipeline_groups else None
 
     def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
         """Everyone's numbers, by a message between hosts: a row per rank."""
-        if not self.groups:
+        if not self._cpu_groups:
             return [list(numbers)]
         return _gather(torch.tensor([list(numbers)], dtype=torch.float64), self._cpu_groups).tolist()
 
@@ -64,8 +115,15 @@ class DataRanks:
         return values
 
     def gather(self, numbers: Tensor) -> Tensor:
-        """Everyone's numbers, by a message between devices: [n] -> [ranks, n]; the host does not wait."""
+        """Numbers of all that see different targets, by a message between devices: [n] -> [num_weighing, n].
+
+        The host does not wait.
+        """
         return _gather(numbers[None], self.groups)
+
+
+def _num_ranks(groups: Sequence[dist.ProcessGroup]) -> int:
+    return prod(group.size() for group in groups)
 
 
 def _gather(rows: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:

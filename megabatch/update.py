@@ -192,7 +192,7 @@ class OpenUpdate:
 
     def _compare(self, counted: float, returned: Tensor | float, turn: Turn) -> None:
         differ = abs(returned - counted) > WEIGHT_TOLERANCE * counted
-        if isinstance(returned, float) and differ and self._ranks.degree == 1:
+        if isinstance(returned, float) and differ and self._ranks.num_all == 1:
             raise weights_differ(f"microbatch {turn.index}", counted, returned)
         self._differ = differ | self._differ
         self._counted += counted

@@ -10,12 +10,24 @@ import torch
 import megabatch
 from megabatch import Learner
 from tests.exact.launch import launch
-from tests.unit.failures import batches, contract, loop, numbers, sizes, two_ranks, wrappers
+from tests.unit.failures import (
+    batches,
+    context,
+    contract,
+    joint,
+    loop,
+    numbers,
+    pipeline,
+    sizes,
+    two_ranks,
+    wrappers,
+)
 from tests.unit.failures.table import Failure, accumulator, linear
 
 LIBRARY = sorted(Path(megabatch.__file__).parent.glob("*.py"))
 ERRORS = {"MegabatchError", "PlanError", "LossContractError"}
-ALONE = sizes.FAILURES | batches.FAILURES | contract.FAILURES | loop.FAILURES
+ALONE = sizes.FAILURES | batches.FAILURES | contract.FAILURES | loop.FAILURES | context.FAILURES | joint.FAILURES
+IN_A_GROUP = wrappers.FAILURES | context.IN_A_GROUP | pipeline.FAILURES
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +50,9 @@ def test_one_process(name):
 
 
 @pytest.mark.usefixtures("group_of_one")
-@pytest.mark.parametrize("name", wrappers.FAILURES)
+@pytest.mark.parametrize("name", IN_A_GROUP)
 def test_wrapper(name):
-    check(wrappers.FAILURES[name])
+    check(IN_A_GROUP[name])
 
 
 @pytest.mark.slow
@@ -79,7 +91,7 @@ def raised_in_the_library() -> list[str]:
 
 
 def snapshots() -> list[str]:
-    alone = [failure.text for failure in (ALONE | wrappers.FAILURES).values()]
+    alone = [failure.text for failure in (ALONE | IN_A_GROUP).values()]
     told_to_ranks = [text.partition(": ")[2] for _, texts in two_ranks.JOBS.values() for text in texts]
     return alone + told_to_ranks + [text for _, _, text in numbers.PROBLEMS.values() if text]
 

@@ -4,23 +4,20 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from megabatch.mesh import DataRanks, data_axes, mesh_groups
+from megabatch.mesh import DataRanks, groups_of
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
 
-AXES = [  # of the mesh, and those of them along which samples differ
-    (("dp",), ("dp",)),
-    (("dp_replicate", "dp_shard"), ("dp_replicate", "dp_shard")),
-    (("pp", "dp_shard", "cp", "tp", "ep"), ("dp_shard",)),  # one rank each: nothing to do along them
-    (("tp",), ()),
-]
+AXES = [("dp",), ("dp_replicate", "dp_shard"), ("pp", "dp_shard", "cp", "tp", "ep"), ("tp",)]
 
 
-@pytest.mark.parametrize(("axes", "expected"), AXES)
-def test_data_axes(axes, expected):
+@pytest.mark.parametrize("axes", AXES)
+def test_axes_of_one_rank_each_need_no_message(axes):
     mesh = init_device_mesh("cpu", (1,) * len(axes), mesh_dim_names=axes)
-    assert data_axes(mesh) == expected
-    assert DataRanks(mesh_groups(mesh, expected)).degree == 1
+    ranks = DataRanks.of_mesh(mesh)
+    assert (ranks.degree, ranks.num_weighing, ranks.num_all) == (1, 1, 1)
+    assert len(groups_of(mesh, axes)) == len(axes)
+    assert ranks.exchange([1, 2.5]) == [[1, 2.5]]
 
 
 def test_alone_every_message_comes_back():

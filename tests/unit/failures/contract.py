@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch import JointLoss, LossContractError, PlanError, loss, verify
+from megabatch import LossContractError, loss, verify
 from megabatch.batch import Deferred
 from tests.unit.failures.table import SAMPLES, Failure, accumulator, linear, squares, update
 
@@ -146,11 +146,6 @@ FAILURES = {
     name: Failure(LossContractError, text, lambda loss_fn=loss_fn: update(loss_fn))
     for name, (loss_fn, text) in LOSSES.items()
 } | {
-    "a joint loss": Failure(
-        PlanError,
-        "the loss is a JointLoss, which cannot be run yet; give a loss that sums over single samples",
-        lambda: update(JointLoss(encode=lambda model, microbatch: model(microbatch["x"]), loss=torch.sum)),
-    ),
     "two calls of two terms": Failure(
         LossContractError,
         "an update of several differentiable terms, ['one', 'two'], is one forward_backward call",

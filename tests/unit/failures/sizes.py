@@ -112,10 +112,25 @@ FAILURES = {
         lambda: sampler(order=lambda epoch: range(11)),
     ),
     "no model": Failure(
-        PlanError, "model is a list; expected one torch.nn.Module", lambda: accumulator(model=[linear()])
+        PlanError,
+        "model is a list; expected a torch.nn.Module, or a list of them",
+        lambda: accumulator(model=[linear(), None]),
     ),
     "an unknown sync": Failure(
-        PlanError, "sync is 'never'; expected one of auto, last, every", lambda: accumulator(sync="never")
+        PlanError,
+        "sync is 'never'; expected one of auto, last, every, replica_last",
+        lambda: accumulator(sync="never"),
+    ),
+    "replica_last without replicas": Failure(
+        PlanError,
+        "sync is 'replica_last', which is for HSDP, and the model has no wrapper; leave sync out, or shard with "
+        "fully_shard over a mesh of two axes (dp_replicate, dp_shard)",
+        lambda: accumulator(sync="replica_last"),
+    ),
+    "a parameter of two models": Failure(
+        PlanError,
+        "two of the models share a parameter, which would be reduced twice; give each to one model",
+        lambda: accumulator(model=[(model := linear()), model]),
     ),
     "nothing to train": Failure(PlanError, NOTHING_TO_TRAIN, lambda: accumulator(model=frozen())),
     "another accumulation dtype": Failure(

@@ -1,18 +1,23 @@
 """What two ranks are told: a fault of one is heard by both, in the same words, and none waits for the other."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import ShardingStrategy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch import GradientAccumulator, Learner, loss
+from megabatch import GradientAccumulator, Learner, loss, losses
+from megabatch.batch import Deferred
+from tests.unit.failures import joint
 from tests.unit.failures.contract import DISAGREE
 from tests.unit.failures.table import SAMPLES, accumulator, linear, squares, weighed_squares
+from tests.unit.failures.wrappers import fsdp1
 
 KEYS = "samples of one batch have the keys ['x'] and ['y']; give all the same"
 CAP = "sample 1 has 9 tokens, more than max_microbatch_tokens=8 allows; raise it to 9 or shorten the sample"
@@ -29,8 +34,34 @@ UNUSED = (
     "DDP left gradients unreduced: a parameter that requires a gradient was not used in the last microbatch; "
     "wrap with DistributedDataParallel(..., find_unused_parameters=True)"
 )
-TENSOR_AXIS = "mesh axis 'tp' has 2 ranks; only data axes are supported: dp, dp_replicate, dp_shard"
-MESH_DIFFERS = "the mesh has 2 data ranks but the wrapper reduces over 1; give both the same mesh"
+EXPERT_AXIS = (
+    "mesh axis 'ep' has 2 ranks; experts on ranks of their own are not supported: keep every expert on every rank, or "
+    "shard them with dp_shard or tp"
+)
+MESH_DIFFERS = (
+    "the mesh has 2 data and context ranks but the wrapper reduces over 1, or over others; give both the same mesh"
+)
+ONE_OF_TWO = (
+    "the model is tensor parallel over 1 of 2 processes, and what the others do is not known; give mesh= with the axes "
+    "of all, from dp, dp_replicate, dp_shard, cp, tp, pp, ep"
+)
+TWO_WAYS = (
+    "the models are wrapped in ways that do not go together (no wrapper, DistributedDataParallel); wrap all alike, "
+    "over the same ranks"
+)
+FSDP1_TWO_WAYS = "FSDP1 shards parts of the model over different ranks or in different ways; use one for all"
+UNWEIGHED_STRETCHES = (
+    "sequences are cut over the mesh axis 'cp' and the loss does not say how its weight is counted, so a weight that "
+    "counts samples would not be seen; give weigh=, see megabatch.loss"
+)
+WHOLE_WEIGHTS = (
+    "weights of Deferred are of whole samples, and sequences are cut over the mesh axis 'cp'; leave weights out"
+)
+TEXTS = [{"input_ids": torch.arange(4), "labels": torch.arange(4)} for _ in range(2)]
+OTHER_SAMPLES = (
+    "ranks along cp, tp or pp of data rank 0 were given different samples; give them the same: deal samples over the "
+    "data axes only (UpdateSampler's dp_rank and dp_degree)"
+)
 
 
 def here(mine: Any, others: Any) -> Any:
@@ -131,9 +162,40 @@ def not_a_number() -> str:
     return f"{type(update.problem()).__name__}: {update.problem()}"
 
 
-def tensor_axis() -> str:
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+def expert_axis() -> str:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
     return told(lambda: accumulator(mesh=mesh))
+
+
+def other_samples() -> str:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    batch = [{"x": sample["x"] + here(1, 0)} for sample in SAMPLES]
+    return told(lambda: accumulator(mesh=mesh).forward_backward(batch, squares))
+
+
+def part_of_the_processes() -> str:
+    model, mesh = linear(), DeviceMesh("cpu", [dist.get_rank()], mesh_dim_names=("tp",))
+    return told(lambda: accumulator(parallelize_module(model, mesh, ColwiseParallel())))
+
+
+def fsdp1_in_two_ways() -> str:
+    inner = fsdp1(linear(), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+    return told(lambda: accumulator(fsdp1(nn.Sequential(linear(), inner))))
+
+
+def unweighed_stretches() -> str:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    return told(lambda: accumulator(mesh=mesh).forward_backward(TEXTS, squares))
+
+
+def weights_of_whole_samples() -> str:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    batch = Deferred(TEXTS.__getitem__, [4, 4], [3, 3])
+    return told(lambda: accumulator(mesh=mesh).forward_backward(batch, losses.next_token))
+
+
+def wrapped_in_two_ways() -> str:
+    return told(lambda: accumulator([linear(), DistributedDataParallel(linear())]))
 
 
 def mesh_differs() -> str:
@@ -212,10 +274,19 @@ JOBS: dict[str, tuple[Callable[[], str], list[str]]] = {  # what each rank is to
     "a term without gradient on one rank": (gradients_differ, on_both(f"LossContractError: {OTHER_TERMS}")),
     "finalize with other weights": (divisors_differ, on_both(f"LossContractError: {OTHER_TERMS}")),
     "not a number": (not_a_number, on_both(f"MegabatchError: {NOT_FINITE}")),
-    "a mesh axis that is not supported": (tensor_axis, on_both(f"PlanError: {TENSOR_AXIS}")),
+    "a mesh axis that is not supported": (expert_axis, on_both(f"PlanError: {EXPERT_AXIS}")),
+    "other samples along tp": (other_samples, on_both(f"PlanError: {OTHER_SAMPLES}")),
+    "tensor parallel over one of two": (part_of_the_processes, on_both(f"PlanError: {ONE_OF_TWO}")),
+    "FSDP1 in two ways": (fsdp1_in_two_ways, on_both(f"PlanError: {FSDP1_TWO_WAYS}")),
+    "stretches without weigh": (unweighed_stretches, on_both(f"LossContractError: {UNWEIGHED_STRETCHES}")),
+    "stretches of weights told": (weights_of_whole_samples, on_both(f"PlanError: {WHOLE_WEIGHTS}")),
+    "models wrapped in two ways": (wrapped_in_two_ways, on_both(f"PlanError: {TWO_WAYS}")),
     "a mesh that is not the wrapper's": (mesh_differs, on_both(f"PlanError: {MESH_DIFFERS}")),
     "a parameter unused at last": (parameter_unused_at_last, on_both(f"MegabatchError: {UNUSED}")),
     "a parameter unused and found": (parameter_unused_and_found, on_both("nothing")),
+} | {
+    name: (partial(told, partial(work, here)), on_both(f"LossContractError: {text}"))
+    for name, (work, text) in joint.ON_TWO_RANKS.items()
 }  # fmt: skip
 
 

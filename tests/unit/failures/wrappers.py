@@ -2,14 +2,20 @@
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import MegabatchError, PlanError, losses, verify
@@ -17,12 +23,16 @@ from tests.unit.failures.table import SAMPLES, Failure, accumulator, linear, squ
 
 AXES = "dp, dp_replicate, dp_shard, cp, tp, pp, ep"
 UNKNOWN = (
-    "unknown wrapper {}; expected a plain model, DistributedDataParallel, "
-    "or a model that FSDP2's fully_shard has wrapped"
+    "unknown wrapper {}; expected a plain model, DistributedDataParallel, FSDP1, "
+    "or a model that FSDP2's fully_shard or its replicate has wrapped"
 )
 CHANGED = (
     "parameters were frozen, unfrozen, added or replaced since the GradientAccumulator was made; make a new one "
     "(and wrap the model anew) after such a change"
+)
+KEEPS_A_STATE = (
+    "DDP has the communication hook 'powerSGD_hook', which keeps a state, so what it does to one update may depend on "
+    "others; leave the hook out, or give one without state that averages"
 )
 UNSHARDED = (
     "parameter '{}' is not sharded, so FSDP2 would leave its gradient unreduced; call fully_shard on the root too, "
@@ -38,10 +48,23 @@ def layers() -> nn.Sequential:
     return nn.Sequential(linear(), linear())
 
 
-def fsdp1() -> nn.Module:
+def fsdp1(model: nn.Module, **options: Any) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that FSDP1 is old, and has no accelerator here
-        return FullyShardedDataParallel(linear(), device_id=torch.device("cpu"))
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True, **options)
+
+
+def fsdp1_that_ignores() -> nn.Module:
+    model = layers()
+    return fsdp1(model, ignored_modules=[model[1]])
+
+
+def fsdp1_in_bfloat16() -> nn.Module:
+    return fsdp1(linear(), mixed_precision=MixedPrecision(reduce_dtype=torch.bfloat16))
+
+
+def composed_ddp() -> nn.Module:
+    return replicate(linear(), device_mesh=mesh("dp"))
 
 
 def ddp_with_hook() -> nn.Module:
@@ -79,10 +102,11 @@ def sharded_over_two_meshes() -> nn.Module:
     return model
 
 
-def sharded_in_two_ways() -> nn.Module:
-    both = mesh("dp", "tp")
-    model = parallelize_module(linear(), both["tp"], ColwiseParallel())
-    return fully_shard(model, mesh=both["dp"])
+def hsdp_and_fsdp2() -> list[nn.Module]:
+    return [
+        fully_shard(linear(), mesh=mesh("dp_replicate", "dp_shard")),
+        fully_shard(linear(), mesh=mesh("dp")),
+    ]
 
 
 def sharded_by_hand() -> nn.Module:
@@ -133,7 +157,29 @@ FAILURES = {
     "DataParallel": Failure(
         PlanError, UNKNOWN.format("DataParallel"), lambda: accumulator(nn.DataParallel(linear()))
     ),
-    "FSDP1": Failure(PlanError, UNKNOWN.format("FullyShardedDataParallel"), lambda: accumulator(fsdp1())),
+    "FSDP1 that ignores a layer": Failure(
+        PlanError,
+        "parameter '1.weight' is ignored by FSDP1, which would leave its gradient unreduced; freeze it, or take it "
+        "out of ignored_modules",
+        lambda: accumulator(fsdp1_that_ignores()),
+    ),
+    "FSDP1 that reduces in bfloat16": Failure(
+        PlanError,
+        "FSDP1 would accumulate and reduce gradients in torch.bfloat16, coarser than the parameters; leave "
+        "MixedPrecision out, or shard with fully_shard and MixedPrecisionPolicy(reduce_dtype=torch.float32)",
+        lambda: accumulator(fsdp1_in_bfloat16()),
+    ),
+    "the replicate that is built on DDP": Failure(
+        PlanError,
+        "the model was given to torch.distributed._composable.replicate, which is built on DDP; wrap with "
+        "DistributedDataParallel(model), or with replicate of torch.distributed._composable.replicate_with_fsdp",
+        lambda: accumulator(composed_ddp()),
+    ),
+    "HSDP beside FSDP2": Failure(
+        PlanError,
+        "the models need different sync policies, replica_last and every; wrap all alike",
+        lambda: accumulator(hsdp_and_fsdp2()),
+    ),
     "an unknown mesh axis": Failure(
         PlanError, f"unknown mesh axis 'data'; expected one of {AXES}", lambda: accumulator(mesh=mesh("data"))
     ),
@@ -142,8 +188,7 @@ FAILURES = {
     ),
     "DDP with a communication hook": Failure(
         PlanError,
-        "DDP has the communication hook 'powerSGD_hook'; only hooks known to average are exact: "
-        "allreduce_hook, fp16_compress_hook, bf16_compress_hook",
+        KEEPS_A_STATE,
         lambda: accumulator(ddp_with_hook()),
     ),
     "DDP with mixed_precision": Failure(
@@ -153,8 +198,7 @@ FAILURES = {
     ),
     "DDP with a hook registered later": Failure(
         PlanError,
-        "DDP has the communication hook 'powerSGD_hook'; only hooks known to average are exact: "
-        "allreduce_hook, fp16_compress_hook, bf16_compress_hook",
+        KEEPS_A_STATE,
         hook_registered_later,
     ),
     "DDP before unfreezing": Failure(
@@ -181,7 +225,8 @@ FAILURES = {
     ),
     "DDP inside the model": Failure(
         PlanError,
-        "'1' inside the model is a DDP wrapper; give that wrapper itself, or wrap the whole model",
+        "'1' inside the model is wrapped with DistributedDataParallel; give that wrapper itself, or wrap the whole "
+        "model",
         lambda: accumulator(ddp_inside()),
     ),
     "FSDP2 without the root": Failure(
@@ -193,14 +238,10 @@ FAILURES = {
         "the model's parameters are sharded over different meshes; use one mesh for all",
         lambda: accumulator(sharded_over_two_meshes()),
     ),
-    "FSDP2 and tensor parallelism": Failure(
-        PlanError,
-        "parameter 'weight' is placed as (Shard(dim=0), Shard(dim=0)); only FSDP2's own sharding is supported",
-        lambda: accumulator(sharded_in_two_ways()),
-    ),
     "a parameter sharded by hand": Failure(
         PlanError,
-        "parameter 'weight' is a DTensor that FSDP2 does not manage; shard the model with fully_shard",
+        "parameter 'weight' is a DTensor over the mesh axes ('dp',) that no wrapper manages; name the axis of tensor "
+        "parallelism 'tp', and shard over data axes with fully_shard",
         lambda: accumulator(sharded_by_hand()),
     ),
     "verify a sharded model": Failure(

@@ -1,0 +1,82 @@
+"""DDP: averages what it reduces. What is equal on all ranks already is its own mean, so any policy is right."""
+
+import contextlib
+from collections.abc import Generator
+from typing import Any, cast
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from megabatch.errors import MegabatchError, PlanError
+from megabatch.hooks import check_hooks, hooks_of
+from megabatch.mesh import DataRanks
+from megabatch.plain import Choice, PlainReducer
+from megabatch.wrapped import check_ddp_precision
+
+
+class DDPReducer(PlainReducer):
+    """All-reduces in the last backward of each call, overlapping it."""
+
+    wrapper = "DistributedDataParallel"
+
+    def __init__(self, model: nn.Module, ddp: DistributedDataParallel, ranks: DataRanks) -> None:
+        super().__init__(model, ranks)
+        check_ddp_precision(ddp)
+        check_hooks(ddp)
+        _check_buckets(ddp, len(self.parameters))
+        self.loss_factor = float(ranks.num_weighing)
+        self._ddp, self._hooks = ddp, hooks_of(ddp)
+        self._first_of_static_graph = bool(ddp.static_graph)
+        self._went_through_ddp = False
+        ddp.register_forward_pre_hook(self._note_forward)
+
+    def check_unchanged(self) -> None:
+        super().check_unchanged()
+        if hooks_of(self._ddp) != self._hooks:  # one was registered since
+            check_hooks(self._ddp)
+            self._hooks = hooks_of(self._ddp)
+
+    def _note_forward(self, *_: object) -> None:
+        self._went_through_ddp = True
+
+    def choose(self, policy: str) -> Choice:
+        self._refuse_replica_last(policy)
+        if policy == "every":
+            return "every", "as asked: DDP all-reduces the whole gradient with each microbatch"
+        return "last", "DDP keeps the whole gradient anyway: one all-reduce, overlapping the last backward"
+
+    @contextlib.contextmanager
+    def microbatch(self, policy: str, *, last: bool) -> Generator[None]:
+        # A static graph is recorded in the first backward, which must be a reducing one.
+        reduce, self._first_of_static_graph = last or policy == "every" or self._first_of_static_graph, False
+        self._went_through_ddp = False
+        with contextlib.nullcontext() if reduce else self._ddp.no_sync():
+            yield
+
+    def finish_call(self) -> None:
+        if not self._went_through_ddp:
+            raise MegabatchError(
+                "the loss did not call the DDP model, so no gradient was reduced; call the model that it is given, "
+                "not model.module"
+            )
+        # A bucket with a parameter that the last microbatch did not use is never reduced, without any error.
+        try:
+            self._ddp._check_reducer_finalized()  # pyright: ignore[reportPrivateUsage]
+        except RuntimeError:
+            raise MegabatchError(
+                "DDP left gradients unreduced: a parameter that requires a gradient was not used in the last "
+                "microbatch; wrap with DistributedDataParallel(..., find_unused_parameters=True)"
+            ) from None
+
+    def finish_update(self) -> None:
+        """Nothing is left to do: DDP has reduced."""
+
+
+def _check_buckets(ddp: DistributedDataParallel, num_trainable: int) -> None:
+    """Refuse where DDP reduces other parameters than those that are trained."""
+    num_reduced = cast(Any, ddp)._get_ddp_logging_data()["num_parameter_tensors"]
+    if num_reduced != num_trainable:
+        raise PlanError(
+            f"{num_trainable} parameters require a gradient but DDP reduces {num_reduced}; freeze and unfreeze before "
+            "DistributedDataParallel(model), and let it ignore none that is trained"
+        )

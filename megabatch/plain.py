@@ -1,0 +1,107 @@
+"""A model without a wrapper: gradients stay on their rank and are summed once per update.
+
+A reducer is what the other modules know of a wrapper. Its ``loss_factor`` undoes the wrapper's own division, so that
+gradients come out summed over data and context ranks, in every wrapper and under every policy.
+"""
+
+import contextlib
+from collections.abc import Generator
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
+
+from megabatch.errors import PlanError
+from megabatch.mesh import DataRanks
+
+Choice = tuple[str, str]  # a policy, "last", "every" or "replica_last", and why
+CHANGED = (
+    "parameters were frozen, unfrozen, added or replaced since the GradientAccumulator was made; make a new one "
+    "(and wrap the model anew) after such a change"
+)
+
+
+class PlainReducer:
+    """Sums the whole gradient in `finish_update`; one rank needs no reduction."""
+
+    wrapper = "no wrapper"
+    loss_factor = 1.0
+
+    def __init__(self, model: nn.Module, ranks: DataRanks) -> None:
+        self.ranks = ranks
+        self.parameters = trainable(model)
+        self.device = next(model.parameters()).device  # of what the model reads
+        self.norm_groups: list[dist.ProcessGroup] = []  # ranks that hold parts of the gradient which no DTensor tells
+        self._model = model
+
+    def check_unchanged(self) -> None:
+        """Raise `PlanError` where an update would be reduced otherwise than what was looked at in the beginning."""
+        now = trainable(self._model)
+        if len(now) != len(self.parameters) or any(a is not b for a, b in zip(now, self.parameters, strict=True)):
+            raise PlanError(CHANGED)
+
+    def choose(self, policy: str) -> Choice:
+        """The policy to follow. Raises `PlanError` for one that this wrapper does not have."""
+        self._refuse_replica_last(policy)
+        if self.ranks.num_weighing == 1:
+            return "last", "one rank, nothing to reduce"
+        return "last", "no wrapper: every rank keeps its whole gradient, summed once per update"
+
+    @contextlib.contextmanager
+    def microbatch(self, policy: str, *, last: bool) -> Generator[None]:
+        """Surrounds the forward and backward of one microbatch; ``last`` of its call."""
+        yield
+
+    def finish_call(self) -> None:
+        """After the last backward of a call: what had to be reduced was reduced, or an error says so."""
+
+    def finish_update(self) -> None:
+        """After the last call: gradients are summed over ranks from here on."""
+        with torch.no_grad():
+            self._give_zeros_where_others_have_a_gradient()
+            gradients = [each.grad for each in map(_replicated, self.parameters) if each.grad is not None]
+            for group in self.ranks.groups:
+                works = [dist.all_reduce(local(gradient), group=group, async_op=True) for gradient in gradients]
+                for work in works:
+                    cast(dist.Work, work).wait()
+
+    def discard(self) -> None:
+        """Drop what an update that failed half-way has left, outside of ``p.grad``."""
+
+    def _give_zeros_where_others_have_a_gradient(self) -> None:
+        if self.ranks.num_weighing == 1:
+            return
+        has_gradient = self.ranks.exchange([parameter.grad is not None for parameter in self.parameters])
+        for parameter, *flags in zip(self.parameters, *has_gradient, strict=True):
+            if parameter.grad is None and any(flags):
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _refuse_replica_last(self, policy: str) -> None:
+        if policy == "replica_last":
+            raise PlanError(
+                f"sync is 'replica_last', which is for HSDP, and the model has {self.wrapper}; leave sync out, or "
+                "shard with fully_shard over a mesh of two axes (dp_replicate, dp_shard)"
+            )
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that get a gradient."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, on the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _replicated(parameter: nn.Parameter) -> nn.Parameter:
+    """The parameter, its gradient summed over the ranks that hold it where each has a part of the sum.
+
+    Sequence parallel leaves the gradients of norms so; whoever reads them would sum them again and again.
+    """
+    gradient = parameter.grad
+    if isinstance(gradient, DTensor) and any(isinstance(each, Partial) for each in gradient.placements):
+        parameter.grad = gradient.redistribute(placements=cast(DTensor, parameter.data).placements)
+    return parameter

@@ -1,0 +1,55 @@
+"""The same random numbers twice: what dropout drew in a first forward, it draws again in a second."""
+
+import contextlib
+from collections.abc import Generator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """Where torch's generators of the CPU and of a device stand."""
+
+    device: torch.device
+    of_cpu: Tensor  # [bytes], on the CPU
+    of_device: Tensor | None  # [bytes], on the CPU too; None where the device is the CPU
+
+    def same_as(self, other: "RandomState") -> bool:
+        """Whether nothing was drawn between the two."""
+        if not torch.equal(self.of_cpu, other.of_cpu):
+            return False
+        return self.of_device is other.of_device or torch.equal(_known(self.of_device), _known(other.of_device))
+
+
+def note(device: torch.device) -> RandomState:
+    """Where the generators stand now. Generators live on the host: no device is waited for."""
+    of_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(*_which(device))
+    return RandomState(device, torch.get_rng_state(), of_device)
+
+
+def put_back(state: RandomState) -> None:
+    """Let the generators go on from where they stood."""
+    torch.set_rng_state(state.of_cpu)
+    if state.of_device is not None:
+        torch.get_device_module(state.device).set_rng_state(state.of_device, *_which(state.device))
+
+
+@contextlib.contextmanager
+def replay(state: RandomState) -> Generator[None]:
+    """Draw again what was drawn after ``state``; afterwards the generators stand where they stood before."""
+    now = note(state.device)
+    put_back(state)
+    try:
+        yield
+    finally:
+        put_back(now)
+
+
+def _which(device: torch.device) -> tuple[torch.device, ...]:
+    return () if device.type == "mps" else (device,)  # of which there is only one
+
+
+def _known(state: Tensor | None) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8) if state is None else state

@@ -1,0 +1,63 @@
+"""Several models in one update: generator and critic, two towers. Each is reduced by its own wrapper."""
+
+import contextlib
+from collections.abc import Generator, Sequence
+
+from torch import nn
+
+from megabatch.errors import PlanError
+from megabatch.plain import CHANGED, Choice, PlainReducer, trainable
+
+
+class SeveralReducer(PlainReducer):
+    """Does for every model of a list what its own reducer does."""
+
+    wrapper = "several models"
+
+    def __init__(self, reducers: Sequence[PlainReducer], frozen: Sequence[nn.Module]) -> None:
+        """``frozen`` models have no reducer, as long as they stay so."""
+        self.parameters = [parameter for reducer in reducers for parameter in reducer.parameters]
+        if len({id(parameter) for parameter in self.parameters}) < len(self.parameters):
+            raise PlanError("two of the models share a parameter, which would be reduced twice; give each to one model")
+        first = reducers[0]
+        if any((each.loss_factor, each.ranks.num_all) != (first.loss_factor, first.ranks.num_all) for each in reducers):
+            kinds = ", ".join(each.wrapper for each in reducers)
+            raise PlanError(
+                f"the models are wrapped in ways that do not go together ({kinds}); wrap all alike, over the same ranks"
+            )
+        self.ranks, self.device, self.loss_factor = first.ranks, first.device, first.loss_factor
+        self.norm_groups = first.norm_groups
+        self._reducers, self._frozen = list(reducers), frozen
+
+    def check_unchanged(self) -> None:
+        for reducer in self._reducers:
+            reducer.check_unchanged()
+        if any(map(trainable, self._frozen)):
+            raise PlanError(CHANGED)
+
+    def choose(self, policy: str) -> Choice:
+        choices = dict(reducer.choose(policy) for reducer in self._reducers)
+        if len(choices) > 1:  # a plain model beside a sharded one: it is summed once, whatever the policy
+            choices.pop("last", None)
+        if len(choices) > 1:
+            raise PlanError(f"the models need different sync policies, {' and '.join(choices)}; wrap all alike")
+        return next(iter(choices.items()))
+
+    @contextlib.contextmanager
+    def microbatch(self, policy: str, *, last: bool) -> Generator[None]:
+        with contextlib.ExitStack() as stack:
+            for reducer in self._reducers:
+                stack.enter_context(reducer.microbatch(policy, last=last))
+            yield
+
+    def finish_call(self) -> None:
+        for reducer in self._reducers:
+            reducer.finish_call()
+
+    def finish_update(self) -> None:
+        for reducer in self._reducers:
+            reducer.finish_update()
+
+    def discard(self) -> None:
+        for reducer in self._reducers:
+            reducer.discard()

@@ -1,0 +1,297 @@
+"""The stages of a model on this rank: the schedules that run them, and how their gradients are reduced.
+
+torch fixes a schedule's shapes when it is made, so one is made for each shape and number of microbatches.
+"""
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Sequence
+from itertools import count
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as torch_schedules
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+
+from megabatch.errors import MegabatchError, PlanError
+from megabatch.mesh import DataRanks, check_axes
+from megabatch.plain import Choice, PlainReducer
+from megabatch.several import SeveralReducer
+from megabatch.shapes import Inputs, Shape, difference, said
+
+KEPT_SCHEDULES = 2  # each keeps buffers as large as what a whole call sends from stage to stage
+
+
+Loss = Callable[[Any, int], Tensor]  # of the last stage's output for a microbatch
+
+
+class Kind(NamedTuple):
+    """What a schedule asks for."""
+
+    make: Callable[..., Any]
+    per_rank: int | None  # stages; None: any number
+    filled: Callable[[int, int, int], int]  # microbatches, ranks, stages -> microbatches that it can run
+    goes_back: bool = False  # a V: rank r holds stages r and 2 * ranks - 1 - r; else r, r + ranks, ...
+    splits: bool = False  # computes gradients of weights later than those of inputs, without autograd's hooks
+
+
+def _any(microbatches: int, ranks: int, stages: int) -> int:
+    return microbatches
+
+
+def _one_per_stage(microbatches: int, ranks: int, stages: int) -> int:
+    return max(microbatches, stages)
+
+
+def _whole_rounds(microbatches: int, ranks: int, stages: int) -> int:
+    return next(each for each in count(microbatches) if each % max(1, each // ranks) == 0)
+
+
+SCHEDULES = {
+    "GPipe": Kind(torch_schedules.ScheduleGPipe, 1, _any),
+    "1F1B": Kind(torch_schedules.Schedule1F1B, 1, _one_per_stage),
+    "Interleaved1F1B": Kind(torch_schedules.ScheduleInterleaved1F1B, None, _whole_rounds),
+    "LoopedBFS": Kind(torch_schedules.ScheduleLoopedBFS, None, _any),
+    "InterleavedZeroBubble": Kind(torch_schedules.ScheduleInterleavedZeroBubble, None, _whole_rounds, splits=True),
+    "ZBVZeroBubble": Kind(torch_schedules.ScheduleZBVZeroBubble, 2, _any, goes_back=True, splits=True),
+    "DualPipeV": Kind(torch_schedules.ScheduleDualPipeV, 2, _one_per_stage, goes_back=True, splits=True),
+}
+
+
+class Pipeline(nn.Module):
+    """A model cut into stages that run on the ranks along the mesh's axis "pp"; give it to `GradientAccumulator`.
+
+    The first stage is called as the loss calls its model. Each later one is called with what the stage before returned
+    and with the same keyword arguments; the loss gets what the last one returns. A parameter belongs to one stage:
+    ranks cannot see that two of theirs are meant to be tied.
+
+    All microbatches of a call have one shape: shorter ones are filled up with copies of their last row and with zeros
+    on the right of dim 1, which the model must not mind, and the output is cut back before the loss sees it.
+
+    The inputs of a call are on the device at once, and a stage's whole gradient is kept until its end, sharded or not.
+
+    Args:
+        stages: This rank's modules, in order, each already wrapped over the mesh's other axes, or not. Rank r of R
+            holds the stages r, r + R, ...; for ZBVZeroBubble and DualPipeV the stages r and 2 * R - 1 - r.
+        mesh: Has the axis "pp" beside those of the data.
+        schedule: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble or DualPipeV.
+        boundary: Says what goes from stage to stage: a meta tensor (or a tuple) of its shape and dtype, from the
+            model's inputs. For a language model,
+            ``lambda input_ids: torch.empty(*input_ids.shape, width, dtype=torch.bfloat16, device="meta")``.
+        output: Says the same of what the last stage returns.
+
+    Raises `PlanError` for what cannot be run exactly.
+    """
+
+    def __init__(
+        self, stages: Sequence[nn.Module], mesh: DeviceMesh, *, boundary: Shape, output: Shape, schedule: str = "1F1B"
+    ) -> None:
+        super().__init__()
+        check_axes(mesh)
+        if "pp" not in (mesh.mesh_dim_names or ()):
+            raise PlanError(
+                f"the mesh has the axes {mesh.mesh_dim_names} but no axis 'pp'; name the axis of the stages 'pp'"
+            )
+        if schedule not in SCHEDULES:
+            raise PlanError(f"schedule is {schedule!r}; expected one of {', '.join(SCHEDULES)}")
+        self.kind = SCHEDULES[schedule]
+        if not stages or self.kind.per_rank not in (None, len(stages)):
+            raise PlanError(
+                f"{schedule} runs {self.kind.per_rank or 'one or more'} stages on each rank but was given {len(stages)}"
+                "; give a list of that many modules, or choose another schedule"
+            )
+        for stage in stages:
+            _check_stage(stage, schedule, splits=self.kind.splits)
+        self.stages = nn.ModuleList(stages)
+        self.mesh, self.boundary, self.output = mesh, boundary, output
+        self.group = mesh.get_group("pp")
+        rank, ranks = self.group.rank(), self.group.size()
+        self.num_stages = ranks * len(stages)
+        self.indices = [rank + ranks * each for each in range(len(stages))]
+        if self.kind.goes_back:
+            self.indices = [rank, 2 * ranks - 1 - rank]
+        self.last_rank = 0 if self.kind.goes_back else ranks - 1  # along "pp", where the loss is computed
+        self.failure: tuple[int, Exception] | None = None  # the first of the last step, and its stage
+        self.structure: pytree.TreeSpec | None = None  # of what the last stage has returned
+        self._schedules: OrderedDict[object, Any] = OrderedDict()
+        self._loss: Loss | None = None
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Whether the loss is computed on this rank."""
+        return self.group.rank() == self.last_rank
+
+    def filled(self, num_microbatches: int) -> int:
+        """How many microbatches the schedule must be given to run these: it may need more, stand-ins."""
+        return num_microbatches and self.kind.filled(num_microbatches, self.group.size(), self.num_stages)
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """Raises: the stages run together with those of other ranks."""
+        raise MegabatchError(
+            "a Pipeline cannot be called; give it to GradientAccumulator, whose forward_backward runs it, and in the "
+            "loss call the model that it is given"
+        )
+
+    def step(self, inputs: Sequence[Inputs], loss: Loss, device: torch.device) -> None:
+        """Forward and backward of all microbatches, of one shape; ``loss`` is asked on the last stage only."""
+        schedule, stages = self._schedule(inputs[0], len(inputs), device)
+        self.failure, self._loss = None, loss
+        for stage in stages:
+            if self.kind.splits:
+                _keep_unsharded(stage.submod)
+            stage.has_backward = True
+            stage.clear_runtime_states()
+        args, kwargs = [each.args for each in inputs], [each.kwargs for each in inputs]
+        try:
+            schedule._step_microbatches(args, kwargs, list(range(len(inputs))), None, False)
+        finally:
+            self._loss = None
+
+    def forget(self) -> None:
+        """Drop the schedules, which a step that failed half-way leaves in disorder."""
+        self._schedules.clear()
+
+    def _schedule(self, inputs: Inputs, num_microbatches: int, device: torch.device) -> tuple[Any, list["_Stage"]]:
+        shapes = tuple((each.shape, each.dtype) for each in inputs.tensors)
+        key = (shapes, tuple(inputs.kwargs), num_microbatches)
+        if key not in self._schedules:
+            while len(self._schedules) >= KEPT_SCHEDULES:
+                self._schedules.popitem(last=False)
+            self._schedules[key] = self._made(inputs, num_microbatches, device)
+        self._schedules.move_to_end(key)
+        return self._schedules[key]
+
+    def _made(self, inputs: Inputs, num_microbatches: int, device: torch.device) -> tuple[Any, list["_Stage"]]:
+        between = tuple(each.requires_grad_(each.is_floating_point()) for each in said(self.boundary, inputs))
+        ends = tuple(each for each in inputs.args if isinstance(each, Tensor)), said(self.output, inputs)
+        made = [
+            _Stage(self, module, index, device, ends[0] if index == 0 else between,
+                   ends[1] if index == self.num_stages - 1 else between)
+            for module, index in zip(self.stages, self.indices, strict=True)
+        ]  # fmt: skip
+        given = made[0] if self.kind.per_rank == 1 else made
+        asked: Loss = lambda output, index: cast(Loss, self._loss)(output, index)  # noqa: E731
+        return self.kind.make(given, num_microbatches, loss_fn=asked, scale_grads=False), made
+
+
+class _Stage(PipelineStage):
+    """A stage that is told all shapes, and holds what it sends against them."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        module: nn.Module,
+        index: int,
+        device: torch.device,
+        inputs: tuple[Tensor, ...],
+        outputs: tuple[Tensor, ...],
+    ) -> None:
+        super().__init__(
+            module, index, pipeline.num_stages, device, input_args=inputs, output_args=outputs, group=pipeline.group
+        )
+        self._pipeline, self._outputs = pipeline, outputs
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Nothing: all shapes are told, so nothing was tried. torch drops gradients here, those of earlier calls."""
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            found = returned = super().forward_maybe_with_nosync(*args, **kwargs)
+            if self.is_last:  # torch takes a tensor or a tuple of them, the loss whatever the model returns
+                leaves, self._pipeline.structure = pytree.tree_flatten(found)
+                returned = tuple(leaves)
+            self._check(returned)
+        except Exception as error:  # the other ranks wait for the rest of the step, so it is run to its end
+            self._pipeline.failure = self._pipeline.failure or (self.stage_index, error)
+            zeros = (torch.zeros_like(each, device=self.device) for each in self._outputs)
+            return tuple(each + nothing_of((args, kwargs)) if each.is_floating_point() else each for each in zeros)
+        return returned
+
+    def _check(self, returned: Any) -> None:
+        if (problem := difference(returned, self._outputs)) is not None:
+            says = "output=" if self.is_last else "boundary="
+            raise PlanError(f"stage {self.stage_index} returned {problem}; say in {says} of Pipeline what it returns")
+
+
+def _keep_unsharded(stage: nn.Module) -> None:
+    """Gradients of weights are computed for those that a stage shows then: of shards none would be, in silence."""
+    for module in stage.modules():
+        if isinstance(module, FSDPModule) and not isinstance(module, ReplicateModule):
+            module.set_reshard_after_forward(False, recurse=False)
+
+
+def nothing_of(output: Any) -> Tensor:
+    """Zero, with a graph that goes back through all of an output."""
+    found = [each for each in pytree.tree_leaves(output) if isinstance(each, Tensor) and each.requires_grad]
+    return torch.stack([each.sum() * 0.0 for each in found]).sum() if found else torch.zeros((), requires_grad=True)
+
+
+class PipelineReducer(SeveralReducer):
+    """Reduces every stage of this rank by its own wrapper, once per call, when all its microbatches have run."""
+
+    wrapper = "a pipeline"
+
+    def __init__(self, pipeline: Pipeline, reducers: Sequence[PlainReducer]) -> None:
+        super().__init__(reducers, frozen=())
+        self.ranks = DataRanks.of_mesh(pipeline.mesh)
+        if self.ranks.context_degree > 1:
+            raise PlanError("the mesh has both axes 'cp' and 'pp', which do not go together; give one of them")
+        self.stage_ranks = DataRanks(pipeline_groups=[pipeline.group])
+        self.norm_groups = list(self.stage_ranks.pipeline_groups)
+        self.pipeline = pipeline
+
+    def choose(self, policy: str) -> Choice:
+        if policy not in ("auto", "last"):
+            raise PlanError(
+                f"sync is {policy!r}, but a pipeline reduces once per call, after its last microbatch; leave sync out"
+            )
+        return "last", "the schedule of a pipeline runs the microbatches together, and reduces once after the last"
+
+    @contextlib.contextmanager
+    def microbatch(self, policy: str, *, last: bool) -> Generator[None]:
+        """Nothing: a microbatch does not run by itself, see `call`."""
+        yield
+
+    def finish_call(self) -> None:
+        """Nothing: see `call`."""
+
+    @contextlib.contextmanager
+    def call(self) -> Generator[None]:
+        """Surrounds the step that runs all microbatches of a call."""
+        with super().microbatch("last", last=True):
+            yield
+        super().finish_call()
+
+    def discard(self) -> None:
+        self.pipeline.forget()
+        super().discard()
+
+
+def _check_stage(stage: nn.Module, schedule: str, *, splits: bool) -> None:
+    """Refuse a wrapper that torch's stages do not know, and would let reduce when it should not."""
+    wrapped = cast(nn.Module, getattr(stage, "_orig_mod", stage))
+    if not any(parameter.requires_grad for parameter in stage.parameters()):
+        raise PlanError("no parameter of a stage requires a gradient; cut the model so that every stage trains some")
+    inside = any(isinstance(each, FSDPModule | DistributedDataParallel) for each in wrapped.modules())
+    if inside and not isinstance(stage, FSDPModule | DistributedDataParallel):
+        raise PlanError(
+            "a wrapper is inside a stage, where the schedule does not find it; call fully_shard on the stage itself "
+            "too, and compile with stage.compile() instead of torch.compile(stage)"
+        )
+    if any(isinstance(each, FullyShardedDataParallel) for each in wrapped.modules()):
+        raise PlanError("a stage is wrapped by FSDP1, which a pipeline cannot hold back; use FSDP2's fully_shard")
+    if isinstance(stage, DistributedDataParallel) and splits:
+        raise PlanError(
+            f"{schedule} computes gradients without the hooks by which DDP reduces; wrap the stages with fully_shard "
+            "or replicate, or choose 1F1B"
+        )
+    if isinstance(stage, DistributedDataParallel) and stage.static_graph:
+        raise PlanError(
+            "DDP with static_graph reduces in its first backward, which a pipeline holds back; leave static_graph out"
+        )

@@ -1,0 +1,40 @@
+"""The way in which a call is run: microbatch by microbatch, through representations, or through a pipeline."""
+
+import contextlib
+from typing import Any
+
+from megabatch import joint, pipeline
+from megabatch.contract import JointLoss, LossFunction, Term, terms_of, weigh_of
+from megabatch.plain import PlainReducer
+from megabatch.run import Agreement, turns
+from megabatch.share import Share
+from megabatch.stages import PipelineReducer
+from megabatch.update import OpenUpdate, add_terms
+
+
+def run(
+    model: Any, loss_fn: LossFunction | JointLoss, share: Share, agreement: Agreement,
+    reducer: PlainReducer, opened: OpenUpdate,
+) -> dict[str, Term]:  # fmt: skip
+    """Add a call's gradient to the open update; returns its sums."""
+    if isinstance(loss_fn, JointLoss):
+        return joint.run(loss_fn, model, share, agreement, reducer, opened)
+    if isinstance(reducer, PipelineReducer):
+        agreement = pipeline.filled(reducer, share, agreement)
+        return pipeline.run(share, agreement, weigh_of(loss_fn), loss_fn, reducer, opened)
+    return _one_by_one(model, loss_fn, share, agreement, reducer, opened)
+
+
+def _one_by_one(
+    model: Any, loss_fn: LossFunction, share: Share, agreement: Agreement,
+    reducer: PlainReducer, opened: OpenUpdate,
+) -> dict[str, Term]:  # fmt: skip
+    opened.open_call(agreement)
+    sums: dict[str, Term] = {}
+    with contextlib.closing(turns(share, agreement, weigh_of(loss_fn), reducer, reducer.device)) as each:
+        for turn in each:
+            terms = terms_of(loss_fn(model, turn.microbatch))
+            opened.objective(terms, turn).backward()
+            add_terms(sums, opened.add(terms, turn))
+            del turn, terms  # with the microbatch and its graph, before the next is made
+    return sums

@@ -1,0 +1,289 @@
+"""Pipelines that cannot be run exactly, on one rank and on two."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from megabatch import GradientAccumulator, LossContractError, MegabatchError, PlanError
+from megabatch.pipeline import Pipeline
+from tests.unit.failures.table import SAMPLES, Failure, linear, squares
+from tests.unit.failures.wrappers import fsdp1, layers, mesh
+
+NO_AXIS = "the mesh has the axes ('dp',) but no axis 'pp'; name the axis of the stages 'pp'"
+NO_SCHEDULE = (
+    "schedule is 'gpipe'; expected one of GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, "
+    "ZBVZeroBubble, DualPipeV"
+)
+TWO_STAGES = (
+    "1F1B runs 1 stages on each rank but was given 2; give a list of that many modules, or choose another schedule"
+)
+NO_STAGE = (
+    "LoopedBFS runs one or more stages on each rank but was given 0; give a list of that many modules, or choose "
+    "another schedule"
+)
+FROZEN = "no parameter of a stage requires a gradient; cut the model so that every stage trains some"
+INSIDE = (
+    "a wrapper is inside a stage, where the schedule does not find it; call fully_shard on the stage itself too, and "
+    "compile with stage.compile() instead of torch.compile(stage)"
+)
+FSDP1 = "a stage is wrapped by FSDP1, which a pipeline cannot hold back; use FSDP2's fully_shard"
+DDP_SPLIT = (
+    "ZBVZeroBubble computes gradients without the hooks by which DDP reduces; wrap the stages with fully_shard or "
+    "replicate, or choose 1F1B"
+)
+STATIC_GRAPH = (
+    "DDP with static_graph reduces in its first backward, which a pipeline holds back; leave static_graph out"
+)
+EVERY = "sync is 'every', but a pipeline reduces once per call, after its last microbatch; leave sync out"
+CALLED = (
+    "a Pipeline cannot be called; give it to GradientAccumulator, whose forward_backward runs it, and in the loss call "
+    "the model that it is given"
+)
+OTHER_MESH = "mesh= is another mesh than that of the Pipeline; leave mesh= out"
+NOT_CALLED = (
+    "the loss returned without calling the model that it is given, or caught what the call raised; under a Pipeline "
+    "call it once, and let what it raises pass"
+)
+CALLED_TWICE = "the loss called the model 2 times for one microbatch; under a Pipeline call it once"
+DRAWS = (
+    "the loss draws random numbers before it calls the model, and the stages of a Pipeline would draw different ones; "
+    "draw them in the first stage"
+)
+AUTOCAST = (
+    "the loss calls the model under torch.autocast or torch.no_grad, which does not reach the stages of a Pipeline; "
+    "enter it in the stages' own forward"
+)
+GRADIENT = (
+    "the loss gives the model an input that carries a gradient, which would end at the first stage of the Pipeline; "
+    "compute that input in the first stage"
+)
+NO_META = (
+    "boundary= or output= of Pipeline returned torch.Size([2, 1]); return the shape and dtype of what the stage does: "
+    'torch.empty(*shape, dtype=dtype, device="meta")'
+)
+OUTPUT = (
+    "stage 0 returned [((2, 1), torch.float64)] where [((2, 2), torch.float64)] was said; say in output= of Pipeline "
+    "what it returns"
+)
+NO_TENSOR = "stage 0 returned a str where a plain tensor was expected; say in output= of Pipeline what it returns"
+NO_ROWS = (
+    "a microbatch of 1 rows was filled up to 2, but output= says no samples in dim 0, so they cannot be taken out "
+    "again; return samples in dim 0 from the last stage"
+)
+OTHER_INPUTS = (
+    "the loss calls the model with other arguments for other microbatches of one call; under a Pipeline give all the "
+    "same names, types and numbers of dims"
+)
+OTHER_DIMS = (
+    "an input of the model has the shapes [(2, 1, 1), (2, 1, 2)] in one call of a Pipeline; only dim 0, the samples, "
+    "and dim 1 are filled up, the others must agree"
+)
+BOUNDARY = (
+    "stage 0 returned [((1, 1), torch.float64)] where [((1, 2), torch.float64)] was said; say in boundary= of Pipeline "
+    "what it returns"
+)
+MICROBATCHES = (
+    "the stages of data rank 0 were given microbatches that differ; let collate draw no random numbers, or the same on "
+    "all ranks along pp and tp"
+)
+STAGES = "ranks differ in the number or the wrapper of their stages; give all ranks the same"
+CONTEXT = "the mesh has both axes 'cp' and 'pp', which do not go together; give one of them"
+OPEN_LOOP = "a pipeline runs the microbatches of a call together; use forward_backward, not an open loop"
+
+
+def said(*shape: int) -> Callable[..., Tensor]:
+    return lambda x: torch.empty(*(shape or x.shape), dtype=torch.float64, device="meta")
+
+
+def pipeline(*stages: nn.Module, schedule: str = "GPipe", axes: tuple[str, ...] = ("dp", "pp"), **said_of: Any) -> Any:
+    """One rank holds all stages."""
+    shapes = {"boundary": said(), "output": said()} | said_of
+    return Pipeline(stages or [linear()], mesh(*axes), schedule=schedule, **shapes)
+
+
+def update(loss_fn: Any = squares, model: Pipeline | None = None, batch: Any = SAMPLES, **settings: Any) -> Any:
+    gradient = GradientAccumulator(model or pipeline(), **{"micro_batch_size": 2, **settings})
+    return gradient.forward_backward(batch, loss_fn)
+
+
+def _without_call(model: Any, microbatch: Any) -> Any:
+    return microbatch["x"].sum(), 1
+
+
+def _twice(model: Any, microbatch: Any) -> Any:
+    return model(microbatch["x"]).sum() + model(microbatch["x"]).sum(), 1
+
+
+def _with_noise(model: Any, microbatch: Any) -> Any:
+    return model(torch.randn_like(microbatch["x"])).sum(), 1
+
+
+def _in_autocast(model: Any, microbatch: Any) -> Any:
+    with torch.autocast("cpu"):
+        return model(microbatch["x"]).sum(), 1
+
+
+def _of_a_gradient(model: Any, microbatch: Any) -> Any:
+    return model(microbatch["x"].requires_grad_()).sum(), 1
+
+
+def _of_other_names(model: Any, microbatch: Any) -> Any:
+    x = microbatch["x"]
+    return (model(x) if x[0] > 2 else model(input=x)).sum(), 1
+
+
+def _wider(model: Any, microbatch: Any) -> Any:
+    x = microbatch["x"][:, None]
+    return model(x if x[0] > 2 else x.expand(2, 1, 2)).sum(), 1
+
+
+def _frozen() -> nn.Module:
+    return linear().requires_grad_(False)
+
+
+def _inside() -> nn.Module:
+    model = layers()
+    fully_shard(model[0], mesh=mesh("dp"))
+    return model
+
+
+class _Says(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return "something"
+
+
+def _open_loop() -> None:
+    next(GradientAccumulator(pipeline(), micro_batch_size=1).microbatches(SAMPLES))
+
+
+FAILURES = {
+    "a mesh without pp": Failure(PlanError, NO_AXIS, lambda: pipeline(axes=("dp",))),
+    "an unknown schedule": Failure(PlanError, NO_SCHEDULE, lambda: pipeline(schedule="gpipe")),
+    "too many stages": Failure(PlanError, TWO_STAGES, lambda: pipeline(linear(), linear(), schedule="1F1B")),
+    "no stage": Failure(
+        PlanError, NO_STAGE,
+        lambda: Pipeline([], mesh("dp", "pp"), schedule="LoopedBFS", boundary=said(), output=said()),
+    ),
+    "a frozen stage": Failure(PlanError, FROZEN, lambda: pipeline(_frozen())),
+    "a wrapper inside a stage": Failure(PlanError, INSIDE, lambda: pipeline(_inside())),
+    "FSDP1": Failure(PlanError, FSDP1, lambda: pipeline(fsdp1(linear()))),
+    "DDP and split backwards": Failure(
+        PlanError, DDP_SPLIT,
+        lambda: pipeline(*(DistributedDataParallel(linear()) for _ in range(2)), schedule="ZBVZeroBubble"),
+    ),
+    "DDP with a static graph": Failure(
+        PlanError, STATIC_GRAPH, lambda: pipeline(DistributedDataParallel(linear(), static_graph=True)),
+    ),
+    "sync": Failure(PlanError, EVERY, lambda: update(sync="every")),
+    "a pipeline that is called": Failure(MegabatchError, CALLED, lambda: pipeline()(SAMPLES[0]["x"])),
+    "another mesh": Failure(PlanError, OTHER_MESH, lambda: update(mesh=mesh("dp_shard", "pp"))),
+    "an open loop": Failure(PlanError, OPEN_LOOP, _open_loop),
+    "a loss that does not call": Failure(PlanError, NOT_CALLED, lambda: update(_without_call)),
+    "a loss that calls twice": Failure(LossContractError, CALLED_TWICE, lambda: update(_twice)),
+    "a loss that draws": Failure(PlanError, DRAWS, lambda: update(_with_noise)),
+    "autocast": Failure(PlanError, AUTOCAST, lambda: update(_in_autocast)),
+    "an input with a gradient": Failure(PlanError, GRADIENT, lambda: update(_of_a_gradient)),
+    "other arguments": Failure(PlanError, OTHER_INPUTS, lambda: update(_of_other_names)),
+    "other dims": Failure(PlanError, OTHER_DIMS, lambda: update(_wider)),
+    "a size for a shape": Failure(PlanError, NO_META, lambda: update(model=pipeline(output=lambda x: x.shape))),
+    "another output": Failure(PlanError, OUTPUT, lambda: update(model=pipeline(output=said(2, 2)))),
+    "an output that is no tensor": Failure(PlanError, NO_TENSOR, lambda: update(model=pipeline(_Says(1, 1).double()))),
+    "an output without rows": Failure(
+        PlanError, NO_ROWS, lambda: update(model=pipeline(output=said(2, 1)), batch=SAMPLES[:3]),
+    ),
+}  # fmt: skip
+
+
+def told(work: Callable[[], Any]) -> str:
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def over_two(axes: tuple[str, ...] = ("pp",), num_stages: int = 1, schedule: str = "1F1B", **said_of: Any) -> Pipeline:
+    made = init_device_mesh("cpu", (*[2] * len(axes[:-1]), dist.get_world_size() // 2 ** len(axes[:-1])),
+                            mesh_dim_names=axes)  # fmt: skip
+    shapes = {"boundary": said(), "output": said()} | said_of
+    return Pipeline([linear() for _ in range(num_stages)], made, schedule=schedule, **shapes)
+
+
+def wrong_boundary() -> str:
+    model = over_two(boundary=lambda x: torch.empty(len(x), 2, dtype=torch.float64, device="meta"))
+    return told(lambda: update(model=model, micro_batch_size=1))
+
+
+def other_microbatches() -> str:
+    def collate(samples: list[Any]) -> Any:
+        return {"x": torch.stack([each["x"] for each in samples]) + dist.get_rank()}
+
+    return told(lambda: update(model=over_two(), collate=collate))
+
+
+def other_numbers_of_stages() -> str:
+    return told(lambda: update(model=over_two(num_stages=1 + dist.get_rank(), schedule="LoopedBFS")))
+
+
+def with_context() -> str:
+    return told(lambda: update(model=over_two(("cp", "pp"), schedule="GPipe")))
+
+
+class _Raises(nn.Linear):
+    """A stage that fails in its third microbatch."""
+
+    num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        if self.num_calls == 3:
+            raise ZeroDivisionError("in the second stage")
+        return super().forward(x)
+
+
+def stage_raises() -> str:
+    model = over_two()
+    if dist.get_rank() == 1:
+        model = Pipeline([_Raises(1, 1).double()], model.mesh, boundary=said(), output=said())
+    return told(lambda: update(model=model, micro_batch_size=1))
+
+
+def loss_raises() -> str:
+    def loss_fn(model: Any, microbatch: Any) -> Any:
+        return squares(model, microbatch) if microbatch["x"][0] < 3 else {}["no such key"]
+
+    return told(lambda: update(loss_fn, over_two()))
+
+
+def loss_raises_at_last() -> str:
+    def loss_fn(model: Any, microbatch: Any) -> Any:
+        total, _ = squares(model, microbatch)
+        return (total, 1) if microbatch["x"][0] < 3 else total
+
+    return told(lambda: update(loss_fn, over_two()))
+
+
+MEAN = (
+    "the loss is a tensor of shape (), perhaps a mean; return (total, weight): the sum over the microbatch and the "
+    "count it is divided by"
+)
+RAISED = "ZeroDivisionError: in the second stage"
+JOBS: dict[str, tuple[Callable[[], str], list[str]]] = {  # what each rank is told
+    "another boundary": (wrong_boundary, [f"PlanError: {BOUNDARY}", f"PlanError: data rank 0 of 1: {BOUNDARY}"]),
+    "microbatches that differ": (other_microbatches, [f"PlanError: {MICROBATCHES}"] * 2),
+    "other numbers of stages": (other_numbers_of_stages, [f"PlanError: {STAGES}"] * 2),
+    "cp and pp": (with_context, [f"PlanError: {CONTEXT}"] * 2),
+    "a stage that raises": (
+        stage_raises, [f"PlanError: data rank 0 of 1: {RAISED}", RAISED],
+    ),
+    "a loss that raises": (loss_raises, ["KeyError: 'no such key'"] * 2),
+    "a loss that gives no pair": (
+        loss_raises_at_last, [f"LossContractError: data rank 0 of 1: {MEAN}", f"LossContractError: {MEAN}"],
+    ),
+}  # fmt: skip

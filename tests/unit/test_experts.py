@@ -1,0 +1,339 @@
+"""The balance of sequences and the biases of experts, on one process and on models of transformers."""
+
+import contextlib
+import copy
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from megabatch import GradientAccumulator, JointLoss, PlanError, experts, loss, losses, verify
+from tests.exact import oracle
+from tests.exact.experts import EXPERTS, TOP_K, VOCABULARY, balance_of_one, loads, samples, sparse_lm, unbalanced
+from tests.unit.failures.table import linear
+
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}  # fmt: skip
+COEFFICIENT = 0.02
+ROUTED = "the total of {!r} has in it a router loss over the batch"
+
+
+def mixtral(**settings) -> nn.Module:
+    torch.manual_seed(0)
+    settings = {"num_local_experts": EXPERTS, "output_router_logits": True, "router_aux_loss_coef": 0.5, **settings}
+    return MixtralForCausalLM(MixtralConfig(**SIZES, num_key_value_heads=1, **settings))
+
+
+def deepseek() -> nn.Module:
+    torch.manual_seed(0)
+    small = {"n_routed_experts": EXPERTS, "num_experts_per_tok": TOP_K, "n_group": 1, "topk_group": 1}
+    ranks = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+    config = DeepseekV3Config(**SIZES, **small, **ranks, moe_intermediate_size=8, first_k_dense_replace=0)
+    return DeepseekV3ForCausalLM(config)
+
+
+def logits(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def mask(*lengths: int) -> torch.Tensor:
+    return (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()  # [B, T]
+
+
+def balance(router_logits, attention_mask, **settings) -> torch.Tensor:
+    return experts.sequence_balance(router_logits, attention_mask, **{"top_k": TOP_K, "scores": "sigmoid", **settings})
+
+
+def test_a_balance_is_the_sum_over_sequences_and_layers():
+    layers, lengths = [logits(3, 7, EXPERTS), -logits(3, 7, EXPERTS)], (7, 2, 5)
+    expected = sum(balance_of_one(each[i, :n]) for each in layers for i, n in enumerate(lengths))
+    assert torch.allclose(balance(layers, mask(*lengths)), expected, rtol=1e-14, atol=0)
+    flat = tuple(each.flatten(0, 1) for each in layers)  # as transformers has them
+    assert torch.equal(balance(flat, mask(*lengths)), balance(layers, mask(*lengths)))
+
+
+def test_the_balance_of_one_sequence_is_that_of_switch():
+    one = logits(1, 9, EXPERTS)
+    expected = load_balancing_loss_func((one.flatten(0, 1),), EXPERTS, TOP_K, mask(9))
+    assert float(balance(one, mask(9), scores="softmax")) == pytest.approx(float(expected) / TOP_K, rel=1e-6)
+
+
+@pytest.mark.parametrize("scores", experts.SCORES)
+def test_a_balance_is_1_where_the_load_is_even(scores):
+    even = 3.0 * torch.eye(EXPERTS).double()[None]  # each expert is the first choice of one token
+    assert float(balance(even, mask(EXPERTS), top_k=1, scores=scores)) == pytest.approx(1.0)
+    one_for_all = torch.tensor([50.0, -50.0, -50.0, -50.0]).double().expand(1, 6, EXPERTS)
+    assert float(balance(one_for_all, mask(6), top_k=1, scores=scores)) == pytest.approx(EXPERTS)
+
+
+def test_a_sequence_without_tokens_has_no_balance():
+    found = logits(2, 5, EXPERTS).requires_grad_()
+    both = balance(found, mask(5, 0))
+    assert torch.equal(both, balance(found[:1], mask(5)))
+    both.backward()
+    assert torch.isfinite(found.grad).all()
+    assert not found.grad[1].any()
+
+
+def test_a_balance_of_bfloat16_is_summed_in_float32():
+    assert balance(logits(2, 5, EXPERTS).bfloat16(), mask(5, 3)).dtype == torch.float32
+
+
+def collated(num: int = 4) -> dict[str, torch.Tensor]:
+    some = samples(0, num + 1)[:num]  # with targets, each of them
+    assert len({len(each["labels"]) for each in some}) > 1
+    return oracle.collate(some)
+
+
+def outputs(model, batch):
+    """The model's output, its cross-entropy and its targets."""
+    found = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+    total = F.cross_entropy(
+        found.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100, reduction="sum"
+    )
+    return found, (total, losses.count_targets(batch))
+
+
+def naive(model, batch):
+    found, (total, count) = outputs(model, batch)
+    return total + COEFFICIENT * found.aux_loss, count
+
+
+def the_models_own(model, batch):
+    count = losses.count_targets(batch)
+    return model(**batch).loss * count, count
+
+
+def by_hand(model, batch):
+    found, (total, count) = outputs(model, batch)
+    return total + COEFFICIENT * load_balancing_loss_func(found.router_logits, EXPERTS, TOP_K), count
+
+
+def named(model, batch):
+    found, pair = outputs(model, batch)
+    count = batch["attention_mask"].sum()
+    return {"loss": pair, "router": (COEFFICIENT * found.aux_loss * count, count)}
+
+
+def named_and_not_counted(model, batch):
+    found, pair = outputs(model, batch)
+    return {"loss": pair, "router": (COEFFICIENT * found.aux_loss, 1)}
+
+
+def per_sequence(model, batch):
+    found, pair = outputs(model, batch)
+    total = experts.sequence_balance(found.router_logits, batch["attention_mask"], top_k=TOP_K)
+    return {"loss": pair, "balance": (COEFFICIENT * total, len(batch["labels"]))}
+
+
+def mean_with_a_balance(model, batch):
+    """A mean of means, beside a term of the routers that is as it should be."""
+    terms = per_sequence(model, batch)
+    return terms | {"loss": (terms["loss"][0] / terms["loss"][1], terms["loss"][1])}
+
+
+ROUTER_LOSSES = {"loss": (naive, the_models_own, by_hand), "router": (named, named_and_not_counted)}
+
+
+@pytest.mark.parametrize(("term", "loss_fn"), [(term, each) for term, found in ROUTER_LOSSES.items() for each in found])
+def test_verify_names_a_router_loss(term, loss_fn):
+    found = verify(mixtral(), loss_fn, collated())
+    assert not found.ok
+    assert found.causes[0].startswith(ROUTED.format(term)), found.causes
+
+
+def test_verify_passes_a_balance_per_sequence():
+    found = verify(mixtral(), per_sequence, samples(0, 4), micro_batch_size=3)
+    assert found.ok, str(found)
+
+
+def test_verify_does_not_blame_the_routers_for_a_mean():
+    found = verify(mixtral(), mean_with_a_balance, collated())
+    assert found.causes[0].startswith("the total of 'loss' is no sum"), found.causes
+
+
+@loss(weigh=lambda batch: {"loss": losses.count_targets(batch), "router": batch["attention_mask"].sum()})
+def weighed(model, batch):
+    return named(model, batch)
+
+
+def test_a_named_router_loss_is_the_mean_of_its_microbatches_by_tokens():
+    model, batch = mixtral(), collated()
+    gradient = GradientAccumulator(model, micro_batch_size=2)
+    gradient.forward_backward(batch, weighed)
+    gradient.finalize()
+    expected = copy.deepcopy(model)
+    expected.zero_grad()
+    targets, tokens = losses.count_targets(batch), batch["attention_mask"].sum()
+    for rows in gradient.last_plan.microbatches:
+        found, (total, _) = outputs(expected, {key: value[list(rows)] for key, value in batch.items()})
+        share = batch["attention_mask"][list(rows)].sum() / tokens
+        (total / targets + COEFFICIENT * found.aux_loss * share).backward()
+    for found, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.allclose(found.grad, wanted.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_the_biases_of_deepseek_follow_the_load_whatever_the_cut():
+    found = {}
+    for micro_batch_size in (1, 3, 8):
+        model = deepseek()
+        gradient = GradientAccumulator(model, micro_batch_size=micro_batch_size)
+        bias = experts.ExpertBias(gradient, rate=0.5)
+        gradient.forward_backward(samples(0, 8), losses.next_token)
+        gradient.finalize()
+        counted = bias.update()
+        tokens = sum(len(each["labels"]) for each in samples(0, 8))
+        assert [int(each.sum()) for each in counted.values()] == [TOP_K * tokens] * SIZES["num_hidden_layers"]
+        for (path, load), buffer in zip(counted.items(), model.buffers(), strict=False):
+            assert path.endswith("mlp.gate")
+            assert torch.equal(buffer, 0.5 * (load.double().mean() - load).sign().float())
+        found[micro_batch_size] = [each.tolist() for each in counted.values()]
+    assert found[1] == found[3] == found[8]
+
+
+def bias_of(model: nn.Module, **settings) -> tuple[GradientAccumulator, experts.ExpertBias]:
+    gradient = GradientAccumulator(model, micro_batch_size=2)
+    return gradient, experts.ExpertBias(gradient, **settings)
+
+
+def test_a_bias_is_moved_once_by_what_was_counted():
+    gradient, bias = bias_of(sparse_lm())
+    gradient.forward_backward(samples(0, 4), unbalanced)
+    gradient.finalize()
+    bias.update()
+    before = [each.clone() for each in gradient.model.buffers()]
+    assert any(each.any() for each in before)
+    assert not any(each.any() for each in bias.update().values())
+    assert all(map(torch.equal, before, gradient.model.buffers()))
+
+
+def test_how_the_choice_is_read_can_be_said():
+    found = []
+    for settings in (
+        {},
+        {"chosen": lambda output: output[0].topk(TOP_K).indices},
+    ):  # from the logits, without biases yet
+        gradient, bias = bias_of(sparse_lm(), **settings)
+        gradient.forward_backward(samples(0, 4), unbalanced)
+        gradient.finalize()
+        found.append([each.tolist() for each in bias.update().values()])
+    assert found[0] == found[1]
+    assert len(set(found[0][0])) > 1
+
+
+def test_a_joint_loss_is_counted_once():
+    def encode(model, batch):
+        return model(batch["input_ids"], attention_mask=batch["attention_mask"])[0].mean(1)
+
+    gradient, bias = bias_of(sparse_lm())
+    gradient.forward_backward(samples(0, 5), JointLoss(encode, lambda rows: ((rows**2).sum(), len(rows))))
+    gradient.finalize()
+    assert all(map(torch.equal, bias.update().values(), loads(sparse_lm(), samples(0, 5))))
+
+
+def without_bias() -> None:
+    bias_of(linear())
+
+
+def no_rate() -> None:
+    bias_of(sparse_lm(), rate=0.0)
+
+
+def sharded() -> None:
+    model = sparse_lm()
+    router = model.blocks[0].router
+    value = distribute_tensor(router.e_score_correction_bias, init_device_mesh("cpu", (1,)), [Replicate()])
+    router.e_score_correction_bias = value
+    bias_of(model)
+
+
+def trained(model: nn.Module, batch=None, **settings) -> None:
+    gradient, _ = bias_of(model, **settings)
+    gradient.forward_backward(batch or samples(0, 2), unbalanced)
+
+
+def choice_not_told() -> None:
+    trained(sparse_lm(), chosen=lambda output: None)
+
+
+def mask_of_others() -> None:
+    ids = torch.arange(6)
+    trained(sparse_lm(), [{"input_ids": ids, "labels": ids, "attention_mask": torch.ones(9, dtype=torch.long)}])
+
+
+def frozen() -> None:
+    model = sparse_lm()
+    model.embedding.requires_grad_(False)
+    model.blocks[0].router.requires_grad_(False)
+    trained(model)
+
+
+def unknown_scores() -> None:
+    balance(logits(1, 5, EXPERTS), mask(5), scores="relu")
+
+
+def no_layers() -> None:
+    balance((), mask(5))
+
+
+def other_tokens() -> None:
+    balance(logits(1, 5, EXPERTS), mask(4))
+
+
+def expert_axis() -> None:
+    GradientAccumulator(linear(), mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep")), micro_batch_size=1)
+
+
+FAILURES = {  # what is done -> what is said
+    without_bias: "no module of the model has a tensor 'e_score_correction_bias'; say name=, that of the bias of its "
+    "routers",
+    no_rate: "rate is 0.0; expected a positive number",
+    choice_not_told: "router 'blocks.0.router' did not tell which experts it chose; say chosen=, which gives "
+    "[tokens, k]",
+    mask_of_others: "router 'blocks.0.router' saw 6 tokens but attention_mask has the shape (1, 9); give the mask of "
+    "these tokens, or none",
+    frozen: "router 'blocks.0.router' returned nothing that carries a gradient, so its tokens are not trained on; "
+    "unfreeze it, or rename its bias and leave it as it is",
+    unknown_scores: "scores is 'relu'; expected one of softmax, sigmoid",
+    no_layers: "router_logits has no layers; ask the model for them (output_router_logits=True)",
+    other_tokens: "router_logits has the shape (1, 5, 4) and attention_mask (1, 4); expected [B, T, experts] or "
+    "[B * T, experts], and [B, T]",
+}
+
+
+@pytest.mark.parametrize("provoke", FAILURES, ids=lambda provoke: provoke.__name__)
+def test_what_cannot_be_is_said_in_one_line(provoke):
+    with pytest.raises(Exception, match=f"^{re.escape(FAILURES[provoke])}$"):
+        provoke()
+
+
+@contextlib.contextmanager
+def group(backend: str, store: dist.Store, world: int):
+    """This process as rank 0 of some; "fake" ones never meet."""
+    dist.init_process_group(backend, store=store, rank=0, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_bias_that_is_sharded_is_refused():
+    said = "'e_score_correction_bias' of 'blocks.0.router' is sharded; make it a buffer, or give it to fully_shard's "
+    with group("gloo", dist.HashStore(), 1), pytest.raises(PlanError, match=f"^{re.escape(said)}ignored_params$"):
+        sharded()
+
+
+def test_experts_on_ranks_of_their_own_are_refused():
+    said = r"^mesh axis 'ep' has 2 ranks; experts on ranks of their own are not supported"
+    with group("fake", FakeStore(), 2), pytest.raises(PlanError, match=said):
+        expert_axis()
