@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from megabatch import gradient, joint, way
+from megabatch import gradient, joint, pipeline, way
 from megabatch.batch import Batch, Collate, Length, Microbatch, Samples
 from megabatch.contract import LossFunction, Term, Weigh, terms_of, weigh_of
 from megabatch.cut import Plan, check_bound
@@ -64,7 +64,8 @@ class GradientAccumulator:
         gradient.check_dtype(self._reducer.parameters, accumulate_dtype)
         bounds, ranks = (micro_batch_size, max_microbatch_tokens), self._reducer.ranks
         policy = choose_policy(self._reducer, sync)
-        self._cutter = Cutter(*bounds, collate, length, *policy, ranks.context_rank, ranks.context_degree)
+        one_shape = isinstance(self._reducer, PipelineReducer)
+        self._cutter = Cutter(*bounds, collate, length, *policy, ranks.context_rank, ranks.context_degree, one_shape)
         self._last_sample: Samples | None = None
         self._open: OpenUpdate | None = None
         self._running = False  # inside a call, between its first microbatch and its last
@@ -109,6 +110,8 @@ class GradientAccumulator:
         if self._running:
             raise MegabatchError("microbatches() was called inside its own loop; finish one call before the next")
         share, agreement = agree(self._reducer.ranks, lambda: self._cutter.share(batch, weigh), weigh, self._remembered)
+        if isinstance(self._reducer, PipelineReducer):
+            agreement = pipeline.filled(self._reducer, share, agreement)
         if len(share.samples) and self._reducer.ranks.num_all > 1:
             self._last_sample = share.samples.last()
         if self._open is None:

@@ -35,6 +35,11 @@ class DDPReducer(PlainReducer):
         if hooks_of(self._ddp) != self._hooks:  # one was registered since
             check_hooks(self._ddp)
             self._hooks = hooks_of(self._ddp)
+        if cast(Any, self._ddp)._join_config.enable:
+            raise PlanError(
+                "DDP.join() is open, in which ranks that are out of data add zeros for what they had accumulated; leave "
+                "it out: ranks may have any number of samples, none too"
+            )
 
     def _note_forward(self, *_: object) -> None:
         self._went_through_ddp = True

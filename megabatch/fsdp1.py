@@ -51,9 +51,8 @@ class FSDP1Reducer(PlainReducer):
         for state in self._states:
             if (handle := state._handle) is not None:
                 handle.flat_param.grad = None
-                for name in ("_saved_grad_shard", "_cpu_grad"):  # the second is a buffer of CPU offload
-                    if hasattr(handle.flat_param, name) and name == "_saved_grad_shard":
-                        delattr(handle.flat_param, name)
+                if hasattr(handle.flat_param, "_saved_grad_shard"):
+                    del handle.flat_param._saved_grad_shard
 
     def _check_precision(self) -> None:
         own = {parameter.dtype for parameter in self.parameters}
@@ -75,12 +74,12 @@ def reducing_groups(model: nn.Module, fsdp: FullyShardedDataParallel) -> list[di
     ):
         raise PlanError("FSDP1 shards parts of the model over different ranks or in different ways; use one for all")
     managed = {id(each) for state in states for each in _parameters_of(state)}
-    left = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in managed]
-    if left:
-        raise PlanError(
-            f"parameter {left[0].replace('_fsdp_wrapped_module.', '')!r} is ignored by FSDP1, which would leave its gradient unreduced; freeze it, or take "
-            "it out of ignored_modules"
-        )
+    for name, each in model.named_parameters():
+        if each.requires_grad and id(each) not in managed:
+            raise PlanError(
+                f"parameter {name.replace('_fsdp_wrapped_module.', '')!r} is ignored by FSDP1, which would leave its "
+                "gradient unreduced; freeze it, or take it out of ignored_modules"
+            )
     replicas = [cast(Any, fsdp)._inter_node_pg] if fsdp.sharding_strategy in HYBRID else []
     return [cast(dist.ProcessGroup, fsdp.process_group), *replicas]
 

@@ -9,6 +9,7 @@ from megabatch.batch import Batch, Collate, Length, Microbatch, Samples
 from megabatch.contract import PAIR_NAME, Weigh, counted_weights
 from megabatch.cut import Plan
 from megabatch.errors import LossContractError, PlanError
+from megabatch.shapes import equal_rows
 
 MAX_WEIGHED_TERMS = 8  # the message between ranks has a fixed size
 
@@ -57,6 +58,7 @@ class Cutter:
     reason: str
     context_rank: int = 0  # which stretch of each sequence this rank sees, and of how many
     context_degree: int = 1
+    one_shape: bool = False  # whether every microbatch is filled up to the longest sample of all, as in a pipeline
 
     def samples(self, batch: Batch) -> Samples:
         """The batch seen as samples."""
@@ -65,11 +67,10 @@ class Cutter:
 
     def plan(self, samples: Samples) -> Plan:
         """How they are cut into microbatches."""
-        (plan,) = cut.plan(
-            samples.lengths,
-            micro_batch_size=self.micro_batch_size,
-            max_microbatch_tokens=self.max_microbatch_tokens,
-        )
+        rows, tokens = self.micro_batch_size, self.max_microbatch_tokens
+        if self.one_shape and tokens is not None:
+            rows, tokens = equal_rows(samples.lengths, tokens), None
+        (plan,) = cut.plan(samples.lengths, micro_batch_size=rows, max_microbatch_tokens=tokens)
         return replace(plan, sync=self.sync, reason=self.reason)
 
     def share(self, batch: Batch, weigh: Weigh | None) -> Share:

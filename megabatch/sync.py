@@ -84,6 +84,7 @@ def _pipeline_reducer(model: Pipeline, mesh: DeviceMesh | None) -> PipelineReduc
     if rest:
         return PipelineReducer(model, [_reducer_of_one(stage, model.mesh[rest]) for stage in model.stages])
     for stage in model.stages:
+        refuse_foreign(stage)
         refuse_unknown(stage)
         check_dtensors(stage)
     return PipelineReducer(model, [PlainReducer(stage, DataRanks()) for stage in model.stages])

@@ -5,6 +5,7 @@ from typing import Any
 
 from megabatch import joint, pipeline
 from megabatch.contract import JointLoss, LossFunction, Term, terms_of, weigh_of
+from megabatch.errors import PlanError
 from megabatch.plain import PlainReducer
 from megabatch.run import Agreement, turns
 from megabatch.share import Share
@@ -18,9 +19,10 @@ def run(
 ) -> dict[str, Term]:  # fmt: skip
     """Add a call's gradient to the open update; returns its sums."""
     if isinstance(loss_fn, JointLoss):
+        if isinstance(reducer, PipelineReducer):
+            raise PlanError("a JointLoss cannot run through a Pipeline; give a loss that sums over samples")
         return joint.run(loss_fn, model, share, agreement, reducer, opened)
     if isinstance(reducer, PipelineReducer):
-        agreement = pipeline.filled(reducer, share, agreement)
         return pipeline.run(share, agreement, weigh_of(loss_fn), loss_fn, reducer, opened)
     return _one_by_one(model, loss_fn, share, agreement, reducer, opened)
 

@@ -92,7 +92,8 @@ def raised_in_the_library() -> list[str]:
 
 def snapshots() -> list[str]:
     alone = [failure.text for failure in (ALONE | IN_A_GROUP).values()]
-    told_to_ranks = [text.partition(": ")[2] for _, texts in two_ranks.JOBS.values() for text in texts]
+    jobs = [*two_ranks.JOBS.values(), *pipeline.JOBS.values(), *joint.JOBS.values()]
+    told_to_ranks = [text.partition(": ")[2] for _, texts in jobs for text in texts]
     return alone + told_to_ranks + [text for _, _, text in numbers.PROBLEMS.values() if text]
 
 

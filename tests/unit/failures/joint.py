@@ -5,7 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from megabatch import JointLoss, LossContractError, PlanError
 from tests.unit.failures.table import SAMPLES, Failure, accumulator, linear, update
@@ -96,17 +98,6 @@ FAILURES = {
 }
 
 
-class Other(nn.Module):
-    """Gives another kind of rows where it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = linear()
-
-    def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        return self.linear(x).to(dtype)
-
-
 DTYPES = (
     "encode gives torch.float64 (1,) on data rank 0 and torch.float32 (1,) on data rank 1; "
     "give rows of one shape and dtype on all"
@@ -116,28 +107,47 @@ DREW = "the loss of a JointLoss drew random numbers, which differ from rank to r
 CONTEXT = "a JointLoss needs whole samples on every rank, but the mesh has the axis 'cp'; use data axes and tp"
 
 
-def dtypes_differ(here: Callable[[Any, Any], Any]) -> None:
-    """On two ranks: ``here`` gives its first argument on rank 1 and its second on rank 0."""
+def here(mine: Any, others: Any) -> Any:
+    """``mine`` on rank 1, where the fault is, and ``others`` on rank 0."""
+    return mine if dist.get_rank() == 1 else others
+
+
+def dtypes_differ() -> None:
     dtype = here(torch.float32, torch.float64)
-    accumulator(Other()).forward_backward(SAMPLES, JointLoss(lambda model, batch: model(batch["x"], dtype), squares))
+    accumulator().forward_backward(SAMPLES, encoding(lambda outputs: outputs.to(dtype)))
 
 
-def fewer_rows(here: Callable[[Any, Any], Any]) -> None:
+def fewer_rows() -> None:
     accumulator().forward_backward(SAMPLES, encoding(here(lambda outputs: outputs[:1], lambda outputs: outputs)))
 
 
-def draws(here: Callable[[Any, Any], Any]) -> None:
+def loss_draws() -> None:
     accumulator().forward_backward(SAMPLES, coupling(lambda encoded: (encoded.sum() * torch.rand(()), 1)))
 
 
-def changes(here: Callable[[Any, Any], Any]) -> None:
+def changes() -> None:
     times = here(random.random, lambda: 1.0)
     accumulator().forward_backward(SAMPLES, encoding(lambda outputs: outputs * times()))
 
 
-ON_TWO_RANKS = {  # what both are told
-    "representations of two dtypes": (dtypes_differ, DTYPES),
-    "fewer rows on one rank": (fewer_rows, FEWER),
-    "a joint loss that draws": (draws, DREW),
-    "representations that change on one rank": (changes, CHANGED),
+def cut_along_the_sequence() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+    batch = [{"x": torch.ones(2, 1, dtype=torch.float64)}]
+    accumulator(mesh=mesh).forward_backward(batch, coupling(squares))
+
+
+JOBS: dict[str, tuple[Callable[[], None], list[str]]] = {  # what each of two ranks is told
+    "representations of two dtypes": (dtypes_differ, 2 * [f"LossContractError: {DTYPES}"]),
+    "fewer rows on one rank": (fewer_rows, 2 * [f"LossContractError: {FEWER}"]),
+    "a joint loss that draws": (loss_draws, 2 * [f"LossContractError: {DREW}"]),
+    "representations that change on one rank": (changes, 2 * [f"LossContractError: {CHANGED}"]),
+    "a joint loss over stretches": (cut_along_the_sequence, 2 * [f"PlanError: {CONTEXT}"]),
 }
+
+
+def job(name: str) -> str:
+    try:
+        JOBS[name][0]()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"

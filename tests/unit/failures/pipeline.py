@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch import GradientAccumulator, LossContractError, MegabatchError, PlanError
+from megabatch import GradientAccumulator, JointLoss, LossContractError, MegabatchError, PlanError
 from megabatch.pipeline import Pipeline
 from tests.unit.failures.table import SAMPLES, Failure, linear, squares
 from tests.unit.failures.wrappers import fsdp1, layers, mesh
@@ -94,6 +94,7 @@ MICROBATCHES = (
 )
 STAGES = "ranks differ in the number or the wrapper of their stages; give all ranks the same"
 CONTEXT = "the mesh has both axes 'cp' and 'pp', which do not go together; give one of them"
+JOINT = "a JointLoss cannot run through a Pipeline; give a loss that sums over samples"
 OPEN_LOOP = "a pipeline runs the microbatches of a call together; use forward_backward, not an open loop"
 
 
@@ -183,6 +184,7 @@ FAILURES = {
     "sync": Failure(PlanError, EVERY, lambda: update(sync="every")),
     "a pipeline that is called": Failure(MegabatchError, CALLED, lambda: pipeline()(SAMPLES[0]["x"])),
     "another mesh": Failure(PlanError, OTHER_MESH, lambda: update(mesh=mesh("dp_shard", "pp"))),
+    "a joint loss": Failure(PlanError, JOINT, lambda: update(JointLoss(_without_call, _without_call))),
     "an open loop": Failure(PlanError, OPEN_LOOP, _open_loop),
     "a loss that does not call": Failure(PlanError, NOT_CALLED, lambda: update(_without_call)),
     "a loss that calls twice": Failure(LossContractError, CALLED_TWICE, lambda: update(_twice)),

@@ -1,7 +1,6 @@
 """What two ranks are told: a fault of one is heard by both, in the same words, and none waits for the other."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import GradientAccumulator, Learner, loss, losses
 from megabatch.batch import Deferred
-from tests.unit.failures import joint
 from tests.unit.failures.contract import DISAGREE
 from tests.unit.failures.table import SAMPLES, accumulator, linear, squares, weighed_squares
 from tests.unit.failures.wrappers import fsdp1
@@ -284,9 +282,6 @@ JOBS: dict[str, tuple[Callable[[], str], list[str]]] = {  # what each rank is to
     "a mesh that is not the wrapper's": (mesh_differs, on_both(f"PlanError: {MESH_DIFFERS}")),
     "a parameter unused at last": (parameter_unused_at_last, on_both(f"MegabatchError: {UNUSED}")),
     "a parameter unused and found": (parameter_unused_and_found, on_both("nothing")),
-} | {
-    name: (partial(told, partial(work, here)), on_both(f"LossContractError: {text}"))
-    for name, (work, text) in joint.ON_TWO_RANKS.items()
 }  # fmt: skip
 
 

@@ -140,6 +140,13 @@ def unfrozen_later(wrap: Callable[[nn.Module], nn.Module]) -> None:
     gradient.forward_backward(SAMPLES, squares)
 
 
+def joined() -> None:
+    ddp = DistributedDataParallel(linear())
+    gradient = accumulator(ddp)
+    with ddp.join():
+        gradient.forward_backward(SAMPLES, squares)
+
+
 def ddp_passed_by() -> None:
     gradient = accumulator(DistributedDataParallel(linear()))
     gradient.forward_backward(SAMPLES, lambda model, microbatch: squares(model.module, microbatch))
@@ -206,6 +213,12 @@ FAILURES = {
         "4 parameters require a gradient but DDP reduces 2; freeze and unfreeze before "
         "DistributedDataParallel(model), and let it ignore none that is trained",
         lambda: accumulator(unfrozen_after_ddp()),
+    ),
+    "DDP.join": Failure(
+        PlanError,
+        "DDP.join() is open, in which ranks that are out of data add zeros for what they had accumulated; leave it "
+        "out: ranks may have any number of samples, none too",
+        joined,
     ),
     "DDP passed by": Failure(
         MegabatchError,

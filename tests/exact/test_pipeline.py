@@ -1,0 +1,164 @@
+"""Pipelines give the gradient of the uncut model: every schedule, over every wrapper that its stages may have."""
+
+import pytest
+
+from tests.exact.cells import Cell
+from tests.exact.launch import Result, Run, launch, launch_all
+from tests.exact.mutations import MUTATIONS, Mutation
+from tests.exact.pipeline import NUM_STAGES, SPLITS
+from tests.exact.test_mutations import plant
+from tests.unit.failures import pipeline as failures
+
+pytestmark = pytest.mark.slow
+CELLS = {  # what is run with each schedule; of so many data ranks
+    1: (
+        "float64:plain:1:auto:C1:list:terms:tokens:forward_backward:tight",
+        "float64:plain:1:auto:C4c:mapping:weigh:one-sample:forward_backward:no-clip",
+        "float64:plain:1:auto:calls-none-between:list:mixed:two-samples:forward_backward:tight",
+        "float64:plain:1:auto:one-microbatch:list:metric-late:one-sample:forward_backward:tight",
+        "float32:plain:1:auto:C5u:list:weigh:one-sample:forward_backward:no-clip",
+    ),
+    2: (
+        "float64:plain:2:auto:calls-empty-ranks:list:late:one-sample:forward_backward:tight",
+        "float64:plain:2:auto:uneven-ranks:list:terms:two-samples:forward_backward:no-clip",
+        "float64:plain:2:auto:short-tail:list:metric:tokens:forward_backward:tight",
+        "float32:plain:2:auto:C2:list:weigh:three-samples:forward_backward:no-clip",
+    ),
+    4: ("float64:plain:4:auto:calls-empty-ranks:list:late:one-sample:forward_backward:tight",),
+}
+BITS = "bits:plain:{}:auto:calls:list:weigh:two-samples:forward_backward:loose"
+
+
+WRAPPERS = ("plain", "ddp", "fsdp2", "replicate")
+
+
+def _jobs_of_four() -> list[str]:
+    """Each schedule with each wrapper that it can have, on the hardest cell; the others with each wrapper."""
+    pairs = [(schedule, wrapper) for schedule in NUM_STAGES for wrapper in WRAPPERS
+             if wrapper != "ddp" or schedule not in SPLITS]  # fmt: skip
+    first, *others = CELLS[2]
+    schedules = {"plain": "DualPipeV", "ddp": "1F1B", "fsdp2": "InterleavedZeroBubble", "replicate": "LoopedBFS"}
+    return [
+        *(f"{schedule}/{wrapper}/{first}" for schedule, wrapper in pairs),
+        *(f"{schedules[wrapper]}/{wrapper}/{cell}" for wrapper in WRAPPERS for cell in others),
+    ]
+
+
+JOBS = {  # by the number of ranks
+    2: [
+        *(f"{schedule}/plain/{cell}" for schedule in NUM_STAGES for cell in CELLS[1]),
+        *(f"{schedule}/plain/{BITS.format(1)}" for schedule in ("GPipe", "1F1B")),
+        *(f"told/{name}" for name in failures.JOBS),
+        "fault/plain",
+    ],
+    4: [
+        *_jobs_of_four(),
+        *(f"1F1B/{wrapper}/{BITS.format(2)}" for wrapper in ("ddp", "fsdp2", "replicate")),
+        *(f"counts/{wrapper}/{shape}" for wrapper in WRAPPERS
+          for shape in ("2/1", "4/1", "4/2")),
+        "fault/fsdp2",
+    ],
+    8: [
+        f"1F1B/fsdp2-tp/{CELLS[2][0]}",
+        f"DualPipeV/hsdp/{CELLS[4][0]}",
+    ],
+}  # fmt: skip
+EXACT = {world: [job for job in jobs if job.split("/")[0] in (*NUM_STAGES, "fault")] for world, jobs in JOBS.items()}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Results by job; one spawn for each number of ranks."""
+    found: dict[str, list[Result]] = {}
+    for world, jobs in JOBS.items():
+        found |= launch(world, "tests.exact.pipeline:run_job", jobs, tmp_path_factory.mktemp(f"pipeline{world}"))
+    return found
+
+
+def value_of(result: Result):
+    assert "error" not in result, result["error"]
+    return result["value"]
+
+
+def check(job: str, ranks: list[Result]) -> None:
+    tolerance = Cell.parse(job.split("/")[2]).tolerance if not job.startswith("fault") else 1e-12
+    for value in map(value_of, ranks):
+        assert value["gradient"] <= tolerance, value["parameter"]
+        assert not value["wrong"], value["wrong"]
+
+
+@pytest.mark.parametrize("job", [job for jobs in EXACT.values() for job in jobs])
+def test_exact(results, job: str) -> None:
+    check(job, results[job])
+
+
+@pytest.mark.parametrize("job", ["fault/plain", "fault/fsdp2"])
+def test_what_a_loss_did_wrong_is_told_to_all(results, job: str) -> None:
+    said = {value_of(result)["said"] for result in results[job]}
+    assert said == {"the loss is a NoneType, perhaps a mean; return (total, weight): the sum over the microbatch and "
+                    "the count it is divided by"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", failures.JOBS)
+def test_told_to_both(results, name: str) -> None:
+    _, expected = failures.JOBS[name]
+    assert list(map(value_of, results[f"told/{name}"])) == expected
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "collective", "once"),
+    [("fsdp2", "reduce_scatter_base", 2), ("replicate", "allreduce", 2), ("ddp", "allreduce", 1)],
+)
+def test_a_call_reduces_once(results, wrapper: str, collective: str, once: int) -> None:
+    """FSDP2 has two groups of parameters on each rank, DDP one bucket; however many microbatches there are."""
+    for microbatches, calls in ((2, 1), (4, 1), (4, 2)):
+        for value in map(value_of, results[f"counts/{wrapper}/{microbatches}/{calls}"]):
+            assert value == {"reduce_scatter_base": 0, "allreduce": 0} | {collective: once * calls}
+
+
+def test_plain_stages_are_summed_once_per_update(results) -> None:
+    values = [list(map(value_of, results[f"counts/plain/{shape}"])) for shape in ("2/1", "4/1", "4/2")]
+    assert values[0] == values[1] == values[2]
+
+
+OWN = (
+    Mutation("let torch divide by the microbatches", "stages.py", "scale_grads=False", "scale_grads=True"),
+    Mutation("let torch drop the gradients of earlier calls", "stages.py",
+             "def _post_metadata_inference_cleanup", "def _not_the_cleanup"),
+    Mutation("reshard before the gradients of weights", "stages.py", "_keep_unsharded(stage.submod)", "pass"),
+    Mutation("leave what was filled up", "shapes.py", "[leaf[tuple(map(slice, each.shape))] for", "[leaf for"),
+    Mutation("forget the norm of other stages", "stages.py",
+             "self.norm_groups = list(self.stage_ranks.pipeline_groups)", "self.norm_groups = []"),
+)  # fmt: skip
+PLANTED = (*OWN, *(each for each in MUTATIONS if each.name in ("differentiate a stand-in", "count a stand-in")))
+SEEN_BY = (f"1F1B/fsdp2/{CELLS[2][0]}", f"InterleavedZeroBubble/fsdp2/{CELLS[2][1]}")
+
+
+@pytest.fixture(scope="module")
+def failing(tmp_path_factory) -> dict[str, list[str]]:
+    """The jobs that fail, by mutation; "" is the library as it is."""
+    folder = tmp_path_factory.mktemp("planted")
+    runs = {"": Run(4, list(SEEN_BY), folder / "none")}
+    for number, mutation in enumerate(PLANTED):
+        planted = folder / str(number)
+        plant(mutation, planted)
+        runs[mutation.name] = Run(4, list(SEEN_BY), planted / "run", [str(planted)], len(SEEN_BY), 10.0)
+    found = launch_all("tests.exact.pipeline:run_job", list(runs.values()), folder)
+    return {name: [job for job in SEEN_BY if _fails(job, ranks[job])] for name, ranks in zip(runs, found, strict=True)}
+
+
+def _fails(job: str, ranks: list[Result]) -> bool:
+    try:
+        check(job, ranks)
+    except AssertionError:
+        return True
+    return False
+
+
+def test_the_library_passes(failing) -> None:
+    assert failing[""] == []
+
+
+@pytest.mark.parametrize("mutation", PLANTED, ids=lambda mutation: mutation.name.replace(" ", "-"))
+def test_the_planted_bug_is_caught(failing, mutation: Mutation) -> None:
+    assert failing[mutation.name]
