@@ -12,14 +12,17 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from megabatch import gradient, joint, pipeline, way
+from megabatch import gradient, way
 from megabatch.batch import Batch, Collate, Length, Microbatch, Samples
-from megabatch.contract import LossFunction, Term, Weigh, terms_of, weigh_of
+from megabatch.contract import LossFunction, Term, Weigh, terms_given, weigh_of
 from megabatch.cut import Plan, check_bound
-from megabatch.errors import LossContractError, MegabatchError, PlanError, require_positive
+from megabatch.errors import LossContractError, MegabatchError, require_positive
+from megabatch.mesh import DataRanks
+from megabatch.precision import Wide, no_float16_autocast
 from megabatch.run import Agreement, Turn, agree, turns, with_stand_ins
 from megabatch.share import Cutter, Share
 from megabatch.stages import PipelineReducer
+from megabatch.stepping import StepInBackward
 from megabatch.sync import Models, choose_policy, reducer_for
 from megabatch.update import OpenUpdate, Update
 
@@ -41,7 +44,8 @@ class GradientAccumulator:
             reduce-scatters with each and all-reduces once per call; "auto" is what suits the wrapper.
         collate: Makes a microbatch of a list of samples; the default pads on the right.
         length: Tokens of a sample; the default is the size of dim 0 of its first tensor.
-        accumulate_dtype: Only the parameters' own dtype is supported.
+        accumulate_dtype: What gradients are added in, torch.float32 for bfloat16 parameters; rounded to theirs in
+            `finalize`, after the norm and the clip. None: each parameter's own.
 
     Raises `PlanError` for what cannot be planned or reduced exactly.
     """
@@ -61,16 +65,37 @@ class GradientAccumulator:
         check_bound(micro_batch_size, max_microbatch_tokens)
         self.model = model
         self._reducer = reducer_for(model, mesh)
-        gradient.check_dtype(self._reducer.parameters, accumulate_dtype)
+        self._wide = Wide(self._reducer.parameters, accumulate_dtype)
+        self._reducer.accumulate_in(self._wide)
         bounds, ranks = (micro_batch_size, max_microbatch_tokens), self._reducer.ranks
         policy = choose_policy(self._reducer, sync)
         one_shape = isinstance(self._reducer, PipelineReducer)
         self._cutter = Cutter(*bounds, collate, length, *policy, ranks.context_rank, ranks.context_degree, one_shape)
         self._last_sample: Samples | None = None
+        self._stepping: StepInBackward | None = None
         self._open: OpenUpdate | None = None
         self._running = False  # inside a call, between its first microbatch and its last
         self._turn: Turn | None = None  # the microbatch that waits for its backward
         self.last_plan: Plan | None = None
+
+    @property
+    def ranks(self) -> DataRanks:
+        """The ranks that work on an update."""
+        return self._reducer.ranks
+
+    @property
+    def open_update(self) -> OpenUpdate | None:
+        """What is being accumulated; None from `finalize` to the next call."""
+        return self._open
+
+    @property
+    def is_counting(self) -> bool | None:
+        """Whether the microbatch that runs is counted, as a stand-in is not; None where none runs by itself."""
+        return self._reducer.is_counting
+
+    def step_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
+        """From here on, step ``optimizer`` in each update's last backward, for less memory; see `StepInBackward`."""
+        self._stepping = StepInBackward(optimizer, self._reducer)
 
     def plan(self, batch: Batch) -> Plan:
         """How this rank's part of a batch would be cut; runs nothing and asks no other rank."""
@@ -89,11 +114,7 @@ class GradientAccumulator:
 
     def microbatches(self, batch: Batch, weigh: Weigh | None = None) -> Generator[Microbatch, None, None]:
         """The same as an open loop: yields each microbatch on the device; call `backward` once in the body."""
-        joint.refuse_in_a_loop(weigh)
-        if isinstance(self._reducer, PipelineReducer):
-            raise PlanError(
-                "a pipeline runs the microbatches of a call together; use forward_backward, not an open loop"
-            )
+        way.check_open_loop(self._reducer, weigh)
         with self._call(batch, weigh) as (share, agreement, opened):
             opened.open_call(agreement)
             with contextlib.closing(turns(share, agreement, weigh, self._reducer, self._reducer.device)) as each:
@@ -110,18 +131,19 @@ class GradientAccumulator:
         if self._running:
             raise MegabatchError("microbatches() was called inside its own loop; finish one call before the next")
         share, agreement = agree(self._reducer.ranks, lambda: self._cutter.share(batch, weigh), weigh, self._remembered)
-        if isinstance(self._reducer, PipelineReducer):
-            agreement = pipeline.filled(self._reducer, share, agreement)
+        agreement = way.filled(self._reducer, share, agreement)
         if len(share.samples) and self._reducer.ranks.num_all > 1:
             self._last_sample = share.samples.last()
         if self._open is None:
             self._reducer.check_unchanged()
             gradient.drop(self._reducer.parameters)
-            self._open = OpenUpdate(self._reducer.ranks, self._reducer.device, self._reducer.loss_factor)
+            self._wide.begin()
+            self._open = OpenUpdate(self._reducer, self._stepping)
         self.last_plan = with_stand_ins(share.plan, agreement.num_microbatches)
         self._running = True
         try:
-            yield share, agreement, self._open
+            with no_float16_autocast(self.model):
+                yield share, agreement, self._open
             self._running = False
         finally:
             if self._running:  # the loss raised, or the loop was left early
@@ -136,17 +158,8 @@ class GradientAccumulator:
             raise MegabatchError(
                 "backward() belongs once in the body of a loop over microbatches(); there is none to run"
             )
-        if isinstance(total, Mapping):
-            terms = terms_of(total)
-        elif weight is None and len(self._turn.weighed) != 1:
-            raise LossContractError(
-                "backward() was given no weight and weigh counted none; give backward(total, weight)"
-            )
-        else:
-            terms = terms_of((total, next(iter(self._turn.weighed.values())) if weight is None else weight))
         assert self._open is not None  # a loop is running
-        self._open.objective(terms, self._turn).backward()
-        self._open.add(terms, self._turn)
+        self._open.backward(terms_given(total, weight, self._turn.weighed), self._turn)
         self._turn = None
 
     def finalize(self, *, max_norm: float | None = None, weight: float | None = None) -> Update:
@@ -167,29 +180,26 @@ class GradientAccumulator:
         for name, value in {"max_norm": max_norm, "weight": weight}.items():
             if value is not None:
                 require_positive(name, value)
-        update, factor = self._close(weight, max_norm)
-        parameters = self._reducer.parameters
-        if isinstance(factor, float) and factor == 0.0:
-            gradient.drop(parameters)
-            return replace(update, finite=torch.zeros_like(update.finite))
-        self._reducer.finish_update()
-        if max_norm is not None:
-            return update.with_norm(gradient.clip(parameters, max_norm, factor, self._reducer.norm_groups))
-        if factor is not None:
-            gradient.scale(parameters, factor)
-        return update
-
-    def _close(self, weight: float | None, max_norm: float | None) -> tuple[Update, float | Tensor | None]:
+        if self._stepping is not None:
+            self._stepping.check_finalize(max_norm, weight)
         opened, self._open = self._open, None
-        assert opened is not None  # finalize has looked
         try:
             update, factor = opened.close(weight, max_norm)
-            if self._reducer.device.type == "cpu" and isinstance(problem := update.problem(), LossContractError):
-                raise problem
         except LossContractError:
             self._abandon()
             raise
-        return update, factor
+        parameters = self._reducer.parameters
+        if isinstance(factor, float) and factor == 0.0:
+            gradient.drop(parameters)
+            update = replace(update, finite=torch.zeros_like(update.finite))
+        else:
+            self._reducer.finish_update()
+            if max_norm is not None:
+                update = update.with_norm(gradient.clip(parameters, max_norm, factor, self._reducer.norm_groups))
+            elif factor is not None:
+                gradient.scale(parameters, factor)
+        self._wide.finish()
+        return update
 
     def _remembered(self) -> Microbatch | None:
         return None if self._last_sample is None else self._last_sample.stand_in()
@@ -199,4 +209,5 @@ class GradientAccumulator:
         self._open = self._turn = None
         self._running = False
         self._reducer.discard()
+        self._wide.discard()
         gradient.drop(self._reducer.parameters)

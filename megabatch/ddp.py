@@ -11,6 +11,7 @@ from megabatch.errors import MegabatchError, PlanError
 from megabatch.hooks import check_hooks, hooks_of
 from megabatch.mesh import DataRanks
 from megabatch.plain import Choice, PlainReducer
+from megabatch.precision import Wide
 from megabatch.wrapped import check_ddp_precision
 
 
@@ -28,17 +29,31 @@ class DDPReducer(PlainReducer):
         self._ddp, self._hooks = ddp, hooks_of(ddp)
         self._first_of_static_graph = bool(ddp.static_graph)
         self._went_through_ddp = False
+        self._is_local = False  # gradients stay on their rank until the update ends
         ddp.register_forward_pre_hook(self._note_forward)
+
+    def accumulate_in(self, wide: Wide) -> None:
+        """DDP's buckets are of the parameters' dtype, so what is wider stays out of them and is summed here."""
+        super().accumulate_in(wide)
+        if not wide.widens:
+            return
+        if self._ddp.static_graph or self._hooks:
+            raise PlanError(
+                f"accumulate_dtype is {wide.dtype}, and DDP with static_graph=True or a communication hook cannot "
+                "reduce after the last backward; leave both of these, or accumulate_dtype, out"
+            )
+        self._is_local, self.loss_factor = True, 1.0
 
     def check_unchanged(self) -> None:
         super().check_unchanged()
         if hooks_of(self._ddp) != self._hooks:  # one was registered since
             check_hooks(self._ddp)
             self._hooks = hooks_of(self._ddp)
+            self.accumulate_in(self._wide)
         if cast(Any, self._ddp)._join_config.enable:
             raise PlanError(
-                "DDP.join() is open, in which ranks that are out of data add zeros for what they had accumulated; leave "
-                "it out: ranks may have any number of samples, none too"
+                "DDP.join() is open, in which ranks that are out of data add zeros for what they had accumulated; "
+                "leave it out: ranks may have any number of samples, none too"
             )
 
     def _note_forward(self, *_: object) -> None:
@@ -46,12 +61,18 @@ class DDPReducer(PlainReducer):
 
     def choose(self, policy: str) -> Choice:
         self._refuse_replica_last(policy)
+        if self._is_local:
+            return "last", "DDP reduces in the parameters' dtype: the wider gradient is summed once per update"
         if policy == "every":
             return "every", "as asked: DDP all-reduces the whole gradient with each microbatch"
         return "last", "DDP keeps the whole gradient anyway: one all-reduce, overlapping the last backward"
 
     @contextlib.contextmanager
     def microbatch(self, policy: str, *, last: bool) -> Generator[None]:
+        if self._is_local:
+            with self._ddp.no_sync():
+                yield
+            return
         # A static graph is recorded in the first backward, which must be a reducing one.
         reduce, self._first_of_static_graph = last or policy == "every" or self._first_of_static_graph, False
         self._went_through_ddp = False
@@ -59,6 +80,8 @@ class DDPReducer(PlainReducer):
             yield
 
     def finish_call(self) -> None:
+        if self._is_local:
+            return
         if not self._went_through_ddp:
             raise MegabatchError(
                 "the loss did not call the DDP model, so no gradient was reduced; call the model that it is given, "
@@ -74,7 +97,9 @@ class DDPReducer(PlainReducer):
             ) from None
 
     def finish_update(self) -> None:
-        """Nothing is left to do: DDP has reduced."""
+        """DDP has reduced, unless gradients are wider than its buckets."""
+        if self._is_local:
+            super().finish_update()
 
 
 def _check_buckets(ddp: DistributedDataParallel, num_trainable: int) -> None:

@@ -1,7 +1,8 @@
 """Models that another library has prepared: which are refused, and why.
 
 Accelerate's are not: what it prepares is a plain model, DDP, FSDP1 or FSDP2, with a forward that casts. Its own
-gradient accumulation is done in ``accelerator.backward``, which is not called.
+gradient accumulation is done in ``accelerator.backward``, which is not called. A DataLoader that it has prepared
+deals batches to ranks once more and repeats samples to fill the last: give it none that `UpdateSampler` serves.
 """
 
 from collections.abc import Callable, Iterator

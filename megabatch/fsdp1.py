@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from megabatch.errors import PlanError
 from megabatch.mesh import DataRanks
 from megabatch.plain import Choice, PlainReducer
+from megabatch.precision import Wide, refuse_float16
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)  # pyright: ignore[reportPrivateUsage]
 
@@ -30,6 +31,13 @@ class FSDP1Reducer(PlainReducer):
         if self._is_sharded:
             self.norm_groups = [cast(dist.ProcessGroup, fsdp.process_group)]
         self._check_precision()
+
+    def accumulate_in(self, wide: Wide) -> None:
+        if wide.widens:
+            raise PlanError(
+                f"accumulate_dtype is {wide.dtype} but FSDP1 accumulates in the parameters' dtype; shard with "
+                f"fully_shard and MixedPrecisionPolicy(reduce_dtype={wide.dtype}), or leave accumulate_dtype out"
+            )
 
     def choose(self, policy: str) -> Choice:
         self._refuse_replica_last(policy)
@@ -57,6 +65,8 @@ class FSDP1Reducer(PlainReducer):
     def _check_precision(self) -> None:
         own = {parameter.dtype for parameter in self.parameters}
         for state in self._states:
+            dtypes = state.mixed_precision.param_dtype, state.mixed_precision.reduce_dtype
+            refuse_float16(("a dtype of FSDP1's MixedPrecision", each) for each in dtypes)
             used = state.mixed_precision.reduce_dtype or state.mixed_precision.param_dtype
             if used is not None and any(torch.finfo(used).eps > torch.finfo(dtype).eps for dtype in own):
                 raise PlanError(

@@ -14,7 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from megabatch.errors import PlanError
 from megabatch.mesh import DataRanks
 from megabatch.plain import CHANGED, Choice, PlainReducer
-from megabatch.wrapped import check_precision
+from megabatch.precision import Wide
+from megabatch.wrapped import check_precision, check_wide
 
 
 class FSDP2Reducer(PlainReducer):
@@ -37,6 +38,10 @@ class FSDP2Reducer(PlainReducer):
             if hasattr(module, "set_reduce_scatter_unused_params"):
                 # Ranks that used different parameters would else reduce one's gradient into another's.
                 module.set_reduce_scatter_unused_params(True, recurse=False)
+
+    def accumulate_in(self, wide: Wide) -> None:
+        check_wide(self._modules, wide, self.parameters)
+        super().accumulate_in(wide)
 
     def check_unchanged(self) -> None:
         # By flags, since a module that an evaluation has left unsharded shows other parameters.
@@ -62,7 +67,8 @@ class FSDP2Reducer(PlainReducer):
     def microbatch(self, policy: str, *, last: bool) -> Generator[None]:
         self._set(reduce=last or policy != "last", all_reduce=last or policy == "every", last=last)
         try:
-            yield
+            with self._handing_over_wide():
+                yield
         finally:
             self._set(reduce=True, all_reduce=True, last=True)
 
@@ -81,6 +87,23 @@ class FSDP2Reducer(PlainReducer):
                 parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
+
+    @contextlib.contextmanager
+    def _handing_over_wide(self) -> Generator[None]:
+        """Where gradients are added wide, FSDP2 is not to round what it has reduced before it is added."""
+        if not self._wide.widens:
+            yield
+            return
+        for module in self._modules:  # else the first forward does this, and sets the dtype again
+            cast(Any, module)._get_fsdp_state()._lazy_init()
+        own = [group._orig_dtype for group in self._groups]
+        try:
+            for group in self._groups:
+                group._orig_dtype = self._wide.dtype
+            yield
+        finally:
+            for group, dtype in zip(self._groups, own, strict=True):
+                group._orig_dtype = dtype
 
     def _set(self, *, reduce: bool, all_reduce: bool, last: bool) -> None:
         for module in self._modules:

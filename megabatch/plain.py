@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from megabatch.errors import PlanError
 from megabatch.mesh import DataRanks
+from megabatch.precision import Wide, refuse_float16
 
 Choice = tuple[str, str]  # a policy, "last", "every" or "replica_last", and why
 CHANGED = (
@@ -28,13 +29,20 @@ class PlainReducer:
 
     wrapper = "no wrapper"
     loss_factor = 1.0
+    is_counting: bool | None = None  # the microbatch that runs: False for a stand-in
 
     def __init__(self, model: nn.Module, ranks: DataRanks) -> None:
         self.ranks = ranks
         self.parameters = trainable(model)
         self.device = next(model.parameters()).device  # of what the model reads
         self.norm_groups: list[dist.ProcessGroup] = []  # ranks that hold parts of the gradient which no DTensor tells
+        self._wide = Wide(self.parameters, None)
         self._model = model
+        refuse_float16((f"parameter {name!r}", each.dtype) for name, each in model.named_parameters())
+
+    def accumulate_in(self, wide: Wide) -> None:
+        """Take in that gradients are added wider. Raises `PlanError` where the wrapper would round them before."""
+        self._wide = wide
 
     def check_unchanged(self) -> None:
         """Raise `PlanError` where an update would be reduced otherwise than what was looked at in the beginning."""
@@ -76,7 +84,7 @@ class PlainReducer:
         has_gradient = self.ranks.exchange([parameter.grad is not None for parameter in self.parameters])
         for parameter, *flags in zip(self.parameters, *has_gradient, strict=True):
             if parameter.grad is None and any(flags):
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=self._wide.dtype_of(parameter))
 
     def _refuse_replica_last(self, policy: str) -> None:
         if policy == "replica_last":

@@ -4,28 +4,23 @@ A copy of the model in float64, dropout off, runs the batch whole and cut, sampl
 the cause is looked for and named: a module that mixes samples, a loss that divides, a count that does not fit.
 """
 
-import copy
 import inspect
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
-from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
-from megabatch.batch import IGNORED_LABEL, Batch, Microbatch, Samples, to_device
+from megabatch.batch import IGNORED_LABEL, Batch, Microbatch, Samples
 from megabatch.contract import LossFunction, Term, counted_weights, differentiable, terms_of, weigh_of
 from megabatch.cut import plan
+from megabatch.double import Float64WithoutDropout, float64_copy, in_float64
 from megabatch.errors import PlanError
-from megabatch.mixing import failing_module, mixing_module
+from megabatch.mixing import failing_module, mixing_module, terms_of_routers
 from megabatch.update import WEIGHT_TOLERANCE
 
-LOW_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
 # Below this share of the whole gradient a parameter's is nothing but rounding, and its error is measured by the whole.
 NEGLIGIBLE = 1e-6
 
@@ -59,8 +54,8 @@ def verify(
     is within ``tolerance``, that totals and weights add up over the cut, and that there was something to compare.
     Raises `PlanError` for a model that is sharded, and `LossContractError` for a loss that returns no terms.
     """
-    witness = _Witness(_float64_copy(model), loss_fn, batch, micro_batch_size)
-    with _Float64WithoutDropout():
+    witness = _Witness(float64_copy(model), loss_fn, batch, micro_batch_size)
+    with Float64WithoutDropout():
         whole = witness.measure([witness.everything])
         try:
             cut = witness.measure(witness.microbatches)
@@ -89,8 +84,8 @@ class _Witness:
         (cut,) = plan(samples.lengths, micro_batch_size=micro_batch_size)
         self.model = model
         self.loss_fn = loss_fn
-        self.microbatches = [_prepared(samples.take(rows), device) for rows in cut.microbatches]
-        self.everything = _prepared(samples.take(range(len(samples))), device)
+        self.microbatches = [in_float64(samples.take(rows), device) for rows in cut.microbatches]
+        self.everything = in_float64(samples.take(range(len(samples))), device)
         self.rows = len(samples)
 
     def measure(self, microbatches: list[Microbatch]) -> _Measured:
@@ -161,13 +156,21 @@ class _Witness:
         parts = len(self.microbatches)
         for name in whole.sums:
             (total, weight), (cut_total, cut_weight) = whole.sums[name], cut.sums[name]
+            no_sum = _apart(float(total), float(cut_total))
+            of_routers = no_sum and name in terms_of_routers(self.model, self.loss_fn, self.everything)
+            if of_routers:
+                yield (
+                    f"the total of {name!r} has in it a router loss over the batch: a product of means over tokens, "
+                    "which every cut changes; give it as a named term with its own weight, and to be exact under every "
+                    "cut as experts.sequence_balance"
+                )
             if _apart(float(weight), float(cut_weight)):
                 yield (
                     f"the weight of {name!r} is no count: {float(weight):.6g} for the batch whole, "
                     f"{float(cut_weight):.6g} added over its {parts} microbatches; it counts microbatches, or padding "
                     "(only labels are padded with -100), and not what is summed: return the number of targets"
                 )
-            if _apart(float(total), float(cut_total)):
+            if no_sum and not of_routers:
                 yield (
                     f"the total of {name!r} is no sum: {float(total):.6g} for the batch whole, "
                     f"{float(cut_total):.6g} added over its {parts} microbatches; it is divided, perhaps to a mean, "
@@ -225,43 +228,6 @@ class _Witness:
 
     def _takes_labels(self) -> bool:
         return "labels" in inspect.signature(self.model.forward).parameters
-
-
-class _Float64WithoutDropout(TorchFunctionMode):
-    """Inside, dropout passes its input on and a float64 tensor is never cast to a lower precision."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        name = getattr(func, "__name__", "")
-        if "dropout" in name and "attention" not in name and args:
-            return args[0] if name != "native_dropout" else (args[0], torch.ones_like(args[0], dtype=torch.bool))
-        if name == "scaled_dot_product_attention":
-            kwargs["dropout_p"] = 0.0
-        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
-            if name in ("float", "half", "bfloat16"):
-                return args[0]
-            args = tuple(_kept(value) for value in args)
-            kwargs = {key: _kept(value) for key, value in kwargs.items()}
-        return func(*args, **kwargs)
-
-
-def _kept(value: Any) -> Any:
-    return torch.float64 if isinstance(value, torch.dtype) and value in LOW_PRECISION else value
-
-
-def _float64_copy(model: nn.Module) -> nn.Module:
-    model = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", model)
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise PlanError("verify was given a sharded model; verify the model before fully_shard")
-    double = copy.deepcopy(model).double()
-    return double if model.training else double.train()  # in training, what was frozen by eval() stays so
-
-
-def _prepared(microbatch: Microbatch, device: torch.device) -> Microbatch:
-    def to_float64(leaf: Any) -> Any:
-        return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-
-    return pytree.tree_map(to_float64, to_device(microbatch, device))
 
 
 def _add_gradient(sums: dict[str, Tensor], model: nn.Module, total: Tensor) -> None:

@@ -115,7 +115,7 @@ def _stand_in(
     everyone_has: bool,
 ) -> Callable[[], Microbatch] | None:
     """A sample of this rank's, or one that another rank sends; None where nobody needs one."""
-    mine = share.samples.stand_in if len(share.samples) else remembered
+    mine = share.stand_in if len(share.samples) else remembered
     if num_microbatches and not everyone_has:
         offer, failure = None, None
         try:
@@ -152,7 +152,11 @@ def turns(
             counted = weighed if weigh is None or is_stand_in else share.weights[index]
             last = index == agreement.num_microbatches - 1
             with reducer.microbatch(share.plan.sync, last=last):
-                yield Turn(to_device(microbatch, device), index, counted, weighed, is_stand_in)
+                reducer.is_counting = not is_stand_in
+                try:
+                    yield Turn(to_device(microbatch, device), index, counted, weighed, is_stand_in)
+                finally:
+                    reducer.is_counting = None
             del microbatch  # before the next is made
     if agreement.num_microbatches:
         reducer.finish_call()

@@ -7,6 +7,7 @@ from torch import nn
 
 from megabatch.errors import PlanError
 from megabatch.plain import CHANGED, Choice, PlainReducer, trainable
+from megabatch.precision import Wide
 
 
 class SeveralReducer(PlainReducer):
@@ -28,6 +29,16 @@ class SeveralReducer(PlainReducer):
         self.ranks, self.device, self.loss_factor = first.ranks, first.device, first.loss_factor
         self.norm_groups = first.norm_groups
         self._reducers, self._frozen = list(reducers), frozen
+
+    def accumulate_in(self, wide: Wide) -> None:
+        if wide.widens and self.ranks.pipeline is not None:
+            raise PlanError(
+                f"accumulate_dtype is {wide.dtype}, but a pipeline adds gradients in the parameters' dtype; "
+                "leave accumulate_dtype out"
+            )
+        for reducer in self._reducers:
+            reducer.accumulate_in(wide)
+        self.loss_factor = self._reducers[0].loss_factor
 
     def check_unchanged(self) -> None:
         for reducer in self._reducers:

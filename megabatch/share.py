@@ -27,6 +27,16 @@ class Share:
         """The microbatches of the plan in turn, on the CPU."""
         return (each for each in self.collated) if self.collated else self.samples.in_turn(self.plan.microbatches)
 
+    def stand_in(self) -> Microbatch:
+        """The last microbatch once more, whose shape a compiled model knows; a new one, since a loss may write to it.
+
+        Of a deferred batch its last sample, over and over, since the others would have to be loaded again.
+        """
+        rows, last = self.plan.microbatches[-1], len(self.samples) - 1
+        if self.samples.deferred is not None:
+            rows = [last] * (len(rows) if last in rows else 1)
+        return self.samples.take(rows)
+
     def weighed(self, index: int, microbatch: Microbatch, weigh: Weigh) -> dict[str, float]:
         """What ``weigh`` counts for microbatch ``index``, which is a stand-in from the end of the plan on."""
         told = self.samples.deferred is not None and self.samples.deferred.weights is not None

@@ -4,6 +4,7 @@ While open, each microbatch's total is divided by the weight that the first call
 of the whole update's weight is one factor, known when the update closes; for a single weighed call it is 1.
 """
 
+import contextlib
 import math
 import zlib
 from collections.abc import Mapping
@@ -14,8 +15,10 @@ from torch import Tensor
 
 from megabatch.contract import PAIR_NAME, Term, accumulation_dtype, differentiable
 from megabatch.errors import LossContractError, MegabatchError
-from megabatch.mesh import DataRanks
+from megabatch.plain import PlainReducer
+from megabatch.precision import refuse_float16
 from megabatch.run import Agreement, Turn
+from megabatch.stepping import StepInBackward
 
 MAX_TERMS = 16  # the message between devices has a fixed size, so that no rank can wait for a longer one
 WEIGHT_TOLERANCE = 1e-6  # relative: one target in a million is seen, float32's rounding of a sum is not
@@ -71,11 +74,12 @@ def weights_differ(where: str, counted: float, returned: float) -> LossContractE
 class OpenUpdate:
     """This rank's sums of the update that is being accumulated, and the divisors of its terms."""
 
-    def __init__(self, ranks: DataRanks, device: torch.device, loss_factor: float) -> None:
-        self._ranks = ranks
-        self._loss_factor = loss_factor
-        self._device = device
-        self._dtype = accumulation_dtype(device)
+    def __init__(self, reducer: PlainReducer, stepping: StepInBackward | None = None) -> None:
+        self._ranks = reducer.ranks
+        self._stepping = stepping
+        self._loss_factor = reducer.loss_factor
+        self._device = reducer.device
+        self._dtype = accumulation_dtype(reducer.device)
         self._divisors: dict[str, float] = {}  # by weighed term, from the first call
         self._announced: dict[str, float] = {}  # weights over all ranks, of the weighed calls
         self._all_announced = True
@@ -90,6 +94,8 @@ class OpenUpdate:
         if not agreement.num_microbatches:
             return
         self._num_calls += 1
+        if self._stepping is not None:
+            self._stepping.open_call(agreement, self._num_calls)
         if self._num_calls == 1:
             self._divisors = {name: weight or 1.0 for name, weight in agreement.weights.items()}
         for name, weight in agreement.weights.items():
@@ -99,11 +105,20 @@ class OpenUpdate:
         self.num_tokens += agreement.num_tokens
         self.num_microbatches += agreement.num_microbatches
 
+    def backward(self, terms: Mapping[str, Term], turn: Turn) -> dict[str, Term]:
+        """Differentiate one microbatch; returns its sums, detached."""
+        objective = self.objective(terms, turn)
+        sums = self.add(terms, turn)  # which may raise, and then no parameter is to have moved
+        with contextlib.nullcontext() if self._stepping is None else self._stepping.backward(turn.index):
+            objective.backward()
+        return sums
+
     def objective(self, terms: Mapping[str, Term], turn: Turn) -> Tensor:
         """The scalar to differentiate: each total over its divisor, and nothing of a stand-in."""
         names = differentiable(terms)
         self._differentiable |= set(names)
         self._check_terms(names, turn)
+        refuse_float16((f"the total of {name!r}", terms[name].total.dtype) for name in names)
         share = 0.0 if turn.is_stand_in else self._loss_factor
         parts = [terms[name].total * (share / (_of(self._divisors, name) or 1.0)) for name in names]
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
@@ -129,7 +144,7 @@ class OpenUpdate:
         """What the update was, and the factor that its gradient still lacks (None: nothing; 0.0: there is no weight).
 
         ``weight`` replaces the divisor; ``max_norm`` is only held against the other ranks'. Ends with one small message
-        between devices.
+        between devices. Raises `LossContractError`, on the CPU, where counted and returned weights differ.
         """
         own = sorted(self._differentiable)
         if weight is not None and len(own) > 1:
@@ -156,6 +171,8 @@ class OpenUpdate:
             num_microbatches=self.num_microbatches,
             reports=rows[:, : 4 + num_own],
         )
+        if self._device.type == "cpu" and isinstance(problem := update.problem(), LossContractError):
+            raise problem
         return update, self._missing_factor(own, whole, weight)
 
     def _missing_factor(self, terms: list[str], whole: Tensor, weight: float | None) -> float | Tensor | None:

@@ -4,7 +4,7 @@ import contextlib
 from typing import Any
 
 from megabatch import joint, pipeline
-from megabatch.contract import JointLoss, LossFunction, Term, terms_of, weigh_of
+from megabatch.contract import JointLoss, LossFunction, Term, Weigh, terms_of, weigh_of
 from megabatch.errors import PlanError
 from megabatch.plain import PlainReducer
 from megabatch.run import Agreement, turns
@@ -27,6 +27,18 @@ def run(
     return _one_by_one(model, loss_fn, share, agreement, reducer, opened)
 
 
+def filled(reducer: PlainReducer, share: Share, agreement: Agreement) -> Agreement:
+    """The agreement, with the stand-ins that a pipeline's schedule needs besides."""
+    return pipeline.filled(reducer, share, agreement) if isinstance(reducer, PipelineReducer) else agreement
+
+
+def check_open_loop(reducer: PlainReducer, weigh: Weigh | None) -> None:
+    """Raise `PlanError` for what cannot be run by a loop of the user's own."""
+    joint.refuse_in_a_loop(weigh)
+    if isinstance(reducer, PipelineReducer):
+        raise PlanError("a pipeline runs the microbatches of a call together; use forward_backward, not an open loop")
+
+
 def _one_by_one(
     model: Any, loss_fn: LossFunction, share: Share, agreement: Agreement,
     reducer: PlainReducer, opened: OpenUpdate,
@@ -36,7 +48,6 @@ def _one_by_one(
     with contextlib.closing(turns(share, agreement, weigh_of(loss_fn), reducer, reducer.device)) as each:
         for turn in each:
             terms = terms_of(loss_fn(model, turn.microbatch))
-            opened.objective(terms, turn).backward()
-            add_terms(sums, opened.add(terms, turn))
+            add_terms(sums, opened.backward(terms, turn))
             del turn, terms  # with the microbatch and its graph, before the next is made
     return sums

@@ -5,11 +5,12 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed._composable.contract import _get_registry  # pyright: ignore[reportPrivateUsage]
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.errors import PlanError
+from megabatch.precision import Wide, check_reduction, refuse_float16
 
 
 def refuse_unknown(model: nn.Module) -> None:
@@ -54,10 +55,21 @@ def check_precision(modules: list[FSDPModule], trainable: list[nn.Parameter]) ->
     """Refuse where FSDP2 would accumulate gradients in a coarser dtype than the parameters'."""
     own = {parameter.dtype for parameter in trainable}
     for module in modules:
-        policy = cast(Any, module)._get_fsdp_state()._mp_policy
+        policy = _policy(module)
+        refuse_float16((f"FSDP2's {name}", getattr(policy, name)) for name in ("param_dtype", "reduce_dtype"))
         used = policy.reduce_dtype or policy.param_dtype
         if used is not None and any(torch.finfo(used).eps > torch.finfo(dtype).eps for dtype in own):
             raise PlanError(
                 f"FSDP2 would accumulate and reduce gradients in {used}, coarser than the parameters; "
                 "give MixedPrecisionPolicy(reduce_dtype=torch.float32)"
             )
+
+
+def check_wide(modules: list[FSDPModule], wide: Wide, trainable: list[nn.Parameter]) -> None:
+    """Refuse where FSDP2 would reduce in a coarser dtype than gradients are to be added in."""
+    policies = map(_policy, modules)
+    check_reduction(wide, trainable, [policy.reduce_dtype or policy.param_dtype for policy in policies])
+
+
+def _policy(module: FSDPModule) -> MixedPrecisionPolicy:
+    return cast(Any, module)._get_fsdp_state()._mp_policy

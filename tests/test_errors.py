@@ -14,6 +14,8 @@ from tests.unit.failures import (
     batches,
     context,
     contract,
+    experts,
+    foreign,
     joint,
     loop,
     numbers,
@@ -26,8 +28,12 @@ from tests.unit.failures.table import Failure, accumulator, linear
 
 LIBRARY = sorted(Path(megabatch.__file__).parent.glob("*.py"))
 ERRORS = {"MegabatchError", "PlanError", "LossContractError"}
-ALONE = sizes.FAILURES | batches.FAILURES | contract.FAILURES | loop.FAILURES | context.FAILURES | joint.FAILURES
-IN_A_GROUP = wrappers.FAILURES | context.IN_A_GROUP | pipeline.FAILURES
+ALONE = {
+    name: failure
+    for part in (sizes, batches, contract, loop, context, joint, experts, foreign)
+    for name, failure in part.FAILURES.items()
+}
+IN_A_GROUP = wrappers.FAILURES | context.IN_A_GROUP | pipeline.FAILURES | experts.IN_A_GROUP | foreign.IN_A_GROUP
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Every example runs as it stands and does what it says; every recipe is valid, and trains on data of its kind."""
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -22,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 RECIPES = ROOT / "recipes"
 MAX_LINES, MAX_LINES_OF = 30, {"flow_digits.py": 120}
-QUICK = ["images", "learner", "loop", "own_loop", "own_loss", "several_terms"]
+QUICK = ["experts", "images", "learner", "loop", "own_loop", "own_loss", "several_terms", "two_towers"]
 ON_RANKS = ["ddp", "fsdp2"]
 SECONDS = 300  # for one example, on a machine that is busy with others
 
@@ -119,6 +120,14 @@ def test_a_learner_that_was_saved_goes_on_as_if_never_stopped() -> None:
 def test_images() -> None:
     assert numbers(example("images"), after="% of held-out")[-1] > 60
     assert numbers(example("images"), "loss ")[-1] < 1.0
+
+
+@pytest.mark.slow
+def test_docstrings_find_their_code() -> None:
+    losses = numbers(example("two_towers"), "loss ")
+    assert len(losses) == 20
+    assert losses[0] == pytest.approx(math.log(256), abs=1.0)  # among all 256 samples of the update, not 32
+    assert_falls(losses, by=1.5)
 
 
 @pytest.mark.slow

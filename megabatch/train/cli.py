@@ -16,7 +16,7 @@ from megabatch.train.model.export import export
 from megabatch.train.ranks import CRASHED, FAILED, FailedError, Meeting, drop_output, fail, join, meeting
 from megabatch.train.recipe import load_config
 from megabatch.train.trainer import Trainer
-from megabatch.train.verification import verify_recipe
+from megabatch.train.verification import plain_config, verify_recipe
 
 USAGE = """usage: megabatch train RECIPE [--section.key=value ...]       train; a run's folder as RECIPE goes on with it
        torchrun --nproc-per-node N -m megabatch train RECIPE [--section.key=value ...]
@@ -99,7 +99,8 @@ def verify(config: Config, met: Meeting) -> None:
     """Print the verification of a recipe; status 1 where the gradient depends on the cut."""
     if met.size > 1:
         raise MegabatchError(f"verify runs in one process and was started in {met.size}; start it without torchrun")
-    verification = verify_recipe(config, join(met, config))
+    plain = plain_config(config)
+    verification = verify_recipe(plain, join(met, plain))
     if not verification.ok:
         raise FailedError(CRASHED)
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megabatch import losses, plan
+from megabatch import context, losses, plan
 from megabatch.batch import Microbatch, pad_right, sample_length, to_device
 from megabatch.contract import PAIR_NAME, LossFunction, Term, accumulation_dtype, differentiable, terms_of
 from megabatch.errors import LossContractError, MegabatchError
@@ -80,8 +80,8 @@ def next_token_terms(model: Any, microbatch: Microbatch) -> dict[str, Term]:
 
     loss = losses.next_token(cast(nn.Module, remember), microbatch)
     logits: Tensor = outputs[0] if isinstance(outputs[0], Tensor) else outputs[0].logits  # [B, T, V]
-    targets = microbatch["labels"][:, 1:]  # [B, T - 1]
-    found = logits[:, :-1].argmax(-1) == targets  # [B, T - 1]; an ignored label is no token
+    targets = losses.next_targets(microbatch)  # [B, T - 1], or [B, T] of a stretch
+    found = logits[:, : targets.shape[1]].argmax(-1) == targets  # an ignored label is no token
     return {PAIR_NAME: loss, "accuracy": Term(found.sum(), loss.weight)}
 
 
@@ -152,20 +152,26 @@ def sum_terms(
     loss_names: set[str] = set()
     own = plan(
         lengths_of(samples, update),
-        dp_degree=ranks.size,
+        dp_degree=ranks.dp_degree,
         micro_batch_size=update.micro_batch_size,
         max_microbatch_tokens=update.max_microbatch_tokens,
-    )[ranks.rank]
+    )[ranks.dp_rank]
     with console.progress(f"evaluating {name}", len(own.samples), "samples") as advance:
         for index, rows in enumerate(own.microbatches):
             taken = [samples[own.samples[row]] for row in rows] or [samples[0]]
-            microbatch = to_device(pad_right(taken), ranks.device)
+            microbatch = to_device(own_stretch(pad_right(taken), ranks), ranks.device)
             with torch.set_grad_enabled(index == 0 and not terms.of_tokens):  # only with it terms show a gradient
                 found = terms(model, microbatch)
             loss_names |= set(differentiable(found))
             add(sums, found, counted=bool(rows), device=ranks.device)
             advance(len(rows))
     return gather(sums, loss_names, ranks)
+
+
+def own_stretch(microbatch: Microbatch, ranks: Ranks) -> Microbatch:
+    """What this rank sees of a microbatch: all of it, or its stretch of each sequence."""
+    cp = ranks.layout.cp
+    return microbatch if cp == 1 else context.stretch(microbatch, ranks.layout.cp_rank(ranks.rank), cp)
 
 
 def lengths_of(samples: Sequence[Any], update: UpdateConfig) -> list[int]:
@@ -188,8 +194,8 @@ def add(sums: dict[str, Tensor], terms: Mapping[str, Term], *, counted: bool, de
 
 
 def gather(sums: Mapping[str, Tensor], loss_names: set[str], ranks: Ranks) -> tuple[Sums, set[str]]:
-    """The sums over all ranks, the same on each; collective."""
-    told: list[Any] = [({name: pair.tolist() for name, pair in sums.items()}, loss_names)]
+    """The sums over all ranks that work on different tokens, the same on each; collective."""
+    told: list[Any] = [({name: pair.tolist() for name, pair in sums.items() if ranks.is_counted}, loss_names)]
     if ranks.size > 1:
         own, told = told[0], [None] * ranks.size
         dist.all_gather_object(told, own)

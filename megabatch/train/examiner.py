@@ -54,6 +54,8 @@ class Examiner:
 
     def complete(self) -> tuple[str, str]:
         """A prompt of the watched set and what the model makes of it; both empty where there is none; collective."""
+        if self._ranks.layout.cp > 1:  # its model runs stretches of sequences, and a completion's end is on one rank
+            return "", ""
         samples = self._first.sets.get(self.watch.name or "", [])
         with self._weights():
             return sample_completion(self._first.model, samples, self._first.tokenizer, self._ranks.device)

@@ -153,7 +153,7 @@ def update_row(
     throughput is then that of real input tokens, padding not counted, else that of samples; over ``seconds``, those of
     an `UpdateClock`.
     """
-    (padded_tokens,) = ranks.sum([plan.padded_tokens])
+    (padded_tokens,) = ranks.sum_of_data([plan.padded_tokens])
     row: Row = {
         "step": step,
         "loss": float(update.loss) if update.weight else None,

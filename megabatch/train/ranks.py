@@ -24,6 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from megabatch.errors import MegabatchError
 from megabatch.train.config import Config
+from megabatch.train.layout import ALONE, Layout, layout_of
 
 CRASHED, FAILED, INTERRUPTED, UNREAD = 1, 2, 130, 141  # exit statuses; the last two as a shell's SIGINT and SIGPIPE
 ADDRESS = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun tells a process besides its RANK
@@ -94,6 +95,22 @@ class Ranks:
     rank: int
     size: int
     device: torch.device
+    layout: Layout = ALONE
+
+    @property
+    def dp_rank(self) -> int:
+        """Which share of the samples this rank sees; others may see it too."""
+        return self.layout.dp_rank(self.rank, self.size)
+
+    @property
+    def dp_degree(self) -> int:
+        """How many ranks see different samples."""
+        return self.layout.dp_degree(self.size)
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether this rank is the first of those that work on its stretch of its samples."""
+        return self.layout.is_counted(self.rank, self.size)
 
     @property
     def is_main(self) -> bool:
@@ -101,8 +118,12 @@ class Ranks:
         return self.rank == 0
 
     def seed(self, *parts: int) -> int:
-        """A seed for this rank's random numbers, of the parts and the rank; the same on every machine."""
-        return int(np.random.SeedSequence([*parts, self.rank]).generate_state(1, np.uint64)[0])
+        """A seed for this rank's random numbers, of the parts and the rank; the same on every machine.
+
+        Ranks that hold parts of one model draw the same: where an activation is whole on each, so is its dropout.
+        """
+        own = self.layout.draws_as(self.rank, self.size)
+        return int(np.random.SeedSequence([*parts, own]).generate_state(1, np.uint64)[0])
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Each value summed over ranks, in float64."""
@@ -110,6 +131,11 @@ class Ranks:
         if self.size > 1:
             dist.all_reduce(sums)
         return sums.tolist()
+
+    def sum_of_data(self, values: Sequence[float]) -> list[float]:
+        """Each value, which follows from this rank's samples, summed over those who see different ones."""
+        counted = self.sum(values if self.is_counted else [0.0] * len(values))
+        return [value / self.layout.cp for value in counted]
 
     def barrier(self) -> None:
         """Wait for every rank; on the CPU, without a device."""
@@ -243,12 +269,12 @@ def drop_output() -> None:
 
 def join(met: Meeting, config: Config) -> Ranks:
     """Make the process group, on this process's device; a wrapper on a lone process gets a group of one."""
-    device = choose_device(config.run.device)
+    layout, device = layout_of(config.parallel, met.size), choose_device(config.run.device)
     if met.store is not None or config.parallel.wrapper is not None:
         store = PrefixStore("group", cast(Any, dist).HashStore() if met.store is None else met.store)
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, store=store, rank=met.rank, world_size=met.size)
-    return Ranks(met.rank, met.size, device)
+    return Ranks(met.rank, met.size, device, layout)
 
 
 def choose_device(asked: str | None) -> torch.device:

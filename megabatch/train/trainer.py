@@ -96,7 +96,8 @@ class Trainer:
     def _update(self, batch: Sequence[Any]) -> Mapping[str, Any]:
         step, lr = self.learner.step + 1, self.learner.optimizer.param_groups[0]["lr"]
         torch.manual_seed(self.ranks.seed(self.config.run.seed, step))  # the dropout of a resumed run
-        self.learner.forward_backward(batch, self.loss_fn)
+        with self.laid.losses():
+            self.learner.forward_backward(batch, self.loss_fn)
         update = self.learner.optim_step()
         stepped = bool(update.finite)
         if not stepped and (problem := update.problem()) is not None:  # problem() waits for the device

@@ -6,7 +6,7 @@ from torch import nn
 from megabatch import Verification, verify
 from megabatch.batch import Batch
 from megabatch.errors import MegabatchError
-from megabatch.train.config import Config
+from megabatch.train.config import Config, ParallelConfig
 from megabatch.train.console import Console
 from megabatch.train.data.load import load_data
 from megabatch.train.data.updates import Updates
@@ -20,17 +20,16 @@ NUM_SHOWN = 12  # parameters, the worst first
 
 
 def verify_recipe(config: Config, ranks: Ranks) -> Verification:
-    """Prove the recipe's gradient on samples of its first update, and print every step of it."""
+    """Prove the gradient of a recipe (see `plain_config`) on samples of its first update; prints every step of it."""
     console = Console(enabled=True, loss_digits=4)
-    plain = plain_config(config)
-    tokenizer = load_tokenizer(plain.model)
-    data = load_data(plain, tokenizer, ranks, console)
-    batch = Updates(data, plain, ranks).peek()[:MAX_SAMPLES]
+    tokenizer = load_tokenizer(config.model)
+    data = load_data(config, tokenizer, ranks, console)
+    batch = Updates(data, config, ranks).peek()[:MAX_SAMPLES]
     if len(batch) < 2:
         raise MegabatchError(
             f"the first update has {len(batch)} sample; cutting needs at least 2: set update.global_batch_size"
         )
-    laid = build(plain, ranks, console, None, tokenizer)
+    laid = build(config, ranks, console, None, tokenizer)
     console.say(words_of_batch(batch, laid.base))
     torch.manual_seed(config.run.seed)
     verification = verify(laid.base, load_function(config.loss.function, "loss.function"), batch)
@@ -43,8 +42,7 @@ def plain_config(config: Config) -> Config:
     model = config.model.model_copy(
         update={"dtype": "float32", "compute_dtype": None, "compile": False, "activation_checkpointing": False}
     )
-    parallel = config.parallel.model_copy(update={"wrapper": None})
-    return config.model_copy(update={"model": model, "parallel": parallel})
+    return config.model_copy(update={"model": model, "parallel": ParallelConfig()})
 
 
 def words_of_batch(batch: Batch, model: nn.Module) -> str:

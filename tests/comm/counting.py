@@ -11,11 +11,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 COLLECTIVES = ("c10d", "_c10d_functional")
-SMALL_BYTES = 1024  # a message; whatever FSDP2 gathers of the counted model is larger
+KINDS = ("all_gather", "all_reduce", "reduce_scatter", "broadcast")
+SMALL_BYTES = 1024  # a message; whatever is gathered of the counted model is larger
 
 
 class Collectives(TorchDispatchMode):
-    """Notes every collective that this rank issues, with the bytes of its largest tensor."""
+    """Notes every collective that this rank issues, with the bytes of the larger of what goes in and what comes out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,19 +25,36 @@ class Collectives(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # so that what is inside of its operations is seen
-        if func.namespace in COLLECTIVES:
-            tensors = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-            self.seen.append((func.__name__.split(".")[0].strip("_"), max((t.nbytes for t in tensors), default=0)))
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if func.namespace in COLLECTIVES and (kind := _kind(func.__name__)):
+            self.seen.append(_named(kind, (args, kwargs, result)))
+        return result
 
     def table(self) -> dict[str, int]:
         """Calls and bytes by collective; small gathers are messages."""
         counts: Counter[str] = Counter()
         for name, size in self.seen:
-            name = "message" if size < SMALL_BYTES and "gather" in name else name
             counts[name] += 1
             counts[f"{name}_bytes"] += size
         return dict(counts)
+
+
+def _named(kind: str, values: Any) -> tuple[str, int]:
+    """A collective with the bytes of its larger side; a list of tensors is one side."""
+    sides = [[side] if isinstance(side, Tensor) else side for side in pytree.tree_leaves(values, _is_side)]
+    sizes = [[tensor.nbytes for tensor in side] for side in sides if isinstance(side, list)]
+    is_small = max(map(max, sizes)) < SMALL_BYTES
+    return "message" if is_small and kind == "all_gather" else kind, max(map(sum, sizes))
+
+
+def _is_side(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(each, Tensor) for each in value)
+
+
+def _kind(name: str) -> str:
+    """One name for what torch calls in several ways: allreduce_, all_reduce, _allgather_base_..."""
+    plain = name.replace("_", "")
+    return next((kind for kind in KINDS if plain.startswith(kind.replace("_", ""))), "")
 
 
 class ParameterSized(TorchDispatchMode):

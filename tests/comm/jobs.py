@@ -1,54 +1,56 @@
-"""Counts of one update on a rank, in the steady state: the third update."""
+"""Counts of one update on a rank, in the steady state: the fourth update."""
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
 from megabatch import GradientAccumulator, loss
+from tests.comm import document
 from tests.comm.counting import Collectives
+from tests.exact import models
+from tests.exact.wrappers import WRAPPERS, Wrapped, mesh_of, parameters_of, wrap
 
-WIDTH = 48  # a layer is 18,816 bytes, far larger than a message
-BUCKET_MB = 0.01  # so that DDP makes several buckets
+WIDTH, LENGTH, ROWS = 48, 8, 2  # the smallest thing that is gathered is larger than a message
+BUCKET_MB = 0.05  # so that DDP makes several buckets
+NUM_GROUPS = 3  # two blocks and the root
 
 
-class Layers(nn.Module):
-    """Three layers, and a buffer as batch norm has one."""
+class Counted(models.SmallLM):
+    """A language model with a buffer, as batch norm has one."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+        super().__init__(WIDTH)
         self.register_buffer("running", torch.zeros(WIDTH))
 
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x).tanh()
-        return x + self.running
+
+@loss(weigh=lambda microbatch: len(microbatch["input_ids"]))
+def squares(model: Wrapped, microbatch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    outputs = models.called(model)(microbatch["input_ids"]).logits
+    return (outputs**2).sum(), len(microbatch["input_ids"])
 
 
-@loss(weigh=lambda microbatch: len(microbatch["x"]))
-def squares(model: nn.Module, microbatch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    return (model(microbatch["x"]) ** 2).sum(), len(microbatch["x"])
-
-
-def wrapped(wrapper: str) -> nn.Module:
+def wrapped(wrapper: str) -> Wrapped:
     torch.manual_seed(0)
-    model = Layers().double()
-    if wrapper == "ddp":
-        return DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
-    if wrapper == "fsdp2":
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for block in model.blocks[:2]:
-            fully_shard(block, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
-    return model
+    options = {"bucket_cap_mb": BUCKET_MB} if "ddp" in wrapper and not WRAPPERS[wrapper].several else {}
+    return wrap(Counted().double(), wrapper, **options)
 
 
-def _counted(update: Any, times: int = 3) -> dict[str, int]:
+def batch(num_samples: int) -> dict[str, Tensor]:
+    return {"input_ids": torch.arange(num_samples * LENGTH).reshape(num_samples, LENGTH) % models.VOCABULARY}
+
+
+def accumulator(wrapper: str, sync: str) -> tuple[Wrapped, GradientAccumulator]:
+    model = wrapped(wrapper)
+    mesh = mesh_of(wrapper, dist.get_world_size()) if WRAPPERS[wrapper].needs_mesh else None
+    return model, GradientAccumulator(model, mesh=mesh, micro_batch_size=ROWS, sync=sync)
+
+
+def _counted(update: Callable[[], None], times: int = 4) -> dict[str, int]:
     for _ in range(times - 1):
         update()
     with Collectives() as collectives:
@@ -59,13 +61,11 @@ def _counted(update: Any, times: int = 3) -> dict[str, int]:
 def of_megabatch(name: str) -> dict[str, int]:
     """The job "wrapper:sync:microbatches:calls"."""
     wrapper, sync, microbatches, calls = name.split(":")
-    model = wrapped(wrapper)
-    gradient = GradientAccumulator(model, micro_batch_size=2, sync=sync)
-    batch = {"x": torch.ones(2 * int(microbatches), WIDTH, dtype=torch.float64)}
+    _, gradient = accumulator(wrapper, sync)
 
     def update() -> None:
         for _ in range(int(calls)):
-            gradient.forward_backward(batch, squares)
+            gradient.forward_backward(batch(ROWS * int(microbatches)), squares)
         assert gradient.finalize().num_microbatches == int(microbatches) * int(calls)
 
     return _counted(update)
@@ -74,23 +74,92 @@ def of_megabatch(name: str) -> dict[str, int]:
 def of_pytorch(name: str) -> dict[str, int]:
     """The job "pytorch:wrapper": one microbatch of a loop without megabatch."""
     model = wrapped(name.split(":")[1])
-    x = torch.ones(2, WIDTH, dtype=torch.float64)
+    parameters = parameters_of(model).values()
 
     def update() -> None:
-        model.zero_grad()
-        (model(x) ** 2).sum().backward()
+        for parameter in parameters:
+            parameter.grad = None
+        squares(model, batch(ROWS))[0].backward()
 
     return _counted(update)
 
 
 def of_model(name: str) -> dict[str, int]:
-    """The job "model:wrapper": what the formulas need."""
-    model = wrapped(name.split(":")[1])
-    groups = sum(isinstance(module, FSDPModule) for module in model.modules())
-    return {"gradient_bytes": sum(p.nbytes for p in Layers().double().parameters()), "groups": groups}
+    """The job "model:wrapper": what the formulas need to know of the model, as `Sizes` has it, and its axes."""
+    wrapper = name.split(":")[1]
+    axes = WRAPPERS[wrapper].axes(dist.get_world_size())
+    alone = "tp-sp" if wrapper.endswith("-sp") else "tp" if "tp" in axes else "plain"
+    parameters = {name: local(each) for name, each in parameters_of(wrapped(alone)).items()}
+    root = [each for name, each in parameters.items() if not name.startswith("blocks.")]
+    norms = [each for name, each in parameters.items() if "norm" in name] if wrapper.endswith("-sp") else []
+    whole_embedding = models.VOCABULARY * WIDTH * parameters["embedding.weight"].itemsize
+    return {
+        "P": _nbytes(parameters.values()), "R": _nbytes(root), "Q": _nbytes(norms),
+        "E": whole_embedding - parameters["embedding.weight"].nbytes,
+        "T": len(parameters), "K": len(norms), "G": NUM_GROUPS, "S": axes.get("dp_shard", axes.get("dp", 1)),
+        "axes": sum(size > 1 for size in axes.values()),
+        "data_axes": sum(size > 1 for axis, size in axes.items() if axis != "tp"),
+    }  # fmt: skip
 
 
-def run_job(name: str) -> dict[str, int]:
+def of_held(name: str) -> int:
+    """The job "held:wrapper:sync": bytes of gradient on this rank between the second microbatch and the third."""
+    _, wrapper, sync = name.split(":")
+    model, gradient = accumulator(wrapper, sync)
+    found = 0
+    microbatches = gradient.microbatches(batch(3 * ROWS), lambda microbatch: len(microbatch["input_ids"]))
+    for index, microbatch in enumerate(microbatches):
+        if index == 2:
+            found = _nbytes(held(model))
+        gradient.backward(*squares(model, microbatch))
+    gradient.finalize()
+    return found
+
+
+def held(model: Wrapped) -> list[Tensor]:
+    """Gradients, in p.grad or where a wrapper keeps those that are not yet reduced."""
+    kept = [parameter.grad for parameter in parameters_of(model).values()]
+    if isinstance(model, FullyShardedDataParallel):
+        flat = [module._handle.flat_param for module in model.modules() if isinstance(module, type(model))]
+        kept = [getattr(each, "_saved_grad_shard", None) for each in flat] + [each.grad for each in flat]
+    for module in model.modules():
+        for group in module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else ():
+            kept += [group._partial_reduce_output]
+            kept += [parameter.unsharded_accumulated_grad for parameter in group.fsdp_params]
+            kept += [getattr(parameter, "_unsharded_param", parameter).grad for parameter in group.fsdp_params]
+    return [local(gradient) for gradient in kept if gradient is not None]
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _nbytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def order_of_ddp(name: str) -> list[str]:
+    """The job "order:ddp": what happens in the last backward of an update, in its order."""
+    model, gradient = accumulator("ddp", "last")
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: collectives.seen.append(("gradient", 0)))
+    for _ in range(2):
+        with Collectives() as collectives:
+            gradient.forward_backward(batch(3 * ROWS), squares)
+        gradient.finalize()
+    num_gradients = len(list(model.parameters()))
+    events = [kind for kind, _ in collectives.seen if kind in ("gradient", "all_reduce")]
+    return events[2 * num_gradients :]
+
+
+def of_snippet(name: str) -> None:
+    """The job "snippet:number": one of the page's, as it stands; it makes a process group's mesh of its own."""
+    exec(document.snippets(document.PAGE.read_text())[int(name.split(":")[1])], {})
+
+
+JOBS = {"pytorch": of_pytorch, "model": of_model, "held": of_held, "order": order_of_ddp, "snippet": of_snippet}
+
+
+def run_job(name: str) -> Any:
     """The job by its name."""
-    kind = name.split(":")[0]
-    return {"pytorch": of_pytorch, "model": of_model}.get(kind, of_megabatch)(name)
+    return JOBS.get(name.split(":")[0], of_megabatch)(name)

@@ -1,99 +1,116 @@
-"""A sync policy is proved by counting: collectives and bytes of one update, per rank."""
+"""A sync policy is proved by counting: collectives and bytes of one update, per rank, are those that were planned."""
 
 import pytest
 
+from tests.comm.planned import AUTO, POLICIES, Counts, Policy, Sizes, evaluate, expected, messages
 from tests.exact.launch import launch
+from tests.exact.wrappers import WRAPPERS
 
 pytestmark = pytest.mark.slow
-WORLDS = (2, 3)
-MICROBATCHES, CALLS = (1, 4), (1, 2)
-JOBS = [
-    *("pytorch:ddp", "pytorch:fsdp2", "model:fsdp2"),
-    *(f"{wrapper}:{sync}:{microbatches}:{calls}" for wrapper in ("plain", "ddp", "fsdp2")
-      for sync in ("last", "every", "auto") for microbatches in MICROBATCHES for calls in CALLS),
-]  # fmt: skip
+SHAPES = ((1, 1), (3, 2))  # microbatches of a call, and calls of an update
+WORLDS = {wrapper: 4 if len(WRAPPERS[wrapper].axes(4)) > 1 else 2 for wrapper in AUTO}
+THREE = ("plain", "ddp", "fsdp2")  # on three ranks too
+CELLS = [(policy, world) for policy in POLICIES
+         for world in ([2, 3] if policy.wrapper in THREE else [WORLDS[policy.wrapper]])]  # fmt: skip
+of_every_cell = pytest.mark.parametrize(
+    ("policy", "world"), CELLS, ids=lambda it: f"{it.wrapper}-{it.sync}" if isinstance(it, Policy) else str(it)
+)
+of_every_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
 
 
-@pytest.fixture(scope="module", params=WORLDS, ids=lambda world: f"world{world}")
-def counts(request, tmp_path_factory):
-    """Counts by job; the same on every rank."""
-    results = launch(request.param, "tests.comm.jobs:run_job", JOBS, tmp_path_factory.mktemp("comm"))
+def _jobs(world: int) -> list[str]:
+    """Every job that is asked for on so many ranks."""
+    policies = [policy for policy, its in CELLS if its == world]
+    wrappers = sorted({policy.wrapper for policy in policies})
+    jobs = [f"{kind}:{wrapper}" for kind in ("model", "pytorch") for wrapper in wrappers]
+    jobs += [f"{wrapper}:{sync}:{microbatches}:{calls}" for microbatches, calls in SHAPES
+             for wrapper, sync in {(policy.wrapper, policy.sync): None for policy in policies}]  # fmt: skip
+    jobs += [f"{wrapper}:auto:3:2" for wrapper in wrappers]
+    jobs += [f"held:{policy.wrapper}:{policy.sync}" for policy in policies]
+    return [*jobs, *(["pytorch:tp", "pytorch:tp-sp"] if world == 4 else []), *(["order:ddp"] if world == 2 else [])]
 
-    def of(job: str) -> dict[str, int]:
-        for result in results[job]:
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What a job returned; the same on every rank."""
+    results = {
+        world: launch(world, "tests.comm.jobs:run_job", _jobs(world), tmp_path_factory.mktemp(f"comm{world}"))
+        for world in (2, 3, 4)
+    }
+
+    def of(job: str, world: int):
+        for result in results[world][job]:
             assert "error" not in result, result["error"]
-        values = [result["value"] for result in results[job]]
+        values = [result["value"] for result in results[world][job]]
         assert all(value == values[0] for value in values), values
         return values[0]
 
     return of
 
 
-@pytest.fixture(params=[(n, c) for n in MICROBATCHES for c in CALLS], ids=lambda p: f"{p[0]}x{p[1]}")
-def shape(request) -> tuple[int, int]:
-    """Microbatches of a call, and calls of an update."""
-    return request.param
+def _sizes(found, wrapper: str, world: int, microbatches: int, calls: int) -> Sizes:
+    model = found(f"model:{wrapper}", world)
+    one = found(f"pytorch:{wrapper}", world)
+    buckets = one.get("all_reduce", 0) - ("unused" in wrapper) if "ddp" in wrapper else 0
+    known = {name: value for name, value in model.items() if name in Sizes._fields}
+    return Sizes(C=calls, N=microbatches, B=buckets, **known)
 
 
-def test_ddp_last_reduces_each_bucket_once_per_call(counts, shape) -> None:
-    microbatches, calls = shape
-    one, found = counts("pytorch:ddp"), counts(f"ddp:last:{microbatches}:{calls}")
-    assert one["allreduce"] > 1, "several buckets"
-    assert found["allreduce"] == one["allreduce"] * calls
-    assert found["allreduce_bytes"] == counts("model:fsdp2")["gradient_bytes"] * calls
+def _activations(found, wrapper: str, world: int) -> Counts:
+    """What tensor parallelism sends in a microbatch of plain PyTorch, whoever reduces the gradient."""
+    if "tp" not in WRAPPERS[wrapper].axes(4):
+        return {}
+    return found("pytorch:tp-sp" if wrapper.endswith("-sp") else "pytorch:tp", world)
 
 
-def test_ddp_every_reduces_each_bucket_at_every_microbatch(counts, shape) -> None:
-    microbatches, calls = shape
-    found = counts(f"ddp:every:{microbatches}:{calls}")
-    assert found["allreduce"] == counts("pytorch:ddp")["allreduce"] * microbatches * calls
+@of_every_shape
+@of_every_cell
+def test_what_is_counted_is_what_was_planned(found, policy: Policy, world: int, shape: tuple[int, int]) -> None:
+    counts = found(f"{policy.wrapper}:{policy.sync}:{shape[0]}:{shape[1]}", world)
+    planned = expected(policy, _sizes(found, policy.wrapper, world, *shape), _activations(found, policy.wrapper, world))
+    apart = ("message", "broadcast")  # counted by tests of their own
+    assert {name: number for name, number in counts.items() if not name.startswith(apart)} == planned
 
 
-def test_ddp_last_broadcasts_no_buffers_between_microbatches(counts, shape) -> None:
-    microbatches, calls = shape
-    before_a_reducing_forward = counts("pytorch:ddp")["broadcast"]
-    found = counts(f"ddp:last:{microbatches}:{calls}")
-    assert found.get("broadcast", 0) <= before_a_reducing_forward * calls
+@of_every_shape
+@of_every_cell
+def test_one_message_per_call_and_one_per_update(found, policy: Policy, world: int, shape: tuple[int, int]) -> None:
+    counts = found(f"{policy.wrapper}:{policy.sync}:{shape[0]}:{shape[1]}", world)
+    model = found(f"model:{policy.wrapper}", world)
+    assert counts["message"] == messages(policy.wrapper, model["axes"], model["data_axes"], shape[1])
+    assert counts["message_bytes"] < 1024 * world * counts["message"]
 
 
-def test_fsdp2_reduce_scatters_each_group_once_per_call_or_at_every_microbatch(counts, shape) -> None:
-    microbatches, calls = shape
-    groups = counts("model:fsdp2")["groups"]
-    assert groups == 3
-    for sync, times in (("last", 1), ("every", microbatches)):
-        found = counts(f"fsdp2:{sync}:{microbatches}:{calls}")
-        assert found["reduce_scatter_base"] == groups * times * calls, sync
-        assert "allreduce" not in found
+@pytest.mark.parametrize("wrapper", AUTO)
+def test_auto_is_the_policy_in_bold(found, wrapper: str) -> None:
+    world = WORLDS[wrapper]
+    assert found(f"{wrapper}:auto:3:2", world) == found(f"{wrapper}:{AUTO[wrapper]}:3:2", world)
 
 
-def test_fsdp2_gathers_as_often_as_plain_pytorch(counts, shape) -> None:
-    microbatches, calls = shape
-    groups, one = counts("model:fsdp2")["groups"], counts("pytorch:fsdp2")
-    assert one["allgather_base"] == 2 * groups - 1
-    for sync in ("last", "every"):
-        found = counts(f"fsdp2:{sync}:{microbatches}:{calls}")
-        assert found["allgather_base"] == microbatches * calls * (2 * groups - 1), sync
-        assert found["allgather_base_bytes"] == microbatches * calls * one["allgather_base_bytes"], sync
+@of_every_cell
+def test_the_gradient_that_is_held_between_microbatches(found, policy: Policy, world: int) -> None:
+    sizes = _sizes(found, policy.wrapper, world, 3, 1)
+    assert found(f"held:{policy.wrapper}:{policy.sync}", world) == evaluate(policy.held, sizes)
 
 
-def test_plain_sums_the_gradient_once_per_update(counts, shape) -> None:
-    microbatches, calls = shape
-    for sync in ("last", "every"):
-        found = counts(f"plain:{sync}:{microbatches}:{calls}")
-        assert found["allreduce_bytes"] == counts("model:fsdp2")["gradient_bytes"], sync
+@of_every_shape
+def test_ddp_last_broadcasts_no_buffers_between_microbatches(found, shape: tuple[int, int]) -> None:
+    before_a_reducing_forward = found("pytorch:ddp", 2)["broadcast"]
+    counts = found(f"ddp:last:{shape[0]}:{shape[1]}", 2)
+    assert counts.get("broadcast", 0) <= before_a_reducing_forward * shape[1]
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2", "plain"])
-@pytest.mark.parametrize("sync", ["last", "every"])
-def test_one_message_per_call_and_one_per_update(counts, shape, wrapper: str, sync: str) -> None:
-    microbatches, calls = shape
-    found = counts(f"{wrapper}:{sync}:{microbatches}:{calls}")
-    asks_who_has_gradients = wrapper == "plain"  # a parameter that only some ranks used has to be summed too
-    assert found["message"] == calls + 1 + asks_who_has_gradients
-    assert found["message_bytes"] < 1024 * found["message"]
+def test_ddp_reduces_behind_the_last_backward(found) -> None:
+    events = found("order:ddp", 2)
+    num_buckets = found("pytorch:ddp", 2)["all_reduce"]
+    assert num_buckets > 1, "several buckets"
+    assert events.count("all_reduce") == num_buckets
+    assert events.index("all_reduce") < len(events) - 1 - events[::-1].index("gradient"), events
 
 
-@pytest.mark.parametrize(("wrapper", "policy"), [("plain", "last"), ("ddp", "last"), ("fsdp2", "every")])
-def test_auto_is_the_cheapest_policy_of_the_wrapper(counts, shape, wrapper: str, policy: str) -> None:
-    microbatches, calls = shape
-    assert counts(f"{wrapper}:auto:{microbatches}:{calls}") == counts(f"{wrapper}:{policy}:{microbatches}:{calls}")
+def test_plain_pytorch_gathers_as_often(found) -> None:
+    for world in (2, 3):
+        one, counts = found("pytorch:fsdp2", world), found("fsdp2:every:3:2", world)
+        assert {name: 6 * one[name] for name in ("all_gather", "all_gather_bytes", "reduce_scatter")} == {
+            name: counts[name] for name in ("all_gather", "all_gather_bytes", "reduce_scatter")
+        }

@@ -66,6 +66,7 @@ SEVERAL_RANKS = {
     "calls-empty-ranks", "one-sample",
 }  # fmt: skip
 SEVERAL_CALLS = {name for name in CASES if name.startswith("calls")}
+FEW_CASES = ("C1", "C4c", "C-R", "uneven-ranks", "empty-last-rank", "short-tail", "calls", "calls-none-between")
 WITHOUT_WEIGHT = {"C4c", "empty-update"}  # one of their updates has nothing to divide by
 POSITION_0 = {"C5", "C5u"}  # the first label of a row is a target that the causal shift never uses
 

@@ -2,8 +2,9 @@
 
 bits      integer data, float64, update weights that are powers of two: the same bits as the oracle
 odd       the same with a weight that is not a power of two: 1e-15
-float64   a GPT-2 in float64: 1e-12 of every parameter's gradient
-float32   a GPT-2 in float32: the error is at most four times that of the uncut float32 gradient
+float64   a GPT-2 or another small language model in float64: 1e-12 of every parameter's gradient
+float32   the same in float32: the error is at most four times that of the uncut float32 gradient
+refused   what cannot be: the error says why, in the words that are expected
 """
 
 from dataclasses import asdict, dataclass, fields
@@ -11,11 +12,15 @@ from functools import cache
 from typing import Any
 
 from tests.exact import pairwise
-from tests.exact.cases import CASES, SEVERAL_CALLS, SEVERAL_RANKS, WITHOUT_WEIGHT
+from tests.exact.cases import CASES, FEW_CASES, SEVERAL_CALLS, SEVERAL_RANKS, WITHOUT_WEIGHT
+from tests.exact.wrappers import SYNCS as ALL_SYNCS
+from tests.exact.wrappers import WRAPPERS, Wrapper
 
-WRAPPERS = ("plain", "ddp", "fsdp2")
+MAIN = ("plain", "ddp", "fsdp2")  # run with everything; the other wrappers with less
+OTHERS = tuple(name for name in WRAPPERS if name not in MAIN)
 WORLDS = (1, 2, 3, 4)
-SYNCS = ("auto", "last", "every")
+ALL_WORLDS = (*WORLDS, 8)
+SYNCS = ("auto", "last", "every")  # those of every wrapper
 BOUNDS = ("one-sample", "two-samples", "three-samples", "all-samples", "tokens")
 KINDS = ("mapping", "list", "images", "image-mapping")
 LOSSES = ("weigh", "late", "mixed", "given", "terms", "metric", "metric-late")
@@ -51,28 +56,40 @@ class Cell:
         return cls(**values | {"world": int(values["world"])})
 
     @property
+    def data_degree(self) -> int:
+        """How many ranks are given different samples."""
+        return WRAPPERS[self.wrapper].data_degree(self.world)
+
+    @property
     def averages(self) -> bool:
-        """DDP averages more than once, over three ranks: at every microbatch, or once in each of several calls."""
+        """A wrapper averages over three ranks more than once: DDP with each microbatch, or in each of several calls."""
+        when = WRAPPERS[self.wrapper].averages
         several_times = self.sync == "every" or self.case in SEVERAL_CALLS
-        return self.wrapper == "ddp" and self.world == 3 and several_times
+        return self.data_degree == 3 and (when == "always" or (when == "once" and several_times))
+
+    @property
+    def refusal(self) -> str:
+        """The error that is expected; empty where none is."""
+        return WRAPPERS[self.wrapper].refused.get(self.sync, "")
 
     @property
     def tolerance(self) -> float:
         """How far a gradient may be from the oracle's; 0 means the same bits. float32: in units of its own error."""
         if self.evidence == "bits":
             return 1e-15 if self.averages else 0.0
-        return {"odd": 1e-15, "float64": 1e-12, "float32": 4.0}[self.evidence]
+        return {"odd": 1e-15, "float64": 1e-12, "float32": 4.0, "refused": 0.0}[self.evidence]
 
     @property
     def report_tolerance(self) -> float:
         """How far a sum, a quotient or the norm may be from the oracle's."""
-        return {"bits": 1e-15, "odd": 1e-15, "float64": 1e-12, "float32": 1e-5}[self.evidence]
+        return {"bits": 1e-15, "odd": 1e-15, "float64": 1e-12, "float32": 1e-5, "refused": 0.0}[self.evidence]
 
 
 def valid(row: dict[str, Any]) -> bool:
-    """Whether a row can be run; every rule is between two axes, so a row with only two of them can be asked for."""
+    """Whether a row can be said at all; of a row with only some axes, whether its values can meet."""
     case, loss, way = row.get("case"), row.get("loss"), row.get("way")
-    if case in SEVERAL_RANKS and row.get("world") == 1:
+    wrappers = [row["wrapper"]] if "wrapper" in row else WRAPPERS
+    if not any(_can_be_wrapped(WRAPPERS[wrapper], row) for wrapper in wrappers):
         return False
     if case in SEVERAL_CALLS and loss == "terms":  # each term would have a factor of its own
         return False
@@ -83,29 +100,54 @@ def valid(row: dict[str, Any]) -> bool:
     return row.get("clip") != "tight" or row.get("evidence") != "bits"  # clipping multiplies by a fraction
 
 
+def _can_be_wrapped(wrapper: Wrapper, row: dict[str, Any]) -> bool:
+    """It has the world size, and ranks enough for the case; what it refuses is evidence of that kind, and only that."""
+    worlds = [world for world in wrapper.worlds if row.get("world", world) == world]
+    least = 2 if row.get("case") in SEVERAL_RANKS else 1
+    if not any(wrapper.data_degree(world) >= least for world in worlds):
+        return False
+    syncs = [sync for sync in ALL_SYNCS if row.get("sync", sync) == sync]
+    return any((sync in wrapper.refused) == (row.get("evidence") == "refused") for sync in syncs)
+
+
 def _axes(evidence: tuple[str, ...], **changed: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
     axes: dict[str, tuple[Any, ...]] = {
-        "evidence": evidence, "wrapper": WRAPPERS, "world": WORLDS, "sync": SYNCS, "case": tuple(CASES),
+        "evidence": evidence, "wrapper": MAIN, "world": WORLDS, "sync": SYNCS, "case": tuple(CASES),
         "kind": KINDS, "loss": LOSSES, "bound": BOUNDS, "way": WAYS, "clip": CLIPS,
     }  # fmt: skip
     return axes | changed
 
 
+def _one(evidence: str, case: str, **changed: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
+    """One case, cut one way, with whatever is changed."""
+    return _axes(
+        (evidence,), case=(case,), kind=("list",), loss=("weigh",), bound=("two-samples",),
+        way=("forward_backward",), clip=("no-clip",), **changed,
+    )  # fmt: skip
+
+
+OTHER: dict[str, tuple[Any, ...]] = {"wrapper": OTHERS, "world": ALL_WORLDS, "kind": KINDS[:2]}
 TABLES: dict[str, dict[str, tuple[Any, ...]]] = {
     "bits": _axes(("bits",), clip=("no-clip", "loose")),
-    "odd": _axes(
-        ("odd",), case=("C1",), kind=("list",), loss=("weigh",), bound=("two-samples",),
-        way=("forward_backward",), clip=("no-clip",),
-    ),
+    "odd": _one("odd", "C1", wrapper=tuple(WRAPPERS), world=ALL_WORLDS, sync=ALL_SYNCS),
     "language": _axes(PRECISIONS, kind=KINDS[:2], loss=("library", "weigh", "late", "terms", "metric")),
+    "other bits": _axes(("bits",), **OTHER, sync=ALL_SYNCS[1:], clip=("no-clip", "loose")),
+    "other language": _axes(
+        PRECISIONS, **OTHER, sync=ALL_SYNCS[1:], case=FEW_CASES,
+        loss=("weigh", "late", "terms", "metric"),
+    ),
+    "refused": _one("refused", "C1", wrapper=tuple(WRAPPERS), world=ALL_WORLDS, sync=ALL_SYNCS),
 }  # fmt: skip
+WHOLE = ("odd", "refused")  # tables that are run whole wherever a table is run
+SAMPLED = {"other bits": TABLES["other bits"] | {"case": FEW_CASES}}  # what is sampled of a table, where that is less
 
 
 @cache
 def sampled() -> tuple[Cell, ...]:
-    """Cells in which every pair of values of a table appears, and every cell of the small table."""
+    """Cells in which every pair of values of a table appears, and every cell of the small tables."""
     cells: list[Cell] = []
     for name, axes in TABLES.items():
-        found = pairwise.rows(axes, valid) if name == "odd" else pairwise.sample(axes, valid)
+        axes = SAMPLED.get(name, axes)
+        found = pairwise.rows(axes, valid) if name in WHOLE else pairwise.sample(axes, valid)
         cells += [Cell(**row) for row in found]
-    return tuple(sorted(cells, key=lambda cell: (cell.world, WRAPPERS.index(cell.wrapper), cell.name)))
+    return tuple(sorted(cells, key=lambda cell: (cell.world, list(WRAPPERS).index(cell.wrapper), cell.name)))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.exact.cells import WORLDS, sampled
+from tests.exact.cells import ALL_WORLDS, sampled
 from tests.exact.launch import Result, launch
 
 Results = dict[str, list[Result]]
@@ -14,7 +14,7 @@ def results(tmp_path_factory: pytest.TempPathFactory):
     found: dict[int, Results] = {}
 
     def of(world: int) -> Results:
-        assert world in WORLDS
+        assert world in ALL_WORLDS
         if world not in found:
             names = [cell.name for cell in sampled() if cell.world == world]
             folder = tmp_path_factory.mktemp(f"world{world}")

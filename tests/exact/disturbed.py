@@ -4,13 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from megabatch import GradientAccumulator, LossContractError, loss
-from tests.exact import functions, harness, oracle
+from megabatch import GradientAccumulator, LossContractError, MegabatchError, loss
+from tests.exact import functions, harness, models, oracle
 from tests.exact.cells import Cell
+from tests.exact.wrappers import Wrapped
 
-Loss = Callable[[nn.Module, oracle.Sample], tuple[Tensor, Tensor]]
+Loss = Callable[[Wrapped, oracle.Sample], tuple[Tensor, Tensor]]
 
 
 class InterruptedLossError(Exception):
@@ -21,16 +22,16 @@ def _weigh(microbatch: oracle.Sample) -> Tensor:
     return functions.tokens_weights(microbatch)["loss"]
 
 
-def _pair(model: nn.Module, microbatch: oracle.Sample) -> tuple[Tensor, Tensor]:
-    return functions.tokens_sums(model, microbatch)["loss"]
+def _pair(model: Wrapped, microbatch: oracle.Sample) -> tuple[Tensor, Tensor]:
+    return functions.tokens_sums(models.called(model), microbatch)["loss"]
 
 
 def nan(this: harness.CellRun) -> Loss:
     """One microbatch of the last rank is not a number."""
 
-    def spoiled(model: nn.Module, microbatch: oracle.Sample) -> tuple[Tensor, Tensor]:
+    def spoiled(model: Wrapped, microbatch: oracle.Sample) -> tuple[Tensor, Tensor]:
         total, weight = _pair(model, microbatch)
-        return (total * float("nan") if this.rank == this.cell.world - 1 else total), weight
+        return (total * float("nan") if this.rank == this.cell.data_degree - 1 else total), weight
 
     return loss(weigh=_weigh)(spoiled)
 
@@ -39,7 +40,7 @@ def mismatch(this: harness.CellRun) -> Loss:
     """The last rank counts the label at position 0, which the causal shift never uses."""
 
     def count(microbatch: oracle.Sample) -> Tensor:
-        if this.rank == this.cell.world - 1:
+        if this.rank == this.cell.data_degree - 1:
             return (microbatch["labels"] != -100).sum()
         return _weigh(microbatch)
 
@@ -50,7 +51,7 @@ def interrupted(this: harness.CellRun) -> Loss:
     """The loss raises in its second microbatch, on every rank."""
     calls = iter(range(1000))
 
-    def fails(model: nn.Module, microbatch: oracle.Sample) -> tuple[Tensor, Tensor]:
+    def fails(model: Wrapped, microbatch: oracle.Sample) -> tuple[Tensor, Tensor]:
         pair = _pair(model, microbatch)
         if next(calls) == 1:
             raise InterruptedLossError
@@ -62,8 +63,8 @@ def interrupted(this: harness.CellRun) -> Loss:
 def unweighed_terms(this: harness.CellRun) -> Loss:
     """Two differentiable terms, and nobody says what each is divided by."""
 
-    def two(model: nn.Module, microbatch: oracle.Sample) -> Any:
-        sums = functions.tokens_sums(model, microbatch)
+    def two(model: Wrapped, microbatch: oracle.Sample) -> Any:
+        sums = functions.tokens_sums(models.called(model), microbatch)
         return {name: sums[name] for name in ("loss", "positive")}
 
     return two
@@ -72,7 +73,7 @@ def unweighed_terms(this: harness.CellRun) -> Loss:
 DISTURBED = {each.__name__: each for each in (nan, mismatch, interrupted, unweighed_terms)}
 EXPECTED = {
     "nan": "finite=False", "mismatch": LossContractError.__name__, "interrupted": InterruptedLossError.__name__,
-    "unweighed_terms": LossContractError.__name__,
+    "unweighed_terms": LossContractError.__name__, "left_early": MegabatchError.__name__,
 }  # fmt: skip
 
 
@@ -82,12 +83,29 @@ def run_job(name: str) -> dict[str, Any]:
     values = ("bits", wrapper, world, sync, "C5", "list", "weigh", "one-sample", "forward_backward", "no-clip")
     this = harness.CellRun(Cell.parse(":".join(values)))
     (calls,) = this.updates()
-    gradient = GradientAccumulator(this.model, micro_batch_size=1, sync=sync)
-    happened = _happens(gradient, this.batch(calls[0]), DISTURBED[disturbance](this))
+    gradient = GradientAccumulator(this.model, mesh=this.mesh, micro_batch_size=1, sync=sync)
+    if disturbance == "left_early":
+        happened = _left_early(gradient, this, this.batch(calls[0]))
+    else:
+        happened = _happens(gradient, this.batch(calls[0]), DISTURBED[disturbance](this))
     for _ in range(2):  # what leaks would leak into the next update, or be doubled in the one after it
         gradient.forward_backward(this.batch(calls[0]), this.loss_fn())
         harness.judge(this, gradient.finalize(), calls, None)
     return {"happened": happened, "gradient": this.found.gradient, "wrong": this.found.wrong}
+
+
+def _left_early(gradient: GradientAccumulator, this: harness.CellRun, batch: Any) -> str:
+    """The open loop is left after one backward and one forward, and then closed."""
+    for index, microbatch in enumerate(gradient.microbatches(batch, this.weigh())):
+        total, weight = _pair(this.model, microbatch)
+        if index:
+            break
+        gradient.backward(total, weight)
+    try:
+        gradient.finalize()
+        return "an update"
+    except MegabatchError as error:
+        return type(error).__name__
 
 
 def _happens(gradient: GradientAccumulator, batch: Any, loss_fn: Loss) -> str:

@@ -1,8 +1,10 @@
 """The full table: `python -m tests.exact.full` runs it and writes result.json beside this file; it is committed.
 
-bits      every wrapper x world size x sync x case x loss; the other axes are drawn, with a fixed seed
-language  every precision x wrapper x world size x sync x case; the other axes are drawn
-odd       every cell
+bits            plain, DDP and FSDP2: every world size x sync x case x loss; the other axes are drawn, with a fixed seed
+language        plain, DDP and FSDP2: every precision x world size x sync x case; the other axes are drawn
+other bits      the other wrappers: every world size x sync x case; the other axes are drawn
+other language  the other wrappers: every precision x world size x sync x case of a few; the other axes are drawn
+odd, refused    every cell
 """
 
 import hashlib
@@ -21,20 +23,41 @@ import torch
 import transformers
 
 import megabatch
-from tests.exact.cells import TABLES, WORLDS, Cell, valid
+from tests.exact.cells import ALL_WORLDS, TABLES, WHOLE, Cell, valid
 from tests.exact.launch import Result, launch
 
 LIBRARY = Path(megabatch.__file__).parent
 RESULT = Path(__file__).with_name("result.json")
-SOURCES = ("sync.py", "run.py", "update.py", "accumulator.py", "joint.py", "pipeline.py")  # of those that exist
+SOURCES = (
+    "mesh.py",
+    "plain.py",
+    "wrapped.py",
+    "ddp.py",
+    "fsdp1.py",
+    "fsdp2.py",
+    "several.py",
+    "sync.py",
+    "share.py",
+    "run.py",
+    "update.py",
+    "way.py",
+    "accumulator.py",
+    "joint.py",
+    "representations.py",
+    "rng.py",
+    "stages.py",
+    "shapes.py",
+    "pipeline.py",
+    "context.py",
+    "precision.py",
+    "experts.py",
+)  # of those that exist
 VERSIONS = {
     "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
 }  # fmt: skip
-CROSSED = {
-    "bits": ("evidence", "wrapper", "world", "sync", "case", "loss"),
-    "odd": tuple(TABLES["odd"]),
-    "language": ("evidence", "wrapper", "world", "sync", "case"),
-}
+ALWAYS = ("evidence", "wrapper", "world", "sync", "case")
+CROSSED = {name: tuple(axes) if name in WHOLE else ALWAYS for name, axes in TABLES.items()}
+CROSSED |= {"bits": (*ALWAYS, "loss")}
 
 
 def cells() -> list[Cell]:
@@ -71,7 +94,7 @@ def source_hashes() -> dict[str, str]:
 def run(table: list[Cell]) -> dict[str, list[Result]]:
     """Results of all cells, one world size after the other."""
     found: dict[str, list[Result]] = {}
-    for world in WORLDS:
+    for world in ALL_WORLDS:
         names = [cell.name for cell in table if cell.world == world]
         started = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
@@ -102,7 +125,7 @@ def report(table: list[Cell], found: dict[str, list[Result]], seconds: float) ->
         "num_cells": len(table),
         "cells_sha256": digest(cell.name for cell in table),
         "seconds": round(seconds),
-        "summary": {kind: _summary(kind, table, errors) for kind in ("bits", "odd", "float64", "float32")},
+        "summary": {kind: _summary(kind, table, errors) for kind in ("bits", "odd", "float64", "float32", "refused")},
         "failures": failures,
         "errors": {name: float(f"{error:.3g}") for name, error in sorted(errors.items()) if error},
     }

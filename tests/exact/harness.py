@@ -1,22 +1,19 @@
 """One cell on one rank: the library's update beside the oracle's, update after update."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
-from megabatch import GradientAccumulator, Update, losses
+from megabatch import GradientAccumulator, MegabatchError, Update, losses
 from megabatch import loss as counted_from_data
 from tests.exact import cases, functions, models, oracle
 from tests.exact.cells import Cell
+from tests.exact.wrappers import WRAPPERS, Tensors, Wrapped, full, is_part_of_a_sum, mesh_of, parameters_of, whole, wrap
 
 GIVEN_DIVISOR = 128.0
 MAX_NORM = {"no-clip": None, "loose": 1e9, "tight": 0.05}
@@ -32,6 +29,10 @@ class Found:
     report: float = 0.0
     report_tolerance: float = 0.0
     wrong: list[str] = field(default_factory=list)  # what must be equal and is not
+
+    @property
+    def row(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("gradient", "parameter", "report", "wrong")}
 
     def see(self, error: float, parameter: str) -> None:
         if error > self.gradient:
@@ -53,11 +54,13 @@ class CellRun:
 
     def __init__(self, cell: Cell) -> None:
         self.cell, self.found = cell, Found(report_tolerance=cell.report_tolerance)
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.wrapper = WRAPPERS[cell.wrapper]
+        self.mesh = mesh_of(cell.wrapper, cell.world) if self.wrapper.needs_mesh else None
+        self.rank = data_rank(cell.wrapper)
         self.model_kind = "image" if cell.kind.startswith("image") else "tokens"
         if cell.evidence.startswith("float"):
             self.model_kind = "language"
-        self.sums, self.weights = functions.of(self.model_kind)
+        self._sums, self.weights = functions.of(self.model_kind)
         self.names = functions.NAMES[cell.loss]
         self.reference = self._new_model(torch.float64)
         self.same_dtype = self._new_model(self.dtype) if self.dtype != torch.float64 else None
@@ -69,24 +72,40 @@ class CellRun:
         return torch.float32 if self.cell.evidence == "float32" else torch.float64
 
     def _new_model(self, dtype: torch.dtype) -> nn.Module:
-        return models.gpt2(dtype) if self.model_kind == "language" else models.integer_model(self.model_kind)
+        if self.model_kind == "language":
+            needs_parts = self.wrapper.several or "tp" in self.wrapper.axes(8)
+            return models.small_lm(dtype) if needs_parts else models.gpt2(dtype)
+        return models.integer_model("image" if self.model_kind == "image" else self.wrapper.integer)
 
-    def _wrapped(self, model: nn.Module) -> nn.Module:
+    def _wrapped(self, model: nn.Module) -> Wrapped:
         return wrap(model, self.cell.wrapper)
+
+    def sums(self, model: Wrapped, batch: oracle.Sample) -> oracle.Sums:
+        """The sums of a microbatch, of a model or several."""
+        return self._sums(models.called(model), batch)
 
     def copy_weights(self) -> None:
         """The oracles start this update from the model's weights: float32 errors are compared at one point."""
         with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                value = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            for name, value in self._whole({name: each.detach() for name, each in self.parameters.items()}).items():
                 for each in (self.reference, self.same_dtype):
                     dict(each.named_parameters())[name].copy_(value)
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Whole gradients on every rank; one that still is a part of a sum would be summed by whoever reads it."""
+        gradients = {name: parameter.grad for name, parameter in self.parameters.items()}
+        partial = [name for name, each in gradients.items() if is_part_of_a_sum(each)]
+        self.found.expect("gradients that are parts of sums", partial, [])
+        return self._whole(gradients)
+
+    def _whole(self, tensors: Tensors) -> Tensors:
+        return whole(self.model, tensors, {name: each.shape for name, each in self.reference.named_parameters()})
 
     def updates(self) -> list[list[Call]]:
         """Samples by update, call and rank."""
         case, power_of_two = self.cell.case, self.cell.evidence == "bits"
         made: list[list[Call]] = []
-        for u, update in enumerate(cases.updates(case, self.cell.world, power_of_two)):
+        for u, update in enumerate(cases.updates(case, self.cell.data_degree, power_of_two)):
             calls = [cases.samples(call, self.model_kind, case, 100 * u + c) for c, call in enumerate(update)]
             if self.model_kind == "language":
                 calls = [[[cases.as_language(s) for s in share] for share in call] for call in calls]
@@ -151,25 +170,18 @@ def length(sample: oracle.Sample) -> int:
     return len(next(iter(sample.values())))
 
 
-def wrap(model: nn.Module, wrapper: str, **ddp_options: bool) -> nn.Module:
-    if wrapper == "plain":
-        return model
-    if wrapper == "ddp":
-        return DistributedDataParallel(model, **ddp_options)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in models.blocks(model):
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
-def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name.removeprefix("module."): parameter for name, parameter in model.named_parameters()}
+def data_rank(wrapper: str) -> int:
+    """Which of the samples this rank is given: its place among those that differ."""
+    if not dist.is_initialized():
+        return 0
+    axes = WRAPPERS[wrapper].axes(dist.get_world_size())
+    return dist.get_rank() // axes.get("tp", 1)  # the last axis of a mesh runs fastest
 
 
 def full_gradients(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor | None]:
     """Whole gradients on every rank."""
     gradients = {name: parameter.grad for name, parameter in parameters.items()}
-    return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
+    return {name: None if gradient is None else full(gradient) for name, gradient in gradients.items()}
 
 
 def run_cell(name: str) -> dict[str, Any]:
@@ -179,15 +191,28 @@ def run_cell(name: str) -> dict[str, Any]:
         cell = Cell.parse(name)
         if cell.world == 1 and cell.wrapper == "plain":
             dist.destroy_process_group()  # the way most people start
-        return run(CellRun(cell))
+        this = CellRun(cell)
+        return run(this) if cell.evidence != "refused" else _refused(this)
+
+
+def _refused(this: CellRun) -> dict[str, Any]:
+    """What is said of a cell that cannot be."""
+    said = "nothing was refused"
+    try:
+        GradientAccumulator(this.model, mesh=this.mesh, micro_batch_size=1, sync=this.cell.sync)
+    except MegabatchError as error:
+        said = str(error)
+    this.found.expect("the error", said, this.cell.refusal)
+    return this.found.row
 
 
 def run(this: CellRun) -> dict[str, Any]:
     """Every update of the cell, with an optimizer between; the optimizer moves the oracle by its own gradient."""
     cell = this.cell
     updates = this.updates()
-    gradient = GradientAccumulator(this.model, sync=cell.sync, **this.bound(updates))
-    optimizers = [_optimizer(each, cell) for each in (this.model, this.reference, this.same_dtype) if each is not None]
+    gradient = GradientAccumulator(this.model, mesh=this.mesh, sync=cell.sync, **this.bound(updates))
+    trained = (this.parameters, *(dict(each.named_parameters()) for each in (this.reference, this.same_dtype) if each))
+    optimizers = [_optimizer(parameters.values(), cell) for parameters in trained]
     for calls in updates:
         if this.same_dtype is not None:
             this.copy_weights()
@@ -198,14 +223,13 @@ def run(this: CellRun) -> dict[str, Any]:
         if judge(this, update, calls, divisor):
             for optimizer in optimizers:
                 optimizer.step()
-    found = this.found
-    return {"gradient": found.gradient, "parameter": found.parameter, "report": found.report, "wrong": found.wrong}
+    return this.found.row
 
 
-def _optimizer(model: nn.Module, cell: Cell) -> torch.optim.Optimizer:
+def _optimizer(parameters: Iterable[nn.Parameter], cell: Cell) -> torch.optim.Optimizer:
     if cell.evidence.startswith("float"):
-        return torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return models.SignSGD(model.parameters())
+        return torch.optim.AdamW(parameters, lr=1e-3)
+    return models.SignSGD(parameters)
 
 
 def _forward_backward(this: CellRun, gradient: GradientAccumulator, loss_fn: Callable[..., Any], call: Call) -> None:
@@ -232,7 +256,7 @@ def judge(this: CellRun, update: Update, calls: list[Call], divisor: float | Non
     samples = [sample for call in calls for share in call for sample in share]
     divide_last = this.cell.evidence == "odd"
     expected = oracle.answer(this.reference, this.oracle_sums, samples, divisor, divide_last)
-    found, gradients = this.found, full_gradients(this.parameters)
+    found, gradients = this.found, this.gradients()
     clipped = MAX_NORM[this.cell.clip]
     _judge_report(this, update, expected, samples)
     if expected.weights["loss"] == 0:

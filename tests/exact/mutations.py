@@ -2,7 +2,11 @@
 
 from dataclasses import dataclass
 
-ALL = ("plain", "ddp", "fsdp2")
+from tests.exact.cases import SEVERAL_RANKS
+from tests.exact.cells import MAIN
+from tests.exact.wrappers import WRAPPERS
+
+WORLD = 2
 
 
 @dataclass(frozen=True)
@@ -11,19 +15,45 @@ class Mutation:
     file: str
     text: str  # occurs once in the file
     planted: str
-    wrappers: tuple[str, ...] = ALL  # cells of these fail, and no others
+    wrappers: tuple[str, ...] = MAIN  # cells of these fail, and none of the other main wrappers'
+
+    @property
+    def cells(self) -> list[str]:
+        """Those of the main wrappers, and of the others that must fail."""
+        return [cell for wrapper in dict.fromkeys((*MAIN, *self.wrappers)) for cell in cells(wrapper)]
 
 
+def cells(wrapper: str) -> list[str]:
+    alone = WRAPPERS[wrapper].data_degree(WORLD) == 1
+    return [f"bits:{wrapper}:{WORLD}:auto:{case}:list:{loss}:one-sample:forward_backward:no-clip"
+            for case, loss in CASES if not (alone and case in SEVERAL_RANKS)]  # fmt: skip
+
+
+CASES = (
+    ("uneven-ranks", "weigh"), ("uneven-ranks", "late"), ("calls", "weigh"), ("short-tail", "late"), ("C4c", "weigh"),
+)  # fmt: skip
 MUTATIONS = (
-    Mutation("drop the rank factor", "sync.py",
-             "self.loss_factor = float(self.ranks.degree)", "self.loss_factor = 1.0", ("ddp",)),
-    Mutation("let FSDP average", "sync.py",
-             "module.set_gradient_divide_factor(1.0)", "pass", ("fsdp2",)),
-    Mutation("forget to sum a plain model's gradients", "sync.py",
-             "dist.all_reduce(parameter.grad, group=group, async_op=True)",
-             "dist.all_reduce(parameter.grad.clone(), group=group, async_op=True)", ("plain",)),
+    Mutation("drop the rank factor", "ddp.py",
+             "self.loss_factor = float(ranks.num_weighing)", "self.loss_factor = 1.0", ("ddp",)),
+    Mutation("drop the rank factor of FSDP1", "fsdp1.py",
+             "self.loss_factor = float(ranks.num_weighing)", "self.loss_factor = 1.0", ("fsdp1",)),
+    Mutation("let FSDP average", "fsdp2.py",
+             "module.set_gradient_divide_factor(1.0)", "pass", ("fsdp2", "hsdp", "replicate")),
+    Mutation("never reduce over replicas", "fsdp2.py",
+             'all_reduce=last or policy == "every"', 'all_reduce=policy == "every"', ("hsdp",)),
+    Mutation("reduce the first model alone", "several.py",
+             "        for reducer in self._reducers:\n            reducer.finish_update()",
+             "        for reducer in self._reducers[:1]:\n            reducer.finish_update()", ("several",)),
+    Mutation("forget to sum a plain model's gradients", "plain.py",
+             "dist.all_reduce(local(gradient), group=group, async_op=True)",
+             "dist.all_reduce(local(gradient).clone(), group=group, async_op=True)", ("plain",)),
+    Mutation("treat tp as a data axis", "mesh.py",
+             'DATA_AXES = ("dp", "dp_replicate", "dp_shard")', 'DATA_AXES = ("dp", "dp_replicate", "dp_shard", "tp")',
+             ("tp", "tp-sp")),
+    Mutation("leave a gradient of sequence parallel a part of a sum", "plain.py",
+             "if isinstance(gradient, DTensor) and any(", "if False and any(", ("tp-sp",)),
     Mutation("forget to reduce the weight over ranks", "run.py",
-             "dict(zip(names, map(sum, weights), strict=False))", "share.weight_sums()"),
+             "weights=dict(zip(names, map(sum, weights), strict=False))", "weights=share.weight_sums()"),
     Mutation("forget to reduce the late weight over ranks", "update.py",
              "rows[:, 4 : 4 + 2 * len(names)].sum(0)", 'self._report(names, "")[4 : 4 + 2 * len(names)]'),
     Mutation("differentiate a stand-in", "update.py",
@@ -43,8 +73,3 @@ MUTATIONS = (
     Mutation("leave zeros after an update without weight", "accumulator.py",
              "            gradient.drop(parameters)\n", ""),
 )  # fmt: skip
-CASES = (
-    ("uneven-ranks", "weigh"), ("uneven-ranks", "late"), ("calls", "weigh"), ("short-tail", "late"), ("C4c", "weigh"),
-)  # fmt: skip
-CELLS = [f"bits:{wrapper}:2:auto:{case}:list:{loss}:one-sample:forward_backward:no-clip"
-         for wrapper in ALL for case, loss in CASES]  # fmt: skip

@@ -1,23 +1,19 @@
-"""Options of the wrappers, and frozen parameters: cells that are run with each of them."""
+"""Options that are no wrapper of their own: cells that are run with each of them."""
 
 from typing import Any
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
-from tests.exact import harness, models
+from tests.exact import harness
 from tests.exact.cells import Cell
+from tests.exact.wrappers import WRAPPERS, Wrapped
 
 OPTIONS = {  # with the wrappers that have them
-    "gradient_as_bucket_view": ("ddp",),
-    "static_graph": ("ddp",),
-    "find_unused_parameters": ("ddp",),
-    "keep_unsharded": ("fsdp2",),
-    "hsdp": ("fsdp2",),
-    "frozen": ("plain", "ddp", "fsdp2"),
+    "keep_unsharded": ("fsdp2", "hsdp"),
+    "mesh_told": ("ddp", "hsdp", "fsdp1-hybrid"),
+    "mesh_untold": ("tp", "fsdp2-tp"),
+    "frozen": ("plain", "ddp", "fsdp2", "hsdp", "replicate", "fsdp1", "several", "tp", "fsdp2-tp"),
 }
-WORLDS = dict.fromkeys(OPTIONS, 2) | {"hsdp": 4}
 CASES = ("C1", "short-tail", "calls-updates", "empty-update")
 
 
@@ -27,6 +23,10 @@ class OptionRun(harness.CellRun):
     def __init__(self, cell: Cell, option: str) -> None:
         self.option = option
         super().__init__(cell)
+        if option == "mesh_told":
+            self.mesh = harness.mesh_of(cell.wrapper, cell.world)
+        if option == "mesh_untold":
+            self.mesh = None
 
     def _new_model(self, dtype: Any) -> nn.Module:
         model = super()._new_model(dtype)
@@ -35,19 +35,14 @@ class OptionRun(harness.CellRun):
             model.head.bias.requires_grad_(False)
         return model
 
-    def _wrapped(self, model: nn.Module) -> nn.Module:
-        if self.option == "keep_unsharded":
-            return _sharded(model, init_device_mesh("cpu", (self.cell.world,)), reshard_after_forward=False)
-        if self.option == "hsdp":
-            return _sharded(model, init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")))
-        options = {self.option: True} if self.cell.wrapper == "ddp" and self.option != "frozen" else {}
+    def _wrapped(self, model: nn.Module) -> Wrapped:
+        options = {"reshard_after_forward": False} if self.option == "keep_unsharded" else {}
         return harness.wrap(model, self.cell.wrapper, **options)
 
 
-def _sharded(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
-    for block in models.blocks(model):
-        fully_shard(block, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
+def world_of(wrapper: str) -> int:
+    """How many processes a wrapper's options are run on: two, or four where it has two axes."""
+    return 4 if len(WRAPPERS[wrapper].axes(4)) > 1 else 2
 
 
 def run_job(name: str) -> dict[str, Any]:

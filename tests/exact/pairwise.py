@@ -24,8 +24,9 @@ def pairs(row: Row) -> set[Pair]:
 
 def all_pairs(axes: Axes, valid: Valid) -> list[Pair]:
     """Every pair of values that can meet, in the order of the axes."""
+    always = {axis: values[0] for axis, values in axes.items() if len(values) == 1}
     found = ((a, x, b, y) for a, b in combinations(axes, 2) for x in axes[a] for y in axes[b])
-    return [(a, x, b, y) for a, x, b, y in found if valid({a: x, b: y})]
+    return [(a, x, b, y) for a, x, b, y in found if valid(always | {a: x, b: y})]
 
 
 def sample(axes: Axes, valid: Valid, tries: int = 60) -> list[Row]:

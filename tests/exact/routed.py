@@ -29,7 +29,8 @@ class RoutedRun(harness.CellRun):
         return models.integer_model("routed")
 
     def _wrapped(self, model: nn.Module) -> nn.Module:
-        return harness.wrap(model, self.cell.wrapper, find_unused_parameters=self.find_unused_parameters)
+        options = {"find_unused_parameters": self.find_unused_parameters} if self.cell.wrapper == "ddp" else {}
+        return harness.wrap(model, self.cell.wrapper, **options)
 
     def updates(self) -> list[list[harness.Call]]:
         updates = super().updates()

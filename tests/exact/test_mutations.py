@@ -8,7 +8,7 @@ import pytest
 import megabatch
 from tests.exact.cells import Cell
 from tests.exact.launch import Result, Run, launch_all
-from tests.exact.mutations import CELLS, MUTATIONS, Mutation
+from tests.exact.mutations import MUTATIONS, WORLD, Mutation
 from tests.exact.test_exact import check
 
 pytestmark = pytest.mark.slow
@@ -29,11 +29,13 @@ def plant(mutation: Mutation, folder: Path) -> None:
 def failing(tmp_path_factory) -> dict[str, set[str]]:
     """The wrappers whose cells fail, by mutation; "" is the library as it is."""
     folder = tmp_path_factory.mktemp("mutations")
-    runs = {"": Run(2, CELLS, folder / "none")}
+    cells = list(dict.fromkeys(cell for mutation in MUTATIONS for cell in mutation.cells))
+    runs = {"": Run(WORLD, cells, folder / "none")}
     for number, mutation in enumerate(MUTATIONS):
         planted = folder / str(number)
         plant(mutation, planted)
-        runs[mutation.name] = Run(2, CELLS, planted / "run", [str(planted)], len(CELLS), TIMEOUT_SECONDS)
+        cells = mutation.cells
+        runs[mutation.name] = Run(WORLD, cells, planted / "run", [str(planted)], len(cells), TIMEOUT_SECONDS)
     found = launch_all("tests.exact.harness:run_cell", list(runs.values()), folder)
     return {name: _failing(results) for name, results in zip(runs, found, strict=True)}
 

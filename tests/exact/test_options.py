@@ -3,11 +3,11 @@
 import pytest
 
 from tests.exact.launch import launch
-from tests.exact.options import CASES, OPTIONS, WORLDS
+from tests.exact.options import CASES, OPTIONS, world_of
 
 pytestmark = pytest.mark.slow
 JOBS = [
-    f"{option}:{case}:{wrapper}:{WORLDS[option]}:{sync}"
+    f"{option}:{case}:{wrapper}:{world_of(wrapper)}:{sync}"
     for option, wrappers in OPTIONS.items()
     for wrapper in wrappers
     for case in CASES
@@ -18,9 +18,9 @@ JOBS = [
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     found = {}
-    for world in sorted(set(WORLDS.values())):
-        jobs = [job for job in JOBS if job.split(":")[3] == str(world)]
-        found |= launch(world, "tests.exact.options:run_job", jobs, tmp_path_factory.mktemp(f"options{world}"))
+    for world in sorted({job.split(":")[3] for job in JOBS}):
+        jobs = [job for job in JOBS if job.split(":")[3] == world]
+        found |= launch(int(world), "tests.exact.options:run_job", jobs, tmp_path_factory.mktemp(f"options{world}"))
     return found
 
 

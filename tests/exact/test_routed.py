@@ -2,24 +2,27 @@
 
 import pytest
 
-from tests.exact.cells import WRAPPERS
 from tests.exact.launch import launch
 from tests.exact.routed import USERS
 
 pytestmark = pytest.mark.slow
-WORLDS = (1, 3)
-JOBS = [f"{users}:{wrapper}:{{world}}:{sync}" for users in USERS for wrapper in WRAPPERS for sync in ("last", "every")]
+WORLDS = {"plain": (1, 3), "ddp": (1, 3), "fsdp2": (1, 3), "hsdp": (4,), "replicate": (3,), "fsdp1": (2,)}
+JOBS = [f"{users}:{wrapper}:{world}:{sync}" for wrapper, worlds in WORLDS.items() for world in worlds
+        for users in USERS for sync in ("last", "every")]  # fmt: skip
+JOBS += [f"{users}:hsdp:4:replica_last" for users in USERS]
 
 
-@pytest.fixture(scope="module", params=WORLDS, ids=lambda world: f"world{world}")
-def results(request, tmp_path_factory):
-    world = request.param
-    jobs = [job.format(world=world) for job in JOBS]
-    found = launch(world, "tests.exact.routed:run_job", jobs, tmp_path_factory.mktemp("routed"))
-    return {job: found[job.format(world=world)] for job in JOBS}
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    found = {}
+    for world in sorted({job.split(":")[2] for job in JOBS}):
+        jobs = [job for job in JOBS if job.split(":")[2] == world]
+        folder = tmp_path_factory.mktemp(f"routed{world}")
+        found |= launch(int(world), "tests.exact.routed:run_job", jobs, folder)
+    return found
 
 
-@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.replace(":{world}", ""))
+@pytest.mark.parametrize("job", JOBS)
 def test_gradient_of_what_not_everyone_uses(results, job: str) -> None:
     for result in results[job]:
         assert "error" not in result, result["error"]
@@ -28,7 +31,7 @@ def test_gradient_of_what_not_everyone_uses(results, job: str) -> None:
         assert not value["wrong"], value["wrong"]
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", WORLDS["ddp"])
 def test_what_ddp_leaves_unreduced_is_an_error(world: int, tmp_path) -> None:
     job = f"second-of-all:ddp:{world}:last"
     for result in launch(world, "tests.exact.routed:run_unsaid", [job], tmp_path)[job]:

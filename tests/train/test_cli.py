@@ -77,7 +77,7 @@ def test_help_names_every_key_with_its_meaning(bench: Bench) -> None:
     for text in (
         "update.global_batch_size = 32    (whole number)",
         "Samples of an update, over all ranks",
-        'parallel.wrapper = none    ("ddp" | "fsdp2", or none)',
+        'parallel.wrapper = none    ("ddp" | "fsdp2" | "replicate", or none)',
         "run.resume = false    (true | false)",
     ):
         assert text in done.stdout

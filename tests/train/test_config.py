@@ -53,7 +53,7 @@ OF_THE_COMMAND_LINE = {
     "change it on the command line",
     "--update.tail=keep": "update.tail is 'keep'; it must be 'step', 'drop' or 'carry': change it on the command line",
     "--update.max_norm=0": "update.max_norm is 0.0; it must be greater than 0: change it on the command line",
-    "--parallel.wrapper=deepspeed": "parallel.wrapper is 'deepspeed'; it must be 'ddp' or 'fsdp2': "
+    "--parallel.wrapper=deepspeed": "parallel.wrapper is 'deepspeed'; it must be 'ddp', 'fsdp2' or 'replicate': "
     "change it on the command line",
     "--optim.lr=-1": "optim.lr is -1.0; it must be at least 0: change it on the command line",
     "--optim.lr=nan": "optim.lr is nan; it must be a finite number: change it on the command line",

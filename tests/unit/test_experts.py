@@ -1,8 +1,6 @@
 """The balance of sequences and the biases of experts, on one process and on models of transformers."""
 
-import contextlib
 import copy
-import re
 
 import pytest
 import torch
@@ -10,14 +8,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from megabatch import GradientAccumulator, JointLoss, PlanError, experts, loss, losses, verify
+from megabatch.double import Float64WithoutDropout, float64_copy
 from tests.exact import oracle
 from tests.exact.experts import EXPERTS, TOP_K, VOCABULARY, balance_of_one, loads, samples, sparse_lm, unbalanced
+from tests.unit.failures.experts import bias_of
 from tests.unit.failures.table import linear
 
 SIZES = {
@@ -162,6 +161,15 @@ def test_verify_does_not_blame_the_routers_for_a_mean():
     assert found.causes[0].startswith("the total of 'loss' is no sum"), found.causes
 
 
+def test_the_experts_that_verify_runs_in_float64_are_those_of_float32():
+    """Torch multiplies the rows of several experts at once in lower precisions only."""
+    model, ids = mixtral(initializer_range=0.5), collated()["input_ids"]
+    with Float64WithoutDropout(), torch.no_grad():
+        found = float64_copy(model)(input_ids=ids).logits
+    assert found.dtype == torch.float64
+    assert torch.allclose(found.float(), model(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
+
+
 @loss(weigh=lambda batch: {"loss": losses.count_targets(batch), "router": batch["attention_mask"].sum()})
 def weighed(model, batch):
     return named(model, batch)
@@ -201,11 +209,6 @@ def test_the_biases_of_deepseek_follow_the_load_whatever_the_cut():
     assert found[1] == found[3] == found[8]
 
 
-def bias_of(model: nn.Module, **settings) -> tuple[GradientAccumulator, experts.ExpertBias]:
-    gradient = GradientAccumulator(model, micro_batch_size=2)
-    return gradient, experts.ExpertBias(gradient, **settings)
-
-
 def test_a_bias_is_moved_once_by_what_was_counted():
     gradient, bias = bias_of(sparse_lm())
     gradient.forward_backward(samples(0, 4), unbalanced)
@@ -215,6 +218,20 @@ def test_a_bias_is_moved_once_by_what_was_counted():
     assert any(each.any() for each in before)
     assert not any(each.any() for each in bias.update().values())
     assert all(map(torch.equal, before, gradient.model.buffers()))
+
+
+def test_the_routers_of_several_models_are_told_apart():
+    gradient, bias = bias_of([sparse_lm(), sparse_lm()])
+
+    @loss(weigh=unbalanced.weigh)
+    def both(models, batch):
+        (first, weight), (second, _) = (unbalanced(model, batch) for model in models)
+        return first + second, weight
+
+    gradient.forward_backward(samples(0, 4), both)
+    gradient.finalize()
+    counted = [each.tolist() for each in bias.update().values()]
+    assert counted[:2] == counted[2:] == [each.tolist() for each in loads(sparse_lm(), samples(0, 4))]
 
 
 def test_how_the_choice_is_read_can_be_said():
@@ -241,99 +258,13 @@ def test_a_joint_loss_is_counted_once():
     assert all(map(torch.equal, bias.update().values(), loads(sparse_lm(), samples(0, 5))))
 
 
-def without_bias() -> None:
-    bias_of(linear())
-
-
-def no_rate() -> None:
-    bias_of(sparse_lm(), rate=0.0)
-
-
-def sharded() -> None:
-    model = sparse_lm()
-    router = model.blocks[0].router
-    value = distribute_tensor(router.e_score_correction_bias, init_device_mesh("cpu", (1,)), [Replicate()])
-    router.e_score_correction_bias = value
-    bias_of(model)
-
-
-def trained(model: nn.Module, batch=None, **settings) -> None:
-    gradient, _ = bias_of(model, **settings)
-    gradient.forward_backward(batch or samples(0, 2), unbalanced)
-
-
-def choice_not_told() -> None:
-    trained(sparse_lm(), chosen=lambda output: None)
-
-
-def mask_of_others() -> None:
-    ids = torch.arange(6)
-    trained(sparse_lm(), [{"input_ids": ids, "labels": ids, "attention_mask": torch.ones(9, dtype=torch.long)}])
-
-
-def frozen() -> None:
-    model = sparse_lm()
-    model.embedding.requires_grad_(False)
-    model.blocks[0].router.requires_grad_(False)
-    trained(model)
-
-
-def unknown_scores() -> None:
-    balance(logits(1, 5, EXPERTS), mask(5), scores="relu")
-
-
-def no_layers() -> None:
-    balance((), mask(5))
-
-
-def other_tokens() -> None:
-    balance(logits(1, 5, EXPERTS), mask(4))
-
-
-def expert_axis() -> None:
-    GradientAccumulator(linear(), mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep")), micro_batch_size=1)
-
-
-FAILURES = {  # what is done -> what is said
-    without_bias: "no module of the model has a tensor 'e_score_correction_bias'; say name=, that of the bias of its "
-    "routers",
-    no_rate: "rate is 0.0; expected a positive number",
-    choice_not_told: "router 'blocks.0.router' did not tell which experts it chose; say chosen=, which gives "
-    "[tokens, k]",
-    mask_of_others: "router 'blocks.0.router' saw 6 tokens but attention_mask has the shape (1, 9); give the mask of "
-    "these tokens, or none",
-    frozen: "router 'blocks.0.router' returned nothing that carries a gradient, so its tokens are not trained on; "
-    "unfreeze it, or rename its bias and leave it as it is",
-    unknown_scores: "scores is 'relu'; expected one of softmax, sigmoid",
-    no_layers: "router_logits has no layers; ask the model for them (output_router_logits=True)",
-    other_tokens: "router_logits has the shape (1, 5, 4) and attention_mask (1, 4); expected [B, T, experts] or "
-    "[B * T, experts], and [B, T]",
-}
-
-
-@pytest.mark.parametrize("provoke", FAILURES, ids=lambda provoke: provoke.__name__)
-def test_what_cannot_be_is_said_in_one_line(provoke):
-    with pytest.raises(Exception, match=f"^{re.escape(FAILURES[provoke])}$"):
-        provoke()
-
-
-@contextlib.contextmanager
-def group(backend: str, store: dist.Store, world: int):
-    """This process as rank 0 of some; "fake" ones never meet."""
-    dist.init_process_group(backend, store=store, rank=0, world_size=world)
+def test_experts_on_ranks_of_their_own_are_refused():
+    """Rank 0 of two that never meet: the names of the axes are enough."""
+    said = r"^mesh axis 'ep' has 2 ranks; experts on ranks of their own are not supported"
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        yield
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
+        with pytest.raises(PlanError, match=said):
+            GradientAccumulator(linear(), mesh=mesh, micro_batch_size=1)
     finally:
         dist.destroy_process_group()
-
-
-def test_a_bias_that_is_sharded_is_refused():
-    said = "'e_score_correction_bias' of 'blocks.0.router' is sharded; make it a buffer, or give it to fully_shard's "
-    with group("gloo", dist.HashStore(), 1), pytest.raises(PlanError, match=f"^{re.escape(said)}ignored_params$"):
-        sharded()
-
-
-def test_experts_on_ranks_of_their_own_are_refused():
-    said = r"^mesh axis 'ep' has 2 ranks; experts on ranks of their own are not supported"
-    with group("fake", FakeStore(), 2), pytest.raises(PlanError, match=said):
-        expert_axis()

@@ -1,78 +1,15 @@
-"""Models that other libraries have prepared: what is refused, and Accelerate's, which are not."""
+"""Models that other libraries have prepared, and that are not refused."""
 
 import copy
-import re
 
 import pytest
 import torch
 from torch import nn
 
-from megabatch import GradientAccumulator, PlanError, losses, verify
+from megabatch import GradientAccumulator, losses, verify
 from tests.exact import models
 from tests.exact.foreign import accelerator, errors, samples
 from tests.unit.failures.table import SAMPLES, linear, squares
-
-DEEPSPEED = (
-    "DeepSpeed reduces gradients and divides them by its own gradient_accumulation_steps; give a model that "
-    "deepspeed.initialize has not seen, wrapped with fully_shard or DistributedDataParallel"
-)
-APEX = "apex reduces gradients in every backward; give the model that it wraps, in torch's DistributedDataParallel"
-
-
-def of_library(module: str, name: str, *, own: bool = False) -> nn.Module:
-    """A wrapper as that library's is seen from outside, or a class of one's own upon it.
-
-    Neither library is installed for the tests; what DeepSpeed's engine is and leaves was read from a real one.
-    """
-    kind = type(name, (nn.Module,), {"__module__": module})
-    wrapper = (type("Own", (kind,), {"__module__": "own"}) if own else kind)()
-    wrapper.module = linear()
-    return wrapper
-
-
-def with_hook_of(module: str, on_parameter: bool) -> nn.Module:
-    """What DeepSpeed leaves on the model inside of its engine, with ZeRO and without."""
-
-    def hook(*_: object) -> None:
-        pass
-
-    hook.__module__ = module
-    model = nn.Sequential(linear(), linear())
-    if on_parameter:
-        model[1].weight.register_post_accumulate_grad_hook(hook)
-    else:
-        model.register_forward_pre_hook(hook)
-    return model
-
-
-ENGINE = "deepspeed.runtime.engine"
-REFUSED = {
-    "an engine": (
-        lambda: of_library(ENGINE, "DeepSpeedEngine"), f"the model is a DeepSpeedEngine of deepspeed; {DEEPSPEED}",
-    ),
-    "a subclass of an engine": (
-        lambda: of_library(ENGINE, "DeepSpeedEngine", own=True),
-        f"the model is a DeepSpeedEngine of deepspeed; {DEEPSPEED}",
-    ),
-    "the model of an engine": (
-        lambda: with_hook_of(ENGINE, on_parameter=False), f"the model has hooks of deepspeed; {DEEPSPEED}",
-    ),
-    "the model of an engine with ZeRO": (
-        lambda: with_hook_of("deepspeed.utils.nvtx", on_parameter=True),
-        f"module '1' has hooks of deepspeed; {DEEPSPEED}",
-    ),
-    "inside of another": (
-        lambda: nn.Sequential(of_library("apex.parallel.distributed", "DistributedDataParallel")),
-        f"module '0' is a DistributedDataParallel of apex; {APEX}",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_reduces_by_itself_is_refused(name):
-    make, said = REFUSED[name]
-    with pytest.raises(PlanError, match=f"^{re.escape(said)}$"):
-        GradientAccumulator(make(), micro_batch_size=1)
 
 
 def test_a_layer_of_such_a_library_is_not():

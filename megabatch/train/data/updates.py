@@ -64,8 +64,8 @@ class Shares(Dataset[Delivery]):
             self._samples.lengths.tolist(),
             global_batch_size=config.update.global_batch_size,
             seed=config.run.seed,
-            dp_rank=ranks.rank,
-            dp_degree=ranks.size,
+            dp_rank=ranks.dp_rank,
+            dp_degree=ranks.dp_degree,
             tail=config.update.tail,
             order=data.order,  # pyright: ignore[reportArgumentType]  # an array of ids is a sequence of them
         )
@@ -156,7 +156,7 @@ class Streamed(IterableDataset[Delivery]):
             for update in islice(updates_of(self._stream, place_of(state)), self._num_left(state)):
                 number += 1
                 after = {"updates": number, **update.after.to_json(), "skipped": asdict(update.skipped)}
-                yield Delivery(share_of(update.samples, self._ranks.rank, self._ranks.size), after)
+                yield Delivery(share_of(update.samples, self._ranks.dp_rank, self._ranks.dp_degree), after)
         except MegabatchError as error:
             yield Delivery([], after, str(error))
 

@@ -1,13 +1,17 @@
 """Build: from a recipe to the model that is trained, laid over the ranks and tried once."""
 
+import contextlib
 import fnmatch
 import json
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import loss_parallel
 from transformers import PreTrainedModel
 
 from megabatch.contract import LossFunction, loss, weigh_of
@@ -15,11 +19,13 @@ from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.config import Config, ModelConfig
 from megabatch.train.console import Console
 from megabatch.train.model.architecture import architecture_of, check_attention, check_fit, outline
+from megabatch.train.model.context import attend_over, check_model
 from megabatch.train.model.initial import fill
 from megabatch.train.model.precision import computing, policy_of, precision_text
 from megabatch.train.model.source import Source, fresh_source, own_source, saved_source
+from megabatch.train.model.tensor import plain_terms, spread
 from megabatch.train.model.trial import probe_isolation, try_forward
-from megabatch.train.model.wrap import Wrapper, blocks_of, choose_wrapper, replicate, shard
+from megabatch.train.model.wrap import Wrapper, blocks_of, choose_wrapper, distribute, replicate
 from megabatch.train.ranks import Ranks
 
 VERSION_KEYS = ("transformers_version",)  # of a model's config; they say who wrote it and not what it is
@@ -35,6 +41,11 @@ class Laid:
     words: list[str]  # what was made and how, a line each
     warnings: list[str]  # what nobody should overlook
     identity: dict[str, object]  # json: what makes it another model
+    loss_parallel: bool = False  # whether the loss gets logits that are cut by the vocabulary
+
+    def losses(self) -> AbstractContextManager[None]:
+        """Surrounds forwards and backwards of the loss."""
+        return loss_parallel() if self.loss_parallel else contextlib.nullcontext()
 
 
 def build(config: Config, ranks: Ranks, console: Console, longest_tokens: int | None, tokenizer: Any) -> Laid:
@@ -44,22 +55,26 @@ def build(config: Config, ranks: Ranks, console: Console, longest_tokens: int | 
     sample.
     """
     check_keys(config.model)
+    check_together(config, ranks)
     check_attention(config.model, ranks.device)
     source, wrapper = choose_source(config, ranks, longest_tokens, tokenizer)
     base = source.model
-    words = [source.text, *prepare(base, config.model), precision_text(config.model, wrapper.name)]
+    words = [source.text, *prepare(base, config.model), precision_text(config.model, wrapper.casts_as)]
     identity = identity_of(base)
-    words += lay(source, config, wrapper, ranks)
+    laid_words, mesh = lay(source, config, wrapper, ranks)
+    words += laid_words
     warnings: list[str] = []
     if config.model.function is None:
-        with computing(config.model, wrapper.name, ranks.device):
+        with computing(config.model, wrapper.casts_as, ranks.device):
             try_forward(base, config.model, ranks.device)
             if config.data.pack_tokens is not None:
                 isolated, text = probe_isolation(base, ranks.device)
                 (words if isolated else warnings).append(text)
+    if mesh is not None and "cp" in (mesh.mesh_dim_names or ()):  # the trial has run whole sequences
+        attend_over(cast(PreTrainedModel, base), mesh.get_group("cp"))
     unused = config.model.function is not None  # a model of one's own may leave parameters out of a microbatch
     model = replicate(base, find_unused=unused) if wrapper.name == "ddp" else base
-    return Laid(model, base, wrapper, words, warnings, identity)
+    return Laid(model, base, wrapper, words, warnings, identity, config.parallel.loss_parallel)
 
 
 def choose_source(config: Config, ranks: Ranks, longest_tokens: int | None, tokenizer: Any) -> tuple[Source, Wrapper]:
@@ -67,40 +82,64 @@ def choose_source(config: Config, ranks: Ranks, longest_tokens: int | None, toke
     seed, asked = config.run.seed, config.parallel.wrapper
     if config.model.function is not None:
         source = own_source(config.model, seed)
-        return source, choose_wrapper(asked, ranks.size, source.model)
+        return source, choose_wrapper(asked, ranks.size, source.model, ranks.layout)
     architecture = architecture_of(config.model)
     architecture.use_cache = False
     check_fit(architecture, longest_tokens, tokenizer)
     model = outline(config.model, architecture)
-    wrapper, blocks = choose_wrapper(asked, ranks.size, model), blocks_of(model)
+    if ranks.layout.cp > 1:
+        check_model(model)
+    wrapper, blocks = choose_wrapper(asked, ranks.size, model, ranks.layout), blocks_of(model)
     if config.model.name is None:
         return fresh_source(model, blocks, config.model, architecture, seed), wrapper
-    sharded = wrapper.name == "fsdp2"
+    sharded = wrapper.name == "fsdp2" or ranks.layout.tp > 1
     return saved_source(model, blocks, config.model, architecture, seed, sharded=sharded), wrapper
 
 
-def lay(source: Source, config: Config, wrapper: Wrapper, ranks: Ranks) -> list[str]:
-    """Shard the model where the wrapper does, and bring its weights to the device; what is to be said of it."""
-    model, words = source.model, list[str]()
-    if wrapper.name == "fsdp2":
-        blocks = list(blocks_of(model).values())
-        shard(model, blocks, policy_of(config.model), ranks)
-        if not blocks:
-            words.append("sharded as one piece: name the classes of its layers in _no_split_modules to shard by layer")
-    elif source.units is None:
+def lay(source: Source, config: Config, wrapper: Wrapper, ranks: Ranks) -> tuple[list[str], DeviceMesh | None]:
+    """Cut and shard the model where the recipe does, and bring its weights to the device.
+
+    Returns what is to be said of it, and the mesh of all ranks where the model lies on one.
+    """
+    model, words, mesh = source.model, list[str](), None
+    if source.units is None and (ranks.layout.tp > 1 or not wrapper.is_of_fsdp):
         model.to(ranks.device)
+    if ranks.layout.tp > 1 or wrapper.is_of_fsdp:
+        mesh = ranks.layout.mesh(wrapper.name, ranks.size, ranks.device.type)
+        words += divide(model, config, wrapper, mesh)
     if source.units is not None:
         fill(model, source.units, config.run.seed, ranks.device, source.saved)
+    return words, mesh
+
+
+def divide(model: nn.Module, config: Config, wrapper: Wrapper, mesh: DeviceMesh) -> list[str]:
+    """Cut the model along tp, then shard or copy it along the data axes; what is to be said of it."""
+    blocks = list(blocks_of(model).values())
+    axes = zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)
+    words = [f"mesh: {' x '.join(f'{axis} {degree}' for axis, degree in axes)}"]
+    if config.parallel.tp > 1:
+        parallel = config.parallel
+        words.append(
+            spread(
+                model, mesh["tp"], sequence_parallel=parallel.sequence_parallel, loss_parallel=parallel.loss_parallel
+            )
+        )
+    if wrapper.is_of_fsdp:
+        distribute(model, blocks, wrapper, policy_of(config.model), mesh)
+        if not blocks:
+            words.append("sharded as one piece: name the classes of its layers in _no_split_modules to shard by layer")
     return words
 
 
 def in_precision(loss_fn: LossFunction, config: ModelConfig, laid: Laid, device: torch.device) -> LossFunction:
     """The loss, computed in model.compute_dtype; how its weight is counted from the data stays with it."""
+    if laid.loss_parallel:
+        loss_fn = plain_terms(loss_fn)
     if config.compute_dtype is None:
         return loss_fn
 
     def computed(model: Any, microbatch: Any) -> Any:
-        with computing(config, laid.wrapper.name, device):
+        with computing(config, laid.wrapper.casts_as, device):
             return loss_fn(model, microbatch)
 
     weigh = weigh_of(loss_fn)
@@ -118,6 +157,19 @@ def check_keys(config: ModelConfig) -> None:
         )
     if config.function is not None and config.attention is not None:
         raise MegabatchError("model.attention is set and model.function chooses its own; remove model.attention")
+
+
+def check_together(config: Config, ranks: Ranks) -> None:
+    """Raise for keys of the model that do not go with the layout."""
+    if config.model.function is not None and ranks.layout.cp > 1:
+        raise MegabatchError(
+            f"parallel.cp is {ranks.layout.cp} and model.function makes a model of its own, whose attention is not cut "
+            "over ranks; leave parallel.cp out, or name a model by model.name or model.config"
+        )
+    if config.model.compile and ranks.layout.tp > 1:
+        raise MegabatchError(
+            "model.compile is set and parallel.tp above 1, which are not tested together; leave one out"
+        )
 
 
 def prepare(model: nn.Module, config: ModelConfig) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
@@ -114,7 +114,7 @@ def apply_rules(module: nn.Module, owner: PreTrainedModel) -> None:
 def fill(model: nn.Module, units: list[Unit], seed: int, device: torch.device, saved: Saved | None = None) -> None:
     """Give every tensor of the model its memory on the device, and its values: the saved ones, else fresh ones.
 
-    Parameters that FSDP2 has sharded get this rank's shard, and nothing is ever whole but one unit.
+    Parameters that are cut or sharded get this rank's part, and nothing is ever whole but one unit.
     """
     pending = Pending(model, device)
     for tensor, names in list(pending.names.items()) if saved is not None else []:
@@ -149,13 +149,17 @@ class Pending:
         return self._put(tensor, torch.zeros(tensor.shape, dtype=tensor.dtype))
 
     def settle(self, tensor: Tensor, whole: Tensor) -> None:
-        """Put into its place what stays of a whole tensor: all of it, or this rank's shard."""
-        rows = rows_of(tensor)
-        self._settle(tensor, whole.detach() if rows is None else whole.detach()[rows].clone())
+        """Put into its place what stays of a whole tensor: all of it, or this rank's part."""
+        self._settle(tensor, whole.detach()[region_of(tensor)].clone() if is_cut(tensor) else whole.detach())
 
     def settle_saved(self, tensor: Tensor, names: list[str], saved: Saved) -> None:
         """Put into its place what is saved of a tensor, if it is."""
-        part = saved.read(names, rows_of(tensor))
+        if not is_cut(tensor):
+            part = saved.read(names, None)
+        else:
+            rows, *others = region_of(tensor)
+            part = saved.read(names, rows)
+            part = None if part is None else part[(slice(None), *others)].contiguous()
         if part is not None:
             self._settle(tensor, part)
 
@@ -173,14 +177,29 @@ class Pending:
         return new
 
 
-def rows_of(tensor: Tensor) -> slice | None:
-    """The rows that this rank holds of a tensor that FSDP2 has sharded, in torch.chunk's way; None: all of it."""
-    if not isinstance(tensor, DTensor):
-        return None
-    num_rows, num_local = tensor.shape[0], cast(Any, tensor)._local_tensor.shape[0]
-    chunk = -(-num_rows // tensor.device_mesh.size())
-    start = min(chunk * tensor.device_mesh.get_local_rank(), num_rows)
-    return slice(start, start + num_local)
+def is_cut(tensor: Tensor) -> bool:
+    """Whether this rank may hold a part of the tensor only."""
+    return isinstance(tensor, DTensor)
+
+
+def region_of(tensor: Tensor) -> tuple[slice, ...]:
+    """What this rank holds of a tensor that is cut along one or more axes of a mesh: a range of each dim.
+
+    The last axis cuts first: FSDP2 shards what tensor parallelism has left. Each cuts in torch.chunk's way.
+    """
+    laid = cast(DTensor, tensor)
+    starts, sizes = [0] * laid.ndim, list(laid.shape)
+    for axis in reversed(range(laid.device_mesh.ndim)):
+        placement = laid.placements[axis]
+        if placement.is_replicate():
+            continue
+        dim = cast(Shard, placement).dim
+        chunk = -(-sizes[dim] // laid.device_mesh.size(axis))
+        before = min(chunk * laid.device_mesh.get_local_rank(axis), sizes[dim])
+        starts[dim], sizes[dim] = starts[dim] + before, min(chunk, sizes[dim] - before)
+    local = cast(Any, laid)._local_tensor.shape
+    assert tuple(sizes) == tuple(local), f"{sizes} of {tuple(laid.shape)} as {laid.placements}, and {local} is there"
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
 def shard_like(tensor: DTensor, local: Tensor) -> DTensor:

@@ -1,35 +1,61 @@
-"""Wrap: the model as a plain module, DDP or FSDP2."""
+"""Wrap: the model as a plain module, DDP, FSDP2, or FSDP2's replicate."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed._composable import replicate_with_fsdp
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.train.ranks import Ranks
+from megabatch.train.layout import ALONE, Layout, check_wrapper
 
 SHARD_FROM_PARAMETERS = 1_000_000_000  # a rule of thumb; parallel.wrapper overrules it
 
 
 @dataclass(frozen=True)
 class Wrapper:
-    """How the model lies over the ranks, and why."""
+    """How the model lies over the ranks that see different data, and why."""
 
-    name: str  # "plain", "ddp" or "fsdp2"
+    name: str  # "plain", "ddp", "fsdp2" or "replicate"
     reason: str
 
+    @property
+    def is_of_fsdp(self) -> bool:
+        """Whether it is built on FSDP2."""
+        return self.name in ("fsdp2", "replicate")
 
-def choose_wrapper(asked: str | None, num_ranks: int, model: nn.Module) -> Wrapper:
-    """The wrapper that was asked for, or the one that suits the number of ranks and parameters."""
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    if asked is not None:
-        return Wrapper(asked, "asked for")
+    @property
+    def casts_as(self) -> str:
+        """The wrapper whose way to compute in another dtype it has."""
+        return "fsdp2" if self.is_of_fsdp else self.name
+
+
+def choose_wrapper(asked: str | None, num_ranks: int, model: nn.Module, layout: Layout = ALONE) -> Wrapper:
+    """The wrapper that was asked for, or the one that suits the degrees, the number of ranks and the parameters."""
+    wrapper = Wrapper(asked, "asked for") if asked is not None else suited(num_ranks, model, layout)
+    if wrapper.name != "plain":
+        check_wrapper(wrapper.name, *layout.data_degrees(wrapper.name, num_ranks))
+    return wrapper
+
+
+def suited(num_ranks: int, model: nn.Module, layout: Layout) -> Wrapper:
+    """The wrapper where the recipe names none."""
     if num_ranks == 1:
         return Wrapper("plain", "one process")
+    if num_ranks == layout.tp:
+        return Wrapper("plain", "one data rank")
+    copies = "ddp" if layout.tp == layout.cp == 1 else "replicate"
+    if layout.dp_shard is not None or layout.dp_replicate is not None:
+        dp_replicate, dp_shard = layout.data_degrees(None, num_ranks)
+        name = "fsdp2" if dp_shard > 1 else copies
+        return Wrapper(name, f"parallel.dp_replicate is {dp_replicate} and parallel.dp_shard {dp_shard}")
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if num_parameters < SHARD_FROM_PARAMETERS:
-        return Wrapper("ddp", f"{num_parameters:,} parameters are below {SHARD_FROM_PARAMETERS:,}: replicas send least")
+        return Wrapper(
+            copies, f"{num_parameters:,} parameters are below {SHARD_FROM_PARAMETERS:,}: replicas send least"
+        )
     return Wrapper("fsdp2", f"{num_parameters:,} parameters are {SHARD_FROM_PARAMETERS:,} or more: sharded they fit")
 
 
@@ -40,11 +66,26 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if name and type(module).__name__ in kinds}
 
 
-def shard(model: nn.Module, blocks: Sequence[nn.Module], policy: MixedPrecisionPolicy, ranks: Ranks) -> None:
-    """Give each block to FSDP2, then what is left; collective."""
-    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+def distribute(
+    model: nn.Module, blocks: Sequence[nn.Module], wrapper: Wrapper, policy: MixedPrecisionPolicy, mesh: DeviceMesh
+) -> None:
+    """Give each block to FSDP2 or its replicate, then what is left; collective."""
+    over = reduced_mesh(wrapper, mesh)
     for module in (*blocks, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+        if wrapper.name == "fsdp2":
+            fully_shard(module, mesh=over, mp_policy=policy)
+        else:
+            replicate_with_fsdp.replicate(module, mesh=over, mp_policy=policy)
+
+
+def reduced_mesh(wrapper: Wrapper, mesh: DeviceMesh) -> DeviceMesh:
+    """The part of the mesh over which gradients are summed: the data axes, the last of them with cp."""
+    names = mesh.mesh_dim_names or ()
+    axes = [axis for axis in ("dp_replicate", "dp_shard") if axis in names]
+    if "cp" not in names:
+        return mesh[tuple(axes)]
+    joined = mesh[axes[-1], "cp"]._flatten(f"{axes[-1]}_cp")  # pyright: ignore[reportPrivateUsage]
+    return joined if len(axes) == 1 else mesh[axes[0], f"{axes[-1]}_cp"]
 
 
 def replicate(model: nn.Module, *, find_unused: bool) -> nn.Module:

@@ -1,0 +1,124 @@
+"""Layout: how many ways a run's processes divide the work, which of them see the same samples, and the mesh of all."""
+
+from dataclasses import dataclass
+from math import prod
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from megabatch.errors import MegabatchError
+from megabatch.train.config import ParallelConfig
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # of a mesh; the last one's ranks are neighbours, who talk most
+COPYING = {"ddp": "dp_replicate", "replicate": "dp_replicate", "fsdp2": "dp_shard"}  # wrapper → what it lays out
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The degrees of parallelism; their product is the number of processes. One of the first two may be left open."""
+
+    dp_replicate: int | None = None  # None: what dp_shard leaves; 1 where the wrapper shards
+    dp_shard: int | None = None  # None: what dp_replicate leaves; 1 where the wrapper copies
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+
+    def dp_degree(self, num_ranks: int) -> int:
+        """How many ranks see different samples."""
+        return num_ranks // (self.cp * self.tp * self.pp)
+
+    def dp_rank(self, rank: int, num_ranks: int) -> int:
+        """Which share of the samples a rank sees."""
+        return rank // (self.cp * self.tp) % self.dp_degree(num_ranks)
+
+    def cp_rank(self, rank: int) -> int:
+        """Which stretch of its samples' sequences a rank sees."""
+        return rank // self.tp % self.cp
+
+    def draws_as(self, rank: int, num_ranks: int) -> int:
+        """The rank as its random numbers know it: along tp and pp they are the same, since activations are."""
+        return rank // self.tp % (self.dp_degree(num_ranks) * self.cp)
+
+    def is_counted(self, rank: int, num_ranks: int) -> bool:
+        """Whether the rank is the first of those that work on its stretch of its samples."""
+        return rank % self.tp == 0 and rank < num_ranks // self.pp
+
+    def data_degrees(self, wrapper: str | None, num_ranks: int) -> tuple[int, int]:
+        """dp_replicate and dp_shard for a wrapper, with what was left open."""
+        degree = self.dp_degree(num_ranks)
+        if self.dp_replicate is not None:
+            return self.dp_replicate, degree // self.dp_replicate
+        if self.dp_shard is not None:
+            return degree // self.dp_shard, self.dp_shard
+        return (1, degree) if wrapper == "fsdp2" else (degree, 1)
+
+    def mesh(self, wrapper: str, num_ranks: int, device_type: str) -> DeviceMesh:
+        """The mesh of all ranks, with the axes that have more than one and that of the wrapper; collective."""
+        degrees = (self.pp, *self.data_degrees(wrapper, num_ranks), self.cp, self.tp)
+        axes = {
+            axis: degree
+            for axis, degree in zip(AXES, degrees, strict=True)
+            if degree > 1 or axis == COPYING.get(wrapper)
+        }
+        return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+ALONE = Layout()  # every rank sees samples of its own
+
+
+def layout_of(parallel: ParallelConfig, num_ranks: int) -> Layout:
+    """The layout of a recipe. Raises `MegabatchError` for degrees that these processes or the wrapper cannot have."""
+    check_product(parallel, num_ranks)
+    layout = Layout(parallel.dp_replicate, parallel.dp_shard, parallel.cp, parallel.tp, parallel.pp)
+    check_supported(parallel)
+    if parallel.wrapper is not None:
+        check_wrapper(parallel.wrapper, *layout.data_degrees(parallel.wrapper, num_ranks))
+    return layout
+
+
+def check_product(parallel: ParallelConfig, num_ranks: int) -> None:
+    """Raise where the degrees do not make up the processes."""
+    degrees = {axis: getattr(parallel, axis) for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp")}
+    said = {axis: degree for axis, degree in degrees.items() if degree is not None}
+    product, is_whole = prod(said.values()), len(said) == len(degrees)
+    if num_ranks == product or (num_ranks % product == 0 and not is_whole):
+        return
+    shown = [axis for axis, degree in said.items() if degree > 1] or ["dp_replicate", "dp_shard"]
+    names, numbers = (" x ".join(each) for each in (shown, [str(said[axis]) for axis in shown]))
+    there = f"{num_ranks} process{' was' if num_ranks == 1 else 'es were'}"
+    expected = f"{product}" if is_whole else f"a multiple of {product}"
+    raise MegabatchError(
+        f"parallel.{names} is {numbers}{f' = {product}' if len(shown) > 1 else ''} and {there} "
+        f"started; start {expected}, or change a degree"
+    )
+
+
+def check_supported(parallel: ParallelConfig) -> None:
+    """Raise for degrees that do not go together, or are not there yet."""
+    if parallel.pp > 1:
+        raise MegabatchError(
+            f"parallel.pp is {parallel.pp}, and recipes have no pipelines; set it to 1 (and parallel.tp or dp_shard "
+            "higher), or write a loop of your own with megabatch.pipeline"
+        )
+    for key in ("sequence_parallel", "loss_parallel"):
+        if getattr(parallel, key) and parallel.tp == 1:
+            raise MegabatchError(f"parallel.{key} is set and parallel.tp is 1; set tp higher, or leave {key} out")
+    for axis in ("tp", "cp"):
+        if parallel.wrapper == "ddp" and getattr(parallel, axis) > 1:
+            raise MegabatchError(
+                f'parallel.wrapper is "ddp" and parallel.{axis} is {getattr(parallel, axis)}, which DDP cannot have; '
+                'set the wrapper to "fsdp2", or to "replicate" for copies'
+            )
+
+
+def check_wrapper(wrapper: str, dp_replicate: int, dp_shard: int) -> None:
+    """Raise where a wrapper does not do what the degrees say."""
+    if COPYING[wrapper] == "dp_replicate" and dp_shard > 1:
+        raise MegabatchError(
+            f'parallel.wrapper is "{wrapper}", which shards nothing, and parallel.dp_shard is {dp_shard}; set the '
+            'wrapper to "fsdp2", or dp_shard to 1'
+        )
+    if wrapper == "fsdp2" and dp_shard == 1 < dp_replicate:
+        raise MegabatchError(
+            f'parallel.wrapper is "fsdp2" and parallel.dp_replicate {dp_replicate} leaves nothing to shard over; set '
+            'the wrapper to "replicate", or dp_replicate lower'
+        )

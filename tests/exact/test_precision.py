@@ -1,0 +1,236 @@
+"""Gradients added in float32 for parameters in bfloat16: exact sums, rounded once; float16 is refused."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megabatch import GradientAccumulator, PlanError, loss
+from tests.exact.launch import launch
+from tests.exact.precision import CASES, SUMMED, SYNCS, WORLDS, Counter, gradients, language_error, new_model
+
+UNDERFLOW = "dividing the loss by the update's weight before backward underflows in float16; use bfloat16"
+
+
+def jobs() -> list[str]:
+    """Every wrapper under every policy, and every case on a few of them."""
+    names = [f"{wrapper}:{sync}:one-call:float32" for wrapper in WORLDS for sync in SYNCS.get(wrapper, ("auto",))]
+    names += [f"{wrapper}:auto:{case}:float32" for wrapper in ("plain", *SUMMED) for case in CASES[1:4]]
+    names += ["fsdp2:auto:late-weights:float32", "fsdp2:last:abandoned:float32"]
+    names += [f"{wrapper}:auto:unused:float32" for wrapper in SUMMED]
+    return names
+
+
+ROUNDED = ["plain:auto:one-call:None", "ddp:auto:one-call:None", "fsdp2:every:one-call:None"]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    found = {}
+    for world in sorted(set(WORLDS.values())):
+        names = [name for name in [*jobs(), *ROUNDED] if WORLDS[name.split(":")[0]] == world]
+        found |= launch(world, "tests.exact.precision:run_job", names, tmp_path_factory.mktemp(f"precision{world}"))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", jobs())
+def test_the_sum_is_exact_and_rounded_once(results, name: str) -> None:
+    for result in results[name]:
+        assert "error" not in result, result["error"]
+        value = result["value"]
+        assert not value["different"]
+        assert value["norm"] < 1e-6, "the norm is that of the float32 gradient"
+        assert value["clipped"] < 2**-7
+        assert value["dtypes"] == ["torch.bfloat16"]
+        assert set(value["widths"]) <= {"torch.float32"}
+        assert all(value["steps"]), "AdamW does not take the gradients"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ROUNDED)
+def test_without_it_the_sum_is_rounded_again_and_again(results, name: str) -> None:
+    assert all(result["value"]["different"] for result in results[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_microbatches", [128, 512])
+def test_as_near_to_the_truth_as_the_uncut_run(num_microbatches: int) -> None:
+    wide, uncut = language_error(num_microbatches, torch.float32)
+    assert wide <= 2 * uncut
+
+
+@pytest.mark.slow
+def test_without_it_the_error_is_a_multiple() -> None:
+    narrow, uncut = language_error(128, None)
+    assert narrow > 2 * uncut
+
+
+def run_update(model: nn.Module, dtype: torch.dtype | None, max_norm: float | None = None) -> None:
+    @loss(weigh=lambda microbatch: len(microbatch["x"]))
+    def total(model, microbatch):
+        return model(microbatch["x"].to(next(model.parameters()).dtype)).sum(), len(microbatch["x"])
+
+    gradient = GradientAccumulator(model, micro_batch_size=2, accumulate_dtype=dtype)
+    gradient.forward_backward({"x": torch.ones(6, 4)}, total)
+    gradient.finalize(max_norm=max_norm)
+
+
+class Operations(TorchDispatchMode):
+    """What torch was asked to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_parameters_own_dtype_costs_nothing(dtype: torch.dtype) -> None:
+    counted = []
+    for asked in (None, dtype):
+        with Operations() as operations:
+            run_update(new_model(dtype), asked, max_norm=1.0)
+        counted.append(operations.names)
+    assert counted[0] == counted[1]
+
+
+def test_each_gradient_is_widened_once_and_rounded_once() -> None:
+    with Operations() as narrow:
+        run_update(new_model(torch.bfloat16), None)
+    with Operations() as wide:
+        run_update(new_model(torch.bfloat16), torch.float32)
+    name = "aten._to_copy.default"
+    extra = wide.names.count(name) - narrow.names.count(name)
+    assert extra == 2 * len(list(Counter().parameters()))
+
+
+def test_no_gradient_in_bfloat16_waits_for_the_end_of_the_backward() -> None:
+    model, narrow = new_model(torch.bfloat16), []
+
+    def look(_: torch.Tensor) -> None:
+        narrow.append(sum(each.grad is not None and each.grad.dtype == torch.bfloat16 for each in model.parameters()))
+
+    def total(model, microbatch):
+        if not narrow:
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(look)
+        return model(microbatch["x"].bfloat16()).sum(), 1.0
+
+    gradient = GradientAccumulator(model, micro_batch_size=1, accumulate_dtype=torch.float32)
+    gradient.forward_backward({"x": torch.ones(2, 4)}, total)
+    assert len(narrow) > len(list(model.parameters()))
+    assert set(narrow) == {0}
+
+
+def test_parameters_of_two_dtypes() -> None:
+    model = new_model(torch.bfloat16)
+    model.extra.float()
+    expected = new_model(torch.float64)
+
+    def total(model, microbatch):
+        x = microbatch["x"]
+        wide = model.extra(x.to(model.extra.weight.dtype)).sum()
+        return model(x.to(model.head.weight.dtype), extra=False).to(wide.dtype).sum() + wide, float(len(x))
+
+    batch = {"x": torch.randint(0, 4, (256, 4), generator=torch.Generator().manual_seed(1))}
+    (total(expected, batch)[0] / 256).backward()
+    gradient = GradientAccumulator(model, micro_batch_size=1, accumulate_dtype=torch.float32)
+    gradient.forward_backward(batch, total)
+    gradient.finalize()
+    for name, found in gradients(model).items():
+        assert torch.equal(found, gradients(expected)[name].to(found.dtype)), name
+
+
+def test_a_model_that_is_made_float32_afterwards_has_gradients_in_float32() -> None:
+    model = new_model(torch.bfloat16)
+    run_update(model, torch.float32)
+    model.zero_grad()
+    model.float()
+    model(torch.ones(2, 4)).sum().backward()
+    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_the_total_keeps_its_dtype() -> None:
+    seen = []
+
+    def total(model, microbatch):
+        seen.append(model(microbatch["x"].bfloat16()).sum())
+        return seen[-1], 1.0
+
+    gradient = GradientAccumulator(new_model(torch.bfloat16), micro_batch_size=1, accumulate_dtype=torch.float32)
+    gradient.forward_backward({"x": torch.ones(2, 4)}, total)
+    assert {each.dtype for each in seen} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32])
+def test_a_coarser_dtype_is_refused(dtype: torch.dtype) -> None:
+    expected = (
+        f"accumulate_dtype is {dtype}, coarser than parameters in torch.float32; leave it out, or give a finer one"
+    )
+    with pytest.raises(PlanError) as raised:
+        GradientAccumulator(new_model(torch.float32), micro_batch_size=1, accumulate_dtype=dtype)
+    assert str(raised.value) == expected
+
+
+def refusal(model: nn.Module, dtype: torch.dtype | None = torch.float32) -> str:
+    with pytest.raises(PlanError) as raised:
+        GradientAccumulator(model, micro_batch_size=1, accumulate_dtype=dtype)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)])
+def test_fsdp2_that_reduces_coarser_is_refused(group_of_one, policy: MixedPrecisionPolicy) -> None:
+    assert refusal(fully_shard(new_model(torch.bfloat16), mp_policy=policy)) == (
+        "accumulate_dtype is torch.float32 but FSDP2 reduces gradients in torch.bfloat16; "
+        "give MixedPrecisionPolicy(reduce_dtype=torch.float32)"
+    )
+
+
+def test_ddp_that_cannot_leave_its_reduction_out_is_refused(group_of_one) -> None:
+    expected = (
+        "accumulate_dtype is torch.float32, and DDP with static_graph=True or a communication hook cannot reduce "
+        "after the last backward; leave both of these, or accumulate_dtype, out"
+    )
+    assert refusal(DistributedDataParallel(new_model(torch.bfloat16), static_graph=True)) == expected
+    hooked = DistributedDataParallel(new_model(torch.bfloat16))
+    hooked.register_comm_hook(None, default_hooks.allreduce_hook)
+    assert refusal(hooked) == expected
+
+
+def test_float16_is_refused(group_of_one) -> None:
+    expected = f"accumulate_dtype is torch.float16; {UNDERFLOW}"
+    assert refusal(new_model(torch.bfloat16), torch.float16) == expected
+    parameters = new_model(torch.float32)
+    parameters.head.half()
+    assert refusal(parameters, None) == f"parameter 'head.weight' is torch.float16; {UNDERFLOW}"
+    policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
+    sharded = fully_shard(new_model(torch.float32), mp_policy=policy)
+    assert refusal(sharded, None) == f"FSDP2's param_dtype is torch.float16; {UNDERFLOW}"
+
+
+def test_autocast_to_float16_is_refused_while_an_update_runs_and_only_then() -> None:
+    model = new_model(torch.float32)
+
+    def total(model, microbatch):
+        with torch.autocast("cpu", dtype=torch.float16):
+            return model(microbatch["x"]).float().sum(), 1.0
+
+    gradient = GradientAccumulator(model, micro_batch_size=1)
+    with pytest.raises(PlanError) as raised:
+        gradient.forward_backward({"x": torch.ones(2, 4)}, total)
+    assert str(raised.value) == f"what torch.autocast computes in is torch.float16; {UNDERFLOW}"
+    total(model, {"x": torch.ones(2, 4)})
+
+
+def test_in_float16_gradients_of_a_large_update_are_lost() -> None:
+    """What the refusals are for: the gradient of one rare token among a million."""
+    weight = torch.ones((), dtype=torch.float16, requires_grad=True)
+    (weight * 0.01 / 1e6).float().backward()
+    assert weight.grad == 0

@@ -1,0 +1,109 @@
+"""Degrees become a mesh and a share of the samples, or one line that says what to change."""
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megabatch import MegabatchError
+from megabatch.train.config import ParallelConfig
+from megabatch.train.layout import Layout, layout_of
+from megabatch.train.model.wrap import SHARD_FROM_PARAMETERS, choose_wrapper
+from megabatch.train.ranks import Ranks
+
+CPU = torch.device("cpu")
+COPIES = 'which DDP cannot have; set the wrapper to "fsdp2", or to "replicate" for copies'
+REFUSED: list[tuple[int, dict[str, Any], str]] = [
+    (1, {"tp": 2}, "parallel.tp is 2 and 1 process was started; start a multiple of 2, or change a degree"),
+    (8, {"tp": 3}, "parallel.tp is 3 and 8 processes were started; start a multiple of 3, or change a degree"),
+    (2, {"tp": 2, "cp": 2}, "parallel.cp x tp is 2 x 2 = 4 and 2 processes were started; start a multiple of 4"),
+    (8, {"dp_replicate": 2, "dp_shard": 2}, "parallel.dp_replicate x dp_shard is 2 x 2 = 4 and 8 processes "
+     "were started; start 4, or change a degree"),
+    (2, {"dp_replicate": 1, "dp_shard": 1}, "parallel.dp_replicate x dp_shard is 1 x 1 = 1 and 2 "),
+    (2, {"pp": 2}, "parallel.pp is 2, and recipes have no pipelines; set it to 1"),
+    (2, {"sequence_parallel": True}, "parallel.sequence_parallel is set and parallel.tp is 1; set tp higher, or leave"),
+    (2, {"loss_parallel": True}, "parallel.loss_parallel is set and parallel.tp is 1; set tp higher, or leave"),
+    (4, {"wrapper": "ddp", "tp": 2}, f'parallel.wrapper is "ddp" and parallel.tp is 2, {COPIES}'),
+    (4, {"wrapper": "ddp", "cp": 2}, f'parallel.wrapper is "ddp" and parallel.cp is 2, {COPIES}'),
+    (4, {"wrapper": "ddp", "dp_shard": 2}, 'parallel.wrapper is "ddp", which shards nothing, and parallel.dp_shard is'),
+    (4, {"wrapper": "replicate", "dp_replicate": 2}, 'parallel.wrapper is "replicate", which shards nothing, and'),
+    (4, {"wrapper": "fsdp2", "dp_replicate": 4}, 'parallel.wrapper is "fsdp2" and parallel.dp_replicate 4 leaves'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("num_ranks", "keys", "line"), REFUSED)
+def test_a_layout_that_cannot_be_is_one_line(num_ranks: int, keys: dict[str, Any], line: str) -> None:
+    with pytest.raises(MegabatchError) as caught:
+        layout_of(ParallelConfig(**keys), num_ranks)
+    assert str(caught.value).startswith(line)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "keys", "wrapper", "degrees"),
+    [
+        (1, {}, "plain", (1, 1)),
+        (3, {}, "ddp", (3, 1)),
+        (4, {"wrapper": "fsdp2"}, "fsdp2", (1, 4)),
+        (4, {"dp_replicate": 2}, "fsdp2", (2, 2)),
+        (4, {"dp_shard": 2}, "fsdp2", (2, 2)),
+        (4, {"dp_shard": 4}, "fsdp2", (1, 4)),
+        (4, {"dp_replicate": 4}, "ddp", (4, 1)),
+        (2, {"tp": 2}, "plain", (1, 1)),
+        (8, {"tp": 2}, "replicate", (4, 1)),
+        (8, {"tp": 2, "dp_shard": 2}, "fsdp2", (2, 2)),
+        (8, {"tp": 2, "wrapper": "fsdp2", "dp_replicate": 2}, "fsdp2", (2, 2)),
+        (2, {"cp": 2}, "replicate", (1, 1)),
+    ],
+)
+def test_what_is_left_open_follows(
+    num_ranks: int, keys: dict[str, Any], wrapper: str, degrees: tuple[int, int]
+) -> None:
+    parallel = ParallelConfig(**keys)
+    layout = layout_of(parallel, num_ranks)
+    chosen = choose_wrapper(parallel.wrapper, num_ranks, nn.Linear(2, 2), layout)
+    assert chosen.name == wrapper
+    assert layout.data_degrees(chosen.name, num_ranks) == degrees
+
+
+def test_a_large_model_is_sharded_unless_the_degrees_say_copies() -> None:
+    with torch.device("meta"):
+        large = nn.Linear(SHARD_FROM_PARAMETERS // 1000, 1000)
+    assert choose_wrapper(None, 8, large, Layout(tp=2)).name == "fsdp2"
+    assert choose_wrapper(None, 8, large, Layout(dp_replicate=4, tp=2)).name == "replicate"
+
+
+def test_a_wrapper_of_ones_own_is_held_to_the_degrees_too() -> None:
+    with pytest.raises(MegabatchError, match=r"^parallel.wrapper is \"ddp\", which shards nothing"):
+        choose_wrapper("ddp", 4, nn.Linear(2, 2), Layout(dp_shard=2))
+
+
+def at(layout: Layout, num_ranks: int, read: Callable[[Ranks], Any]) -> list[Any]:
+    return [read(Ranks(rank, num_ranks, CPU, layout)) for rank in range(num_ranks)]
+
+
+def test_ranks_along_model_axes_share_their_samples() -> None:
+    """The mesh is pp x dp x cp x tp, the last axis innermost: 2 x 2 x 2 x 2 of 16 ranks."""
+    layout = Layout(cp=2, tp=2, pp=2)
+    places = list(product(range(2), repeat=4))  # (pp, dp, cp, tp) of each rank
+    assert at(layout, 16, lambda ranks: ranks.dp_degree) == [2] * 16
+    assert at(layout, 16, lambda ranks: ranks.dp_rank) == [dp for _, dp, _, _ in places]
+    assert at(layout, 16, lambda ranks: layout.cp_rank(ranks.rank)) == [cp for _, _, cp, _ in places]
+    assert at(layout, 16, lambda ranks: ranks.is_counted) == [pp == tp == 0 for pp, _, _, tp in places]
+
+
+def test_random_numbers_differ_where_tokens_do() -> None:
+    layout = Layout(cp=2, tp=2, pp=2)
+    seeds = at(layout, 16, lambda ranks: ranks.seed(7, 1))
+    own = {(dp, cp): seeds[4 * dp + 2 * cp] for dp, cp in product(range(2), repeat=2)}
+    assert len(set(own.values())) == 4
+    assert seeds == [own[dp, cp] for _, dp, cp, _ in product(range(2), repeat=4)]
+
+
+def test_without_degrees_every_rank_sees_samples_of_its_own() -> None:
+    alone = at(Layout(), 3, lambda ranks: (ranks.dp_rank, ranks.dp_degree, ranks.is_counted))
+    assert alone == [(0, 3, True), (1, 3, True), (2, 3, True)]
+    assert at(Layout(), 3, lambda ranks: ranks.seed(5)) == at(Layout(dp_shard=3), 3, lambda ranks: ranks.seed(5))

@@ -1,0 +1,105 @@
+"""What mixtures of experts refuse."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+
+from megabatch import GradientAccumulator, MegabatchError, PlanError, experts
+from tests.exact.experts import samples, sparse_lm, unbalanced
+from tests.unit.failures.pipeline import pipeline
+from tests.unit.failures.table import Failure, linear
+
+LOGITS = torch.zeros(1, 5, 4)
+
+
+def bias_of(model: nn.Module, **settings) -> tuple[GradientAccumulator, experts.ExpertBias]:
+    gradient = GradientAccumulator(model, micro_batch_size=2)
+    return gradient, experts.ExpertBias(gradient, **settings)
+
+
+def balance(logits: object, tokens: int = 5, scores: str = "softmax") -> Tensor:
+    return experts.sequence_balance(logits, torch.ones(1, tokens), top_k=2, scores=scores)
+
+
+def trained(model: nn.Module, batch: object = None, **settings: Callable[..., object]) -> None:
+    gradient, _ = bias_of(model, **settings)
+    gradient.forward_backward(batch or samples(0, 2), unbalanced)
+
+
+def mask_of_others() -> None:
+    ids = torch.arange(6)
+    trained(sparse_lm(), [{"input_ids": ids, "labels": ids, "attention_mask": torch.ones(9, dtype=torch.long)}])
+
+
+def frozen() -> nn.Module:
+    model = sparse_lm()
+    model.embedding.requires_grad_(False)
+    model.blocks[0].router.requires_grad_(False)
+    return model
+
+
+def sharded() -> nn.Module:
+    model = sparse_lm()
+    router = model.blocks[0].router
+    mesh = init_device_mesh("cpu", (1,))
+    router.e_score_correction_bias = distribute_tensor(router.e_score_correction_bias, mesh, [Replicate()])
+    return model
+
+
+FAILURES = {
+    "experts without biases": Failure(
+        PlanError,
+        "no module of the model has a tensor 'e_score_correction_bias'; say name=, that of the bias of its routers",
+        lambda: bias_of(linear()),
+    ),
+    "biases that do not move": Failure(
+        PlanError, "rate is 0.0; expected a positive number", lambda: bias_of(sparse_lm(), rate=0.0)
+    ),
+    "a choice that is not told": Failure(
+        PlanError,
+        "router 'blocks.0.router' did not tell which experts it chose; say chosen=, which gives [tokens, k]",
+        lambda: trained(sparse_lm(), chosen=lambda output: None),
+    ),
+    "a mask of other tokens": Failure(
+        PlanError,
+        "router 'blocks.0.router' saw 6 tokens but attention_mask has the shape (1, 9); give the mask of these tokens, "
+        "or none",
+        mask_of_others,
+    ),
+    "a router without gradient": Failure(
+        MegabatchError,
+        "router 'blocks.0.router' returned nothing that carries a gradient, so its tokens are not trained on; unfreeze "
+        "it, or rename its bias and leave it as it is",
+        lambda: trained(frozen()),
+    ),
+    "unknown scores": Failure(
+        PlanError, "scores is 'relu'; expected one of softmax, sigmoid", lambda: balance(LOGITS, scores="relu")
+    ),
+    "a balance of no layers": Failure(
+        PlanError,
+        "router_logits has no layers; ask the model for them (output_router_logits=True)",
+        lambda: balance(()),
+    ),
+    "a balance of other tokens": Failure(
+        PlanError,
+        "router_logits has the shape (1, 5, 4) and attention_mask (1, 4); expected [B, T, experts] or "
+        "[B * T, experts], and [B, T]",
+        lambda: balance(LOGITS, tokens=4),
+    ),
+}
+IN_A_GROUP = {
+    "biases in a pipeline": Failure(
+        PlanError,
+        "ExpertBias cannot tell apart the microbatches of a Pipeline; give a model that is not cut into stages",
+        lambda: bias_of(pipeline(linear())),
+    ),
+    "a bias that is sharded": Failure(
+        PlanError,
+        "'e_score_correction_bias' of 'blocks.0.router' is sharded; make it a buffer, or give it to fully_shard's "
+        "ignored_params",
+        lambda: bias_of(sharded()),
+    ),
+}

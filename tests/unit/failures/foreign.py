@@ -1,0 +1,89 @@
+"""Models that other libraries reduce, and communication hooks that do not average.
+
+Neither DeepSpeed nor apex is installed for the tests; what DeepSpeed's engine is and leaves was read from a real one.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from megabatch import PlanError
+from tests.unit.failures.table import Failure, accumulator, linear
+
+DEEPSPEED = (
+    "DeepSpeed reduces gradients and divides them by its own gradient_accumulation_steps; give a model that "
+    "deepspeed.initialize has not seen, wrapped with fully_shard or DistributedDataParallel"
+)
+APEX = "apex reduces gradients in every backward; give the model that it wraps, in torch's DistributedDataParallel"
+ENGINE = "deepspeed.runtime.engine"
+
+
+def of_library(module: str, name: str, *, own: bool = False) -> nn.Module:
+    """A wrapper as that library's is seen from outside, or a class of one's own upon it."""
+    kind = type(name, (nn.Module,), {"__module__": module})
+    wrapper = (type("Own", (kind,), {"__module__": "own"}) if own else kind)()
+    wrapper.module = linear()
+    return wrapper
+
+
+def with_hook_of(module: str, *, on_parameter: bool) -> nn.Module:
+    """What DeepSpeed leaves on the model inside of its engine, with ZeRO and without."""
+
+    def hook(*_: object) -> None:
+        pass
+
+    hook.__module__ = module
+    model = nn.Sequential(linear(), linear())
+    if on_parameter:
+        model[1].weight.register_post_accumulate_grad_hook(hook)
+    else:
+        model.register_forward_pre_hook(hook)
+    return model
+
+
+def _refused(make, text: str) -> Failure:
+    return Failure(PlanError, text, lambda: accumulator(make()))
+
+
+FAILURES = {
+    "an engine": _refused(
+        lambda: of_library(ENGINE, "DeepSpeedEngine"), f"the model is a DeepSpeedEngine of deepspeed; {DEEPSPEED}"
+    ),
+    "a class upon an engine": _refused(
+        lambda: of_library(ENGINE, "DeepSpeedEngine", own=True),
+        f"the model is a DeepSpeedEngine of deepspeed; {DEEPSPEED}",
+    ),
+    "the model of an engine": _refused(
+        lambda: with_hook_of(ENGINE, on_parameter=False), f"the model has hooks of deepspeed; {DEEPSPEED}"
+    ),
+    "the model of an engine with ZeRO": _refused(
+        lambda: with_hook_of("deepspeed.utils.nvtx", on_parameter=True),
+        f"module '1' has hooks of deepspeed; {DEEPSPEED}",
+    ),
+    "a wrapper of apex inside": _refused(
+        lambda: nn.Sequential(of_library("apex.parallel.distributed", "DistributedDataParallel")),
+        f"module '0' is a DistributedDataParallel of apex; {APEX}",
+    ),
+}
+
+
+def takes_signs(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer().sign())
+    return future
+
+
+def _with_hook() -> nn.Module:
+    ddp = DistributedDataParallel(linear())
+    ddp.register_comm_hook(None, takes_signs)
+    return ddp
+
+
+IN_A_GROUP = {
+    "DDP with a hook that does not average": _refused(
+        _with_hook,
+        "DDP has the communication hook 'takes_signs', which does not average over the ranks of DDP; sum over all of "
+        "them, divide by their number, and change nothing else",
+    ),
+}
