@@ -93,6 +93,11 @@ class GradientAccumulator:
         """Whether the microbatch that runs is counted, as a stand-in is not; None where none runs by itself."""
         return self._reducer.is_counting
 
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether an optimizer steps before `finalize` could scale a gradient."""
+        return self._stepping is not None
+
     def step_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
         """From here on, step ``optimizer`` in each update's last backward, for less memory; see `StepInBackward`."""
         self._stepping = StepInBackward(optimizer, self._reducer)

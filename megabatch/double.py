@@ -6,12 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from megabatch.batch import Microbatch, to_device
 from megabatch.errors import PlanError
+from megabatch.stages import Pipeline
 
 LOW_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -50,8 +52,9 @@ def _kept(value: Any) -> Any:
 def float64_copy(model: nn.Module) -> nn.Module:
     """The model without its wrapper, in training. Raises `PlanError` for one that is sharded."""
     model = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", model)
-    if any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules()):
-        raise PlanError("verify was given a sharded model; verify the model before fully_shard")
+    sharded = any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
+    if sharded or isinstance(model, Pipeline) or any(isinstance(each, DTensor) for each in model.parameters()):
+        raise PlanError("verify was given a model that is sharded or cut into stages; verify it before that is done")
     double = copy.deepcopy(model).double()
     return double if model.training else double.train()  # in training, what was frozen by eval() stays so
 

@@ -7,19 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megabatch.errors import PlanError
-
 CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
-
-
-def check_dtype(parameters: Sequence[nn.Parameter], dtype: torch.dtype | None) -> None:
-    """Raise `PlanError` where gradients would be accumulated in another dtype than asked for."""
-    others = {parameter.dtype for parameter in parameters} - {dtype}
-    if dtype is not None and others:
-        raise PlanError(
-            f"accumulate_dtype is {dtype} but parameters are {', '.join(sorted(map(str, others)))}; "
-            "gradients are accumulated in the parameter's dtype"
-        )
 
 
 def drop(parameters: Sequence[nn.Parameter]) -> None:

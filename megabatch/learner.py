@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from megabatch.accumulator import GradientAccumulator
 from megabatch.batch import Batch
 from megabatch.contract import LossFunction, Term
-from megabatch.errors import LossContractError
+from megabatch.errors import LossContractError, PlanError
 from megabatch.update import Update
 
 
@@ -43,6 +43,11 @@ class Learner:
 
     def forward_backward(self, batch: Batch, loss_fn: LossFunction) -> dict[str, Term]:
         """Add this rank's samples to the update; returns this rank's sums of this call."""
+        if self.max_norm is not None and self.gradient.steps_in_backward:
+            raise PlanError(
+                "the Learner clips to max_norm, but its optimizer steps in backward, before a norm is known; leave "
+                "max_norm or step_in_backward() out"
+            )
         return self.gradient.forward_backward(batch, loss_fn)
 
     def optim_step(self) -> Update:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megabatch.batch import IGNORED_LABEL, Batch, Microbatch, Samples
-from megabatch.contract import LossFunction, Term, counted_weights, differentiable, terms_of, weigh_of
+from megabatch.contract import JointLoss, LossFunction, Term, counted_weights, differentiable, terms_of, weigh_of
 from megabatch.cut import plan
 from megabatch.double import Float64WithoutDropout, float64_copy, in_float64
 from megabatch.errors import PlanError
@@ -52,8 +52,14 @@ def verify(
     Runs in this process alone, on a float64 copy that stays in float64 (casts to a lower precision inside the model
     or the loss are undone) and in training mode, with dropout off. ``ok`` means that every parameter's relative error
     is within ``tolerance``, that totals and weights add up over the cut, and that there was something to compare.
-    Raises `PlanError` for a model that is sharded, and `LossContractError` for a loss that returns no terms.
+    Raises `PlanError` for a model that is sharded or cut into stages and for a `JointLoss`, and `LossContractError` for
+    a loss that returns no terms.
     """
+    if isinstance(loss_fn, JointLoss):
+        raise PlanError(
+            "verify was given a JointLoss, which sees all samples at once however they are cut; compare it with the "
+            "loss of all representations yourself"
+        )
     witness = _Witness(float64_copy(model), loss_fn, batch, micro_batch_size)
     with Float64WithoutDropout():
         whole = witness.measure([witness.everything])

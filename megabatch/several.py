@@ -31,11 +31,6 @@ class SeveralReducer(PlainReducer):
         self._reducers, self._frozen = list(reducers), frozen
 
     def accumulate_in(self, wide: Wide) -> None:
-        if wide.widens and self.ranks.pipeline is not None:
-            raise PlanError(
-                f"accumulate_dtype is {wide.dtype}, but a pipeline adds gradients in the parameters' dtype; "
-                "leave accumulate_dtype out"
-            )
         for reducer in self._reducers:
             reducer.accumulate_in(wide)
         self.loss_factor = self._reducers[0].loss_factor

@@ -6,8 +6,7 @@ torch fixes a schedule's shapes when it is made, so one is made for each shape a
 import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
-from itertools import count
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +14,14 @@ from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining import schedules as torch_schedules
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from megabatch.errors import MegabatchError, PlanError
 from megabatch.mesh import DataRanks, check_axes
 from megabatch.plain import Choice, PlainReducer
+from megabatch.precision import Wide
+from megabatch.schedules import SCHEDULES
 from megabatch.several import SeveralReducer
 from megabatch.shapes import Inputs, Shape, difference, said
 
@@ -29,39 +29,6 @@ KEPT_SCHEDULES = 2  # each keeps buffers as large as what a whole call sends fro
 
 
 Loss = Callable[[Any, int], Tensor]  # of the last stage's output for a microbatch
-
-
-class Kind(NamedTuple):
-    """What a schedule asks for."""
-
-    make: Callable[..., Any]
-    per_rank: int | None  # stages; None: any number
-    filled: Callable[[int, int, int], int]  # microbatches, ranks, stages -> microbatches that it can run
-    goes_back: bool = False  # a V: rank r holds stages r and 2 * ranks - 1 - r; else r, r + ranks, ...
-    splits: bool = False  # computes gradients of weights later than those of inputs, without autograd's hooks
-
-
-def _any(microbatches: int, ranks: int, stages: int) -> int:
-    return microbatches
-
-
-def _one_per_stage(microbatches: int, ranks: int, stages: int) -> int:
-    return max(microbatches, stages)
-
-
-def _whole_rounds(microbatches: int, ranks: int, stages: int) -> int:
-    return next(each for each in count(microbatches) if each % max(1, each // ranks) == 0)
-
-
-SCHEDULES = {
-    "GPipe": Kind(torch_schedules.ScheduleGPipe, 1, _any),
-    "1F1B": Kind(torch_schedules.Schedule1F1B, 1, _one_per_stage),
-    "Interleaved1F1B": Kind(torch_schedules.ScheduleInterleaved1F1B, None, _whole_rounds),
-    "LoopedBFS": Kind(torch_schedules.ScheduleLoopedBFS, None, _any),
-    "InterleavedZeroBubble": Kind(torch_schedules.ScheduleInterleavedZeroBubble, None, _whole_rounds, splits=True),
-    "ZBVZeroBubble": Kind(torch_schedules.ScheduleZBVZeroBubble, 2, _any, goes_back=True, splits=True),
-    "DualPipeV": Kind(torch_schedules.ScheduleDualPipeV, 2, _one_per_stage, goes_back=True, splits=True),
-}
 
 
 class Pipeline(nn.Module):
@@ -245,6 +212,13 @@ class PipelineReducer(SeveralReducer):
         self.stage_ranks = DataRanks(pipeline_groups=[pipeline.group])
         self.norm_groups = list(self.stage_ranks.pipeline_groups)
         self.pipeline = pipeline
+
+    def accumulate_in(self, wide: Wide) -> None:
+        if wide.widens:
+            raise PlanError(
+                f"accumulate_dtype is {wide.dtype}, but a pipeline adds gradients in the parameters' dtype; "
+                "leave accumulate_dtype out"
+            )
 
     def choose(self, policy: str) -> Choice:
         if policy not in ("auto", "last"):

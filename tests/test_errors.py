@@ -20,6 +20,7 @@ from tests.unit.failures import (
     loop,
     numbers,
     pipeline,
+    precision,
     sizes,
     two_ranks,
     wrappers,
@@ -30,10 +31,14 @@ LIBRARY = sorted(Path(megabatch.__file__).parent.glob("*.py"))
 ERRORS = {"MegabatchError", "PlanError", "LossContractError"}
 ALONE = {
     name: failure
-    for part in (sizes, batches, contract, loop, context, joint, experts, foreign)
+    for part in (sizes, batches, contract, loop, context, joint, experts, foreign, precision)
     for name, failure in part.FAILURES.items()
 }
-IN_A_GROUP = wrappers.FAILURES | context.IN_A_GROUP | pipeline.FAILURES | experts.IN_A_GROUP | foreign.IN_A_GROUP
+IN_A_GROUP = (
+    wrappers.FAILURES
+    | pipeline.FAILURES
+    | {name: failure for part in (context, experts, foreign, precision) for name, failure in part.IN_A_GROUP.items()}
+)
 
 
 @pytest.fixture(scope="module")

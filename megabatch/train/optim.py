@@ -16,6 +16,7 @@ from megabatch import GradientAccumulator, Learner
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.config import Config, OptimConfig
 from megabatch.train.data.updates import NumUpdates
+from megabatch.train.model.precision import accumulation_of
 from megabatch.train.own import load_function
 
 Group = dict[str, Any]  # "params", and the "weight_decay" of its own
@@ -36,6 +37,7 @@ def build_learner(model: nn.Module, base: nn.Module, config: Config, num_updates
         micro_batch_size=config.update.micro_batch_size,
         max_microbatch_tokens=config.update.max_microbatch_tokens,
         sync=config.update.sync,
+        accumulate_dtype=accumulation_of(config.update),
     )
     decay_steps = decay_steps_of(config, num_updates)
     optimizer = build_optimizer(base, config.optim)
@@ -53,7 +55,10 @@ def settings_of(config: Config) -> dict[str, object]:
         "model.compute_dtype": config.model.compute_dtype,
         "model.freeze": config.model.freeze,
         "loss.function": config.loss.function,
-        **{f"update.{key}": getattr(config.update, key) for key in ("global_batch_size", "tail", "max_norm")},
+        **{
+            f"update.{key}": getattr(config.update, key)
+            for key in ("global_batch_size", "tail", "max_norm", "accumulate_dtype")
+        },
         **{f"optim.{key}": value for key, value in optim.items()},
     }
 

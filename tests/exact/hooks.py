@@ -124,8 +124,6 @@ ACCEPTED = {  # name -> hook, its state, and the error that its rounding may lea
     "divides_after": (lambda: (divides_after, None), 0.0),
     "gathers": (lambda: (gathers, None), 0.0),
     "torch's, over the world": (lambda: (default_hooks.allreduce_hook, _world()), 0.0),
-    "torch's, in float16": (lambda: (default_hooks.fp16_compress_hook, None), 4 * 2.0**-11),
-    "an own one in float16": (lambda: (default_hooks.fp16_compress_wrapper(divides_before), None), 4 * 2.0**-11),
     "an own one in bfloat16": (lambda: (rounds, None), 4 * 2.0**-8),
 }
 STATE = (
@@ -133,7 +131,7 @@ STATE = (
     "without state that averages"
 )
 OTHERWISE = "which does not average over the ranks of DDP; sum over all of them, divide by their number, and change "
-OTHERWISE += "nothing else"
+OTHERWISE += "nothing else (float16 loses small gradients)"
 FAILS = "which failed when it was tried on a small module{}; mend the hook, or leave it out"
 SUMS = "which sums over ranks; divide by the number of ranks as DDP does"
 REFUSED = {  # name -> hook, its state, and the reason
@@ -141,6 +139,8 @@ REFUSED = {  # name -> hook, its state, and the reason
     "stays_here": (lambda: (stays_here, None), OTHERWISE),
     "takes_signs": (lambda: (takes_signs, None), OTHERWISE),
     "drops_small": (lambda: (drops_small, None), OTHERWISE),
+    "fp16_compress_hook": (lambda: (default_hooks.fp16_compress_hook, None), OTHERWISE),
+    "fp16_compress_wrapper_hook": (lambda: (default_hooks.fp16_compress_wrapper(divides_before), None), OTHERWISE),
     "clips": (lambda: (clips, None), OTHERWISE),
     "weighs_ranks": (lambda: (weighs_ranks, None), OTHERWISE),
     "changes_its_mind": (lambda: (changes_its_mind, None), OTHERWISE),

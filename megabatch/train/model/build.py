@@ -14,14 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 from transformers import PreTrainedModel
 
-from megabatch.contract import LossFunction, loss, weigh_of
+from megabatch.contract import JointLoss, LossFunction, loss, weigh_of
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.config import Config, ModelConfig
 from megabatch.train.console import Console
 from megabatch.train.model.architecture import architecture_of, check_attention, check_fit, outline
 from megabatch.train.model.context import attend_over, check_model
 from megabatch.train.model.initial import fill
-from megabatch.train.model.precision import computing, policy_of, precision_text
+from megabatch.train.model.precision import accumulation_of, computing, policy_of, precision_text
 from megabatch.train.model.source import Source, fresh_source, own_source, saved_source
 from megabatch.train.model.tensor import plain_terms, spread
 from megabatch.train.model.trial import probe_isolation, try_forward
@@ -125,7 +125,7 @@ def divide(model: nn.Module, config: Config, wrapper: Wrapper, mesh: DeviceMesh)
             )
         )
     if wrapper.is_of_fsdp:
-        distribute(model, blocks, wrapper, policy_of(config.model), mesh)
+        distribute(model, blocks, wrapper, policy_of(config.model, accumulation_of(config.update)), mesh)
         if not blocks:
             words.append("sharded as one piece: name the classes of its layers in _no_split_modules to shard by layer")
     return words
@@ -135,6 +135,11 @@ def in_precision(loss_fn: LossFunction, config: ModelConfig, laid: Laid, device:
     """The loss, computed in model.compute_dtype; how its weight is counted from the data stays with it."""
     if laid.loss_parallel:
         loss_fn = plain_terms(loss_fn)
+    if isinstance(loss_fn, JointLoss):
+        raise MegabatchError(
+            "loss.function is a JointLoss, which an evaluation cannot sum sample by sample; write the loop yourself, "
+            "as examples/two_towers.py does"
+        )
     if config.compute_dtype is None:
         return loss_fn
 

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from megabatch.train.config import ModelConfig
+from megabatch.train.config import ModelConfig, UpdateConfig
 
 
 def dtype_of(config: ModelConfig) -> torch.dtype:
@@ -19,14 +19,19 @@ def is_mixed(config: ModelConfig) -> bool:
     return config.compute_dtype is not None and config.compute_dtype != config.dtype
 
 
-def policy_of(config: ModelConfig) -> MixedPrecisionPolicy:
+def accumulation_of(config: UpdateConfig) -> torch.dtype | None:
+    """What gradients are added in; None: the parameters' own."""
+    return None if config.accumulate_dtype is None else getattr(torch, config.accumulate_dtype)
+
+
+def policy_of(config: ModelConfig, accumulated: torch.dtype | None) -> MixedPrecisionPolicy:
     """What FSDP2 casts: weights to the dtype of computing, and gradients back before they are added up.
 
     Without an output_dtype, since a layer's output of another dtype would not go into the next layer's norm.
     """
     if not is_mixed(config):
-        return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=dtype_of(config))
+        return MixedPrecisionPolicy(reduce_dtype=accumulated)
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=accumulated or dtype_of(config))
 
 
 def computing(config: ModelConfig, wrapper_name: str, device: torch.device) -> AbstractContextManager[object]:

@@ -84,6 +84,7 @@ IN_A_GROUP = {
     "DDP with a hook that does not average": _refused(
         _with_hook,
         "DDP has the communication hook 'takes_signs', which does not average over the ranks of DDP; sum over all of "
-        "them, divide by their number, and change nothing else",
+        "them, divide by their number, and change nothing else (float16 loses small "
+        "gradients)",
     ),
 }

@@ -135,8 +135,8 @@ FAILURES = {
     "nothing to train": Failure(PlanError, NOTHING_TO_TRAIN, lambda: accumulator(model=frozen())),
     "another accumulation dtype": Failure(
         PlanError,
-        "accumulate_dtype is torch.float32 but parameters are torch.float64; gradients are "
-        "accumulated in the parameter's dtype",
+        "accumulate_dtype is torch.float32, coarser than parameters in torch.float64; leave it out, or give a finer "
+        "one",
         lambda: accumulator(accumulate_dtype=torch.float32),
     ),
     "verify one sample": Failure(

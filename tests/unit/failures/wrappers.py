@@ -259,7 +259,7 @@ FAILURES = {
     ),
     "verify a sharded model": Failure(
         PlanError,
-        "verify was given a sharded model; verify the model before fully_shard",
+        "verify was given a model that is sharded or cut into stages; verify it before that is done",
         lambda: verify(fully_shard(linear(), mesh=mesh("dp")), losses.mse, SAMPLES),
     ),
 }  # fmt: skip
