@@ -55,9 +55,16 @@ class FSDP1Reducer(PlainReducer):
     def finish_update(self) -> None:
         """Nothing is left to do: FSDP1 has reduced."""
 
+    def check_unchanged(self) -> None:
+        for state in self._states:
+            if state._handle is not None and not state._handle.is_sharded(state._handle.flat_param):
+                _reshard(state)  # an evaluation's forward leaves other parameters to be seen
+        super().check_unchanged()
+
     def discard(self) -> None:
         for state in self._states:
             if (handle := state._handle) is not None:
+                _reshard(state)
                 handle.flat_param.grad = None
                 if hasattr(handle.flat_param, "_saved_grad_shard"):
                     del handle.flat_param._saved_grad_shard
@@ -92,6 +99,14 @@ def reducing_groups(model: nn.Module, fsdp: FullyShardedDataParallel) -> list[di
             )
     replicas = [cast(Any, fsdp)._inter_node_pg] if fsdp.sharding_strategy in HYBRID else []
     return [cast(dist.ProcessGroup, fsdp.process_group), *replicas]
+
+
+def _reshard(state: Any) -> None:
+    """Let go of gathered parameters, which SHARD_GRAD_OP keeps between forward and backward."""
+    if (handle := state._handle) is not None and handle.uses_sharded_strategy:
+        handle.reshard(True)
+        handle.post_reshard()
+        handle._prefetched = False
 
 
 def _parameters_of(state: Any) -> list[nn.Parameter]:

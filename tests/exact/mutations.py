@@ -69,7 +69,7 @@ MUTATIONS = (
     Mutation("forget the missing factor", "update.py",
              "factor = divisor / known if known else 0.0", "factor = 1.0 if known else 0.0"),
     Mutation("keep the gradients of the update before", "accumulator.py",
-             "            gradient.drop(self._reducer.parameters)\n            self._open", "            self._open"),
+             "check_unchanged()\n            gradient.drop(self._reducer.parameters)\n", "check_unchanged()\n"),
     Mutation("leave zeros after an update without weight", "accumulator.py",
              "            gradient.drop(parameters)\n", ""),
 )  # fmt: skip
