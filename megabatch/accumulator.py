@@ -147,7 +147,7 @@ class GradientAccumulator:
         self.last_plan = with_stand_ins(share.plan, agreement.num_microbatches)
         self._running = True
         try:
-            with no_float16_autocast(self.model):
+            with no_float16_autocast(self._reducer.models):
                 yield share, agreement, self._open
             self._running = False
         finally:

@@ -31,6 +31,8 @@ class FSDP2Reducer(PlainReducer):
         self._trained = [parameter.requires_grad for parameter in model.parameters()]
         self._has_shards = any(hasattr(group.mesh_info, "shard_process_group") for group in self._groups)
         self._has_replicas = any(hasattr(group.mesh_info, "replicate_process_group") for group in self._groups)
+        if not self._has_shards:
+            self.wrapper = "replicate"
         check_precision(modules, self.parameters)
         for module in modules:  # neither setter reaches the children
             module.set_gradient_divide_factor(1.0)
@@ -47,6 +49,8 @@ class FSDP2Reducer(PlainReducer):
         # By flags, since a module that an evaluation has left unsharded shows other parameters.
         if [parameter.requires_grad for parameter in self._model.parameters()] != self._trained:
             raise PlanError(CHANGED)
+        if all(group.is_sharded for group in self._groups):
+            super().check_unchanged()
 
     def choose(self, policy: str) -> Choice:
         if not self._has_shards:

@@ -7,6 +7,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from megabatch.contract import accumulation_dtype
+
 CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
@@ -34,7 +36,10 @@ def total_norm(parameters: Sequence[nn.Parameter], groups: Sequence[dist.Process
         return torch.zeros(())
     if not norms:
         norms = [torch.zeros((), dtype=parameters[0].dtype, device=parameters[0].device)]
-    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack([each.to(norms[0]) for each in norms]))
+    if len(norms) == 1 and not groups:
+        return norms[0]
+    dtype = accumulation_dtype(norms[0].device)  # one for all ranks, whatever their parameters are
+    norm = torch.linalg.vector_norm(torch.stack([each.to(norms[0].device, dtype) for each in norms]))
     for group in groups:
         square = norm.square()
         dist.all_reduce(square, group=group)

@@ -57,6 +57,10 @@ def run(
     """Add a call's gradient to the open update; returns its sums on data rank 0, and zeros on the others."""
     call, ranks = Call(joint, model, share, agreement, reducer, opened), reducer.ranks
     _check_whole_samples(ranks)
+    if opened.steps_in_backward:
+        raise PlanError(
+            "a JointLoss has a backward of its own, in which no optimizer steps; leave step_in_backward() out"
+        )
     cut = call.cut
     if not cut:
         opened.open_call(agreement)

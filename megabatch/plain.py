@@ -38,6 +38,7 @@ class PlainReducer:
         self.norm_groups: list[dist.ProcessGroup] = []  # ranks that hold parts of the gradient which no DTensor tells
         self._wide = Wide(self.parameters, None)
         self._model = model
+        self.models = [model]  # those that are called
         refuse_float16((f"parameter {name!r}", each.dtype) for name, each in model.named_parameters())
 
     def accumulate_in(self, wide: Wide) -> None:

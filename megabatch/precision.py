@@ -1,6 +1,7 @@
 """The dtype of gradients: wider than the parameters' where that is asked for, float16 never."""
 
 import contextlib
+import weakref
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any, cast
 
@@ -43,10 +44,16 @@ class Wide:
     def begin(self) -> None:
         """Before the first microbatch of an update, when no ``p.grad`` is left of the last."""
         self.discard()
+        method = weakref.WeakMethod(self._widen)
+
+        def widen(parameter: Tensor) -> None:
+            if (alive := method()) is not None:  # an accumulator that is gone widens nothing
+                alive(parameter)
+
         for parameter in self._widened:
             # It stays: a dtype written here would outlive model.float(), and None is what any gradient fits.
             cast(Any, parameter).grad_dtype = None
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._widen))
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(widen))
 
     def finish(self) -> None:
         """When nothing more is done to the gradients: ``p.grad`` is of the parameter's dtype again, rounded once."""
@@ -89,7 +96,7 @@ def refuse_float16(dtypes: Iterable[tuple[str, torch.dtype | None]]) -> None:
 
 
 @contextlib.contextmanager
-def no_float16_autocast(models: nn.Module | Sequence[nn.Module]) -> Generator[None]:
+def no_float16_autocast(models: Sequence[nn.Module]) -> Generator[None]:
     """While it is open, a forward of ``models`` under an autocast to float16 is refused."""
 
     def look(*_: object) -> None:
@@ -97,8 +104,7 @@ def no_float16_autocast(models: nn.Module | Sequence[nn.Module]) -> Generator[No
             if torch.is_autocast_enabled(device):
                 refuse_float16([("what torch.autocast computes in", torch.get_autocast_dtype(device))])
 
-    each_model = [models] if isinstance(models, nn.Module) else models
-    hooks = [each.register_forward_pre_hook(look) for each in each_model]
+    hooks = [each.register_forward_pre_hook(look) for each in models]
     try:
         yield
     finally:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from megabatch.batch import Microbatch, to_device
-from megabatch.contract import Weigh, counted_weights
+from megabatch.contract import Weigh
 from megabatch.cut import Plan, pad_with_stand_ins
 from megabatch.errors import LossContractError, MegabatchError, PlanError
 from megabatch.mesh import DataRanks
@@ -84,8 +84,8 @@ def agree(
     num_microbatches = int(max(each.num_microbatches for each in told))
     stand_in = _stand_in(ranks, share, num_microbatches, remembered, everyone_has=all(each.has_sample for each in told))
     names = list(share.weight_sums())
-    if weigh is not None and stand_in is not None and not names:
-        names = sorted(counted_weights(weigh(stand_in())))
+    if weigh is not None and num_microbatches and not all(each.num_microbatches for each in told):
+        names = next(filter(None, ranks.exchange_objects(names)), [])  # a rank that has weighed nothing knows none
     data, weights = told[: ranks.degree], zip(*(each.weights for each in told[: ranks.num_weighing]), strict=True)
     return share, Agreement(
         num_microbatches=num_microbatches,

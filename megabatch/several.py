@@ -21,7 +21,7 @@ class SeveralReducer(PlainReducer):
         if len({id(parameter) for parameter in self.parameters}) < len(self.parameters):
             raise PlanError("two of the models share a parameter, which would be reduced twice; give each to one model")
         first = reducers[0]
-        if any((each.loss_factor, each.ranks.num_all) != (first.loss_factor, first.ranks.num_all) for each in reducers):
+        if any(_kind(each) != _kind(first) for each in reducers):
             kinds = ", ".join(each.wrapper for each in reducers)
             raise PlanError(
                 f"the models are wrapped in ways that do not go together ({kinds}); wrap all alike, over the same ranks"
@@ -29,6 +29,7 @@ class SeveralReducer(PlainReducer):
         self.ranks, self.device, self.loss_factor = first.ranks, first.device, first.loss_factor
         self.norm_groups = first.norm_groups
         self._reducers, self._frozen = list(reducers), frozen
+        self.models = [*(model for reducer in reducers for model in reducer.models), *frozen]
 
     def accumulate_in(self, wide: Wide) -> None:
         for reducer in self._reducers:
@@ -67,3 +68,8 @@ class SeveralReducer(PlainReducer):
     def discard(self) -> None:
         for reducer in self._reducers:
             reducer.discard()
+
+
+def _kind(reducer: PlainReducer) -> object:
+    """What must be the same for one norm and one loss: the factor, the ranks, and who holds the rest of a gradient."""
+    return reducer.loss_factor, reducer.ranks.num_all, reducer.norm_groups

@@ -89,6 +89,11 @@ class OpenUpdate:
         self._counted = 0.0
         self._num_calls = self.num_samples = self.num_tokens = self.num_microbatches = 0
 
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether an optimizer steps in the last backward."""
+        return self._stepping is not None
+
     def open_call(self, agreement: Agreement) -> None:
         """Take in what the ranks agreed on for the next call."""
         if not agreement.num_microbatches:

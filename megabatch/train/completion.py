@@ -6,6 +6,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from megabatch.batch import IGNORED_LABEL
@@ -87,7 +88,8 @@ def complete(
 def num_new_tokens(model: nn.Module, num_given: int, device: torch.device) -> int:
     """How many tokens are worth a forward each, and have a position."""
     is_large = sum(parameter.numel() for parameter in model.parameters()) > SLOW_FROM_PARAMETERS
-    is_slow = isinstance(model, FSDPModule) or (is_large and device.type == "cpu")
+    is_cut = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    is_slow = isinstance(model, FSDPModule) or is_cut or (is_large and device.type == "cpu")
     wanted = NEW_TOKENS_SLOW if is_slow else NEW_TOKENS
     positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     return wanted if positions is None else max(0, min(wanted, positions - num_given))

@@ -31,6 +31,7 @@ class Examiner:
         self, config: Config, loss_fn: LossFunction, first: Event, average: Average | None, laid: Laid, ranks: Ranks
     ) -> None:
         self._config, self._first, self._average, self._ranks = config, first, average, ranks
+        self._laid = laid
         in_own_precision = partial(in_precision, config=config.model, laid=laid, device=ranks.device)
         self.terms = build_terms(config.eval, loss_fn, in_own_precision)
         self._own = load_own(config.eval)
@@ -41,7 +42,7 @@ class Examiner:
     def evaluate(self, step: int, metrics: MetricsFile, console: Console) -> None:
         """Evaluate every set, write and say what was found, and tell the user's function; collective."""
         self.step = step
-        with self._weights():
+        with self._weights(), self._laid.losses():
             event = replace(self._first, step=step)
             rows = evaluate(event, self.terms, self._own, self._config.update, self._ranks, console)
             for row in rows:

@@ -140,7 +140,7 @@ class Wrapper:
 DDP = partial(Wrapper, averages="once", refused=_only_hybrid("DistributedDataParallel"))
 SHARDED = partial(Wrapper, _sharded, refused=_only_hybrid("FSDP2 without replicas"))
 HYBRID = partial(Wrapper, _sharded, refused={})
-REPLICATED = partial(Wrapper, refused=_only_hybrid("FSDP2 without replicas"))
+REPLICATED = partial(Wrapper, refused=_only_hybrid("replicate"))
 FSDP1 = partial(Wrapper, averages="always", refused=_only_hybrid("FSDP1"))
 SEVERAL = partial(Wrapper, several=True)
 UNLIKE = (
@@ -171,7 +171,7 @@ WRAPPERS: dict[str, Wrapper] = {
     "tp-sp": TENSOR(partial(_tensor, sequence=True), (2, 4), integer="scaled"),
     "fsdp2-tp": SHARDED_TENSOR(partial(_tensor, data=_sharded), (4,)),
     "fsdp2-tp-sp": SHARDED_TENSOR(partial(_tensor, data=_sharded, sequence=True), (4,), integer="scaled"),
-    "replicate-tp": SHARDED_TENSOR(partial(_tensor, data=_replicated), (4,)),
+    "replicate-tp": TENSOR(partial(_tensor, data=_replicated), (4,), refused=_only_hybrid("replicate")),
     "hsdp-tp": TENSOR(partial(_tensor, data=_sharded), (8,), axes=_three_axes, refused={}),  # three axes
 }
 

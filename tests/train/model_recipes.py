@@ -20,7 +20,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def recipe(
     model: dict[str, Any] | None = None, *, family: str = "llama", wrapper: str | None = None, seed: int = 7,
-    data: dict[str, Any] | None = None,
+    data: dict[str, Any] | None = None, update: dict[str, Any] | None = None,
 ) -> Config:  # fmt: skip
     """A recipe of a small model: of a family, unless ``model`` names another; ``model`` has further keys."""
     keys = dict(model or {})
@@ -30,7 +30,7 @@ def recipe(
         {
             "model": keys,
             "data": data or {},
-            "update": {"global_batch_size": 4, "micro_batch_size": 2},
+            "update": {"global_batch_size": 4, "micro_batch_size": 2, **(update or {})},
             "run": {"folder": "unused", "seed": seed},
             "parallel": {"wrapper": wrapper},
         }

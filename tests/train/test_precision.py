@@ -13,6 +13,7 @@ from megabatch import GradientAccumulator, MegabatchError, losses
 from megabatch.contract import weigh_of
 from megabatch.train.console import Console
 from megabatch.train.model.build import build, in_precision
+from megabatch.train.model.precision import accumulation_of
 from megabatch.train.ranks import Ranks
 from tests.train.model_recipes import recipe
 from tests.train.on_ranks import on_ranks
@@ -23,6 +24,7 @@ MIXED = {"compute_dtype": "bfloat16"}
 WAYS: dict[str, dict[str, Any]] = {
     "mixed": MIXED,
     "pure": {"dtype": "bfloat16"},
+    "wide": {"dtype": "bfloat16"},  # with update.accumulate_dtype
 }
 LENGTHS = (9, 3, 12, 5, 7, 2, 11, 6)
 Gradients = dict[str, Tensor]
@@ -34,11 +36,11 @@ def samples() -> list[dict[str, Tensor]]:
     return [{"input_ids": each, "labels": each} for each in tokens]
 
 
-def cut(ranks: Ranks, way: dict[str, Any], wrapper: str | None) -> dict[str, Any]:
+def cut(ranks: Ranks, way: str, wrapper: str | None) -> dict[str, Any]:
     """The gradient of this rank's share, in microbatches of two samples, summed by the accumulator."""
-    config = recipe(way, wrapper=wrapper)
+    config = recipe(WAYS[way], wrapper=wrapper, update={"accumulate_dtype": "float32"} if way == "wide" else None)
     laid = build(config, ranks, SILENT, None, None)
-    gradient = GradientAccumulator(laid.model, micro_batch_size=2)
+    gradient = GradientAccumulator(laid.model, micro_batch_size=2, accumulate_dtype=accumulation_of(config.update))
     loss = in_precision(losses.next_token, config.model, laid, ranks.device)
     gradient.forward_backward(samples()[ranks.rank :: ranks.size], loss)
     update = gradient.finalize()
@@ -70,7 +72,7 @@ def error(found: Gradients, exact: Gradients) -> float:
 
 
 def cut_in_every_way(ranks: Ranks, wrapper: str | None) -> dict[str, Any]:
-    return {way: cut(ranks, WAYS[way], wrapper) for way in WAYS}
+    return {way: cut(ranks, way, wrapper) for way in WAYS}
 
 
 @pytest.mark.slow
@@ -83,7 +85,7 @@ def test_a_cut_gradient_is_as_exact_as_an_uncut_one(tmp_path: Path, num_ranks: i
         assert 1e-3 < own < 3e-2, way  # bfloat16 is at work, and no more than that
         for each in found:
             assert 1e-3 < error(each[way]["gradients"], exact) < 2 * own, (way, wrapper)
-            kept = {"mixed": torch.float32, "pure": torch.bfloat16}[way]
+            kept = {"mixed": torch.float32}.get(way, torch.bfloat16)
             assert {gradient.dtype for gradient in each[way]["gradients"].values()} == {kept}
             assert each[way]["loss"] == found[0][way]["loss"]
 
@@ -91,6 +93,11 @@ def test_a_cut_gradient_is_as_exact_as_an_uncut_one(tmp_path: Path, num_ranks: i
 def test_what_autocast_leaves_as_it_is_is_refused() -> None:
     with pytest.raises(MegabatchError, match="'float64', which autocast leaves as it is; set "):
         build(recipe({"dtype": "float64", **MIXED}), ALONE, SILENT, None, None)
+
+
+def test_wider_gradients_of_parameters_that_are_wide_are_refused() -> None:
+    with pytest.raises(MegabatchError, match="'float64', whose gradients are no coarser; leave "):
+        build(recipe({"dtype": "float64"}, update={"accumulate_dtype": "float32"}), ALONE, SILENT, None, None)
 
 
 def test_the_weight_is_still_counted_from_the_data() -> None:
@@ -125,3 +132,10 @@ def test_autocast_ends_with_the_loss() -> None:
 )
 def test_the_precision_is_said(keys: dict[str, Any], line: str) -> None:
     assert line in build(recipe(keys), ALONE, SILENT, None, None).words
+
+
+def test_wider_gradients_are_said() -> None:
+    config = recipe({"dtype": "bfloat16"}, update={"accumulate_dtype": "float32"})
+    assert (
+        "precision: bfloat16 throughout, gradients added in float32" in build(config, ALONE, SILENT, None, None).words
+    )

@@ -59,7 +59,8 @@ def build(config: Config, ranks: Ranks, console: Console, longest_tokens: int | 
     check_attention(config.model, ranks.device)
     source, wrapper = choose_source(config, ranks, longest_tokens, tokenizer)
     base = source.model
-    words = [source.text, *prepare(base, config.model), precision_text(config.model, wrapper.casts_as)]
+    precision = precision_text(config.model, wrapper.casts_as, accumulation_of(config.update))
+    words = [source.text, *prepare(base, config.model), precision]
     identity = identity_of(base)
     laid_words, mesh = lay(source, config, wrapper, ranks)
     words += laid_words
@@ -165,7 +166,12 @@ def check_keys(config: ModelConfig) -> None:
 
 
 def check_together(config: Config, ranks: Ranks) -> None:
-    """Raise for keys of the model that do not go with the layout."""
+    """Raise for keys of the model that do not go with those of another section."""
+    if config.model.dtype != "bfloat16" and config.update.accumulate_dtype is not None:
+        raise MegabatchError(
+            f"update.accumulate_dtype is {config.update.accumulate_dtype!r} and model.dtype {config.model.dtype!r}, "
+            "whose gradients are no coarser; leave accumulate_dtype out"
+        )
     if config.model.function is not None and ranks.layout.cp > 1:
         raise MegabatchError(
             f"parallel.cp is {ranks.layout.cp} and model.function makes a model of its own, whose attention is not cut "

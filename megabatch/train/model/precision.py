@@ -41,9 +41,11 @@ def computing(config: ModelConfig, wrapper_name: str, device: torch.device) -> A
     return torch.autocast(device.type, dtype=torch.bfloat16)
 
 
-def precision_text(config: ModelConfig, wrapper_name: str) -> str:
+def precision_text(config: ModelConfig, wrapper_name: str, accumulated: torch.dtype | None) -> str:
     """The precision in words."""
     if not is_mixed(config):
-        return f"precision: {config.dtype} throughout"
+        is_wider = accumulated is not None and accumulated != dtype_of(config)
+        added = f", gradients added in {accumulated}" if is_wider else ""
+        return f"precision: {config.dtype} throughout{added.replace('torch.', '')}"
     how = "FSDP2's policy" if wrapper_name == "fsdp2" else "autocast"
     return f"precision: parameters and gradients in {config.dtype}, computed in {config.compute_dtype} ({how})"

@@ -106,6 +106,11 @@ FAILURES = {
         "step_in_backward() out",
         lambda: stepping(clipped_by_a_learner),
     ),
+    "a joint loss and a step in backward": Failure(
+        PlanError,
+        "a JointLoss has a backward of its own, in which no optimizer steps; leave step_in_backward() out",
+        lambda: stepping(lambda gradient: gradient.forward_backward(SAMPLES, JointLoss(squares, squares))),
+    ),
     "a gradient in two parts": Failure(
         PlanError,
         "a parameter of shape (1,) got its gradient in two parts of one backward (checkpointing with "
@@ -116,8 +121,8 @@ FAILURES = {
     "an optimizer that counts in its groups": Failure(
         MegabatchError,
         "the last backward failed after the optimizer had stepped 1 of 2 parameters, so the model is between two "
-        "updates; go back to a checkpoint (PlanError: Counting writes to its parameter groups in a step, so that it cannot step "
-        f"parameter by parameter; take another optimizer, {LEAVE_OUT})",
+        "updates; go back to a checkpoint (PlanError: Counting writes to its parameter groups in a step, so that it "
+        f"cannot step parameter by parameter; take another optimizer, {LEAVE_OUT})",
         lambda: stepping(lambda gradient: gradient.forward_backward(SAMPLES, weighed_squares), kind=Counting),
     ),
     "verify a joint loss": Failure(
