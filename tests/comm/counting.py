@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 COLLECTIVES = ("c10d", "_c10d_functional")
-KINDS = ("all_gather", "all_reduce", "reduce_scatter", "broadcast")
+KINDS = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter", "broadcast")
 SMALL_BYTES = 1024  # a message; whatever is gathered of the counted model is larger
 
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch import GradientAccumulator, MegabatchError, context, losses
+from megabatch import GradientAccumulator, MegabatchError, context, loss, losses
 from megabatch.train.model import context as attention
 from tests.comm.counting import Collectives
 from tests.exact import models, oracle
@@ -254,8 +254,13 @@ def traffic() -> dict[str, int]:
 def labels_are_read() -> str:
     """A loss that is not made for stretches."""
     _, gradient = two_ranks()
+
+    @loss(weigh=losses.count_targets)
+    def of_labels(model: nn.Module, microbatch: Any) -> Any:
+        return model(microbatch["labels"]).sum(), 1
+
     try:
-        gradient.forward_backward(CASES["one"], lambda model, microbatch: (model(microbatch["labels"]).sum(), 1))
+        gradient.forward_backward(CASES["one"], of_labels)
     except MegabatchError as error:
         return str(error)
     return "nothing"

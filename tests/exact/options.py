@@ -3,6 +3,7 @@
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from tests.exact import harness
 from tests.exact.cells import Cell
@@ -10,9 +11,14 @@ from tests.exact.wrappers import WRAPPERS, Wrapped
 
 OPTIONS = {  # with the wrappers that have them
     "keep_unsharded": ("fsdp2", "hsdp"),
+    "cpu_offload": ("fsdp2", "hsdp"),
     "mesh_told": ("ddp", "hsdp", "fsdp1-hybrid"),
     "mesh_untold": ("tp", "fsdp2-tp"),
     "frozen": ("plain", "ddp", "fsdp2", "hsdp", "replicate", "fsdp1", "several", "tp", "fsdp2-tp"),
+}
+SHARDED_WITH: dict[str, dict[str, Any]] = {  # of fully_shard
+    "keep_unsharded": {"reshard_after_forward": False},
+    "cpu_offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
 }
 CASES = ("C1", "short-tail", "calls-updates", "empty-update")
 
@@ -36,8 +42,7 @@ class OptionRun(harness.CellRun):
         return model
 
     def _wrapped(self, model: nn.Module) -> Wrapped:
-        options = {"reshard_after_forward": False} if self.option == "keep_unsharded" else {}
-        return harness.wrap(model, self.cell.wrapper, **options)
+        return harness.wrap(model, self.cell.wrapper, **SHARDED_WITH.get(self.option, {}))
 
 
 def world_of(wrapper: str) -> int:

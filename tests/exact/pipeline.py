@@ -170,7 +170,7 @@ def counts(wrapper: str, microbatches: str, calls: str) -> dict[str, int]:
     update()
     with Collectives() as collectives:
         update()
-    return {name: collectives.table().get(name, 0) for name in ("reduce_scatter_base", "allreduce")}
+    return {name: collectives.table().get(name, 0) for name in ("reduce_scatter", "all_reduce")}
 
 
 JOBS: dict[str, Callable[..., Any]] = {"fault": exact_after_a_fault, "counts": counts}

@@ -63,7 +63,7 @@ def test_a_planted_bug_is_caught(results, job: str) -> None:
 
 
 def test_a_layer_gathers_once_and_sends_back_once(results) -> None:
-    assert results["traffic"][0]["value"] == {"allgather": 2, "alltoall_base": 2}
+    assert results["traffic"][0]["value"] == {"all_gather": 2, "all_to_all": 2}
 
 
 def test_a_loss_that_reads_labels_is_told(results) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from megabatch import GradientAccumulator, LossContractError, PlanError, loss, verify
 from megabatch.batch import Deferred
-from tests.exact.cells import WRAPPERS, Cell
+from tests.exact.cells import MAIN, Cell
 from tests.exact.deferred import Census, counted
 from tests.exact.launch import launch
 from tests.exact.test_exact import check
@@ -32,7 +32,7 @@ ROWS = (  # told, look_ahead, case, kind, loss, bound, way
 JOBS = [
     f"{told};{look_ahead};bits:{wrapper}:2:auto:{case}:{kind}:{loss}:{bound}:{way}:no-clip"
     for told, look_ahead, case, kind, loss, bound, way in ROWS
-    for wrapper in WRAPPERS
+    for wrapper in MAIN
 ]
 GONE = ("OSError: sample 2 is gone", "PlanError: data rank 1 of 2: OSError: sample 2 is gone")
 NEGATIVE = "the weight of sample 2 is -4; expected a finite number, not negative"

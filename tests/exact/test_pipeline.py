@@ -107,13 +107,13 @@ def test_told_to_both(results, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("wrapper", "collective", "once"),
-    [("fsdp2", "reduce_scatter_base", 2), ("replicate", "allreduce", 2), ("ddp", "allreduce", 1)],
+    [("fsdp2", "reduce_scatter", 2), ("replicate", "all_reduce", 2), ("ddp", "all_reduce", 1)],
 )
 def test_a_call_reduces_once(results, wrapper: str, collective: str, once: int) -> None:
     """FSDP2 has two groups of parameters on each rank, DDP one bucket; however many microbatches there are."""
     for microbatches, calls in ((2, 1), (4, 1), (4, 2)):
         for value in map(value_of, results[f"counts/{wrapper}/{microbatches}/{calls}"]):
-            assert value == {"reduce_scatter_base": 0, "allreduce": 0} | {collective: once * calls}
+            assert value == {"reduce_scatter": 0, "all_reduce": 0} | {collective: once * calls}
 
 
 def test_plain_stages_are_summed_once_per_update(results) -> None:

@@ -49,7 +49,7 @@ OF_THE_COMMAND_LINE = {
     "change it on the command line",
     "--update.max_microbatch_tokens=0": "update.max_microbatch_tokens is 0; it must be at least 1: "
     "change it on the command line",
-    "--update.sync=never": "update.sync is 'never'; it must be 'auto', 'last' or 'every': "
+    "--update.sync=never": "update.sync is 'never'; it must be 'auto', 'last', 'every' or 'replica_last': "
     "change it on the command line",
     "--update.tail=keep": "update.tail is 'keep'; it must be 'step', 'drop' or 'carry': change it on the command line",
     "--update.max_norm=0": "update.max_norm is 0.0; it must be greater than 0: change it on the command line",
