@@ -131,8 +131,8 @@ class UpdateConfig(Section):
     """When ranks sum their gradients: with the last microbatch, with every one, across replicas with the last one only
     (hsdp), or as the wrapper does it cheapest."""
     accumulate_dtype: Literal["float32"] | None = None
-    """Add gradients in it where model.dtype is "bfloat16", of which 100 microbatches would lose one in a hundred.
-    None: in model.dtype."""
+    """Add gradients in it where model.dtype is "bfloat16", in which a sum of many microbatches stops growing. None: in
+    model.dtype."""
     tail: Literal["step", "drop", "carry"] = "step"
     """A last short update of an epoch: step it exactly, drop its samples, or fill it up from the next epoch."""
     max_norm: Positive | None = 1.0

@@ -42,8 +42,7 @@ def accelerator(**settings: Any) -> Generator[Accelerator]:
 
 def samples() -> list[list[oracle.Sample]]:
     generator = torch.Generator().manual_seed(4)
-    draw = lambda length: torch.randint(models.VOCABULARY, (length,), generator=generator)  # noqa: E731
-    made = [[draw(length) for length in share] for share in LENGTHS]
+    made = [[torch.randint(models.VOCABULARY, (length,), generator=generator) for length in share] for share in LENGTHS]
     return [[{"input_ids": ids, "labels": ids} for ids in share] for share in made]
 
 

@@ -104,9 +104,10 @@ def _remembering() -> Callable[..., Made]:
 
 
 def _with_a_default() -> Callable[..., Made]:
-    def hook(state: object, bucket: dist.GradBucket, seen: list[Tensor] = []) -> Made:  # noqa: B006
+    def hook(state: object, bucket: dist.GradBucket, seen: list[Tensor] | None = None) -> Made:
         return divides_before(state, bucket)
 
+    hook.__defaults__ = ([],)  # a list that every call shares, as one written in the signature would be
     return hook
 
 
@@ -157,7 +158,10 @@ REFUSED = {  # name -> hook, its state, and the reason
 def _samples(update: int) -> list[oracle.Sample]:
     """Of uneven lengths, 64 targets in all."""
     generator = torch.Generator().manual_seed(update)
-    draw = lambda low, high, size: torch.randint(low, high, (size + 1,), generator=generator)  # noqa: E731
+
+    def draw(low: int, high: int, targets: int) -> Tensor:
+        return torch.randint(low, high, (targets + 1,), generator=generator)
+
     sizes = (3, 20, 1, 9, 14, 2, 11, 4)
     return [{"input_ids": draw(0, models.VOCABULARY, n), "labels": draw(-3, 4, n)} for n in sizes]
 

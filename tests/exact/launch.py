@@ -43,6 +43,17 @@ def launch(world: int, function: str, names: Iterable[str], folder: Path, *,
     return launch_all(function, [Run(world, list(names), folder)], folder, timeout_seconds=timeout_seconds)[0]
 
 
+def launch_by_world(function: str, names: Iterable[str], folder: Path) -> dict[str, list[Result]]:
+    """`launch` for every world size of names "...:world:sync", the smallest first."""
+    by_world: dict[int, list[str]] = {}
+    for name in names:
+        by_world.setdefault(int(name.split(":")[-2]), []).append(name)
+    found: dict[str, list[Result]] = {}
+    for world, jobs in sorted(by_world.items()):
+        found |= launch(world, function, jobs, folder / f"world{world}")
+    return found
+
+
 def launch_all(function: str, runs: list[Run], folder: Path, *,
                timeout_seconds: float = 600) -> list[dict[str, list[Result]]]:  # fmt: skip
     """One run after the other, from one process that has imported torch."""

@@ -4,7 +4,7 @@ import pytest
 
 from tests.exact.cells import MAIN, OTHERS
 from tests.exact.disturbed import EXPECTED
-from tests.exact.launch import launch
+from tests.exact.launch import launch_by_world
 from tests.exact.wrappers import WRAPPERS
 
 pytestmark = pytest.mark.slow
@@ -17,12 +17,7 @@ JOBS += [f"{disturbance}:{wrapper}:{max(WRAPPERS[wrapper].worlds)}:{sync}" for w
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    found = {}
-    for world in sorted({job.split(":")[2] for job in JOBS}):
-        jobs = [job for job in JOBS if job.split(":")[2] == world]
-        folder = tmp_path_factory.mktemp(f"disturbed{world}")
-        found |= launch(int(world), "tests.exact.disturbed:run_job", jobs, folder)
-    return found
+    return launch_by_world("tests.exact.disturbed:run_job", JOBS, tmp_path_factory.mktemp("disturbed"))
 
 
 @pytest.mark.parametrize("job", JOBS)

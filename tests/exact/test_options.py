@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.exact.launch import launch
+from tests.exact.launch import launch_by_world
 from tests.exact.options import CASES, OPTIONS, world_of
 
 pytestmark = pytest.mark.slow
@@ -17,11 +17,7 @@ JOBS = [
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    found = {}
-    for world in sorted({job.split(":")[3] for job in JOBS}):
-        jobs = [job for job in JOBS if job.split(":")[3] == world]
-        found |= launch(int(world), "tests.exact.options:run_job", jobs, tmp_path_factory.mktemp(f"options{world}"))
-    return found
+    return launch_by_world("tests.exact.options:run_job", JOBS, tmp_path_factory.mktemp("options"))
 
 
 @pytest.mark.parametrize("job", JOBS)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.exact.launch import launch
+from tests.exact.launch import launch, launch_by_world
 from tests.exact.routed import USERS
 
 pytestmark = pytest.mark.slow
@@ -14,12 +14,7 @@ JOBS += [f"{users}:hsdp:4:replica_last" for users in USERS]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    found = {}
-    for world in sorted({job.split(":")[2] for job in JOBS}):
-        jobs = [job for job in JOBS if job.split(":")[2] == world]
-        folder = tmp_path_factory.mktemp(f"routed{world}")
-        found |= launch(int(world), "tests.exact.routed:run_job", jobs, folder)
-    return found
+    return launch_by_world("tests.exact.routed:run_job", JOBS, tmp_path_factory.mktemp("routed"))
 
 
 @pytest.mark.parametrize("job", JOBS)

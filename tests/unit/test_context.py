@@ -13,7 +13,6 @@ from torch.utils import _pytree as pytree
 
 from megabatch import PlanError, context, losses
 from megabatch.context import GatheredAttention, Stretch, check_weights, piece_mask, stretch
-from tests.unit.failures.context import FAILURES, IN_A_GROUP
 
 IDS = torch.tensor([[11, 12, 13, 14, 15], [21, 22, 23, 0, 0]])
 LABELS = torch.tensor([[11, 12, -100, 14, 15], [21, 22, 23, -100, -100]])
@@ -193,23 +192,6 @@ def test_a_model_that_attends_to_its_stretch_alone_fails(implementation, positio
     del part["shift_labels"]
     with pytest.raises(RuntimeError):
         GPT2LMHeadModel(config)(**part)
-
-
-@pytest.mark.parametrize("name", FAILURES)
-def test_refused(name):
-    check(FAILURES[name])
-
-
-@pytest.mark.usefixtures("group_of_one")
-@pytest.mark.parametrize("name", IN_A_GROUP)
-def test_attention_refused(name):
-    check(IN_A_GROUP[name])
-
-
-def check(failure):
-    with pytest.raises(failure.error) as raised:
-        failure.provoke()
-    assert str(raised.value) == failure.text
 
 
 FAMILIES = "gpt2, gpt_neox, llama, mistral, olmo2, qwen2, qwen3, smollm3"

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import GradientAccumulator, JointLoss, LossContractError, MegabatchError, PlanError
 from megabatch.pipeline import Pipeline
-from tests.unit.failures.table import SAMPLES, Failure, linear, squares
+from tests.unit.failures.table import SAMPLES, Failure, linear, squares, told
 from tests.unit.failures.wrappers import fsdp1, layers, mesh
 
 NO_AXIS = "the mesh has the axes ('dp',) but no axis 'pp'; name the axis of the stages 'pp'"
@@ -200,14 +200,6 @@ FAILURES = {
         PlanError, NO_ROWS, lambda: update(model=pipeline(output=said(2, 1)), batch=SAMPLES[:3]),
     ),
 }  # fmt: skip
-
-
-def told(work: Callable[[], Any]) -> str:
-    try:
-        work()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def over_two(axes: tuple[str, ...] = ("pp",), num_stages: int = 1, schedule: str = "1F1B", **said_of: Any) -> Pipeline:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megabatch import GradientAccumulator, MegabatchError, Update, loss
@@ -42,3 +43,17 @@ def update(loss_fn: Callable[..., Any] = squares, batch: Any = SAMPLES, **settin
     gradient = accumulator(**settings)
     gradient.forward_backward(batch, loss_fn)
     return gradient.finalize()
+
+
+def here(mine: Any, others: Any) -> Any:
+    """``mine`` on rank 1, where the fault is, and ``others`` on rank 0."""
+    return mine if dist.get_rank() == 1 else others
+
+
+def told(work: Callable[[], Any]) -> str:
+    """What this rank is told where ``work`` fails."""
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"

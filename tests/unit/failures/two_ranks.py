@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megabatch import GradientAccumulator, Learner, loss, losses
 from megabatch.batch import Deferred
 from tests.unit.failures.contract import DISAGREE
-from tests.unit.failures.table import SAMPLES, accumulator, linear, squares, weighed_squares
+from tests.unit.failures.table import SAMPLES, accumulator, here, linear, squares, told, weighed_squares
 from tests.unit.failures.wrappers import fsdp1
 
 KEYS = "samples of one batch have the keys ['x'] and ['y']; give all the same"
@@ -60,19 +60,6 @@ OTHER_SAMPLES = (
     "ranks along cp, tp or pp of data rank 0 were given different samples; give them the same: deal samples over the "
     "data axes only (UpdateSampler's dp_rank and dp_degree)"
 )
-
-
-def here(mine: Any, others: Any) -> Any:
-    """``mine`` on rank 1, where the fault is, and ``others`` on rank 0."""
-    return mine if dist.get_rank() == 1 else others
-
-
-def told(work: Callable[[], Any]) -> str:
-    try:
-        work()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def keys_differ() -> str:
