@@ -1,6 +1,7 @@
 """For every test: one thread, no network, and the same examples at every run, however busy the machine."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,20 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # transformers is imported later, 
 torch.set_num_threads(1)
 settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("steady")
+LONGEST = (  # files that begin first, so that processes that share them end together
+    "exact/test_exact.py", "train/test_pipeline.py", "train/test_tensor.py", "test_examples.py",
+    "train/test_resume.py", "comm/test_collectives.py", "train/test_same_losses.py", "train/test_cli.py",
+    "train/test_train.py", "exact/test_disturbed.py", "exact/test_joint.py", "exact/test_pipeline.py",
+    "train/test_parts.py", "exact/test_mutations.py", "exact/test_options.py", "train/test_model.py",
+    "exact/test_precision.py", "exact/test_routed.py", "exact/test_context.py", "exact/test_compiled.py",
+    "unit/test_stepping.py", "exact/test_experts.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    folder = Path(__file__).parent
+    places = {folder / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import megabatch
 from megabatch.train.own import load_file
 from megabatch.train.recipe import load_config
-from tests.train.processes import Run, overrides
+from tests.train.processes import Finished, Run, overrides
 from tests.train.tokenizers_for_tests import chat_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -34,13 +35,22 @@ def printed(*arguments: str) -> str:
     steady = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, *arguments]
     ran = subprocess.run(command, cwd=ROOT, env=os.environ | steady, capture_output=True, text=True, timeout=SECONDS)
-    assert ran.returncode == 0, ran.stderr
-    assert "Warning" not in ran.stderr, ran.stderr
-    return ran.stdout
+    return good(Finished(ran.returncode, ran.stdout, ran.stderr))
 
 
-def example(name: str) -> str:
-    return printed(f"examples/{name}.py")
+def good(end: Finished) -> str:
+    assert end.status == 0, end.err
+    assert "Warning" not in end.err, end.err
+    return end.out
+
+
+@cache
+def example(name: str, ranks: int = 1) -> str:
+    """What an example prints, in processes that are forked from one that has imported torch; on rank 0."""
+    with TemporaryDirectory() as logs:
+        ends = Run([], Path(logs), ranks, EXAMPLES / f"{name}.py").wait(SECONDS)
+    first, *_ = map(good, ends)
+    return first
 
 
 def numbers(text: str, before: str = "", after: str = "") -> list[float]:
@@ -77,10 +87,18 @@ def test_the_loop() -> None:
 
 
 @pytest.mark.slow
+def test_the_loop_is_run_by_its_name() -> None:
+    assert printed("examples/loop.py") == example("loop")
+
+
+TORCHRUN = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ON_RANKS)
 def test_the_loop_on_two_ranks_has_the_losses_of_one(name: str) -> None:
-    torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
-    on_two = printed(*torchrun, f"examples/{name}.py")
+    """One of them as its docstring says, and the other on ranks that are told what torchrun tells."""
+    on_two = printed(*TORCHRUN, f"examples/{name}.py") if name == "ddp" else example(name, ranks=2)
     assert numbers(on_two, after=" samples on 2 ranks") == [16, 16, 16, 16, 16, 16, 4]
     expected = numbers(example("loop"), "loss ")[:7]
     assert numbers(on_two, "loss ") == pytest.approx(expected, abs=2e-3)  # float32, printed with three digits
@@ -167,7 +185,8 @@ def test_the_flow_learns_to_draw_digits(tmp_path: Path) -> None:
         "run.folder": tmp_path / "run", "run.max_steps": 240, "eval.every": 240, "update.global_batch_size": 64,
         "update.micro_batch_size": 32, "model.options.width": 48, "model.options.num_layers": 2, "optim.lr": 4e-3,
     }  # fmt: skip
-    printed("-m", "megabatch", "train", "recipes/flow-digits.toml", *overrides(small))
+    recipe = str(RECIPES / "flow-digits.toml")
+    good(Run(["train", recipe, *overrides(small)], tmp_path / "logs", ranks=1).wait(SECONDS)[0])
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     (noise, drawn) = [row for row in rows if "eval_recognised" in row]
     assert noise["eval_recognised"] < 0.2

@@ -148,6 +148,6 @@ def sampled() -> tuple[Cell, ...]:
     cells: list[Cell] = []
     for name, axes in TABLES.items():
         axes = SAMPLED.get(name, axes)
-        found = pairwise.rows(axes, valid) if name in WHOLE else pairwise.sample(axes, valid)
+        found = pairwise.rows(axes, valid) if name in WHOLE else pairwise.sample(axes, valid, lambda row: row["world"])
         cells += [Cell(**row) for row in found]
     return tuple(sorted(cells, key=lambda cell: (cell.world, list(WRAPPERS).index(cell.wrapper), cell.name)))

@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -17,11 +18,17 @@ import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 Result = dict[str, Any]  # {"value": ...} or {"error": traceback}
 GROUP_TIMEOUT_SECONDS = 60.0
+IMPORTED = (
+    "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel", "torch.optim.adamw", "torch.utils._python_dispatch",
+    "transformers.models.gpt2.modeling_gpt2",
+)  # fmt: skip
 MAX_FAILURES = 12  # a broken library should not take an hour to say so
 
 
@@ -56,23 +63,41 @@ def launch_by_world(function: str, names: Iterable[str], folder: Path) -> dict[s
 
 def launch_all(function: str, runs: list[Run], folder: Path, *,
                timeout_seconds: float = 600) -> list[dict[str, list[Result]]]:  # fmt: skip
-    """One run after the other, from one process that has imported torch."""
+    """One run after the other, from one process."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "runs.json").write_text(json.dumps([function, [asdict(run) for run in runs]], default=str))
-    root = Path(__file__).resolve().parents[2]
-    quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(root), "TORCH_CPP_LOG_LEVEL": "FATAL"}
-    with (folder / "log.txt").open("w") as log:
-        # Not in the repository: what is imported is what the path says.
-        command = [sys.executable, "-m", "tests.exact.launch", str(folder.resolve())]
-        process = subprocess.Popen(
-            command, env=os.environ | quiet, cwd=folder, stdout=log, stderr=log, start_new_session=True
-        )
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout_seconds)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+    _server().launch(folder.resolve(), timeout_seconds)
     tail = (folder / "log.txt").read_text()[-2000:]
     return [_collected(run, f"{folder}/log.txt ends:\n{tail}") for run in runs]
+
+
+class Server:
+    """A process that has imported what jobs need, once, and forks every launch from itself."""
+
+    def __init__(self) -> None:
+        root = Path(__file__).resolve().parents[2]
+        quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(root), "TORCH_CPP_LOG_LEVEL": "FATAL"}
+        # Not in the repository: what is imported is what the path says.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.exact.launch"], env=os.environ | quiet, cwd=root.root,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
+        )  # fmt: skip
+
+    def launch(self, folder: Path, timeout_seconds: float) -> None:
+        """Run what the folder's runs.json says, to its end or for so long."""
+        asked, answers = self._process.stdin, self._process.stdout
+        assert asked is not None
+        assert answers is not None
+        print(folder, file=asked)
+        leader = int(answers.readline())
+        if not select.select([answers], [], [], timeout_seconds)[0]:
+            os.killpg(leader, signal.SIGKILL)
+        answers.readline()  # it has ended
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(leader, signal.SIGKILL)  # and now the ranks that it has left
+
+
+_server = cache(Server)  # of this process of pytest
 
 
 def _collected(run: Run, log: str) -> dict[str, list[Result]]:
@@ -166,14 +191,15 @@ def _wait(children: list[int]) -> None:
         os.waitpid(child, 0)
 
 
-def main(folder: Path) -> None:
-    """Import what all runs share, once, then one run after the other."""
+def _launch(folder: Path) -> None:
+    """The process that one launch asks for; its ranks are its group."""
     import torch
-    import torch.distributed.fsdp
-    import torch.distributed.tensor
-    import torch.optim.adamw
-    import torch.utils._python_dispatch
 
+    os.setsid()
+    log = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for descriptor, file in ((0, os.open(os.devnull, os.O_RDONLY)), (1, log), (2, log)):
+        os.dup2(file, descriptor)
+    os.chdir(folder)
     torch.set_num_threads(1)
     function, runs = json.loads((folder / "runs.json").read_text())
     for each in runs:
@@ -181,5 +207,17 @@ def main(folder: Path) -> None:
         _wait([_fork(lambda run=run: _lead(run, function))])
 
 
+def main() -> None:
+    """Import what all runs share, once; then a launch for every folder that is asked for."""
+    for name in IMPORTED:
+        importlib.import_module(name)
+    assert "megabatch" not in sys.modules, "a run may have a copy of its own"
+    for line in sys.stdin:
+        leader = _fork(lambda line=line: _launch(Path(line.rstrip("\n"))))
+        print(leader, flush=True)
+        _wait([leader])
+        print("ended", flush=True)
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

@@ -1,6 +1,8 @@
 """The models that the tables train: some whose arithmetic is exact, and small language models. Plain torch."""
 
+import copy
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -98,6 +100,12 @@ def integer_model(kind: str) -> nn.Module:
 
 def gpt2(dtype: torch.dtype = torch.float64) -> nn.Module:
     """A GPT-2 of two blocks without dropout, the same weights at every call."""
+    return copy.deepcopy(_gpt2()).to(dtype)
+
+
+@cache
+def _gpt2() -> nn.Module:
+    """In float64; made once, since that takes longer than to train it."""
     from transformers import GPT2Config, GPT2LMHeadModel  # slow to import, and only some ranks need it
 
     torch.manual_seed(11)
@@ -105,7 +113,7 @@ def gpt2(dtype: torch.dtype = torch.float64) -> nn.Module:
         vocab_size=VOCABULARY, n_positions=96, n_embd=16, n_layer=2, n_head=2,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
-    return GPT2LMHeadModel(config).double().to(dtype)
+    return GPT2LMHeadModel(config).double()
 
 
 class Logits(NamedTuple):

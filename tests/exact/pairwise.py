@@ -29,10 +29,10 @@ def all_pairs(axes: Axes, valid: Valid) -> list[Pair]:
     return [(a, x, b, y) for a, x, b, y in found if valid(always | {a: x, b: y})]
 
 
-def sample(axes: Axes, valid: Valid, tries: int = 60) -> list[Row]:
+def sample(axes: Axes, valid: Valid, cost: Callable[[Row], float], tries: int = 60) -> list[Row]:
     """Rows that together show every pair: for each pair not yet shown, the best of some random rows that show it.
 
-    The numbers are seeded, so the same axes give the same rows.
+    Of rows that show as many pairs it is the cheapest. The numbers are seeded, so the same axes give the same rows.
     """
     numbers = random.Random(0)
     chosen: list[Row] = []
@@ -43,7 +43,7 @@ def sample(axes: Axes, valid: Valid, tries: int = 60) -> list[Row]:
     while left:
         a, x, b, y = next(iter(left))
         candidates = [_completed({a: x, b: y}, axes, valid, numbers) for _ in range(tries)]
-        best = max(candidates, key=lambda row: sum(pair in left for pair in pairs(row)))
+        best = max(candidates, key=lambda row: (sum(pair in left for pair in pairs(row)), -cost(row)))
         chosen.append(best)
         for pair in pairs(best):
             left.pop(pair, None)

@@ -12,7 +12,7 @@ from tests.exact.wrappers import WRAPPERS
 
 # A change to the tables changes these on purpose: the failing test prints them.
 NUM_CELLS = 791
-CELLS_SHA256 = "1453ff7236ab1422"
+CELLS_SHA256 = "c8c052163db00ba0"
 
 
 def digest(cells: tuple[Cell, ...]) -> str:

@@ -5,6 +5,7 @@ Ranks find each other as torchrun's do: through a store that outlives them, on a
 
 import multiprocessing
 import os
+import runpy
 import signal
 import sys
 import time
@@ -18,7 +19,11 @@ import torch.distributed as dist
 
 SECONDS = 120  # for a run; none here takes a quarter of it
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["megabatch.train.cli"])
+CONTEXT.set_forkserver_preload([
+    "megabatch.train.cli", "matplotlib.backends.backend_agg", "torch.distributed.checkpoint.format_utils",
+    "torch.distributed.tensor.parallel", "torch.profiler._cupti_monitor", "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama", "tyro._backends", "typeguard",
+])  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -31,19 +36,19 @@ class Finished:
 
 
 class Run:
-    """A command line on some ranks, while it runs."""
+    """A command line on some ranks, while it runs; or a script in place of it."""
 
-    def __init__(self, arguments: Sequence[str], logs: Path, ranks: int) -> None:
+    def __init__(self, arguments: Sequence[str], logs: Path, ranks: int, script: Path | None = None) -> None:
         logs.mkdir(parents=True, exist_ok=True)
-        self._logs = logs
+        self._logs, self._script = logs, script
         # More than one run may live in a process, so the store is held by the test and not by rank 0.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if ranks > 1 else None
         self.processes = [self._start(list(arguments), rank, ranks) for rank in range(ranks)]
 
-    def wait(self) -> list[Finished]:
+    def wait(self, seconds: float = SECONDS) -> list[Finished]:
         """Every rank's end."""
         for process in self.processes:
-            process.join(SECONDS)
+            process.join(seconds)
             if process.is_alive():
                 self.kill()
         return [
@@ -67,7 +72,7 @@ class Run:
     def _start(self, arguments: list[str], rank: int, ranks: int) -> BaseProcess:
         environment = {} if self._store is None else rank_environment(rank, ranks, self._store.port)
         logs = [str(self._log(rank, stream)) for stream in ("out", "err")]
-        process = CONTEXT.Process(target=run_rank, args=(arguments, environment, logs))
+        process = CONTEXT.Process(target=run_rank, args=(arguments, environment, logs, self._script))
         process.start()
         return process
 
@@ -87,8 +92,8 @@ def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     }
 
 
-def run_rank(arguments: list[str], environment: dict[str, str], logs: list[str]) -> None:
-    """The whole life of a rank; its exit status is that of the command line."""
+def run_rank(arguments: list[str], environment: dict[str, str], logs: list[str], script: Path | None = None) -> None:
+    """The whole life of a rank; its exit status is that of the command line, or of a script."""
     import torch
 
     from megabatch.train import cli
@@ -97,8 +102,11 @@ def run_rank(arguments: list[str], environment: dict[str, str], logs: list[str])
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
     os.environ |= environment
     torch.set_num_threads(1)
-    sys.argv = ["megabatch", *arguments]
-    cli.main()
+    sys.argv = [str(script or "megabatch"), *arguments]
+    if script is None:
+        cli.main()
+    else:
+        runpy.run_path(str(script), run_name="__main__")
 
 
 def overrides(values: dict[str, Any]) -> list[str]:
