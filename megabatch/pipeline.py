@@ -5,7 +5,6 @@ last stage once more, with something that returns what the stages computed from 
 """
 
 import math
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,28 +12,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 
 from megabatch import rng
+from megabatch.batch import Microbatch
 from megabatch.contract import LossFunction, Term, Weigh, accumulation_dtype, terms_of
 from megabatch.errors import LossContractError, PlanError
 from megabatch.mesh import DataRanks
 from megabatch.run import Agreement, Turn, told_failure, turns
-from megabatch.shapes import Inputs, cut_back, in_one_shape
+from megabatch.shapes import Inputs, cut_back, fingerprint, in_one_shape
 from megabatch.share import Share
 from megabatch.stages import Pipeline, PipelineReducer, nothing_of
 from megabatch.update import OpenUpdate, add_terms
 
-__all__ = ["Pipeline"]
+__all__ = ["Pipeline", "evaluate"]
 
-SEEN_BYTES = 1 << 16  # of each tensor, in the number by which stages compare their microbatches
 Named = list[tuple[str, bool, float | None]]  # of a microbatch: terms, whether differentiable, weights of the host
 
 
 def filled(reducer: PipelineReducer, share: Share, agreement: Agreement) -> Agreement:
     """The agreement, with as many stand-ins more as the schedule needs; the same on all ranks."""
     num_microbatches = reducer.pipeline.filled(agreement.num_microbatches)
-    stand_in = agreement.stand_in or share.samples.stand_in  # without the former this rank has samples
+    stand_in = agreement.stand_in or share.stand_in  # without the former this rank has samples
     return replace(agreement, num_microbatches=num_microbatches, stand_in=stand_in)
 
 
@@ -54,21 +54,50 @@ def run(
     opened.open_call(agreement)
     if not agreement.num_microbatches:
         return {}
-    made, calls = _recorded_by_all(
-        lambda: list(turns(share, agreement, weigh, reducer, reducer.device)), loss_fn, reducer
+    model, device = reducer.pipeline, reducer.device
+    recorded = _recorded_by_all(
+        lambda: list(turns(share, agreement, weigh, reducer, device)), loss_fn, model, device, reducer.loss_factor
     )
-    last = _LastStage(reducer.pipeline, made, calls, loss_fn, opened)
+    last = _LastStage(model, *recorded, loss_fn, opened)
     with reducer.call():
-        reducer.pipeline.step(last.inputs, last.loss, reducer.device)
-    _raise_told(reducer.ranks, reducer.pipeline.failure or last.failure)
+        model.step(last.inputs, last.loss, device, backward=True)
     sums: dict[str, Term] = {}
-    for terms, turn in zip(
-        _told_terms([last.terms[index] for index in sorted(last.terms)], reducer), made, strict=True
-    ):
-        if not reducer.pipeline.has_last_stage:
+    for terms, turn in zip(last.told(device), last.turns, strict=True):
+        if not model.has_last_stage:
             opened.objective(terms, turn)  # to note what it has noted on the last stage
         add_terms(sums, opened.add(terms, turn))
     return sums
+
+
+def evaluate(model: Pipeline, microbatches: Sequence[Microbatch], loss_fn: LossFunction) -> list[dict[str, Term]]:
+    """The terms of each microbatch, forward only; the same on every stage. Collective over all ranks of the mesh.
+
+    The microbatches are on the model's device, as many on every rank, and the same along pp and tp. Where gradients are
+    enabled the terms show which of them carry one, though none is computed. What forwards gather of sharded parameters
+    is let go; dropout and the like are as ``model.eval()`` or ``model.train()`` have left them.
+    """
+    device = next(model.parameters()).device
+
+    def make() -> list[Turn]:
+        num_real = len(microbatches)
+        indices = range(model.filled(num_real))
+        return [Turn(microbatches[min(i, num_real - 1)], i, {}, {}, i >= num_real) for i in indices]
+
+    recorded = _recorded_by_all(make, loss_fn, model, device, None)
+    if not microbatches:
+        return []
+    last = _LastStage(model, *recorded, loss_fn, None)
+    try:
+        with torch.no_grad():
+            model.step(last.inputs, last.loss, device, backward=False)
+        return last.told(device)[: len(microbatches)]
+    except Exception:
+        model.forget()
+        raise
+    finally:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 class _Called(BaseException):
@@ -82,13 +111,13 @@ class _Called(BaseException):
 class _Recorder:
     """Stands for the model until it is called."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, trains: bool) -> None:
+        self._device, self._trains = device, trains
         self._autocast = self._dtype()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         inputs = Inputs(args, kwargs)
-        if not torch.is_grad_enabled() or self._dtype() != self._autocast:
+        if (self._trains and not torch.is_grad_enabled()) or self._dtype() != self._autocast:
             raise PlanError(
                 "the loss calls the model under torch.autocast or torch.no_grad, which does not reach the stages of a "
                 "Pipeline; enter it in the stages' own forward"
@@ -105,11 +134,11 @@ class _Recorder:
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
-def _recorded(loss_fn: LossFunction, turn: Turn, device: torch.device) -> Inputs:
+def _recorded(loss_fn: LossFunction, turn: Turn, device: torch.device, trains: bool) -> Inputs:
     """What the loss gives the model for a microbatch."""
     before = rng.note(device)
     try:
-        loss_fn(_Recorder(device), turn.microbatch)
+        loss_fn(_Recorder(device, trains), turn.microbatch)
     except _Called as called:
         inputs = called.inputs
     else:
@@ -126,22 +155,32 @@ def _recorded(loss_fn: LossFunction, turn: Turn, device: torch.device) -> Inputs
 
 
 def _recorded_by_all(
-    make: Callable[[], list[Turn]], loss_fn: LossFunction, reducer: PipelineReducer
+    make: Callable[[], list[Turn]],
+    loss_fn: LossFunction,
+    model: Pipeline,
+    device: torch.device,
+    loss_factor: float | None,
 ) -> tuple[list[Turn], list[Inputs]]:
-    """The turns, and what the loss gives the model in each; every rank knows that they are well on all the others."""
-    made, calls, failure, ranks = [], [], None, reducer.ranks
+    """The turns, and what the loss gives the model in each; every rank knows that they are well on all the others.
+
+    Without a ``loss_factor`` nothing is differentiated.
+    """
+    made, calls, failure, ranks, trains = [], [], None, model.ranks, loss_factor is not None
     try:
         made = make()
-        calls = [_recorded(loss_fn, turn, reducer.device) for turn in made]
+        calls = [_recorded(loss_fn, turn, device, trains) for turn in made]
         in_one_shape(calls)
     except Exception as error:  # whatever the user's loss raises, the other ranks must hear of it
         failure = error
-    seen = _fingerprint(made)
-    rows = ranks.exchange([float(failure is not None), seen, reducer.loss_factor, reducer.pipeline.num_stages])
+    seen = fingerprint([turn.microbatch for turn in made])
+    number = sum(trains or not turn.is_stand_in for turn in made)
+    rows = ranks.exchange([float(failure is not None), seen, number, loss_factor or 0.0, model.num_stages])
     if any(failed for failed, *_ in rows):
         raise told_failure(ranks, failure)
-    if len({tuple(rest) for _, _, *rest in rows}) > 1:
+    if len({tuple(rest) for _, _, _, *rest in rows}) > 1:
         raise PlanError("ranks differ in the number or the wrapper of their stages; give all ranks the same")
+    if len(numbers := {int(number) for _, _, number, *_ in rows}) > 1:
+        raise PlanError(f"ranks were given {min(numbers)} and {max(numbers)} microbatches; give every rank as many")
     for data_rank in range(ranks.degree):
         if len({seen for _, seen, *_ in rows[data_rank :: ranks.degree]}) > 1:
             raise PlanError(
@@ -149,18 +188,6 @@ def _recorded_by_all(
                 "numbers, or the same on all ranks along pp and tp"
             )
     return made, calls
-
-
-def _fingerprint(turns: Sequence[Turn]) -> int:
-    """A number that differs where microbatches do: of their shapes, and of what the host can see of them."""
-    found = 0
-    for leaf in pytree.tree_leaves([turn.microbatch for turn in turns]):
-        if isinstance(leaf, Tensor):
-            found = zlib.crc32(repr((leaf.shape, leaf.dtype)).encode(), found)
-            if leaf.device.type == "cpu":  # reading others would wait
-                start = leaf.detach().reshape(-1)[: SEEN_BYTES // leaf.element_size()]
-                found = zlib.crc32(start.contiguous().view(torch.uint8).numpy().tobytes(), found)
-    return found
 
 
 def _raise_told(ranks: DataRanks, failure: tuple[int, Exception] | None) -> None:
@@ -183,7 +210,10 @@ class _Answer:
 
 
 class _LastStage:
-    """Computes losses where the last stage is; what one raises is kept, since the others wait for the step's end."""
+    """Computes losses where the last stage is; what one raises is kept, since the others wait for the step's end.
+
+    Without an ``opened`` update nothing is differentiated.
+    """
 
     def __init__(
         self,
@@ -191,30 +221,41 @@ class _LastStage:
         turns: Sequence[Turn],
         calls: Sequence[Inputs],
         loss_fn: LossFunction,
-        opened: OpenUpdate,
+        opened: OpenUpdate | None,
     ) -> None:
-        self._model, self._turns, self._calls, self._loss_fn, self._opened = model, turns, calls, loss_fn, opened
+        self._model, self.turns, self._calls, self._loss_fn, self._opened = model, turns, calls, loss_fn, opened
         self.inputs = in_one_shape(calls)
-        self.terms: dict[int, dict[str, Term]] = {}  # of each microbatch that was well
-        self.failure: tuple[int, Exception] | None = None  # the first, and a number that comes after the stages
+        self._with_graph = torch.is_grad_enabled()  # here: schedules change it
+        self._terms: dict[int, dict[str, Term]] = {}  # of each microbatch that was well
+        self._failure: tuple[int, Exception] | None = None  # the first, and a number that comes after the stages
 
     def loss(self, output: Sequence[Any], index: int) -> Tensor:
         """What is differentiated of one microbatch."""
         try:
             terms = self._terms_of(output, index)
-            objective = self._opened.objective(terms, self._turns[index])
+            objective = nothing_of(output)
+            if self._opened is not None:
+                objective = self._opened.objective(terms, self.turns[index])
         except Exception as error:  # of any kind: the user's loss is called in there
-            self.failure = self.failure or (self._model.num_stages, error)
+            self._failure = self._failure or (self._model.num_stages, error)
             return nothing_of(output)
-        self.terms[index] = terms
+        self._terms[index] = terms if self._opened is not None else {name: _shown(each) for name, each in terms.items()}
         return objective
+
+    def told(self, device: torch.device) -> list[dict[str, Term]]:
+        """The terms of all microbatches, on every stage. Raises on all ranks what was met on one."""
+        _raise_told(self._model.ranks, self._model.failure or self._failure)
+        return _told_terms([self._terms[index] for index in sorted(self._terms)], self._model, device)
 
     def _terms_of(self, output: Sequence[Any], index: int) -> dict[str, Term]:
         model = self._model
         assert model.structure is not None  # the stage has just returned it
         leaves = cut_back(output, model.output, self.inputs[index], self._calls[index])
+        if self._opened is None and self._with_graph:
+            leaves = [each.detach().requires_grad_(each.is_floating_point()) for each in leaves]
         answer = _Answer(pytree.tree_unflatten(leaves, model.structure))
-        terms = terms_of(self._loss_fn(answer, self._turns[index].microbatch))
+        with torch.set_grad_enabled(self._with_graph):
+            terms = terms_of(self._loss_fn(answer, self.turns[index].microbatch))
         if answer.num_calls != 1:
             raise LossContractError(
                 f"the loss called the model {answer.num_calls} times for one microbatch; under a Pipeline call it once"
@@ -222,25 +263,29 @@ class _LastStage:
         return terms
 
 
-def _told_terms(terms: Sequence[dict[str, Term]], reducer: PipelineReducer) -> list[dict[str, Term]]:
+def _shown(term: Term) -> Term:
+    """A term without its graph, which shows whether it had one."""
+    return Term(term.total.detach().requires_grad_(term.total.requires_grad), term.weight)
+
+
+def _told_terms(terms: Sequence[dict[str, Term]], model: Pipeline, device: torch.device) -> list[dict[str, Term]]:
     """The terms of all microbatches, detached, as the last stage tells them.
 
     Names and the host's weights go by a message between hosts, the rest by one between devices.
     """
-    model = reducer.pipeline
     named: list[Named] = [
         [(name, each.total.requires_grad, None if isinstance(each.weight, Tensor) else each.weight)
          for name, each in one.items()]
         for one in terms
     ]  # fmt: skip
-    named = reducer.stage_ranks.exchange_objects(named)[model.last_rank]
+    named = model.stage_ranks.exchange_objects(named)[model.last_rank]
     length = sum(1 + (weight is None) for one in named for _, _, weight in one)
     values = [value for one in terms for each in one.values() for value in each if isinstance(value, Tensor)]
-    dtype = accumulation_dtype(reducer.device)
+    dtype = accumulation_dtype(device)
     if model.has_last_stage:
-        numbers = torch.stack([value.detach().to(reducer.device, dtype) for value in values])
+        numbers = torch.stack([value.detach().to(device, dtype) for value in values])
     else:
-        numbers = torch.empty(length, dtype=dtype, device=reducer.device)
+        numbers = torch.empty(length, dtype=dtype, device=device)
     dist.broadcast(numbers, group=model.group, group_src=model.last_rank)
     told = iter(numbers.unbind())
     return [

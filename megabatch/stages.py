@@ -6,22 +6,22 @@ torch fixes a schedule's shapes when it is made, so one is made for each shape a
 import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
+from functools import cached_property
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from megabatch.errors import MegabatchError, PlanError
 from megabatch.mesh import DataRanks, check_axes
 from megabatch.plain import Choice, PlainReducer
 from megabatch.precision import Wide
-from megabatch.schedules import SCHEDULES
+from megabatch.schedules import SCHEDULES, check_stage
 from megabatch.several import SeveralReducer
 from megabatch.shapes import Inputs, Shape, difference, said
 
@@ -74,20 +74,30 @@ class Pipeline(nn.Module):
                 "; give a list of that many modules, or choose another schedule"
             )
         for stage in stages:
-            _check_stage(stage, schedule, splits=self.kind.splits)
-        self.stages = nn.ModuleList(stages)
+            check_stage(stage, schedule)
         self.mesh, self.boundary, self.output = mesh, boundary, output
         self.group = mesh.get_group("pp")
         rank, ranks = self.group.rank(), self.group.size()
         self.num_stages = ranks * len(stages)
-        self.indices = [rank + ranks * each for each in range(len(stages))]
-        if self.kind.goes_back:
-            self.indices = [rank, 2 * ranks - 1 - rank]
+        self.indices = self.kind.indices(rank, ranks, len(stages))
+        self.stages = nn.ModuleList()
+        for index, stage in zip(self.indices, stages, strict=True):  # by a name that no other rank's stage has
+            self.stages.add_module(str(index), stage)
         self.last_rank = 0 if self.kind.goes_back else ranks - 1  # along "pp", where the loss is computed
         self.failure: tuple[int, Exception] | None = None  # the first of the last step, and its stage
         self.structure: pytree.TreeSpec | None = None  # of what the last stage has returned
         self._schedules: OrderedDict[object, Any] = OrderedDict()
         self._loss: Loss | None = None
+
+    @cached_property
+    def ranks(self) -> DataRanks:
+        """All ranks that work on an update."""
+        return DataRanks.of_mesh(self.mesh)
+
+    @cached_property
+    def stage_ranks(self) -> DataRanks:
+        """Those that hold the stages of this rank's pipeline."""
+        return DataRanks(pipeline_groups=[self.group])
 
     @property
     def has_last_stage(self) -> bool:
@@ -105,14 +115,14 @@ class Pipeline(nn.Module):
             "loss call the model that it is given"
         )
 
-    def step(self, inputs: Sequence[Inputs], loss: Loss, device: torch.device) -> None:
-        """Forward and backward of all microbatches, of one shape; ``loss`` is asked on the last stage only."""
-        schedule, stages = self._schedule(inputs[0], len(inputs), device)
+    def step(self, inputs: Sequence[Inputs], loss: Loss, device: torch.device, *, backward: bool) -> None:
+        """Forward, and backward if wanted, of all microbatches, of one shape; the last stage asks ``loss``."""
+        schedule, stages = self._schedule(inputs[0], len(inputs), device, backward)
         self.failure, self._loss = None, loss
         for stage in stages:
-            if self.kind.splits:
+            if self.kind.splits and backward:
                 _keep_unsharded(stage.submod)
-            stage.has_backward = True
+            stage.has_backward = backward
             stage.clear_runtime_states()
         args, kwargs = [each.args for each in inputs], [each.kwargs for each in inputs]
         try:
@@ -124,13 +134,16 @@ class Pipeline(nn.Module):
         """Drop the schedules, which a step that failed half-way leaves in disorder."""
         self._schedules.clear()
 
-    def _schedule(self, inputs: Inputs, num_microbatches: int, device: torch.device) -> tuple[Any, list["_Stage"]]:
+    def _schedule(
+        self, inputs: Inputs, num_microbatches: int, device: torch.device, backward: bool
+    ) -> tuple[Any, list["_Stage"]]:
         shapes = tuple((each.shape, each.dtype) for each in inputs.tensors)
-        key = (shapes, tuple(inputs.kwargs), num_microbatches)
+        key = (shapes, tuple(inputs.kwargs), num_microbatches, backward)
         if key not in self._schedules:
             while len(self._schedules) >= KEPT_SCHEDULES:
                 self._schedules.popitem(last=False)
-            self._schedules[key] = self._made(inputs, num_microbatches, device)
+            schedule, _ = self._schedules[key] = self._made(inputs, num_microbatches, device)
+            schedule._has_backward = backward
         self._schedules.move_to_end(key)
         return self._schedules[key]
 
@@ -143,12 +156,18 @@ class Pipeline(nn.Module):
             for module, index in zip(self.stages, self.indices, strict=True)
         ]  # fmt: skip
         given = made[0] if self.kind.per_rank == 1 else made
-        asked: Loss = lambda output, index: cast(Loss, self._loss)(output, index)  # noqa: E731
-        return self.kind.make(given, num_microbatches, loss_fn=asked, scale_grads=False), made
+        return self.kind.make(given, num_microbatches, loss_fn=self._ask, scale_grads=False), made
+
+    def _ask(self, output: Any, index: int) -> Tensor:
+        """The loss of the step that runs: a schedule outlives it."""
+        return cast(Loss, self._loss)(output, index)
 
 
 class _Stage(PipelineStage):
-    """A stage that is told all shapes, and holds what it sends against them."""
+    """A stage that is told all shapes, and holds what it sends against them.
+
+    Without a backward torch's schedules still go through its steps, which then have nothing to do.
+    """
 
     def __init__(
         self,
@@ -180,10 +199,32 @@ class _Stage(PipelineStage):
             return tuple(each + nothing_of((args, kwargs)) if each.is_floating_point() else each for each in zeros)
         return returned
 
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        returned = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        if self.is_last and not self.has_backward:
+            self.fwd_cache[fwd_chunk_id] = ((), [])  # torch would keep the outputs of all microbatches
+        return returned
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        if self.has_backward:
+            super().perform_reduce_grad(grad_scale_factor)
+
     def _check(self, returned: Any) -> None:
         if (problem := difference(returned, self._outputs)) is not None:
             says = "output=" if self.is_last else "boundary="
             raise PlanError(f"stage {self.stage_index} returned {problem}; say in {says} of Pipeline what it returns")
+        if self.has_backward and not any(each.requires_grad for each in pytree.tree_leaves(returned)):
+            raise PlanError(
+                f"stage {self.stage_index} returned nothing that carries a gradient; compute it from the stage's "
+                "parameters, undetached"
+            )
 
 
 def _keep_unsharded(stage: nn.Module) -> None:
@@ -206,10 +247,10 @@ class PipelineReducer(SeveralReducer):
 
     def __init__(self, pipeline: Pipeline, reducers: Sequence[PlainReducer]) -> None:
         super().__init__(reducers, frozen=())
-        self.ranks = DataRanks.of_mesh(pipeline.mesh)
+        self.ranks = pipeline.ranks
         if self.ranks.context_degree > 1:
             raise PlanError("the mesh has both axes 'cp' and 'pp', which do not go together; give one of them")
-        self.stage_ranks = DataRanks(pipeline_groups=[pipeline.group])
+        self.stage_ranks = pipeline.stage_ranks
         self.norm_groups = list(self.stage_ranks.pipeline_groups)
         self.pipeline = pipeline
 
@@ -245,27 +286,3 @@ class PipelineReducer(SeveralReducer):
     def discard(self) -> None:
         self.pipeline.forget()
         super().discard()
-
-
-def _check_stage(stage: nn.Module, schedule: str, *, splits: bool) -> None:
-    """Refuse a wrapper that torch's stages do not know, and would let reduce when it should not."""
-    wrapped = cast(nn.Module, getattr(stage, "_orig_mod", stage))
-    if not any(parameter.requires_grad for parameter in stage.parameters()):
-        raise PlanError("no parameter of a stage requires a gradient; cut the model so that every stage trains some")
-    inside = any(isinstance(each, FSDPModule | DistributedDataParallel) for each in wrapped.modules())
-    if inside and not isinstance(stage, FSDPModule | DistributedDataParallel):
-        raise PlanError(
-            "a wrapper is inside a stage, where the schedule does not find it; call fully_shard on the stage itself "
-            "too, and compile with stage.compile() instead of torch.compile(stage)"
-        )
-    if any(isinstance(each, FullyShardedDataParallel) for each in wrapped.modules()):
-        raise PlanError("a stage is wrapped by FSDP1, which a pipeline cannot hold back; use FSDP2's fully_shard")
-    if isinstance(stage, DistributedDataParallel) and splits:
-        raise PlanError(
-            f"{schedule} computes gradients without the hooks by which DDP reduces; wrap the stages with fully_shard "
-            "or replicate, or choose 1F1B"
-        )
-    if isinstance(stage, DistributedDataParallel) and stage.static_graph:
-        raise PlanError(
-            "DDP with static_graph reduces in its first backward, which a pipeline holds back; leave static_graph out"
-        )

@@ -239,6 +239,11 @@ class ParallelConfig(Section):
     """Ranks over which each matrix is cut (tensor parallelism); they are given the same samples."""
     pp: Count = 1
     """Ranks over which the layers are dealt out (pipeline parallelism); they are given the same samples."""
+    schedule: Literal[
+        "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+    ] = "1F1B"
+    """With pp: the order in which its ranks run microbatches. Each has one stage of the layers with GPipe and 1F1B, and
+    two with any other."""
     sequence_parallel: bool = False
     """With tp: each of its ranks keeps a stretch of the sequence between matrices, not all of it."""
     loss_parallel: bool = False

@@ -5,6 +5,7 @@ import math
 import zlib
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from typing import Any, cast
 
@@ -12,10 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megabatch import context, losses, plan
+from megabatch import Plan, context, losses, pipeline, plan
 from megabatch.batch import Microbatch, pad_right, sample_length, to_device
 from megabatch.contract import PAIR_NAME, LossFunction, Term, accumulation_dtype, differentiable, terms_of
-from megabatch.errors import LossContractError, MegabatchError
+from megabatch.errors import LossContractError, MegabatchError, PlanError
+from megabatch.pipeline import Pipeline
+from megabatch.shapes import equal_rows
 from megabatch.train.config import EvalConfig, UpdateConfig
 from megabatch.train.console import Console
 from megabatch.train.model.wrap import reshard
@@ -27,6 +30,7 @@ Sums = dict[str, tuple[float, float]]  # name of a term → its total and its we
 
 OWN = "own"  # what eval.function's row has for the name of its set
 TAKEN = (PAIR_NAME, "accuracy", "perplexity")  # names that a metric cannot have: the rows have them already
+PER_STAGE = 4  # microbatches that a pipeline runs at once: its stages wait for a fifth of the time at most
 LARGEST_EXPONENT = 709  # of which float64 has the power of e
 
 
@@ -42,6 +46,20 @@ class Terms:
     def __call__(self, model: Any, microbatch: Microbatch) -> dict[str, Term]:
         terms = terms_of(self.loss(model, microbatch))
         return {**terms, **self._metrics(model, microbatch, [*TAKEN, *terms])}
+
+    def of_all(self, model: nn.Module, microbatches: Sequence[Microbatch]) -> list[dict[str, Term]]:
+        """The terms of each microbatch, of which a pipeline runs several at once; loss and metrics by themselves."""
+        if not isinstance(model, Pipeline):
+            return [self(model, microbatch) for microbatch in microbatches]
+        found = pipeline.evaluate(model, microbatches, self.loss)
+        if self.metrics is None:
+            return found
+        metrics = partial(self._metrics, taken=[*TAKEN, *found[0]])
+        try:
+            added = pipeline.evaluate(model, microbatches, metrics)
+        except (PlanError, LossContractError) as error:  # in the words of losses
+            raise MegabatchError(f"{self.title}: {str(error).replace('the loss', 'it')}") from None
+        return [{**terms, **more} for terms, more in zip(found, added, strict=True)]
 
     def _metrics(self, model: Any, microbatch: Microbatch, taken: Collection[str]) -> dict[str, Term]:
         if self.metrics is None:
@@ -150,22 +168,29 @@ def sum_terms(
     """
     sums: dict[str, Tensor] = {}
     loss_names: set[str] = set()
-    own = plan(
-        lengths_of(samples, update),
-        dp_degree=ranks.dp_degree,
-        micro_batch_size=update.micro_batch_size,
-        max_microbatch_tokens=update.max_microbatch_tokens,
-    )[ranks.dp_rank]
+    own = cut(samples, update, ranks)
+    at_once = PER_STAGE * model.num_stages if isinstance(model, Pipeline) else 1
     with console.progress(f"evaluating {name}", len(own.samples), "samples") as advance:
-        for index, rows in enumerate(own.microbatches):
-            taken = [samples[own.samples[row]] for row in rows] or [samples[0]]
-            microbatch = to_device(own_stretch(pad_right(taken), ranks), ranks.device)
-            with torch.set_grad_enabled(index == 0 and not terms.of_tokens):  # only with it terms show a gradient
-                found = terms(model, microbatch)
-            loss_names |= set(differentiable(found))
-            add(sums, found, counted=bool(rows), device=ranks.device)
-            advance(len(rows))
+        for start in range(0, len(own.microbatches), at_once):
+            several = own.microbatches[start : start + at_once]
+            taken = ([samples[own.samples[row]] for row in rows] or [samples[0]] for rows in several)
+            microbatches = [to_device(own_stretch(pad_right(each), ranks), ranks.device) for each in taken]
+            with torch.set_grad_enabled(start == 0 and not terms.of_tokens):  # only with it terms show a gradient
+                found = terms.of_all(model, microbatches)
+            for rows, each in zip(several, found, strict=True):
+                loss_names |= set(differentiable(each))
+                add(sums, each, counted=bool(rows), device=ranks.device)
+                advance(len(rows))
     return gather(sums, loss_names, ranks)
+
+
+def cut(samples: Sequence[Any], update: UpdateConfig, ranks: Ranks) -> Plan:
+    """This rank's microbatches of a set, as many as any other's; under a pipeline all are filled up to one shape."""
+    lengths, rows, tokens = lengths_of(samples, update), update.micro_batch_size, update.max_microbatch_tokens
+    if ranks.layout.pp > 1 and tokens is not None:
+        rows, tokens = equal_rows(lengths, tokens), None
+    plans = plan(lengths, dp_degree=ranks.dp_degree, micro_batch_size=rows, max_microbatch_tokens=tokens)
+    return plans[ranks.dp_rank]
 
 
 def own_stretch(microbatch: Microbatch, ranks: Ranks) -> Microbatch:

@@ -55,7 +55,8 @@ class Examiner:
 
     def complete(self) -> tuple[str, str]:
         """A prompt of the watched set and what the model makes of it; both empty where there is none; collective."""
-        if self._ranks.layout.cp > 1:  # its model runs stretches of sequences, and a completion's end is on one rank
+        layout = self._ranks.layout
+        if layout.cp > 1 or layout.pp > 1:  # a rank's model runs stretches of sequences, or is a part of one
             return "", ""
         samples = self._first.sets.get(self.watch.name or "", [])
         with self._weights():

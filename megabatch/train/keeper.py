@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megabatch import Learner
+from megabatch import Learner, MegabatchError
+from megabatch.pipeline import Pipeline
 from megabatch.train import checkpoint
 from megabatch.train.config import Config
 from megabatch.train.data.load import Data
@@ -20,11 +21,13 @@ class Keeper:
     """Saves a run between two updates and brings it back: the learner, the average, the position, the watch."""
 
     def __init__(
-        self, config: Config, learner: Learner, average: Average | None, updates: Updates, watch: Watch, ranks: Ranks
-    ) -> None:
+        self, config: Config, learner: Learner, laid: Laid, average: Average | None, updates: Updates, watch: Watch,
+        ranks: Ranks,
+    ) -> None:  # fmt: skip
         self._config, self._folder, self._ranks = config, Path(config.run.folder), ranks
         self._learner, self._updates, self._watch = learner, updates, watch
-        self._state: dict[str, Any] = {"learner": learner} | ({} if average is None else {"average": average})
+        whole = StagedLearner(learner, laid) if isinstance(laid.model, Pipeline) else learner
+        self._state: dict[str, Any] = {"learner": whole} | ({} if average is None else {"average": average})
         self._keeps_best = config.run.keep_best or (config.run.keep_best is None and config.eval.patience is not None)
         self.saved_step: int | None = None
 
@@ -59,6 +62,39 @@ class Keeper:
     def _in_turn(self, last: bool) -> bool:
         every = self._config.run.save_every
         return last or (every is not None and self._learner.step % every == 0)
+
+
+class StagedLearner:
+    """A learner whose model lies in stages, saved as that of the whole model is: with every stage's parameters.
+
+    Tensors are written by the ranks that have them; the optimizer's groups are one list, which all ranks have.
+    """
+
+    def __init__(self, learner: Learner, laid: Laid) -> None:
+        assert isinstance(laid.model, Pipeline)
+        self._learner, self._ranks = learner, laid.model.stage_ranks
+        learner.model = laid.base  # whose names are the whole model's; a Pipeline's are those of stages
+        groups = learner.optimizer.param_groups
+        seen = self._ranks.exchange_objects([{key: group[key] for key in group if key != "params"} for group in groups])
+        if any(each != seen[0] for each in seen):
+            raise MegabatchError(
+                f"the stages of the pipeline have {' and '.join(str(len(each)) for each in seen)} groups of parameters "
+                "in their optimizers, or groups of other settings, which a checkpoint cannot hold; leave every stage "
+                "matrices and vectors to train (model.freeze), or set parallel.pp to 1"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The learner's state; collective."""
+        state = self._learner.state_dict()
+        groups = state["optimizer"]["param_groups"]
+        names = self._ranks.exchange_objects([group["params"] for group in groups])
+        for group, *parts in zip(groups, *names, strict=True):
+            group["params"] = [name for part in parts for name in part]
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken, in stages or not."""
+        self._learner.load_state_dict(state)
 
 
 def identity_of(config: Config, data: Data, laid: Laid, updates: Updates) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from math import prod
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megabatch.errors import MegabatchError
+from megabatch.schedules import SCHEDULES
 from megabatch.train.config import ParallelConfig
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # of a mesh; the last one's ranks are neighbours, who talk most
@@ -34,9 +35,13 @@ class Layout:
         """Which stretch of its samples' sequences a rank sees."""
         return rank // self.tp % self.cp
 
-    def draws_as(self, rank: int, num_ranks: int) -> int:
-        """The rank as its random numbers know it: along tp and pp they are the same, since activations are."""
-        return rank // self.tp % (self.dp_degree(num_ranks) * self.cp)
+    def pp_rank(self, rank: int, num_ranks: int) -> int:
+        """Which stages of the model a rank has."""
+        return rank // (num_ranks // self.pp)
+
+    def draws_as(self, rank: int) -> int:
+        """The rank as its random numbers know it: along tp they are the same, since activations are."""
+        return rank // self.tp
 
     def is_counted(self, rank: int, num_ranks: int) -> bool:
         """Whether the rank is the first of those that work on its stretch of its samples."""
@@ -93,21 +98,39 @@ def check_product(parallel: ParallelConfig, num_ranks: int) -> None:
 
 
 def check_supported(parallel: ParallelConfig) -> None:
-    """Raise for degrees that do not go together, or are not there yet."""
-    if parallel.pp > 1:
-        raise MegabatchError(
-            f"parallel.pp is {parallel.pp}, and recipes have no pipelines; set it to 1 (and parallel.tp or dp_shard "
-            "higher), or write a loop of your own with megabatch.pipeline"
-        )
+    """Raise for degrees and keys that do not go together."""
     for key in ("sequence_parallel", "loss_parallel"):
         if getattr(parallel, key) and parallel.tp == 1:
             raise MegabatchError(f"parallel.{key} is set and parallel.tp is 1; set tp higher, or leave {key} out")
+    if parallel.pp > 1:
+        check_pipeline(parallel)
+    elif parallel.schedule != ParallelConfig().schedule:
+        raise MegabatchError("parallel.schedule is set and parallel.pp is 1; set pp higher, or leave schedule out")
     for axis in ("tp", "cp"):
         if parallel.wrapper == "ddp" and getattr(parallel, axis) > 1:
             raise MegabatchError(
                 f'parallel.wrapper is "ddp" and parallel.{axis} is {getattr(parallel, axis)}, which DDP cannot have; '
                 'set the wrapper to "fsdp2", or to "replicate" for copies'
             )
+
+
+def check_pipeline(parallel: ParallelConfig) -> None:
+    """Raise for what does not go with stages."""
+    if parallel.cp > 1:
+        raise MegabatchError(
+            f"parallel.cp is {parallel.cp} and parallel.pp {parallel.pp}, which do not go together; set one of them "
+            "to 1"
+        )
+    if parallel.loss_parallel:
+        raise MegabatchError(
+            f"parallel.loss_parallel is set and parallel.pp is {parallel.pp}, where logits that are cut do not leave "
+            "their stage; leave loss_parallel out"
+        )
+    if parallel.wrapper == "ddp" and SCHEDULES[parallel.schedule].splits:
+        raise MegabatchError(
+            f'parallel.wrapper is "ddp" and parallel.schedule "{parallel.schedule}", which computes gradients without '
+            'the hooks by which DDP reduces; set the wrapper to "replicate", or the schedule to "1F1B"'
+        )
 
 
 def check_wrapper(wrapper: str, dp_replicate: int, dp_shard: int) -> None:

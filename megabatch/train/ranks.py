@@ -108,6 +108,11 @@ class Ranks:
         return self.layout.dp_degree(self.size)
 
     @property
+    def pp_rank(self) -> int:
+        """Which stages of the model this rank has."""
+        return self.layout.pp_rank(self.rank, self.size)
+
+    @property
     def is_counted(self) -> bool:
         """Whether this rank is the first of those that work on its stretch of its samples."""
         return self.layout.is_counted(self.rank, self.size)
@@ -120,9 +125,9 @@ class Ranks:
     def seed(self, *parts: int) -> int:
         """A seed for this rank's random numbers, of the parts and the rank; the same on every machine.
 
-        Ranks that hold parts of one model draw the same: where an activation is whole on each, so is its dropout.
+        Ranks along tp draw the same: where an activation is whole on each, so is its dropout.
         """
-        own = self.layout.draws_as(self.rank, self.size)
+        own = self.layout.draws_as(self.rank)
         return int(np.random.SeedSequence([*parts, own]).generate_state(1, np.uint64)[0])
 
     def sum(self, values: Sequence[float]) -> list[float]:

@@ -70,10 +70,20 @@ def unweighed_terms(this: harness.CellRun) -> Loss:
     return two
 
 
-DISTURBED = {each.__name__: each for each in (nan, mismatch, interrupted, unweighed_terms)}
+def taken_apart(this: harness.CellRun) -> Loss:
+    """The loss takes its microbatch apart, and a rank without samples runs another's over and over."""
+
+    def pair(model: Wrapped, microbatch: oracle.Sample) -> tuple[Tensor, Tensor]:
+        return _pair(model, {name: microbatch.pop(name) for name in list(microbatch)})
+
+    return pair
+
+
+DISTURBED = {each.__name__: each for each in (nan, mismatch, interrupted, unweighed_terms, taken_apart)}
 EXPECTED = {
     "nan": "finite=False", "mismatch": LossContractError.__name__, "interrupted": InterruptedLossError.__name__,
     "unweighed_terms": LossContractError.__name__, "left_early": MegabatchError.__name__,
+    "taken_apart": "finite=True",
 }  # fmt: skip
 
 
@@ -84,10 +94,11 @@ def run_job(name: str) -> dict[str, Any]:
     this = harness.CellRun(Cell.parse(":".join(values)))
     (calls,) = this.updates()
     gradient = GradientAccumulator(this.model, mesh=this.mesh, micro_batch_size=1, sync=sync)
+    batch = [] if disturbance == "taken_apart" and this.rank else this.batch(calls[0])
     if disturbance == "left_early":
-        happened = _left_early(gradient, this, this.batch(calls[0]))
+        happened = _left_early(gradient, this, batch)
     else:
-        happened = _happens(gradient, this.batch(calls[0]), DISTURBED[disturbance](this))
+        happened = _happens(gradient, batch, DISTURBED[disturbance](this))
     for _ in range(2):  # what leaks would leak into the next update, or be doubled in the one after it
         gradient.forward_backward(this.batch(calls[0]), this.loss_fn())
         harness.judge(this, gradient.finalize(), calls, None)

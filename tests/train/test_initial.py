@@ -184,7 +184,7 @@ def growth(ranks: Ranks, wrapper: str | None) -> float:
     Path("/proc/self/clear_refs").write_text("5")
     before = memory_bytes("VmRSS")
     source, chosen = choose_source(config, ranks, None, None)
-    lay(source, config, chosen, ranks)
+    lay(source, config, chosen, ranks, stages=None)
     num_bytes = sum(each.numel() * each.element_size() for each in source.model.parameters())
     return (memory_bytes("VmHWM") - before) / num_bytes
 

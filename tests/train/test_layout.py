@@ -23,7 +23,12 @@ REFUSED: list[tuple[int, dict[str, Any], str]] = [
     (8, {"dp_replicate": 2, "dp_shard": 2}, "parallel.dp_replicate x dp_shard is 2 x 2 = 4 and 8 processes "
      "were started; start 4, or change a degree"),
     (2, {"dp_replicate": 1, "dp_shard": 1}, "parallel.dp_replicate x dp_shard is 1 x 1 = 1 and 2 "),
-    (2, {"pp": 2}, "parallel.pp is 2, and recipes have no pipelines; set it to 1"),
+    (4, {"pp": 2, "cp": 2}, "parallel.cp is 2 and parallel.pp 2, which do not go together; set one of them to 1"),
+    (4, {"pp": 2, "tp": 2, "loss_parallel": True}, "parallel.loss_parallel is set and parallel.pp is 2, where logits "
+     "that are cut do not leave their stage; leave loss_parallel out"),
+    (4, {"pp": 2, "wrapper": "ddp", "schedule": "ZBVZeroBubble"}, 'parallel.wrapper is "ddp" and parallel.schedule '
+     '"ZBVZeroBubble", which computes gradients without the hooks by which DDP reduces; set the wrapper to "repl'),
+    (2, {"schedule": "GPipe"}, "parallel.schedule is set and parallel.pp is 1; set pp higher, or leave schedule out"),
     (2, {"sequence_parallel": True}, "parallel.sequence_parallel is set and parallel.tp is 1; set tp higher, or leave"),
     (2, {"loss_parallel": True}, "parallel.loss_parallel is set and parallel.tp is 1; set tp higher, or leave"),
     (4, {"wrapper": "ddp", "tp": 2}, f'parallel.wrapper is "ddp" and parallel.tp is 2, {COPIES}'),
@@ -57,6 +62,12 @@ def test_a_layout_that_cannot_be_is_one_line(num_ranks: int, keys: dict[str, Any
         (8, {"tp": 2, "dp_shard": 2}, "fsdp2", (2, 2)),
         (8, {"tp": 2, "wrapper": "fsdp2", "dp_replicate": 2}, "fsdp2", (2, 2)),
         (2, {"cp": 2}, "replicate", (1, 1)),
+        (2, {"pp": 2}, "plain", (1, 1)),
+        (4, {"pp": 2, "tp": 2}, "plain", (1, 1)),
+        (4, {"pp": 2}, "replicate", (2, 1)),
+        (8, {"pp": 2, "dp_shard": 2}, "fsdp2", (2, 2)),
+        (8, {"pp": 2, "tp": 2, "dp_shard": 2}, "fsdp2", (1, 2)),
+        (4, {"pp": 2, "wrapper": "ddp"}, "ddp", (2, 1)),
     ],
 )
 def test_what_is_left_open_follows(
@@ -92,15 +103,16 @@ def test_ranks_along_model_axes_share_their_samples() -> None:
     assert at(layout, 16, lambda ranks: ranks.dp_degree) == [2] * 16
     assert at(layout, 16, lambda ranks: ranks.dp_rank) == [dp for _, dp, _, _ in places]
     assert at(layout, 16, lambda ranks: layout.cp_rank(ranks.rank)) == [cp for _, _, cp, _ in places]
+    assert at(layout, 16, lambda ranks: ranks.pp_rank) == [pp for pp, *_ in places]
     assert at(layout, 16, lambda ranks: ranks.is_counted) == [pp == tp == 0 for pp, _, _, tp in places]
 
 
-def test_random_numbers_differ_where_tokens_do() -> None:
+def test_random_numbers_differ_where_tokens_or_layers_do() -> None:
     layout = Layout(cp=2, tp=2, pp=2)
     seeds = at(layout, 16, lambda ranks: ranks.seed(7, 1))
-    own = {(dp, cp): seeds[4 * dp + 2 * cp] for dp, cp in product(range(2), repeat=2)}
-    assert len(set(own.values())) == 4
-    assert seeds == [own[dp, cp] for _, dp, cp, _ in product(range(2), repeat=4)]
+    own = {place: seeds[2 * index] for index, place in enumerate(product(range(2), repeat=3))}  # (pp, dp, cp)
+    assert len(set(own.values())) == 8
+    assert seeds == [own[pp, dp, cp] for pp, dp, cp, _ in product(range(2), repeat=4)]
 
 
 def test_without_degrees_every_rank_sees_samples_of_its_own() -> None:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from megabatch.contract import JointLoss, LossFunction, loss, weigh_of
 from megabatch.errors import MegabatchError, in_one_line
+from megabatch.pipeline import Pipeline
 from megabatch.train.config import Config, ModelConfig
 from megabatch.train.console import Console
 from megabatch.train.model.architecture import architecture_of, check_attention, check_fit, outline
@@ -23,7 +24,8 @@ from megabatch.train.model.context import attend_over, check_model
 from megabatch.train.model.initial import fill
 from megabatch.train.model.precision import accumulation_of, computing, policy_of, precision_text
 from megabatch.train.model.source import Source, fresh_source, own_source, saved_source
-from megabatch.train.model.tensor import plain_terms, spread
+from megabatch.train.model.stages import Stages, pipeline, stages_of, stages_text
+from megabatch.train.model.tensor import NO_BORDERS, plain_terms, spread
 from megabatch.train.model.trial import probe_isolation, try_forward
 from megabatch.train.model.wrap import Wrapper, blocks_of, choose_wrapper, distribute, replicate
 from megabatch.train.ranks import Ranks
@@ -36,12 +38,17 @@ class Laid:
     """A model as it lies over the ranks."""
 
     model: nn.Module  # what the accumulator gets
-    base: nn.Module  # without the DDP wrapper; parameters and shards are the same
+    base: nn.Module  # without the DDP wrapper, or what this rank holds of it; parameters and shards are the same
     wrapper: Wrapper
     words: list[str]  # what was made and how, a line each
     warnings: list[str]  # what nobody should overlook
     identity: dict[str, object]  # json: what makes it another model
     loss_parallel: bool = False  # whether the loss gets logits that are cut by the vocabulary
+
+    @property
+    def run(self) -> nn.Module:
+        """What forwards alone go through: the pipeline, or the model without its DDP wrapper."""
+        return self.model if isinstance(self.model, Pipeline) else self.base
 
     def losses(self) -> AbstractContextManager[None]:
         """Surrounds forwards and backwards of the loss."""
@@ -62,19 +69,23 @@ def build(config: Config, ranks: Ranks, console: Console, longest_tokens: int | 
     precision = precision_text(config.model, wrapper.casts_as, accumulation_of(config.update))
     words = [source.text, *prepare(base, config.model), precision]
     identity = identity_of(base)
-    laid_words, mesh = lay(source, config, wrapper, ranks)
+    stages = stages_of(base, config, wrapper, ranks)
+    laid_words, mesh = lay(source, config, wrapper, ranks, stages)
     words += laid_words
     warnings: list[str] = []
+    run = base
+    if stages is not None and mesh is not None:
+        run = pipeline(stages, config, wrapper, mesh)
     if config.model.function is None:
         with computing(config.model, wrapper.casts_as, ranks.device):
-            try_forward(base, config.model, ranks.device)
+            try_forward(run, config.model, ranks.device)
             if config.data.pack_tokens is not None:
-                isolated, text = probe_isolation(base, ranks.device)
+                isolated, text = probe_isolation(run, ranks.device)
                 (words if isolated else warnings).append(text)
     if mesh is not None and "cp" in (mesh.mesh_dim_names or ()):  # the trial has run whole sequences
         attend_over(cast(PreTrainedModel, base), mesh.get_group("cp"))
     unused = config.model.function is not None  # a model of one's own may leave parameters out of a microbatch
-    model = replicate(base, find_unused=unused) if wrapper.name == "ddp" else base
+    model = replicate(base, find_unused=unused) if wrapper.name == "ddp" and stages is None else run
     return Laid(model, base, wrapper, words, warnings, identity, config.parallel.loss_parallel)
 
 
@@ -93,11 +104,13 @@ def choose_source(config: Config, ranks: Ranks, longest_tokens: int | None, toke
     wrapper, blocks = choose_wrapper(asked, ranks.size, model, ranks.layout), blocks_of(model)
     if config.model.name is None:
         return fresh_source(model, blocks, config.model, architecture, seed), wrapper
-    sharded = wrapper.name == "fsdp2" or ranks.layout.tp > 1
+    sharded = wrapper.name == "fsdp2" or ranks.layout.tp > 1 or ranks.layout.pp > 1
     return saved_source(model, blocks, config.model, architecture, seed, sharded=sharded), wrapper
 
 
-def lay(source: Source, config: Config, wrapper: Wrapper, ranks: Ranks) -> tuple[list[str], DeviceMesh | None]:
+def lay(
+    source: Source, config: Config, wrapper: Wrapper, ranks: Ranks, stages: Stages | None
+) -> tuple[list[str], DeviceMesh | None]:
     """Cut and shard the model where the recipe does, and bring its weights to the device.
 
     Returns what is to be said of it, and the mesh of all ranks where the model lies on one.
@@ -105,28 +118,35 @@ def lay(source: Source, config: Config, wrapper: Wrapper, ranks: Ranks) -> tuple
     model, words, mesh = source.model, list[str](), None
     if source.units is None and (ranks.layout.tp > 1 or not wrapper.is_of_fsdp):
         model.to(ranks.device)
-    if ranks.layout.tp > 1 or wrapper.is_of_fsdp:
+    if ranks.layout.tp > 1 or ranks.layout.pp > 1 or wrapper.is_of_fsdp:
         mesh = ranks.layout.mesh(wrapper.name, ranks.size, ranks.device.type)
-        words += divide(model, config, wrapper, mesh)
+        words += divide(model, config, wrapper, mesh, stages)
     if source.units is not None:
-        fill(model, source.units, config.run.seed, ranks.device, source.saved)
+        here = set(model.modules())  # of a pipeline's stages, not all
+        units = [unit for unit in source.units if unit.module in here]
+        fill(model, units, config.run.seed, ranks.device, source.saved)
     return words, mesh
 
 
-def divide(model: nn.Module, config: Config, wrapper: Wrapper, mesh: DeviceMesh) -> list[str]:
+def divide(model: nn.Module, config: Config, wrapper: Wrapper, mesh: DeviceMesh, stages: Stages | None) -> list[str]:
     """Cut the model along tp, then shard or copy it along the data axes; what is to be said of it."""
-    blocks = list(blocks_of(model).values())
+    modules: list[tuple[nn.Module, list[nn.Module]]] = [
+        (module, list(blocks_of(module).values())) for module in ([model] if stages is None else stages.modules)
+    ]
     axes = zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)
     words = [f"mesh: {' x '.join(f'{axis} {degree}' for axis, degree in axes)}"]
+    if stages is not None:
+        words.append(stages_text(config.parallel))
     if config.parallel.tp > 1:
-        parallel = config.parallel
+        parallel, borders = config.parallel, NO_BORDERS if stages is None else stages.borders
         words.append(
             spread(
-                model, mesh["tp"], sequence_parallel=parallel.sequence_parallel, loss_parallel=parallel.loss_parallel
+                model, mesh["tp"], sequence_parallel=parallel.sequence_parallel, loss_parallel=parallel.loss_parallel,
+                borders=borders,
             )
-        )
-    if wrapper.is_of_fsdp:
-        distribute(model, blocks, wrapper, policy_of(config.model, accumulation_of(config.update)), mesh)
+        )  # fmt: skip
+    for module, blocks in modules if wrapper.is_of_fsdp else []:
+        distribute(module, blocks, wrapper, policy_of(config.model, accumulation_of(config.update)), mesh)
         if not blocks:
             words.append("sharded as one piece: name the classes of its layers in _no_split_modules to shard by layer")
     return words
@@ -177,9 +197,20 @@ def check_together(config: Config, ranks: Ranks) -> None:
             f"parallel.cp is {ranks.layout.cp} and model.function makes a model of its own, whose attention is not cut "
             "over ranks; leave parallel.cp out, or name a model by model.name or model.config"
         )
-    if config.model.compile and ranks.layout.tp > 1:
+    if config.model.function is not None and ranks.layout.pp > 1:
         raise MegabatchError(
-            "model.compile is set and parallel.tp above 1, which are not tested together; leave one out"
+            f"parallel.pp is {ranks.layout.pp} and model.function makes a model of its own, which is not cut into "
+            "stages; leave parallel.pp out, or name a model by model.name or model.config"
+        )
+    for axis in ("tp", "pp"):
+        if config.model.compile and getattr(ranks.layout, axis) > 1:
+            raise MegabatchError(
+                f"model.compile is set and parallel.{axis} above 1, which are not tested together; leave one out"
+            )
+    if config.eval.function is not None and ranks.layout.pp > 1:
+        raise MegabatchError(
+            f"eval.function is set and parallel.pp is {ranks.layout.pp}, where no rank has a whole model to give it; "
+            "leave one of them out"
         )
 
 

@@ -34,6 +34,11 @@ def policy_of(config: ModelConfig, accumulated: torch.dtype | None) -> MixedPrec
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=accumulated or dtype_of(config))
 
 
+def boundary_dtype(config: ModelConfig) -> torch.dtype:
+    """What goes from stage to stage, and out of the last, of a model that computes by FSDP2's policy or in one type."""
+    return torch.bfloat16 if is_mixed(config) else dtype_of(config)
+
+
 def computing(config: ModelConfig, wrapper_name: str, device: torch.device) -> AbstractContextManager[object]:
     """Surrounds a forward where the precision needs autocast; FSDP2 casts by its own policy."""
     if not is_mixed(config) or wrapper_name == "fsdp2":

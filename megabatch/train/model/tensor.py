@@ -6,8 +6,8 @@ so that gradients, FSDP2 and checkpoints need to know nothing else. Between the 
 whole on every rank, or with ``sequence_parallel`` a stretch of the sequence on each.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
@@ -35,6 +35,17 @@ GPT2_PLAN = {  # transformers has none
 }
 STARTS = ("drop", "layers.0")  # of the base model: where the stream begins; before a dropout, which is of the stream
 WHOLE, ALONG_SEQUENCE, BY_HEAD, BY_FEATURE = Replicate(), Shard(1), Shard(2), Shard(-1)
+
+
+@dataclass(frozen=True)
+class Borders:
+    """The layers at which stages of a pipeline begin and end, where the stream is a whole plain tensor."""
+
+    starts: Sequence[str] = ()
+    ends: Sequence[str] = ()
+
+
+NO_BORDERS = Borders()
 
 
 @dataclass
@@ -124,7 +135,9 @@ class Head(Style):
         return output if torch.is_grad_enabled() else output.full_tensor()
 
 
-def spread(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool, loss_parallel: bool) -> str:
+def spread(
+    model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool, loss_parallel: bool, borders: Borders = NO_BORDERS
+) -> str:
     """Cut a model of transformers over the ranks of a mesh of one axis; what was done, in words.
 
     Its parameters may be on the meta device; they are the same on every rank. Raises `MegabatchError` for a model that
@@ -132,7 +145,7 @@ def spread(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool, loss_
     """
     plan = plan_of(model)
     check_divisible(cast(PreTrainedModel, model), mesh.size())
-    styles = styles_of(cast(PreTrainedModel, model), plan, sequence_parallel, loss_parallel)
+    styles = styles_of(cast(PreTrainedModel, model), plan, sequence_parallel, loss_parallel, borders)
     ties = tied_places(model)
     for name, style in styles.items():
         parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
@@ -176,21 +189,25 @@ def check_divisible(model: PreTrainedModel, num_ranks: int) -> None:
 
 
 def styles_of(
-    model: PreTrainedModel, plan: Mapping[str, str], sequence_parallel: bool, loss_parallel: bool
+    model: PreTrainedModel, plan: Mapping[str, str], sequence_parallel: bool, loss_parallel: bool, borders: Borders
 ) -> dict[str, Style]:
     """The style of every module that has one, by its name."""
     stream = ALONG_SEQUENCE if sequence_parallel else WHOLE
     styles: dict[str, Style] = {}
     for name, module in model.named_modules():
         entry = next((plan[pattern] for pattern in plan if fnmatchcase(name, pattern)), None)
-        if entry is not None:
+        if entry is not None and not isinstance(module, nn.Identity):  # which stands for what another stage holds
             styles[name] = style_of(entry, module, stream, loss_parallel)
             if entry in ("colwise", "fused_heads"):  # the module around them calls several with the same input
                 styles.setdefault(parent_of(name), Style(given=stream, taken=WHOLE))
         elif list(module.named_parameters(recurse=False)):
             styles[name] = unplanned_style(name, module, model, stream)
-    start = next(name for name in STARTS if is_in(model.base_model, name))
-    styles[f"{model.base_model_prefix}.{start}"] = Style(given=WHOLE, taken=stream)
+    starts = [f"{model.base_model_prefix}.{name}" for name in STARTS]
+    for name in [next((name for name in starts if has_parts(model, name)), None), *borders.starts]:
+        if name is not None:
+            styles[name] = Style(given=WHOLE, taken=stream)
+    for name in borders.ends:
+        styles[name] = replace(styles.get(name, Style(given=stream, taken=stream)), handed=WHOLE, is_plain=True)
     return styles
 
 
@@ -241,9 +258,9 @@ def parent_of(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def is_in(model: nn.Module, name: str) -> bool:
-    """Whether the model has a module of that name."""
-    return any(name == each for each, _ in model.named_modules())
+def has_parts(model: nn.Module, name: str) -> bool:
+    """Whether the model has a module of that name, and not an empty one in its place."""
+    return any(name == each and not isinstance(module, nn.Identity) for each, module in model.named_modules())
 
 
 def plain_terms(loss_fn: LossFunction) -> LossFunction:

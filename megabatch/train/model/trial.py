@@ -3,9 +3,12 @@
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from megabatch.errors import MegabatchError
+from megabatch.pipeline import Pipeline, evaluate
 from megabatch.train.config import ModelConfig
 from megabatch.train.model.architecture import refused
 from megabatch.train.model.quiet import quiet
@@ -34,7 +37,7 @@ def probe_isolation(model: nn.Module, device: torch.device) -> tuple[bool, str]:
 
     The second document of a row must come out as it does alone; in a row by itself, and in one of two rows.
     """
-    attention = getattr(cast(Any, model).config, "_attn_implementation", None)
+    attention = getattr(config_of(model), "_attn_implementation", None)
     crossing = [num_rows for num_rows in (1, 2) if crosses(model, num_rows, device)]
     if not crossing:
         return True, f"documents are isolated by their position_ids ({attention})"
@@ -56,7 +59,12 @@ def crosses(model: nn.Module, num_rows: int, device: torch.device) -> bool:
 
 
 def vocab_size_of(model: nn.Module) -> int:
-    return cast(Any, model).config.get_text_config().vocab_size
+    return config_of(model).get_text_config().vocab_size
+
+
+def config_of(model: nn.Module) -> PreTrainedConfig:
+    """The config of a model, or of a pipeline's stages."""
+    return next(each.config for each in model.modules() if isinstance(each, PreTrainedModel))
 
 
 @torch.no_grad()
@@ -66,10 +74,27 @@ def logits_of(model: nn.Module, tokens: Tensor, **inputs: Tensor) -> Tensor:
     model.eval()
     try:
         with quiet(), torch.compiler.set_stance("force_eager"):
+            if isinstance(model, Pipeline):
+                return logits_through(model, {"input_ids": tokens, **inputs})
             return cast(Any, model)(input_ids=tokens, **inputs).logits
     finally:
         model.train(was_training)
         reshard(model)
+
+
+def logits_through(model: Pipeline, inputs: dict[str, Tensor]) -> Tensor:
+    """The logits of a pipeline, on all of its ranks; collective."""
+    found: list[Tensor] = []
+
+    def keep(last_stage: Any, microbatch: Any) -> tuple[Tensor, float]:
+        found.append(last_stage(**microbatch).logits)
+        return found[0].new_zeros(()), 0.0
+
+    evaluate(model, [inputs], keep)
+    expected = cast(Tensor, model.output(**inputs))
+    logits = found[0].contiguous() if found else torch.empty_like(expected, device=inputs["input_ids"].device)
+    dist.broadcast(logits, group=model.group, group_src=model.last_rank)
+    return logits
 
 
 def are_close(a: Tensor, b: Tensor) -> bool:

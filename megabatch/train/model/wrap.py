@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable import replicate_with_fsdp
 from torch.distributed.device_mesh import DeviceMesh
@@ -44,9 +45,9 @@ def suited(num_ranks: int, model: nn.Module, layout: Layout) -> Wrapper:
     """The wrapper where the recipe names none."""
     if num_ranks == 1:
         return Wrapper("plain", "one process")
-    if num_ranks == layout.tp:
+    if num_ranks == layout.tp * layout.pp:
         return Wrapper("plain", "one data rank")
-    copies = "ddp" if layout.tp == layout.cp == 1 else "replicate"
+    copies = "ddp" if layout.tp == layout.cp == layout.pp == 1 else "replicate"
     if layout.dp_shard is not None or layout.dp_replicate is not None:
         dp_replicate, dp_shard = layout.data_degrees(None, num_ranks)
         name = "fsdp2" if dp_shard > 1 else copies
@@ -88,9 +89,10 @@ def reduced_mesh(wrapper: Wrapper, mesh: DeviceMesh) -> DeviceMesh:
     return joined if len(axes) == 1 else mesh[axes[0], f"{axes[-1]}_cp"]
 
 
-def replicate(model: nn.Module, *, find_unused: bool) -> nn.Module:
-    """The model in DDP, which looks for parameters that a microbatch leaves out if it is told to; collective."""
-    return DistributedDataParallel(model, find_unused_parameters=find_unused)
+def replicate(model: nn.Module, *, find_unused: bool, group: dist.ProcessGroup | None = None) -> nn.Module:
+    """The model in DDP, which looks for parameters that a microbatch leaves out if it is told to; collective over the
+    group, or all ranks."""
+    return DistributedDataParallel(model, find_unused_parameters=find_unused, process_group=group)
 
 
 def reshard(model: nn.Module) -> None:

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import GradientAccumulator, JointLoss, LossContractError, MegabatchError, PlanError
-from megabatch.pipeline import Pipeline
+from megabatch.pipeline import Pipeline, evaluate
 from tests.unit.failures.table import SAMPLES, Failure, linear, squares, told
 from tests.unit.failures.wrappers import fsdp1, layers, mesh
 
@@ -94,6 +94,8 @@ MICROBATCHES = (
 )
 STAGES = "ranks differ in the number or the wrapper of their stages; give all ranks the same"
 CONTEXT = "the mesh has both axes 'cp' and 'pp', which do not go together; give one of them"
+DETACHED = "stage 0 returned nothing that carries a gradient; compute it from the stage's parameters, undetached"
+AS_MANY = "ranks were given 1 and 2 microbatches; give every rank as many"
 JOINT = "a JointLoss cannot run through a Pipeline; give a loss that sums over samples"
 OPEN_LOOP = "a pipeline runs the microbatches of a call together; use forward_backward, not an open loop"
 
@@ -154,6 +156,11 @@ def _inside() -> nn.Module:
     return model
 
 
+class _Detaches(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).detach()
+
+
 class _Says(nn.Linear):
     def forward(self, x: Tensor) -> Any:
         return "something"
@@ -196,6 +203,7 @@ FAILURES = {
     "a size for a shape": Failure(PlanError, NO_META, lambda: update(model=pipeline(output=lambda x: x.shape))),
     "another output": Failure(PlanError, OUTPUT, lambda: update(model=pipeline(output=said(2, 2)))),
     "an output that is no tensor": Failure(PlanError, NO_TENSOR, lambda: update(model=pipeline(_Says(1, 1).double()))),
+    "a detached output": Failure(PlanError, DETACHED, lambda: update(model=pipeline(_Detaches(1, 1).double()))),
     "an output without rows": Failure(
         PlanError, NO_ROWS, lambda: update(model=pipeline(output=said(2, 1)), batch=SAMPLES[:3]),
     ),
@@ -225,8 +233,9 @@ def other_numbers_of_stages() -> str:
     return told(lambda: update(model=over_two(num_stages=1 + dist.get_rank(), schedule="LoopedBFS")))
 
 
-def with_context() -> str:
-    return told(lambda: update(model=over_two(("cp", "pp"), schedule="GPipe")))
+def other_numbers_of_microbatches() -> str:
+    some = [{"x": torch.ones(2, 1, dtype=torch.float64)}] * (1 + dist.get_rank())
+    return told(lambda: evaluate(over_two(), some, squares))
 
 
 class _Raises(nn.Linear):
@@ -255,12 +264,13 @@ def loss_raises() -> str:
     return told(lambda: update(loss_fn, over_two()))
 
 
-def loss_raises_at_last() -> str:
-    def loss_fn(model: Any, microbatch: Any) -> Any:
-        total, _ = squares(model, microbatch)
-        return (total, 1) if microbatch["x"][0] < 3 else total
+def _no_pair_at_last(model: Any, microbatch: Any) -> Any:
+    total, _ = squares(model, microbatch)
+    return (total, 1) if microbatch["x"][0] < 3 else total
 
-    return told(lambda: update(loss_fn, over_two()))
+
+def loss_raises_at_last() -> str:
+    return told(lambda: update(_no_pair_at_last, over_two()))
 
 
 MEAN = (
@@ -272,7 +282,14 @@ JOBS: dict[str, tuple[Callable[[], str], list[str]]] = {  # what each rank is to
     "another boundary": (wrong_boundary, [f"PlanError: {BOUNDARY}", f"PlanError: data rank 0 of 1: {BOUNDARY}"]),
     "microbatches that differ": (other_microbatches, [f"PlanError: {MICROBATCHES}"] * 2),
     "other numbers of stages": (other_numbers_of_stages, [f"PlanError: {STAGES}"] * 2),
-    "cp and pp": (with_context, [f"PlanError: {CONTEXT}"] * 2),
+    "other numbers of microbatches": (other_numbers_of_microbatches, [f"PlanError: {AS_MANY}"] * 2),
+    "a loss that gives no pair in an evaluation": (
+        lambda: told(lambda: evaluate(over_two(), SAMPLES, _no_pair_at_last)),
+        [f"LossContractError: data rank 0 of 1: {MEAN}", f"LossContractError: {MEAN}"],
+    ),
+    "cp and pp": (
+        lambda: told(lambda: update(model=over_two(("cp", "pp"), schedule="GPipe"))), [f"PlanError: {CONTEXT}"] * 2,
+    ),
     "a stage that raises": (
         stage_raises, [f"PlanError: data rank 0 of 1: {RAISED}", RAISED],
     ),

@@ -1,0 +1,287 @@
+"""A recipe whose layers are dealt out over ranks: the same weights, gradients, evaluations, runs and checkpoints."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megabatch import MegabatchError
+from megabatch.train.config import UpdateConfig
+from megabatch.train.evaluation import cut
+from megabatch.train.layout import Layout
+from megabatch.train.model.build import check_together
+from megabatch.train.model.export import export
+from megabatch.train.model.stages import deal_layers, parts_of, stages_of
+from megabatch.train.model.wrap import Wrapper
+from megabatch.train.ranks import Ranks
+from tests.exact.launch import launch
+from tests.train.conftest import NO_DROPOUT, Bench
+from tests.train.pipeline_jobs import CPU, LAYERS, MODELS, config_of
+from tests.train.test_resume import timeless
+
+GRADIENTS = {  # ranks → "family schedule wrapper tp stream dtype"
+    2: [
+        "gpt2 1F1B plain 1 whole float64",
+        "gpt2 ZBVZeroBubble plain 1 whole float64",
+        "llama Interleaved1F1B plain 1 whole float64",
+        "qwen2 GPipe plain 1 whole float64",
+        "qwen3 LoopedBFS plain 1 whole float32",
+    ],
+    4: [
+        "gpt2 1F1B fsdp2 1 whole float64",
+        "gpt2 InterleavedZeroBubble fsdp2 1 whole float32",
+        "llama DualPipeV replicate 1 whole float64",
+        "gpt2 1F1B ddp 1 whole float64",
+        "llama 1F1B plain 2 whole float64",
+        "qwen3 InterleavedZeroBubble plain 2 sequence float64",
+        "gpt2 Interleaved1F1B plain 2 sequence float64",
+    ],
+}
+JOBS = {ranks: [f"gradient {name}" for name in names] for ranks, names in GRADIENTS.items()}
+JOBS[2].append("groups")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for ranks, jobs in JOBS.items():
+        found |= launch(ranks, "tests.train.pipeline_jobs:run_job", jobs, tmp_path_factory.mktemp(f"stages{ranks}"))
+    return found
+
+
+def value_of(result: dict[str, Any]) -> Any:
+    assert "error" not in result, result["error"]
+    return result["value"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for names in GRADIENTS.values() for name in names])
+def test_stages_compute_what_the_whole_model_does(results: dict[str, list[dict[str, Any]]], name: str) -> None:
+    """Evaluations stand before, between and after the calls of the update, and leave nothing behind."""
+    bound = 1e-12 if name.endswith("float64") else 1e-5
+    for value in map(value_of, results[f"gradient {name}"]):
+        assert value["weights"] == value["more"] == []
+        assert value["error"] < bound, value["parameter"]
+        assert max(value["norm"], value["loss"], value["evaluation"]) < bound
+        assert value["training"]
+
+
+@pytest.mark.slow
+def test_optimizers_that_no_checkpoint_can_hold_are_refused(results: dict[str, list[dict[str, Any]]]) -> None:
+    said = {value_of(result) for result in results["groups"]}
+    assert said == {
+        "MegabatchError: the stages of the pipeline have 1 and 2 groups of parameters in their optimizers, or groups "
+        "of other settings, which a checkpoint cannot hold; leave every stage matrices and vectors to train "
+        "(model.freeze), or set parallel.pp to 1"
+    }
+
+
+TWO_STAGES = Ranks(0, 2, CPU, Layout(pp=2))
+UNTIED = {"model__config__tie_word_embeddings": "false", "model__config__n_layer": 4}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "pp": (2, {}),
+    "two stages a rank": (2, {"parallel__schedule": "Interleaved1F1B"}),
+    "fsdp2": (4, {"parallel__dp_shard": 2}),
+    "tp": (4, {"parallel__tp": 2, "parallel__sequence_parallel": True}),
+}
+
+
+def numbers(rows: list[dict[str, Any]]) -> list[float]:
+    keys = ("loss", "grad_norm", "weight", "eval_loss", "eval_accuracy", "num_target_tokens")
+    return [row[key] for row in rows for key in keys if row.get(key) is not None]
+
+
+def exported(folder: Path, to: Path) -> dict[str, torch.Tensor]:
+    export(folder, to, step=None)
+    return AutoModelForCausalLM.from_pretrained(to, dtype=torch.float64).state_dict()
+
+
+def check_same_run(bench: Bench, layouts: dict[str, tuple[int, dict[str, Any]]], **values: Any) -> None:
+    """The same numbers in metrics.jsonl, and weights that are exported, as on one process."""
+    bench.train(run__folder=bench.path / "plain", **values)
+    reference, weights = bench.rows(bench.path / "plain"), exported(bench.path / "plain", bench.path / "plain-model")
+    assert len([row for row in reference if "loss" in row]) == 6
+    for name, (ranks, keys) in layouts.items():
+        bench.train(ranks=ranks, run__folder=bench.path / name, parallel__pp=2, **values, **keys)
+        assert numbers(bench.rows(bench.path / name)) == pytest.approx(numbers(reference), rel=1e-10), name
+        for parameter, found in exported(bench.path / name, bench.path / f"{name}-model").items():
+            assert torch.allclose(found, weights[parameter], rtol=1e-10, atol=1e-13), (name, parameter)
+
+
+@pytest.mark.slow
+def test_a_run_of_gpt2_is_that_of_one_process(bench: Bench) -> None:
+    layouts = {name: LAYOUTS[name] for name in ("pp", "fsdp2")}
+    check_same_run(bench, layouts, **UNTIED, **NO_DROPOUT, optim__ema_decay=0.5)
+
+
+def llama(bench: Bench) -> None:
+    """Let the bench train a Llama."""
+    text = bench.recipe.read_text()
+    lines = "\n".join(f"{key} = {value}" for key, value in {**LLAMA}.items())
+    before, after = text.index("[model.config]"), text.index("[data]")
+    bench.recipe.write_text(f"{text[:before]}[model.config]\n{lines}\n\n{text[after:]}")
+
+
+LLAMA = {
+    "model_type": '"llama"', "vocab_size": 384, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 0,
+    "eos_token_id": 1, "tie_word_embeddings": "false",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_run_of_llama_is_that_of_one_process(bench: Bench) -> None:
+    llama(bench)
+    layouts = {name: LAYOUTS[name] for name in ("two stages a rank", "tp")}
+    check_same_run(bench, layouts, model__activation_checkpointing=True)
+
+
+@pytest.mark.slow
+def test_a_run_over_three_axes_is_that_of_one_process(bench: Bench) -> None:
+    llama(bench)
+    check_same_run(bench, {"eight": (8, {"parallel__tp": 2, "parallel__dp_shard": 2})})
+
+
+@pytest.mark.slow
+def test_a_stopped_run_goes_on_as_if_never_stopped(bench: Bench, tmp_path: Path) -> None:
+    """With dropout, in the middle of an epoch, to the bit."""
+    values = {"parallel__pp": 2, "parallel__schedule": "Interleaved1F1B", "optim__ema_decay": 0.5, **UNTIED}
+    whole = tmp_path / "whole"
+    bench.train(ranks=2, run__folder=whole, **values)
+    bench.train(ranks=2, run__max_steps=3, **values)
+    bench.train(ranks=2, run__resume=True, **values)
+    assert len(bench.losses()) == 6
+    assert timeless(bench.rows()) == timeless(bench.rows(whole))
+    for one, other in zip(*(exported(each, each / "model").values() for each in (whole, bench.folder)), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_stages_is_that_of_the_whole_model(bench: Bench) -> None:
+    """Two updates in stages, two on one process, two in stages laid out otherwise."""
+    values = {"optim__decay_steps": 6, "optim__ema_decay": 0.5, **UNTIED, **NO_DROPOUT}
+    bench.train(run__folder=bench.path / "whole", **values)
+    bench.train(ranks=2, run__max_steps=2, parallel__pp=2, **values)
+    bench.train(run__max_steps=4, run__resume=True, **values)
+    bench.train(
+        ranks=4, run__resume=True, parallel__pp=2, parallel__dp_shard=2, parallel__schedule="DualPipeV", **values
+    )
+    assert bench.losses() == pytest.approx(bench.losses(bench.path / "whole"), rel=1e-10)
+
+
+@pytest.mark.slow
+def test_saved_weights_packed_documents_and_a_part_that_is_frozen(bench: Bench) -> None:
+    """Each stage reads its own layers; documents stay apart; the first stage's embeddings do not move."""
+    bench.train(run__max_steps=1, **UNTIED, **NO_DROPOUT)
+    exported(bench.folder, bench.path / "saved")
+    recipe = bench.path / "saved.toml"
+    text = bench.recipe.read_text()
+    recipe.write_text(text[: text.index("[model.config]")] + text[text.index("[data]") :])
+    values = {
+        "recipe": recipe, "model__name": bench.path / "saved", "model__tokenizer": "bytes",
+        "model__freeze": '["*.wpe.*", "*.h.0.*"]', "data__pack_tokens": 200, "update__global_batch_size": 3,
+        "run__max_steps": 3,
+    }  # fmt: skip
+    found = {}
+    for name, ranks, keys in (("one", 1, {}), ("stages", 2, {"parallel__pp": 2})):
+        bench.train(ranks=ranks, run__folder=bench.path / name, **keys, **values)
+        assert "documents are isolated" in (bench.path / name / "plan.txt").read_text()
+        found[name] = numbers(bench.rows(bench.path / name))
+    assert found["stages"] == pytest.approx(found["one"], rel=1e-10)
+
+
+def test_a_set_stays_under_the_cap_when_it_is_filled_up() -> None:
+    some = [{"input_ids": torch.ones(length, dtype=torch.long)} for length in (3, 3, 3, 3, 50, 3, 3)]
+    update = UpdateConfig(global_batch_size=4, max_microbatch_tokens=100)
+    alone, staged = (cut(some, update, ranks) for ranks in (Ranks(0, 1, CPU), TWO_STAGES))
+    assert max(map(len, alone.microbatches)) > 2
+    assert max(map(len, staged.microbatches)) == 2
+
+
+def test_layers_are_dealt_out_evenly() -> None:
+    assert [len(part.layers) for part in deal_layers(5, 2)] == [3, 2]
+    assert [part.layers for part in deal_layers(5, 4)] == [(0, 1), (2,), (3,), (4,)]
+    assert [(part.is_first, part.is_last) for part in deal_layers(3, 3)] == [(1, 0), (0, 0), (0, 1)]
+
+
+def model_of(family: str, **keys: Any) -> Any:
+    sizes = {**MODELS[family], **keys}
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(sizes.pop("model_type"), **sizes))
+
+
+def frozen(model: nn.Module, layers: tuple[int, ...]) -> nn.Module:
+    for name, parameter in model.named_parameters():
+        if name.startswith(("model.embed_tokens.", *(f"model.layers.{layer}." for layer in layers))):
+            parameter.requires_grad_(False)
+    return model
+
+
+MIXED = {"layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"], "use_sliding_window": True}
+
+
+@pytest.mark.parametrize(
+    ("make", "keys", "line"),
+    [
+        (
+            lambda: nn.Linear(2, 2), {},
+            "parallel.pp is 2 and how a Linear is cut into stages is not known; leave parallel.pp out, or take one of "
+            "gpt2, llama, qwen2, qwen3",
+        ),
+        (
+            lambda: model_of("llama", tie_word_embeddings=True), {},
+            "parallel.pp is 2 and the model's tie_word_embeddings is true: its first stage and its last would share a "
+            "matrix; set model.config.tie_word_embeddings = false, or leave parallel.pp out",
+        ),
+        (
+            lambda: model_of("qwen2", **MIXED), {},
+            "parallel.pp is 2 and the model has full_attention and sliding_attention in its layers, which a stage "
+            "would not tell apart; leave parallel.pp out",
+        ),
+        (
+            lambda: model_of("gpt2", n_layer=3), {"schedule": "LoopedBFS"},
+            "model.config.n_layer is 3 and LoopedBFS over 2 ranks has 4 stages, each of one layer or more; set "
+            "parallel.pp lower, or parallel.schedule to 1F1B",
+        ),
+        (
+            lambda: frozen(model_of("llama"), (0, 1, 2)), {},
+            "model.freeze leaves nothing to train in stage 0 of 2, which has the layers 0 to 2; free a parameter "
+            "there, or set parallel.pp lower",
+        ),
+    ],
+)  # fmt: skip
+def test_a_model_that_cannot_be_dealt_out_is_one_line(make: Any, keys: dict[str, Any], line: str) -> None:
+    with pytest.raises(MegabatchError) as caught:
+        parts_of(make(), config_of("llama", "float32", pp=2, **keys))
+    assert str(caught.value) == line
+
+
+@pytest.mark.parametrize(
+    ("section", "keys", "line"),
+    [
+        ("model", {"compile": True}, "model.compile is set and parallel.pp above 1, which are not tested together"),
+        ("eval", {"function": "a:b"}, "eval.function is set and parallel.pp is 2, where no rank has a whole model to"),
+        ("model", {"function": "a:b", "config": None}, "parallel.pp is 2 and model.function makes a model of its own"),
+    ],
+)
+def test_what_does_not_go_with_stages_is_one_line(section: str, keys: dict[str, Any], line: str) -> None:
+    config = config_of("llama", "float32", pp=2)
+    config = config.model_copy(update={section: getattr(config, section).model_copy(update=keys)})
+    with pytest.raises(MegabatchError) as caught:
+        check_together(config, TWO_STAGES)
+    assert str(caught.value).startswith(line)
+
+
+def test_autocast_does_not_reach_stages() -> None:
+    config = config_of("llama", "float32", pp=2)
+    mixed = config.model.model_copy(update={"compute_dtype": "bfloat16"})
+    with pytest.raises(MegabatchError, match=r"^model.compute_dtype is 'bfloat16' and parallel.pp is 2, whose stages"):
+        stages_of(model_of("llama"), config.model_copy(update={"model": mixed}), Wrapper("plain", ""), TWO_STAGES)
+
+
+def test_the_models_have_layers_that_stages_do_not_divide() -> None:
+    assert LAYERS % 2
+    assert LAYERS % 4
