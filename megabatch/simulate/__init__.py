@@ -1,0 +1,29 @@
+"""Rank 0 of N on any machine: memory, traffic and time of an update, without a GPU, weights or peers."""
+
+from megabatch.simulate.allocator import Event, Reserved, reserved
+from megabatch.simulate.devices import DEVICES, Device, device_named
+from megabatch.simulate.ledger import Ledger
+from megabatch.simulate.record import CATEGORIES, Moment, Phase
+from megabatch.simulate.replica import Replica
+from megabatch.simulate.shards import tagging_shards
+from megabatch.simulate.simulated import Simulated
+from megabatch.simulate.traffic import Sent
+from megabatch.simulate.update import simulate
+
+__all__ = [
+    "CATEGORIES",
+    "DEVICES",
+    "Device",
+    "Event",
+    "Ledger",
+    "Moment",
+    "Phase",
+    "Replica",
+    "Reserved",
+    "Sent",
+    "Simulated",
+    "device_named",
+    "reserved",
+    "simulate",
+    "tagging_shards",
+]

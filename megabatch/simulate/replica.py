@@ -1,0 +1,190 @@
+"""DistributedDataParallel for fake tensors, on which its own reducer, in C++, fails.
+
+It allocates, reduces and copies as that reducer does, in torch 2.13: all gradients in one bucket until the first
+reduction has told their order, then in buckets of the size asked for; a gradient that was held back lies beside its
+bucket, and with gradient_as_bucket_view=True moves into it when it is reduced.
+"""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+MIB = 2**20
+DEFAULT_BUCKET_MB, FIRST_BUCKET_MB = 25.0, 1.0  # torch's; the first is small so that reducing begins early
+
+
+class Bucket:
+    """Gradients that are reduced together, one after the other in memory."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        first = parameters[0]
+        sizes = [parameter.numel() for parameter in parameters]
+        self.flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
+        parts = self.flat.split(sizes)
+        self.views = {each: part.view_as(each) for each, part in zip(parameters, parts, strict=True)}
+        self.waiting: set[nn.Parameter] = set()
+
+
+class Replica(DistributedDataParallel):
+    """Stands where DistributedDataParallel would, in a simulation.
+
+    Args:
+        module: The model, which may still be on the meta device.
+        bucket_cap_mb: As DDP's; None is its default, 25 MiB after a first one of 1 MiB.
+        gradient_as_bucket_view: As DDP's.
+        find_unused_parameters: As DDP's; what is not used is reduced as zeros after the backward.
+        broadcast_buffers: As DDP's.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        bucket_cap_mb: float | None = None,
+        gradient_as_bucket_view: bool = False,
+        find_unused_parameters: bool = False,
+        broadcast_buffers: bool = True,
+    ) -> None:
+        nn.Module.__init__(self)  # without DDP's, which makes the reducer
+        state: dict[str, Any] = {
+            "process_group": dist.group.WORLD,
+            "static_graph": False,
+            "mixed_precision": None,
+            "require_backward_grad_sync": True,
+            "require_forward_param_sync": True,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "find_unused_parameters": find_unused_parameters,
+            "forward_sync_buffers": broadcast_buffers,
+            "_comm_hooks": [],
+            "_join_config": SimpleNamespace(enable=False),
+        }
+        vars(self).update(state)
+        self.module = module
+        cap = DEFAULT_BUCKET_MB if bucket_cap_mb is None else bucket_cap_mb
+        first = FIRST_BUCKET_MB if bucket_cap_mb is None else cap
+        self._caps_bytes = [int(first * MIB), int(cap * MIB)]
+        self._buckets: list[Bucket] = []
+        self._order: list[nn.Parameter] = []  # of gradients in the first backward that reduces
+        self._is_rebuilt = find_unused_parameters  # which DDP never does then
+        self._reduces = False  # in the backward of the last forward
+        self._is_backward = False
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        if not self._buckets:
+            self._begin()
+        elif self._order and not self._is_rebuilt:
+            self._rebuild()
+        if self.require_forward_param_sync:
+            self._send_buffers()
+        self._reduces = torch.is_grad_enabled() and bool(self.require_backward_grad_sync)
+        self.require_forward_param_sync = self._reduces
+        if self._reduces:
+            for bucket in self._buckets:
+                bucket.waiting = set(bucket.views)
+        return self.module(*inputs, **named)
+
+    def memory(self) -> list[Tensor]:
+        """The buckets' own; there from the first forward on."""
+        return [bucket.flat for bucket in self._buckets]
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        return {"num_parameter_tensors": len(self._trained())}
+
+    def _check_reducer_finalized(self) -> None:
+        if any(bucket.waiting for bucket in self._buckets):
+            raise RuntimeError("Expected to have finished reduction in the prior iteration before starting a new one.")
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+
+    def _begin(self) -> None:
+        """Before the first forward: one bucket of a dtype, or as asked for where unused parameters are looked for."""
+        parameters = self._trained()
+        self._buckets = _buckets(parameters, self._caps_bytes if self.find_unused_parameters else [2**63])[::-1]
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._ready)
+
+    def _rebuild(self) -> None:
+        """Before the first forward after a reduction: in the order in which gradients came."""
+        self._buckets = []  # first, as DDP does
+        self._buckets = _buckets(self._order, self._caps_bytes)
+        self._is_rebuilt = True
+
+    def _send_buffers(self) -> None:
+        """Those of rank 0, to all."""
+        buffers = list(self.module.buffers()) if self.forward_sync_buffers else []
+        for dtype in sorted({each.dtype for each in buffers}, key=str):
+            flat = torch.cat([each.flatten() for each in buffers if each.dtype == dtype])
+            dist.broadcast(flat, 0, group=self._group)
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        return cast(dist.ProcessGroup, self.process_group)
+
+    def _ready(self, parameter: Tensor) -> None:
+        """A gradient has come."""
+        if not self._reduces:
+            return
+        if not self._is_backward:
+            self._is_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # pyright: ignore
+        if not self._is_rebuilt:
+            self._order.append(cast(nn.Parameter, parameter))
+        bucket = next(each for each in self._buckets if parameter in each.views)
+        self._move(cast(nn.Parameter, parameter), bucket)
+        bucket.waiting.discard(cast(nn.Parameter, parameter))
+        if not bucket.waiting:
+            dist.all_reduce(bucket.flat, group=self._group)
+
+    def _move(self, parameter: nn.Parameter, bucket: Bucket) -> None:
+        """Divide a gradient by the ranks, into its bucket."""
+        view = bucket.views[parameter]
+        if parameter.grad is view:
+            view.div_(self._group.size())
+            return
+        assert parameter.grad is not None  # it has just come
+        torch.mul(parameter.grad, 1 / self._group.size(), out=view)
+        if self.gradient_as_bucket_view:
+            parameter.grad = view
+
+    def _finish(self) -> None:
+        """After a backward that reduces."""
+        self._is_backward = False
+        if self.find_unused_parameters:
+            self._reduce_the_unused()
+        if not self.gradient_as_bucket_view and not any(bucket.waiting for bucket in self._buckets):
+            for bucket in self._buckets:
+                for parameter, view in bucket.views.items():
+                    if parameter.grad is not None:
+                        parameter.grad.copy_(view)
+
+    def _reduce_the_unused(self) -> None:
+        for bucket in self._buckets:
+            for parameter in bucket.waiting:
+                bucket.views[parameter].zero_()
+            if bucket.waiting:
+                bucket.waiting = set()
+                dist.all_reduce(bucket.flat, group=self._group)
+        used = torch.empty(len(self._trained()), dtype=torch.int32, device=self._buckets[0].flat.device)
+        dist.all_reduce(used, group=self._group)
+
+
+def _buckets(parameters: list[nn.Parameter], caps_bytes: list[int]) -> list[Bucket]:
+    """In this order, by dtype; a bucket is full when it has reached its cap, the last of which holds for the rest."""
+    made: list[Bucket] = []
+    filling: dict[torch.dtype, tuple[list[nn.Parameter], int]] = {}
+    caps = dict.fromkeys((each.dtype for each in parameters), 0)
+    for parameter in parameters:
+        members, num_bytes = filling.get(parameter.dtype, ([], 0))
+        members, num_bytes = [*members, parameter], num_bytes + parameter.numel() * parameter.element_size()
+        if num_bytes >= caps_bytes[min(caps[parameter.dtype], len(caps_bytes) - 1)]:
+            made.append(Bucket(members))
+            caps[parameter.dtype] += 1
+            filling.pop(parameter.dtype, None)
+        else:
+            filling[parameter.dtype] = members, num_bytes
+    return [*made, *(Bucket(members) for members, _ in filling.values())]

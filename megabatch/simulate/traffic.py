@@ -1,0 +1,129 @@
+"""What a rank sends: collectives by kind and axis, in bytes of ring algorithms and in seconds of a device's links."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megabatch.simulate.devices import Device
+
+NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+KINDS = {  # by the beginning of torch's name without underscores: our name, and how often a buffer's part is sent
+    "allgather": ("all_gather", 1),
+    "allreduce": ("all_reduce", 2),
+    "alltoall": ("all_to_all", 1),
+    "sharddimalltoall": ("all_to_all", 1),
+    "reducescatter": ("reduce_scatter", 1),
+    "broadcast": ("broadcast", 1),
+    "reduce": ("reduce", 1),
+    "gather": ("gather", 1),
+    "scatter": ("scatter", 1),
+    "send": ("send", 1),
+    "isend": ("send", 1),
+}
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What was sent by one kind of collective along one axis."""
+
+    collective: str
+    axis: str  # of the mesh, or several joined by "+"; "world" where no axes are known
+    num_ranks: int
+    calls: int
+    buffer_bytes: int  # the larger side of each call: all that is gathered, or all that is reduced
+    sent_bytes: int  # by this rank, in a ring
+    seconds: float
+
+    def __add__(self, other: "Sent") -> "Sent":
+        return self.times_plus(1, other)
+
+    def times_plus(self, factor: int, other: "Sent | None" = None) -> "Sent":
+        """The same ``factor`` times, and another."""
+        extra = other or Sent(self.collective, self.axis, self.num_ranks, 0, 0, 0, 0.0)
+        return Sent(
+            self.collective,
+            self.axis,
+            self.num_ranks,
+            factor * self.calls + extra.calls,
+            factor * self.buffer_bytes + extra.buffer_bytes,
+            factor * self.sent_bytes + extra.sent_bytes,
+            factor * self.seconds + extra.seconds,
+        )
+
+
+Key = tuple[str, str, int]  # of what is added up: collective, axis, ranks
+
+
+class Collective(NamedTuple):
+    """One call, and the tensors that it reads and writes."""
+
+    kind: str
+    rounds: int  # how often each part of the buffer is sent
+    tensors: list[Tensor]
+    buffer_bytes: int
+    group: dist.ProcessGroup
+
+
+def collective_of(func: Any, args: Any, kwargs: Any, result: Any) -> Collective | None:
+    """The collective that an operation of torch is; None for any other."""
+    if func.namespace not in NAMESPACES:
+        return None
+    name = func._opname.replace("_", "")
+    found = next((value for prefix, value in KINDS.items() if name.startswith(prefix)), None)
+    group = _group((*args, *kwargs.values()))
+    if found is None or group is None:
+        return None
+    sides = [side for value in (*args, *kwargs.values(), result) if (side := _side(value))]
+    tensors = [tensor for side in sides for tensor in side]
+    return Collective(*found, tensors, max((sum(map(_nbytes, side)) for side in sides), default=0), group)
+
+
+def sent_by(collective: Collective, axes: Mapping[str, int], device: Device) -> Sent:
+    """What this rank sends in a ring: its buffer is cut into as many parts as there are ranks."""
+    ranks = dist.get_process_group_ranks(collective.group)
+    num = len(ranks)
+    part = -(-collective.buffer_bytes // num)
+    sent = collective.rounds * (num - 1) * part
+    seconds = sent / device.sending_bytes_per_second(ranks)
+    return Sent(collective.kind, axis_of(ranks, axes), num, 1, collective.buffer_bytes, sent, seconds)
+
+
+def axis_of(ranks: list[int], axes: Mapping[str, int]) -> str:
+    """Along which of the axes of a whole mesh the ranks lie."""
+    if not axes:
+        return "world"
+    coordinates = np.unravel_index(ranks, tuple(axes.values()))
+    return "+".join(name for name, along in zip(axes, coordinates, strict=True) if len(set(along.tolist())) > 1)
+
+
+def _side(value: Any) -> list[Tensor]:
+    """The tensors of an argument: one, or a list of them, or a list of lists."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [tensor for each in value for tensor in _side(each)]
+    return []
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _group(values: tuple[Any, ...]) -> dist.ProcessGroup | None:
+    """The process group among the arguments, boxed or by its name."""
+    for value in values:
+        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in value._type().qualified_name():
+            return dist.ProcessGroup.unbox(value)
+        if isinstance(value, dist.ProcessGroup):
+            return value
+        if isinstance(value, str) and value not in OPERATIONS:
+            return cast(Any, dist.distributed_c10d)._resolve_process_group(value)
+    return None
+
+
+OPERATIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")  # what is reduced how

@@ -1,0 +1,189 @@
+"""The ledger: what is alive, what it is for, and that nothing of it stays behind."""
+
+import gc
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+from megabatch import PlanError
+from megabatch.simulate import Ledger, reserved, tagging_shards
+from megabatch.simulate.devices import DEVICES
+from megabatch.simulate.ledger import storages_of
+from megabatch.simulate.world import world
+
+KIBI = 1024  # a tensor of 256 float32
+
+
+def ones(num_kibi: int = 1) -> torch.Tensor:
+    return torch.ones(256 * num_kibi)
+
+
+def watched() -> tuple[object, ...]:
+    """What the ledger replaces while it is open."""
+    return (
+        torch.UntypedStorage.resize_, "resize_" in vars(torch.UntypedStorage),
+        ShardingPropagator._propagate_tensor_meta_non_cached,
+        FSDPParamGroup.wait_for_unshard, FSDPParamGroup.post_backward,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
+def test_storages_are_counted_once_and_until_they_are_freed(fake: bool) -> None:
+    with FakeTensorMode() if fake else torch.enable_grad(), Ledger() as ledger:
+        ledger.enter_phase("one", "activations")
+        first = ones(4)
+        view = first[:256].view(16, 16)
+        second = first + 1
+        assert ledger.total_bytes == 8 * KIBI
+        del first
+        assert ledger.total_bytes == 8 * KIBI, "a view keeps it"
+        del view
+        assert ledger.total_bytes == 4 * KIBI
+        ledger.enter_phase("two", "temporaries")
+        second.mul_(2)
+        third = ones(1)
+        ledger.tag([second], "gradients")
+    phases = {name: (phase.peak_bytes, phase.at_peak) for name, phase in ledger.phases.items()}
+    assert phases == {
+        "one": (8 * KIBI, {"activations": 8 * KIBI}),
+        "two": (5 * KIBI, {"gradients": 4 * KIBI, "temporaries": KIBI}),
+    }
+    assert reserved(ledger.trace).allocated_bytes == 8 * KIBI
+    del third
+
+
+def test_sizes_are_rounded_as_the_allocator_rounds_them() -> None:
+    with Ledger() as ledger:
+        kept = [torch.ones(1), torch.ones(129)]
+        assert ledger.total_bytes == 512 + 1024
+    del kept
+
+
+def test_a_storage_that_is_resized_is_counted_anew() -> None:
+    with Ledger() as ledger:
+        kept = ones(4)
+        (storage,) = storages_of(kept)
+        storage.resize_(0)
+        assert ledger.total_bytes == 0
+        storage.resize_(8 * KIBI)
+        assert ledger.total_bytes == 8 * KIBI
+    assert [(event.is_allocation, event.num_bytes // KIBI) for event in ledger.trace] == [
+        (True, 4), (False, 4), (True, 8)
+    ]  # fmt: skip
+
+
+def test_what_lies_on_the_host_is_apart() -> None:
+    with Ledger(on_host=["optimizer states"]) as ledger:
+        ledger.enter_phase("one", "activations")
+        kept, state = ones(2), ones(4)
+        ledger.tag([state], "optimizer states")
+        assert (ledger.total_bytes, ledger.host_bytes) == (2 * KIBI, 4 * KIBI)
+        ledger.tag([kept], "host")
+        assert (ledger.total_bytes, ledger.host_bytes) == (0, 6 * KIBI)
+        ledger.tag([kept], "optimizer states")
+    assert (ledger.host_bytes, +ledger.held) == (6 * KIBI, {})
+
+
+def test_moments_are_where_memory_turns() -> None:
+    with Ledger() as ledger:
+        ledger.enter_phase("one", "activations")
+        first, second = ones(1), ones(2)
+        del first
+        third = ones(4)
+    assert [moment.bytes.get("activations", 0) // KIBI for moment in ledger.history] == [0, 3, 2, 6]
+    del second, third
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["as it ends", "after an exception"])
+def test_nothing_stays_replaced(fails: bool) -> None:
+    before = watched()
+    try:
+        with Ledger() as ledger, tagging_shards(ledger):
+            assert all(new is not old for new, old in zip(watched(), before, strict=True))
+            if fails:
+                raise KeyError("of the code that is watched")
+    except KeyError:
+        assert fails
+    assert watched() == before
+
+
+def test_a_world_that_fails_leaves_no_process_group() -> None:
+    def fail() -> None:
+        with world({"dp": 3}):
+            assert dist.get_world_size() == 3
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert not dist.is_initialized()
+
+
+def test_a_world_is_not_made_beside_another() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    expected = (
+        "this process has a process group, and a simulated one would take its place; simulate in a process of its "
+        "own, or call torch.distributed.destroy_process_group() before"
+    )
+    try:
+        with pytest.raises(PlanError, match=re.escape(expected)):
+            world({"dp": 2}).__enter__()
+        assert dist.get_world_size() == 1, "the other one is as it was"
+    finally:
+        dist.destroy_process_group()
+
+
+def of_a_shard() -> int:
+    """The peak of one operation on a shard of 1 KiB of 8."""
+    with world({"dp": 8}) as mesh, FakeTensorMode(allow_non_fake_inputs=True), Ledger() as ledger:
+        ledger.enter_phase("one", "activations")
+        shard = DTensor.from_local(ones(1), mesh, [Shard(0)], run_check=False)
+        result = shard.sin()
+        assert ledger.total_bytes == 2 * KIBI
+    del result
+    return ledger.phases["one"].peak_bytes
+
+
+def test_trials_of_an_operation_on_the_global_shape_are_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert of_a_shard() == 2 * KIBI
+    monkeypatch.setattr(Ledger, "_mute_trials", lambda self, propagate: propagate)
+    assert of_a_shard() >= 9 * KIBI, "without this, they would be"
+
+
+def test_meshes_of_an_earlier_world_are_forgotten() -> None:
+    """DTensor would hand out a mesh that equals this one, with groups of other names."""
+    for groups_before in (3, 0):
+        with world({"dp": 2, "tp": 2}) as mesh:
+            for _ in range(groups_before):
+                dist.new_group([0, 1])
+            mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
+            partial = DTensor.from_local(ones(1).reshape(16, 16), mesh, [Shard(1)], run_check=False) @ (
+                DTensor.from_local(ones(1).reshape(16, 16), mesh, [Shard(0)], run_check=False)
+            )
+            partial.full_tensor()
+
+
+def test_arithmetic_and_memory_take_what_a_device_needs_for_them() -> None:
+    device = DEVICES["a100-80g"]
+    with FakeTensorMode(), Ledger(device) as ledger:
+        ledger.enter_phase("product", "activations")
+        layer = nn.Linear(4096, 4096, bias=False, dtype=torch.bfloat16)
+        left = torch.empty(8192, 4096, dtype=torch.bfloat16)
+        ledger.begin()
+        ledger.enter_phase("product", "activations")
+        product = layer(left)
+        ledger.enter_phase("copy", "activations")
+        copy = product.clone()
+    phase, copying = ledger.phases["product"], ledger.phases["copy"]
+    assert phase.flops == 2 * 8192 * 4096 * 4096
+    assert phase.compute_seconds == pytest.approx(phase.flops / (0.5 * 312e12))
+    assert copying.compute_seconds == pytest.approx(2 * product.numel() * 2 / 2039e9)
+    assert (copying.flops, copying.arithmetic_seconds) == (0, 0)
+    del copy, left
+    gc.collect()

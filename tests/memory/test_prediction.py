@@ -1,0 +1,108 @@
+"""The prediction beside real updates: what a process takes for one, and what the ledger counts of real tensors."""
+
+import functools
+import warnings
+from typing import Any
+
+import pytest
+
+from megabatch.simulate import Ledger, Simulated
+from megabatch.simulate.replica import Replica
+from tests.exact import launch
+from tests.memory.runs import Run, honest_malloc, predicted
+
+pytestmark = pytest.mark.slow
+MEASURED = {
+    "one rank": Run("flat"),
+    "ddp": Run("flat", "ddp", microbatches=2),
+    "fsdp2 last": Run("flat", "fsdp2", microbatches=2),
+    "fsdp2 every": Run("flat", "fsdp2", microbatches=2, sync="every"),
+}
+COUNTED = {
+    "plain": Run("toy", rows=2, tokens=16, microbatches=2),
+    "ddp last": Run("toy", "ddp", 2, 16, 2),
+    "ddp every": Run("toy", "ddp", 2, 16, 2, "every"),
+    "fsdp2 last": Run("toy", "fsdp2", 2, 16, 2),
+    "fsdp2 every": Run("toy", "fsdp2", 2, 16, 2, "every"),
+    "mixed": Run("toy", "fsdp2", 2, 16, 2, precision="mixed"),
+}
+MARGIN = 0.05
+MESSAGES = (2, 816, 408)  # calls, bytes gathered, bytes sent; of two ranks
+
+
+def first_of(found: dict[str, list[Any]]) -> dict[str, Any]:
+    """The values on rank 0."""
+    for ranks in found.values():
+        assert "error" not in ranks[0], ranks[0]["error"]
+    return {job: ranks[0]["value"] for job, ranks in found.items()}
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory) -> dict[str, Any]:
+    """Each in processes of its own, which nothing has touched."""
+    folder = tmp_path_factory.mktemp("measured")
+    jobs = {name: f"measured/{run}" for name, run in MEASURED.items()}
+    runs = [launch.Run(run.world, [jobs[name]], folder / str(number))
+            for number, (name, run) in enumerate(MEASURED.items())]  # fmt: skip
+    with honest_malloc():
+        found = launch.launch_all("tests.memory.runs:job", runs, folder)
+    values = first_of({job: ranks for each in found for job, ranks in each.items()})
+    return {name: values[job] for name, job in jobs.items()}
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory) -> dict[str, Any]:
+    jobs = {name: f"counted/{run}" for name, run in COUNTED.items()}
+    values: dict[str, Any] = {}
+    for world in (1, 2):
+        names = [job for name, job in jobs.items() if COUNTED[name].world == world]
+        values |= first_of(launch.launch(world, "tests.memory.runs:job", names, tmp_path_factory.mktemp(f"of{world}")))
+    return {name: values[job] for name, job in jobs.items()}
+
+
+@functools.cache
+def simulated(run: Run) -> Simulated:
+    return simulated_anew(run)
+
+
+def simulated_anew(run: Run) -> Simulated:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of transformers, about what it is going to rename
+        return predicted(run)
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_a_process_takes_what_was_predicted(measured: dict[str, Any], name: str) -> None:
+    ratio = simulated(MEASURED[name]).peak_bytes / measured[name]["peak_bytes"]
+    assert 1 - MARGIN < ratio < 1 + MARGIN, ratio
+
+
+def test_without_buckets_ddp_would_be_predicted_wrong(measured: dict[str, Any], monkeypatch) -> None:
+    monkeypatch.setattr(Replica, "forward", lambda replica, *inputs, **named: replica.module(*inputs, **named))
+    ratio = simulated_anew(MEASURED["ddp"]).peak_bytes / measured["ddp"]["peak_bytes"]
+    assert ratio < 1 - MARGIN, ratio
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_the_ledger_counts_on_real_tensors_what_it_counts_on_fake_ones(counted: dict[str, Any], name: str) -> None:
+    found = simulated(COUNTED[name])
+    ratio = found.peak_bytes / counted[name]["peak_bytes"]
+    assert 0.995 < ratio < 1.03, ratio  # fake operations keep a little more
+
+
+def test_without_resized_storages_fsdp2_would_be_predicted_wrong(counted: dict[str, Any], monkeypatch) -> None:
+    monkeypatch.setattr(Ledger, "_watch_resize", lambda ledger, resize: resize)
+    ratio = simulated_anew(COUNTED["fsdp2 every"]).peak_bytes / counted["fsdp2 every"]["peak_bytes"]
+    assert ratio > 1 + MARGIN, ratio
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_what_is_sent_is_what_real_ranks_send(counted: dict[str, Any], name: str) -> None:
+    run = COUNTED[name]
+    found = {f"{each.collective}:{each.axis}": [each.calls, each.buffer_bytes, each.sent_bytes]
+             for each in simulated(run).sent}  # fmt: skip
+    if run.axes:  # what the ranks tell each other before a call and after an update is not simulated
+        (axis,) = run.axes
+        gathered = found.get(f"all_gather:{axis}", [0, 0, 0])
+        found[f"all_gather:{axis}"] = [each + more for each, more in zip(gathered, MESSAGES, strict=True)]
+    assert counted[name]["sent"] == found
