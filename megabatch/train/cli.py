@@ -1,4 +1,4 @@
-"""The command line: `megabatch train | verify | export`.
+"""The command line: `megabatch train | plan | verify | export`.
 
 Everything wrong with what the user gave ends as one line on stderr and status 2.
 """
@@ -11,8 +11,9 @@ from typing import NoReturn
 from megabatch.errors import MegabatchError
 from megabatch.train.config import Config, ModelConfig, RunConfig, UpdateConfig
 from megabatch.train.folder import recipe_of
-from megabatch.train.help import help_text
+from megabatch.train.help import help_text, plan_help_text
 from megabatch.train.model.export import export
+from megabatch.train.plan.command import plan_recipe
 from megabatch.train.ranks import CRASHED, FAILED, FailedError, Meeting, drop_output, fail, join, meeting
 from megabatch.train.recipe import load_config
 from megabatch.train.trainer import Trainer
@@ -20,6 +21,8 @@ from megabatch.train.verification import plain_config, verify_recipe
 
 USAGE = """usage: megabatch train RECIPE [--section.key=value ...]       train; a run's folder as RECIPE goes on with it
        torchrun --nproc-per-node N -m megabatch train RECIPE [--section.key=value ...]
+       megabatch plan RECIPE [--world N] [--device NAME] [--memory 80GiB] [--bandwidth 235GB/s] [--length TOKENS]
+                             [--json] [--chart FILE] [--section.key=value ...]      what fits and what it costs
        megabatch verify RECIPE [--section.key=value ...]      cut against uncut, on its model, loss and data
        megabatch export RUN --to DIR [--step N|best|latest]   write a run's model as a Hugging Face folder
 
@@ -62,24 +65,27 @@ def command(arguments: list[str], met: Meeting) -> None:
         fail(met, f"megabatch: no command; {USAGE}", FAILED)
     elif arguments[0] in ("-h", "--help"):
         print(USAGE)
-    elif arguments[0] in ("train", "verify"):
+    elif arguments[0] in ("train", "plan", "verify"):
         with_recipe(arguments[0], arguments[1:], met)
     elif arguments[0] == "export":
         export_run(arguments[1:], met)
     else:
         raise MegabatchError(
-            f"unknown command {arguments[0]!r}; the commands are: megabatch train RECIPE, megabatch verify RECIPE, "
-            "megabatch export RUN --to DIR"
+            f"unknown command {arguments[0]!r}; the commands are: megabatch train RECIPE, megabatch plan RECIPE, "
+            "megabatch verify RECIPE, megabatch export RUN --to DIR"
         )
 
 
 def with_recipe(name: str, arguments: list[str], met: Meeting) -> None:
-    """Read the recipe, and train with it or verify it; or explain its keys."""
+    """Read the recipe, and train with it, plan it or verify it; or explain its keys."""
     recipe = Path(arguments[0]) if arguments and not arguments[0].startswith("-") else None
     if "-h" in arguments or "--help" in arguments:
-        print(help_text(EXAMPLE if recipe is None else load_config(recipe, [])))
+        explain = plan_help_text if name == "plan" else help_text
+        print(explain(EXAMPLE if recipe is None else load_config(recipe, [])))
     elif recipe is None:
         raise MegabatchError(f"no recipe; give the path of a TOML file first: megabatch {name} recipes/stdlib.toml")
+    elif name == "plan":
+        plan(recipe, arguments[1:], met)
     elif name == "verify":
         verify(load_config(recipe_of(recipe) if recipe.is_dir() else recipe, arguments[1:]), met)
     else:
@@ -93,6 +99,13 @@ def config_of(recipe: Path, overrides: list[str]) -> Config:
         return load_config(recipe, overrides)
     here = [f"--run.folder={recipe}", "--run.resume=true"]  # the folder may have been moved
     return load_config(recipe_of(recipe), [*here, *overrides])
+
+
+def plan(recipe: Path, arguments: list[str], met: Meeting) -> None:
+    """Print what fits and what it costs; on any machine, alone."""
+    if met.size > 1:
+        raise MegabatchError(f"plan runs in one process and was started in {met.size}; say --world {met.size} instead")
+    plan_recipe(recipe_of(recipe) if recipe.is_dir() else recipe, arguments)
 
 
 def verify(config: Config, met: Meeting) -> None:

@@ -11,6 +11,22 @@ WIDTH = 120
 ENDING = """On the command line: --section.key=value; none is no value, a,b,c a list, ["a", "b"] a list of paths."""
 TYPE_WORDS = {int: "whole number", float: "number", bool: "true | false", str: "text", dict: "table", list: "list"}
 
+PLAN_OPTIONS = {
+    "--world N": "processes, as torchrun would start them (1)",
+    "--device NAME": "a100-40g, a100-80g, h100, h200, b200, l40s, rtx4090, cpu (a100-80g)",
+    "--memory 80GiB": "memory of a rank (the device's)",
+    "--bandwidth 235GB/s": "what a rank can send inside a node, and at most between nodes (the device's)",
+    "--length TOKENS": "the longest sample (data.pack_tokens, data.max_sample_tokens, or the data are read)",
+    "--json": "every choice, as a list of objects",
+    "--chart FILE": "memory over one update of the best choice, as .png, .svg or .pdf",
+}
+
+
+def plan_help_text(config: Config) -> str:
+    """The options of `megabatch plan`, and the recipe's keys; a key on the command line is not chosen any more."""
+    options = [f"  {option:22}{text}" for option, text in PLAN_OPTIONS.items()]
+    return "\n".join(["megabatch plan RECIPE, with", *options, "and any key of the recipe:", "", help_text(config)])
+
 
 def help_text(config: Config) -> str:
     """Every key with the value that it has in this config, as a recipe and the command line write it."""

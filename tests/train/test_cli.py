@@ -33,12 +33,12 @@ def python(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_bad_recipe_ends_with_status_2_and_one_line(bench: Bench) -> None:
-    done = python("-m", "megabatch", "train", str(bench.recipe), "--update.batch_size=3", folder=bench.path)
-    assert done.returncode == 2
-    assert done.stderr == (
+    (done,) = bench.finish(update__batch_size=3)
+    assert done.status == 2
+    assert done.err == (
         "megabatch: unknown key update.batch_size on the command line; here it is update.micro_batch_size\n"
     )
-    assert done.stdout == ""
+    assert done.out == ""
     assert not bench.folder.exists()
 
 
@@ -71,17 +71,17 @@ def test_a_reader_that_goes_away_ends_it_without_a_traceback(bench: Bench, asks_
     assert done.returncode == 141
 
 
-def test_help_names_every_key_with_its_meaning(bench: Bench) -> None:
-    done = python("-m", "megabatch", "train", "--help", folder=bench.path)
-    assert done.returncode == 0
+def test_help_names_every_key_with_its_meaning(tmp_path: Path) -> None:
+    (done,) = Run(["train", "--help"], tmp_path, ranks=1).wait()
+    assert done.status == 0
     for text in (
         "update.global_batch_size = 32    (whole number)",
         "Samples of an update, over all ranks",
         'parallel.wrapper = none    ("ddp" | "fsdp2" | "replicate", or none)',
         "run.resume = false    (true | false)",
     ):
-        assert text in done.stdout
-    assert done.stderr == ""
+        assert text in done.out
+    assert done.err == ""
 
 
 def test_on_a_terminal_a_bar_shows_how_far_it_is(bench: Bench) -> None:
@@ -115,8 +115,8 @@ def test_without_the_extra_one_line_says_what_to_install(bench: Bench, name: str
     [
         (
             ["trane"],
-            "unknown command 'trane'; the commands are: megabatch train RECIPE, megabatch verify RECIPE, "
-            "megabatch export RUN --to DIR",
+            "unknown command 'trane'; the commands are: megabatch train RECIPE, megabatch plan RECIPE, "
+            "megabatch verify RECIPE, megabatch export RUN --to DIR",
         ),
         (["train"], "no recipe; give the path of a TOML file first: megabatch train recipes/stdlib.toml"),
         (

@@ -1,0 +1,56 @@
+"""Chart: memory over one update, stacked by what it is for."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from megabatch.simulate import CATEGORIES, Moment
+from megabatch.train.plan.rows import Row
+from megabatch.train.plan.sizes import GIB
+from megabatch.train.report import GRID, INK, MUTED, STYLE
+
+COLORS = {
+    "parameters": "#2f6db5",
+    "buffers": "#9db8d6",
+    "optimizer states": "#7a5ea8",
+    "gradients": "#b5395a",
+    "unsharded parameters": "#3a9ca6",
+    "unsharded gradients": "#e08aa0",
+    "communication": "#8a6d3b",
+    "activations": "#3c8d5a",
+    "temporaries": "#d9822b",
+}
+
+
+def draw_chart(path: Path, row: Row, limit_bytes: int, title: str) -> None:
+    """Write the picture of a row that was run."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(11, 5.5), layout="constrained")
+        axes = figure.subplots()
+        names = [name for name in CATEGORIES if any(moment.bytes.get(name) for moment in row.history)]
+        seconds = [moment.seconds for moment in row.history]
+        gib = [[moment.bytes.get(name, 0) / GIB for moment in row.history] for name in names]
+        axes.stackplot(seconds, gib, labels=names, colors=[COLORS[name] for name in names], step="post", linewidth=0)
+        top = max(map(sum, zip(*gib, strict=True)))
+        if limit_bytes / GIB < 3 * top:
+            axes.axhline(limit_bytes / GIB, color=INK, linestyle="--", linewidth=1.2, label="there for tensors")
+        for start, phase in starts(row.history):
+            axes.axvline(start, color=GRID, linewidth=1)
+            axes.annotate(
+                phase, (start, 1), xycoords=("data", "axes fraction"), xytext=(3, -3), textcoords="offset points",
+                va="top", fontsize=8, color=MUTED,
+            )  # fmt: skip
+        axes.set(
+            title=title, xlabel="seconds of computing in one update", ylabel="GiB of rank 0", xlim=(0, seconds[-1])
+        )
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), reverse=True)
+        figure.savefig(path, dpi=130)
+
+
+def starts(history: Sequence[Moment]) -> list[tuple[float, str]]:
+    """When each phase began; of those that begin together, the last."""
+    before = ["", *(moment.phase for moment in history)]
+    begun = zip(history, before, strict=False)
+    return list({moment.seconds: moment.phase for moment, phase in begun if moment.phase != phase}.items())
