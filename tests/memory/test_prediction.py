@@ -1,5 +1,6 @@
 """The prediction beside real updates: what a process takes for one, and what the ledger counts of real tensors."""
 
+import contextlib
 import functools
 import warnings
 from typing import Any
@@ -44,8 +45,10 @@ def measured(tmp_path_factory) -> dict[str, Any]:
     jobs = {name: f"measured/{run}" for name, run in MEASURED.items()}
     runs = [launch.Run(run.world, [jobs[name]], folder / str(number))
             for number, (name, run) in enumerate(MEASURED.items())]  # fmt: skip
-    with honest_malloc():
-        found = launch.launch_all("tests.memory.runs:job", runs, folder)
+    with honest_malloc():  # a process reads it when it begins
+        server = launch.Server()
+    with contextlib.closing(server):
+        found = launch.launch_all("tests.memory.runs:job", runs, folder, server=server)
     values = first_of({job: ranks for each in found for job, ranks in each.items()})
     return {name: values[job] for name, job in jobs.items()}
 
