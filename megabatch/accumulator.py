@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megabatch import gradient, way
 from megabatch.batch import Batch, Collate, Length, Microbatch, Samples
-from megabatch.contract import LossFunction, Term, Weigh, terms_given, weigh_of
+from megabatch.contract import JointLoss, LossFunction, Term, Weigh, terms_given, weigh_of
 from megabatch.cut import Plan, check_bound
 from megabatch.errors import LossContractError, MegabatchError, require_positive
 from megabatch.mesh import DataRanks
@@ -67,10 +67,12 @@ class GradientAccumulator:
         self._reducer = reducer_for(model, mesh)
         self._wide = Wide(self._reducer.parameters, accumulate_dtype)
         self._reducer.accumulate_in(self._wide)
-        bounds, ranks = (micro_batch_size, max_microbatch_tokens), self._reducer.ranks
-        policy = choose_policy(self._reducer, sync)
-        one_shape = isinstance(self._reducer, PipelineReducer)
-        self._cutter = Cutter(*bounds, collate, length, *policy, ranks.context_rank, ranks.context_degree, one_shape)
+        self._cutter = Cutter(
+            micro_batch_size=micro_batch_size, max_microbatch_tokens=max_microbatch_tokens,
+            collate=collate, length=length, choice=choose_policy(self._reducer, sync),
+            context_rank=self.ranks.context_rank, context_degree=self.ranks.context_degree,
+            one_shape=isinstance(self._reducer, PipelineReducer),
+        )  # fmt: skip
         self._last_sample: Samples | None = None
         self._stepping: StepInBackward | None = None
         self._open: OpenUpdate | None = None
@@ -106,7 +108,7 @@ class GradientAccumulator:
         """How this rank's part of a batch would be cut; runs nothing and asks no other rank."""
         return self._cutter.plan(self._cutter.samples(batch))
 
-    def forward_backward(self, batch: Batch, loss_fn: LossFunction) -> dict[str, Term]:
+    def forward_backward(self, batch: Batch, loss_fn: LossFunction | JointLoss) -> dict[str, Term]:
         """Add the gradient of this rank's samples to the open update; returns this rank's sums of this call.
 
         ``loss_fn(model, microbatch)`` returns ``(total, weight)`` or a mapping of names to such pairs. The first call

@@ -69,7 +69,7 @@ def loss(*, weigh: Weigh) -> Callable[[F], F]:
     return attach
 
 
-def weigh_of(loss_fn: LossFunction) -> Weigh | None:
+def weigh_of(loss_fn: LossFunction | JointLoss) -> Weigh | None:
     """The counting function that `loss` attached, if any."""
     return cast(Weigh | None, getattr(loss_fn, "weigh", None))
 

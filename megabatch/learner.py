@@ -7,7 +7,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from megabatch.accumulator import GradientAccumulator
 from megabatch.batch import Batch
-from megabatch.contract import LossFunction, Term
+from megabatch.contract import JointLoss, LossFunction, Term
 from megabatch.errors import LossContractError, PlanError
 from megabatch.update import Update
 
@@ -41,7 +41,7 @@ class Learner:
         self.max_norm = max_norm
         self.step = 0  # updates so far, stepped or not
 
-    def forward_backward(self, batch: Batch, loss_fn: LossFunction) -> dict[str, Term]:
+    def forward_backward(self, batch: Batch, loss_fn: LossFunction | JointLoss) -> dict[str, Term]:
         """Add this rank's samples to the update; returns this rank's sums of this call."""
         if self.max_norm is not None and self.gradient.steps_in_backward:
             raise PlanError(

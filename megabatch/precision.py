@@ -19,7 +19,7 @@ class Wide:
 
     Between `begin` and `finish` every ``p.grad`` is of that dtype: a backward's own gradient is widened and freed
     parameter by parameter, and what follows is added to it in place. Without a parameter to widen nothing is done.
-    FSDP2 hands over each reduced gradient in the parameter's dtype, as autograd does; only their sum is wide.
+    FSDP2 is told to hand over what it has reduced in that dtype too; autograd hands over the parameter's.
 
     Args:
         parameters: Those that are trained; plain, or the shards of FSDP2.

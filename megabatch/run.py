@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from megabatch.batch import Microbatch, to_device
 from megabatch.contract import Weigh
@@ -126,7 +128,7 @@ def _stand_in(
         if any(failed):
             raise told_failure(ranks, failure)
         sent = next(each for each in offers if each is not None) if offer is None else offer
-        return lambda: sent
+        return lambda: pytree.tree_map_only(Tensor, Tensor.clone, sent)  # a new one, since a loss may write to it
     return mine if num_microbatches > len(share.plan.microbatches) else None
 
 

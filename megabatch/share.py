@@ -64,8 +64,7 @@ class Cutter:
     max_microbatch_tokens: int | None
     collate: Collate | None
     length: Length | None
-    sync: str
-    reason: str
+    choice: tuple[str, str]  # the sync policy, and why it is this one
     context_rank: int = 0  # which stretch of each sequence this rank sees, and of how many
     context_degree: int = 1
     one_shape: bool = False  # whether every microbatch is filled up to the longest sample of all, as in a pipeline
@@ -81,7 +80,8 @@ class Cutter:
         if self.one_shape and tokens is not None:
             rows, tokens = equal_rows(samples.lengths, tokens), None
         (plan,) = cut.plan(samples.lengths, micro_batch_size=rows, max_microbatch_tokens=tokens)
-        return replace(plan, sync=self.sync, reason=self.reason)
+        sync, reason = self.choice
+        return replace(plan, sync=sync, reason=reason)
 
     def share(self, batch: Batch, weigh: Weigh | None) -> Share:
         """This rank's part of a call. Raises `PlanError` or `LossContractError` for what is wrong with it."""
