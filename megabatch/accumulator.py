@@ -15,10 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from megabatch import gradient, way
 from megabatch.batch import Batch, Collate, Length, Microbatch, Samples
 from megabatch.contract import JointLoss, LossFunction, Term, Weigh, terms_given, weigh_of
-from megabatch.cut import Plan, check_bound
+from megabatch.cut import Plan, check_bounds
 from megabatch.errors import LossContractError, MegabatchError, require_positive
+from megabatch.fit import Fit
 from megabatch.mesh import DataRanks
 from megabatch.precision import Wide, no_float16_autocast
+from megabatch.probe import Prober
 from megabatch.run import Agreement, Turn, agree, turns, with_stand_ins
 from megabatch.share import Cutter, Share
 from megabatch.stages import PipelineReducer
@@ -39,7 +41,9 @@ class GradientAccumulator:
             in a process group of several ranks is summed once per update.
         mesh: Names the axes where the model does not tell them; None reads the wrapper's own.
         micro_batch_size: Samples per forward. Give this, or
-        max_microbatch_tokens: padded tokens per forward, a hard cap.
+        max_microbatch_tokens: padded tokens per forward, a hard cap. "auto", or neither: the largest that fits, chosen
+            in the first `forward_backward` from a few small measured updates, which leave nothing behind; see `Fit`.
+        memory_bytes: What this rank may use on its device, for "auto"; None: nine tenths of what is free there.
         sync: "last" reduces gradients once per call, "every" with each microbatch, "replica_last" (for HSDP)
             reduce-scatters with each and all-reduces once per call; "auto" is what suits the wrapper.
         collate: Makes a microbatch of a list of samples; the default pads on the right.
@@ -56,29 +60,36 @@ class GradientAccumulator:
         *,
         mesh: DeviceMesh | None = None,
         micro_batch_size: int | None = None,
-        max_microbatch_tokens: int | None = None,
+        max_microbatch_tokens: int | str | None = None,
+        memory_bytes: int | None = None,
         sync: str = "auto",
         collate: Collate | None = None,
         length: Length | None = None,
         accumulate_dtype: torch.dtype | None = None,
     ) -> None:
-        check_bound(micro_batch_size, max_microbatch_tokens)
+        max_tokens = check_bounds(micro_batch_size, max_microbatch_tokens)
         self.model = model
         self._reducer = reducer_for(model, mesh)
         self._wide = Wide(self._reducer.parameters, accumulate_dtype)
         self._reducer.accumulate_in(self._wide)
         self._cutter = Cutter(
-            micro_batch_size=micro_batch_size, max_microbatch_tokens=max_microbatch_tokens,
+            micro_batch_size=micro_batch_size, max_microbatch_tokens=max_tokens,
             collate=collate, length=length, choice=choose_policy(self._reducer, sync),
             context_rank=self.ranks.context_rank, context_degree=self.ranks.context_degree,
             one_shape=isinstance(self._reducer, PipelineReducer),
         )  # fmt: skip
+        self._prober = Prober(model, self._reducer, self._wide, self._cutter, memory_bytes)
         self._last_sample: Samples | None = None
         self._stepping: StepInBackward | None = None
         self._open: OpenUpdate | None = None
         self._running = False  # inside a call, between its first microbatch and its last
         self._turn: Turn | None = None  # the microbatch that waits for its backward
         self.last_plan: Plan | None = None
+
+    @property
+    def fit(self) -> Fit | None:
+        """The bound that was chosen, and why; None where it was given, or is not chosen yet."""
+        return self._cutter.fit
 
     @property
     def ranks(self) -> DataRanks:
@@ -103,10 +114,20 @@ class GradientAccumulator:
     def step_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
         """From here on, step ``optimizer`` in each update's last backward, for less memory; see `StepInBackward`."""
         self._stepping = StepInBackward(optimizer, self._reducer)
+        self.reserve_for(optimizer)
+
+    def reserve_for(self, optimizer: torch.optim.Optimizer) -> None:
+        """Keep room for the states of ``optimizer``, for "auto"; without it for two to each trained element."""
+        self._prober.optimizer = optimizer
 
     def plan(self, batch: Batch) -> Plan:
         """How this rank's part of a batch would be cut; runs nothing and asks no other rank."""
         return self._cutter.plan(self._cutter.samples(batch))
+
+    def choose_bound(self, batch: Batch, loss_fn: LossFunction | JointLoss) -> None:
+        """Choose the bound for samples as long as the longest of this batch, if that is "auto" and not done."""
+        if self._open is None:  # else there are gradients
+            self._cutter = self._prober.fitted(self._cutter, batch, loss_fn)
 
     def forward_backward(self, batch: Batch, loss_fn: LossFunction | JointLoss) -> dict[str, Term]:
         """Add the gradient of this rank's samples to the open update; returns this rank's sums of this call.
@@ -115,6 +136,7 @@ class GradientAccumulator:
         after `finalize` drops the gradients that are there. Raises `PlanError` for the batch and `LossContractError`
         for the loss.
         """
+        self.choose_bound(batch, loss_fn)
         with self._call(batch, weigh_of(loss_fn)) as (share, agreement, opened):
             sums = way.run(self.model, loss_fn, share, agreement, self._reducer, opened)
         return {name: Term(total, torch.as_tensor(weight, dtype=total.dtype)) for name, (total, weight) in sums.items()}
