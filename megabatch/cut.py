@@ -117,8 +117,10 @@ def check_bound(micro_batch_size: int | None, max_microbatch_tokens: int | None)
     check_bounds(micro_batch_size, max_microbatch_tokens)
 
 
-def check_bounds(micro_batch_size: int | None, max_microbatch_tokens: int | str | None) -> int | None:
-    """The bound in tokens; None for "auto". Raise `PlanError` for both bounds, or one that is no positive number."""
+def check_bounds(
+    micro_batch_size: int | None, max_microbatch_tokens: int | str | None
+) -> tuple[int | None, int | None]:
+    """Both bounds, "auto" as None. Raises `PlanError` where both are given, or one that is no positive whole number."""
     if micro_batch_size is not None and max_microbatch_tokens is not None:
         raise PlanError(
             "both of micro_batch_size and max_microbatch_tokens given; "
@@ -127,8 +129,8 @@ def check_bounds(micro_batch_size: int | None, max_microbatch_tokens: int | str 
     if micro_batch_size is not None:
         require_count("micro_batch_size", micro_batch_size)
     if max_microbatch_tokens is None or max_microbatch_tokens == "auto":
-        return None
-    return require_count("max_microbatch_tokens", max_microbatch_tokens)
+        return micro_batch_size, None
+    return micro_batch_size, require_count("max_microbatch_tokens", max_microbatch_tokens)
 
 
 def priced(plan: Plan, cost: CostModel) -> Plan:
