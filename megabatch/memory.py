@@ -5,6 +5,7 @@ profiler runs, and the kernel what the process has and what there is; no other m
 """
 
 import contextlib
+import ctypes
 import gc
 import socket
 import time
@@ -57,6 +58,7 @@ def budget_of(device: torch.device, cap_bytes: float | None, ranks: DataRanks) -
     """What this rank uses and may use; collective. Raises `PlanError` for a device that cannot be measured."""
     hosts: list[str] = ranks.exchange_objects(socket.gethostname())
     gc.collect()
+    _trim()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         used, free = float(torch.cuda.memory_reserved(device)), float(torch.cuda.mem_get_info(device)[0])
@@ -66,6 +68,16 @@ def budget_of(device: torch.device, cap_bytes: float | None, ranks: DataRanks) -
         raise PlanError(f'memory of a device of type {device.type!r} cannot be measured for "auto"; {GIVE_A_BOUND}')
     limit = used + free * (1 - KEPT_FREE)
     return Budget(used, limit if cap_bytes is None else min(limit, cap_bytes), used + free)
+
+
+def device_text(device: torch.device) -> str:
+    """The device and its memory, by which another is told from it."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+    with contextlib.suppress(*UNREADABLE):
+        return f"{device.type}, {_table(PROC / 'meminfo')['MemTotal'] / 2**30:.0f} GiB"
+    return device.type
 
 
 @contextlib.contextmanager
@@ -114,6 +126,14 @@ def _measuring_cpu(needed: Needed) -> Generator[None]:
             total += each.cpu_memory_usage()
             needed.peak_bytes = max(needed.peak_bytes, total)
     needed.left_bytes = float(total)
+    del threads, events, start
+    _trim()
+
+
+def _trim() -> None:
+    """Give free pages back: what glibc keeps of a large measured microbatch would lie beside the small ones to come."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # of a system without it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class HighWater:

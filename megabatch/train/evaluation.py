@@ -150,11 +150,13 @@ def sum_terms(
     """
     sums: dict[str, Tensor] = {}
     loss_names: set[str] = set()
+    cap = update.max_microbatch_tokens
+    assert cap != "auto"  # chosen by now
     own = plan(
         lengths_of(samples, update),
         dp_degree=ranks.dp_degree,
         micro_batch_size=update.micro_batch_size,
-        max_microbatch_tokens=update.max_microbatch_tokens,
+        max_microbatch_tokens=cap,
     )[ranks.dp_rank]
     with console.progress(f"evaluating {name}", len(own.samples), "samples") as advance:
         for index, rows in enumerate(own.microbatches):
