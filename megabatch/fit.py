@@ -74,7 +74,7 @@ def next_rows(measured: Sequence[Measured], space: Space, most_rows: int) -> int
     if low is None:
         return None
     sure = low.rows * _ratio(space.allowed, low.num_bytes)
-    aim = max(sure, _along_line(measured, low, over, space.allowed * (1 - 1 / NEARBY)))
+    aim = max(sure, _along_line(measured, low, over, space.allowed))
     if len(measured) == 1:
         aim = max(aim, 2)  # for a line
     reach = max(low.rows * _ratio(space.there, low.num_bytes), 2 * low.rows if len(measured) > 1 else 1)
@@ -123,13 +123,16 @@ def smallest_not_fitting(measured: Sequence[Measured], space: Space) -> Measured
 
 
 def _along_line(measured: Sequence[Measured], low: Measured, over: Measured | None, num_bytes: float) -> float:
-    """Rows at which the line through the nearest two measurements comes to ``num_bytes``; 0 without two."""
+    """Rows, or a little fewer, for which the line through the nearest two measurements says ``num_bytes``.
+
+    0 without two.
+    """
     below = [each for each in measured if each.rows < low.rows]
     if over is None and not below:
         return 0.0
     first, second = (low, over) if over is not None else (max(below, key=lambda each: each.rows), low)
     slope = (second.num_bytes - first.num_bytes) / (second.rows - first.rows)
-    return low.rows + max(0.0, num_bytes - low.num_bytes) / max(slope, 1.0)
+    return low.rows + (1 - 1 / NEARBY) * max(0.0, num_bytes - low.num_bytes) / max(slope, 1e-9)
 
 
 def _ratio(whole: float, part: float) -> float:

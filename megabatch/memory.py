@@ -54,18 +54,22 @@ class Needed:
     seconds: float = 0.0
 
 
+def check_device(device: torch.device) -> None:
+    """Raise `PlanError` for a device that cannot be measured."""
+    if device.type not in ("cpu", "cuda"):
+        raise PlanError(f'memory of a device of type {device.type!r} cannot be measured for "auto"; {GIVE_A_BOUND}')
+
+
 def budget_of(device: torch.device, cap_bytes: float | None, ranks: DataRanks) -> Budget:
-    """What this rank uses and may use; collective. Raises `PlanError` for a device that cannot be measured."""
+    """What this rank uses and may use; collective. Raises `PlanError` where the system does not tell."""
     hosts: list[str] = ranks.exchange_objects(socket.gethostname())
     gc.collect()
     _trim()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         used, free = float(torch.cuda.memory_reserved(device)), float(torch.cuda.mem_get_info(device)[0])
-    elif device.type == "cpu":
-        used, free = resident_bytes(), free_bytes() / hosts.count(socket.gethostname())
     else:
-        raise PlanError(f'memory of a device of type {device.type!r} cannot be measured for "auto"; {GIVE_A_BOUND}')
+        used, free = resident_bytes(), free_bytes() / hosts.count(socket.gethostname())
     limit = used + free * (1 - KEPT_FREE)
     return Budget(used, limit if cap_bytes is None else min(limit, cap_bytes), used + free)
 
@@ -111,7 +115,7 @@ def _measuring_cpu(needed: Needed) -> Generator[None]:
         _enable_profiler_legacy(config)
     except RuntimeError:
         raise PlanError(
-            f'a profiler runs, and "auto" measures memory with torch\'s own; start it after the bound is chosen, or '
+            "a profiler runs, and memory is measured with torch's own; start it after the bound is chosen, or "
             f"{GIVE_A_BOUND}"
         ) from None
     try:

@@ -20,7 +20,7 @@ from megabatch.contract import JointLoss, LossFunction, terms_of, weigh_of
 from megabatch.cut import Plan
 from megabatch.errors import MegabatchError, PlanError, require_positive
 from megabatch.fit import Fit, Measured, Space, bound_tokens, cost_of, in_gib, search
-from megabatch.memory import GIVE_A_BOUND, Budget, budget_of, bytes_to_come, measuring
+from megabatch.memory import GIVE_A_BOUND, Budget, budget_of, bytes_to_come, check_device, measuring
 from megabatch.plain import PlainReducer, local
 from megabatch.precision import Wide, no_float16_autocast
 from megabatch.run import Agreement, told_failure, turns
@@ -58,6 +58,7 @@ class Prober:
 
     def _check_auto(self) -> None:
         """Raise `PlanError` for what a measured microbatch would not leave as it was, or does not tell."""
+        check_device(self.reducer.device)
         if isinstance(self.reducer, PipelineReducer):
             raise PlanError(
                 "a Pipeline runs the microbatches of a call together, so that one does not tell what fits, and "
@@ -115,11 +116,11 @@ class Prober:
         measured = search(updates.measure, lambda: updates.space, longest.most_rows)
         tokens = bound_tokens(measured, updates.space, longest.tokens)
         if tokens is None:
+            left = max(0.0, updates.space.allowed)
             raise PlanError(
-                f"one sample of {longest.tokens} tokens needs {in_gib(measured[0].num_bytes)} beside the "
-                f"{in_gib(updates.stays_bytes)} of parameters, gradients and states, more than the "
-                f"{in_gib(updates.limit_bytes)} that may be used; give more memory, shorten it, shard the model or "
-                "recompute activations"
+                f"one sample of {longest.tokens} tokens needs {in_gib(measured[0].num_bytes)}, and parameters, "
+                f"gradients and states leave {in_gib(left)} of the {in_gib(updates.limit_bytes)} that may be used; give "
+                "more memory, shorten it, shard the model or recompute activations"
             )
         cost = cost_of(measured, updates.space, updates.stays_bytes, longest.tokens)
         return Fit(tokens, cost, longest.tokens, tuple(measured), updates.limit_bytes)

@@ -108,7 +108,7 @@ class Compared:
         self._high_water = HighWater(self._ranks.device) if self._num_updates == COMPARED else None
 
     def row(self, predicted_bytes: float | None, console: Console) -> dict[str, float]:
-        """After it: both peaks, of the rank that came highest in each, said too; empty but for one update. Collective."""
+        """After it: both peaks, of the rank that came highest in each; empty but for one update. Collective."""
         if self._num_updates != COMPARED or self._high_water is None or predicted_bytes is None:
             return {}
         peaks = [float(text) for text in self._ranks.gather(repr(self._high_water.bytes() or 0.0))]
