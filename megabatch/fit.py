@@ -39,7 +39,8 @@ class Fit:
     cost: CostModel
     longest_tokens: int  # of the samples that were measured
     measured: tuple[Measured, ...]  # in their turn
-    limit_bytes: float  # for everything on this rank: parameters, gradients, the optimizer's states, a microbatch
+    limit_bytes: float  # for everything on a rank: parameters, gradients, the optimizer's states, a microbatch
+    allowed_bytes: float  # of it for an update: its samples, gradients and microbatches; the least over all ranks
 
     def explain(self) -> str:
         """The choice in words, for a person: one line."""

@@ -119,11 +119,11 @@ class Prober:
             left = max(0.0, updates.space.allowed)
             raise PlanError(
                 f"one sample of {longest.tokens} tokens needs {in_gib(measured[0].num_bytes)}, and parameters, "
-                f"gradients and states leave {in_gib(left)} of the {in_gib(updates.limit_bytes)} that may be used; give "
-                "more memory, shorten it, shard the model or recompute activations"
+                f"gradients and states leave {in_gib(left)} of the {in_gib(updates.limit_bytes)} that may be used; "
+                "give more memory, shorten it, shard the model or recompute activations"
             )
         cost = cost_of(measured, updates.space, updates.stays_bytes, longest.tokens)
-        return Fit(tokens, cost, longest.tokens, tuple(measured), updates.limit_bytes)
+        return Fit(tokens, cost, longest.tokens, tuple(measured), updates.limit_bytes, updates.allowed_bytes)
 
     @contextlib.contextmanager
     def _as_before(self) -> Generator[None]:
@@ -186,7 +186,8 @@ class _Updates:
         self._prober, self._cutter, self._longest, self._loss_fn = prober, cutter, longest, loss_fn
         self.budget = Budget(0.0, 0.0, 0.0)
         self.space = Space(0.0, 0.0)
-        self.stays_bytes = self.limit_bytes = 0.0  # the most that a rank keeps, the least that one may use
+        self.stays_bytes = 0.0  # the most that a rank keeps from microbatch to microbatch
+        self.limit_bytes = self.allowed_bytes = 0.0  # the least that a rank may use, and of it for an update
 
     def measure(self, rows: int) -> Measured:
         """What a microbatch of so many rows takes, in an update of a few; collective."""
@@ -196,12 +197,13 @@ class _Updates:
         with measuring(reducer.device) as needed, no_float16_autocast(reducer.models):
             self._run(share)
         self._prober.forget()
-        own = needed.left_bytes + self._own_bytes(share, rows)
-        stays = self.budget.used + own + bytes_to_come(self._prober.optimizer, reducer.parameters)
+        before = self.budget.used + bytes_to_come(self._prober.optimizer, reducer.parameters)
+        stays = before + needed.left_bytes + self._own_bytes(share, rows)
         told = [needed.peak_bytes - needed.left_bytes, needed.seconds / NUM_RUN, stays]
-        told += [self.budget.limit - stays, self.budget.there - stays, self.budget.limit]
-        peaks, seconds, kept, allowed, there, limits = zip(*reducer.ranks.exchange(told), strict=True)
-        self.space, self.stays_bytes, self.limit_bytes = Space(min(allowed), min(there)), max(kept), min(limits)
+        told += [self.budget.limit - stays, self.budget.there - stays, self.budget.limit, self.budget.limit - before]
+        peaks, seconds, kept, allowed, there, limits, for_updates = zip(*reducer.ranks.exchange(told), strict=True)
+        self.space, self.stays_bytes = Space(min(allowed), min(there)), max(kept)
+        self.limit_bytes, self.allowed_bytes = min(limits), min(for_updates)
         return Measured(rows, max(peaks), max(seconds))
 
     def _share(self, rows: int) -> Share:

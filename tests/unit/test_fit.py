@@ -73,7 +73,7 @@ def test_a_cost_goes_through_the_largest_that_fit() -> None:
 def test_the_choice_is_told_in_one_line() -> None:
     measured = [Measured(1, 70.0, 0.5), Measured(4, 280.0, 0.5)]
     cost = cost_of(measured, Space(300, 300), 2.0**30, LONGEST)
-    text = Fit(428, cost, LONGEST, tuple(measured), 2.0**31).explain()
+    text = Fit(428, cost, LONGEST, tuple(measured), 2.0**31, 300).explain()
     assert text == (
         "max_microbatch_tokens 428: predicted peak 1.00 GiB of 2.00 GiB, measured with 1, 4 samples of 100 tokens"
     )
