@@ -35,6 +35,8 @@ class NoisyLM(nn.Module):
 
     def encode(self, input_ids: Tensor) -> Tensor:
         self.num_calls = self.num_calls + 1
+        if self.num_calls == 3:
+            self.dropout.eval()
         hidden = self.embedding(input_ids)  # [B, T, H]
         hidden = self.blocks[1](torch.relu(self.blocks[0](self.dropout(hidden))))
         return self.norm(hidden.flatten(0, 1)).view_as(hidden)

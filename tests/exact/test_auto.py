@@ -9,7 +9,7 @@ pytestmark = pytest.mark.slow
 JOBS = [
     "plain:1:auto", "plain:2:auto", "plain:3:auto", "ddp:2:auto", "ddp:3:auto", "ddp:2:every", "ddp-find-unused:2:auto",
     "ddp-bucket-view:2:auto", "fsdp2:1:auto", "fsdp2:2:auto", "fsdp2:3:auto", "fsdp2:2:last", "hsdp:2:auto",
-    "replicate:2:auto", "fsdp1:2:auto", "fsdp1:2:last",
+    "replicate:2:auto", "tp:2:auto", "fsdp1:2:auto", "fsdp1:2:last",
 ]  # fmt: skip
 
 
