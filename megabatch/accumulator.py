@@ -4,7 +4,7 @@ It knows no optimizer, no schedule, no source of data and no file.
 """
 
 import contextlib
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +13,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megabatch import gradient, way
-from megabatch.batch import Batch, Collate, Length, Microbatch, Samples
+from megabatch.batch import Batch, Collate, Length, Microbatch
 from megabatch.contract import JointLoss, LossFunction, Term, Weigh, terms_given, weigh_of
-from megabatch.cut import Plan, check_bound
-from megabatch.errors import LossContractError, MegabatchError, require_positive
-from megabatch.mesh import DataRanks
+from megabatch.cut import Plan, check_bounds
+from megabatch.errors import LossContractError, MegabatchError, check_positive
+from megabatch.fit import Fit
 from megabatch.precision import Wide, no_float16_autocast
+from megabatch.probe import Prober
 from megabatch.run import Agreement, Turn, agree, turns, with_stand_ins
 from megabatch.share import Cutter, Share
 from megabatch.stages import PipelineReducer
@@ -39,7 +40,9 @@ class GradientAccumulator:
             in a process group of several ranks is summed once per update.
         mesh: Names the axes where the model does not tell them; None reads the wrapper's own.
         micro_batch_size: Samples per forward. Give this, or
-        max_microbatch_tokens: padded tokens per forward, a hard cap.
+        max_microbatch_tokens: padded tokens per forward, a hard cap. "auto", or neither: the largest that fits, chosen
+            in the first `forward_backward` from a few small measured updates, which leave nothing behind; see `Fit`.
+        memory_bytes: What this rank may use on its device, for "auto"; None: nine tenths of what is free there.
         sync: "last" reduces gradients once per call, "every" with each microbatch, "replica_last" (for HSDP)
             reduce-scatters with each and all-reduces once per call; "auto" is what suits the wrapper.
         collate: Makes a microbatch of a list of samples; the default pads on the right.
@@ -56,34 +59,30 @@ class GradientAccumulator:
         *,
         mesh: DeviceMesh | None = None,
         micro_batch_size: int | None = None,
-        max_microbatch_tokens: int | None = None,
+        max_microbatch_tokens: int | str | None = None,
+        memory_bytes: int | None = None,
         sync: str = "auto",
         collate: Collate | None = None,
         length: Length | None = None,
         accumulate_dtype: torch.dtype | None = None,
     ) -> None:
-        check_bound(micro_batch_size, max_microbatch_tokens)
+        bounds = check_bounds(micro_batch_size, max_microbatch_tokens)
         self.model = model
         self._reducer = reducer_for(model, mesh)
         self._wide = Wide(self._reducer.parameters, accumulate_dtype)
         self._reducer.accumulate_in(self._wide)
-        self._cutter = Cutter(
-            micro_batch_size=micro_batch_size, max_microbatch_tokens=max_microbatch_tokens,
-            collate=collate, length=length, choice=choose_policy(self._reducer, sync),
-            context_rank=self.ranks.context_rank, context_degree=self.ranks.context_degree,
-            one_shape=isinstance(self._reducer, PipelineReducer),
-        )  # fmt: skip
-        self._last_sample: Samples | None = None
+        self.ranks = ranks = self._reducer.ranks  # those that work on an update
+        choice, one_shape = choose_policy(self._reducer, sync), isinstance(self._reducer, PipelineReducer)
+        self._cutter = Cutter(*bounds, collate, length, choice, ranks.context_rank, ranks.context_degree, one_shape)
+        self._prober = Prober(model, self._reducer, self._wide, self._cutter, memory_bytes)
+        self._remembered: Callable[[], Microbatch | None] = lambda: None  # a sample of an earlier call
         self._stepping: StepInBackward | None = None
+        self.steps_in_backward = False  # before `finalize` could scale a gradient
         self._open: OpenUpdate | None = None
         self._running = False  # inside a call, between its first microbatch and its last
         self._turn: Turn | None = None  # the microbatch that waits for its backward
         self.last_plan: Plan | None = None
-
-    @property
-    def ranks(self) -> DataRanks:
-        """The ranks that work on an update."""
-        return self._reducer.ranks
+        self.fit: Fit | None = None  # the bound that was chosen, and why, where none was given
 
     @property
     def open_update(self) -> OpenUpdate | None:
@@ -95,18 +94,24 @@ class GradientAccumulator:
         """Whether the microbatch that runs is counted, as a stand-in is not; None where none runs by itself."""
         return self._reducer.is_counting
 
-    @property
-    def steps_in_backward(self) -> bool:
-        """Whether an optimizer steps before `finalize` could scale a gradient."""
-        return self._stepping is not None
-
     def step_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
         """From here on, step ``optimizer`` in each update's last backward, for less memory; see `StepInBackward`."""
-        self._stepping = StepInBackward(optimizer, self._reducer)
+        self._stepping, self.steps_in_backward = StepInBackward(optimizer, self._reducer), True
+        self.reserve_for(optimizer)
+
+    def reserve_for(self, optimizer: torch.optim.Optimizer) -> None:
+        """Keep room for the states of ``optimizer``, for "auto"; without it for two to each trained element."""
+        self._prober.optimizer = optimizer
 
     def plan(self, batch: Batch) -> Plan:
         """How this rank's part of a batch would be cut; runs nothing and asks no other rank."""
         return self._cutter.plan(self._cutter.samples(batch))
+
+    def choose_bound(self, batch: Batch, loss_fn: LossFunction | JointLoss) -> None:
+        """Choose the bound for samples as long as the longest of this batch, if that is "auto" and not done."""
+        if self._open is None:  # else there are gradients
+            self._cutter = self._prober.fitted(self._cutter, batch, loss_fn)
+            self.fit = self._cutter.fit
 
     def forward_backward(self, batch: Batch, loss_fn: LossFunction | JointLoss) -> dict[str, Term]:
         """Add the gradient of this rank's samples to the open update; returns this rank's sums of this call.
@@ -115,6 +120,7 @@ class GradientAccumulator:
         after `finalize` drops the gradients that are there. Raises `PlanError` for the batch and `LossContractError`
         for the loss.
         """
+        self.choose_bound(batch, loss_fn)
         with self._call(batch, weigh_of(loss_fn)) as (share, agreement, opened):
             sums = way.run(self.model, loss_fn, share, agreement, self._reducer, opened)
         return {name: Term(total, torch.as_tensor(weight, dtype=total.dtype)) for name, (total, weight) in sums.items()}
@@ -140,7 +146,7 @@ class GradientAccumulator:
         share, agreement = agree(self._reducer.ranks, lambda: self._cutter.share(batch, weigh), weigh, self._remembered)
         agreement = way.filled(self._reducer, share, agreement)
         if len(share.samples) and self._reducer.ranks.num_all > 1:
-            self._last_sample = share.samples.last()
+            self._remembered = share.samples.last().stand_in
         if self._open is None:
             self._reducer.check_unchanged()
             gradient.drop(self._reducer.parameters)
@@ -173,7 +179,6 @@ class GradientAccumulator:
         """Close the update: ``p.grad`` is its gradient from here on, clipped to ``max_norm`` if that is given.
 
         Without ``max_norm`` no gradient is looked at, and ``update.finite`` speaks of the losses alone.
-
         ``weight`` replaces what the total is divided by. An update without weight leaves every ``p.grad`` None (zeros
         on a device and without ``weigh``, where only the device knows). A weight that was counted as one number and
         returned as another raises `LossContractError` here on the CPU; on a device, where looking would wait, it
@@ -184,9 +189,7 @@ class GradientAccumulator:
                 "finalize() closes the update that forward_backward() opened; none is open, "
                 "and one that was left half-way is forgotten"
             )
-        for name, value in {"max_norm": max_norm, "weight": weight}.items():
-            if value is not None:
-                require_positive(name, value)
+        check_positive(max_norm=max_norm, weight=weight)
         if self._stepping is not None:
             self._stepping.check_finalize(max_norm, weight)
         opened, self._open = self._open, None
@@ -207,9 +210,6 @@ class GradientAccumulator:
                 gradient.scale(parameters, factor)
         self._wide.finish()
         return update
-
-    def _remembered(self) -> Microbatch | None:
-        return None if self._last_sample is None else self._last_sample.stand_in()
 
     def _abandon(self) -> None:
         """An update happens whole or not at all: forget what was accumulated."""

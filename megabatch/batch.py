@@ -138,6 +138,13 @@ class Samples:
         rows = {name: tensor[-1:].clone() for name, tensor in self._rows.items()}
         return Samples(rows, self._collate, self._length, self._part)
 
+    def one(self, index: int) -> Any:
+        """The sample at ``index``, on its own memory, as an element of a list of samples."""
+        if self._rows is not None:
+            return {name: tensor[index].clone() for name, tensor in self._rows.items()}
+        sample = self._list[index] if self.deferred is None else self._loaded(index)
+        return pytree.tree_map_only(Tensor, Tensor.clone, sample)
+
     def stand_in(self) -> Microbatch:
         """The last sample as a microbatch of its own."""
         return self.take([len(self) - 1])

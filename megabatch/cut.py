@@ -4,7 +4,7 @@ Pure: lengths in, a frozen plan out. It knows no tensor, model or process group.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megabatch.cost import CostModel
 from megabatch.errors import PlanError, require_count
@@ -93,16 +93,8 @@ def plan(
     plans: list[Plan] = []
     for share, cut in zip(shares, cuts, strict=True):
         own = tuple(lengths[sample] for sample in share)
-        shapes = [(len(rows), max(own[row] for row in rows)) for rows in cut]
-        plans.append(
-            Plan(
-                microbatches=pad_with_stand_ins(cut, num_microbatches),
-                lengths=own,
-                samples=tuple(share),
-                seconds=sum(cost.seconds(*shape) for shape in shapes) if cost else None,
-                peak_bytes=max((cost.peak_bytes(*shape) for shape in shapes), default=0.0) if cost else None,
-            )
-        )
+        made = Plan(pad_with_stand_ins(cut, num_microbatches), own, tuple(share))
+        plans.append(made if cost is None else priced(made, cost))
     return plans
 
 
@@ -117,16 +109,38 @@ def pad_with_stand_ins(microbatches: Sequence[tuple[int, ...]], num_microbatches
 
 def check_bound(micro_batch_size: int | None, max_microbatch_tokens: int | None) -> None:
     """Raise `PlanError` unless exactly one of the two bounds is given, as a positive whole number."""
-    if (micro_batch_size is None) == (max_microbatch_tokens is None):
-        given = "neither" if micro_batch_size is None else "both"
+    if micro_batch_size is None and max_microbatch_tokens is None:
         raise PlanError(
-            f"{given} of micro_batch_size and max_microbatch_tokens given; "
+            "neither of micro_batch_size and max_microbatch_tokens given; "
+            "give one: samples per forward, or padded tokens per forward"
+        )
+    check_bounds(micro_batch_size, max_microbatch_tokens)
+
+
+def check_bounds(
+    micro_batch_size: int | None, max_microbatch_tokens: int | str | None
+) -> tuple[int | None, int | None]:
+    """Both bounds, "auto" as None. Raises `PlanError` where both are given, or one that is no positive whole number."""
+    if micro_batch_size is not None and max_microbatch_tokens is not None:
+        raise PlanError(
+            "both of micro_batch_size and max_microbatch_tokens given; "
             "give one: samples per forward, or padded tokens per forward"
         )
     if micro_batch_size is not None:
         require_count("micro_batch_size", micro_batch_size)
-    else:
-        require_count("max_microbatch_tokens", max_microbatch_tokens)
+    if max_microbatch_tokens is None or max_microbatch_tokens == "auto":
+        return micro_batch_size, None
+    return micro_batch_size, require_count("max_microbatch_tokens", max_microbatch_tokens)
+
+
+def priced(plan: Plan, cost: CostModel) -> Plan:
+    """The plan with what it costs, stand-ins left out."""
+    shapes = [(len(rows), max(plan.lengths[row] for row in rows)) for rows in plan.microbatches if rows]
+    return replace(
+        plan,
+        seconds=sum(cost.seconds(*shape) for shape in shapes),
+        peak_bytes=max((cost.peak_bytes(*shape) for shape in shapes), default=0.0),
+    )
 
 
 def check_lengths(lengths: Sequence[int], max_microbatch_tokens: int | None) -> None:

@@ -38,3 +38,10 @@ def require_positive(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < math.inf:
         raise PlanError(f"{name} is {value!r}; expected a positive number")
     return float(value)
+
+
+def check_positive(**values: object) -> None:
+    """Raise `PlanError` for a value that is neither None nor a positive finite number, by the name it is given."""
+    for name, value in values.items():
+        if value is not None:
+            require_positive(name, value)

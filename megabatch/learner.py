@@ -39,6 +39,7 @@ class Learner:
         self.gradient = gradient
         self.scheduler = scheduler
         self.max_norm = max_norm
+        gradient.reserve_for(optimizer)
         self.step = 0  # updates so far, stepped or not
 
     def forward_backward(self, batch: Batch, loss_fn: LossFunction | JointLoss) -> dict[str, Term]:

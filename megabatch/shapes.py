@@ -65,6 +65,8 @@ def difference(found: Any, expected: Sequence[Tensor]) -> str | None:
 
 def in_one_shape(calls: Sequence[Inputs]) -> list[Inputs]:
     """All microbatches as large as the largest: their last row is repeated, and dim 1 gets zeros on the right."""
+    if not calls:
+        return []
     flat, specs = zip(*(pytree.tree_flatten(tuple(each)) for each in calls), strict=True)
     kinds = [[(type(leaf), getattr(leaf, "ndim", 0), getattr(leaf, "dtype", 0)) for leaf in leaves] for leaves in flat]
     if any(spec != specs[0] for spec in specs) or any(each != kinds[0] for each in kinds):

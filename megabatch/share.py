@@ -9,6 +9,7 @@ from megabatch.batch import Batch, Collate, Length, Microbatch, Samples
 from megabatch.contract import PAIR_NAME, Weigh, counted_weights
 from megabatch.cut import Plan
 from megabatch.errors import LossContractError, PlanError
+from megabatch.fit import Fit
 from megabatch.shapes import equal_rows
 
 MAX_WEIGHED_TERMS = 8  # the message between ranks has a fixed size
@@ -68,6 +69,12 @@ class Cutter:
     context_rank: int = 0  # which stretch of each sequence this rank sees, and of how many
     context_degree: int = 1
     one_shape: bool = False  # whether every microbatch is filled up to the longest sample of all, as in a pipeline
+    fit: Fit | None = None  # the bound that was chosen where none was given
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the bound is to be chosen."""
+        return self.micro_batch_size is None and self.max_microbatch_tokens is None
 
     def samples(self, batch: Batch) -> Samples:
         """The batch seen as samples."""
@@ -77,11 +84,21 @@ class Cutter:
     def plan(self, samples: Samples) -> Plan:
         """How they are cut into microbatches."""
         rows, tokens = self.micro_batch_size, self.max_microbatch_tokens
+        if self.fit is not None:
+            tokens = self.fit.max_microbatch_tokens
+        elif self.is_auto and len(samples):
+            raise PlanError(
+                'max_microbatch_tokens is "auto" and the first forward_backward() or choose_bound() chooses the bound, '
+                "from the loss and its samples; call one of them before, or give max_microbatch_tokens="
+            )
+        elif self.is_auto:
+            rows = 1  # of no samples
         if self.one_shape and tokens is not None:
             rows, tokens = equal_rows(samples.lengths, tokens), None
         (plan,) = cut.plan(samples.lengths, micro_batch_size=rows, max_microbatch_tokens=tokens)
         sync, reason = self.choice
-        return replace(plan, sync=sync, reason=reason)
+        plan = replace(plan, sync=sync, reason=reason)
+        return plan if self.fit is None else cut.priced(plan, self.fit.cost)
 
     def share(self, batch: Batch, weigh: Weigh | None) -> Share:
         """This rank's part of a call. Raises `PlanError` or `LossContractError` for what is wrong with it."""

@@ -14,9 +14,11 @@ NAMES = {
 }  # fmt: skip
 
 SIGNATURES = {
-    GradientAccumulator: "(model, *, mesh=None, micro_batch_size=None, max_microbatch_tokens=None, sync='auto', "
-    "collate=None, length=None, accumulate_dtype=None)",
+    GradientAccumulator: "(model, *, mesh=None, micro_batch_size=None, max_microbatch_tokens=None, memory_bytes=None, "
+    "sync='auto', collate=None, length=None, accumulate_dtype=None)",
     GradientAccumulator.forward_backward: "(self, batch, loss_fn)",
+    GradientAccumulator.choose_bound: "(self, batch, loss_fn)",
+    GradientAccumulator.reserve_for: "(self, optimizer)",
     GradientAccumulator.microbatches: "(self, batch, weigh=None)",
     GradientAccumulator.backward: "(self, total, weight=None)",
     GradientAccumulator.finalize: "(self, *, max_norm=None, weight=None)",

@@ -11,6 +11,7 @@ import megabatch
 from megabatch import Learner
 from tests.exact.launch import launch
 from tests.unit.failures import (
+    auto,
     batches,
     context,
     contract,
@@ -31,13 +32,17 @@ LIBRARY = sorted(Path(megabatch.__file__).parent.glob("*.py"))
 ERRORS = {"MegabatchError", "PlanError", "LossContractError"}
 ALONE = {
     name: failure
-    for part in (sizes, batches, contract, loop, context, joint, experts, foreign, precision)
+    for part in (sizes, batches, contract, loop, context, joint, experts, foreign, precision, auto)
     for name, failure in part.FAILURES.items()
 }
 IN_A_GROUP = (
     wrappers.FAILURES
     | pipeline.FAILURES
-    | {name: failure for part in (context, experts, foreign, precision) for name, failure in part.IN_A_GROUP.items()}
+    | {
+        name: failure
+        for part in (context, experts, foreign, precision, auto)
+        for name, failure in part.IN_A_GROUP.items()
+    }
 )
 
 

@@ -124,9 +124,12 @@ class UpdateConfig(Section):
     global_batch_size: Count
     """Required. Samples of an update, over all ranks. The dial: it alone decides what is learned from an update."""
     micro_batch_size: Count | None = None
-    """Samples of one forward on one rank. This or max_microbatch_tokens is required."""
-    max_microbatch_tokens: Count | None = None
-    """Tokens of one forward on one rank, padding included. This or micro_batch_size is required."""
+    """Samples of one forward on one rank. This or max_microbatch_tokens."""
+    max_microbatch_tokens: Count | Literal["auto"] | None = None
+    """Tokens of one forward on one rank, padding included. "auto", or neither: the most that fits, measured before the
+    first update and kept with the checkpoint."""
+    memory: str | None = None
+    """What "auto" may use of each rank's device: "20GiB". None: nine tenths of what is free."""
     sync: Literal["auto", "last", "every", "replica_last"] = "auto"
     """When ranks sum their gradients: with the last microbatch, with every one, across replicas with the last one only
     (hsdp), or as the wrapper does it cheapest."""

@@ -187,6 +187,7 @@ def sum_terms(
 def cut(samples: Sequence[Any], update: UpdateConfig, ranks: Ranks) -> Plan:
     """This rank's microbatches of a set, as many as any other's; under a pipeline all are filled up to one shape."""
     lengths, rows, tokens = lengths_of(samples, update), update.micro_batch_size, update.max_microbatch_tokens
+    assert tokens != "auto"  # chosen by now
     if ranks.layout.pp > 1 and tokens is not None:
         rows, tokens = equal_rows(lengths, tokens), None
     plans = plan(lengths, dp_degree=ranks.dp_degree, micro_batch_size=rows, max_microbatch_tokens=tokens)

@@ -7,6 +7,7 @@ from typing import Any
 from megabatch import Learner, MegabatchError
 from megabatch.pipeline import Pipeline
 from megabatch.train import checkpoint
+from megabatch.train.bound import Bound
 from megabatch.train.config import Config
 from megabatch.train.data.load import Data
 from megabatch.train.data.updates import Updates
@@ -22,13 +23,14 @@ class Keeper:
 
     def __init__(
         self, config: Config, learner: Learner, laid: Laid, average: Average | None, updates: Updates, watch: Watch,
-        ranks: Ranks,
+        bound: Bound | None, ranks: Ranks,
     ) -> None:  # fmt: skip
         self._config, self._folder, self._ranks = config, Path(config.run.folder), ranks
         self._learner, self._updates, self._watch = learner, updates, watch
         whole = StagedLearner(learner, laid) if isinstance(laid.model, Pipeline) else learner
         self._state: dict[str, Any] = {"learner": whole} | ({} if average is None else {"average": average})
         self._keeps_best = config.run.keep_best or (config.run.keep_best is None and config.eval.patience is not None)
+        self._bound: dict[str, object] = {} if bound is None else bound.meta
         self.saved_step: int | None = None
 
     def is_wanted(self, *, last: bool) -> bool:
@@ -39,7 +41,7 @@ class Keeper:
         """Write a checkpoint, and delete those that it makes superfluous; collective."""
         self.saved_step = step = self._learner.step
         place = {"step": step, "updates": self._updates.state_dict(), "watch": self._watch.state_dict()}
-        meta = {**identity, **place, checkpoint.BEST_ONLY: not self._in_turn(last)}
+        meta = {**identity, **place, **self._bound, checkpoint.BEST_ONLY: not self._in_turn(last)}
         path = checkpoint.save(self._folder, self._state, meta, self._ranks)
         if self._keeps_best and self._watch.best_step == step:
             checkpoint.point_to_best(self._folder, step, self._ranks)

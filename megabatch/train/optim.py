@@ -18,6 +18,7 @@ from megabatch.train.config import Config, OptimConfig
 from megabatch.train.data.updates import NumUpdates
 from megabatch.train.model.precision import accumulation_of
 from megabatch.train.own import load_function
+from megabatch.train.plan.sizes import read_bytes
 
 Group = dict[str, Any]  # "params", and the "weight_decay" of its own
 
@@ -36,6 +37,7 @@ def build_learner(model: nn.Module, base: nn.Module, config: Config, num_updates
         model,
         micro_batch_size=config.update.micro_batch_size,
         max_microbatch_tokens=config.update.max_microbatch_tokens,
+        memory_bytes=None if config.update.memory is None else read_bytes("update.memory", config.update.memory),
         sync=config.update.sync,
         accumulate_dtype=accumulation_of(config.update),
     )

@@ -26,6 +26,7 @@ from megabatch.train.keys import (
     unknown_key,
     unknown_section,
 )
+from megabatch.train.plan.sizes import read_bytes
 
 Layer = dict[str, Any]
 
@@ -163,12 +164,8 @@ def load_config(path: Path, arguments: list[str]) -> Config:
     file, overrides = read_recipe(path), read_overrides(arguments)
     for layer, where in ((file, f"in {path}"), (overrides, "on the command line")):
         check_one_bound(layer, where)
-    config = check(merge(file, overrides), path, overrides)
-    if config.update.micro_batch_size is None and config.update.max_microbatch_tokens is None:
-        raise MegabatchError(
-            f"neither update.micro_batch_size nor update.max_microbatch_tokens is set in {path}; "
-            "give one: samples per forward, or padded tokens per forward"
-        )
+    config = with_auto(check(merge(file, overrides), path, overrides))
+    check_memory(config)
     given = [key for key in MODELS if getattr(config.model, key) is not None]
     if len(given) != 1:
         raise MegabatchError(
@@ -176,6 +173,25 @@ def load_config(path: Path, arguments: list[str]) -> Config:
             "(weights), model.config (fresh ones) and model.function (your own)"
         )
     return config
+
+
+def with_auto(config: Config) -> Config:
+    """A recipe without a bound asks for one."""
+    if any(getattr(config.update, key) is not None for key in BOUNDS):
+        return config
+    update = config.update.model_copy(update={"max_microbatch_tokens": "auto"})
+    return config.model_copy(update={"update": update})
+
+
+def check_memory(config: Config) -> None:
+    """Raise where update.memory is no size, or caps nothing."""
+    if config.update.memory is None:
+        return
+    read_bytes("update.memory", config.update.memory)
+    if config.update.max_microbatch_tokens != "auto":
+        raise MegabatchError(
+            'update.memory is set and so is a bound; it is for update.max_microbatch_tokens = "auto": leave one out'
+        )
 
 
 def check_one_bound(layer: Layer, where: str) -> None:

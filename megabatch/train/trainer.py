@@ -9,6 +9,7 @@ import torch
 
 from megabatch import MegabatchError
 from megabatch.train import words
+from megabatch.train.bound import Compared, choose, saved_bound, with_bound
 from megabatch.train.config import Config
 from megabatch.train.console import Console
 from megabatch.train.data.load import load_data
@@ -34,6 +35,8 @@ class Trainer:
         self.config, self.ranks, self.folder = config, ranks, Path(config.run.folder)
         self.console = Console(enabled=ranks.is_main, loss_digits=10 if config.model.dtype == "float64" else 4)
         check_folder(self.folder, resume=config.run.resume, ranks=ranks)
+        bound = saved_bound(config, ranks)
+        config = with_bound(config, bound)  # self.config stays the recipe
         loss_fn = load_function(config.loss.function, "loss.function")
         self.listener = load_listener(config.run.after_update, "run.after_update")
         tokenizer = load_tokenizer(config.model)
@@ -42,14 +45,17 @@ class Trainer:
         self.laid = build(config, ranks, self.console, self.data.longest_tokens, tokenizer)
         self.loss_fn = in_precision(loss_fn, config.model, self.laid, ranks.device)
         self.learner = build_learner(self.laid.model, self.laid.base, config, self.updates.num_updates)
+        self.bound = choose(bound, self.learner.gradient, self.loss_fn, self.data, self.updates, self.laid)
+        config = with_bound(config, self.bound)
         self.average = None if config.optim.ema_decay is None else Average(self.laid.base, config.optim.ema_decay)
         self.event = Event(0, self.laid.run, ranks.device, self.folder, ranks.is_main, {}, self.data.sets, tokenizer)
         self.examiner = Examiner(config, loss_fn, self.event, self.average, self.laid, ranks)
         self.identity = identity_of(config, self.data, self.laid, self.updates)
-        self.keeper = Keeper(config, self.learner, self.laid, self.average, self.updates, self.examiner.watch, ranks)
+        watch = self.examiner.watch
+        self.keeper = Keeper(config, self.learner, self.laid, self.average, self.updates, watch, self.bound, ranks)
         self.metrics = MetricsFile(self.folder, enabled=ranks.is_main, tensorboard=config.run.tensorboard)
         self.profiler = Profiler(config.run.profile_steps, self.folder, enabled=ranks.is_main)
-        self.clock = UpdateClock()
+        self.clock, self.compared = UpdateClock(), Compared(ranks)
         self.plan = self.learner.gradient.plan(self.updates.peek())
 
     def fit(self) -> None:
@@ -87,7 +93,8 @@ class Trainer:
         return self.learner.step == self.updates.num_updates.of_run or self.examiner.watch.should_stop
 
     def _say_plan(self) -> None:
-        text = words.plan_text(self.config, self.laid, self.data, self.ranks.size, self.plan, self.updates.num_updates)
+        num_updates, chosen = self.updates.num_updates, [] if self.bound is None else self.bound.words
+        text = words.plan_text(self.config, self.laid, self.data, self.ranks.size, self.plan, num_updates, chosen)
         self.console.say(text)
         for line in self.laid.warnings:
             self.console.warn(line)
@@ -96,6 +103,7 @@ class Trainer:
     def _update(self, batch: Sequence[Any]) -> Mapping[str, Any]:
         step, lr = self.learner.step + 1, self.learner.optimizer.param_groups[0]["lr"]
         torch.manual_seed(self.ranks.seed(self.config.run.seed, step))  # the dropout of a resumed run
+        self.compared.begin()
         with self.laid.losses():
             self.learner.forward_backward(batch, self.loss_fn)
         update = self.learner.optim_step()
@@ -109,6 +117,7 @@ class Trainer:
         row = update_row(
             update, self.plan, step, lr, seconds, self.ranks, counts_tokens=counts_tokens, epoch=self.updates.epochs
         )
+        row |= self.compared.row(self.plan.peak_bytes, self.console)
         self.metrics.append(row)
         self.console.update(row)
         if update.num_samples < self.config.update.global_batch_size:

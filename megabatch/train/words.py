@@ -1,5 +1,7 @@
 """Words: what a run says about itself, as text. Pure."""
 
+from collections.abc import Sequence
+
 from megabatch import Plan
 from megabatch.train.config import Config
 from megabatch.train.data.load import Data
@@ -10,8 +12,10 @@ from megabatch.train.optim import decay_steps_of
 from megabatch.train.watch import Watch
 
 
-def plan_text(config: Config, laid: Laid, data: Data, num_ranks: int, plan: Plan, num_updates: NumUpdates) -> str:
-    """The plan of the run and of its next update, before it starts."""
+def plan_text(
+    config: Config, laid: Laid, data: Data, num_ranks: int, plan: Plan, num_updates: NumUpdates, chosen: Sequence[str]
+) -> str:
+    """The plan of the run and of its next update, before it starts; ``chosen``: what is to be said of its bound."""
     cut, *others = plan.explain().splitlines()
     updates = "updates until the stream ends," if num_updates.of_run is None else count(num_updates.of_run, "update")
     lines = [
@@ -21,6 +25,7 @@ def plan_text(config: Config, laid: Laid, data: Data, num_ranks: int, plan: Plan
         *laid.words,
         *notes(config, num_updates, data),
         f"wrapper {laid.wrapper.name}: {laid.wrapper.reason}",
+        *chosen,
         f"the next update{' on rank 0' if num_ranks > 1 else ''}: {cut}",
         *others,
         f"gradient accumulation steps (derived): {plan.num_microbatches}",

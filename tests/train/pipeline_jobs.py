@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megabatch import GradientAccumulator, Learner, losses
+from megabatch.pipeline import Pipeline, evaluate
 from megabatch.train.config import Config, EvalConfig, ParallelConfig
 from megabatch.train.console import Console
 from megabatch.train.evaluation import build_terms, evaluate_set
@@ -105,6 +106,7 @@ def gradient_job(name: str) -> dict[str, Any]:
         "norm": relative_error(update.grad_norm, norm),
         "loss": abs(float(update.loss) / answer(plain, sums, [*samples(0), *samples(1)]).loss - 1),
         "evaluation": max(distance(each, right) for each in found),
+        "nothing": evaluate(cast(Pipeline, laid.model), [], losses.next_token),
         "training": all(module.training for module in laid.run.modules()),
     }
 

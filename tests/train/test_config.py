@@ -82,8 +82,10 @@ OF_THE_COMMAND_LINE = {
     "update.sync=last": "cannot read the argument 'update.sync=last'; write --section.key=value",
 }
 OF_A_FILE = {
-    "global_batch_size = 8\n": "neither update.micro_batch_size nor update.max_microbatch_tokens is set in {path}; "
-    "give one: samples per forward, or padded tokens per forward",
+    "global_batch_size = 8\nmemory = '80 bananas'\n": "update.memory is '80 bananas'; write a size with its unit, "
+    "80GiB say",
+    "global_batch_size = 8\nmicro_batch_size = 2\nmemory = '80GiB'\n": "update.memory is set and so is a bound; it is "
+    'for update.max_microbatch_tokens = "auto": leave one out',
     "global_batch_size = 8\nmicro_batch_size = 2\nmax_microbatch_tokens = 64\n": "both update.micro_batch_size and "
     "update.max_microbatch_tokens are set in {path}; remove one of them",
     "micro_batch_size = 2\n": "update.global_batch_size is missing; set it in {path}, below [update]",
@@ -185,7 +187,11 @@ def test_both_bounds_on_the_command_line_contradict_each_other(recipe: Path) -> 
 def test_an_override_of_one_bound_replaces_the_other(recipe: Path) -> None:
     update = load(recipe, "--update.max_microbatch_tokens=64").update
     assert (update.micro_batch_size, update.max_microbatch_tokens) == (None, 64)
-    assert line_of(recipe, "--update.micro_batch_size=None").startswith("neither update.micro_batch_size nor ")
+
+
+def test_without_a_bound_the_largest_is_asked_for(recipe: Path) -> None:
+    assert load(recipe, "--update.micro_batch_size=None").update.max_microbatch_tokens == "auto"
+    assert load(recipe, "--update.max_microbatch_tokens=auto").update.micro_batch_size is None
 
 
 @pytest.mark.parametrize(

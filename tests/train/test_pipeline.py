@@ -63,7 +63,7 @@ def test_stages_compute_what_the_whole_model_does(results: dict[str, list[dict[s
     """Evaluations stand before, between and after the calls of the update, and leave nothing behind."""
     bound = 1e-12 if name.endswith("float64") else 1e-5
     for value in map(value_of, results[f"gradient {name}"]):
-        assert value["weights"] == value["more"] == []
+        assert value["weights"] == value["more"] == value["nothing"] == []
         assert value["error"] < bound, value["parameter"]
         assert max(value["norm"], value["loss"], value["evaluation"]) < bound
         assert value["training"]

@@ -80,7 +80,7 @@ def changed(data: DataConfig, keys: list[str]) -> list[str]:
 def check_fit(name: str, length_tokens: int, config: Config) -> None:
     """Raise `MegabatchError` where a sample fits into no microbatch."""
     cap, row_tokens = config.update.max_microbatch_tokens, config.data.pack_tokens
-    if cap is not None and length_tokens > cap:
+    if isinstance(cap, int) and length_tokens > cap:
         other = "leave such samples out with data.max_sample_tokens" if row_tokens is None else "lower data.pack_tokens"
         raise MegabatchError(
             f"the sample {name} has {length_tokens} tokens, more than update.max_microbatch_tokens={cap}; "

@@ -62,7 +62,6 @@ FAILURES = {
     "verify nothing at a time": Failure(
         PlanError, count("micro_batch_size", 0), lambda: verify(linear(), squares, SAMPLES, micro_batch_size=0)
     ),
-    "neither bound": Failure(PlanError, NEITHER, lambda: GradientAccumulator(linear())),
     "neither bound, plan": Failure(PlanError, NEITHER, lambda: plan([1])),
     "both bounds": Failure(PlanError, BOTH, lambda: accumulator(max_microbatch_tokens=8)),
     "both bounds, plan": Failure(PlanError, BOTH, lambda: plan([1], micro_batch_size=1, max_microbatch_tokens=1)),

@@ -1,0 +1,107 @@
+"""Bounds that cannot be chosen."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import profile
+
+from megabatch import GradientAccumulator, JointLoss, MegabatchError, PlanError, memory
+from tests.unit.failures.pipeline import pipeline
+from tests.unit.failures.table import SAMPLES, Failure, linear, squares
+
+GIVE_A_BOUND = "give max_microbatch_tokens= or micro_batch_size="
+AUTO = f'and max_microbatch_tokens is "auto"; {GIVE_A_BOUND}'
+NOT_YET = (
+    'max_microbatch_tokens is "auto" and the first forward_backward() or choose_bound() chooses the bound, from the '
+    "loss and its samples; call one of them before, or give max_microbatch_tokens="
+)
+
+
+def auto(model: nn.Module | None = None, **settings: Any) -> GradientAccumulator:
+    return GradientAccumulator(linear() if model is None else model, **settings)
+
+
+def writing(model: nn.Module, microbatch: Any) -> tuple[Tensor, int]:
+    with torch.no_grad():
+        model.bias.add_(1)
+    return squares(model, microbatch)
+
+
+def profiled() -> None:
+    with profile():
+        auto().forward_backward(SAMPLES, squares)
+
+
+def untold(ask: Callable[[], float]) -> None:
+    """On a system that has no such files."""
+    with patch.object(memory, "PROC", Path("nowhere")):
+        ask()
+
+
+FAILURES = {
+    "a plan before the bound is chosen": Failure(PlanError, NOT_YET, lambda: auto().plan(SAMPLES)),
+    "a loop before the bound is chosen": Failure(PlanError, NOT_YET, lambda: next(auto().microbatches(SAMPLES))),
+    "memory beside a bound": Failure(
+        PlanError,
+        'memory_bytes is for max_microbatch_tokens="auto", and a bound is given; leave one out',
+        lambda: auto(micro_batch_size=1, memory_bytes=1),
+    ),
+    "memory that is no number": Failure(
+        PlanError, "memory_bytes is '20GiB'; expected a positive number", lambda: auto(memory_bytes="20GiB")
+    ),
+    "a bound for a joint loss": Failure(
+        PlanError,
+        f"a JointLoss keeps representations of all samples, so that one microbatch does not tell what fits, {AUTO}",
+        lambda: auto().forward_backward(SAMPLES, JointLoss(squares, squares)),
+    ),
+    "no memory": Failure(
+        PlanError,
+        "one sample of 1 tokens needs 0.00 GiB, and parameters, gradients and states leave 0.00 GiB of the 0.00 GiB "
+        "that may be used; give more memory, shorten it, shard the model or recompute activations",
+        lambda: auto(memory_bytes=1000).forward_backward(SAMPLES, squares),
+    ),
+    "a loss that writes to parameters": Failure(
+        MegabatchError,
+        "the loss wrote to parameter 'bias' while it was measured, which cannot be taken back; make the model anew, "
+        f"and {GIVE_A_BOUND}",
+        lambda: auto().forward_backward(SAMPLES, writing),
+    ),
+    "a device that cannot be measured": Failure(
+        PlanError,
+        f"memory of a device of type 'meta' cannot be measured for \"auto\"; {GIVE_A_BOUND}",
+        lambda: auto(linear().to("meta")),
+    ),
+    "a profiler that runs": Failure(
+        PlanError,
+        "a profiler runs, and memory is measured with torch's own; start it after the bound is chosen, or "
+        f"{GIVE_A_BOUND}",
+        profiled,
+    ),
+    "a system that does not tell of a process": Failure(
+        PlanError,
+        f'this system does not say what memory a process uses, for "auto"; {GIVE_A_BOUND}',
+        lambda: untold(memory.resident_bytes),
+    ),
+    "a system that does not tell what is free": Failure(
+        PlanError,
+        f'this system does not say what memory is free, for "auto"; {GIVE_A_BOUND}',
+        lambda: untold(memory.free_bytes),
+    ),
+}
+IN_A_GROUP = {
+    "a bound for a pipeline": Failure(
+        PlanError,
+        f"a Pipeline runs the microbatches of a call together, so that one does not tell what fits, {AUTO}",
+        lambda: auto(pipeline()),
+    ),
+    "a bound for a static graph": Failure(
+        PlanError,
+        f"DDP with static_graph=True keeps the graph of its first backward, which would be measured, {AUTO}",
+        lambda: auto(DistributedDataParallel(linear(), static_graph=True)),
+    ),
+}

@@ -1,0 +1,79 @@
+"""The search for the largest microbatch that fits, over ways in which memory may grow: pure arithmetic."""
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+
+from megabatch.fit import Fit, Measured, Space, bound_tokens, cost_of, search
+
+LONGEST, MOST = 100, 10_000
+GROWING: dict[str, Callable[[int], float]] = {  # bytes of a microbatch by its rows
+    "a line from nothing": lambda rows: 7.0 * rows,
+    "a line from a gradient": lambda rows: 3000 + 7.0 * rows,
+    "two lines, steeper late": lambda rows: max(2500 + 1.0 * rows, 9.0 * rows),
+    "four lines": lambda rows: max(1000, 700 + rows, 300 + 5.0 * rows, 6.5 * rows),
+    "steps of an allocator": lambda rows: -(-(200 + 7 * rows) // 64) * 64.0,
+    "nothing": lambda rows: 0.0,
+}
+
+
+def searched(grow: Callable[[int], float], space: Space, most: int = MOST) -> list[Measured]:
+    return search(lambda rows: Measured(rows, grow(rows), 0.1 + rows), lambda: space, most)
+
+
+def largest(grow: Callable[[int], float], allowed: float, most: int = MOST) -> int:
+    return max((rows for rows in range(1, most + 1) if grow(rows) <= allowed), default=0)
+
+
+@pytest.mark.parametrize("allowed", [7.0, 40.0, 3500.0, 9000.0, 50_000.0])
+@pytest.mark.parametrize("name", GROWING)
+def test_the_bound_is_the_largest_within_a_tenth(name: str, allowed: float) -> None:
+    grow = GROWING[name]
+    measured = searched(grow, Space(allowed, 3 * allowed))
+    tokens, best = bound_tokens(measured, Space(allowed, 3 * allowed), LONGEST), largest(grow, allowed)
+    if best == 0:
+        assert tokens is None
+        return
+    assert tokens is not None
+    assert grow(tokens // LONGEST) <= allowed
+    assert tokens // LONGEST >= int(best * 0.9)
+    assert len(measured) <= 12
+
+
+@pytest.mark.parametrize("allowed", [3500.0, 9000.0, 50_000.0])
+@pytest.mark.parametrize("name", GROWING)
+def test_nothing_is_measured_that_may_not_be_there(name: str, allowed: float) -> None:
+    """Where nothing is free beyond what is allowed, no line is trusted that a steeper one could break."""
+    measured = searched(GROWING[name], Space(allowed, allowed))
+    assert all(each.num_bytes <= 1.1 * allowed for each in measured)
+
+
+def test_no_more_rows_than_there_are_samples_are_measured() -> None:
+    measured = searched(GROWING["a line from nothing"], Space(1e9, 1e9), most=37)
+    assert [each.rows for each in measured] == [1, 4, 16, 37]
+    assert bound_tokens(measured, Space(1e9, 1e9), LONGEST) == 38 * LONGEST - 1
+
+
+def test_each_step_is_at_most_four_times_the_last() -> None:
+    rows = [each.rows for each in searched(GROWING["a line from nothing"], Space(50_000, 50_000))]
+    assert all(b <= 4 * a for a, b in pairwise(rows))
+
+
+def test_a_cost_goes_through_the_largest_that_fit() -> None:
+    grow, space = GROWING["a line from a gradient"], Space(9000, 20_000)
+    measured = searched(grow, space)
+    cost = cost_of(measured, space, stays_bytes=500.0, longest_tokens=LONGEST)
+    assert cost.peak_bytes(10, LONGEST) == pytest.approx(500 + grow(10))
+    assert cost.seconds(10, LONGEST) == pytest.approx(0.1 + 10)
+    one = cost_of([Measured(1, 70.0, 0.5)], space, 500.0, LONGEST)
+    assert (one.bytes_fixed, one.bytes_per_token) == (500.0, pytest.approx(0.7))
+
+
+def test_the_choice_is_told_in_one_line() -> None:
+    measured = [Measured(1, 70.0, 0.5), Measured(4, 280.0, 0.5)]
+    cost = cost_of(measured, Space(300, 300), 2.0**30, LONGEST)
+    text = Fit(428, cost, LONGEST, tuple(measured), 2.0**31, 300).explain()
+    assert text == (
+        "max_microbatch_tokens 428: predicted peak 1.00 GiB of 2.00 GiB, measured with 1, 4 samples of 100 tokens"
+    )
