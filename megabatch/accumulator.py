@@ -5,7 +5,6 @@ It knows no optimizer, no schedule, no source of data and no file.
 
 import contextlib
 from collections.abc import Generator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,10 +12,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megabatch import gradient, way
+from megabatch.alarm import Alarm
 from megabatch.batch import Batch, Collate, Length, Microbatch, Samples
 from megabatch.contract import LossFunction, Term, Weigh, terms_given, weigh_of
 from megabatch.cut import Plan, check_bound
-from megabatch.errors import LossContractError, MegabatchError, require_positive
+from megabatch.errors import Bound, MegabatchError, require_positive
 from megabatch.mesh import DataRanks
 from megabatch.precision import Wide, no_float16_autocast
 from megabatch.run import Agreement, Turn, agree, turns, with_stand_ins
@@ -71,6 +71,7 @@ class GradientAccumulator:
         policy = choose_policy(self._reducer, sync)
         one_shape = isinstance(self._reducer, PipelineReducer)
         self._cutter = Cutter(*bounds, collate, length, *policy, ranks.context_rank, ranks.context_degree, one_shape)
+        self._alarm = Alarm(ranks)
         self._last_sample: Samples | None = None
         self._stepping: StepInBackward | None = None
         self._open: OpenUpdate | None = None
@@ -98,6 +99,11 @@ class GradientAccumulator:
         """Whether an optimizer steps before `finalize` could scale a gradient."""
         return self._stepping is not None
 
+    @property
+    def learned(self) -> Bound | None:
+        """What a microbatch may hold since one did not fit in memory and ran in parts; None while all fit."""
+        return self._cutter.learned
+
     def step_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
         """From here on, step ``optimizer`` in each update's last backward, for less memory; see `StepInBackward`."""
         self._stepping = StepInBackward(optimizer, self._reducer)
@@ -113,14 +119,14 @@ class GradientAccumulator:
         after `finalize` drops the gradients that are there. Raises `PlanError` for the batch and `LossContractError`
         for the loss.
         """
-        with self._call(batch, weigh_of(loss_fn)) as (share, agreement, opened):
+        with self._alarm.listening(), self._call(batch, weigh_of(loss_fn)) as (share, agreement, opened):
             sums = way.run(self.model, loss_fn, share, agreement, self._reducer, opened)
         return {name: Term(total, torch.as_tensor(weight, dtype=total.dtype)) for name, (total, weight) in sums.items()}
 
     def microbatches(self, batch: Batch, weigh: Weigh | None = None) -> Generator[Microbatch, None, None]:
         """The same as an open loop: yields each microbatch on the device; call `backward` once in the body."""
         way.check_open_loop(self._reducer, weigh)
-        with self._call(batch, weigh) as (share, agreement, opened):
+        with self._alarm.listening(), self._call(batch, weigh) as (share, agreement, opened):
             opened.open_call(agreement)
             with contextlib.closing(turns(share, agreement, weigh, self._reducer, self._reducer.device)) as each:
                 for turn in each:
@@ -144,12 +150,13 @@ class GradientAccumulator:
             gradient.drop(self._reducer.parameters)
             self._wide.begin()
             self._open = OpenUpdate(self._reducer, self._stepping)
-        self.last_plan = with_stand_ins(share.plan, agreement.num_microbatches)
+        self.last_plan = planned = with_stand_ins(share.plan, agreement.num_microbatches)
         self._running = True
         try:
             with no_float16_autocast(self._reducer.models):
                 yield share, agreement, self._open
             self._running = False
+            self.last_plan, self._cutter = planned.in_parts(share.parts), self._cutter.learn(share)
         finally:
             if self._running:  # the loss raised, or the loop was left early
                 self._abandon()
@@ -189,20 +196,11 @@ class GradientAccumulator:
             self._stepping.check_finalize(max_norm, weight)
         opened, self._open = self._open, None
         try:
-            update, factor = opened.close(weight, max_norm)
-        except LossContractError:
+            with self._alarm.listening():
+                update = way.close(opened, self._reducer, weight, max_norm)
+        except MegabatchError:
             self._abandon()
             raise
-        parameters = self._reducer.parameters
-        if isinstance(factor, float) and factor == 0.0:
-            gradient.drop(parameters)
-            update = replace(update, finite=torch.zeros_like(update.finite))
-        else:
-            self._reducer.finish_update()
-            if max_norm is not None:
-                update = update.with_norm(gradient.clip(parameters, max_norm, factor, self._reducer.norm_groups))
-            elif factor is not None:
-                gradient.scale(parameters, factor)
         self._wide.finish()
         return update
 

@@ -1,6 +1,7 @@
 """What is done to ``p.grad``: drop, scale, norm, clip, over plain tensors and DTensors alike."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,20 @@ def drop(parameters: Sequence[nn.Parameter]) -> None:
     """Set every ``p.grad`` to None."""
     for parameter in parameters:
         parameter.grad = None
+
+
+def leaves(totals: Sequence[Tensor]) -> Generator[Tensor]:
+    """Every leaf that carries a gradient and that a total depends on, as far as the graph tells."""
+    pending: list[Any] = [torch.autograd.graph.get_gradient_edge(total).node for total in totals]
+    seen: set[Any] = set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            yield leaf
+        pending.extend(before for before, _ in node.next_functions)
 
 
 def scale(parameters: Sequence[nn.Parameter], factor: float | Tensor) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from megabatch import rng
+from megabatch.alarm import is_out_of_memory
 from megabatch.contract import LossFunction, Term, Weigh, accumulation_dtype, terms_of
 from megabatch.errors import LossContractError, PlanError
 from megabatch.mesh import DataRanks
@@ -204,6 +205,8 @@ class _LastStage:
             terms = self._terms_of(output, index)
             objective = self._opened.objective(terms, self._turns[index])
         except Exception as error:  # of any kind: the user's loss is called in there
+            if is_out_of_memory(error):  # of which the others hear otherwise
+                raise
             self.failure = self.failure or (self._model.num_stages, error)
             return nothing_of(output)
         self.terms[index] = terms

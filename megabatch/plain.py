@@ -51,6 +51,11 @@ class PlainReducer:
         if len(now) != len(self.parameters) or any(a is not b for a, b in zip(now, self.parameters, strict=True)):
             raise PlanError(CHANGED)
 
+    @property
+    def runs_alone(self) -> bool:
+        """Whether the microbatch that runs needs no other rank, so that it can be run again in parts."""
+        return self.ranks.num_all == self.ranks.degree
+
     def choose(self, policy: str) -> Choice:
         """The policy to follow. Raises `PlanError` for one that this wrapper does not have."""
         self._refuse_replica_last(policy)

@@ -5,11 +5,12 @@ Everything that can be wrong with a batch is found here, before the first forwar
 
 import contextlib
 import zlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from megabatch.batch import Microbatch, to_device
 from megabatch.contract import Weigh
@@ -58,6 +59,8 @@ class Turn:
     counted: dict[str, float]  # weights counted from the data or told of it, by term; announced to all ranks
     weighed: dict[str, float]  # what weigh counts; differs from the former where what was told is wrong
     is_stand_in: bool
+    is_part: bool = False  # of a microbatch that did not fit in memory
+    wanted: Sequence[nn.Parameter] | None = None  # those that still lack its gradient; None: all
 
 
 def agree(

@@ -1,14 +1,14 @@
 """This rank's part of one call: its samples, cut, and weighed where the weight can be counted from the data."""
 
 from collections.abc import Generator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from megabatch import context, cut
 from megabatch.batch import Batch, Collate, Length, Microbatch, Samples
 from megabatch.contract import PAIR_NAME, Weigh, counted_weights
 from megabatch.cut import Plan
-from megabatch.errors import LossContractError, PlanError
+from megabatch.errors import Bound, LossContractError, PlanError
 from megabatch.shapes import equal_rows
 
 MAX_WEIGHED_TERMS = 8  # the message between ranks has a fixed size
@@ -22,6 +22,7 @@ class Share:
     plan: Plan
     collated: tuple[Microbatch, ...]  # on the CPU; empty unless they were weighed, and for a deferred batch
     weights: tuple[dict[str, float], ...]  # of each microbatch, by term
+    parts: dict[int, list[tuple[int, ...]]] = field(default_factory=dict[int, list[tuple[int, ...]]])  # see `Recovery`
 
     def microbatches(self) -> Generator[Microbatch]:
         """The microbatches of the plan in turn, on the CPU."""
@@ -32,10 +33,23 @@ class Share:
 
         Of a deferred batch its last sample, over and over, since the others would have to be loaded again.
         """
-        rows, last = self.plan.microbatches[-1], len(self.samples) - 1
-        if self.samples.deferred is not None:
-            rows = [last] * (len(rows) if last in rows else 1)
-        return self.samples.take(rows)
+        return self.samples.take(self.rows(len(self.plan.microbatches)))
+
+    def rows(self, index: int) -> tuple[int, ...]:
+        """The samples of microbatch ``index``, from the end of the plan on of a stand-in; none where it is not ours."""
+        cut, last = self.plan.microbatches, len(self.samples) - 1
+        if index < len(cut) or not cut:
+            return cut[index] if cut else ()
+        if self.samples.deferred is None:
+            return cut[-1]
+        return (last,) * (len(cut[-1]) if last in cut[-1] else 1)
+
+    def part(self, rows: tuple[int, ...], weigh: Weigh | None) -> tuple[Microbatch, dict[str, float], dict[str, float]]:
+        """Some samples as a microbatch on the CPU, with what is counted or told of its weight, and what is weighed."""
+        microbatch = self.samples.take(rows)
+        weighed = {} if weigh is None else counted_weights(weigh(microbatch))
+        told = None if self.samples.deferred is None or weigh is None else self.samples.deferred.weights
+        return microbatch, weighed if told is None else counted_weights(sum(told[row] for row in rows)), weighed
 
     def weighed(self, index: int, microbatch: Microbatch, weigh: Weigh) -> dict[str, float]:
         """What ``weigh`` counts for microbatch ``index``, which is a stand-in from the end of the plan on."""
@@ -69,6 +83,7 @@ class Cutter:
     context_rank: int = 0  # which stretch of each sequence this rank sees, and of how many
     context_degree: int = 1
     one_shape: bool = False  # whether every microbatch is filled up to the longest sample of all, as in a pipeline
+    learned: Bound | None = None  # from microbatches that did not fit in memory
 
     def samples(self, batch: Batch) -> Samples:
         """The batch seen as samples."""
@@ -80,8 +95,22 @@ class Cutter:
         rows, tokens = self.micro_batch_size, self.max_microbatch_tokens
         if self.one_shape and tokens is not None:
             rows, tokens = equal_rows(samples.lengths, tokens), None
+        if self.learned is not None and rows is not None:
+            rows = min(rows, self.learned.samples)
+        if self.learned is not None and tokens is not None:  # a sample that is longer goes alone, as it did before
+            tokens = min(tokens, max(self.learned.tokens, *samples.lengths, 1))
         (plan,) = cut.plan(samples.lengths, micro_batch_size=rows, max_microbatch_tokens=tokens)
         return replace(plan, sync=self.sync, reason=self.reason)
+
+    def learn(self, share: Share) -> "Cutter":
+        """The cutter of later calls, after one in which microbatches had to be run in parts."""
+        ran = [rows for parts in share.parts.values() for rows in parts if rows]
+        if not ran:
+            return self
+        bound = share.plan.bound_of(ran)
+        if self.learned is not None:
+            bound = Bound(*map(min, bound, self.learned))
+        return replace(self, learned=bound)
 
     def share(self, batch: Batch, weigh: Weigh | None) -> Share:
         """This rank's part of a call. Raises `PlanError` or `LossContractError` for what is wrong with it."""

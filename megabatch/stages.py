@@ -17,6 +17,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
+from megabatch.alarm import is_out_of_memory
 from megabatch.errors import MegabatchError, PlanError
 from megabatch.mesh import DataRanks, check_axes
 from megabatch.plain import Choice, PlainReducer
@@ -175,6 +176,8 @@ class _Stage(PipelineStage):
                 returned = tuple(leaves)
             self._check(returned)
         except Exception as error:  # the other ranks wait for the rest of the step, so it is run to its end
+            if is_out_of_memory(error):  # of which they hear otherwise
+                raise
             self._pipeline.failure = self._pipeline.failure or (self.stage_index, error)
             zeros = (torch.zeros_like(each, device=self.device) for each in self._outputs)
             return tuple(each + nothing_of((args, kwargs)) if each.is_floating_point() else each for each in zeros)

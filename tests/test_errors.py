@@ -18,6 +18,7 @@ from tests.unit.failures import (
     foreign,
     joint,
     loop,
+    memory,
     numbers,
     pipeline,
     precision,
@@ -31,13 +32,17 @@ LIBRARY = sorted(Path(megabatch.__file__).parent.glob("*.py"))
 ERRORS = {"MegabatchError", "PlanError", "LossContractError"}
 ALONE = {
     name: failure
-    for part in (sizes, batches, contract, loop, context, joint, experts, foreign, precision)
+    for part in (sizes, batches, contract, loop, context, joint, experts, foreign, precision, memory)
     for name, failure in part.FAILURES.items()
 }
 IN_A_GROUP = (
     wrappers.FAILURES
     | pipeline.FAILURES
-    | {name: failure for part in (context, experts, foreign, precision) for name, failure in part.IN_A_GROUP.items()}
+    | {
+        name: failure
+        for part in (context, experts, foreign, precision, memory)
+        for name, failure in part.IN_A_GROUP.items()
+    }
 )
 
 
@@ -105,7 +110,8 @@ def snapshots() -> list[str]:
     alone = [failure.text for failure in (ALONE | IN_A_GROUP).values()]
     jobs = [*two_ranks.JOBS.values(), *pipeline.JOBS.values(), *joint.JOBS.values()]
     told_to_ranks = [text.partition(": ")[2] for _, texts in jobs for text in texts]
-    return alone + told_to_ranks + [text for _, _, text in numbers.PROBLEMS.values() if text]
+    problems = [text for _, _, text in numbers.PROBLEMS.values() if text]
+    return [*alone, *told_to_ranks, *memory.LEAVING.values(), *problems]
 
 
 @pytest.mark.parametrize("pattern", raised_in_the_library())

@@ -1,0 +1,44 @@
+"""Memory runs out inside an update, and its gradient is exact."""
+
+import pytest
+
+from tests.exact.launch import launch_by_world
+from tests.exact.memory import NUM_MICROBATCHES, PHASES
+
+pytestmark = pytest.mark.slow
+RANGE = range(NUM_MICROBATCHES)
+JOBS = [f"bits:weigh:once:{phase}:{place}:{index}:all:plain:1:auto"
+        for phase in PHASES for place in range(4) for index in RANGE]  # fmt: skip
+JOBS += [f"bits:{loss}:once:backward:1:{index}:all:plain:1:auto"
+         for loss in ("late", "terms", "metric") for index in RANGE]  # fmt: skip
+JOBS += [f"bits:weigh:{depth}:{phase}:{place}:{index}:all:plain:1:auto" for phase in PHASES for place in range(4)
+         for depth in ("half-too", "other-half-too", "to-single-samples") for index in (0, 1)]  # fmt: skip
+JOBS += [f"{evidence}:weigh:{depth}:backward:{place}:1:all:plain:1:auto" for evidence in ("float64", "float32")
+         for depth in ("once", "half-too") for place in range(4)]  # fmt: skip
+JOBS += [f"bits:weigh:once:{phase}:{place}:{index}:1:{wrapper}:2:last" for phase in PHASES for place in (0, 2)
+         for wrapper in ("plain", "ddp") for index in RANGE if wrapper == "plain" or index < RANGE[-1]]  # fmt: skip
+JOBS += [f"bits:weigh:half-too:backward:{place}:0:{who}:{wrapper}:2:last" for place in range(4) for who in ("all", 0)
+         for wrapper in ("plain", "ddp", "ddp-find-unused", "ddp-bucket-view", "several-ddp")]  # fmt: skip
+JOBS += [f"bits:weigh:once:backward:{place}:1:1:ddp-static-graph:2:last" for place in range(4)]
+JOBS += [f"float64:weigh:once:backward:{place}:1:0:ddp:2:last" for place in range(4)]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return launch_by_world("tests.exact.memory:run_job", JOBS, tmp_path_factory.mktemp("memory"))
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_the_gradient_is_exact(results, job: str) -> None:
+    for result in results[job]:
+        assert "error" not in result, result["error"]
+        value = result["value"]
+        assert value["gradient"] <= value["tolerance"], value["parameter"]
+        assert not value["wrong"], value["wrong"]
+        (first, num_split), (second, num_split_later) = value["cuts"]
+        assert sum(first) == sum(second) == 8
+        assert (num_split, num_split_later) == (int(value["failed"]), 0)
+        if value["failed"]:
+            assert max(second) <= value["learned"][0] < max(first, default=0) + 1
+        else:
+            assert value["learned"] is None
