@@ -48,7 +48,8 @@ def run_job(name: str) -> dict[str, Any]:
         cuts.append([list(map(len, gradient.last_plan.microbatches)), gradient.last_plan.num_split])
     found = this.found
     return {"gradient": found.gradient, "parameter": found.parameter, "wrong": found.wrong, "tolerance": cell.tolerance,
-            "failed": who in ("all", str(this.rank)), "cuts": cuts, "learned": gradient.learned}  # fmt: skip
+            "failed": who in ("all", str(this.rank)), "size": size, "cuts": cuts,
+            "learned": gradient.learned}  # fmt: skip
 
 
 def _tries(depth: str, phase: str, place: int, index: int) -> dict[int, tuple[str, int]]:
