@@ -104,6 +104,10 @@ class GradientAccumulator:
         """What a microbatch may hold since one did not fit in memory and ran in parts; None while all fit."""
         return self._cutter.learned
 
+    def learn(self, bound: Bound | None) -> None:
+        """Begin with what another accumulator has learned, or an error's ``shortage`` says; None changes nothing."""
+        self._cutter = self._cutter.lowered(bound)
+
     def step_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
         """From here on, step ``optimizer`` in each update's last backward, for less memory; see `StepInBackward`."""
         self._stepping = StepInBackward(optimizer, self._reducer)

@@ -19,7 +19,7 @@ from megabatch.contract import Term, Weigh, differentiable
 from megabatch.cut import halves
 from megabatch.errors import MegabatchError, Shortage, in_one_line
 from megabatch.mesh import num_collectives
-from megabatch.plain import PlainReducer
+from megabatch.plain import PlainReducer, local
 from megabatch.run import Turn
 from megabatch.share import Share
 from megabatch.update import WEIGHT_TOLERANCE, OpenUpdate
@@ -33,7 +33,7 @@ class Before(NamedTuple):
     """How things stood before a microbatch was tried."""
 
     gradients: list[tuple[nn.Parameter, Tensor, int]]  # those that were there, with the number of writes to each
-    num_collectives: int | None
+    num_collectives: int | None  # that this process has begun
     num_writes: int  # to the batch
 
 
@@ -120,6 +120,8 @@ class Recovery:
             why = f"and an optimizer steps in backward, {AGAIN}"
         elif self._share.samples.num_writes() != before.num_writes:
             why = f"and the loss has written to the batch, {AGAIN}"
+        elif _share_memory([found for _, found, _ in before.gradients]):  # and their count of writes
+            why = f"whose gradients are views of one tensor, {AGAIN}"
         elif len(rows) > 1 and not self._adds_up(turn, rows):
             why = f"whose weight is not the sum of its samples', {AGAIN}"
         if why is not None or len(rows) < 2:
@@ -154,6 +156,11 @@ class Recovery:
         failure = MegabatchError(f"{who} ran out of memory in {what}; {change} ({in_one_line(error)})")
         failure.shortage = Shortage(rows, bound)
         return failure
+
+
+def _share_memory(tensors: Sequence[Tensor]) -> bool:
+    dense = [local(tensor) for tensor in tensors if tensor.layout == torch.strided]
+    return len({tensor.untyped_storage().data_ptr() for tensor in dense}) < len(dense)
 
 
 def _received(before: Before) -> set[int]:

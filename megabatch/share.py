@@ -105,12 +105,13 @@ class Cutter:
     def learn(self, share: Share) -> "Cutter":
         """The cutter of later calls, after one in which microbatches had to be run in parts."""
         ran = [rows for parts in share.parts.values() for rows in parts if rows]
-        if not ran:
+        return self.lowered(share.plan.bound_of(ran) if ran else None)
+
+    def lowered(self, bound: Bound | None) -> "Cutter":
+        """The cutter of calls whose microbatches hold no more than ``bound`` either."""
+        if bound is None:
             return self
-        bound = share.plan.bound_of(ran)
-        if self.learned is not None:
-            bound = Bound(*map(min, bound, self.learned))
-        return replace(self, learned=bound)
+        return replace(self, learned=Bound(*map(min, bound, self.learned or bound)))
 
     def share(self, batch: Batch, weigh: Weigh | None) -> Share:
         """This rank's part of a call. Raises `PlanError` or `LossContractError` for what is wrong with it."""

@@ -14,6 +14,7 @@ NUM_MICROBATCHES = 4  # of the first update; each of two samples, or two of four
 PHASES = ("forward", "backward")
 DEPTHS = {  # which tries fail, counted from the microbatch; tries of parts come between
     "once": {0: 0},
+    "in-second-call": {0: 0},
     "half-too": {0: 0, 1: -1},
     "other-half-too": {0: 0, 2: 1},
     "to-single-samples": {0: 0, 1: 1, 4: -1},
@@ -35,14 +36,16 @@ def run_job(name: str) -> dict[str, Any]:
     cell = Cell.parse(f"{evidence}:{wrapper}:{world}:{sync}:C1:list:{loss}:two-samples:forward_backward:no-clip")
     this = SpikedRun(cell)
     (calls,) = this.updates()
-    size = 2 if depth == "once" else 4
+    size = 4 if "half" in depth or "single" in depth else 2
     gradient = GradientAccumulator(this.model, mesh=this.mesh, micro_batch_size=size, sync=sync)
     cuts: list[Any] = []
     for update in range(2):  # in the second the cut is smaller from the beginning
         fails = update == 0 and who in ("all", str(this.rank))
+        if depth == "in-second-call":
+            gradient.forward_backward(this.batch(calls[0]), this.loss_fn())
         this.spikes.set(_tries(depth, phase, int(place), int(index)) if fails else {})
         returned = gradient.forward_backward(this.batch(calls[0]), this.loss_fn())
-        harness.judge(this, gradient.finalize(), calls, None)
+        harness.judge(this, gradient.finalize(), calls * (1 + (depth == "in-second-call")), None)
         _judge_sums(this, returned, calls[0])
         assert gradient.last_plan is not None
         cuts.append([list(map(len, gradient.last_plan.microbatches)), gradient.last_plan.num_split])

@@ -23,6 +23,8 @@ JOBS += [f"bits:weigh:half-too:backward:{place}:0:{who}:{wrapper}:2:last" for pl
          for wrapper in ("plain", "ddp", "ddp-find-unused", "ddp-bucket-view", "several-ddp")]  # fmt: skip
 JOBS += [f"bits:weigh:once:backward:{place}:1:1:ddp-static-graph:2:last" for place in range(4)]
 JOBS += [f"float64:weigh:once:backward:{place}:1:0:ddp:2:last" for place in range(4)]
+JOBS += [f"bits:weigh:in-second-call:backward:{place}:1:1:{wrapper}:2:last" for place in (0, 2)
+         for wrapper in ("plain", "ddp", "ddp-find-unused")]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +61,8 @@ PLANTED = {  # bugs, and a job that sees each
              "self._reducer.parameters"): LATER,
     Mutation("run one part", "recovery.py", "for half in halves(rows) for", "for half in halves(rows)[:1] for"): FIRST,
     Mutation("count sums twice", "update.py", "self._sums, self._differ, self._counted = before\n", "pass\n"): FIRST,
-    Mutation("learn nothing", "share.py", "replace(self, learned=bound)", "self"): FIRST,
+    Mutation("learn nothing", "share.py", "replace(self, learned=Bound(*map(min, bound, self.learned or bound)))",
+             "self"): FIRST,
 }  # fmt: skip
 
 

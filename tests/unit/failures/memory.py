@@ -119,6 +119,14 @@ def reducing() -> None:
     accumulator(model).forward_backward(SAMPLES, squares)
 
 
+def views_of_a_bucket() -> None:
+    """From the second call on, DDP's gradients are such views."""
+    model = Two({5: ("backward", 0)})
+    gradient = accumulator(DistributedDataParallel(model, gradient_as_bucket_view=True))
+    for _ in range(2):
+        gradient.forward_backward(2 * SAMPLES, squares)
+
+
 FAILURES = {
     "a sample that does not fit alone": Failure(
         MegabatchError, SINGLE.format("sample 2 of its batch alone (1 tokens)"), single_sample
@@ -154,6 +162,9 @@ FAILURES = {
 IN_A_GROUP = {
     "out of memory in DDP's reducing backward": Failure(
         MegabatchError, AGAIN.format("in which DistributedDataParallel reduces"), reducing
+    ),
+    "out of memory with gradients that are views": Failure(
+        MegabatchError, AGAIN.format("whose gradients are views of one tensor"), views_of_a_bucket
     ),
 }
 
