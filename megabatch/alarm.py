@@ -58,7 +58,7 @@ class Alarm:
             change = "give smaller microbatches, or shard the model over more ranks"
             who, seen = whoever_runs(self._ranks.num_all), in_one_line(_first_cause(error))
             error = MegabatchError(f"{who} ran out of memory where ranks wait for each other; {change} ({seen})")
-            error.shortage = Shortage((), None)
+            error.shortage = Shortage(rank_of_process(), (), None)
         if isinstance(error, MegabatchError) and error.shortage is not None:
             if self._heard is None:
                 self._tell(error)
@@ -91,8 +91,8 @@ class Alarm:
     def _hear(self) -> None:
         text, shortage = json.loads(self._store().get(TOLD))
         heard = MegabatchError(text)
-        samples, bound = shortage
-        heard.shortage = Shortage(tuple(samples), None if bound is None else Bound(*bound))
+        rank, samples, bound = shortage
+        heard.shortage = Shortage(rank, tuple(samples), None if bound is None else Bound(*bound))
         self._heard = heard
         self._store().add(HEARD, 1)
 
@@ -113,6 +113,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def _first_cause(error: BaseException) -> BaseException:
     return error if error.__cause__ is None else _first_cause(error.__cause__)
+
+
+def rank_of_process() -> int:
+    """Among all of the job."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def whoever_runs(num_ranks: int) -> str:

@@ -19,7 +19,8 @@ class Bound(NamedTuple):
 class Shortage(NamedTuple):
     """A microbatch that did not fit in memory."""
 
-    samples: tuple[int, ...]  # of the batch that its rank gave; empty where it is not known
+    rank: int
+    samples: tuple[int, ...]  # of the batch that it was given; empty where that is not known
     bound: Bound | None  # half of it, to start again with; None where that is nothing
 
 

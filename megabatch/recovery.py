@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megabatch import gradient
-from megabatch.alarm import is_out_of_memory, whoever_runs
+from megabatch.alarm import is_out_of_memory, rank_of_process, whoever_runs
 from megabatch.batch import to_device
 from megabatch.contract import Term, Weigh, differentiable
 from megabatch.cut import halves
@@ -154,7 +154,7 @@ class Recovery:
             what = f"sample {rows[0]} of its batch alone ({plan.tokens_of(rows)} tokens)" if rows else "a stand-in"
             change = "shorten the sample, checkpoint activations, or shard the model over more ranks"
         failure = MegabatchError(f"{who} ran out of memory in {what}; {change} ({in_one_line(error)})")
-        failure.shortage = Shortage(rows, bound)
+        failure.shortage = Shortage(rank_of_process(), rows, bound)
         return failure
 
 

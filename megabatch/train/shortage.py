@@ -15,14 +15,14 @@ LEARNED = "microbatch.json"
 
 @contextlib.contextmanager
 def noting(run: RunConfig, ranks: Ranks) -> Generator[None, None, None]:
-    """Surrounds a run: where memory runs out on any rank, the main one writes down what a microbatch may hold."""
+    """Surrounds a run: where memory runs out, that rank writes down what a microbatch may hold."""
     try:
         yield
     except MegabatchError as error:
-        folder = Path(run.folder)
-        if ranks.is_main and folder.is_dir() and error.shortage is not None and error.shortage.bound is not None:
+        shortage, folder = error.shortage, Path(run.folder)
+        if shortage is not None and shortage.rank == ranks.rank and shortage.bound is not None and folder.is_dir():
             with contextlib.suppress(OSError):  # the error is worth more than what is learned from it
-                replace_text(folder / LEARNED, json.dumps(error.shortage.bound._asdict()) + "\n")
+                replace_text(folder / LEARNED, json.dumps(shortage.bound._asdict()) + "\n")
         raise
 
 
