@@ -46,7 +46,9 @@ class Alarm:
             yield
         except Exception as error:
             _end(listener, ended)
-            raise self._cause(error) from error
+            if (cause := self._cause(error)) is error:
+                raise
+            raise cause from error
         finally:
             _end(listener, ended)
         if self._heard is not None:
@@ -112,7 +114,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    return error if error.__cause__ is None else _first_cause(error.__cause__)
+    cause = error.__cause__
+    return error if cause is None or cause is error else _first_cause(cause)
 
 
 def rank_of_process() -> int:

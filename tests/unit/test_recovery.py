@@ -101,7 +101,7 @@ def test_other_errors_pass():
 
 
 def test_what_was_weighed_wrong_is_still_said():
-    miscounted = loss(weigh=lambda microbatch: 2 * len(microbatch["x"]))(squares)
+    miscounted = loss(weigh=lambda microbatch: 2 * len(microbatch["x"]))(lambda *given: squares(*given))
     model = Two()
     model.spikes.set({0: ("forward", 0)})
     with pytest.raises(MegabatchError, match="weigh counted 4 from the data but the loss returned the weight 2 on"):
