@@ -145,9 +145,11 @@ class Samples:
         """The last sample as a microbatch of its own."""
         return self.take([len(self) - 1])
 
-    def num_writes(self) -> int:
-        """How often something was written to a batch that is a mapping, of which a microbatch may be a view."""
-        return sum(tensor._version for tensor in (self._rows or {}).values())
+    def shared(self, microbatch: Microbatch) -> list[Tensor]:
+        """The tensors by which the batch can be written to: of a mapping, of which a microbatch may be a view, and
+        those of a microbatch that the user's collate has made, which may be the samples' own."""
+        own = [] if self._collate is None else pytree.tree_leaves(microbatch)
+        return [*(self._rows or {}).values(), *(leaf for leaf in own if isinstance(leaf, Tensor))]
 
     def fingerprint(self) -> int:
         """A number that nearly always differs where the samples do: of all lengths, and of what the last one holds."""

@@ -34,7 +34,7 @@ class Before(NamedTuple):
 
     gradients: list[tuple[nn.Parameter, Tensor, int]]  # those that were there, with the number of writes to each
     num_collectives: int | None  # that this process has begun
-    num_writes: int  # to the batch
+    shared: list[tuple[Tensor, int]]  # by which the batch can be written to, with the number of writes to each
 
 
 class PartError(Exception):
@@ -61,7 +61,7 @@ class Recovery:
                 )
 
     def _run(self, turn: Turn, rows: Rows, work: Work) -> list[dict[str, Term]]:
-        before = self._before()
+        before = self._before(turn)
         try:
             sums = work(turn)
             if turn.is_part:
@@ -84,10 +84,11 @@ class Recovery:
         wanted = self._take_back(before, turn)
         return [each for half in halves(rows) for each in self._run(self._part(turn, half, wanted), half, work)]
 
-    def _before(self) -> Before:
+    def _before(self, turn: Turn) -> Before:
         parameters = self._reducer.parameters
         existing = [(each, found, found._version) for each in parameters if (found := each.grad) is not None]
-        return Before(existing, self._num_collectives(), self._share.samples.num_writes())
+        shared = [(each, _num_writes(each)) for each in self._share.samples.shared(turn.microbatch)]
+        return Before(existing, self._num_collectives(), shared)
 
     def _num_collectives(self) -> int | None:
         return num_collectives() if self._reducer.ranks.num_all > 1 else 0
@@ -118,7 +119,7 @@ class Recovery:
             why = f"in which {self._reducer.wrapper} reduces, {AGAIN}"
         elif self._opened.steps_in_backward:
             why = f"and an optimizer steps in backward, {AGAIN}"
-        elif self._share.samples.num_writes() != before.num_writes:
+        elif any(_num_writes(each) != number for each, number in before.shared):
             why = f"and the loss has written to the batch, {AGAIN}"
         elif _share_memory([found for _, found, _ in before.gradients]):  # and their count of writes
             why = f"whose gradients are views of one tensor, {AGAIN}"
@@ -156,6 +157,10 @@ class Recovery:
         failure = MegabatchError(f"{who} ran out of memory in {what}; {change} ({in_one_line(error)})")
         failure.shortage = Shortage(rank_of_process(), rows, bound)
         return failure
+
+
+def _num_writes(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # which has none
 
 
 def _share_memory(tensors: Sequence[Tensor]) -> bool:

@@ -33,6 +33,10 @@ def all_numbers(model: nn.Module, microbatch: Any) -> tuple[Tensor, int]:
     return (model(microbatch["x"][..., None]) ** 2).sum(), microbatch["x"].numel()
 
 
+def squares_of_a_copy(model: nn.Module, microbatch: Any) -> tuple[Tensor, int]:
+    return squares(model, {"x": microbatch["x"].clone()})
+
+
 def after_a_shortage(model: nn.Module, batch: Any, loss_fn: Any, **settings: Any) -> GradientAccumulator:
     """An accumulator whose first microbatch did not fit once."""
     gradient = GradientAccumulator(model, **settings)
@@ -135,6 +139,17 @@ def test_wider_gradients_stay_wide(index: int):
         gradient.finalize()
     for mine, expected in zip(*found, strict=True):  # of parts that are rounded to bfloat16 each
         torch.testing.assert_close(mine, expected, rtol=2**-7, atol=0)
+
+
+def test_a_batch_may_be_of_inference_tensors():
+    with torch.inference_mode():
+        rows = {"x": torch.ones(4, 1, dtype=torch.float64)}
+    for when in ({}, OUT):
+        model = Two()
+        model.spikes.set(when)
+        gradient = GradientAccumulator(model, micro_batch_size=4)
+        gradient.forward_backward(rows, squares_of_a_copy)
+        assert gradient.last_plan.num_split == len(when)
 
 
 def test_deferred_samples_are_loaded_again():

@@ -97,6 +97,16 @@ def written() -> None:
     accumulator(Two({1: ("forward", 0)})).forward_backward(rows, doubling)
 
 
+def written_to_samples() -> None:
+    def doubling(model: nn.Module, samples: Any) -> Any:
+        for sample in samples:
+            sample["x"].mul_(2)
+        return squares(model, {"x": torch.stack([sample["x"] for sample in samples])})
+
+    own = [{"x": sample["x"].clone()} for sample in SAMPLES]
+    accumulator(Two({1: ("forward", 0)}), collate=list).forward_backward(own, doubling)
+
+
 def weighed_together() -> None:
     update(loss(weigh=lambda microbatch: len(microbatch["x"]) ** 2)(lambda *given: (squares(*given)[0], 4.0)))
 
@@ -139,6 +149,9 @@ FAILURES = {
     ),
     "out of memory in a loss that writes to the batch": Failure(
         MegabatchError, AGAIN.format("and the loss has written to the batch"), written
+    ),
+    "out of memory in a loss that writes to samples": Failure(
+        MegabatchError, AGAIN.format("and the loss has written to the batch"), written_to_samples
     ),
     "out of memory under a weight that does not add up": Failure(
         MegabatchError, AGAIN.format("whose weight is not the sum of its samples'"), weighed_together
