@@ -51,14 +51,21 @@ class Recovery:
         """The sums of a microbatch, or of its parts. Raises `MegabatchError` where it can run in no way."""
         return self._run(turn, self._share.rows(turn.index), work)
 
-    def check_reach(self, terms: dict[str, Term]) -> None:
-        """Raise where a part would differentiate for what is not of the model: what was added to that is not known."""
+    def check_reach(self, terms: dict[str, Term], turn: Turn) -> None:
+        """Raise where a part would differentiate for what is not of the model: what was added to that is not known.
+
+        And where a backward inside of the whole's may have given a parameter only a part of its gradient, while that
+        of the part does not come there.
+        """
         known = set(map(id, self._reducer.parameters))
-        for leaf in gradient.leaves([terms[name].total for name in differentiable(terms)]):
+        totals = [terms[name].total for name in differentiable(terms)]
+        for leaf in gradient.leaves(totals):
             if id(leaf) not in known:
                 raise PartError(
                     f"the loss reaches a trainable tensor of shape {tuple(leaf.shape)} that is not the model's"
                 )
+        if turn.wanted is not None and (beside := gradient.functions_beside(totals, turn.wanted)):
+            raise PartError(f"{beside[0]} is beside the way to the gradients that are still missing")
 
     def _run(self, turn: Turn, rows: Rows, work: Work) -> list[dict[str, Term]]:
         before = self._before(turn)
@@ -100,9 +107,11 @@ class Recovery:
             if id(parameter) not in was_there:
                 parameter.grad = None
         received = _received(before)
-        if not received:
-            return turn.wanted
-        return [each for each in turn.wanted or self._reducer.parameters if id(each) not in received]
+        return self._lacking(turn, received) if received else turn.wanted
+
+    def _lacking(self, turn: Turn, received: set[int]) -> list[nn.Parameter]:
+        wanted = self._reducer.parameters if turn.wanted is None else turn.wanted
+        return [each for each in wanted if id(each) not in received]
 
     def _part(self, turn: Turn, rows: Rows, wanted: Sequence[nn.Parameter] | None) -> Turn:
         microbatch, counted, weighed = self._share.part(rows, self._weigh)
@@ -123,6 +132,8 @@ class Recovery:
             why = f"and the loss has written to the batch, {AGAIN}"
         elif _share_memory([found for _, found, _ in before.gradients]):  # and their count of writes
             why = f"whose gradients are views of one tensor, {AGAIN}"
+        elif not self._lacking(turn, _received(before)):  # a backward inside of it may have begun all of them
+            why = f"in which every parameter had some gradient, {AGAIN}"
         elif len(rows) > 1 and not self._adds_up(turn, rows):
             why = f"whose weight is not the sum of its samples', {AGAIN}"
         if why is not None or len(rows) < 2:

@@ -117,10 +117,7 @@ class OpenUpdate:
         with self._taken_back_on_failure():
             sums = self.add(terms, turn)  # which may raise, and then no parameter is to have moved
             with contextlib.nullcontext() if self._stepping is None else self._stepping.backward(turn.index):
-                if turn.wanted is None:
-                    objective.backward()
-                elif turn.wanted:  # without any, all have their gradient
-                    objective.backward(inputs=list(turn.wanted))
+                objective.backward(inputs=None if turn.wanted is None else list(turn.wanted))
         return sums
 
     @contextlib.contextmanager

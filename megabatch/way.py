@@ -70,7 +70,7 @@ def _one_by_one(
     def work(turn: Turn) -> dict[str, Term]:
         terms = terms_of(loss_fn(model, turn.microbatch))
         if turn.is_part:
-            recovery.check_reach(terms)
+            recovery.check_reach(terms, turn)
         return opened.backward(terms, turn)
 
     with contextlib.closing(turns(share, agreement, weigh, reducer, reducer.device)) as each:

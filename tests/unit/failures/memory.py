@@ -69,6 +69,28 @@ class Nested(Two):
         return self.again(self.first(x), self.second)
 
 
+class Tied(nn.Module):
+    """A weight used twice, the second time inside a checkpoint that runs a backward of its own; another may be unused."""
+
+    def __init__(self, has_unused: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, 1, dtype=torch.float64))
+        self.middle = linear().requires_grad_(False)
+        self.unused = linear() if has_unused else None
+        Spikes(self, ("middle",)).set({1: ("backward", 0)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda x: x @ self.weight, self.middle(x @ self.weight), use_reentrant=True)
+
+
+def tied(has_unused: bool) -> None:
+    model = Tied(has_unused)
+    gradient = accumulator(model)
+    if has_unused:  # it has a gradient, so that it does not lack one of this microbatch that it could get
+        gradient.forward_backward(SAMPLES[:2], lambda model, batch: (model.unused(batch["x"]).sum(), 2))
+    gradient.forward_backward(SAMPLES, squares)
+
+
 def update(loss_fn: Callable[..., Any] = squares, phase: str = "backward", **settings: Any) -> None:
     """Memory runs out in the second of two microbatches, once."""
     accumulator(Two({1: (phase, 0)}), **settings).forward_backward(SAMPLES, loss_fn)
@@ -165,6 +187,16 @@ FAILURES = {
         MegabatchError,
         IN_PARTS.format("(PartError: a backward inside of its backward gives a parameter its gradient twice)"),
         lambda: in_parts(Inside.apply),
+    ),
+    "out of memory when a backward inside has begun all gradients": Failure(
+        MegabatchError, AGAIN.format("in which every parameter had some gradient"), lambda: tied(False)
+    ),
+    "out of memory when a backward inside has begun a gradient": Failure(
+        MegabatchError,
+        IN_PARTS.format(
+            "(PartError: CheckpointFunctionBackward is beside the way to the gradients that are still missing)"
+        ),
+        lambda: tied(True),
     ),
     "out of memory under reentrant checkpointing": Failure(
         MegabatchError,
