@@ -191,7 +191,7 @@ class ExpertBias:
     def _add(self, path: str, update: OpenUpdate | None, loads: Tensor) -> None:
         if update is not None and update is self._update:
             self._counts[path] += loads
-            update.taking_back.append(lambda: self._counts[path].sub_(loads))
+            update.taking_back.append((f"router {path!r}", lambda: self._counts[path].sub_(loads)))
 
 
 class _Once:

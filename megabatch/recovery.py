@@ -5,6 +5,7 @@ before is dropped. One that was cannot be told from the sum any more, so the par
 alone. Where nothing fails, nothing is done to a gradient.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -69,6 +70,7 @@ class Recovery:
 
     def _run(self, turn: Turn, rows: Rows, work: Work) -> list[dict[str, Term]]:
         before = self._before(turn)
+        self._opened.taking_back.clear()
         try:
             sums = work(turn)
             if turn.is_part:
@@ -89,7 +91,11 @@ class Recovery:
         if self._reducer.device.type != "cpu":
             torch.get_device_module(self._reducer.device).empty_cache()
         wanted = self._take_back(before, turn)
-        return [each for half in halves(rows) for each in self._run(self._part(turn, half, wanted), half, work)]
+        turn = replace(turn, is_part=True, wanted=wanted, retold=self._added_elsewhere() | Counter(turn.retold))
+        return [each for half in halves(rows) for each in self._run(self._part(turn, half), half, work)]
+
+    def _added_elsewhere(self) -> Counter[str]:
+        return Counter(what for what, _ in self._opened.taking_back)
 
     def _before(self, turn: Turn) -> Before:
         parameters = self._reducer.parameters
@@ -113,10 +119,10 @@ class Recovery:
         wanted = self._reducer.parameters if turn.wanted is None else turn.wanted
         return [each for each in wanted if id(each) not in received]
 
-    def _part(self, turn: Turn, rows: Rows, wanted: Sequence[nn.Parameter] | None) -> Turn:
+    def _part(self, turn: Turn, rows: Rows) -> Turn:
         microbatch, counted, weighed = self._share.part(rows, self._weigh)
         microbatch = to_device(microbatch, self._reducer.device)
-        return replace(turn, microbatch=microbatch, counted=counted, weighed=weighed, is_part=True, wanted=wanted)
+        return replace(turn, microbatch=microbatch, counted=counted, weighed=weighed)
 
     def _check(self, turn: Turn, rows: Rows, before: Before, error: Exception) -> None:
         """Raise where a microbatch that did not fit cannot run in parts."""
@@ -154,6 +160,8 @@ class Recovery:
         received, wanted = _received(before), turn.wanted
         if wanted is not None and not received <= set(map(id, wanted)):
             raise PartError("a backward inside of its backward gives a parameter its gradient twice")
+        if wanted is not None and (missing := Counter(turn.retold) - self._added_elsewhere()):
+            raise PartError(f"{min(missing)} is beside the way to the gradients that are still missing")
 
     def _failure(self, turn: Turn, rows: Rows, why: str, error: Exception) -> MegabatchError:
         """The error of a microbatch that can run in no way, and what to start again with."""

@@ -5,8 +5,8 @@ Everything that can be wrong with a batch is found here, before the first forwar
 
 import contextlib
 import zlib
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -61,6 +61,7 @@ class Turn:
     is_stand_in: bool
     is_part: bool = False  # of a microbatch that did not fit in memory
     wanted: Sequence[nn.Parameter] | None = None  # those that still lack its gradient; None: all
+    retold: Mapping[str, int] = field(default_factory=dict[str, int])  # what else was taken back, and how often
 
 
 def agree(

@@ -87,7 +87,9 @@ class OpenUpdate:
         self._sums: dict[str, Term] = {}
         self._differ: bool | Tensor = False
         self._counted = 0.0
-        self.taking_back: list[Callable[[], object]] = []  # what a microbatch has added elsewhere, should it fail
+        self.taking_back: list[tuple[str, Callable[[], object]]] = []  # what a microbatch adds elsewhere: what it is
+        # of, and what takes it back should the microbatch fail
+        self._failed: int | None = None  # the microbatch of an open loop whose backward has failed
         self._num_calls = self.num_samples = self.num_tokens = self.num_microbatches = 0
 
     @property
@@ -120,6 +122,21 @@ class OpenUpdate:
                 objective.backward(inputs=None if turn.wanted is None else list(turn.wanted))
         return sums
 
+    def backward_once(self, terms: Mapping[str, Term], turn: Turn) -> None:
+        """The same where nobody takes back what a backward that fails has added: the update is lost then."""
+        self.check_whole()
+        self._failed = turn.index
+        self.backward(terms, turn)
+        self._failed = None
+
+    def check_whole(self) -> None:
+        """Raise where a backward has failed half-way."""
+        if self._failed is not None:
+            raise MegabatchError(
+                f"backward() failed for microbatch {self._failed} when some gradients may have come, so the update is "
+                "lost; let its error pass, and begin the update again"
+            )
+
     @contextlib.contextmanager
     def _taken_back_on_failure(self) -> Generator[None]:
         """Let a microbatch that fails be as if it had not been, but for its gradient."""
@@ -129,7 +146,7 @@ class OpenUpdate:
             yield
         except Exception:
             self._sums, self._differ, self._counted = before
-            for take_back in self.taking_back:
+            for _, take_back in self.taking_back:
                 take_back()
             raise
 

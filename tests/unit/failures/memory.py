@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from megabatch import MegabatchError, loss
+from megabatch import MegabatchError, experts, loss
 from tests.exact.spikes import Spikes
 from tests.unit.failures.table import SAMPLES, Failure, accumulator, linear, squares, weighed_squares
 
@@ -70,7 +70,7 @@ class Nested(Two):
 
 
 class Tied(nn.Module):
-    """A weight used twice, the second time inside a checkpoint that runs a backward of its own; another may be unused."""
+    """A weight used twice, then inside a checkpoint that runs a backward of its own; another may be unused."""
 
     def __init__(self, has_unused: bool) -> None:
         super().__init__()
@@ -88,6 +88,36 @@ def tied(has_unused: bool) -> None:
     gradient = accumulator(model)
     if has_unused:  # it has a gradient, so that it does not lack one of this microbatch that it could get
         gradient.forward_backward(SAMPLES[:2], lambda model, batch: (model.unused(batch["x"]).sum(), 2))
+    gradient.forward_backward(SAMPLES, squares)
+
+
+class Beside(nn.Module):
+    """A router beside the way to the layer of which memory runs out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.router = linear(), Router()
+        Spikes(self, ("first",)).set({1: ("backward", 0)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) * self.router(x)[0]
+
+
+class Router(nn.Module):
+    """Chooses one of two experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Linear(1, 2).double()
+        self.register_buffer("e_score_correction_bias", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.scores(x).softmax(-1).topk(1)
+
+
+def beside_experts() -> None:
+    gradient = accumulator(Beside())
+    experts.ExpertBias(gradient)
     gradient.forward_backward(SAMPLES, squares)
 
 
@@ -197,6 +227,11 @@ FAILURES = {
             "(PartError: CheckpointFunctionBackward is beside the way to the gradients that are still missing)"
         ),
         lambda: tied(True),
+    ),
+    "out of memory with a router that was counted": Failure(
+        MegabatchError,
+        IN_PARTS.format("(PartError: router 'router' is beside the way to the gradients that are still missing)"),
+        beside_experts,
     ),
     "out of memory under reentrant checkpointing": Failure(
         MegabatchError,
