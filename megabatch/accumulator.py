@@ -136,6 +136,7 @@ class GradientAccumulator:
                 for turn in each:
                     self._turn = turn
                     yield turn.microbatch
+                    opened.check_whole()
                     if self._turn is turn:  # backward() clears it
                         raise MegabatchError(f"backward() was not called for microbatch {turn.index}")
                     del turn  # with its microbatch
@@ -170,12 +171,11 @@ class GradientAccumulator:
 
         ``total`` may be a mapping of names to ``(total, weight)``.
         """
-        if self._turn is None:
+        if self._turn is None or self._open is None:
             raise MegabatchError(
                 "backward() belongs once in the body of a loop over microbatches(); there is none to run"
             )
-        assert self._open is not None  # a loop is running
-        self._open.backward(terms_given(total, weight, self._turn.weighed), self._turn)
+        self._open.backward_once(terms_given(total, weight, self._turn.weighed), self._turn)
         self._turn = None
 
     def finalize(self, *, max_norm: float | None = None, weight: float | None = None) -> Update:
