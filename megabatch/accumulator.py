@@ -71,7 +71,7 @@ class GradientAccumulator:
         policy = choose_policy(self._reducer, sync)
         one_shape = isinstance(self._reducer, PipelineReducer)
         self._cutter = Cutter(*bounds, collate, length, *policy, ranks.context_rank, ranks.context_degree, one_shape)
-        self._alarm = Alarm(ranks)
+        self._alarm = Alarm(ranks, self._reducer.device)
         self._last_sample: Samples | None = None
         self._stepping: StepInBackward | None = None
         self._open: OpenUpdate | None = None

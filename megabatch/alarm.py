@@ -1,14 +1,15 @@
 """A rank that runs out of memory where others wait for it tells them, and all leave with its words.
 
 A collective that one rank has left half-way cannot be called back, so the update is lost and the processes with it. The
-others hear of it from the store by which they found each other.
+others hear of it from the store by which they found each other. Its host may be gone or frozen, so only threads speak
+with it, for which nobody waits long.
 """
 
 import contextlib
 import json
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any, cast
 
 import torch
@@ -19,19 +20,28 @@ from megabatch.errors import Bound, MegabatchError, Shortage, in_one_line
 from megabatch.mesh import DataRanks, groups_of_process
 
 ON_THE_CPU = "DefaultCPUAllocator: can't allocate memory"
-TOLD, HEARD = "megabatch: out of memory", "megabatch: heard"  # keys of the store
+NUMBER, TOLD, HEARD = "megabatch: alarms", "megabatch: out of memory", "megabatch: heard"  # keys of the store
+STORE_FAILS = (RuntimeError, ValueError)  # it went away with the rank that held it, or with the process group
 SECONDS_TO_LOOK = 0.5  # from one look into the store to the next
+SECONDS_TO_ANSWER = 1.0  # which the store has
 SECONDS_TO_HEAR = 5.0  # which a rank gives the others before it leaves, since the store may be in its process
 SECONDS_TO_WAKE = 3.0  # after which a collective that has not broken by itself is aborted
 
 
 class Alarm:
-    """Told by one rank, heard by the others within `SECONDS_TO_HEAR`, wherever they wait."""
+    """Told by one rank, heard by the others within `SECONDS_TO_HEAR`, wherever they wait.
 
-    def __init__(self, ranks: DataRanks) -> None:
-        self._ranks = ranks
-        self._heard: MegabatchError | None = None
+    Made on all ranks together, with one small message: those of another group in the job do not hear it.
+    """
+
+    def __init__(self, ranks: DataRanks, device: torch.device) -> None:
+        self._ranks, self._device = ranks, device
+        self._heard: str | None = None  # the words, as told
         self._own: Any = None  # a connection serves one call at a time, and the main thread's may take long
+        number = 0.0
+        with contextlib.suppress(*STORE_FAILS):
+            number = float(_store_of_process().add(NUMBER, 1)) if ranks.num_all > 1 else number
+        (self._number,) = max(ranks.exchange([number]))  # the job has no other alarm of this number
 
     @contextlib.contextmanager
     def listening(self) -> Generator[None]:
@@ -45,16 +55,18 @@ class Alarm:
         try:
             yield
         except Exception as error:
-            _end(listener, ended)
-            if (cause := self._cause(error)) is error:
+            ended.set()
+            if (cause := self._cause(error, answers=self._has_ended(listener))) is error:
                 raise
             raise cause from error
         finally:
-            _end(listener, ended)
+            if not ended.is_set():
+                ended.set()
+                self._has_ended(listener)
         if self._heard is not None:
-            raise self._heard
+            raise self._leaving(self._heard)
 
-    def _cause(self, error: Exception) -> Exception:
+    def _cause(self, error: Exception, *, answers: bool) -> Exception:
         """Why this rank cannot go on, told to the others where it is the first to know."""
         if is_out_of_memory(error):
             change = "give smaller microbatches, or shard the model over more ranks"
@@ -63,45 +75,71 @@ class Alarm:
             error.shortage = Shortage(rank_of_process(), (), None)
         if isinstance(error, MegabatchError) and error.shortage is not None:
             if self._heard is None:
-                self._tell(error)
+                told = json.dumps([str(error), error.shortage])
+                self._in_a_thread(lambda: self._tell(told), SECONDS_TO_HEAR + SECONDS_TO_ANSWER)
+                _abort()  # nothing of this process keeps the others then
             return error
-        with contextlib.suppress(RuntimeError):  # the store went away with the rank that held it
-            if self._heard is None and self._store().check([TOLD]):
-                self._hear()
-        return self._heard or error
+        if self._heard is None and answers:
+            self._in_a_thread(self._look, SECONDS_TO_ANSWER)
+        return error if self._heard is None else self._leaving(self._heard)
 
-    def _tell(self, error: MegabatchError) -> None:
-        """Tell the others, and wait until they have heard; then nothing of this process keeps them."""
-        with contextlib.suppress(RuntimeError):
-            told = json.dumps([str(error), error.shortage])
-            if self._store().compare_set(TOLD, "", told).decode() != told:  # another rank was faster
-                self._store().add(HEARD, 1)
-            deadline = time.monotonic() + SECONDS_TO_HEAR
-            while self._store().add(HEARD, 0) < self._ranks.num_all - 1 and time.monotonic() < deadline:
-                time.sleep(0.02)
-        _abort()
+    def _tell(self, told: str) -> None:
+        """Tell the others, and wait until they have heard."""
+        store, heard = self._store(), self._key(HEARD)
+        if store.compare_set(self._key(TOLD), "", told).decode() != told:  # another rank was faster
+            store.add(heard, 1)
+        deadline = time.monotonic() + SECONDS_TO_HEAR
+        while store.add(heard, 0) < self._ranks.num_all - 1 and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     def _listen(self, ended: threading.Event) -> None:
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(*STORE_FAILS):
             while not ended.wait(SECONDS_TO_LOOK):
-                if self._store().check([TOLD]):
-                    self._hear()
+                self._look()
+                if self._heard is not None:
                     if not ended.wait(SECONDS_TO_WAKE):
                         _abort()
                     return
 
-    def _hear(self) -> None:
-        text, shortage = json.loads(self._store().get(TOLD))
+    def _look(self) -> None:
+        store = self._store()
+        if store.check([self._key(TOLD)]):
+            self._heard = store.get(self._key(TOLD)).decode()
+            store.add(self._key(HEARD), 1)
+
+    def _leaving(self, told: str) -> MegabatchError:
+        """The words of the rank that ran out of memory, as an error. Collectives that wait on a device are broken."""
+        if self._device.type != "cpu":
+            _abort()
+        text, (rank, samples, bound) = json.loads(told)
         heard = MegabatchError(text)
-        rank, samples, bound = shortage
         heard.shortage = Shortage(rank, tuple(samples), None if bound is None else Bound(*bound))
-        self._heard = heard
-        self._store().add(HEARD, 1)
+        return heard
+
+    def _in_a_thread(self, work: Callable[[], None], seconds: float) -> None:
+        def quiet() -> None:
+            with contextlib.suppress(*STORE_FAILS):
+                work()
+
+        thread = threading.Thread(target=quiet, name="megabatch-alarm", daemon=True)
+        thread.start()
+        self._has_ended(thread, seconds)
+
+    def _has_ended(self, thread: threading.Thread, seconds: float = SECONDS_TO_ANSWER) -> bool:
+        """Whether a thread that speaks with the store ends in time; one that does not keeps its connection."""
+        thread.join(seconds)
+        if thread.is_alive():
+            self._own = None
+        return not thread.is_alive()
+
+    def _key(self, name: str) -> str:
+        return f"{name} ({self._number:.0f})"
 
     def _store(self) -> Store:
-        if self._own is None:
-            self._own = cast(Any, dist).distributed_c10d._get_default_store().clone()
-        return self._own
+        own = self._own
+        if own is None:
+            own = self._own = _store_of_process().clone()
+        return own
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -114,8 +152,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    cause = error.__cause__
-    return error if cause is None or cause is error else _first_cause(cause)
+    seen = {id(error)}
+    while (cause := error.__cause__) is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        error = cause
+    return error
 
 
 def rank_of_process() -> int:
@@ -128,13 +169,12 @@ def whoever_runs(num_ranks: int) -> str:
     return f"rank {dist.get_rank()} of {dist.get_world_size()}" if num_ranks > 1 else "this process"
 
 
+def _store_of_process() -> Store:
+    return cast(Any, dist).distributed_c10d._get_default_store()
+
+
 def _abort() -> None:
     """Break the collectives that wait on a device; those of gloo break when a process ends."""
     for group in groups_of_process():
         with contextlib.suppress(RuntimeError):  # a backend that cannot
             cast(Any, group).abort()
-
-
-def _end(listener: threading.Thread, ended: threading.Event) -> None:
-    ended.set()
-    listener.join()
