@@ -53,8 +53,8 @@ class Plan:
         return len(rows) * max((self.lengths[row] for row in rows), default=0)
 
     def bound_of(self, parts: Sequence[Sequence[int]]) -> Bound:
-        """What holds each of some microbatches, and the longest sample."""
-        return Bound(max(map(len, parts)), max(*map(self.tokens_of, parts), *self.lengths))
+        """What holds each of some microbatches."""
+        return Bound(max(map(len, parts)), max(map(self.tokens_of, parts)))
 
     def in_parts(self, parts: Parts) -> "Plan":
         """The plan as it was run."""

@@ -98,7 +98,8 @@ class Recovery:
         return Counter(what for what, _ in self._opened.taking_back)
 
     def _before(self, turn: Turn) -> Before:
-        parameters = self._reducer.parameters
+        # With an optimizer that steps in backward nothing runs again, and a gradient is to be freed where it steps.
+        parameters = [] if self._opened.steps_in_backward else self._reducer.parameters
         existing = [(each, found, found._version) for each in parameters if (found := each.grad) is not None]
         shared = [(each, _num_writes(each)) for each in self._share.samples.shared(turn.microbatch)]
         return Before(existing, self._num_collectives(), shared)
@@ -120,8 +121,13 @@ class Recovery:
         return [each for each in wanted if id(each) not in received]
 
     def _part(self, turn: Turn, rows: Rows) -> Turn:
-        microbatch, counted, weighed = self._share.part(rows, self._weigh)
-        microbatch = to_device(microbatch, self._reducer.device)
+        try:
+            microbatch, counted, weighed = self._share.part(rows, self._weigh)
+            microbatch = to_device(microbatch, self._reducer.device)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise self._failure(turn, rows, "and again before its part was run", error) from error
         return replace(turn, microbatch=microbatch, counted=counted, weighed=weighed)
 
     def _check(self, turn: Turn, rows: Rows, before: Before, error: Exception) -> None:
@@ -134,6 +140,8 @@ class Recovery:
             why = f"in which {self._reducer.wrapper} reduces, {AGAIN}"
         elif self._opened.steps_in_backward:
             why = f"and an optimizer steps in backward, {AGAIN}"
+        elif len({each.device for each in self._reducer.parameters}) > 1:
+            why = f"whose parameters are on several devices, {AGAIN}"
         elif any(_num_writes(each) != number for each, number in before.shared):
             why = f"and the loss has written to the batch, {AGAIN}"
         elif _share_memory([found for _, found, _ in before.gradients]):  # and their count of writes
@@ -169,7 +177,9 @@ class Recovery:
         bound = plan.bound_of(halves(rows)) if len(rows) > 1 else None
         if bound is not None:
             what = f"microbatch {turn.index} ({len(rows)} samples, {plan.tokens_of(rows)} tokens with padding), {why}"
-            change = f"start again with micro_batch_size={bound.samples} or max_microbatch_tokens={bound.tokens}"
+            change = f"start again with micro_batch_size={bound.samples}"
+            if (tokens := max(bound.tokens, *plan.lengths)) < plan.tokens_of(rows):  # a cap holds the longest sample
+                change += f" or max_microbatch_tokens={tokens}"
         else:
             what = f"sample {rows[0]} of its batch alone ({plan.tokens_of(rows)} tokens)" if rows else "a stand-in"
             change = "shorten the sample, checkpoint activations, or shard the model over more ranks"

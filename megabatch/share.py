@@ -97,10 +97,13 @@ class Cutter:
             rows, tokens = equal_rows(samples.lengths, tokens), None
         if self.learned is not None and rows is not None:
             rows = min(rows, self.learned.samples)
-        if self.learned is not None and tokens is not None:  # a sample that is longer goes alone, as it did before
-            tokens = min(tokens, max(self.learned.tokens, *samples.lengths, 1))
-        (plan,) = cut.plan(samples.lengths, micro_batch_size=rows, max_microbatch_tokens=tokens)
-        return replace(plan, sync=self.sync, reason=self.reason)
+        cut.check_lengths(samples.lengths, tokens)
+        lengths = samples.lengths
+        if self.learned is not None and tokens is not None:
+            tokens = max(min(tokens, self.learned.tokens), 1)
+            lengths = [min(each, tokens) for each in lengths]  # a sample that is longer goes alone
+        (plan,) = cut.plan(lengths, micro_batch_size=rows, max_microbatch_tokens=tokens)
+        return replace(plan, lengths=tuple(samples.lengths), sync=self.sync, reason=self.reason)
 
     def learn(self, share: Share) -> "Cutter":
         """The cutter of later calls, after one in which microbatches had to be run in parts."""

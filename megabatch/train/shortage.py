@@ -22,7 +22,8 @@ def noting(run: RunConfig, ranks: Ranks) -> Generator[None, None, None]:
         shortage, folder = error.shortage, Path(run.folder)
         if shortage is not None and shortage.rank == ranks.rank and shortage.bound is not None and folder.is_dir():
             with contextlib.suppress(OSError):  # the error is worth more than what is learned from it
-                replace_text(folder / LEARNED, json.dumps(shortage.bound._asdict()) + "\n")
+                bound = Bound(*map(min, shortage.bound, noted(run) or shortage.bound))
+                replace_text(folder / LEARNED, json.dumps(bound._asdict()) + "\n")
         raise
 
 

@@ -43,8 +43,8 @@ def test_a_run_goes_on_with_smaller_microbatches(bench: Bench, tmp_path: Path, w
         (line,) = (line for each in finished for line in each.err.splitlines())
         assert line.startswith("megabatch: rank 1 of 2 ran out of memory in microbatch ")
         learned.append(json.loads((bench.folder / "microbatch.json").read_text())["tokens"])
-        assert f"or max_microbatch_tokens={learned[-1]} (OutOfMemoryError: CUDA out of memory." in line
+        assert "(OutOfMemoryError: CUDA out of memory." in line
     assert finished[0].status == 0
-    assert learned == sorted(learned, reverse=True)
+    assert learned == sorted(set(learned), reverse=True), "each start with less than the one before"
     assert learned or wrapper == "ddp", "which runs parts again, but for its last microbatch"
     assert bench.losses() == pytest.approx(bench.losses(tmp_path / "whole"), rel=1e-10)

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megabatch import GradientAccumulator, MegabatchError, PlanError, experts, loss
 from megabatch.batch import Deferred
+from megabatch.errors import Bound
 from tests.exact.experts import samples as sparse_samples
 from tests.exact.experts import sparse_lm, unbalanced
 from tests.exact.spikes import Spikes
@@ -62,6 +63,15 @@ def test_a_smaller_bound_is_learned_and_a_longer_sample_still_goes():
     assert sorted(row for rows in cut.microbatches for row in rows) == list(range(len(TEXTS)))
     with pytest.raises(PlanError, match="sample 0 has 17 tokens, more than max_microbatch_tokens=16"):
         gradient.plan([{"x": torch.ones(17)}])
+
+
+def test_what_is_learned_beside_a_long_sample_is_less_than_what_failed():
+    gradient = GradientAccumulator(Two(), max_microbatch_tokens=16)
+    texts = [{"x": torch.ones(length, dtype=torch.float64)} for length in (16, 2, 2, 2, 2)]
+    gradient.learn(Bound(2, 4))
+    cut = gradient.plan(texts)
+    assert sorted(cut.tokens_of(rows) for rows in cut.microbatches) == [4, 4, 16]
+    assert cut.lengths == (16, 2, 2, 2, 2)
 
 
 def test_samples_are_learned_too_and_kept_over_updates():

@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from megabatch import MegabatchError, experts, loss
+from megabatch.batch import pad_right
 from tests.exact.spikes import Spikes
 from tests.unit.failures.table import SAMPLES, Failure, accumulator, linear, squares, weighed_squares
 
@@ -134,6 +135,25 @@ def half_of_it() -> None:
     accumulator(Two({1: ("backward", 0), 3: ("forward", 1)})).forward_backward(SAMPLES, squares)
 
 
+def no_part() -> None:
+    """The collate of the user runs out of memory when a part is made."""
+    made: list[int] = []
+
+    def collate(samples: Any) -> Any:
+        made.append(len(samples))
+        if len(made) == 5:  # two microbatches, two halves that are weighed
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+        return pad_right(samples)
+
+    accumulator(Two({1: ("backward", 0)}), collate=collate).forward_backward(SAMPLES, squares)
+
+
+def several_devices() -> None:
+    model = Two({1: ("backward", 0)})
+    model.elsewhere = nn.Linear(1, 1, device="meta")  # after the others: the model reads on the CPU
+    accumulator(model).forward_backward(SAMPLES, squares)
+
+
 def stepping() -> None:
     gradient = accumulator(Two({1: ("forward", 0)}))
     gradient.step_in_backward(torch.optim.SGD(gradient.model.parameters(), lr=0.1))
@@ -199,6 +219,12 @@ FAILURES = {
     "out of memory while an optimizer steps in backward": Failure(
         MegabatchError, AGAIN.format("and an optimizer steps in backward"), stepping
     ),
+    "out of memory of which a part is not made": Failure(
+        MegabatchError, SINGLE.format("sample 2 of its batch alone (1 tokens)"), no_part
+    ),
+    "out of memory with parameters on several devices": Failure(
+        MegabatchError, AGAIN.format("whose parameters are on several devices"), several_devices
+    ),
     "out of memory in a loss that writes to the batch": Failure(
         MegabatchError, AGAIN.format("and the loss has written to the batch"), written
     ),
@@ -260,7 +286,9 @@ RANKS_WAIT = (
 def of_rank(rank: int, world: int, index: int, tokens: int, longest: int, why: str = WAIT, seen: str = SEEN) -> str:
     return (
         f"rank {rank} of {world} ran out of memory in microbatch {index} (2 samples, {tokens} tokens with padding), "
-        f"{why}; start again with micro_batch_size=1 or max_microbatch_tokens={longest} {seen}"
+        f"{why}; start again with micro_batch_size=1"
+        + (f" or max_microbatch_tokens={longest}" if longest < tokens else "")
+        + f" {seen}"
     )
 
 

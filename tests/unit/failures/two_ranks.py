@@ -57,8 +57,8 @@ WHOLE_WEIGHTS = (
 )
 TEXTS = [{"input_ids": torch.arange(4), "labels": torch.arange(4)} for _ in range(2)]
 OTHER_SAMPLES = (
-    "ranks along cp, tp or pp of data rank 0 were given different samples; give them the same: deal samples over the "
-    "data axes only (UpdateSampler's dp_rank and dp_degree)"
+    "ranks along cp, tp or pp of data rank 0 were given different samples, or cut them otherwise; give them the same: "
+    "deal samples over the data axes only (UpdateSampler's dp_rank and dp_degree)"
 )
 
 
