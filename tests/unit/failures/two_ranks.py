@@ -77,6 +77,14 @@ def sample_too_long() -> str:
     return told(lambda: gradient.forward_backward(batch, squares))
 
 
+def collate_runs_out_of_memory() -> str:
+    def collate(samples: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    gradient = accumulator(collate=here(collate, None))
+    return told(lambda: gradient.forward_backward(SAMPLES, weighed_squares))
+
+
 def collate_raises() -> str:
     def collate(samples: list[Any]) -> Any:
         raise KeyError("no such column")
@@ -247,6 +255,9 @@ JOBS: dict[str, tuple[Callable[[], str], list[str]]] = {  # what each rank is to
     "a sample longer than the cap": (sample_too_long, heard("PlanError", CAP)),
     "a collate that raises": (
         collate_raises, heard("PlanError", "KeyError: 'no such column'", "KeyError: 'no such column'"),
+    ),
+    "a collate that runs out of memory": (
+        collate_runs_out_of_memory, on_both("PlanError: data rank 1 of 2: OutOfMemoryError: CUDA out of memory."),
     ),
     "a negative weight": (weigh_is_negative, heard("LossContractError", NEGATIVE)),
     "weigh names other terms": (weigh_names_differ, on_both(f"LossContractError: {OTHER_WEIGHTS}")),
