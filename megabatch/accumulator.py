@@ -31,7 +31,7 @@ class GradientAccumulator:
     """Computes the exact gradient of an update, microbatch by microbatch.
 
     After `finalize`, ``p.grad`` is the gradient of ``sum(total) / sum(weight)`` over every sample that any rank gave
-    since the last `finalize`, however it was cut. All methods but `plan` are collective over the data ranks.
+    since the last `finalize`, however it was cut. Making one is collective, like all methods but `plan`.
 
     Args:
         model: A plain model, or one that DistributedDataParallel, FSDP2's ``fully_shard`` or ``replicate``, or FSDP1

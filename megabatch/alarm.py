@@ -169,7 +169,7 @@ def whoever_runs(num_ranks: int) -> str:
     return f"rank {dist.get_rank()} of {dist.get_world_size()}" if num_ranks > 1 else "this process"
 
 
-def _store_of_process() -> Store:
+def _store_of_process() -> Any:  # torch's stubs leave out clone()
     return cast(Any, dist).distributed_c10d._get_default_store()
 
 

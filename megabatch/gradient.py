@@ -39,8 +39,8 @@ def functions_beside(totals: Sequence[Tensor], wanted: Sequence[Tensor]) -> list
         new = set(users.get(pending.pop(), ())) - reached
         reached |= new
         pending.extend(new)
-    beside = graph.keys() - reached
-    return sorted(node.name() for node in beside if isinstance(node, torch.autograd.function.BackwardCFunction))
+    beside: set[Any] = graph.keys() - reached
+    return sorted(type(node).__name__ for node in beside if isinstance(node, torch.autograd.function.BackwardCFunction))
 
 
 def _graph(totals: Sequence[Tensor]) -> dict[Any, list[Any]]:

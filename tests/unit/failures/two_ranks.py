@@ -166,6 +166,11 @@ def other_samples() -> str:
     return told(lambda: accumulator(mesh=mesh).forward_backward(batch, squares))
 
 
+def other_cut() -> str:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    return told(lambda: accumulator(mesh=mesh, micro_batch_size=here(1, 2)).forward_backward(SAMPLES, squares))
+
+
 def part_of_the_processes() -> str:
     model, mesh = linear(), DeviceMesh("cpu", [dist.get_rank()], mesh_dim_names=("tp",))
     return told(lambda: accumulator(parallelize_module(model, mesh, ColwiseParallel())))
@@ -272,6 +277,7 @@ JOBS: dict[str, tuple[Callable[[], str], list[str]]] = {  # what each rank is to
     "not a number": (not_a_number, on_both(f"MegabatchError: {NOT_FINITE}")),
     "a mesh axis that is not supported": (expert_axis, on_both(f"PlanError: {EXPERT_AXIS}")),
     "other samples along tp": (other_samples, on_both(f"PlanError: {OTHER_SAMPLES}")),
+    "another cut along tp": (other_cut, on_both(f"PlanError: {OTHER_SAMPLES}")),
     "tensor parallel over one of two": (part_of_the_processes, on_both(f"PlanError: {ONE_OF_TWO}")),
     "FSDP1 in two ways": (fsdp1_in_two_ways, on_both(f"PlanError: {FSDP1_TWO_WAYS}")),
     "stretches without weigh": (unweighed_stretches, on_both(f"LossContractError: {UNWEIGHED_STRETCHES}")),
