@@ -5,7 +5,6 @@ It knows no optimizer, no schedule, no source of data and no file.
 
 import contextlib
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,16 +12,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megabatch import gradient, way
+from megabatch.alarm import Alarm
 from megabatch.batch import Batch, Collate, Length, Microbatch
 from megabatch.contract import JointLoss, LossFunction, Term, Weigh, terms_given, weigh_of
 from megabatch.cut import Plan, check_bounds
-from megabatch.errors import LossContractError, MegabatchError, check_positive
-from megabatch.fit import Fit
+from megabatch.errors import Bound, MegabatchError, check_positive
 from megabatch.precision import Wide, no_float16_autocast
 from megabatch.probe import Prober
 from megabatch.run import Agreement, Turn, agree, turns, with_stand_ins
 from megabatch.share import Cutter, Share
-from megabatch.stages import PipelineReducer
 from megabatch.stepping import StepInBackward
 from megabatch.sync import Models, choose_policy, reducer_for
 from megabatch.update import OpenUpdate, Update
@@ -32,7 +30,7 @@ class GradientAccumulator:
     """Computes the exact gradient of an update, microbatch by microbatch.
 
     After `finalize`, ``p.grad`` is the gradient of ``sum(total) / sum(weight)`` over every sample that any rank gave
-    since the last `finalize`, however it was cut. All methods but `plan` are collective over the data ranks.
+    since the last `finalize`, however it was cut. Making one is collective, like all methods but `plan`.
 
     Args:
         model: A plain model, or one that DistributedDataParallel, FSDP2's ``fully_shard`` or ``replicate``, or FSDP1
@@ -72,9 +70,10 @@ class GradientAccumulator:
         self._wide = Wide(self._reducer.parameters, accumulate_dtype)
         self._reducer.accumulate_in(self._wide)
         self.ranks = ranks = self._reducer.ranks  # those that work on an update
-        choice, one_shape = choose_policy(self._reducer, sync), isinstance(self._reducer, PipelineReducer)
-        self._cutter = Cutter(*bounds, collate, length, choice, ranks.context_rank, ranks.context_degree, one_shape)
+        choice = choose_policy(self._reducer, sync)
+        self._cutter = Cutter(*bounds, collate, length, choice, ranks, self._reducer.one_shape)
         self._prober = Prober(model, self._reducer, self._wide, self._cutter, memory_bytes)
+        self._alarm = Alarm(ranks, self._reducer.device)
         self._remembered: Callable[[], Microbatch | None] = lambda: None  # a sample of an earlier call
         self._stepping: StepInBackward | None = None
         self.steps_in_backward = False  # before `finalize` could scale a gradient
@@ -82,7 +81,7 @@ class GradientAccumulator:
         self._running = False  # inside a call, between its first microbatch and its last
         self._turn: Turn | None = None  # the microbatch that waits for its backward
         self.last_plan: Plan | None = None
-        self.fit: Fit | None = None  # the bound that was chosen, and why, where none was given
+        self.fit = self._cutter.fit  # the bound that was chosen, and why, where none was given
 
     @property
     def open_update(self) -> OpenUpdate | None:
@@ -93,6 +92,15 @@ class GradientAccumulator:
     def is_counting(self) -> bool | None:
         """Whether the microbatch that runs is counted, as a stand-in is not; None where none runs by itself."""
         return self._reducer.is_counting
+
+    @property
+    def learned(self) -> Bound | None:
+        """What a microbatch may hold since one did not fit in memory and ran in parts; None while all fit."""
+        return self._cutter.learned
+
+    def learn(self, bound: Bound | None) -> None:
+        """Begin with what another accumulator has learned, or an error's ``shortage`` says; None changes nothing."""
+        self._cutter = self._cutter.lowered(bound)
 
     def step_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
         """From here on, step ``optimizer`` in each update's last backward, for less memory; see `StepInBackward`."""
@@ -109,8 +117,9 @@ class GradientAccumulator:
 
     def choose_bound(self, batch: Batch, loss_fn: LossFunction | JointLoss) -> None:
         """Choose the bound for samples as long as the longest of this batch, if that is "auto" and not done."""
-        if self._open is None:  # else there are gradients
-            self._cutter = self._prober.fitted(self._cutter, batch, loss_fn)
+        if self._open is None and self._cutter.is_auto:  # in an open update there are gradients
+            with self._alarm.listening():
+                self._cutter = self._prober.fitted(self._cutter, batch, loss_fn)
             self.fit = self._cutter.fit
 
     def forward_backward(self, batch: Batch, loss_fn: LossFunction | JointLoss) -> dict[str, Term]:
@@ -121,19 +130,20 @@ class GradientAccumulator:
         for the loss.
         """
         self.choose_bound(batch, loss_fn)
-        with self._call(batch, weigh_of(loss_fn)) as (share, agreement, opened):
+        with self._alarm.listening(), self._call(batch, weigh_of(loss_fn)) as (share, agreement, opened):
             sums = way.run(self.model, loss_fn, share, agreement, self._reducer, opened)
         return {name: Term(total, torch.as_tensor(weight, dtype=total.dtype)) for name, (total, weight) in sums.items()}
 
     def microbatches(self, batch: Batch, weigh: Weigh | None = None) -> Generator[Microbatch, None, None]:
         """The same as an open loop: yields each microbatch on the device; call `backward` once in the body."""
         way.check_open_loop(self._reducer, weigh)
-        with self._call(batch, weigh) as (share, agreement, opened):
+        with self._alarm.listening(), self._call(batch, weigh) as (share, agreement, opened):
             opened.open_call(agreement)
             with contextlib.closing(turns(share, agreement, weigh, self._reducer, self._reducer.device)) as each:
                 for turn in each:
                     self._turn = turn
                     yield turn.microbatch
+                    opened.check_whole()
                     if self._turn is turn:  # backward() clears it
                         raise MegabatchError(f"backward() was not called for microbatch {turn.index}")
                     del turn  # with its microbatch
@@ -152,12 +162,13 @@ class GradientAccumulator:
             gradient.drop(self._reducer.parameters)
             self._wide.begin()
             self._open = OpenUpdate(self._reducer, self._stepping)
-        self.last_plan = with_stand_ins(share.plan, agreement.num_microbatches)
+        self.last_plan = planned = with_stand_ins(share.plan, agreement.num_microbatches)
         self._running = True
         try:
             with no_float16_autocast(self._reducer.models):
                 yield share, agreement, self._open
             self._running = False
+            self.last_plan, self._cutter = planned.in_parts(share.parts), self._cutter.learn(share)
         finally:
             if self._running:  # the loss raised, or the loop was left early
                 self._abandon()
@@ -167,12 +178,11 @@ class GradientAccumulator:
 
         ``total`` may be a mapping of names to ``(total, weight)``.
         """
-        if self._turn is None:
+        if self._turn is None or self._open is None:
             raise MegabatchError(
                 "backward() belongs once in the body of a loop over microbatches(); there is none to run"
             )
-        assert self._open is not None  # a loop is running
-        self._open.backward(terms_given(total, weight, self._turn.weighed), self._turn)
+        self._open.backward_once(terms_given(total, weight, self._turn.weighed), self._turn)
         self._turn = None
 
     def finalize(self, *, max_norm: float | None = None, weight: float | None = None) -> Update:
@@ -194,27 +204,17 @@ class GradientAccumulator:
             self._stepping.check_finalize(max_norm, weight)
         opened, self._open = self._open, None
         try:
-            update, factor = opened.close(weight, max_norm)
-        except LossContractError:
+            with self._alarm.listening():
+                update = way.close(opened, self._reducer, weight, max_norm)
+        except MegabatchError:
             self._abandon()
             raise
-        parameters = self._reducer.parameters
-        if isinstance(factor, float) and factor == 0.0:
-            gradient.drop(parameters)
-            update = replace(update, finite=torch.zeros_like(update.finite))
-        else:
-            self._reducer.finish_update()
-            if max_norm is not None:
-                update = update.with_norm(gradient.clip(parameters, max_norm, factor, self._reducer.norm_groups))
-            elif factor is not None:
-                gradient.scale(parameters, factor)
         self._wide.finish()
         return update
 
     def _abandon(self) -> None:
         """An update happens whole or not at all: forget what was accumulated."""
-        self._open = self._turn = None
-        self._running = False
+        self._open, self._turn, self._running = None, None, False
         self._reducer.discard()
         self._wide.discard()
         gradient.drop(self._reducer.parameters)

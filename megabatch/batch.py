@@ -6,6 +6,7 @@ A deferred batch is a list whose samples are loaded when their microbatch comes.
 """
 
 import math
+import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -91,6 +92,7 @@ class Samples:
         self._length = length
         self._part = part
         self._kept: dict[int, Any] = {}  # the last sample of a deferred batch, once it is loaded
+        self._loading = threading.Lock()  # one thread at a time loads and collates
         self.lengths: list[int] = self._measure(length)
 
     def __len__(self) -> int:
@@ -98,7 +100,8 @@ class Samples:
 
     def take(self, indices: Sequence[int]) -> Microbatch:
         """The samples at ``indices``, collated; on the device where the batch is."""
-        whole = self._take(indices)
+        with self._loading:
+            whole = self._take(indices)
         return whole if self._part is None else self._part(whole)
 
     def _take(self, indices: Sequence[int]) -> Microbatch:
@@ -148,6 +151,12 @@ class Samples:
     def stand_in(self) -> Microbatch:
         """The last sample as a microbatch of its own."""
         return self.take([len(self) - 1])
+
+    def shared(self, microbatch: Microbatch) -> list[Tensor]:
+        """The tensors by which the batch can be written to: of a mapping, of which a microbatch may be a view, and
+        those of a microbatch that the user's collate has made, which may be the samples' own."""
+        own = [] if self._collate is None else pytree.tree_leaves(microbatch)
+        return [*(self._rows or {}).values(), *(leaf for leaf in own if isinstance(leaf, Tensor))]
 
     def fingerprint(self) -> int:
         """A number that nearly always differs where the samples do: of all lengths, and of what the last one holds."""

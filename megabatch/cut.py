@@ -3,15 +3,16 @@
 Pure: lengths in, a frozen plan out. It knows no tensor, model or process group.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megabatch.cost import CostModel
-from megabatch.errors import PlanError, require_count
+from megabatch.errors import Bound, PlanError, require_count
 from megabatch.partition import deal, pack
 
 # Without a measured cost, one more microbatch is worth a sixteenth of what the cap says the hardware takes at once.
 LAUNCH_SHARE = 16
+Parts = Mapping[int, Sequence[tuple[int, ...]]]  # of microbatches that did not fit in memory, by their index
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Plan:
     reason: str = ""  # why this sync
     seconds: float | None = None  # predicted by the cost model that was given
     peak_bytes: float | None = None
+    num_split: int = 0  # microbatches that did not fit in memory and were run in parts
+    one_shape: bool = False  # whether each is filled up to the most samples and the longest of all, as in a pipeline
 
     @property
     def num_microbatches(self) -> int:
@@ -39,12 +42,28 @@ class Plan:
     @property
     def padded_tokens(self) -> int:
         """Tokens that go through the model: rows times the longest row, without stand-ins."""
-        return sum(len(rows) * max(self.lengths[row] for row in rows) for rows in self.microbatches if rows)
+        cut = [rows for rows in self.microbatches if rows]
+        if self.one_shape:
+            return len(cut) * max(map(len, cut), default=0) * max(self.lengths, default=0)
+        return sum(map(self.tokens_of, cut))
 
     @property
     def padding(self) -> float:
         """Share of the computed tokens that are padding, in [0, 1)."""
         return 1 - self.num_tokens / self.padded_tokens if self.num_tokens else 0.0
+
+    def tokens_of(self, rows: Sequence[int]) -> int:
+        """Tokens that samples take together, with their padding."""
+        return len(rows) * max((self.lengths[row] for row in rows), default=0)
+
+    def bound_of(self, parts: Sequence[Sequence[int]]) -> Bound:
+        """What holds each of some microbatches."""
+        return Bound(max(map(len, parts)), max(map(self.tokens_of, parts)))
+
+    def in_parts(self, parts: Parts) -> "Plan":
+        """The plan as it was run."""
+        cut = (parts.get(index, [rows]) for index, rows in enumerate(self.microbatches))
+        return replace(self, microbatches=tuple(rows for each in cut for rows in each), num_split=len(parts))
 
     def explain(self) -> str:
         """The plan in words, for a person: one line a fact."""
@@ -59,6 +78,8 @@ class Plan:
             f"{self.num_tokens:,} real tokens, {self.padded_tokens:,} computed: {self.padding:.1%} padding",
             f"sync {self.sync}" + (f": {self.reason}" if self.reason else ""),
         ]
+        if self.num_split:
+            lines.append(f"{_count(self.num_split, 'microbatch', 'es')} did not fit in memory and ran in parts")
         if self.seconds is not None:
             lines.append(f"predicted {self.seconds:.3g} seconds")
         if self.peak_bytes:
@@ -105,6 +126,12 @@ def _count(number: int, noun: str, plural: str) -> str:
 def pad_with_stand_ins(microbatches: Sequence[tuple[int, ...]], num_microbatches: int) -> tuple[tuple[int, ...], ...]:
     """The microbatches, followed by as many stand-ins as make ``num_microbatches``."""
     return (*microbatches, *[()] * (num_microbatches - len(microbatches)))
+
+
+def halves(rows: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The samples of a microbatch in two parts, or in one where there is only one sample."""
+    middle = (len(rows) + 1) // 2
+    return [each for each in (rows[:middle], rows[middle:]) if each]
 
 
 def check_bound(micro_batch_size: int | None, max_microbatch_tokens: int | None) -> None:

@@ -29,8 +29,10 @@ class DDPReducer(PlainReducer):
         self._ddp, self._hooks = ddp, hooks_of(ddp)
         self._first_of_static_graph = bool(ddp.static_graph)
         self._went_through_ddp = False
+        self._is_reducing = self._is_preparing = False  # in the microbatch that runs; before the model's own forward
         self._is_local = False  # gradients stay on their rank until the update ends
         ddp.register_forward_pre_hook(self._note_forward)
+        ddp.module.register_forward_pre_hook(self._note_inside)
 
     def accumulate_in(self, wide: Wide) -> None:
         """DDP's buckets are of the parameters' dtype, so what is wider stays out of them and is summed here."""
@@ -57,7 +59,14 @@ class DDPReducer(PlainReducer):
             )
 
     def _note_forward(self, *_: object) -> None:
-        self._went_through_ddp = True
+        self._went_through_ddp = self._is_preparing = True
+
+    def _note_inside(self, *_: object) -> None:
+        self._is_preparing = False
+
+    @property
+    def runs_alone(self) -> bool:
+        return not (self._is_reducing or self._is_preparing) and super().runs_alone
 
     def choose(self, policy: str) -> Choice:
         self._refuse_replica_last(policy)
@@ -69,13 +78,14 @@ class DDPReducer(PlainReducer):
 
     @contextlib.contextmanager
     def microbatch(self, policy: str, *, last: bool) -> Generator[None]:
+        self._is_reducing = self._is_preparing = False
         if self._is_local:
             with self._ddp.no_sync():
                 yield
             return
         # A static graph is recorded in the first backward, which must be a reducing one.
         reduce, self._first_of_static_graph = last or policy == "every" or self._first_of_static_graph, False
-        self._went_through_ddp = False
+        self._went_through_ddp, self._is_reducing = False, reduce
         with contextlib.nullcontext() if reduce else self._ddp.no_sync():
             yield
 

@@ -6,11 +6,28 @@ Each message is one line: what was seen, what was expected, and what to change.
 import math
 import operator
 from numbers import Real
-from typing import SupportsIndex
+from typing import NamedTuple, SupportsIndex
+
+
+class Bound(NamedTuple):
+    """What a microbatch may hold."""
+
+    samples: int
+    tokens: int  # with padding
+
+
+class Shortage(NamedTuple):
+    """A microbatch that did not fit in memory."""
+
+    rank: int
+    samples: tuple[int, ...]  # of the batch that it was given; empty where that is not known
+    bound: Bound | None  # half of it, to start again with; None where that is nothing
 
 
 class MegabatchError(Exception):
     """Base of every error raised on purpose; its text is one line, fit to be shown to a user."""
+
+    shortage: Shortage | None = None  # where memory ran out
 
 
 class PlanError(MegabatchError, ValueError):

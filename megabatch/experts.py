@@ -18,6 +18,7 @@ from megabatch.accumulator import GradientAccumulator
 from megabatch.errors import MegabatchError, PlanError, require_positive
 from megabatch.losses import HALF_TYPES
 from megabatch.stages import Pipeline
+from megabatch.update import OpenUpdate
 
 SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda logits: logits.softmax(-1),
@@ -187,9 +188,10 @@ class ExpertBias:
             kept *= (self._mask.reshape(-1, 1) != 0).to(kept)
         return self._nothing(path).scatter_add_(0, chosen.flatten(), kept.flatten())
 
-    def _add(self, path: str, update: object, loads: Tensor) -> None:
-        if update is self._update:
+    def _add(self, path: str, update: OpenUpdate | None, loads: Tensor) -> None:
+        if update is not None and update is self._update:
             self._counts[path] += loads
+            update.taking_back.append((f"router {path!r}", lambda: self._counts[path].sub_(loads)))
 
 
 class _Once:

@@ -39,6 +39,10 @@ class FSDP1Reducer(PlainReducer):
                 f"fully_shard and MixedPrecisionPolicy(reduce_dtype={wide.dtype}), or leave accumulate_dtype out"
             )
 
+    @property
+    def runs_alone(self) -> bool:
+        return False  # every forward gathers parameters
+
     def choose(self, policy: str) -> Choice:
         self._refuse_replica_last(policy)
         if policy == "last":

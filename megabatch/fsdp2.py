@@ -52,6 +52,10 @@ class FSDP2Reducer(PlainReducer):
         if all(group.is_sharded for group in self._groups):
             super().check_unchanged()
 
+    @property
+    def runs_alone(self) -> bool:
+        return False  # every forward gathers parameters
+
     def choose(self, policy: str) -> Choice:
         if not self._has_shards:
             self._refuse_replica_last(policy)

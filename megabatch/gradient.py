@@ -1,6 +1,7 @@
 """What is done to ``p.grad``: drop, scale, norm, clip, over plain tensors and DTensors alike."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,46 @@ def drop(parameters: Sequence[nn.Parameter]) -> None:
     """Set every ``p.grad`` to None."""
     for parameter in parameters:
         parameter.grad = None
+
+
+def leaves(totals: Sequence[Tensor]) -> Generator[Tensor]:
+    """Every leaf that carries a gradient and that a total depends on, as far as the graph tells."""
+    for node in _graph(totals):
+        if (leaf := _leaf(node)) is not None:
+            yield leaf
+
+
+def functions_beside(totals: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[str]:
+    """Names of the functions written in Python that a backward for ``wanted`` alone does not come to."""
+    graph, ids = _graph(totals), set(map(id, wanted))
+    users: dict[Any, list[Any]] = {}
+    for node, inputs in graph.items():
+        for each in inputs:
+            users.setdefault(each, []).append(node)
+    pending = [node for node in graph if id(_leaf(node)) in ids]
+    reached = set(pending)
+    while pending:
+        new = set(users.get(pending.pop(), ())) - reached
+        reached |= new
+        pending.extend(new)
+    beside: set[Any] = graph.keys() - reached
+    return sorted(type(node).__name__ for node in beside if isinstance(node, torch.autograd.function.BackwardCFunction))
+
+
+def _graph(totals: Sequence[Tensor]) -> dict[Any, list[Any]]:
+    """Every node that totals depend on, with those of its inputs."""
+    pending: list[Any] = [torch.autograd.graph.get_gradient_edge(total).node for total in totals]
+    graph: dict[Any, list[Any]] = {}
+    while pending:
+        node = pending.pop()
+        if node not in graph:
+            graph[node] = [before for before, _ in node.next_functions if before is not None]
+            pending.extend(graph[node])
+    return graph
+
+
+def _leaf(node: Any) -> Tensor | None:
+    return getattr(node, "variable", None)
 
 
 def scale(parameters: Sequence[nn.Parameter], factor: float | Tensor) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from megabatch import rng
+from megabatch import gradient, rng
 from megabatch.batch import Microbatch, to_device
 from megabatch.contract import JointLoss, Term, differentiable, terms_of
 from megabatch.errors import LossContractError, PlanError
@@ -135,20 +135,12 @@ def _loss_of_all(call: Call, given: Any) -> dict[str, Term]:
 
 def _check_reach(totals: Sequence[Tensor], wholes: list[Tensor]) -> None:
     """Raise where a total depends on a leaf that is no representation: its gradient would be lost."""
-    pending: list[Any] = [torch.autograd.graph.get_gradient_edge(total).node for total in totals]
-    seen: set[Any] = set()
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and not any(leaf is whole for whole in wholes):
+    for leaf in gradient.leaves(totals):
+        if not any(leaf is whole for whole in wholes):
             raise LossContractError(
                 f"the loss of a JointLoss reaches a trainable parameter of shape {tuple(leaf.shape)} by itself; return "
                 "what it needs from encode, one row per sample: temperature.expand(len(queries))"
             )
-        pending.extend(before for before, _ in node.next_functions)
 
 
 def _backward(call: Call, encodings: list[Encoded], gradients: Sequence[Sequence[Tensor] | None]) -> Tensor:

@@ -1,9 +1,10 @@
 """Names of mesh axes, and the ranks that see different samples with the small messages between them."""
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -120,6 +121,20 @@ class DataRanks:
         The host does not wait.
         """
         return _gather(numbers[None], self.groups)
+
+
+def groups_of_process() -> list[dist.ProcessGroup]:
+    """Every process group that this process is in."""
+    return list(cast(Any, dist).distributed_c10d._world.pg_map)
+
+
+def num_collectives() -> int | None:
+    """How many collectives this process has begun; None where a backend does not count them."""
+    with contextlib.suppress(RuntimeError):
+        groups = cast(list[Any], groups_of_process())
+        backends = [group._get_backend(device) for group in groups for device in group._device_types]
+        return sum(backend._get_sequence_number_for_group() for backend in backends)
+    return None
 
 
 def _num_ranks(groups: Sequence[dist.ProcessGroup]) -> int:

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 
 from megabatch import rng
+from megabatch.alarm import is_out_of_memory
 from megabatch.batch import Microbatch
 from megabatch.contract import LossFunction, Term, Weigh, accumulation_dtype, terms_of
 from megabatch.errors import LossContractError, PlanError
@@ -237,6 +238,8 @@ class _LastStage:
             if self._opened is not None:
                 objective = self._opened.objective(terms, self.turns[index])
         except Exception as error:  # of any kind: the user's loss is called in there
+            if is_out_of_memory(error):  # of which the others hear otherwise
+                raise
             self._failure = self._failure or (self._model.num_stages, error)
             return nothing_of(output)
         self._terms[index] = terms if self._opened is not None else {name: _shown(each) for name, each in terms.items()}

@@ -29,6 +29,7 @@ class PlainReducer:
 
     wrapper = "no wrapper"
     loss_factor = 1.0
+    one_shape = False  # whether microbatches are filled up to the largest of a call
     is_counting: bool | None = None  # the microbatch that runs: False for a stand-in
 
     def __init__(self, model: nn.Module, ranks: DataRanks) -> None:
@@ -50,6 +51,11 @@ class PlainReducer:
         now = trainable(self._model)
         if len(now) != len(self.parameters) or any(a is not b for a, b in zip(now, self.parameters, strict=True)):
             raise PlanError(CHANGED)
+
+    @property
+    def runs_alone(self) -> bool:
+        """Whether the microbatch that runs needs no other rank, so that it can be run again in parts."""
+        return self.ranks.num_all == self.ranks.degree
 
     def choose(self, policy: str) -> Choice:
         """The policy to follow. Raises `PlanError` for one that this wrapper does not have."""

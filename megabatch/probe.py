@@ -15,10 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from megabatch import gradient, rng
+from megabatch.alarm import is_out_of_memory, rank_of_process, whoever_runs
 from megabatch.batch import Batch
 from megabatch.contract import JointLoss, LossFunction, terms_of, weigh_of
 from megabatch.cut import Plan
-from megabatch.errors import MegabatchError, PlanError, require_positive
+from megabatch.errors import MegabatchError, PlanError, Shortage, in_one_line, require_positive
 from megabatch.fit import Fit, Measured, Space, bound_tokens, cost_of, in_gib, search
 from megabatch.memory import GIVE_A_BOUND, Budget, budget_of, bytes_to_come, check_device, measuring
 from megabatch.plain import PlainReducer, local
@@ -72,12 +73,10 @@ class Prober:
                 )
 
     def fitted(self, cutter: Cutter, batch: Batch, loss_fn: LossFunction | JointLoss) -> Cutter:
-        """The cutter with a bound for this batch; the same on all ranks. Collective.
+        """The cutter, whose bound is to be chosen, with one for this batch; the same on all ranks. Collective.
 
         Measured are copies of the longest sample of all ranks, unless ones as long were measured before.
         """
-        if not cutter.is_auto:
-            return cutter
         if isinstance(loss_fn, JointLoss):
             raise PlanError(
                 "a JointLoss keeps representations of all samples, so that one microbatch does not tell what fits, and "
@@ -194,7 +193,7 @@ class _Updates:
         reducer = self._prober.reducer
         share = self._share(rows)
         self._prober.wide.begin()
-        with measuring(reducer.device) as needed, no_float16_autocast(reducer.models):
+        with measuring(reducer.device) as needed, no_float16_autocast(reducer.models), self._short_of(rows):
             self._run(share)
         self._prober.forget()
         before = self.budget.used + bytes_to_come(self._prober.optimizer, reducer.parameters)
@@ -226,6 +225,25 @@ class _Updates:
             for turn in itertools.islice(each, num_run):
                 opened.backward(terms_of(self._loss_fn(self._prober.model, turn.microbatch)), turn)
                 del turn  # with its microbatch
+
+    @contextlib.contextmanager
+    def _short_of(self, rows: int) -> Generator[None]:
+        """Surrounds a measured update: what there is may be less than the system said."""
+        try:
+            yield
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            tokens, who = self._longest.tokens, whoever_runs(self._prober.reducer.ranks.num_all)
+            samples, change = "a sample", "shorten it, checkpoint activations, or shard the model over more ranks"
+            if rows > 1:
+                samples, change = f"{rows} samples", f"give max_microbatch_tokens={rows // 2 * tokens}"
+            failure = MegabatchError(
+                f"{who} ran out of memory when it measured {samples} of {tokens} tokens, the longest; {change} "
+                f"({in_one_line(error)})"
+            )
+            failure.shortage = Shortage(rank_of_process(), (), None)
+            raise failure from error
 
     def _own_bytes(self, share: Share, rows: int) -> float:
         """A whole update's microbatches, which are collated before they are run where they are weighed, on the CPU."""

@@ -5,14 +5,15 @@ Everything that can be wrong with a batch is found here, before the first forwar
 
 import contextlib
 import zlib
-from collections.abc import Callable, Generator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from megabatch.alarm import is_out_of_memory
 from megabatch.batch import Microbatch, to_device
 from megabatch.contract import Weigh
 from megabatch.cut import Plan, pad_with_stand_ins
@@ -42,7 +43,7 @@ class Told(NamedTuple):
     num_tokens: float
     has_sample: float
     names_hash: float  # of the weighed terms
-    fingerprint: float  # of the samples, where other ranks must have the same
+    fingerprint: float  # of the samples and their cut, where other ranks must have the same
     weights: list[float]
 
     @classmethod
@@ -60,6 +61,9 @@ class Turn:
     counted: dict[str, float]  # weights counted from the data or told of it, by term; announced to all ranks
     weighed: dict[str, float]  # what weigh counts; differs from the former where what was told is wrong
     is_stand_in: bool
+    is_part: bool = False  # of a microbatch that did not fit in memory
+    wanted: Sequence[nn.Parameter] | None = None  # those that still lack its gradient; None: all
+    retold: Mapping[str, int] = field(default_factory=dict[str, int])  # what else was taken back, and how often
 
 
 def agree(
@@ -103,8 +107,9 @@ def _check_same_samples(ranks: DataRanks, told: list[Told]) -> None:
     for data_rank in range(ranks.degree):
         if len({each.fingerprint for each in told[data_rank :: ranks.degree]}) > 1:
             raise PlanError(
-                f"ranks along cp, tp or pp of data rank {data_rank} were given different samples; give them the same: "
-                "deal samples over the data axes only (UpdateSampler's dp_rank and dp_degree)"
+                f"ranks along cp, tp or pp of data rank {data_rank} were given different samples, or cut them "
+                "otherwise; give them the same: deal samples over the data axes only (UpdateSampler's dp_rank and "
+                "dp_degree)"
             )
 
 
@@ -175,7 +180,8 @@ def _message(share: Share | None, ranks: DataRanks, has_sample: bool) -> list[fl
         return [1.0] + [0.0] * (6 + MAX_WEIGHED_TERMS)
     sums = share.weight_sums()
     names_hash = zlib.crc32("\n".join(sums).encode()) if sums else 0
-    fingerprint = share.samples.fingerprint() if ranks.num_all > ranks.degree else 0
+    cut = repr(share.plan.microbatches).encode()
+    fingerprint = zlib.crc32(cut, share.samples.fingerprint()) if ranks.num_all > ranks.degree else 0
     counts = [0, len(share.plan.microbatches), len(share.samples), share.plan.num_tokens]
     rest = [0.0] * (MAX_WEIGHED_TERMS - len(sums))
     return [*map(float, [*counts, has_sample, names_hash, fingerprint]), *sums.values(), *rest]
@@ -190,7 +196,7 @@ def told_failure(ranks: DataRanks, failure: Exception | None) -> Exception:
     """This rank's own failure, or the first that another rank tells of."""
     told = failure and (isinstance(failure, LossContractError), _one_line(failure))
     failures: list[tuple[bool, str] | None] = ranks.exchange_objects(told)
-    if failure is not None:
+    if failure is not None and (ranks.num_all == 1 or not is_out_of_memory(failure)):  # which is told by now
         return failure
     rank, (of_contract, text) = next((rank, each) for rank, each in enumerate(failures) if each is not None)
     rank %= ranks.degree  # ranks that share samples come after those that do not

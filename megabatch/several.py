@@ -42,6 +42,10 @@ class SeveralReducer(PlainReducer):
         if any(map(trainable, self._frozen)):
             raise PlanError(CHANGED)
 
+    @property
+    def runs_alone(self) -> bool:
+        return all(reducer.runs_alone for reducer in self._reducers)
+
     def choose(self, policy: str) -> Choice:
         choices = dict(reducer.choose(policy) for reducer in self._reducers)
         if len(choices) > 1:  # a plain model beside a sharded one: it is summed once, whatever the policy

@@ -1,15 +1,16 @@
 """This rank's part of one call: its samples, cut, and weighed where the weight can be counted from the data."""
 
 from collections.abc import Generator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from megabatch import context, cut
 from megabatch.batch import Batch, Collate, Length, Microbatch, Samples
 from megabatch.contract import PAIR_NAME, Weigh, counted_weights
 from megabatch.cut import Plan
-from megabatch.errors import LossContractError, PlanError
+from megabatch.errors import Bound, LossContractError, PlanError
 from megabatch.fit import Fit
+from megabatch.mesh import DataRanks
 from megabatch.shapes import equal_rows
 
 MAX_WEIGHED_TERMS = 8  # the message between ranks has a fixed size
@@ -23,6 +24,7 @@ class Share:
     plan: Plan
     collated: tuple[Microbatch, ...]  # on the CPU; empty unless they were weighed, and for a deferred batch
     weights: tuple[dict[str, float], ...]  # of each microbatch, by term
+    parts: dict[int, list[tuple[int, ...]]] = field(default_factory=dict[int, list[tuple[int, ...]]])  # see `Recovery`
 
     def microbatches(self) -> Generator[Microbatch]:
         """The microbatches of the plan in turn, on the CPU."""
@@ -33,10 +35,23 @@ class Share:
 
         Of a deferred batch its last sample, over and over, since the others would have to be loaded again.
         """
-        rows, last = self.plan.microbatches[-1], len(self.samples) - 1
-        if self.samples.deferred is not None:
-            rows = [last] * (len(rows) if last in rows else 1)
-        return self.samples.take(rows)
+        return self.samples.take(self.rows(len(self.plan.microbatches)))
+
+    def rows(self, index: int) -> tuple[int, ...]:
+        """The samples of microbatch ``index``, from the end of the plan on of a stand-in; none where it is not ours."""
+        cut, last = self.plan.microbatches, len(self.samples) - 1
+        if index < len(cut) or not cut:
+            return cut[index] if cut else ()
+        if self.samples.deferred is None:
+            return cut[-1]
+        return (last,) * (len(cut[-1]) if last in cut[-1] else 1)
+
+    def part(self, rows: tuple[int, ...], weigh: Weigh | None) -> tuple[Microbatch, dict[str, float], dict[str, float]]:
+        """Some samples as a microbatch on the CPU, with what is counted or told of its weight, and what is weighed."""
+        microbatch = self.samples.take(rows)
+        weighed = {} if weigh is None else counted_weights(weigh(microbatch))
+        told = None if self.samples.deferred is None or weigh is None else self.samples.deferred.weights
+        return microbatch, weighed if told is None else counted_weights(sum(told[row] for row in rows)), weighed
 
     def weighed(self, index: int, microbatch: Microbatch, weigh: Weigh) -> dict[str, float]:
         """What ``weigh`` counts for microbatch ``index``, which is a stand-in from the end of the plan on."""
@@ -66,10 +81,10 @@ class Cutter:
     collate: Collate | None
     length: Length | None
     choice: tuple[str, str]  # the sync policy, and why it is this one
-    context_rank: int = 0  # which stretch of each sequence this rank sees, and of how many
-    context_degree: int = 1
-    one_shape: bool = False  # whether every microbatch is filled up to the longest sample of all, as in a pipeline
+    ranks: DataRanks
+    one_shape: bool  # whether every microbatch is filled up to the longest sample of all, as in a pipeline
     fit: Fit | None = None  # the bound that was chosen where none was given
+    learned: Bound | None = None  # from microbatches that did not fit in memory
 
     @property
     def is_auto(self) -> bool:
@@ -78,40 +93,62 @@ class Cutter:
 
     def samples(self, batch: Batch) -> Samples:
         """The batch seen as samples."""
-        part = partial(context.stretch, index=self.context_rank, degree=self.context_degree)
-        return Samples(batch, self.collate, self.length, part if self.context_degree > 1 else None)
+        part = partial(context.stretch, index=self.ranks.context_rank, degree=self.ranks.context_degree)
+        return Samples(batch, self.collate, self.length, part if self.ranks.context_degree > 1 else None)
 
     def plan(self, samples: Samples) -> Plan:
         """How they are cut into microbatches."""
-        rows, tokens = self.micro_batch_size, self.max_microbatch_tokens
+        rows, tokens = self._bound(samples)
+        lengths = samples.lengths
+        cut.check_lengths(lengths, tokens)
+        if self.learned is not None and rows is not None:
+            rows = min(rows, self.learned.samples)
+        if self.learned is not None and tokens is not None:
+            tokens = max(min(tokens, self.learned.tokens), 1)
+            lengths = [min(each, tokens) for each in lengths]  # a sample that is longer goes alone
+        (plan,) = cut.plan(lengths, micro_batch_size=rows, max_microbatch_tokens=tokens)
+        sync, reason = self.choice
+        plan = replace(plan, lengths=tuple(samples.lengths), one_shape=self.one_shape, sync=sync, reason=reason)
+        return plan if self.fit is None else cut.priced(plan, self.fit.cost)
+
+    def _bound(self, samples: Samples) -> tuple[int | None, int | None]:
+        """Samples of a microbatch, or its tokens, before anything was learned."""
         if self.fit is not None:
-            tokens = self.fit.max_microbatch_tokens
-        elif self.is_auto and len(samples):
+            return None, self.fit.max_microbatch_tokens
+        if self.is_auto and len(samples):
             raise PlanError(
                 'max_microbatch_tokens is "auto" and the first forward_backward() or choose_bound() chooses the bound, '
                 "from the loss and its samples; call one of them before, or give max_microbatch_tokens="
             )
-        elif self.is_auto:
-            rows = 1  # of no samples
-        if self.one_shape and tokens is not None:
-            rows, tokens = equal_rows(samples.lengths, tokens), None
-        (plan,) = cut.plan(samples.lengths, micro_batch_size=rows, max_microbatch_tokens=tokens)
-        sync, reason = self.choice
-        plan = replace(plan, sync=sync, reason=reason)
-        return plan if self.fit is None else cut.priced(plan, self.fit.cost)
+        if self.is_auto:
+            return 1, None  # of no samples
+        if self.one_shape and self.max_microbatch_tokens is not None:
+            return equal_rows(samples.lengths, self.max_microbatch_tokens), None
+        return self.micro_batch_size, self.max_microbatch_tokens
+
+    def learn(self, share: Share) -> "Cutter":
+        """The cutter of later calls, after one in which microbatches had to be run in parts."""
+        ran = [rows for parts in share.parts.values() for rows in parts if rows]
+        return self.lowered(share.plan.bound_of(ran) if ran else None)
+
+    def lowered(self, bound: Bound | None) -> "Cutter":
+        """The cutter of calls whose microbatches hold no more than ``bound`` either."""
+        if bound is None:
+            return self
+        return replace(self, learned=Bound(*map(min, bound, self.learned or bound)))
 
     def share(self, batch: Batch, weigh: Weigh | None) -> Share:
         """This rank's part of a call. Raises `PlanError` or `LossContractError` for what is wrong with it."""
         samples = self.samples(batch)
         plan = self.plan(samples)
-        if weigh is not None and self.context_degree > 1 and plan.microbatches:
+        if weigh is not None and self.ranks.context_degree > 1 and plan.microbatches:
             if samples.deferred is not None and samples.deferred.weights is not None:
                 raise PlanError(
                     "weights of Deferred are of whole samples, and sequences are cut over the mesh axis 'cp'; leave "
                     "weights out"
                 )
             whole = Samples(batch, self.collate, self.length).take(plan.microbatches[0])
-            context.check_weights(whole, weigh, self.context_degree)
+            context.check_weights(whole, weigh, self.ranks.context_degree)
         return prepare(samples, plan, weigh)
 
 

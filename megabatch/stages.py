@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.utils import _pytree as pytree
 
+from megabatch.alarm import is_out_of_memory
 from megabatch.errors import MegabatchError, PlanError
 from megabatch.mesh import DataRanks, check_axes
 from megabatch.plain import Choice, PlainReducer
@@ -194,6 +195,8 @@ class _Stage(PipelineStage):
                 returned = tuple(leaves)
             self._check(returned)
         except Exception as error:  # the other ranks wait for the rest of the step, so it is run to its end
+            if is_out_of_memory(error):  # of which they hear otherwise
+                raise
             self._pipeline.failure = self._pipeline.failure or (self.stage_index, error)
             zeros = (torch.zeros_like(each, device=self.device) for each in self._outputs)
             return tuple(each + nothing_of((args, kwargs)) if each.is_floating_point() else each for each in zeros)
@@ -244,6 +247,7 @@ class PipelineReducer(SeveralReducer):
     """Reduces every stage of this rank by its own wrapper, once per call, when all its microbatches have run."""
 
     wrapper = "a pipeline"
+    one_shape = True
 
     def __init__(self, pipeline: Pipeline, reducers: Sequence[PlainReducer]) -> None:
         super().__init__(reducers, frozen=())

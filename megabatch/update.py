@@ -7,7 +7,7 @@ of the whole update's weight is one factor, known when the update closes; for a 
 import contextlib
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -87,6 +87,9 @@ class OpenUpdate:
         self._sums: dict[str, Term] = {}
         self._differ: bool | Tensor = False
         self._counted = 0.0
+        self.taking_back: list[tuple[str, Callable[[], object]]] = []  # what a microbatch adds elsewhere: what it is
+        # of, and what takes it back should the microbatch fail
+        self._failed: int | None = None  # the microbatch of an open loop whose backward has failed
         self._num_calls = self.num_samples = self.num_tokens = self.num_microbatches = 0
 
     @property
@@ -113,10 +116,39 @@ class OpenUpdate:
     def backward(self, terms: Mapping[str, Term], turn: Turn) -> dict[str, Term]:
         """Differentiate one microbatch; returns its sums, detached."""
         objective = self.objective(terms, turn)
-        sums = self.add(terms, turn)  # which may raise, and then no parameter is to have moved
-        with contextlib.nullcontext() if self._stepping is None else self._stepping.backward(turn.index):
-            objective.backward()
+        with self._taken_back_on_failure():
+            sums = self.add(terms, turn)  # which may raise, and then no parameter is to have moved
+            with contextlib.nullcontext() if self._stepping is None else self._stepping.backward(turn.index):
+                objective.backward(inputs=None if turn.wanted is None else list(turn.wanted))
         return sums
+
+    def backward_once(self, terms: Mapping[str, Term], turn: Turn) -> None:
+        """The same where nobody takes back what a backward that fails has added: the update is lost then."""
+        self.check_whole()
+        self._failed = turn.index
+        self.backward(terms, turn)
+        self._failed = None
+
+    def check_whole(self) -> None:
+        """Raise where a backward has failed half-way."""
+        if self._failed is not None:
+            raise MegabatchError(
+                f"backward() failed for microbatch {self._failed} when some gradients may have come, so the update is "
+                "lost; let its error pass, and begin the update again"
+            )
+
+    @contextlib.contextmanager
+    def _taken_back_on_failure(self) -> Generator[None]:
+        """Let a microbatch that fails be as if it had not been, but for its gradient."""
+        before = self._sums.copy(), self._differ, self._counted
+        self.taking_back.clear()
+        try:
+            yield
+        except Exception:
+            self._sums, self._differ, self._counted = before
+            for _, take_back in self.taking_back:
+                take_back()
+            raise
 
     def objective(self, terms: Mapping[str, Term], turn: Turn) -> Tensor:
         """The scalar to differentiate: each total over its divisor, and nothing of a stand-in."""

@@ -1,16 +1,20 @@
-"""The way in which a call is run: microbatch by microbatch, through representations, or through a pipeline."""
+"""How a call is run: microbatch by microbatch, through representations, or through a pipeline; and how all ends."""
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 
-from megabatch import joint, pipeline
+import torch
+
+from megabatch import gradient, joint, pipeline
 from megabatch.contract import JointLoss, LossFunction, Term, Weigh, terms_of, weigh_of
 from megabatch.errors import PlanError
 from megabatch.plain import PlainReducer
-from megabatch.run import Agreement, turns
+from megabatch.recovery import Recovery
+from megabatch.run import Agreement, Turn, turns
 from megabatch.share import Share
 from megabatch.stages import PipelineReducer
-from megabatch.update import OpenUpdate, add_terms
+from megabatch.update import OpenUpdate, Update, add_terms
 
 
 def run(
@@ -25,6 +29,21 @@ def run(
     if isinstance(reducer, PipelineReducer):
         return pipeline.run(share, agreement, weigh_of(loss_fn), loss_fn, reducer, opened)
     return _one_by_one(model, loss_fn, share, agreement, reducer, opened)
+
+
+def close(opened: OpenUpdate, reducer: PlainReducer, weight: float | None, max_norm: float | None) -> Update:
+    """Close an update and give its gradient what it still lacks. Raises `LossContractError`, as `OpenUpdate.close`."""
+    update, factor = opened.close(weight, max_norm)
+    parameters = reducer.parameters
+    if isinstance(factor, float) and factor == 0.0:
+        gradient.drop(parameters)
+        return replace(update, finite=torch.zeros_like(update.finite))
+    reducer.finish_update()
+    if max_norm is not None:
+        return update.with_norm(gradient.clip(parameters, max_norm, factor, reducer.norm_groups))
+    if factor is not None:
+        gradient.scale(parameters, factor)
+    return update
 
 
 def filled(reducer: PlainReducer, share: Share, agreement: Agreement) -> Agreement:
@@ -45,9 +64,18 @@ def _one_by_one(
 ) -> dict[str, Term]:  # fmt: skip
     opened.open_call(agreement)
     sums: dict[str, Term] = {}
-    with contextlib.closing(turns(share, agreement, weigh_of(loss_fn), reducer, reducer.device)) as each:
+    weigh = weigh_of(loss_fn)
+    recovery = Recovery(share, weigh, reducer, opened)
+
+    def work(turn: Turn) -> dict[str, Term]:
+        terms = terms_of(loss_fn(model, turn.microbatch))
+        if turn.is_part:
+            recovery.check_reach(terms, turn)
+        return opened.backward(terms, turn)
+
+    with contextlib.closing(turns(share, agreement, weigh, reducer, reducer.device)) as each:
         for turn in each:
-            terms = terms_of(loss_fn(model, turn.microbatch))
-            add_terms(sums, opened.backward(terms, turn))
-            del turn, terms  # with the microbatch and its graph, before the next is made
+            for part in recovery.run(turn, work):
+                add_terms(sums, part)
+            del turn  # with the microbatch, before the next is made
     return sums

@@ -19,6 +19,7 @@ from tests.unit.failures import (
     foreign,
     joint,
     loop,
+    memory,
     numbers,
     pipeline,
     precision,
@@ -32,7 +33,7 @@ LIBRARY = sorted(Path(megabatch.__file__).parent.glob("*.py"))
 ERRORS = {"MegabatchError", "PlanError", "LossContractError"}
 ALONE = {
     name: failure
-    for part in (sizes, batches, contract, loop, context, joint, experts, foreign, precision, auto)
+    for part in (sizes, batches, contract, loop, context, joint, experts, foreign, precision, auto, memory)
     for name, failure in part.FAILURES.items()
 }
 IN_A_GROUP = (
@@ -40,7 +41,7 @@ IN_A_GROUP = (
     | pipeline.FAILURES
     | {
         name: failure
-        for part in (context, experts, foreign, precision, auto)
+        for part in (context, experts, foreign, precision, auto, memory)
         for name, failure in part.IN_A_GROUP.items()
     }
 )
@@ -110,7 +111,8 @@ def snapshots() -> list[str]:
     alone = [failure.text for failure in (ALONE | IN_A_GROUP).values()]
     jobs = [*two_ranks.JOBS.values(), *pipeline.JOBS.values(), *joint.JOBS.values()]
     told_to_ranks = [text.partition(": ")[2] for _, texts in jobs for text in texts]
-    return alone + told_to_ranks + [text for _, _, text in numbers.PROBLEMS.values() if text]
+    problems = [text for _, _, text in numbers.PROBLEMS.values() if text]
+    return [*alone, *told_to_ranks, *memory.LEAVING.values(), *problems]
 
 
 @pytest.mark.parametrize("pattern", raised_in_the_library())

@@ -16,6 +16,7 @@ from megabatch.train.model.export import export
 from megabatch.train.plan.command import plan_recipe
 from megabatch.train.ranks import CRASHED, FAILED, FailedError, Meeting, drop_output, fail, join, meeting
 from megabatch.train.recipe import load_config
+from megabatch.train.shortage import noting
 from megabatch.train.trainer import Trainer
 from megabatch.train.verification import plain_config, verify_recipe
 
@@ -90,7 +91,9 @@ def with_recipe(name: str, arguments: list[str], met: Meeting) -> None:
         verify(load_config(recipe_of(recipe) if recipe.is_dir() else recipe, arguments[1:]), met)
     else:
         config = config_of(recipe, arguments[1:])
-        Trainer(config, join(met, config)).fit()
+        ranks = join(met, config)
+        with noting(config.run, ranks):
+            Trainer(config, ranks).fit()
 
 
 def config_of(recipe: Path, overrides: list[str]) -> Config:

@@ -19,6 +19,7 @@ from megabatch.train.data.updates import NumUpdates
 from megabatch.train.model.precision import accumulation_of
 from megabatch.train.own import load_function
 from megabatch.train.plan.sizes import read_bytes
+from megabatch.train.shortage import noted
 
 Group = dict[str, Any]  # "params", and the "weight_decay" of its own
 
@@ -41,6 +42,7 @@ def build_learner(model: nn.Module, base: nn.Module, config: Config, num_updates
         sync=config.update.sync,
         accumulate_dtype=accumulation_of(config.update),
     )
+    gradient.learn(noted(config.run))
     decay_steps = decay_steps_of(config, num_updates)
     optimizer = build_optimizer(base, config.optim)
     scheduler = LambdaLR(optimizer, lambda step: lr_factor(step, config.optim, decay_steps))

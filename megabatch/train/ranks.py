@@ -245,8 +245,10 @@ def fail(met: Meeting, line: str, status: int) -> NoReturn:
         if met.store is not None:
             met.store.add(failure_key(line), 1)
     if met.is_first("failure"):
-        who = "" if met.is_of_all(line) else f"rank {met.rank} of {met.size}: "
-        print(line.replace("megabatch: ", f"megabatch: {who}", 1), file=sys.stderr, flush=True)
+        who = f"rank {met.rank} of {met.size}"
+        if not line.startswith(f"megabatch: {who} ") and not met.is_of_all(line):
+            line = line.replace("megabatch: ", f"megabatch: {who}: ", 1)
+        print(line, file=sys.stderr, flush=True)
     raise FailedError(status) from None
 
 

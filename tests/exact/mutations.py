@@ -70,6 +70,6 @@ MUTATIONS = (
              "factor = divisor / known if known else 0.0", "factor = 1.0 if known else 0.0"),
     Mutation("keep the gradients of the update before", "accumulator.py",
              "check_unchanged()\n            gradient.drop(self._reducer.parameters)\n", "check_unchanged()\n"),
-    Mutation("leave zeros after an update without weight", "accumulator.py",
-             "            gradient.drop(parameters)\n", ""),
+    Mutation("leave zeros after an update without weight", "way.py",
+             "        gradient.drop(parameters)\n", ""),
 )  # fmt: skip

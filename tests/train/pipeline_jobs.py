@@ -2,7 +2,7 @@
 
 import warnings
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist

@@ -11,10 +11,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile
 
 from megabatch import GradientAccumulator, JointLoss, MegabatchError, PlanError, memory
+from tests.exact.spikes import Spikes
 from tests.unit.failures.pipeline import pipeline
 from tests.unit.failures.table import SAMPLES, Failure, linear, squares
 
 GIVE_A_BOUND = "give max_microbatch_tokens= or micro_batch_size="
+OUT_OF_MEMORY = "(OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB.)"
 AUTO = f'and max_microbatch_tokens is "auto"; {GIVE_A_BOUND}'
 NOT_YET = (
     'max_microbatch_tokens is "auto" and the first forward_backward() or choose_bound() chooses the bound, from the '
@@ -30,6 +32,13 @@ def writing(model: nn.Module, microbatch: Any) -> tuple[Tensor, int]:
     with torch.no_grad():
         model.bias.add_(1)
     return squares(model, microbatch)
+
+
+def short(forward: int) -> None:
+    """Memory runs out in a forward, counted from the first that is measured."""
+    model = linear()
+    Spikes(model, ("",)).set({forward: ("forward", 0)})
+    auto(model).forward_backward(SAMPLES, squares)
 
 
 def profiled() -> None:
@@ -64,6 +73,18 @@ FAILURES = {
         "one sample of 1 tokens needs 0.00 GiB, and parameters, gradients and states leave 0.00 GiB of the 0.00 GiB "
         "that may be used; give more memory, shorten it, shard the model or recompute activations",
         lambda: auto(memory_bytes=1000).forward_backward(SAMPLES, squares),
+    ),
+    "a sample that alone does not fit": Failure(
+        MegabatchError,
+        "this process ran out of memory when it measured a sample of 1 tokens, the longest; shorten it, checkpoint "
+        f"activations, or shard the model over more ranks {OUT_OF_MEMORY}",
+        lambda: short(0),
+    ),
+    "samples that do not fit, though they should": Failure(
+        MegabatchError,
+        "this process ran out of memory when it measured 4 samples of 1 tokens, the longest; give "
+        f"max_microbatch_tokens=2 {OUT_OF_MEMORY}",
+        lambda: short(4),
     ),
     "a loss that writes to parameters": Failure(
         MegabatchError,

@@ -1,13 +1,21 @@
 """Misuse of the open loop and of finalize."""
 
+import torch
+from torch import nn
+
 from megabatch import MegabatchError, PlanError
-from tests.unit.failures.table import SAMPLES, Failure, accumulator, squares
+from tests.exact.spikes import Spikes
+from tests.unit.failures.table import SAMPLES, Failure, accumulator, linear, squares
 
 NONE_OPEN = (
     "finalize() closes the update that forward_backward() opened; none is open, "
     "and one that was left half-way is forgotten"
 )
 NESTED = "microbatches() was called inside its own loop; finish one call before the next"
+LOST = (
+    "backward() failed for microbatch 1 when some gradients may have come, so the update is lost; let its error pass, "
+    "and begin the update again"
+)
 NONE_TO_RUN = "backward() belongs once in the body of a loop over microbatches(); there is none to run"
 
 
@@ -21,6 +29,19 @@ def backward_twice() -> None:
     for microbatch in gradient.microbatches(SAMPLES):
         gradient.backward(*squares(gradient.model, microbatch))
         gradient.backward(*squares(gradient.model, microbatch))
+
+
+def backward_again(*, at_once: bool) -> None:
+    """After one that memory has failed, half-way."""
+    model = nn.Sequential(linear(), linear())
+    Spikes(model, ("0", "1")).set({1: ("backward", 0)})
+    gradient = accumulator(model)
+    for microbatch in gradient.microbatches(SAMPLES):
+        try:
+            gradient.backward(*squares(model, microbatch))
+        except torch.OutOfMemoryError:
+            if at_once:
+                gradient.backward(*squares(model, microbatch))
 
 
 def backward_outside() -> None:
@@ -100,6 +121,10 @@ def finalize(**settings) -> None:
 FAILURES = {
     "no backward in the body": Failure(MegabatchError, "backward() was not called for microbatch 0", no_backward),
     "backward twice": Failure(MegabatchError, NONE_TO_RUN, backward_twice),
+    "backward again after it has failed": Failure(MegabatchError, LOST, lambda: backward_again(at_once=True)),
+    "a loop that goes on after backward has failed": Failure(
+        MegabatchError, LOST, lambda: backward_again(at_once=False)
+    ),
     "backward outside": Failure(MegabatchError, NONE_TO_RUN, backward_outside),
     "nested loops": Failure(MegabatchError, NESTED, nested),
     "nested loops, after backward": Failure(MegabatchError, NESTED, nested_after_backward),

@@ -57,8 +57,8 @@ WHOLE_WEIGHTS = (
 )
 TEXTS = [{"input_ids": torch.arange(4), "labels": torch.arange(4)} for _ in range(2)]
 OTHER_SAMPLES = (
-    "ranks along cp, tp or pp of data rank 0 were given different samples; give them the same: deal samples over the "
-    "data axes only (UpdateSampler's dp_rank and dp_degree)"
+    "ranks along cp, tp or pp of data rank 0 were given different samples, or cut them otherwise; give them the same: "
+    "deal samples over the data axes only (UpdateSampler's dp_rank and dp_degree)"
 )
 
 
@@ -75,6 +75,14 @@ def sample_too_long() -> str:
     batch = [{"x": torch.ones(length, 1, dtype=torch.float64)} for length in (8, here(9, 8))]
     gradient = GradientAccumulator(linear(), max_microbatch_tokens=8)
     return told(lambda: gradient.forward_backward(batch, squares))
+
+
+def collate_runs_out_of_memory() -> str:
+    def collate(samples: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    gradient = accumulator(collate=here(collate, None))
+    return told(lambda: gradient.forward_backward(SAMPLES, weighed_squares))
 
 
 def collate_raises() -> str:
@@ -156,6 +164,11 @@ def other_samples() -> str:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     batch = [{"x": sample["x"] + here(1, 0)} for sample in SAMPLES]
     return told(lambda: accumulator(mesh=mesh).forward_backward(batch, squares))
+
+
+def other_cut() -> str:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    return told(lambda: accumulator(mesh=mesh, micro_batch_size=here(1, 2)).forward_backward(SAMPLES, squares))
 
 
 def part_of_the_processes() -> str:
@@ -248,6 +261,9 @@ JOBS: dict[str, tuple[Callable[[], str], list[str]]] = {  # what each rank is to
     "a collate that raises": (
         collate_raises, heard("PlanError", "KeyError: 'no such column'", "KeyError: 'no such column'"),
     ),
+    "a collate that runs out of memory": (
+        collate_runs_out_of_memory, on_both("PlanError: data rank 1 of 2: OutOfMemoryError: CUDA out of memory."),
+    ),
     "a negative weight": (weigh_is_negative, heard("LossContractError", NEGATIVE)),
     "weigh names other terms": (weigh_names_differ, on_both(f"LossContractError: {OTHER_WEIGHTS}")),
     "weights that disagree": (lambda: weights_disagree(lambda model: model), on_both(f"LossContractError: {COUNTED}")),
@@ -261,6 +277,7 @@ JOBS: dict[str, tuple[Callable[[], str], list[str]]] = {  # what each rank is to
     "not a number": (not_a_number, on_both(f"MegabatchError: {NOT_FINITE}")),
     "a mesh axis that is not supported": (expert_axis, on_both(f"PlanError: {EXPERT_AXIS}")),
     "other samples along tp": (other_samples, on_both(f"PlanError: {OTHER_SAMPLES}")),
+    "another cut along tp": (other_cut, on_both(f"PlanError: {OTHER_SAMPLES}")),
     "tensor parallel over one of two": (part_of_the_processes, on_both(f"PlanError: {ONE_OF_TWO}")),
     "FSDP1 in two ways": (fsdp1_in_two_ways, on_both(f"PlanError: {FSDP1_TWO_WAYS}")),
     "stretches without weigh": (unweighed_stretches, on_both(f"LossContractError: {UNWEIGHED_STRETCHES}")),

@@ -1,0 +1,113 @@
+"""Processes of which one runs out of memory where the others wait for it, and what each of them says when it ends."""
+
+import json
+import os
+import socket
+import sys
+import time
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from megabatch import GradientAccumulator
+from megabatch.pipeline import Pipeline
+from tests.exact.cells import Cell
+from tests.exact.launch import _fork
+from tests.exact.memory import SpikedRun
+from tests.exact.spikes import Spikes
+
+DEADLINE_SECONDS = 40.0  # for the starting and ending of processes on a busy machine too
+GROUP_TIMEOUT = timedelta(minutes=30)  # torch's own: nobody is freed by it
+
+
+class Job:
+    """The job "wrapper:world:sync:samples:phase:index:rank": where which rank runs out of memory."""
+
+    def __init__(self, name: str) -> None:
+        self.wrapper, world, self.sync, size, self.phase, index, culprit = name.split(":")
+        self.world, self.size, self.index, self.culprit = int(world), int(size), int(index), int(culprit)
+
+    def run(self) -> None:
+        """One update on this rank."""
+        when = {self.index: (self.phase, 1)} if dist.get_rank() == self.culprit else {}
+        if self.wrapper == "pp":
+            self._pipelined(when)
+            return
+        wrapper = "plain" if self.wrapper.startswith("messages") else self.wrapper
+        values = ("bits", wrapper, str(self.world), self.sync, "C1", "list", "weigh", "two-samples")
+        this = SpikedRun(Cell.parse(":".join((*values, "forward_backward", "no-clip"))))
+        this.spikes.set(when)
+        if self.wrapper != wrapper:
+            place = "embedding" if self.wrapper == "messages-before" else "head"
+            this.model.get_submodule(place).register_forward_hook(lambda *_: dist.barrier())
+        gradient = GradientAccumulator(this.model, mesh=this.mesh, micro_batch_size=self.size, sync=self.sync)
+        gradient.forward_backward(this.batch(this.updates()[0][0]), this.loss_fn())
+        gradient.finalize()
+
+    def _pipelined(self, when: Any) -> None:
+        stage = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        Spikes(stage, ("0", "1")).set(when)
+        mesh = init_device_mesh("cpu", (self.world,), mesh_dim_names=("pp",))
+
+        def shape(tensor: torch.Tensor) -> torch.Tensor:
+            return torch.empty(len(tensor), 3)
+
+        gradient = GradientAccumulator(Pipeline([stage], mesh, boundary=shape, output=shape), micro_batch_size=2)
+        gradient.forward_backward(
+            {"x": torch.ones(8, 3)}, lambda model, microbatch: (model(microbatch["x"]).sum(), len(microbatch["x"]))
+        )
+        gradient.finalize()
+
+
+def _rank(name: str, rank: int, port: int, file: Path) -> None:
+    """A process of a job; what it fails with is its last word."""
+    job = Job(name)
+    store = dist.TCPStore("127.0.0.1", port, job.world, is_master=rank == 0, timeout=GROUP_TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world, timeout=GROUP_TIMEOUT)
+    try:
+        job.run()
+        told = ["nothing", "", None]
+    except Exception as error:
+        told = [type(error).__name__, str(error), getattr(error, "shortage", None)]
+    file.write_text(json.dumps(told))
+    os._exit(1)
+
+
+def _ended(children: set[int]) -> bool:
+    """Whether all processes have ended by themselves; those that have not are killed."""
+    deadline, left = time.monotonic() + DEADLINE_SECONDS, set(children)
+    while left and time.monotonic() < deadline:
+        left -= {child for child in left if os.waitpid(child, os.WNOHANG)[0]}
+        time.sleep(0.02)
+    for child in left:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+    return not left
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def main(folder: Path) -> None:
+    """Run the jobs that a file names, one after the other; what each rank said of each is another file."""
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {}
+    for number, name in enumerate(json.loads((folder / "jobs.json").read_text())):
+        files = [folder / f"{number}-{rank}.json" for rank in range(Job(name).world)]
+        port = _free_port()
+        ended = _ended({_fork(partial(_rank, name, rank, port, file)) for rank, file in enumerate(files)})
+        results[name] = {"ended": ended, "told": [json.loads(f.read_text()) if f.exists() else None for f in files]}
+    (folder / "results.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

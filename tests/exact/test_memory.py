@@ -1,0 +1,85 @@
+"""Memory runs out inside an update, and its gradient is exact."""
+
+import pytest
+
+from tests.exact.launch import Result, Run, launch_all, launch_by_world
+from tests.exact.memory import NUM_MICROBATCHES, PHASES
+from tests.exact.mutations import Mutation
+from tests.exact.test_mutations import plant
+
+pytestmark = pytest.mark.slow
+RANGE = range(NUM_MICROBATCHES)
+JOBS = [f"bits:weigh:once:{phase}:{place}:{index}:all:plain:1:auto"
+        for phase in PHASES for place in range(4) for index in RANGE]  # fmt: skip
+JOBS += [f"bits:{loss}:once:backward:1:{index}:all:plain:1:auto"
+         for loss in ("late", "terms", "metric") for index in RANGE]  # fmt: skip
+JOBS += [f"bits:weigh:{depth}:{phase}:{place}:{index}:all:plain:1:auto" for phase in PHASES for place in range(4)
+         for depth in ("half-too", "other-half-too", "to-single-samples") for index in (0, 1)]  # fmt: skip
+JOBS += [f"{evidence}:weigh:{depth}:backward:{place}:1:all:plain:1:auto" for evidence in ("float64", "float32")
+         for depth in ("once", "half-too") for place in range(4)]  # fmt: skip
+JOBS += [f"bits:weigh:once:{phase}:{place}:{index}:1:{wrapper}:2:last" for phase in PHASES for place in (0, 2)
+         for wrapper in ("plain", "ddp") for index in RANGE if wrapper == "plain" or index < RANGE[-1]]  # fmt: skip
+JOBS += [f"bits:weigh:half-too:backward:{place}:0:{who}:{wrapper}:2:last" for place in range(4) for who in ("all", 0)
+         for wrapper in ("plain", "ddp", "ddp-find-unused", "ddp-bucket-view", "several-ddp")]  # fmt: skip
+JOBS += [f"bits:weigh:once:backward:{place}:1:1:ddp-static-graph:2:last" for place in range(4)]
+JOBS += [f"float64:weigh:once:backward:{place}:1:0:ddp:2:last" for place in range(4)]
+JOBS += [f"bits:weigh:in-second-call:backward:{place}:1:1:{wrapper}:2:last" for place in (0, 2)
+         for wrapper in ("plain", "ddp", "ddp-find-unused")]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return launch_by_world("tests.exact.memory:run_job", JOBS, tmp_path_factory.mktemp("memory"))
+
+
+def check(result: Result) -> None:
+    assert "error" not in result, result["error"]
+    value = result["value"]
+    assert value["gradient"] <= value["tolerance"], value["parameter"]
+    assert not value["wrong"], value["wrong"]
+    (first, num_split), (second, num_split_later) = value["cuts"]
+    assert sum(first) == sum(second) == 8
+    assert (num_split, num_split_later) == (int(value["failed"]), 0)
+    assert (value["learned"] is not None) == value["failed"]
+    if value["failed"]:
+        assert max(second) <= value["learned"][0] < value["size"]
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_the_gradient_is_exact(results, job: str) -> None:
+    for result in results[job]:
+        check(result)
+
+
+LATER, FIRST = ("bits:weigh:half-too:backward:{}:{}:all:plain:1:auto".format(*where) for where in ((1, 1), (0, 0)))
+PLANTED = {  # bugs, and a job that sees each
+    Mutation("differentiate again for all", "recovery.py", "received = _received(before)\n        return",
+             "received: set[int] = set()\n        return"): LATER,
+    Mutation("keep new gradients", "recovery.py", "parameter.grad = None", "pass"): FIRST,
+    Mutation("see replaced gradients only", "recovery.py", " or found._version != version", ""): LATER,
+    Mutation("forget what the first half lacked", "recovery.py",
+             "self._reducer.parameters if turn.wanted is None else turn.wanted\n", "self._reducer.parameters\n"): LATER,
+    Mutation("run one part", "recovery.py", "for half in halves(rows) for", "for half in halves(rows)[:1] for"): FIRST,
+    Mutation("count sums twice", "update.py", "self._sums, self._differ, self._counted = before\n", "pass\n"): FIRST,
+    Mutation("learn nothing", "share.py", "replace(self, learned=Bound(*map(min, bound, self.learned or bound)))",
+             "self"): FIRST,
+}  # fmt: skip
+
+
+def passes(result: Result) -> bool:
+    try:
+        check(result)
+    except AssertionError:
+        return False
+    return True
+
+
+def test_planted_bugs_are_seen(tmp_path) -> None:
+    runs = []
+    for number, (mutation, job) in enumerate(PLANTED.items()):
+        planted = tmp_path / str(number)
+        plant(mutation, planted)
+        runs.append(Run(1, [job], planted / "run", [str(planted)]))
+    found = launch_all("tests.exact.memory:run_job", runs, tmp_path)
+    passing = [m.name for (m, job), each in zip(PLANTED.items(), found, strict=True) if passes(each[job][0])]
+    assert passing == []

@@ -1,0 +1,50 @@
+"""Memory runs out on one rank of a run: all end with one line, and the run goes on with smaller microbatches."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.train.conftest import NO_DROPOUT, Bench
+
+pytestmark = pytest.mark.slow
+LOSS = """
+import os
+from pathlib import Path
+
+import torch
+
+from megabatch import loss, losses
+
+
+@loss(weigh=losses.next_token.weigh)
+def greedy(model, microbatch):
+    is_short = Path(__file__).with_name("short").exists() and os.environ["RANK"] == "1"
+    if is_short and torch.is_grad_enabled() and microbatch["input_ids"].numel() > 300:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+    return losses.next_token(model, microbatch)
+"""
+
+
+@pytest.mark.parametrize("wrapper", ["fsdp2", "ddp"])
+def test_a_run_goes_on_with_smaller_microbatches(bench: Bench, tmp_path: Path, wrapper: str) -> None:
+    (tmp_path / "own.py").write_text(LOSS)
+    values = {"loss__function": f"{tmp_path}/own.py:greedy", "parallel__wrapper": wrapper, **NO_DROPOUT}
+    values |= {"update__global_batch_size": 24, "update__max_microbatch_tokens": 600, "run__max_epochs": 2}
+    bench.train(ranks=2, run__folder=tmp_path / "whole", **values)
+    bench.train(ranks=2, run__max_steps=2, **values)
+    (tmp_path / "short").touch()
+    learned: list[int] = []
+    for _ in range(4):
+        finished = bench.finish(ranks=2, run__resume=True, run__save_every=1, **values)
+        if finished[0].status == 0:
+            break
+        assert [each.status for each in finished] == [2, 2], "\n".join(each.err for each in finished)
+        (line,) = (line for each in finished for line in each.err.splitlines())
+        assert line.startswith("megabatch: rank 1 of 2 ran out of memory in microbatch ")
+        learned.append(json.loads((bench.folder / "microbatch.json").read_text())["tokens"])
+        assert "(OutOfMemoryError: CUDA out of memory." in line
+    assert finished[0].status == 0
+    assert learned == sorted(set(learned), reverse=True), "each start with less than the one before"
+    assert learned or wrapper == "ddp", "which runs parts again, but for its last microbatch"
+    assert bench.losses() == pytest.approx(bench.losses(tmp_path / "whole"), rel=1e-10)
