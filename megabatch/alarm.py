@@ -45,9 +45,17 @@ class Alarm:
 
     @contextlib.contextmanager
     def listening(self) -> Generator[None]:
-        """Surrounds what may wait for other ranks; raises their `MegabatchError` in place of what came of it."""
+        """Surrounds what may wait for other ranks; raises their `MegabatchError` in place of what came of it.
+
+        With one rank there is nobody to hear, and what ran out of memory is said in one line alone.
+        """
         if self._ranks.num_all == 1:
-            yield
+            try:
+                yield
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise self._shortage(error) from error
+                raise
             return
         ended = threading.Event()
         listener = threading.Thread(target=self._listen, args=(ended,), name="megabatch-alarm", daemon=True)
@@ -69,10 +77,7 @@ class Alarm:
     def _cause(self, error: Exception, *, answers: bool) -> Exception:
         """Why this rank cannot go on, told to the others where it is the first to know."""
         if is_out_of_memory(error):
-            change = "give smaller microbatches, or shard the model over more ranks"
-            who, seen = whoever_runs(self._ranks.num_all), in_one_line(_first_cause(error))
-            error = MegabatchError(f"{who} ran out of memory where ranks wait for each other; {change} ({seen})")
-            error.shortage = Shortage(rank_of_process(), (), None)
+            error = self._shortage(error)
         if isinstance(error, MegabatchError) and error.shortage is not None:
             if self._heard is None:
                 told = json.dumps([str(error), error.shortage])
@@ -82,6 +87,17 @@ class Alarm:
         if self._heard is None and answers:
             self._in_a_thread(self._look, SECONDS_TO_ANSWER)
         return error if self._heard is None else self._leaving(self._heard)
+
+    def _shortage(self, error: Exception) -> MegabatchError:
+        """What ran out of memory where no microbatch can be named, or none be run again."""
+        who, seen = whoever_runs(self._ranks.num_all), in_one_line(_first_cause(error))
+        where = "beside a microbatch's forward and backward"
+        if self._ranks.num_all > 1:
+            where = "where ranks wait for each other"
+        change = "give smaller microbatches, or shard the model over more ranks"
+        failure = MegabatchError(f"{who} ran out of memory {where}; {change} ({seen})")
+        failure.shortage = Shortage(rank_of_process(), (), None)
+        return failure
 
     def _tell(self, told: str) -> None:
         """Tell the others, and wait until they have heard."""

@@ -153,7 +153,7 @@ def update_row(
     throughput is then that of real input tokens, padding not counted, else that of samples; over ``seconds``, those of
     an `UpdateClock`.
     """
-    (padded_tokens,) = ranks.sum_of_data([plan.padded_tokens])
+    padded_tokens, num_split = ranks.sum_of_data([plan.padded_tokens, plan.num_split])
     row: Row = {
         "step": step,
         "loss": float(update.loss) if update.weight else None,
@@ -164,6 +164,7 @@ def update_row(
         **({} if epoch is None else {"epoch": epoch}),
         "num_samples": update.num_samples,
         "num_microbatches": update.num_microbatches,
+        **({"num_split": int(num_split)} if num_split else {}),
     }
     if counts_tokens:
         row["num_tokens"] = update.num_tokens

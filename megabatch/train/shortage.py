@@ -5,6 +5,7 @@ import json
 from collections.abc import Generator
 from pathlib import Path
 
+from megabatch import Plan
 from megabatch.errors import Bound, MegabatchError
 from megabatch.train.checkpoint import replace_text
 from megabatch.train.config import RunConfig
@@ -19,15 +20,51 @@ def noting(run: RunConfig, ranks: Ranks) -> Generator[None, None, None]:
     try:
         yield
     except MegabatchError as error:
-        shortage, folder = error.shortage, Path(run.folder)
-        if shortage is not None and shortage.rank == ranks.rank and shortage.bound is not None and folder.is_dir():
-            with contextlib.suppress(OSError):  # the error is worth more than what is learned from it
-                bound = Bound(*map(min, shortage.bound, noted(run) or shortage.bound))
-                replace_text(folder / LEARNED, json.dumps(bound._asdict()) + "\n")
+        shortage = error.shortage
+        if shortage is not None and shortage.rank == ranks.rank:
+            _note(Path(run.folder), shortage.bound)
         raise
+
+
+def split_words(run: RunConfig, plan: Plan, learned: Bound | None, ranks: Ranks) -> str:
+    """What is to be said of an update of which microbatches ran in parts, on some rank. Collective.
+
+    What this rank has learned is written down.
+    """
+    if plan.num_split:
+        _note(Path(run.folder), learned)
+    told = [json.loads(text) for text in ranks.gather(json.dumps([plan.num_split, learned]))]
+    num_split = sum(number for number, _ in told)
+    samples, tokens = map(min, zip(*(bound for number, bound in told if number), strict=True))
+    return (
+        f"{num_split} microbatch{'' if num_split == 1 else 'es'} did not fit in memory and ran in parts, to the same "
+        f"gradient; from here on one holds at most {tokens:,} tokens, or {samples:,} samples"
+    )
 
 
 def noted(run: RunConfig) -> Bound | None:
     """What a microbatch may hold in a run that goes on; None where its memory has sufficed."""
-    file = Path(run.folder) / LEARNED
-    return Bound(**json.loads(file.read_text())) if run.resume and file.exists() else None
+    return _read(Path(run.folder)) if run.resume else None
+
+
+def _note(folder: Path, bound: Bound | None) -> None:
+    if bound is None or not folder.is_dir():
+        return
+    with contextlib.suppress(OSError):  # what goes on, an error or the run, is worth more than what is learned
+        least = Bound(*map(min, bound, _read(folder) or bound))
+        replace_text(folder / LEARNED, json.dumps(least._asdict()) + "\n")
+
+
+def _read(folder: Path) -> Bound | None:
+    file = folder / LEARNED
+    if not file.exists():
+        return None
+    try:
+        bound = Bound(**json.loads(file.read_text()))
+        if not all(type(number) is int and number > 0 for number in bound):
+            raise ValueError
+    except (ValueError, TypeError):
+        raise MegabatchError(
+            f"{file} does not say what a microbatch may hold; delete it, and the run learns it again"
+        ) from None
+    return bound

@@ -26,6 +26,7 @@ from megabatch.train.own import Event, load_function, load_listener
 from megabatch.train.profile import Profiler
 from megabatch.train.ranks import Ranks
 from megabatch.train.report import draw_report
+from megabatch.train.shortage import split_words
 
 
 class Trainer:
@@ -120,6 +121,9 @@ class Trainer:
         row |= self.compared.row(self.plan.peak_bytes, self.console)
         self.metrics.append(row)
         self.console.update(row)
+        if "num_split" in row:
+            learned = self.learner.gradient.learned
+            self.console.say(split_words(self.config.run, self.plan, learned, self.ranks))
         if update.num_samples < self.config.update.global_batch_size:
             self.console.say(words.short_update_text(update.num_samples, self.config.update.global_batch_size))
         return row

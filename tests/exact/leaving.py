@@ -27,7 +27,7 @@ GROUP_TIMEOUT = timedelta(minutes=30)  # torch's own: nobody is freed by it
 
 
 class Job:
-    """The job "wrapper:world:sync:samples:phase:index:rank": where which rank runs out of memory."""
+    """The job "wrapper:world:sync:samples:phase:index:rank": in which microbatch which rank runs out of memory."""
 
     def __init__(self, name: str) -> None:
         self.wrapper, world, self.sync, size, self.phase, index, culprit = name.split(":")
@@ -46,7 +46,8 @@ class Job:
         if self.wrapper != wrapper:
             place = "embedding" if self.wrapper == "messages-before" else "head"
             this.model.get_submodule(place).register_forward_hook(lambda *_: dist.barrier())
-        gradient = GradientAccumulator(this.model, mesh=this.mesh, micro_batch_size=self.size, sync=self.sync)
+        bound = {"micro_batch_size": self.size} if self.size else {}  # none: it is chosen by measuring
+        gradient = GradientAccumulator(this.model, mesh=this.mesh, sync=self.sync, **bound)
         gradient.forward_backward(this.batch(this.updates()[0][0]), this.loss_fn())
         gradient.finalize()
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megabatch import GradientAccumulator, Learner, losses
+from megabatch import GradientAccumulator, Learner, Plan, losses
 from megabatch.pipeline import Pipeline, evaluate
 from megabatch.train.config import Config, EvalConfig, ParallelConfig
 from megabatch.train.console import Console
@@ -89,8 +89,13 @@ def gradient_job(name: str) -> dict[str, Any]:
     weights = of_all_stages(laid, {name: whole(each.detach()).clone() for name, each in laid.base.named_parameters()})
     gradient = GradientAccumulator(laid.model, micro_batch_size=2)
     found = [evaluated(laid.run, ranks)]
+    planned, computed, embedded = 0, 0, tokens_embedded(laid.base)
     for call in range(len(LENGTHS)):
+        before = sum(embedded)
         gradient.forward_backward(samples(call)[ranks.dp_rank :: ranks.dp_degree], losses.next_token)
+        assert gradient.last_plan is not None
+        planned += tokens_with_stand_ins(gradient.last_plan)
+        computed += sum(embedded) - before
         found.append(evaluated(laid.run, ranks))
     update = gradient.finalize(max_norm=1e9)
     own = {name: whole(each.grad) for name, each in laid.base.named_parameters()}
@@ -108,7 +113,24 @@ def gradient_job(name: str) -> dict[str, Any]:
         "evaluation": max(distance(each, right) for each in found),
         "nothing": evaluate(cast(Pipeline, laid.model), [], losses.next_token),
         "training": all(module.training for module in laid.run.modules()),
+        "computed": computed in (0, planned),  # 0: the embedding is on another stage
+        "embedded": computed,
     }
+
+
+def tokens_embedded(model: nn.Module) -> list[int]:
+    """What goes through the embedding of tokens from here on, forward by forward; nothing where it is elsewhere."""
+    seen: list[int] = []
+    for name, module in model.named_modules():
+        if name.endswith(("wte", "embed_tokens")):
+            module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].numel()))
+    return seen
+
+
+def tokens_with_stand_ins(plan: Plan) -> int:
+    """All microbatches have one shape in a pipeline."""
+    num_real = sum(map(bool, plan.microbatches))
+    return plan.padded_tokens // num_real * plan.num_microbatches
 
 
 def groups_job(_: str) -> str:

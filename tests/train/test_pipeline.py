@@ -67,6 +67,8 @@ def test_stages_compute_what_the_whole_model_does(results: dict[str, list[dict[s
         assert value["error"] < bound, value["parameter"]
         assert max(value["norm"], value["loss"], value["evaluation"]) < bound
         assert value["training"]
+        assert value["computed"]
+    assert any(value["embedded"] for value in map(value_of, results[f"gradient {name}"]))
 
 
 @pytest.mark.slow

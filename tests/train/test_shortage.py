@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,3 +49,29 @@ def test_a_run_goes_on_with_smaller_microbatches(bench: Bench, tmp_path: Path, w
     assert learned == sorted(set(learned), reverse=True), "each start with less than the one before"
     assert learned or wrapper == "ddp", "which runs parts again, but for its last microbatch"
     assert bench.losses() == pytest.approx(bench.losses(tmp_path / "whole"), rel=1e-10)
+
+
+def test_a_microbatch_that_ran_in_parts_is_told_and_kept(bench: Bench, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(LOSS.replace('os.environ["RANK"] == "1"', "SEEN.append(0) or len(SEEN) == 3"))
+    (tmp_path / "short").touch()
+    own = (tmp_path / "own.py").read_text().replace("import torch\n", "import torch\n\nSEEN = []\n", 1)
+    (tmp_path / "own.py").write_text(own)
+    values = {"loss__function": f"{tmp_path}/own.py:greedy", **NO_DROPOUT}
+    values |= {"update__global_batch_size": 24, "update__max_microbatch_tokens": 600, "run__max_steps": 3}
+    said = bench.train(**values)
+    (row,) = (row for row in bench.rows() if "num_split" in row)
+    learned = json.loads((bench.folder / "microbatch.json").read_text())
+    assert row["num_split"] == 1
+    assert (
+        "1 microbatch did not fit in memory and ran in parts, to the same gradient; from here on one holds at most "
+        f"{learned['tokens']} tokens, or {learned['samples']} samples" in said
+    )
+
+
+def test_what_was_learned_may_be_damaged(bench: Bench, refuse: Any) -> None:
+    bench.train(run__max_steps=1)
+    (bench.folder / "microbatch.json").write_text("[]")
+    line = refuse(run__resume=True)
+    assert line.endswith(
+        "microbatch.json does not say what a microbatch may hold; delete it, and the run learns it again"
+    )

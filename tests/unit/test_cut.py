@@ -31,6 +31,11 @@ EXPLAINED = {
         "0 real tokens, 0 computed: 0.0% padding",
         "sync last",
     ],
+    Plan(((0, 1), (2,), ()), (3, 5, 2), one_shape=True): [
+        "3 samples in 3 microbatches of 1 to 2, 1 of them stand-ins of no weight",
+        "10 real tokens, 20 computed: 50.0% padding",
+        "sync last",
+    ],
     plan([2, 2], micro_batch_size=2, cost=CostModel(1.0, 0.5, 0.0, 2**30, 2**28))[0]: [
         "2 samples in 1 microbatch of 2",
         "4 real tokens, 4 computed: 0.0% padding",

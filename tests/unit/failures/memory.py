@@ -282,6 +282,11 @@ RANKS_WAIT = (
     f"over more ranks {SEEN}"
 )
 
+MEASURED = (
+    "rank 1 of 2 ran out of memory when it measured a sample of 53 tokens, the longest; shorten it, checkpoint "
+    f"activations, or shard the model over more ranks {SEEN}"
+)
+
 
 def of_rank(rank: int, world: int, index: int, tokens: int, longest: int, why: str = WAIT, seen: str = SEEN) -> str:
     return (
@@ -307,6 +312,7 @@ LEAVING = {  # what all ranks say, by the job of `tests.exact.leaving`
     "plain:2:last:1:forward:7:1": alone(6, 2),
     "messages-before:2:last:2:backward:1:0": of_rank(0, 2, 1, 26, 53),
     "messages-after:2:last:2:forward:1:0": of_rank(0, 2, 1, 26, 53, IN_VAIN, MESSAGES),
+    "fsdp2:2:last:0:backward:3:1": MEASURED,
     "pp:2:auto:2:forward:0:1": RANKS_WAIT.format(1),
     "pp:2:auto:2:backward:0:0": RANKS_WAIT.format(0),
 }
