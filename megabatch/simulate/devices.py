@@ -80,5 +80,5 @@ def device_named(name: str) -> Device:
     device = DEVICES.get(ALIASES.get(name.lower(), name.lower()))
     if device is None:
         known = ", ".join([*DEVICES, *ALIASES])
-        raise PlanError(f"device is {name!r}; expected one of {known}, or a megabatch.simulate.Device of your own")
+        raise PlanError(f"the device {name!r} is not known; name one of {known}")
     return device

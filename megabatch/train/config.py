@@ -236,6 +236,9 @@ class ParallelConfig(Section):
     dp_shard: Count | None = None
     """Ranks over which fsdp2 shards the model, each with samples of its own. None: the processes that the other degrees
     leave, for fsdp2."""
+    reshard_after_forward: bool = True
+    """With fsdp2: let go of gathered layers after each forward. false: keep them until their backward, for fewer
+    messages and more memory."""
     cp: Count = 1
     """Ranks over which each sequence is cut (context parallelism); they are given the same samples."""
     tp: Count = 1

@@ -75,7 +75,6 @@ class StagedLearner:
     def __init__(self, learner: Learner, laid: Laid) -> None:
         assert isinstance(laid.model, Pipeline)
         self._learner, self._ranks = learner, laid.model.stage_ranks
-        learner.model = laid.base  # whose names are the whole model's; a Pipeline's are those of stages
         groups = learner.optimizer.param_groups
         seen = self._ranks.exchange_objects([{key: group[key] for key in group if key != "params"} for group in groups])
         if any(each != seen[0] for each in seen):

@@ -56,14 +56,18 @@ class Layout:
             return degree // self.dp_shard, self.dp_shard
         return (1, degree) if wrapper == "fsdp2" else (degree, 1)
 
-    def mesh(self, wrapper: str, num_ranks: int, device_type: str) -> DeviceMesh:
-        """The mesh of all ranks, with the axes that have more than one and that of the wrapper; collective."""
+    def axes(self, wrapper: str, num_ranks: int) -> dict[str, int]:
+        """The axes of the mesh that have more than one rank, and that of the wrapper, with their degrees."""
         degrees = (self.pp, *self.data_degrees(wrapper, num_ranks), self.cp, self.tp)
-        axes = {
+        return {
             axis: degree
             for axis, degree in zip(AXES, degrees, strict=True)
             if degree > 1 or axis == COPYING.get(wrapper)
         }
+
+    def mesh(self, wrapper: str, num_ranks: int, device_type: str) -> DeviceMesh:
+        """The mesh of all ranks; collective."""
+        axes = self.axes(wrapper, num_ranks)
         return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 

@@ -46,7 +46,7 @@ def build_learner(model: nn.Module, base: nn.Module, config: Config, num_updates
     decay_steps = decay_steps_of(config, num_updates)
     optimizer = build_optimizer(base, config.optim)
     scheduler = LambdaLR(optimizer, lambda step: lr_factor(step, config.optim, decay_steps))
-    return Learner(model, optimizer, gradient, scheduler=scheduler, max_norm=config.update.max_norm)
+    return Learner(base, optimizer, gradient, scheduler=scheduler, max_norm=config.update.max_norm)
 
 
 def settings_of(config: Config) -> dict[str, object]:

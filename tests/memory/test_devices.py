@@ -14,7 +14,7 @@ H100 = DEVICES["h100-80g"]
 def test_devices_have_their_names_and_short_ones() -> None:
     assert all(device_named(name.upper()) is device for name, device in DEVICES.items())
     assert device_named("h100") is H100
-    with pytest.raises(PlanError, match="device is 'h1'; expected one of a100-40g,"):
+    with pytest.raises(PlanError, match="the device 'h1' is not known; name one of a100-40g,"):
         device_named("h1")
 
 

@@ -83,8 +83,8 @@ FAILURES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a device that is not known": (
         lambda: small(device="abacus"),
-        "device is 'abacus'; expected one of a100-40g, a100-80g, h100-80g, h200, b200, l40s, rtx4090, cpu, a100, h100, "
-        "or a megabatch.simulate.Device of your own",
+        "the device 'abacus' is not known; name one of a100-40g, a100-80g, h100-80g, h200, b200, l40s, rtx4090, cpu, "
+        "a100, h100",
     ),
     "no ranks": (
         lambda: small(axes={"dp": 0}),

@@ -70,7 +70,7 @@ def test_sizes_are_read_with_their_units() -> None:
         (["--memory", "0GiB"], "--memory is '0GiB'; write a size with its unit, 80GiB say"),
         (["--memory", "1GiB"], "--memory is 1,073,741,824 bytes, and the context of a a100-80g alone takes"),
         (["--bandwidth", "fast"], "--bandwidth is 'fast'; write bytes or bits per second with their unit, 235GB/s say"),
-        (["--device", "abacus"], "device is 'abacus'; expected one of "),
+        (["--device", "abacus"], "the device 'abacus' is not known; name one of "),
         (["--length", "1"], "--length is '1'; it must be a whole number of at least 2"),
         (["--length", "512"], "a sample has 512 tokens and the model 256 positions; raise the positions"),
         (["--chart", "plan.txt"], "--chart is 'plan.txt'; name a .png, .svg or .pdf file in a folder that is there"),

@@ -146,7 +146,8 @@ def divide(model: nn.Module, config: Config, wrapper: Wrapper, mesh: DeviceMesh,
             )
         )  # fmt: skip
     for module, blocks in modules if wrapper.is_of_fsdp else []:
-        distribute(module, blocks, wrapper, policy_of(config.model, accumulation_of(config.update)), mesh)
+        policy = policy_of(config.model, accumulation_of(config.update))
+        distribute(module, blocks, wrapper, policy, mesh, reshards=config.parallel.reshard_after_forward)
         if not blocks:
             words.append("sharded as one piece: name the classes of its layers in _no_split_modules to shard by layer")
     return words

@@ -108,9 +108,10 @@ def parts_of(model: nn.Module, config: Config) -> list[Part]:
     num_layers, num_stages = architecture.num_hidden_layers, parallel.pp * per_rank(parallel)
     if num_layers < num_stages:
         key = architecture.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+        fewer = ", or parallel.schedule to 1F1B" if per_rank(config.parallel) > 1 else ""
         raise MegabatchError(
             f"model.config.{key} is {num_layers} and {parallel.schedule} over {parallel.pp} ranks has {num_stages} "
-            "stages, each of one layer or more; set parallel.pp lower, or parallel.schedule to 1F1B"
+            f"stages, each of one layer or more; set parallel.pp lower{fewer}"
         )
     parts = deal_layers(num_layers, num_stages)
     for stage, part in enumerate(parts):

@@ -68,13 +68,16 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def distribute(
-    model: nn.Module, blocks: Sequence[nn.Module], wrapper: Wrapper, policy: MixedPrecisionPolicy, mesh: DeviceMesh
-) -> None:
-    """Give each block to FSDP2 or its replicate, then what is left; collective."""
+    model: nn.Module, blocks: Sequence[nn.Module], wrapper: Wrapper, policy: MixedPrecisionPolicy, mesh: DeviceMesh,
+    *, reshards: bool,
+) -> None:  # fmt: skip
+    """Give each block to FSDP2, which ``reshards`` it after its forward or keeps it, or to its replicate, then what is
+    left; collective."""
     over = reduced_mesh(wrapper, mesh)
     for module in (*blocks, model):
         if wrapper.name == "fsdp2":
-            fully_shard(module, mesh=over, mp_policy=policy)
+            after = None if reshards else False  # None: as torch does it, the root stays for its backward
+            fully_shard(module, mesh=over, mp_policy=policy, reshard_after_forward=after)
         else:
             replicate_with_fsdp.replicate(module, mesh=over, mp_policy=policy)
 

@@ -33,7 +33,9 @@ def draw_chart(path: Path, row: Row, limit_bytes: int, title: str) -> None:
         seconds = [moment.seconds for moment in row.history]
         gib = [[moment.bytes.get(name, 0) / GIB for moment in row.history] for name in names]
         axes.stackplot(seconds, gib, labels=names, colors=[COLORS[name] for name in names], step="post", linewidth=0)
-        top = max(map(sum, zip(*gib, strict=True)))
+        sums = [sum(each) for each in zip(*gib, strict=True)]
+        top = max(sums)
+        axes.plot(seconds[sums.index(top)], top, "o", color=INK, markersize=4, label=f"peak, {top:,.1f} GiB")
         if limit_bytes / GIB < 3 * top:
             axes.axhline(limit_bytes / GIB, color=INK, linestyle="--", linewidth=1.2, label="there for tensors")
         for start, phase in starts(row.history):
@@ -42,9 +44,12 @@ def draw_chart(path: Path, row: Row, limit_bytes: int, title: str) -> None:
                 phase, (start, 1), xycoords=("data", "axes fraction"), xytext=(3, -3), textcoords="offset points",
                 va="top", fontsize=8, color=MUTED,
             )  # fmt: skip
+        n = row.choice.num_microbatches
+        part = f", of whose {n} microbatches two are shown" if n > 2 else ""
         axes.set(
-            title=title, xlabel="seconds of computing in one update", ylabel="GiB of rank 0", xlim=(0, seconds[-1])
-        )
+            title=title, xlabel=f"seconds of computing in one update{part}", ylabel="GiB of rank 0",
+            xlim=(0, seconds[-1]),
+        )  # fmt: skip
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), reverse=True)
         figure.savefig(path, dpi=130)
 

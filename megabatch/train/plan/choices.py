@@ -4,9 +4,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import product
 
-from megabatch.train.config import Config, ParallelConfig
+from megabatch.train.config import Config
 
-RESHARD = "reshard_after_forward"
 FUSED_ON_GPUS = ("Adam", "AdamW", "SGD")  # torch's others are fused on CPUs only
 REDUCTIONS = {  # how the model is wrapped → policies worth a run, and those that cost more and save nothing
     "plain": (("last",), ()),
@@ -95,10 +94,10 @@ def grid_of(config: Config, fixed: Collection[str], wrapped: str, dp_degree: int
 
 
 def reshards_of(config: Config, fixed: Collection[str], wrapped: str) -> tuple[bool, ...]:
-    """Whether FSDP2 may keep what it gathered: where recipes have a key for it."""
-    if RESHARD not in ParallelConfig.model_fields or wrapped not in ("fsdp2", "hsdp"):
+    """Whether FSDP2 may keep what it has gathered."""
+    if wrapped not in ("fsdp2", "hsdp"):
         return (True,)
-    return (bool(getattr(config.parallel, RESHARD)),) if f"parallel.{RESHARD}" in fixed else (True, False)
+    return (config.parallel.reshard_after_forward,) if "parallel.reshard_after_forward" in fixed else (True, False)
 
 
 def micro_batch_sizes(config: Config, fixed: Collection[str], samples_per_rank: int) -> tuple[int, ...]:

@@ -9,7 +9,6 @@ import tomli_w
 
 from megabatch.train.config import Config
 from megabatch.train.plan.asked import Asked
-from megabatch.train.plan.choices import RESHARD
 from megabatch.train.plan.rows import Row
 
 Keys = dict[str, dict[str, Any]]  # section → key → value
@@ -25,7 +24,7 @@ def keys_of(row: Row, config: Config) -> Keys:
         "update": {bound[0]: bound[1], "sync": choice.sync},
         "model": {"activation_checkpointing": choice.recompute},
     }
-    return keys if choice.reshard else {**keys, "parallel": {RESHARD: False}}
+    return keys if choice.reshard else {**keys, "parallel": {"reshard_after_forward": False}}
 
 
 def toml_lines(keys: Keys) -> str:

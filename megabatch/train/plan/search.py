@@ -90,4 +90,5 @@ def least_bytes(choice: Choice, row: Row) -> int:
     gradients = row.at_peak.get("gradients", 0) + row.at_peak.get("unsharded gradients", 0)
     kept = gradients if choice.num_microbatches == 1 < row.choice.num_microbatches else 0  # from one to the next
     more = choice.micro_batch_size / row.choice.micro_batch_size - 1
-    return int(row.peak_bytes - kept + more * row.at_peak.get("activations", 0))
+    grows = CERTAIN * row.at_peak.get("activations", 0)  # among them is a little that any microbatch has
+    return int(row.peak_bytes - kept + more * grows)

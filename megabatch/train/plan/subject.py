@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
@@ -18,7 +17,7 @@ from megabatch.errors import MegabatchError
 from megabatch.simulate import Device, Replica, Simulated, simulate
 from megabatch.train.config import Config, ModelConfig, OptimConfig
 from megabatch.train.console import Console
-from megabatch.train.layout import AXES, COPYING, Layout, layout_of
+from megabatch.train.layout import Layout, layout_of
 from megabatch.train.model.architecture import architecture_of, check_fit, outline
 from megabatch.train.model.build import check_keys, check_together, divide, prepare
 from megabatch.train.model.precision import accumulation_of, computing
@@ -73,8 +72,6 @@ class Subject:
         if self.wrapper.is_of_fsdp or config.parallel.tp > 1:
             assert mesh is not None  # these have axes
             divide(model, config, self.wrapper, mesh, None)
-        if not choice.reshard:
-            keep_gathered(model)
         unused = config.model.function is not None
         return Replica(model, find_unused_parameters=unused) if self.wrapper.name == "ddp" else model
 
@@ -156,6 +153,7 @@ def chosen(config: Config, choice: Choice, device: Device) -> Config:
         update={
             "model": config.model.model_copy(update=switched),
             "optim": config.optim.model_copy(update={"options": options_of(config.optim, choice, device)}),
+            "parallel": config.parallel.model_copy(update={"reshard_after_forward": choice.reshard}),
         }
     )
 
@@ -167,22 +165,13 @@ def options_of(config: OptimConfig, choice: Choice, device: Device) -> dict[str,
     return {**config.options, "fused": True} if choice.fused else {**config.options, "foreach": True}
 
 
-def keep_gathered(model: nn.Module) -> None:
-    """Let FSDP2 keep its weights from a forward to its backward."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_reshard_after_forward(False, recurse=False)
-
-
 def axes_of(layout: Layout, wrapper: Wrapper, world: int) -> dict[str, int] | None:
     """The mesh that the trainer would make; DDP has one axis."""
     if world == 1 and wrapper.name == "plain":
         return None
     if wrapper.name == "ddp":
         return {"dp": world}
-    degrees = (layout.pp, *layout.data_degrees(wrapper.name, world), layout.cp, layout.tp)
-    axes = zip(AXES, degrees, strict=True)
-    return {axis: degree for axis, degree in axes if degree > 1 or axis == COPYING.get(wrapper.name)}
+    return layout.axes(wrapper.name, world)
 
 
 def wrapped_as(wrapper: Wrapper, axes: dict[str, int] | None) -> str:
