@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megabatch import gradient, way
 from megabatch.alarm import Alarm
 from megabatch.batch import Batch, Collate, Length, Microbatch
-from megabatch.contract import JointLoss, LossFunction, Term, Weigh, terms_given, weigh_of
+from megabatch.contract import Hooks, JointLoss, LossFunction, Term, Weigh, hooks_of, terms_given
 from megabatch.cut import Plan, check_bounds
 from megabatch.errors import Bound, MegabatchError, check_positive
 from megabatch.precision import Wide, no_float16_autocast
@@ -130,14 +130,14 @@ class GradientAccumulator:
         for the loss.
         """
         self.choose_bound(batch, loss_fn)
-        with self._alarm.listening(), self._call(batch, weigh_of(loss_fn)) as (share, agreement, opened):
+        with self._alarm.listening(), self._call(batch, hooks_of(loss_fn)) as (share, agreement, opened):
             sums = way.run(self.model, loss_fn, share, agreement, self._reducer, opened)
         return {name: Term(total, torch.as_tensor(weight, dtype=total.dtype)) for name, (total, weight) in sums.items()}
 
     def microbatches(self, batch: Batch, weigh: Weigh | None = None) -> Generator[Microbatch, None, None]:
         """The same as an open loop: yields each microbatch on the device; call `backward` once in the body."""
         way.check_open_loop(self._reducer, weigh)
-        with self._alarm.listening(), self._call(batch, weigh) as (share, agreement, opened):
+        with self._alarm.listening(), self._call(batch, Hooks(weigh)) as (share, agreement, opened):
             opened.open_call(agreement)
             with contextlib.closing(turns(share, agreement, weigh, self._reducer, self._reducer.device)) as each:
                 for turn in each:
@@ -149,13 +149,13 @@ class GradientAccumulator:
                     del turn  # with its microbatch
 
     @contextlib.contextmanager
-    def _call(self, batch: Batch, weigh: Weigh | None) -> Generator[tuple[Share, Agreement, OpenUpdate]]:
+    def _call(self, batch: Batch, hooks: Hooks) -> Generator[tuple[Share, Agreement, OpenUpdate]]:
         """Surrounds one call, prepared and agreed on; what it leaves half-way is forgotten with its update."""
         if self._running:
             raise MegabatchError("microbatches() was called inside its own loop; finish one call before the next")
-        share, agreement = agree(self._reducer.ranks, lambda: self._cutter.share(batch, weigh), weigh, self._remembered)
+        share, agreement = agree(self.ranks, lambda: self._cutter.share(batch, hooks), hooks.weigh, self._remembered)
         agreement = way.filled(self._reducer, share, agreement)
-        if len(share.samples) and self._reducer.ranks.num_all > 1:
+        if len(share.samples) and self.ranks.num_all > 1:
             self._remembered = share.samples.last().stand_in
         if self._open is None:
             self._reducer.check_unchanged()

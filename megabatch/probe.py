@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from megabatch import gradient, rng
 from megabatch.alarm import is_out_of_memory, rank_of_process, whoever_runs
 from megabatch.batch import Batch
-from megabatch.contract import JointLoss, LossFunction, terms_of, weigh_of
+from megabatch.contract import JointLoss, LossFunction, hooks_of, terms_of, weigh_of
 from megabatch.cut import Plan
 from megabatch.errors import MegabatchError, PlanError, Shortage, in_one_line, require_positive
 from megabatch.fit import Fit, Measured, Space, bound_tokens, cost_of, in_gib, search
@@ -25,7 +25,7 @@ from megabatch.memory import GIVE_A_BOUND, Budget, budget_of, bytes_to_come, che
 from megabatch.plain import PlainReducer, local
 from megabatch.precision import Wide, no_float16_autocast
 from megabatch.run import Agreement, told_failure, turns
-from megabatch.share import Cutter, Share, prepare
+from megabatch.share import Cutter, Share, collated
 from megabatch.stages import PipelineReducer
 from megabatch.update import OpenUpdate
 
@@ -207,9 +207,10 @@ class _Updates:
 
     def _share(self, rows: int) -> Share:
         """An update of copies of the longest sample, in microbatches of ``rows``."""
-        samples = self._cutter.samples([self._longest.sample] * (NUM_RUN * rows))
+        hooks = hooks_of(self._loss_fn)
+        samples = self._cutter.samples([self._longest.sample] * (NUM_RUN * rows), hooks.prepare)
         cut = tuple(tuple(range(index * rows, (index + 1) * rows)) for index in range(NUM_RUN))
-        return prepare(samples, Plan(cut, tuple(samples.lengths), sync=self._cutter.choice[0]), weigh_of(self._loss_fn))
+        return collated(samples, Plan(cut, tuple(samples.lengths), sync=self._cutter.choice[0]), hooks.weigh)
 
     def _run(self, share: Share) -> None:
         reducer, weigh = self._prober.reducer, weigh_of(self._loss_fn)

@@ -6,7 +6,7 @@ from functools import partial
 
 from megabatch import context, cut
 from megabatch.batch import Batch, Collate, Length, Microbatch, Samples
-from megabatch.contract import PAIR_NAME, Weigh, counted_weights
+from megabatch.contract import PAIR_NAME, Hooks, Prepare, Weigh, counted_weights
 from megabatch.cut import Plan
 from megabatch.errors import Bound, LossContractError, PlanError
 from megabatch.fit import Fit
@@ -91,10 +91,11 @@ class Cutter:
         """Whether the bound is to be chosen."""
         return self.micro_batch_size is None and self.max_microbatch_tokens is None
 
-    def samples(self, batch: Batch) -> Samples:
-        """The batch seen as samples."""
-        part = partial(context.stretch, index=self.ranks.context_rank, degree=self.ranks.context_degree)
-        return Samples(batch, self.collate, self.length, part if self.ranks.context_degree > 1 else None)
+    def samples(self, batch: Batch, prepare: Prepare | None = None) -> Samples:
+        """The batch seen as samples, its microbatches as the loss is to see them."""
+        if self.ranks.context_degree > 1:
+            prepare = partial(context.stretch, index=self.ranks.context_rank, degree=self.ranks.context_degree)
+        return Samples(batch, self.collate, self.length, prepare)
 
     def plan(self, samples: Samples) -> Plan:
         """How they are cut into microbatches."""
@@ -137,9 +138,9 @@ class Cutter:
             return self
         return replace(self, learned=Bound(*map(min, bound, self.learned or bound)))
 
-    def share(self, batch: Batch, weigh: Weigh | None) -> Share:
+    def share(self, batch: Batch, hooks: Hooks) -> Share:
         """This rank's part of a call. Raises `PlanError` or `LossContractError` for what is wrong with it."""
-        samples = self.samples(batch)
+        samples, weigh = self.samples(batch, hooks.prepare), hooks.weigh
         plan = self.plan(samples)
         if weigh is not None and self.ranks.context_degree > 1 and plan.microbatches:
             if samples.deferred is not None and samples.deferred.weights is not None:
@@ -149,10 +150,10 @@ class Cutter:
                 )
             whole = Samples(batch, self.collate, self.length).take(plan.microbatches[0])
             context.check_weights(whole, weigh, self.ranks.context_degree)
-        return prepare(samples, plan, weigh)
+        return collated(samples, plan, weigh)
 
 
-def prepare(samples: Samples, plan: Plan, weigh: Weigh | None) -> Share:
+def collated(samples: Samples, plan: Plan, weigh: Weigh | None) -> Share:
     """Collate and weigh what was planned, on the CPU; of a deferred batch nothing is kept."""
     if weigh is None:
         return Share(samples, plan, (), ())
@@ -160,11 +161,11 @@ def prepare(samples: Samples, plan: Plan, weigh: Weigh | None) -> Share:
         sums = (sum(told[row] for row in rows) for rows in plan.microbatches)
         return Share(samples, plan, (), tuple(map(counted_weights, sums)))
     taken = map(samples.take, plan.microbatches)
-    collated = tuple(taken) if samples.deferred is None else ()
-    weights = tuple(counted_weights(weight) for weight in map(weigh, collated or taken))
+    kept = tuple(taken) if samples.deferred is None else ()
+    weights = tuple(counted_weights(weight) for weight in map(weigh, kept or taken))
     names = [sorted(each) for each in weights]
     if any(each != names[0] for each in names):
         raise LossContractError(f"weigh names the terms {names}; name the same terms for each microbatch")
     if names and len(names[0]) > MAX_WEIGHED_TERMS:
         raise LossContractError(f"weigh names {len(names[0])} terms; at most {MAX_WEIGHED_TERMS} are supported")
-    return Share(samples, plan, collated, weights)
+    return Share(samples, plan, kept, weights)
