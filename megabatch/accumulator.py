@@ -15,6 +15,7 @@ from megabatch import gradient, way
 from megabatch.alarm import Alarm
 from megabatch.batch import Batch, Collate, Length, Microbatch
 from megabatch.contract import Hooks, JointLoss, LossFunction, Term, Weigh, hooks_of, terms_given
+from megabatch.cost import CostModel
 from megabatch.cut import Plan, check_bounds
 from megabatch.errors import Bound, MegabatchError, check_positive
 from megabatch.precision import Wide, no_float16_autocast
@@ -41,6 +42,7 @@ class GradientAccumulator:
         max_microbatch_tokens: padded tokens per forward, a hard cap. "auto", or neither: the largest that fits, chosen
             in the first `forward_backward` from a few small measured updates, which leave nothing behind; see `Fit`.
         memory_bytes: What this rank may use on its device, for "auto"; None: nine tenths of what is free there.
+        cost: Seconds and bytes of a microbatch, by which samples are cut and plans are priced; "auto" measures it.
         sync: "last" reduces gradients once per call, "every" with each microbatch, "replica_last" (for HSDP)
             reduce-scatters with each and all-reduces once per call; "auto" is what suits the wrapper.
         collate: Makes a microbatch of a list of samples; the default pads on the right.
@@ -59,6 +61,7 @@ class GradientAccumulator:
         micro_batch_size: int | None = None,
         max_microbatch_tokens: int | str | None = None,
         memory_bytes: int | None = None,
+        cost: CostModel | None = None,
         sync: str = "auto",
         collate: Collate | None = None,
         length: Length | None = None,
@@ -71,7 +74,7 @@ class GradientAccumulator:
         self._reducer.accumulate_in(self._wide)
         self.ranks = ranks = self._reducer.ranks  # those that work on an update
         choice = choose_policy(self._reducer, sync)
-        self._cutter = Cutter(*bounds, collate, length, choice, ranks, self._reducer.one_shape)
+        self._cutter = Cutter(*bounds, collate, length, choice, ranks, self._reducer.one_shape, cost)
         self._prober = Prober(model, self._reducer, self._wide, self._cutter, memory_bytes)
         self._alarm = Alarm(ranks, self._reducer.device)
         self._remembered: Callable[[], Microbatch | None] = lambda: None  # a sample of an earlier call

@@ -51,6 +51,12 @@ class Needed:
 
     peak_bytes: float = 0.0  # beyond what was there before it
     left_bytes: float = 0.0  # of that, what is still there after it
+
+
+@dataclass
+class Took:
+    """How long a piece of work took, once it is done."""
+
     seconds: float = 0.0
 
 
@@ -89,11 +95,22 @@ def measuring(device: torch.device) -> Generator[Needed]:
     """Measures what is done inside; it waits for the device before and after."""
     needed = Needed()
     with _measuring_cuda(needed, device) if device.type == "cuda" else _measuring_cpu(needed):
-        start = time.perf_counter()
         yield needed
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        needed.seconds = time.perf_counter() - start
+
+
+@contextlib.contextmanager
+def timing(device: torch.device) -> Generator[Took]:
+    """Times what is done inside; it waits for the device before and after."""
+    took = Took()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    yield took
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    took.seconds = time.perf_counter() - start
 
 
 @contextlib.contextmanager

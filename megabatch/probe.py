@@ -2,13 +2,13 @@
 
 import contextlib
 import itertools
+import math
 import random
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn, optim
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -20,15 +20,17 @@ from megabatch.batch import Batch
 from megabatch.contract import JointLoss, LossFunction, hooks_of, terms_of, weigh_of
 from megabatch.cut import Plan
 from megabatch.errors import MegabatchError, PlanError, Shortage, in_one_line, require_positive
-from megabatch.fit import Fit, Measured, Space, bound_tokens, cost_of, in_gib, search
-from megabatch.memory import GIVE_A_BOUND, Budget, budget_of, bytes_to_come, check_device, measuring
-from megabatch.plain import PlainReducer, local
+from megabatch.fit import Fit, Measured, Space, Timed, bound_tokens, cost_of, in_gib, search
+from megabatch.kept import Kept, norms
+from megabatch.memory import GIVE_A_BOUND, Budget, budget_of, bytes_to_come, check_device, measuring, timing
+from megabatch.plain import PlainReducer
 from megabatch.precision import Wide, no_float16_autocast
 from megabatch.run import Agreement, told_failure, turns
 from megabatch.share import Cutter, Share, collated
 from megabatch.stages import PipelineReducer
 from megabatch.update import OpenUpdate
 
+TIMED_ROWS = 8  # at most: where a launch is no longer to be seen, and soon done
 NUM_RUN = 2  # microbatches of a measured update: the second has gradients beside it, and a third would have no more
 
 
@@ -105,9 +107,12 @@ class Prober:
         tokens = int(max(lengths))
         if tokens < 0 or (cutter.fit is not None and tokens <= cutter.fit.longest_tokens):
             return None
-        mine = samples.one(samples.lengths.index(tokens)) if tokens in samples.lengths else None
-        sample = next(each for each in ranks.exchange_objects(mine) if each is not None)
-        return _Longest(sample, max(1, tokens), int(max(counts)), max(sums))
+        longest = samples.one(samples.lengths.index(tokens)) if tokens in samples.lengths else None
+        order = sorted(range(len(samples)), key=samples.lengths.__getitem__)
+        usual = samples.one(order[len(order) // 2]) if order else None  # of the middle length
+        all_longest, all_usual = zip(*ranks.exchange_objects((longest, usual)), strict=True)
+        longest, usual = (next(each for each in all_of if each is not None) for all_of in (all_longest, all_usual))
+        return _Longest(longest, max(1, tokens), int(max(counts)), max(sums), usual)
 
     def _fit(self, updates: "_Updates", longest: "_Longest") -> Fit:
         updates.measure(1)  # what is made once, workspaces and compiled code, is there from here on
@@ -121,7 +126,9 @@ class Prober:
                 f"gradients and states leave {in_gib(left)} of the {in_gib(updates.limit_bytes)} that may be used; "
                 "give more memory, shorten it, shard the model or recompute activations"
             )
-        cost = cost_of(measured, updates.space, updates.stays_bytes, longest.tokens)
+        most_rows = min(TIMED_ROWS, max(each.rows for each in measured if each.num_bytes <= updates.space.allowed))
+        timed = [*updates.timed(longest.sample, most_rows), *updates.timed(longest.usual, most_rows)]
+        cost = cost_of(measured, updates.space, updates.stays_bytes, longest.tokens, timed)
         return Fit(tokens, cost, longest.tokens, tuple(measured), updates.limit_bytes, updates.allowed_bytes)
 
     @contextlib.contextmanager
@@ -131,9 +138,9 @@ class Prober:
         for module in modules:
             if isinstance(module, FSDPModule):
                 module.reshard()  # an evaluation may have left it gathered
-        kept = [_Kept(module) for module in modules]
+        kept = [Kept(module) for module in modules]
         parameters = {name: each for model in self.reducer.models for name, each in model.named_parameters()}
-        norms = _norms(parameters.values())
+        before = norms(parameters.values())
         state, others = rng.note(self.reducer.device), (random.getstate(), np.random.get_state())
         try:
             yield
@@ -144,8 +151,8 @@ class Prober:
             rng.put_back(state)
             random.setstate(others[0])
             np.random.set_state(others[1])
-        now = _norms(parameters.values())
-        moved = [name for name, a, b in zip(parameters, norms, now, strict=True) if a != b]
+        now = norms(parameters.values())
+        moved = [name for name, a, b in zip(parameters, before, now, strict=True) if a != b]
         self._check_moved(moved)
 
     def forget(self) -> None:
@@ -176,6 +183,7 @@ class _Longest:
     tokens: int
     most_rows: int  # samples of the rank that has the most
     most_tokens: float  # of the rank that has the most
+    usual: Any  # a sample of another length
 
 
 class _Updates:
@@ -191,24 +199,39 @@ class _Updates:
     def measure(self, rows: int) -> Measured:
         """What a microbatch of so many rows takes, in an update of a few; collective."""
         reducer = self._prober.reducer
-        share = self._share(rows)
+        share = self._share(self._longest.sample, rows)
         self._prober.wide.begin()
         with measuring(reducer.device) as needed, no_float16_autocast(reducer.models), self._short_of(rows):
             self._run(share)
         self._prober.forget()
         before = self.budget.used + bytes_to_come(self._prober.optimizer, reducer.parameters)
         stays = before + needed.left_bytes + self._own_bytes(share, rows)
-        told = [needed.peak_bytes - needed.left_bytes, needed.seconds / NUM_RUN, stays]
+        told = [needed.peak_bytes - needed.left_bytes, stays]
         told += [self.budget.limit - stays, self.budget.there - stays, self.budget.limit, self.budget.limit - before]
-        peaks, seconds, kept, allowed, there, limits, for_updates = zip(*reducer.ranks.exchange(told), strict=True)
+        peaks, kept, allowed, there, limits, for_updates = zip(*reducer.ranks.exchange(told), strict=True)
         self.space, self.stays_bytes = Space(min(allowed), min(there)), max(kept)
         self.limit_bytes, self.allowed_bytes = min(limits), min(for_updates)
-        return Measured(rows, max(peaks), max(seconds))
+        return Measured(rows, max(peaks))
 
-    def _share(self, rows: int) -> Share:
-        """An update of copies of the longest sample, in microbatches of ``rows``."""
+    def timed(self, sample: Any, most_rows: int) -> list[Timed]:
+        """The seconds of a microbatch of one copy of a sample, and of several; collective."""
+        found: list[Timed] = []
+        for rows in sorted({1, most_rows}):
+            share, seconds = self._share(sample, rows), math.inf
+            for _ in range(2):  # the better of two: what else the machine does only adds
+                self._prober.wide.begin()
+                with timing(self._prober.reducer.device) as took, no_float16_autocast(self._prober.reducer.models):
+                    self._run(share)
+                self._prober.forget()
+                seconds = min(seconds, took.seconds / NUM_RUN)
+            slowest = max(told for (told,) in self._prober.reducer.ranks.exchange([seconds]))
+            found.append(Timed(rows, max(1, share.plan.lengths[0]), slowest))
+        return found
+
+    def _share(self, sample: Any, rows: int) -> Share:
+        """An update of copies of a sample, in microbatches of ``rows``."""
         hooks = hooks_of(self._loss_fn)
-        samples = self._cutter.samples([self._longest.sample] * (NUM_RUN * rows), hooks.prepare)
+        samples = self._cutter.samples([sample] * (NUM_RUN * rows), hooks.prepare)
         cut = tuple(tuple(range(index * rows, (index + 1) * rows)) for index in range(NUM_RUN))
         return collated(samples, Plan(cut, tuple(samples.lengths), sync=self._cutter.choice[0]), hooks.weigh)
 
@@ -254,33 +277,5 @@ class _Updates:
         return sum(leaf.nbytes for leaf in leaves) / (rows * self._longest.tokens) * self._longest.most_tokens
 
 
-class _Kept:
-    """What a forward may move in a module besides parameters: buffers, training or not, and what DDP notes."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module, self._is_training = module, module.training
-        self._buffers = {
-            name: (each, None if each is None else each.detach().clone())
-            for name, each in module._buffers.items()  # pyright: ignore[reportPrivateUsage]
-        }
-        self._syncs = module.require_forward_param_sync if isinstance(module, DistributedDataParallel) else None
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        self._module.training = self._is_training
-        for name, (buffer, before) in self._buffers.items():
-            if buffer is not None and before is not None:
-                buffer.copy_(before)
-            setattr(self._module, name, buffer)
-        if self._syncs is not None:
-            cast(DistributedDataParallel, self._module).require_forward_param_sync = self._syncs
-
-
 def _finds_unused(model: nn.Module) -> bool:
     return isinstance(model, DistributedDataParallel) and model.find_unused_parameters
-
-
-@torch.no_grad()
-def _norms(parameters: Iterable[nn.Parameter]) -> list[float]:
-    """A number for each that differs where what this rank holds of it does."""
-    return [float(torch.linalg.vector_norm(local(each.data).detach().float())) for each in parameters]

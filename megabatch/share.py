@@ -7,6 +7,7 @@ from functools import partial
 from megabatch import context, cut
 from megabatch.batch import Batch, Collate, Length, Microbatch, Samples
 from megabatch.contract import PAIR_NAME, Hooks, Prepare, Weigh, counted_weights
+from megabatch.cost import CostModel
 from megabatch.cut import Plan
 from megabatch.errors import Bound, LossContractError, PlanError
 from megabatch.fit import Fit
@@ -83,6 +84,7 @@ class Cutter:
     choice: tuple[str, str]  # the sync policy, and why it is this one
     ranks: DataRanks
     one_shape: bool  # whether every microbatch is filled up to the longest sample of all, as in a pipeline
+    cost: CostModel | None  # what the user says a microbatch costs
     fit: Fit | None = None  # the bound that was chosen where none was given
     learned: Bound | None = None  # from microbatches that did not fit in memory
 
@@ -107,10 +109,11 @@ class Cutter:
         if self.learned is not None and tokens is not None:
             tokens = max(min(tokens, self.learned.tokens), 1)
             lengths = [min(each, tokens) for each in lengths]  # a sample that is longer goes alone
-        (plan,) = cut.plan(lengths, micro_batch_size=rows, max_microbatch_tokens=tokens)
+        cost = self.cost or (self.fit and self.fit.cost)
+        (plan,) = cut.plan(lengths, micro_batch_size=rows, max_microbatch_tokens=tokens, cost=cost)
         sync, reason = self.choice
         plan = replace(plan, lengths=tuple(samples.lengths), one_shape=self.one_shape, sync=sync, reason=reason)
-        return plan if self.fit is None else cut.priced(plan, self.fit.cost)
+        return plan if cost is None else cut.priced(plan, cost)
 
     def _bound(self, samples: Samples) -> tuple[int | None, int | None]:
         """Samples of a microbatch, or its tokens, before anything was learned."""
