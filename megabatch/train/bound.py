@@ -5,11 +5,11 @@ the bound from its checkpoint, unless it has come to other hardware or another l
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megabatch import GradientAccumulator
+from megabatch import CostModel, GradientAccumulator
 from megabatch.contract import LossFunction
 from megabatch.memory import HighWater, device_text
 from megabatch.train import checkpoint
@@ -34,11 +34,14 @@ class Bound:
     max_microbatch_tokens: int | None  # None: not chosen yet
     made_for: Mapping[str, object]  # where any of it differs, it is chosen anew
     words: tuple[str, ...] = ()
+    cost: CostModel | None = None  # of a microbatch, by which samples are cut
 
     @property
     def meta(self) -> dict[str, object]:
         """What a checkpoint keeps."""
-        return {KEY: {"max_microbatch_tokens": self.max_microbatch_tokens, "made_for": dict(self.made_for)}}
+        cost = None if self.cost is None else asdict(self.cost)
+        kept = {"max_microbatch_tokens": self.max_microbatch_tokens, "made_for": dict(self.made_for), "cost": cost}
+        return {KEY: kept}
 
 
 def saved_bound(config: Config, ranks: Ranks) -> Bound | None:
@@ -63,7 +66,7 @@ def saved_bound(config: Config, ranks: Ranks) -> Bound | None:
         return Bound(None, here, (f"the bound is chosen anew: {key} was {there} and is {now}",))
     tokens = saved["max_microbatch_tokens"]
     words = f"update.max_microbatch_tokens {tokens:,}: the checkpoint's, so that sums are rounded the same"
-    return Bound(tokens, here, (words,))
+    return Bound(tokens, here, (words,), CostModel(**saved["cost"]))
 
 
 def with_bound(config: Config, bound: Bound | None) -> Config:
@@ -85,7 +88,8 @@ def choose(
     fit = gradient.fit
     if fit is None:  # no sample is left
         return bound
-    return Bound(fit.max_microbatch_tokens, bound.made_for, (*bound.words, f"update.{fit.explain()}"))
+    words = (*bound.words, f"update.{fit.explain()}")
+    return Bound(fit.max_microbatch_tokens, bound.made_for, words, fit.cost)
 
 
 def longest(data: Data, samples: Sequence[Any]) -> list[Any]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from megabatch import GradientAccumulator, Learner
+from megabatch import CostModel, GradientAccumulator, Learner
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.config import Config, OptimConfig
 from megabatch.train.data.updates import NumUpdates
@@ -32,13 +32,19 @@ REFUSED = {
 OWNED_OPTIONS = ("params", "lr", "betas", "weight_decay")  # keys of [optim], or not the recipe's
 
 
-def build_learner(model: nn.Module, base: nn.Module, config: Config, num_updates: NumUpdates) -> Learner:
-    """The model with all that moves it; ``base`` is the model without its wrapper. Raises `MegabatchError`."""
+def build_learner(
+    model: nn.Module, base: nn.Module, config: Config, num_updates: NumUpdates, cost: CostModel | None
+) -> Learner:
+    """The model with all that moves it; ``base`` is the model without its wrapper, ``cost`` what was measured before.
+
+    Raises `MegabatchError`.
+    """
     gradient = GradientAccumulator(
         model,
         micro_batch_size=config.update.micro_batch_size,
         max_microbatch_tokens=config.update.max_microbatch_tokens,
         memory_bytes=None if config.update.memory is None else read_bytes("update.memory", config.update.memory),
+        cost=cost,
         sync=config.update.sync,
         accumulate_dtype=accumulation_of(config.update),
     )

@@ -45,7 +45,8 @@ class Trainer:
         self.updates = Updates(self.data, config, ranks)
         self.laid = build(config, ranks, self.console, self.data.longest_tokens, tokenizer)
         self.loss_fn = in_precision(loss_fn, config.model, self.laid, ranks.device)
-        self.learner = build_learner(self.laid.model, self.laid.base, config, self.updates.num_updates)
+        cost = None if bound is None else bound.cost
+        self.learner = build_learner(self.laid.model, self.laid.base, config, self.updates.num_updates, cost)
         self.bound = choose(bound, self.learner.gradient, self.loss_fn, self.data, self.updates, self.laid)
         config = with_bound(config, self.bound)
         self.average = None if config.optim.ema_decay is None else Average(self.laid.base, config.optim.ema_decay)
