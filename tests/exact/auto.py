@@ -59,7 +59,7 @@ def loss_fn(model: Any, microbatch: Any) -> tuple[Tensor, Tensor]:
 def update(step: int, rank: int, world: int) -> list[dict[str, Tensor]]:
     """Uneven shares of samples of uneven length; the longest is on the last rank, and the first has none in step 1."""
     generator = torch.Generator().manual_seed(100 * step + rank)
-    num_samples = 0 if step == 1 and rank == 0 and world > 1 else 240 + 20 * rank
+    num_samples = 0 if step == 1 and rank == 0 and world > 1 else 700 + 20 * rank
     lengths = torch.randint(3, LONGEST - 4 + rank, (num_samples,), generator=generator).tolist()
     ids = [torch.randint(0, VOCABULARY, (length,), generator=generator) for length in lengths]
     return [{"input_ids": each, "labels": each} for each in ids]
