@@ -33,6 +33,8 @@ def test_a_run_goes_on_with_smaller_microbatches(bench: Bench, tmp_path: Path, w
     values = {"loss__function": f"{tmp_path}/own.py:greedy", "parallel__wrapper": wrapper, **NO_DROPOUT}
     values |= {"update__global_batch_size": 24, "update__max_microbatch_tokens": 600, "run__max_epochs": 2}
     bench.train(ranks=2, run__folder=tmp_path / "whole", **values)
+    work = [row["slowest_over_mean"] for row in bench.rows(tmp_path / "whole") if "grad_norm" in row]
+    assert all(1 <= each < 1.5 for each in work)
     bench.train(ranks=2, run__max_steps=2, **values)
     (tmp_path / "short").touch()
     learned: list[int] = []
