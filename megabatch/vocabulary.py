@@ -283,7 +283,7 @@ def _has_no(owner: Any, *names: str) -> bool:
 
 
 def _is_of_fsdp2(each: Any) -> bool:
-    return each.__module__.startswith(("torch.distributed.fsdp._fully_shard.", "torch.distributed._composable."))
+    return each.__module__.startswith(("torch.distributed.fsdp", "torch.distributed._composable."))
 
 
 def _cast_to(module: nn.Module) -> set[torch.dtype]:

@@ -9,6 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -368,3 +372,23 @@ def test_all_positions_in_their_turn_are_the_same(monkeypatch):
     every = lambda labels, size: (slice(start, start + size) for start in range(0, len(labels), size))  # noqa: E731
     monkeypatch.setattr(vocabulary, "_chunks", every)
     compare(causal("phi"), microbatch())
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_a_weight_that_is_split_has_logits():
+    model, batch = causal("gpt2", tie_word_embeddings=False), microbatch()
+    expected = plain(model, batch).detach()
+    mesh, weight = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)), model.lm_head.weight.detach()
+    model.lm_head.weight = nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))
+    with implicit_replication():
+        assert float(summed(model, batch, fused=False).detach().full_tensor()) == pytest.approx(float(expected))
+
+
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize(("dtype", "fused"), [(None, True), (torch.float64, True), (torch.float32, False)])
+def test_an_output_that_fsdp2_rounds_is_logits(dtype, fused):
+    model, mesh = causal("gpt2"), init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(output_dtype=dtype))
+    batch = microbatch()
+    expected = plain(model, batch).detach()
+    assert float(summed(model, batch, fused=fused).detach()) == pytest.approx(float(expected), rel=1e-14)
