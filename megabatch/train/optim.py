@@ -41,6 +41,7 @@ def build_learner(model: nn.Module, base: nn.Module, config: Config, num_updates
         memory_bytes=None if config.update.memory is None else read_bytes("update.memory", config.update.memory),
         sync=config.update.sync,
         accumulate_dtype=accumulation_of(config.update),
+        fuse_accumulation=config.update.fuse_accumulation,
     )
     gradient.learn(noted(config.run))
     decay_steps = decay_steps_of(config, num_updates)
