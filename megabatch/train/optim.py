@@ -47,6 +47,7 @@ def build_learner(
         cost=cost,
         sync=config.update.sync,
         accumulate_dtype=accumulation_of(config.update),
+        fuse_accumulation=config.update.fuse_accumulation,
     )
     gradient.learn(noted(config.run))
     decay_steps = decay_steps_of(config, num_updates)
