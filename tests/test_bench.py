@@ -86,7 +86,8 @@ def made(name: str, **values: object) -> dict:
     """A row by hand."""
     who = CONTESTANTS[name]
     row = {"contestant": name, "data": "fixed", "ranks": 1, "same_samples": who.comparable, "weighs": who.weighs}
-    return row | {"weights_error": 0.5 if who.weighs == "microbatches" else 1e-14, "proof_weights": 600.0} | values
+    error = 0.5 if who.weighs == "microbatches" else 1e-14
+    return row | {"weights_error": error, "gradient_error": error, "proof_weights": 600.0} | values
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,9 @@ def made(name: str, **values: object) -> dict:
     [
         (made("megabatch"), False),
         (made("megabatch", weights_error=1e-5), True),
+        (made("megabatch", gradient_error=1e-5), True),
         (made("accelerate"), False),
+        (made("accelerate", gradient_error=0.6), True),  # as of another scale, which AdamW's weights do not show
         (made("accelerate", proof_weights=600.001), True),
         (made("lightning", proof_weights=600.001), True),
         (made("lightning", proof_weights=600.001, ranks=2), False),  # deals samples, not microbatches

@@ -136,6 +136,8 @@ def cells(asked: argparse.Namespace, setting: Setting, samples: Pools) -> Iterat
     for ranks in asked.ranks:
         for name, kinds in samples.items():
             for contestant in asked.only:
+                if name == "fixed" and CONTESTANTS[contestant].samples != "drawn":
+                    continue  # rows of one length are in groups, and full, as they are
                 yield Cell(name, ranks, contestant, setting, kinds[CONTESTANTS[contestant].samples])
 
 
