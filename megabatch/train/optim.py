@@ -35,10 +35,7 @@ OWNED_OPTIONS = ("params", "lr", "betas", "weight_decay")  # keys of [optim], or
 def build_learner(
     model: nn.Module, base: nn.Module, config: Config, num_updates: NumUpdates, cost: CostModel | None
 ) -> Learner:
-    """The model with all that moves it; ``base`` is the model without its wrapper, ``cost`` what was measured before.
-
-    Raises `MegabatchError`.
-    """
+    """The model with all that moves it; ``base`` is without its wrapper. Raises `MegabatchError`."""
     gradient = GradientAccumulator(
         model,
         micro_batch_size=config.update.micro_batch_size,
