@@ -121,9 +121,9 @@ class GradientAccumulator:
 
     def choose_bound(self, batch: Batch, loss_fn: LossFunction | JointLoss) -> None:
         """Choose the bound for samples as long as the longest of this batch, if that is "auto" and not done."""
-        if self._open is None and self._cutter.is_auto:  # in an open update there are gradients
+        if self._cutter.is_auto:
             with self._alarm.listening():
-                self._cutter = self._prober.fitted(self._cutter, batch, loss_fn)
+                self._cutter = self._prober.fitted(self._cutter, batch, loss_fn, self._open)
             self.fit = self._cutter.fit
 
     def forward_backward(self, batch: Batch, loss_fn: LossFunction | JointLoss) -> dict[str, Term]:

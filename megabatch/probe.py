@@ -74,11 +74,16 @@ class Prober:
                     f'max_microbatch_tokens is "auto"; {GIVE_A_BOUND}'
                 )
 
-    def fitted(self, cutter: Cutter, batch: Batch, loss_fn: LossFunction | JointLoss) -> Cutter:
+    def fitted(
+        self, cutter: Cutter, batch: Batch, loss_fn: LossFunction | JointLoss, opened: OpenUpdate | None
+    ) -> Cutter:
         """The cutter, whose bound is to be chosen, with one for this batch; the same on all ranks. Collective.
 
-        Measured are copies of the longest sample of all ranks, unless ones as long were measured before.
+        Measured are copies of the longest sample of all ranks, unless ones as long were measured before. In an open
+        update there are gradients, and nothing is measured.
         """
+        if opened is not None:
+            return cutter
         if isinstance(loss_fn, JointLoss):
             raise PlanError(
                 "a JointLoss keeps representations of all samples, so that one microbatch does not tell what fits, and "
