@@ -12,8 +12,8 @@ def disagreeing(rows: Iterable[Row]) -> list[str]:
     """Who did not, and by how much.
 
     Who weighs by targets has the gradient and the weights of uncut updates. Who takes a mean of microbatches' means has
-    the plain loop's, where the same samples share a microbatch; on several ranks Lightning deals them otherwise.
-    Updates of packs are like nobody's.
+    the plain loop's, where the same samples share a microbatch; on several ranks Lightning deals them otherwise. Packs
+    are like nobody's.
     """
     rows = list(rows)
     plain = {(row["data"], row["ranks"]): row for row in rows if row["contestant"] == "plain"}
