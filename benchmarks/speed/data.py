@@ -1,7 +1,7 @@
 """The samples of two updates, drawn once and given to every contestant; text is read as bytes."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +9,10 @@ import torch
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from benchmarks.speed.setting import LENGTH_OF_FIXED, NUM_MEASURED, Setting
-from megabatch.train.data.stdlib import stdlib_functions, stdlib_root
+from megabatch.train.data.stdlib import SKIPPED_FOLDERS, functions_of, stdlib_root
 
 NAMES = {"gsm8k": "GSM8K", "stdlib": "standard library", "fixed": f"{LENGTH_OF_FIXED} tokens each"}
+MIN_BYTES = 100
 Ids = list[int]
 
 
@@ -23,9 +24,19 @@ def pool(name: str, longest: int, gsm8k: Path, *, quick: bool = False) -> list[I
         rows = map(json.loads, gsm8k.read_text(encoding="utf-8").splitlines())
         texts = [f"{row['question']}\n{row['answer']}" for row in rows]
     else:
-        root = stdlib_root() / "asyncio" if quick else stdlib_root()
-        texts = [function.prompt + function.response for function in stdlib_functions(root)]
+        texts = list(functions(stdlib_root() / "asyncio" if quick else stdlib_root()))
     return [[byte + 3 for byte in text.encode()] for text in texts if len(text.encode()) <= longest]
+
+
+def functions(root: Path) -> Iterator[str]:
+    """The functions of the modules in a folder, as they stand in the file, each text once; those of a line or two left
+    out."""
+    texts: dict[str, None] = {}
+    for path in sorted(root.rglob("*.py")):
+        if SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts):
+            found = functions_of(path.read_text(encoding="utf-8", errors="replace"), path.name)
+            texts |= dict.fromkeys(each.prompt + each.response for each in found)
+    return (text for text in texts if len(text.encode()) >= MIN_BYTES)
 
 
 def drawn(samples: Sequence[Ids], setting: Setting) -> list[Ids]:
