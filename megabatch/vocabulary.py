@@ -6,7 +6,7 @@ see it; everywhere else there are logits as ever.
 """
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from typing import Any, cast
 
 import torch
@@ -26,35 +26,21 @@ from megabatch.errors import MegabatchError
 FAMILIES = {  # of transformers, whose forward returns what `lm_head` gives; a test builds and compares each
     f"transformers.models.{family}.modeling_{family}.{name}"
     for family, name in {
-        "falcon": "FalconForCausalLM",
-        "gemma": "GemmaForCausalLM",
-        "glm4": "Glm4ForCausalLM",
-        "gpt2": "GPT2LMHeadModel",
-        "gpt_neox": "GPTNeoXForCausalLM",
-        "llama": "LlamaForCausalLM",
-        "mistral": "MistralForCausalLM",
-        "mixtral": "MixtralForCausalLM",
-        "olmo": "OlmoForCausalLM",
-        "olmo2": "Olmo2ForCausalLM",
-        "olmo3": "Olmo3ForCausalLM",
-        "opt": "OPTForCausalLM",
-        "phi": "PhiForCausalLM",
-        "phi3": "Phi3ForCausalLM",
-        "qwen2": "Qwen2ForCausalLM",
-        "qwen2_moe": "Qwen2MoeForCausalLM",
-        "qwen3": "Qwen3ForCausalLM",
-        "qwen3_moe": "Qwen3MoeForCausalLM",
-        "seed_oss": "SeedOssForCausalLM",
-        "smollm3": "SmolLM3ForCausalLM",
-        "stablelm": "StableLmForCausalLM",
-        "starcoder2": "Starcoder2ForCausalLM",
+        "falcon": "FalconForCausalLM", "gemma": "GemmaForCausalLM", "glm4": "Glm4ForCausalLM",
+        "gpt2": "GPT2LMHeadModel", "gpt_neox": "GPTNeoXForCausalLM", "llama": "LlamaForCausalLM",
+        "mistral": "MistralForCausalLM", "mixtral": "MixtralForCausalLM", "olmo": "OlmoForCausalLM",
+        "olmo2": "Olmo2ForCausalLM", "olmo3": "Olmo3ForCausalLM", "opt": "OPTForCausalLM", "phi": "PhiForCausalLM",
+        "phi3": "Phi3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM",
+        "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "seed_oss": "SeedOssForCausalLM",
+        "smollm3": "SmolLM3ForCausalLM", "stablelm": "StableLmForCausalLM", "starcoder2": "Starcoder2ForCausalLM",
     }.items()
-}
+}  # fmt: skip
 WRAPPERS = {  # that hand on what the model inside of them returns
     "torch.nn.parallel.distributed.DistributedDataParallel",
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel",
     "megabatch.simulate.replica.Replica",
 }
+LINEAR = "torch.nn.modules.linear.Linear"
 HALF_TYPES = (torch.bfloat16, torch.float16)
 MIN_CHUNK_LOGITS = 2**22  # of a chunk: 16 MiB in float32; smaller ones save nothing, and at 1 MiB are slower
 
@@ -114,7 +100,7 @@ def cross_entropy_sum(hidden: Tensor, weight: Tensor, bias: Tensor | None, targe
         bias: [V] or None
         targets: [B, T] or fewer positions of each row.
 
-    Products are of the dtype of logits, their softmax and every sum at least of float32. Differentiable once.
+    Products are of the dtype of logits, softmax and sums at least of float32. Differentiable once.
     """
     labels = F.pad(targets, (0, hidden.shape[1] - targets.shape[1]), value=IGNORED_LABEL).flatten()  # [B * T]
     arguments = hidden.flatten(0, 1), weight, bias, labels
@@ -195,9 +181,7 @@ class _Sums:
             to_weight += of_logits.T @ (inputs * is_target)
 
 
-def _summed(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *, wanted: tuple[bool, ...]
-) -> _Sums:  # fmt: skip
+def _summed(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *, wanted: tuple[bool, ...]) -> _Sums:
     sums = _Sums(hidden, weight, bias, wanted)
     with torch.autocast(hidden.device.type, enabled=False):
         for rows in _chunks(labels, chunk_tokens(weight)):
@@ -208,8 +192,8 @@ def _summed(
 def chunk_tokens(weight: Tensor) -> int:
     """Positions whose logits are made at once, for a weight [V, D].
 
-    Their logits are half as large as the weight, whose gradient is written to for every chunk: that takes as long as
-    the product of some hundred positions, whatever the vocabulary.
+    Half as many as there are columns: the weight's gradient is written to for every chunk, and its logits are then
+    half as large as it is.
     """
     num_classes, width = weight.shape
     return max(width // 2, MIN_CHUNK_LOGITS // num_classes)
@@ -225,28 +209,38 @@ def _chunks(labels: Tensor, num_tokens: int) -> Iterator[Tensor | slice]:
             yield slice(start, start + num_tokens)
 
 
+def _is_cast(hidden: Tensor) -> bool:
+    """Whether autocast chooses the dtype of products; it leaves float64 alone."""
+    return torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64
+
+
 def _dtype_of_products(hidden: Tensor) -> torch.dtype:
-    kind = hidden.device.type
-    is_cast = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64  # which autocast leaves alone
-    return torch.get_autocast_dtype(kind) if is_cast else hidden.dtype
+    return torch.get_autocast_dtype(hidden.device.type) if _is_cast(hidden) else hidden.dtype
 
 
 def _fits(hidden: Any, head: nn.Linear, targets: Tensor, output_dtypes: set[torch.dtype]) -> bool:
     """Whether tensors are as `cross_entropy_sum` takes them, and logits outweigh the gradient of the weight."""
     bias = cast(Tensor | None, head.bias)
-    tensors = [hidden, head.weight, targets] if bias is None else [hidden, head.weight, targets, bias]
-    if not torch.amp.is_autocast_available(targets.device.type):
-        return False
-    if not all(type(each) in (Tensor, nn.Parameter, FakeTensor) for each in tensors) or targets.dtype != torch.long:
+    if not _go_together([hidden, head.weight] if bias is None else [hidden, head.weight, bias], targets):
         return False
     if hidden.ndim != 3 or targets.ndim != 2 or len(hidden) != len(targets) or hidden.shape[1] < targets.shape[1]:
-        return False
-    if len({each.device for each in tensors}) > 1 or len({each.dtype for each in tensors if each is not targets}) > 1:
         return False
     dtype = _dtype_of_products(hidden)
     if not output_dtypes <= {torch.float32 if dtype in HALF_TYPES else dtype}:  # the total would be rounded
         return False
     return hidden.shape[0] * hidden.shape[1] >= 2 * chunk_tokens(head.weight)
+
+
+def _go_together(floats: list[Tensor], targets: Tensor) -> bool:
+    """Whether these are tensors of no special kind, on one device, and of one dtype or cast to one."""
+    if not all(type(each) in (Tensor, nn.Parameter, FakeTensor) for each in (*floats, targets)):
+        return False
+    if targets.dtype != torch.long or len({each.device for each in (*floats, targets)}) > 1:
+        return False
+    if not torch.amp.is_autocast_available(targets.device.type):
+        return False
+    dtypes = {each.dtype for each in floats}
+    return len(dtypes) == 1 or (_is_cast(floats[0]) and torch.float64 not in dtypes)
 
 
 def _found(model: Any) -> tuple[nn.Module, nn.Linear] | None:
@@ -259,7 +253,7 @@ def _found(model: Any) -> tuple[nn.Module, nn.Linear] | None:
     while _name_of(modules[-1]) in WRAPPERS:
         modules.append(cast(nn.Module, modules[-1].module))
     head = getattr(modules[-1], "lm_head", None)
-    if _name_of(modules[-1]) not in FAMILIES or head is None or _name_of(head) != "torch.nn.modules.linear.Linear":
+    if _name_of(modules[-1]) not in FAMILIES or head is None or _name_of(head) != LINEAR:
         return None
     return (modules[-1], head) if all(map(_is_unseen, [*modules, head])) else None
 
@@ -274,8 +268,8 @@ def _is_unseen(module: Any) -> bool:
     """Whether no hook but FSDP2's sees what a module returns, and nothing stands in for its forward."""
     if "forward" in vars(module) or module._compiled_call_impl is not None:
         return False
-    hooks: list[Callable[..., Any]] = list(module._forward_hooks.values())
-    return _has_no(module, "_backward_hooks", "_backward_pre_hooks") and all(map(_is_of_fsdp2, hooks))
+    is_known = all(map(_is_of_fsdp2, module._forward_hooks.values()))
+    return is_known and _has_no(module, "_backward_hooks", "_backward_pre_hooks")
 
 
 def _has_no(owner: Any, *names: str) -> bool:

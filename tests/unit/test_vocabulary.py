@@ -242,16 +242,33 @@ def test_bfloat16_is_no_coarser_than_logits_would_be(family, tokens_at_once, mon
         )
 
 
-def test_autocast_multiplies_in_its_dtype():
+def test_the_softmax_is_no_coarser_than_float32():
+    """Of logits that bfloat16 holds."""
+    generator = torch.Generator().manual_seed(2)
+    hidden, weight = (torch.randint(-1, 2, shape, generator=generator).double() for shape in ((B, T, D), (V, D)))
+    targets = microbatch()["labels"][:, 1:]
+    exact = F.cross_entropy((hidden[:, :-1] @ weight.T).flatten(0, 1), targets.flatten(), reduction="sum")
+    total = cross_entropy_sum(hidden.bfloat16(), weight.bfloat16(), None, targets)
+    assert float(total) == pytest.approx(float(exact), rel=1e-6)
+
+
+@pytest.mark.parametrize("norm", ["in float32", "in bfloat16"])
+def test_autocast_multiplies_in_its_dtype(norm):
     model, batch = causal("gpt2", torch.float32), microbatch()
     exact = truth(model, batch)
+    if norm == "in bfloat16":  # so that hidden states are of another dtype than the weight
+        model.transformer.ln_f.register_forward_hook(lambda _module, _given, hidden: hidden.bfloat16())
     with torch.autocast("cpu", torch.bfloat16):
         of_plain = gradients(model, plain(model, batch), 0.37)
         total = summed(model, batch)
     found = gradients(model, total, 0.37)
     assert total.dtype == torch.float32
     assert error(found, exact) <= 2 * error(of_plain, exact)
-    assert error(found, exact) > 1e-4  # in bfloat16
+    hidden, weight = torch.randn(B, T, D), torch.randn(V, D)
+    with torch.autocast("cpu", torch.bfloat16):
+        total = cross_entropy_sum(hidden, weight, None, batch["labels"][:, 1:])
+    assert total == cross_entropy_sum(hidden.bfloat16(), weight.bfloat16(), None, batch["labels"][:, 1:])
+    assert total != cross_entropy_sum(hidden, weight, None, batch["labels"][:, 1:])
 
 
 def ways_to_see_logits():
