@@ -10,6 +10,7 @@ import datetime
 import json
 import platform
 import statistics
+import sys
 import time
 from pathlib import Path
 
@@ -78,9 +79,9 @@ def compare(model: nn.Module, tokens: int, num_microbatches: int, num_repeats: i
 def main() -> None:
     """Run, print and write the result beside what it was measured with."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--hidden", type=int, nargs="+", default=[512, 1024])
+    parser.add_argument("--hidden", type=int, nargs="+", default=[1024])
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
     given = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[int, list[dict[str, float]]] = {}
@@ -94,7 +95,7 @@ def main() -> None:
                     print(f"hidden {hidden:5}", *(f"{name} {value:8}" for name, value in row.items()), flush=True)
     result = {
         "claim": "linear layers that add to their weights' gradients themselves make small microbatches faster",
-        "command": "python benchmarks/fused_accumulation.py",
+        "command": " ".join(["python benchmarks/fused_accumulation.py", *sys.argv[1:]]),
         "layers": given.layers,
         "rows_by_hidden": found,
         "repeats": given.repeats,

@@ -71,7 +71,7 @@ def half_total() -> None:
 
 
 NOTHING_TO_FUSE = (
-    "fuse_accumulation finds no torch.nn.Linear of 524288 or more elements in float32 or float64 that keeps the whole "
+    "fuse_accumulation finds no torch.nn.Linear of 1048576 or more elements in float32 or float64 that keeps the whole "
     "gradient of a weight of its own from microbatch to microbatch; leave it out, or for shards give sync='last'"
 )
 
@@ -81,11 +81,11 @@ class Used(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.wide, self.between = nn.Linear(725, 725).double(), nn.Identity()
+        self.wide, self.between = nn.Linear(1024, 1024).double(), nn.Identity()
         Spikes(self, ("between",)).set({1: ("backward", 0)})
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.wide(self.between(self.wide(x.expand(-1, 725))))
+        return self.wide(self.between(self.wide(x.expand(-1, 1024))))
 
 
 class Tied(Used):
@@ -93,7 +93,7 @@ class Tied(Used):
 
     def __init__(self) -> None:
         super().__init__()
-        self.other = nn.Linear(725, 725)
+        self.other = nn.Linear(1024, 1024)
         self.other.weight = self.wide.weight
 
 
