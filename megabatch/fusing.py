@@ -19,9 +19,8 @@ from torch.utils.hooks import RemovableHandle
 from megabatch.errors import PlanError
 
 DTYPES = (torch.float32, torch.float64)  # in a coarser one a product may round before it adds
-# Of a smaller weight the gradient that is added stays in the cache, and the product into a sum that does not is slower.
-# A float32 layer, forward and backward on a CPU thread, is 0.87 times as fast at 724 x 724, 1.24 at 1024 x 1024 and 1.44
-# at 1448 x 1448 for 16 tokens; 0.93, 1.03 and 1.10 for 64; 1.00 to 1.05 for 256.
+# A float32 layer, forward and backward on one thread of a CPU, is 0.87 times as fast at 724 x 724, 1.24 at 1024 x 1024,
+# 1.44 at 1448 x 1448 for 16 tokens; 0.93, 1.03 and 1.10 for 64; 1.00 to 1.05 for 256. Elsewhere it is not measured.
 MIN_ELEMENTS = 1 << 20
 
 
