@@ -5,6 +5,7 @@ It knows no optimizer, no schedule, no source of data and no file.
 
 import contextlib
 from collections.abc import Callable, Generator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from megabatch.contract import Hooks, JointLoss, LossFunction, Term, Weigh, hook
 from megabatch.cost import CostModel
 from megabatch.cut import Plan, check_bounds
 from megabatch.errors import Bound, MegabatchError, check_positive
+from megabatch.fit import Fit
 from megabatch.precision import Wide, no_float16_autocast
 from megabatch.probe import Prober
 from megabatch.run import Agreement, Turn, agree, turns, with_stand_ins
@@ -41,6 +43,7 @@ class GradientAccumulator:
         micro_batch_size: Samples per forward. Give this, or
         max_microbatch_tokens: padded tokens per forward, a hard cap. "auto", or neither: the largest that fits, chosen
             in the first `forward_backward` from a few small measured updates, which leave nothing behind; see `Fit`.
+            The ``fit`` of another accumulator: "auto", from there on.
         memory_bytes: What this rank may use on its device, for "auto"; None: nine tenths of what is free there.
         cost: Seconds and bytes of a microbatch, by which samples are cut and plans are priced; "auto" measures it.
         sync: "last" reduces gradients once per call, "every" with each microbatch, "replica_last" (for HSDP)
@@ -59,7 +62,7 @@ class GradientAccumulator:
         *,
         mesh: DeviceMesh | None = None,
         micro_batch_size: int | None = None,
-        max_microbatch_tokens: int | str | None = None,
+        max_microbatch_tokens: int | str | Fit | None = None,
         memory_bytes: int | None = None,
         cost: CostModel | None = None,
         sync: str = "auto",
@@ -67,14 +70,17 @@ class GradientAccumulator:
         length: Length | None = None,
         accumulate_dtype: torch.dtype | None = None,
     ) -> None:
-        bounds = check_bounds(micro_batch_size, max_microbatch_tokens)
+        fit = max_microbatch_tokens if isinstance(max_microbatch_tokens, Fit) else None
+        bounds = check_bounds(
+            micro_batch_size, "auto" if isinstance(max_microbatch_tokens, Fit) else max_microbatch_tokens
+        )
         self.model = model
         self._reducer = reducer_for(model, mesh)
         self._wide = Wide(self._reducer.parameters, accumulate_dtype)
         self._reducer.accumulate_in(self._wide)
         self.ranks = ranks = self._reducer.ranks  # those that work on an update
         choice = choose_policy(self._reducer, sync)
-        self._cutter = Cutter(*bounds, collate, length, choice, ranks, self._reducer.one_shape, cost)
+        self._cutter = Cutter(*bounds, collate, length, choice, ranks, self._reducer.one_shape, cost, fit)
         self._prober = Prober(model, self._reducer, self._wide, self._cutter, memory_bytes)
         self._alarm = Alarm(ranks, self._reducer.device)
         self._remembered: Callable[[], Microbatch | None] = lambda: None  # a sample of an earlier call
@@ -120,9 +126,9 @@ class GradientAccumulator:
 
     def choose_bound(self, batch: Batch, loss_fn: LossFunction | JointLoss) -> None:
         """Choose the bound for samples as long as the longest of this batch, if that is "auto" and not done."""
-        if self._open is None and self._cutter.is_auto:  # in an open update there are gradients
+        if self._cutter.is_auto:
             with self._alarm.listening():
-                self._cutter = self._prober.fitted(self._cutter, batch, loss_fn)
+                self._cutter = self._prober.fitted(self._cutter, batch, loss_fn, self._open)
             self.fit = self._cutter.fit
 
     def forward_backward(self, batch: Batch, loss_fn: LossFunction | JointLoss) -> dict[str, Term]:
@@ -156,7 +162,8 @@ class GradientAccumulator:
         """Surrounds one call, prepared and agreed on; what it leaves half-way is forgotten with its update."""
         if self._running:
             raise MegabatchError("microbatches() was called inside its own loop; finish one call before the next")
-        share, agreement = agree(self.ranks, lambda: self._cutter.share(batch, hooks), hooks.weigh, self._remembered)
+        made = partial(self._prober.share, self._cutter, batch, hooks, self._open)
+        share, agreement = agree(self.ranks, made, hooks.weigh, self._remembered)
         agreement = way.filled(self._reducer, share, agreement)
         if len(share.samples) and self.ranks.num_all > 1:
             self._remembered = share.samples.last().stand_in

@@ -66,6 +66,15 @@ def check_device(device: torch.device) -> None:
         raise PlanError(f'memory of a device of type {device.type!r} cannot be measured for "auto"; {GIVE_A_BOUND}')
 
 
+def check_measurable(device: torch.device) -> None:
+    """Raise `PlanError` where measuring cannot begin now."""
+    with measuring(device):
+        pass
+    if device.type == "cpu":
+        resident_bytes()
+        free_bytes()
+
+
 def budget_of(device: torch.device, cap_bytes: float | None, ranks: DataRanks) -> Budget:
     """What this rank uses and may use; collective. Raises `PlanError` where the system does not tell."""
     hosts: list[str] = ranks.exchange_objects(socket.gethostname())

@@ -46,6 +46,21 @@ def profiled() -> None:
         auto().forward_backward(SAMPLES, squares)
 
 
+def later() -> None:
+    """A longer sample where there are gradients already."""
+    gradient = auto(memory_bytes=2**40)
+    for length in (4, 40):
+        gradient.forward_backward([{"x": torch.ones(length, 1, dtype=torch.float64)}], squares)
+
+
+def on_two_devices() -> nn.Module:
+    return nn.Sequential(linear(), linear().to("meta"))
+
+
+def in_batches() -> nn.Module:
+    return nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1)).double()
+
+
 def untold(ask: Callable[[], float]) -> None:
     """On a system that has no such files."""
     with patch.object(memory, "PROC", Path("nowhere")):
@@ -102,6 +117,24 @@ FAILURES = {
         "a profiler runs, and memory is measured with torch's own; start it after the bound is chosen, or "
         f"{GIVE_A_BOUND}",
         profiled,
+    ),
+    "a longer sample beside gradients": Failure(
+        PlanError,
+        "a sample of 40 tokens comes in a later call of an update, when there are gradients beside which nothing is "
+        "measured, and the bound that was chosen is 7; give the longest sample to the first call or to choose_bound(), "
+        "or give max_microbatch_tokens=",
+        later,
+    ),
+    "a model on two devices": Failure(
+        PlanError,
+        f"the model has parameters on cpu and meta, of which the memory of one is measured, {AUTO}",
+        lambda: auto(on_two_devices()),
+    ),
+    "what does not run with one sample": Failure(
+        PlanError,
+        "one sample of 1 tokens alone does not run (ValueError: Expected more than 1 value per channel when training, "
+        f"got input size torch.Size([1, 1])); mend that, or for what needs several samples {GIVE_A_BOUND}",
+        lambda: auto(in_batches()).forward_backward(SAMPLES, squares),
     ),
     "a system that does not tell of a process": Failure(
         PlanError,
