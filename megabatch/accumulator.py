@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Generator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from megabatch.contract import Hooks, JointLoss, LossFunction, Term, Weigh, hook
 from megabatch.cost import CostModel
 from megabatch.cut import Plan, check_bounds
 from megabatch.errors import Bound, MegabatchError, check_positive
+from megabatch.fit import Fit
 from megabatch.precision import Wide, no_float16_autocast
 from megabatch.probe import Prober
 from megabatch.run import Agreement, Turn, agree, turns, with_stand_ins
@@ -38,6 +40,7 @@ class GradientAccumulator:
         micro_batch_size: Samples per forward. Give this, or
         max_microbatch_tokens: padded tokens per forward, a hard cap. "auto", or neither: the largest that fits, chosen
             in the first `forward_backward` from a few small measured updates, which leave nothing behind; see `Fit`.
+            The ``fit`` of another accumulator: "auto", from there on.
         memory_bytes: What this rank may use on its device, for "auto"; None: nine tenths of what is free there.
         cost: Seconds and bytes of a microbatch, by which samples are cut and plans are priced; "auto" measures it.
         sync: "last" reduces gradients once per call, "every" with each microbatch, "replica_last" (for HSDP)
@@ -57,7 +60,7 @@ class GradientAccumulator:
         *,
         mesh: DeviceMesh | None = None,
         micro_batch_size: int | None = None,
-        max_microbatch_tokens: int | str | None = None,
+        max_microbatch_tokens: int | str | Fit | None = None,
         memory_bytes: int | None = None,
         cost: CostModel | None = None,
         sync: str = "auto",
@@ -66,7 +69,10 @@ class GradientAccumulator:
         accumulate_dtype: torch.dtype | None = None,
         fuse_accumulation: bool = False,
     ) -> None:
-        bounds = check_bounds(micro_batch_size, max_microbatch_tokens)
+        fit = max_microbatch_tokens if isinstance(max_microbatch_tokens, Fit) else None
+        bounds = check_bounds(
+            micro_batch_size, "auto" if isinstance(max_microbatch_tokens, Fit) else max_microbatch_tokens
+        )
         self.model = model
         self._reducer = reducer_for(model, mesh)
         self._wide = Wide(self._reducer.parameters, accumulate_dtype)
@@ -75,7 +81,7 @@ class GradientAccumulator:
         choice = choose_policy(self._reducer, sync)
         if fuse_accumulation:
             self._reducer.fuse(choice[0])
-        self._cutter = Cutter(*bounds, collate, length, choice, ranks, self._reducer.one_shape, cost)
+        self._cutter = Cutter(*bounds, collate, length, choice, ranks, self._reducer.one_shape, cost, fit)
         self._prober = Prober(model, self._reducer, self._wide, self._cutter, memory_bytes)
         self._alarm = Alarm(ranks, self._reducer.device)
         self._remembered: Callable[[], Microbatch | None] = lambda: None  # a sample of an earlier call
@@ -156,7 +162,8 @@ class GradientAccumulator:
         """Surrounds one call, prepared and agreed on; what it leaves half-way is forgotten with its update."""
         if self._running:
             raise MegabatchError("microbatches() was called inside its own loop; finish one call before the next")
-        share, agreement = agree(self.ranks, lambda: self._cutter.share(batch, hooks), hooks.weigh, self._remembered)
+        made = partial(self._prober.share, self._cutter, batch, hooks, self._open)
+        share, agreement = agree(self.ranks, made, hooks.weigh, self._remembered)
         agreement = way.filled(self._reducer, share, agreement)
         if len(share.samples) and self.ranks.num_all > 1:
             self._remembered = share.samples.last().stand_in

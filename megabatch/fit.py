@@ -52,6 +52,13 @@ class Fit:
     measured: tuple[Measured, ...]  # in their turn
     limit_bytes: float  # for everything on a rank: parameters, gradients, the optimizer's states, a microbatch
     allowed_bytes: float  # of it for an update: its samples, gradients and microbatches; the least over all ranks
+    outgrown_rows: int | None = None  # samples of a rank, where only their number ended the search; None: memory did
+
+    def is_outgrown(self, rows: float, padded_tokens: float) -> bool:
+        """Whether a rank with so many samples could use a larger bound, and a larger one was never measured."""
+        return (
+            self.outgrown_rows is not None and rows > self.outgrown_rows and padded_tokens > self.max_microbatch_tokens
+        )
 
     def explain(self) -> str:
         """The choice in words, for a person: one line."""
