@@ -12,8 +12,9 @@ from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from megabatch import CostModel, GradientAccumulator, Learner
+from megabatch import GradientAccumulator, Learner
 from megabatch.errors import MegabatchError, in_one_line
+from megabatch.fit import Fit
 from megabatch.train.config import Config, OptimConfig
 from megabatch.train.data.updates import NumUpdates
 from megabatch.train.model.precision import accumulation_of
@@ -33,15 +34,14 @@ OWNED_OPTIONS = ("params", "lr", "betas", "weight_decay")  # keys of [optim], or
 
 
 def build_learner(
-    model: nn.Module, base: nn.Module, config: Config, num_updates: NumUpdates, cost: CostModel | None
+    model: nn.Module, base: nn.Module, config: Config, num_updates: NumUpdates, fit: Fit | None
 ) -> Learner:
     """The model with all that moves it; ``base`` is without its wrapper. Raises `MegabatchError`."""
     gradient = GradientAccumulator(
         model,
         micro_batch_size=config.update.micro_batch_size,
-        max_microbatch_tokens=config.update.max_microbatch_tokens,
+        max_microbatch_tokens=config.update.max_microbatch_tokens if fit is None else fit,
         memory_bytes=None if config.update.memory is None else read_bytes("update.memory", config.update.memory),
-        cost=cost,
         sync=config.update.sync,
         accumulate_dtype=accumulation_of(config.update),
         fuse_accumulation=config.update.fuse_accumulation,
