@@ -107,10 +107,10 @@ def choose(
 
 
 def longest(data: Data, samples: Sequence[Any]) -> list[Any]:
-    """As many samples as the next update has here, each the longest of all; of a stream its next ones."""
-    if isinstance(data.train, Stream):
+    """The next update's samples, the first of them exchanged for the longest of all, but of a stream."""
+    if isinstance(data.train, Stream) or not samples:
         return list(samples)
-    return [data.train[int(data.train.lengths.argmax())]] * len(samples)
+    return [data.train[int(data.train.lengths.argmax())], *samples[1:]]
 
 
 class Compared:
