@@ -40,6 +40,8 @@ WRAPPERS = {  # that hand on what the model inside of them returns
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel",
     "megabatch.simulate.replica.Replica",
 }
+BREAK_EVEN = 4 / 3  # chunks, as measured: here all logits take what a chunk and the gradient of the weight take, so
+# that a smaller microbatch, which has its logits, does not need more than a larger one
 LINEAR = "torch.nn.modules.linear.Linear"
 HALF_TYPES = (torch.bfloat16, torch.float16)
 MIN_CHUNK_LOGITS = 2**22  # of a chunk: 16 MiB in float32; smaller ones save nothing, and at 1 MiB are slower
@@ -219,7 +221,7 @@ def _dtype_of_products(hidden: Tensor) -> torch.dtype:
 
 
 def _fits(hidden: Any, head: nn.Linear, targets: Tensor, output_dtypes: set[torch.dtype]) -> bool:
-    """Whether tensors are as `cross_entropy_sum` takes them, and logits outweigh the gradient of the weight."""
+    """Whether tensors are as `cross_entropy_sum` takes them, and enough: all logits of fewer take no more memory."""
     bias = cast(Tensor | None, head.bias)
     if not _go_together([hidden, head.weight] if bias is None else [hidden, head.weight, bias], targets):
         return False
@@ -228,7 +230,7 @@ def _fits(hidden: Any, head: nn.Linear, targets: Tensor, output_dtypes: set[torc
     dtype = _dtype_of_products(hidden)
     if not output_dtypes <= {torch.float32 if dtype in HALF_TYPES else dtype}:  # the total would be rounded
         return False
-    return hidden.shape[0] * hidden.shape[1] >= 2 * chunk_tokens(head.weight)
+    return hidden.shape[0] * hidden.shape[1] >= BREAK_EVEN * chunk_tokens(head.weight)
 
 
 def _go_together(floats: list[Tensor], targets: Tensor) -> bool:

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megabatch import GradientAccumulator, losses, verify, vocabulary
 from megabatch.double import Float64WithoutDropout
+from megabatch.memory import measuring
 from megabatch.vocabulary import FAMILIES, cross_entropy_sum
 from tests.exact.spikes import Spikes
 
@@ -55,15 +56,20 @@ def small_chunks(monkeypatch):
 
 
 class Sizes(TorchDispatchMode):
-    """Whether any tensor had as many numbers as all logits have."""
+    """How many numbers the tensors have that are made."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.had_logits = False
+        self.seen: set[int] = set()
+
+    @property
+    def had_logits(self) -> bool:
+        return max(self.seen) >= B * (T - 1) * V
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        self.had_logits |= isinstance(result, Tensor) and result.numel() >= B * (T - 1) * V
+        if isinstance(result, Tensor) and not func.is_view:
+            self.seen.add(result.numel())
         return result
 
 
@@ -187,6 +193,15 @@ def test_without_gradients():
             total = summed(model, batch)
         assert not total.requires_grad
         assert float(total) == pytest.approx(float(plain(model, batch).detach()), rel=1e-14)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_no_gradient_is_made_that_nobody_wants(grad):
+    hidden, weight = torch.zeros(B, T, D), torch.zeros(V, D, requires_grad=True)
+    with torch.set_grad_enabled(grad), Sizes() as sizes:
+        cross_entropy_sum(hidden, weight, None, microbatch()["labels"])
+    assert (V * D in sizes.seen) is grad
+    assert B * T * D not in sizes.seen
 
 
 def test_a_graph_that_is_kept_gives_its_gradient_again():
@@ -316,7 +331,7 @@ def test_logits_stay_where_someone_may_look(way):
 
 
 def test_few_positions_have_logits(monkeypatch):
-    monkeypatch.setattr(vocabulary, "MIN_CHUNK_LOGITS", V * (B * T // 2 + 1))
+    monkeypatch.setattr(vocabulary, "MIN_CHUNK_LOGITS", V * (B * T + 1))
     compare(causal("gpt2"), microbatch(), 0.0, fused=False)
 
 
@@ -409,3 +424,18 @@ def test_an_output_that_fsdp2_rounds_is_logits(dtype, fused):
     batch = microbatch()
     expected = plain(model, batch).detach()
     assert float(summed(model, batch, fused=fused).detach()) == pytest.approx(float(expected), rel=1e-14)
+
+
+@pytest.mark.parametrize("positions", [341, 511])  # a chunk has 256; below 342 there are all logits
+def test_fewer_positions_need_no_more_memory(positions, monkeypatch):
+    """A bound on memory, found for large microbatches, is one for small ones too."""
+    monkeypatch.setattr(vocabulary, "MIN_CHUNK_LOGITS", 0)
+    wide = {"vocab_size": 4096, "hidden_size": 512, "max_position_embeddings": 512, "n_positions": 512}
+    model = causal("gpt2", torch.float32, **wide)
+    ids = torch.zeros(1, positions, dtype=torch.long)
+    needed = []
+    for batch in ({"input_ids": each, "labels": each} for each in (ids[:, :1], ids, F.pad(ids, (0, 1)))):
+        with measuring(torch.device("cpu")) as found:
+            losses.next_token(model, batch).total.backward()
+        needed.append(found.peak_bytes)
+    assert needed[1] <= 1.02 * needed[2]
