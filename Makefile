@@ -23,8 +23,11 @@ check: $(VENV)/dev.done  ## lint, types, and the tests that take seconds
 exact: $(VENV)/dev.done  ## the full table of exactness; writes tests/exact/result.json
 	$(BIN)/python -m tests.exact.full
 
-bench: $(VENV)/dev.done  ## time one microbatch against the plain loop; writes benchmarks/results
+bench: $(VENV)/bench.done  ## time it beside its peers, and what grows with what; writes benchmarks/results and README's table
 	$(BIN)/python benchmarks/one_microbatch.py
+	$(BIN)/python -m benchmarks.scaling
+	$(BIN)/python -m benchmarks.speed $(ARGS)
+	$(BIN)/python -m benchmarks.speed --table
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
@@ -37,4 +40,8 @@ $(VENV)/train.done: pyproject.toml constraints.txt
 $(VENV)/dev.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev]"
+	touch $@
+
+$(VENV)/bench.done: $(VENV)/dev.done
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[bench]"
 	touch $@

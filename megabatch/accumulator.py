@@ -1,10 +1,8 @@
-"""GradientAccumulator: the open update, from plan to gradient.
-
-It knows no optimizer, no schedule, no source of data and no file.
-"""
+"""GradientAccumulator: the open update, from plan to gradient. It knows no optimizer, schedule, data source or file."""
 
 import contextlib
 from collections.abc import Callable, Generator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from megabatch import gradient, way
 from megabatch.alarm import Alarm
 from megabatch.batch import Batch, Collate, Length, Microbatch
-from megabatch.contract import JointLoss, LossFunction, Term, Weigh, terms_given, weigh_of
+from megabatch.contract import Hooks, JointLoss, LossFunction, Term, Weigh, hooks_of, terms_given
+from megabatch.cost import CostModel
 from megabatch.cut import Plan, check_bounds
 from megabatch.errors import Bound, MegabatchError, check_positive
+from megabatch.fit import Fit
 from megabatch.precision import Wide, no_float16_autocast
 from megabatch.probe import Prober
 from megabatch.run import Agreement, Turn, agree, turns, with_stand_ins
@@ -40,13 +40,16 @@ class GradientAccumulator:
         micro_batch_size: Samples per forward. Give this, or
         max_microbatch_tokens: padded tokens per forward, a hard cap. "auto", or neither: the largest that fits, chosen
             in the first `forward_backward` from a few small measured updates, which leave nothing behind; see `Fit`.
+            The ``fit`` of another accumulator: "auto", from there on.
         memory_bytes: What this rank may use on its device, for "auto"; None: nine tenths of what is free there.
+        cost: Seconds and bytes of a microbatch, by which samples are cut and plans are priced; "auto" measures it.
         sync: "last" reduces gradients once per call, "every" with each microbatch, "replica_last" (for HSDP)
             reduce-scatters with each and all-reduces once per call; "auto" is what suits the wrapper.
         collate: Makes a microbatch of a list of samples; the default pads on the right.
         length: Tokens of a sample; the default is the size of dim 0 of its first tensor.
         accumulate_dtype: What gradients are added in, torch.float32 for bfloat16 parameters; rounded to theirs in
             `finalize`, after the norm and the clip. None: each parameter's own.
+        fuse_accumulation: Linear layers add to their gradients themselves, faster for few tokens; see `Fusing`.
 
     Raises `PlanError` for what cannot be planned or reduced exactly.
     """
@@ -57,21 +60,28 @@ class GradientAccumulator:
         *,
         mesh: DeviceMesh | None = None,
         micro_batch_size: int | None = None,
-        max_microbatch_tokens: int | str | None = None,
+        max_microbatch_tokens: int | str | Fit | None = None,
         memory_bytes: int | None = None,
+        cost: CostModel | None = None,
         sync: str = "auto",
         collate: Collate | None = None,
         length: Length | None = None,
         accumulate_dtype: torch.dtype | None = None,
+        fuse_accumulation: bool = False,
     ) -> None:
-        bounds = check_bounds(micro_batch_size, max_microbatch_tokens)
+        fit = max_microbatch_tokens if isinstance(max_microbatch_tokens, Fit) else None
+        bounds = check_bounds(
+            micro_batch_size, "auto" if isinstance(max_microbatch_tokens, Fit) else max_microbatch_tokens
+        )
         self.model = model
         self._reducer = reducer_for(model, mesh)
         self._wide = Wide(self._reducer.parameters, accumulate_dtype)
         self._reducer.accumulate_in(self._wide)
         self.ranks = ranks = self._reducer.ranks  # those that work on an update
         choice = choose_policy(self._reducer, sync)
-        self._cutter = Cutter(*bounds, collate, length, choice, ranks, self._reducer.one_shape)
+        if fuse_accumulation:
+            self._reducer.fuse(choice[0])
+        self._cutter = Cutter(*bounds, collate, length, choice, ranks, self._reducer.one_shape, cost, fit)
         self._prober = Prober(model, self._reducer, self._wide, self._cutter, memory_bytes)
         self._alarm = Alarm(ranks, self._reducer.device)
         self._remembered: Callable[[], Microbatch | None] = lambda: None  # a sample of an earlier call
@@ -117,27 +127,26 @@ class GradientAccumulator:
 
     def choose_bound(self, batch: Batch, loss_fn: LossFunction | JointLoss) -> None:
         """Choose the bound for samples as long as the longest of this batch, if that is "auto" and not done."""
-        if self._open is None and self._cutter.is_auto:  # in an open update there are gradients
+        if self._cutter.is_auto:
             with self._alarm.listening():
-                self._cutter = self._prober.fitted(self._cutter, batch, loss_fn)
+                self._cutter = self._prober.fitted(self._cutter, batch, loss_fn, self._open)
             self.fit = self._cutter.fit
 
     def forward_backward(self, batch: Batch, loss_fn: LossFunction | JointLoss) -> dict[str, Term]:
         """Add the gradient of this rank's samples to the open update; returns this rank's sums of this call.
 
         ``loss_fn(model, microbatch)`` returns ``(total, weight)`` or a mapping of names to such pairs. The first call
-        after `finalize` drops the gradients that are there. Raises `PlanError` for the batch and `LossContractError`
-        for the loss.
+        after `finalize` drops the gradients there. Raises `PlanError` for the batch, `LossContractError` for the loss.
         """
         self.choose_bound(batch, loss_fn)
-        with self._alarm.listening(), self._call(batch, weigh_of(loss_fn)) as (share, agreement, opened):
+        with self._alarm.listening(), self._call(batch, hooks_of(loss_fn)) as (share, agreement, opened):
             sums = way.run(self.model, loss_fn, share, agreement, self._reducer, opened)
         return {name: Term(total, torch.as_tensor(weight, dtype=total.dtype)) for name, (total, weight) in sums.items()}
 
     def microbatches(self, batch: Batch, weigh: Weigh | None = None) -> Generator[Microbatch, None, None]:
         """The same as an open loop: yields each microbatch on the device; call `backward` once in the body."""
         way.check_open_loop(self._reducer, weigh)
-        with self._alarm.listening(), self._call(batch, weigh) as (share, agreement, opened):
+        with self._alarm.listening(), self._call(batch, Hooks(weigh)) as (share, agreement, opened):
             opened.open_call(agreement)
             with contextlib.closing(turns(share, agreement, weigh, self._reducer, self._reducer.device)) as each:
                 for turn in each:
@@ -149,13 +158,14 @@ class GradientAccumulator:
                     del turn  # with its microbatch
 
     @contextlib.contextmanager
-    def _call(self, batch: Batch, weigh: Weigh | None) -> Generator[tuple[Share, Agreement, OpenUpdate]]:
+    def _call(self, batch: Batch, hooks: Hooks) -> Generator[tuple[Share, Agreement, OpenUpdate]]:
         """Surrounds one call, prepared and agreed on; what it leaves half-way is forgotten with its update."""
         if self._running:
             raise MegabatchError("microbatches() was called inside its own loop; finish one call before the next")
-        share, agreement = agree(self._reducer.ranks, lambda: self._cutter.share(batch, weigh), weigh, self._remembered)
+        made = partial(self._prober.share, self._cutter, batch, hooks, self._open)
+        share, agreement = agree(self.ranks, made, hooks.weigh, self._remembered)
         agreement = way.filled(self._reducer, share, agreement)
-        if len(share.samples) and self._reducer.ranks.num_all > 1:
+        if len(share.samples) and self.ranks.num_all > 1:
             self._remembered = share.samples.last().stand_in
         if self._open is None:
             self._reducer.check_unchanged()
@@ -165,7 +175,7 @@ class GradientAccumulator:
         self.last_plan = planned = with_stand_ins(share.plan, agreement.num_microbatches)
         self._running = True
         try:
-            with no_float16_autocast(self._reducer.models):
+            with no_float16_autocast(self._reducer.models), self._reducer.fused():
                 yield share, agreement, self._open
             self._running = False
             self.last_plan, self._cutter = planned.in_parts(share.parts), self._cutter.learn(share)

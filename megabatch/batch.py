@@ -84,7 +84,7 @@ class Samples:
         length: Length | None = None,
         part: Callable[[Microbatch], Microbatch] | None = None,
     ) -> None:
-        """``part`` is what this rank sees of a microbatch, where it does not see the whole of it."""
+        """``part`` is what the loss sees of a microbatch on this rank, where that is not what was collated."""
         self.deferred = batch if isinstance(batch, Deferred) else None
         self._rows = _checked_rows(batch) if isinstance(batch, Mapping) else None
         self._list = [] if self._rows is not None or self.deferred is not None else _checked_list(batch)

@@ -52,18 +52,22 @@ class JointLoss:
 
 LossFunction = Callable[[Any, Any], Any]
 Weigh = Callable[[Any], Any]
+Prepare = Callable[[Any], Any]
 F = TypeVar("F", bound=LossFunction)
 
 
-def loss(*, weigh: Weigh) -> Callable[[F], F]:
+def loss(*, weigh: Weigh, prepare: Prepare | None = None) -> Callable[[F], F]:
     """Say how the weight of a microbatch is counted from its data, so that the loss is scaled before backward.
 
     ``weigh(microbatch)`` sees the collated microbatch on the CPU and returns the weight that the loss will return
     for it (a number or a scalar tensor), or a mapping of term names to weights where the loss has several terms.
+    ``prepare(microbatch)`` gives what the loss, and ``weigh``, will see in its place: for what is quickly seen on the
+    CPU and slowly on a device.
     """
 
     def attach(function: F) -> F:
         cast(Any, function).weigh = weigh
+        cast(Any, function).prepare = prepare
         return function
 
     return attach
@@ -72,6 +76,18 @@ def loss(*, weigh: Weigh) -> Callable[[F], F]:
 def weigh_of(loss_fn: LossFunction | JointLoss) -> Weigh | None:
     """The counting function that `loss` attached, if any."""
     return cast(Weigh | None, getattr(loss_fn, "weigh", None))
+
+
+class Hooks(NamedTuple):
+    """What a loss wants done on the CPU, before its microbatches are moved."""
+
+    weigh: Weigh | None = None
+    prepare: Prepare | None = None
+
+
+def hooks_of(loss_fn: LossFunction | JointLoss) -> Hooks:
+    """What `loss` attached, if anything."""
+    return Hooks(weigh_of(loss_fn), cast(Prepare | None, getattr(loss_fn, "prepare", None)))
 
 
 def terms_of(returned: Any) -> dict[str, Term]:

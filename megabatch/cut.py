@@ -3,8 +3,11 @@
 Pure: lengths in, a frozen plan out. It knows no tensor, model or process group.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from megabatch.cost import CostModel
 from megabatch.errors import Bound, PlanError, require_count
@@ -172,11 +175,25 @@ def priced(plan: Plan, cost: CostModel) -> Plan:
 
 def check_lengths(lengths: Sequence[int], max_microbatch_tokens: int | None) -> None:
     """Raise `PlanError` where a length is no count or does not fit under the cap."""
+    most = math.inf if max_microbatch_tokens is None else max_microbatch_tokens
+    if _are_counts(lengths) and _largest(lengths) <= most:
+        return
     for sample, length in enumerate(lengths):
-        if type(length) is not int or length < 0:  # the message is made where it is needed: there may be millions
+        if type(length) is not int or length < 0:
             require_count(f"the length of sample {sample}", length, least=0)
         if max_microbatch_tokens is not None and length > max_microbatch_tokens:
             raise PlanError(
                 f"sample {sample} has {length} tokens, more than max_microbatch_tokens={max_microbatch_tokens} "
                 f"allows; raise it to {length} or shorten the sample"
             )
+
+
+def _are_counts(lengths: Sequence[int]) -> bool:
+    """Whether it is plain that none is negative or no whole number; there may be millions."""
+    if isinstance(lengths, np.ndarray):
+        return lengths.dtype.kind in "iu" and lengths.ndim == 1 and (not lengths.size or int(lengths.min()) >= 0)
+    return set(map(type, lengths)) <= {int} and min(lengths, default=0) >= 0
+
+
+def _largest(lengths: Sequence[int]) -> int:
+    return int(lengths.max(initial=0)) if isinstance(lengths, np.ndarray) else max(lengths, default=0)

@@ -6,6 +6,10 @@ memory grows in a straight line, or in several, of which the steepest comes last
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
 
 from megabatch.cost import CostModel
 
@@ -20,7 +24,14 @@ class Measured:
 
     rows: int
     num_bytes: float  # at the peak, beyond what stays from microbatch to microbatch
-    seconds: float  # of a forward and backward
+
+
+class Timed(NamedTuple):
+    """The seconds of a forward and backward of ``rows`` samples of ``tokens`` each, on the slowest rank."""
+
+    rows: int
+    tokens: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -41,6 +52,13 @@ class Fit:
     measured: tuple[Measured, ...]  # in their turn
     limit_bytes: float  # for everything on a rank: parameters, gradients, the optimizer's states, a microbatch
     allowed_bytes: float  # of it for an update: its samples, gradients and microbatches; the least over all ranks
+    outgrown_rows: int | None = None  # samples of a rank, where only their number ended the search; None: memory did
+
+    def is_outgrown(self, rows: float, padded_tokens: float) -> bool:
+        """Whether a rank with so many samples could use a larger bound, and a larger one was never measured."""
+        return (
+            self.outgrown_rows is not None and rows > self.outgrown_rows and padded_tokens > self.max_microbatch_tokens
+        )
 
     def explain(self) -> str:
         """The choice in words, for a person: one line."""
@@ -96,23 +114,47 @@ def bound_tokens(measured: Sequence[Measured], space: Space, longest_tokens: int
     return min(tokens, (low.rows + 1) * longest_tokens - 1)
 
 
-def cost_of(measured: Sequence[Measured], space: Space, stays_bytes: float, longest_tokens: int) -> CostModel:
-    """What a microbatch costs: through the two largest that were measured and fit, or in proportion to the only one."""
+def cost_of(
+    measured: Sequence[Measured], space: Space, stays_bytes: float, longest_tokens: int, timed: Sequence[Timed]
+) -> CostModel:
+    """What a microbatch costs: its bytes through the two largest that were measured and fit, or in proportion to the
+    only one; its seconds by `seconds_of`."""
     fitting = sorted((each for each in measured if each.num_bytes <= space.allowed), key=lambda each: each.rows)
-    high, low = fitting[-1], fitting[-2] if len(fitting) > 1 else Measured(0, 0.0, 0.0)
-    rows = high.rows - low.rows
-    row_bytes = max(0.0, (high.num_bytes - low.num_bytes) / rows)
-    row_seconds = max(0.0, (high.seconds - low.seconds) / rows)
-    usual = CostModel()
-    pairs = usual.seconds_per_pair / usual.seconds_per_token  # attention's share, which one length cannot tell
-    seconds_per_token = row_seconds / longest_tokens / (1 + longest_tokens * pairs)
+    high, low = fitting[-1], fitting[-2] if len(fitting) > 1 else Measured(0, 0.0)
+    row_bytes = max(0.0, (high.num_bytes - low.num_bytes) / (high.rows - low.rows))
     return CostModel(
-        seconds_per_microbatch=max(0.0, high.seconds - high.rows * row_seconds),
-        seconds_per_token=seconds_per_token,
-        seconds_per_pair=seconds_per_token * pairs,
+        *seconds_of(timed),
         bytes_fixed=stays_bytes + high.num_bytes - high.rows * row_bytes,
         bytes_per_token=row_bytes / longest_tokens,
     )
+
+
+def seconds_of(timed: Sequence[Timed]) -> tuple[float, float, float]:
+    """Seconds of a microbatch, a token and a pair, as `CostModel` adds them up; the closest in proportion.
+
+    With samples of one length alone attention has the share that `CostModel` gives it.
+    """
+    usual = CostModel()
+    counts = np.array([[1.0, rows * tokens, rows * tokens * tokens] for rows, tokens, _ in timed])
+    if len({tokens for _, tokens, _ in timed}) == 1:
+        pairs = usual.seconds_per_pair / usual.seconds_per_token
+        seconds, token, _ = _closest(np.stack([counts[:, 0], counts[:, 1] + pairs * counts[:, 2]], axis=1), timed)
+        return seconds, token, token * pairs
+    return _closest(counts, timed)
+
+
+def _closest(counts: np.ndarray, timed: Sequence[Timed]) -> tuple[float, float, float]:
+    """Least squares without negative factors: the best of those that leave some out (there are at most three)."""
+    weights = np.array([1 / each.seconds for each in timed])[:, None]
+    best, found = np.inf, np.zeros(3)
+    num_columns = counts.shape[1]
+    for used in (each for size in range(1, num_columns + 1) for each in combinations(range(num_columns), size)):
+        factors = np.linalg.lstsq(counts[:, used] * weights, np.ones(len(timed)))[0]
+        left = float(np.sum((counts[:, used] * weights @ factors - 1) ** 2))
+        if (factors >= 0).all() and left < best:
+            best, found = left, np.zeros(3)
+            found[list(used)] = factors
+    return float(found[0]), float(found[1]), float(found[2])
 
 
 def largest_fitting(measured: Sequence[Measured], space: Space) -> Measured | None:

@@ -56,6 +56,10 @@ class FSDP2Reducer(PlainReducer):
     def runs_alone(self) -> bool:
         return False  # every forward gathers parameters
 
+    def keeps(self, policy: str) -> list[nn.Parameter]:
+        managed = [each for group in self._groups for each in group.fsdp_params if policy == "last"]
+        return [each.sharded_param for each in managed if _keeps_in_place(each)]
+
     def choose(self, policy: str) -> Choice:
         if not self._has_shards:
             self._refuse_replica_last(policy)
@@ -119,6 +123,12 @@ class FSDP2Reducer(PlainReducer):
             if self._has_replicas:  # last, since the former sets it too
                 module.set_requires_all_reduce(all_reduce, recurse=False)
             module.set_is_last_backward(last)
+
+
+def _keeps_in_place(managed: Any) -> bool:
+    """Whether an unsharded gradient stays where autograd adds it: one of another dtype is moved on at once."""
+    own, policy = (None, managed.sharded_param.dtype), managed.mp_policy
+    return policy.param_dtype in own and policy.reduce_dtype in own and not managed.is_dtensor
 
 
 def param_groups(modules: list[FSDPModule]) -> list[Any]:

@@ -2,14 +2,13 @@
 
 from typing import Any, cast
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megabatch import masks
 from megabatch.batch import IGNORED_LABEL, Microbatch
 from megabatch.contract import Term, loss
-
-HALF_TYPES = (torch.bfloat16, torch.float16)
+from megabatch.vocabulary import HALF_TYPES, summing
 
 
 def next_targets(microbatch: Microbatch) -> Tensor:
@@ -23,16 +22,22 @@ def count_targets(microbatch: Microbatch) -> Tensor:
     return (next_targets(microbatch) != IGNORED_LABEL).sum()
 
 
-@loss(weigh=count_targets)
+@loss(weigh=count_targets, prepare=masks.noted)
 def next_token(model: nn.Module, microbatch: Microbatch) -> Term:
     """Cross-entropy of each next token: ``-sum log p(labels[t + 1] | input_ids[..t])`` over its targets.
 
     ``microbatch``: ``labels`` [B, T], unshifted, -100 where there is no target, and the model's inputs; or
     ``shift_labels`` [B, T] in place of ``labels``, whose entry t is what position t predicts. The model returns logits
-    [B, T, V] or an object with ``.logits``.
+    [B, T, V] or an object with ``.logits``. An ``attention_mask`` [B, T] is left out where that changes nothing: a
+    causal model of transformers, padded on the right. Where logits would be large, the causal models of transformers
+    that `megabatch.vocabulary` knows never have all of them.
     """
     targets = next_targets(microbatch)  # [B, T], or [B, T - 1] where the last position predicts nothing
-    logits = _predict(model, microbatch)[:, : targets.shape[1]]  # [B, T or T - 1, V]
+    with summing(model, targets) as summed:
+        predicted = _predict(model, masks.without_needless(model, microbatch))  # [B, T, V]; a scalar where it is summed
+    if summed.is_there:
+        return Term(predicted, count_targets(microbatch))
+    logits = predicted[:, : targets.shape[1]]  # [B, T or T - 1, V]
     total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
     return Term(total, count_targets(microbatch))
 

@@ -33,6 +33,15 @@ from megabatch.plain import local
 KEPT_FREE = 0.1  # of what is free, where no cap is given: for what no microbatch shows, fragments and neighbours
 PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 GIVE_A_BOUND = "give max_microbatch_tokens= or micro_batch_size="
+STATES: dict[type[optim.Optimizer], tuple[int, tuple[str, ...]]] = {  # tensors, and the settings that add one each
+    optim.SGD: (0, ("momentum",)),
+    optim.Adam: (2, ("amsgrad",)),
+    optim.RMSprop: (1, ("momentum", "centered")),
+    optim.Adafactor: (1, ()),
+    optim.Adagrad: (1, ()),
+    optim.ASGD: (1, ()),
+    optim.Muon: (1, ()),
+}
 UNREADABLE = (OSError, ValueError, KeyError)  # of a file that the kernel does not have, or has otherwise
 
 
@@ -51,6 +60,12 @@ class Needed:
 
     peak_bytes: float = 0.0  # beyond what was there before it
     left_bytes: float = 0.0  # of that, what is still there after it
+
+
+@dataclass
+class Took:
+    """How long a piece of work took, once it is done."""
+
     seconds: float = 0.0
 
 
@@ -58,6 +73,15 @@ def check_device(device: torch.device) -> None:
     """Raise `PlanError` for a device that cannot be measured."""
     if device.type not in ("cpu", "cuda"):
         raise PlanError(f'memory of a device of type {device.type!r} cannot be measured for "auto"; {GIVE_A_BOUND}')
+
+
+def check_measurable(device: torch.device) -> None:
+    """Raise `PlanError` where measuring cannot begin now."""
+    with measuring(device):
+        pass
+    if device.type == "cpu":
+        resident_bytes()
+        free_bytes()
 
 
 def budget_of(device: torch.device, cap_bytes: float | None, ranks: DataRanks) -> Budget:
@@ -75,12 +99,13 @@ def budget_of(device: torch.device, cap_bytes: float | None, ranks: DataRanks) -
 
 
 def device_text(device: torch.device) -> str:
-    """The device and its memory, by which another is told from it."""
+    """The device and the memory that it can give this process, by which another is told from it."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
     with contextlib.suppress(*UNREADABLE):
-        return f"{device.type}, {_table(PROC / 'meminfo')['MemTotal'] / 2**30:.0f} GiB"
+        whole = min([_table(PROC / "meminfo")["MemTotal"], *(limit for limit, _ in _limits())])
+        return f"{device.type}, {whole / 2**30:.0f} GiB"
     return device.type
 
 
@@ -89,11 +114,22 @@ def measuring(device: torch.device) -> Generator[Needed]:
     """Measures what is done inside; it waits for the device before and after."""
     needed = Needed()
     with _measuring_cuda(needed, device) if device.type == "cuda" else _measuring_cpu(needed):
-        start = time.perf_counter()
         yield needed
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        needed.seconds = time.perf_counter() - start
+
+
+@contextlib.contextmanager
+def timing(device: torch.device) -> Generator[Took]:
+    """Times what is done inside; it waits for the device before and after."""
+    took = Took()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    yield took
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    took.seconds = time.perf_counter() - start
 
 
 @contextlib.contextmanager
@@ -163,9 +199,9 @@ class HighWater:
 
 
 def bytes_to_come(optimizer: optim.Optimizer | None, parameters: list[torch.nn.Parameter]) -> float:
-    """What the optimizer's states will take that are not there yet: two in the parameter's dtype, for SGD one or none.
+    """What the optimizer's states will take that are not there yet, each in the parameter's dtype.
 
-    Without an optimizer none is there.
+    Without an optimizer two for each parameter.
     """
     if optimizer is None:
         return 2.0 * sum(local(each.data).nbytes for each in parameters)
@@ -177,10 +213,12 @@ def bytes_to_come(optimizer: optim.Optimizer | None, parameters: list[torch.nn.P
     )
 
 
-def _num_states(optimizer: optim.Optimizer, group: dict[str, Any]) -> float:
-    if isinstance(optimizer, optim.SGD):
-        return 1.0 if group["momentum"] else 0.0
-    return 2.0
+def _num_states(optimizer: optim.Optimizer, group: dict[str, Any]) -> int:
+    """Of a parameter's size; two where the class is not known."""
+    for kind, (always, asked_for) in STATES.items():
+        if isinstance(optimizer, kind):
+            return always + sum(bool(group.get(key)) for key in asked_for)
+    return 2
 
 
 def resident_bytes() -> float:
@@ -198,24 +236,24 @@ def free_bytes() -> float:
         free = _table(PROC / "meminfo")["MemAvailable"]
     except UNREADABLE:
         raise PlanError(f'this system does not say what memory is free, for "auto"; {GIVE_A_BOUND}') from None
-    return max(0.0, min([free, *_left_in_groups()]))
+    return max(0.0, min([free, *(limit - used for limit, used in _limits())]))
 
 
-def _left_in_groups() -> list[float]:
-    """What is left of each limit of control groups above this process, of either version."""
-    left: list[float] = []
+def _limits() -> list[tuple[float, float]]:
+    """The limit of each control group above this process, of either version, and what is used of it."""
+    found: list[tuple[float, float]] = []
     with contextlib.suppress(*UNREADABLE):
         for line in (PROC / "self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers in ("", "memory"):
                 base = CGROUP / controllers
                 within = base / path.strip("/")  # in a container the file system may begin at its own group
-                left += [each for group in (within, *within.parents) if group.is_relative_to(base)
-                         for each in _left_in(group)]  # fmt: skip
-    return left
+                found += [each for group in (within, *within.parents) if group.is_relative_to(base)
+                          for each in _limit_of(group)]  # fmt: skip
+    return found
 
 
-def _left_in(group: Path) -> list[float]:
+def _limit_of(group: Path) -> list[tuple[float, float]]:
     for limit, names in {
         "memory.max": ("anon", "shmem"),
         "memory.limit_in_bytes": ("total_rss", "total_shmem"),
@@ -223,7 +261,7 @@ def _left_in(group: Path) -> list[float]:
         with contextlib.suppress(*UNREADABLE):
             whole = float((group / limit).read_text())  # "max" is no number: no limit
             used = _table(group / "memory.stat")
-            return [whole - sum(used.get(name, 0.0) for name in names)]
+            return [(whole, sum(used.get(name, 0.0) for name in names))]
     return []
 
 

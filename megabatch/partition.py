@@ -4,6 +4,9 @@ Both are pure and deterministic: every rank computes the same answer from the sa
 """
 
 import heapq
+import math
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Sequence
 
 Size = Callable[[int, int], float]  # (rows, longest length) -> price of a microbatch
@@ -36,35 +39,58 @@ def pack(
     """Group the items into microbatches under a cap, at the least total price; the longest come first.
 
     A microbatch of ``rows`` items whose longest is ``longest`` holds ``rows * longest`` padded tokens, at most
-    ``max_tokens``, and at most ``max_rows`` items. Some cheapest grouping takes neighbours in the order of
-    length whenever the price grows with both arguments, so a shortest path over the sorted items finds it:
-    O(items x rows per microbatch).
+    ``max_tokens``, and at most ``max_rows`` items; an item that is longer goes alone. The price must be linear in the
+    rows and grow with both arguments, as `CostModel.seconds` does. Some cheapest grouping then takes neighbours in the
+    order of length, which is a shortest path over the sorted items: O(items log rows), by `_starts`.
 
     With ``max_rows`` alone the number of microbatches is the smallest possible: who counts samples asked for
     ``max_rows`` at a time.
     """
     order = sorted(range(len(lengths)), key=lambda item: (-lengths[item], item))
-    fewest = max_tokens is None
-    if max_rows is not None and fewest and 0 < len(order) <= max_rows:
-        return [tuple(order)]
-    best: list[tuple[float, float]] = [(0.0, 0.0)]  # best[end]: (microbatches if they are to be few, price)
-    start_of = [0]
-    for end in range(1, len(order) + 1):
-        candidates: list[tuple[tuple[float, float], int]] = []
-        for start in range(end - 1, -1, -1):
-            rows, longest = end - start, max(1, lengths[order[start]])
-            if start < end - 1 and (
-                (max_rows is not None and rows > max_rows) or (max_tokens is not None and rows * longest > max_tokens)
-            ):
-                break
-            count, total = best[start]
-            candidates.append(((count + fewest, total + price(rows, longest)), start))
-        cost, start = min(candidates)
-        best.append(cost)
-        start_of.append(start)
+    longest = [max(1, lengths[item]) for item in order]
+    most = len(order) if max_rows is None else max_rows
+    limits = [max(1, most if max_tokens is None else min(most, max_tokens // length)) for length in longest]
+    # One microbatch more costs more than anything else saves, where they are to be few.
+    launch = len(order) * price(1, longest[0]) if max_tokens is None and order else 0.0
+    starts = _starts(longest, limits, lambda rows, length: launch + price(rows, length))
     groups: list[tuple[int, ...]] = []
     end = len(order)
     while end:
-        groups.append(tuple(order[start_of[end] : end]))
-        end = start_of[end]
+        groups.append(tuple(order[starts[end] : end]))
+        end = starts[end]
     return groups[::-1]
+
+
+def _starts(longest: Sequence[int], limits: Sequence[int], price: Size) -> list[int]:
+    """Where the last group begins in the cheapest grouping of the first ``end`` items, for each end; neighbours only.
+
+    The price of a later start grows more slowly with the end, and a later start may go further before its limit. So
+    once it is the cheaper of two it stays so, and what is cheapest for the ends ahead is a queue of starts, each from
+    some end on (the one-dimensional dynamic programming of Galil and Park, 1992, of the concave kind).
+    """
+    num, best, starts = len(longest), [0.0], [0]
+    queue: deque[tuple[int, int]] = deque()  # (start, first end for which it is the cheapest of those that came before)
+
+    def cost(start: int, end: int) -> float:
+        rows = end - start
+        return best[start] + price(rows, longest[start]) if rows <= limits[start] else math.inf
+
+    for end in range(1, num + 1):
+        start = end - 1  # it comes in now
+        since = end
+        while queue:
+            other, first = queue[-1]
+            since = max(first, end)
+            if cost(start, since) < cost(other, since):
+                queue.pop()
+                continue
+            ends = range(since, min(num, other + limits[other]) + 1)
+            since += bisect_left(ends, True, key=lambda later: cost(start, later) < cost(other, later))
+            break
+        if since <= num:
+            queue.append((start, since))
+        while len(queue) > 1 and queue[1][1] <= end:
+            queue.popleft()
+        starts.append(queue[0][0])
+        best.append(cost(starts[end], end))
+    return starts

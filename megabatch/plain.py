@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
 from megabatch.errors import PlanError
+from megabatch.fusing import Fusing
 from megabatch.mesh import DataRanks
 from megabatch.precision import Wide, refuse_float16
 
@@ -31,6 +32,7 @@ class PlainReducer:
     loss_factor = 1.0
     one_shape = False  # whether microbatches are filled up to the largest of a call
     is_counting: bool | None = None  # the microbatch that runs: False for a stand-in
+    fusing: Fusing | None = None  # of linear layers that add to their gradients themselves
 
     def __init__(self, model: nn.Module, ranks: DataRanks) -> None:
         self.ranks = ranks
@@ -56,6 +58,23 @@ class PlainReducer:
     def runs_alone(self) -> bool:
         """Whether the microbatch that runs needs no other rank, so that it can be run again in parts."""
         return self.ranks.num_all == self.ranks.degree
+
+    @property
+    def may_add(self) -> bool:
+        """Whether nobody but autograd waits for the gradients of the microbatch that runs."""
+        return True
+
+    def keeps(self, policy: str) -> list[nn.Parameter]:
+        """The parameters whose whole gradient is in ``p.grad`` from microbatch to microbatch."""
+        return [each for each in self.parameters if type(each) is nn.Parameter]
+
+    def fuse(self, policy: str) -> None:
+        """Let linear layers add to their gradients themselves. Raises `PlanError` where none can."""
+        self.fusing = Fusing(self.models, self.keeps(policy), lambda: self.may_add)
+
+    def fused(self) -> contextlib.AbstractContextManager[None]:
+        """Surrounds a call, in which they do."""
+        return contextlib.nullcontext() if self.fusing is None else self.fusing.installed()
 
     def choose(self, policy: str) -> Choice:
         """The policy to follow. Raises `PlanError` for one that this wrapper does not have."""

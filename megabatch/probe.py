@@ -1,35 +1,33 @@
-"""Small updates of copies of one sample, which are measured and leave nothing behind."""
+"""Chooses the bound of microbatches by small updates, which leave nothing behind."""
 
 import contextlib
-import itertools
 import random
-from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+import weakref
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn, optim
+from torch import optim
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree as pytree
 
 from megabatch import gradient, rng
-from megabatch.alarm import is_out_of_memory, rank_of_process, whoever_runs
-from megabatch.batch import Batch
-from megabatch.contract import JointLoss, LossFunction, terms_of, weigh_of
-from megabatch.cut import Plan
-from megabatch.errors import MegabatchError, PlanError, Shortage, in_one_line, require_positive
-from megabatch.fit import Fit, Measured, Space, bound_tokens, cost_of, in_gib, search
-from megabatch.memory import GIVE_A_BOUND, Budget, budget_of, bytes_to_come, check_device, measuring
-from megabatch.plain import PlainReducer, local
-from megabatch.precision import Wide, no_float16_autocast
-from megabatch.run import Agreement, told_failure, turns
-from megabatch.share import Cutter, Share, prepare
+from megabatch.batch import Batch, Samples
+from megabatch.contract import Hooks, JointLoss, LossFunction
+from megabatch.copies import Copies, Longest, Sample, Subject
+from megabatch.errors import MegabatchError, PlanError, require_positive
+from megabatch.fit import Fit, bound_tokens, cost_of, in_gib, largest_fitting, search
+from megabatch.kept import Kept, norms
+from megabatch.memory import GIVE_A_BOUND, budget_of, check_device, check_measurable
+from megabatch.plain import PlainReducer
+from megabatch.precision import Wide
+from megabatch.run import told_failure
+from megabatch.share import Cutter, Share
 from megabatch.stages import PipelineReducer
 from megabatch.update import OpenUpdate
 
-NUM_RUN = 2  # microbatches of a measured update: the second has gradients beside it, and a third would have no more
+TIMED_ROWS = 8  # at most: where a launch is no longer to be seen, and soon done
 
 
 class Prober:
@@ -49,7 +47,10 @@ class Prober:
         self, model: Any, reducer: PlainReducer, wide: Wide, cutter: Cutter, memory_bytes: float | None
     ) -> None:
         self.optimizer: optim.Optimizer | None = None  # whose states are to have room; None: two for each parameter
-        self.model, self.reducer, self.wide, self._memory_bytes = model, reducer, wide, memory_bytes
+        self.reducer, self._subject, self._memory_bytes = reducer, Subject(model, reducer, wide), memory_bytes
+        self._measured: tuple[weakref.ref[Any], Sample] | None = (
+            None  # a loss, and the longest sample that it was given
+        )
         if memory_bytes is not None:
             require_positive("memory_bytes", memory_bytes)
         if cutter.is_auto:
@@ -60,6 +61,12 @@ class Prober:
     def _check_auto(self) -> None:
         """Raise `PlanError` for what a measured microbatch would not leave as it was, or does not tell."""
         check_device(self.reducer.device)
+        devices = {str(each.device): None for model in self.reducer.models for each in model.parameters()}
+        if len(devices) > 1:
+            raise PlanError(
+                f"the model has parameters on {' and '.join(devices)}, of which the memory of one is measured, and "
+                f'max_microbatch_tokens is "auto"; {GIVE_A_BOUND}'
+            )
         if isinstance(self.reducer, PipelineReducer):
             raise PlanError(
                 "a Pipeline runs the microbatches of a call together, so that one does not tell what fits, and "
@@ -72,7 +79,22 @@ class Prober:
                     f'max_microbatch_tokens is "auto"; {GIVE_A_BOUND}'
                 )
 
-    def fitted(self, cutter: Cutter, batch: Batch, loss_fn: LossFunction | JointLoss) -> Cutter:
+    def share(self, cutter: Cutter, batch: Batch, hooks: Hooks, opened: OpenUpdate | None) -> Share:
+        """This rank's part of a call. Raises `PlanError` as `Cutter.share`, and where a later call of an update has a
+        sample for which the bound would be chosen anew."""
+        bound = None if cutter.fit is None else cutter.fit.max_microbatch_tokens
+        longest = max(cutter.samples(batch).lengths, default=0) if bound is not None and _has_gradients(opened) else 0
+        if bound is not None and longest > bound:
+            raise PlanError(
+                f"a sample of {longest} tokens comes in a later call of an update, when there are gradients beside "
+                f"which nothing is measured, and the bound that was chosen is {bound}; give the longest sample to the "
+                "first call or to choose_bound(), or give max_microbatch_tokens="
+            )
+        return cutter.share(batch, hooks)
+
+    def fitted(
+        self, cutter: Cutter, batch: Batch, loss_fn: LossFunction | JointLoss, opened: OpenUpdate | None
+    ) -> Cutter:
         """The cutter, whose bound is to be chosen, with one for this batch; the same on all ranks. Collective.
 
         Measured are copies of the longest sample of all ranks, unless ones as long were measured before.
@@ -82,77 +104,104 @@ class Prober:
                 "a JointLoss keeps representations of all samples, so that one microbatch does not tell what fits, and "
                 f'max_microbatch_tokens is "auto"; {GIVE_A_BOUND}'
             )
-        longest = self._longest(cutter, batch)
+        if _has_gradients(opened):  # beside which nothing is measured
+            return cutter
+        longest = self._longest(cutter, batch, loss_fn)
         if longest is None:
             return cutter
         self.reducer.check_unchanged()
         gradient.drop(self.reducer.parameters)
-        with self._as_before():
-            return replace(cutter, fit=self._fit(_Updates(self, cutter, longest, loss_fn), longest))
+        with self._as_before(opened):
+            copies = Copies(self._subject, cutter, longest, loss_fn, self.optimizer)
+            fit = self._fit(copies, longest, _most_rows(cutter, longest))
+        with contextlib.suppress(TypeError):  # of a callable of another kind
+            self._measured = weakref.ref(loss_fn), longest.sample
+        return replace(cutter, fit=fit)
 
-    def _longest(self, cutter: Cutter, batch: Batch) -> "_Longest | None":
-        """The longest sample of all ranks; None where the bound need not be chosen for it."""
-        ranks, told, failure, samples = self.reducer.ranks, [1.0, 0.0, 0.0, 0.0], None, None
+    def _longest(self, cutter: Cutter, batch: Batch, loss_fn: LossFunction) -> Longest | None:
+        """The longest sample of all ranks, or of an earlier call; None where the bound need not be chosen for it."""
+        ranks, told, failure, samples = self.reducer.ranks, [1.0, 0.0, 0.0, 0.0, 0.0], None, None
+        known = None if self._measured is None or self._measured[0]() is not loss_fn else self._measured[1]
         try:
             samples = cutter.samples(batch)
-            told = [0.0, len(samples), max(samples.lengths, default=-1), sum(samples.lengths)]
+            told = [0.0, len(samples), max(samples.lengths, default=-1), sum(samples.lengths), known is not None]
         except Exception as error:  # whatever the user's length raises, the other ranks must hear of it
             failure = error
-        failed, counts, lengths, sums = zip(*ranks.exchange(told), strict=True)
+        failed, counts, lengths, sums, knows = zip(*ranks.exchange(told), strict=True)
         if any(failed):
             raise told_failure(ranks, failure)
         assert samples is not None  # only a failure leaves it out
-        tokens = int(max(lengths))
-        if tokens < 0 or (cutter.fit is not None and tokens <= cutter.fit.longest_tokens):
+        if not _is_needed(cutter.fit, counts, lengths, knows=all(knows)):
             return None
-        mine = samples.one(samples.lengths.index(tokens)) if tokens in samples.lengths else None
-        sample = next(each for each in ranks.exchange_objects(mine) if each is not None)
-        return _Longest(sample, max(1, tokens), int(max(counts)), max(sums))
+        longest, usual = self._offered(samples, int(max(lengths)))
+        if known is not None and all(knows) and known.num_tokens > longest.num_tokens:
+            longest = known
+        return Longest(longest, usual, int(max(counts)), max(sums))
 
-    def _fit(self, updates: "_Updates", longest: "_Longest") -> Fit:
-        updates.measure(1)  # what is made once, workspaces and compiled code, is there from here on
-        updates.budget = budget_of(self.reducer.device, self._memory_bytes, self.reducer.ranks)
-        measured = search(updates.measure, lambda: updates.space, longest.most_rows)
-        tokens = bound_tokens(measured, updates.space, longest.tokens)
-        if tokens is None:
-            left = max(0.0, updates.space.allowed)
+    def _offered(self, samples: Samples, num_tokens: int) -> tuple[Sample, Sample]:
+        """A sample of so many tokens, the longest, and one of middle length; the same on all ranks."""
+        ranks, failure, longest, usual = self.reducer.ranks, None, None, None
+        try:
+            check_measurable(self.reducer.device)
+            order = sorted(range(len(samples)), key=samples.lengths.__getitem__)
+            if order and samples.lengths[order[-1]] == num_tokens:
+                longest = _sample(samples, order[-1])
+            if order:
+                usual = _sample(samples, order[len(order) // 2])
+        except Exception as error:  # whatever the user's loading raises, as above
+            failure = error
+        failed, *offers = zip(*ranks.exchange_objects((failure is not None, longest, usual)), strict=True)
+        if any(failed):
+            raise told_failure(ranks, failure)
+        longest, usual = (next(each for each in of_all if each is not None) for of_all in offers)
+        return longest, usual
+
+    def _fit(self, copies: Copies, longest: Longest, most_rows: int) -> Fit:
+        copies.measure(1)  # what is made once, workspaces and compiled code, is there from here on
+        copies.budget = budget_of(self.reducer.device, self._memory_bytes, self.reducer.ranks)
+        measured = search(copies.measure, lambda: copies.space, most_rows)
+        tokens = bound_tokens(measured, copies.space, longest.num_tokens)
+        largest = largest_fitting(measured, copies.space)
+        if tokens is None or largest is None:
+            left = max(0.0, copies.space.allowed)
             raise PlanError(
-                f"one sample of {longest.tokens} tokens needs {in_gib(measured[0].num_bytes)}, and parameters, "
-                f"gradients and states leave {in_gib(left)} of the {in_gib(updates.limit_bytes)} that may be used; "
+                f"one sample of {longest.num_tokens} tokens needs {in_gib(measured[0].num_bytes)}, and parameters, "
+                f"gradients and states leave {in_gib(left)} of the {in_gib(copies.limit_bytes)} that may be used; "
                 "give more memory, shorten it, shard the model or recompute activations"
             )
-        cost = cost_of(measured, updates.space, updates.stays_bytes, longest.tokens)
-        return Fit(tokens, cost, longest.tokens, tuple(measured), updates.limit_bytes, updates.allowed_bytes)
+        timed_rows = min(TIMED_ROWS, largest.rows)
+        timed = [*copies.timed(longest.sample, timed_rows), *copies.timed(longest.usual, timed_rows)]
+        cost = cost_of(measured, copies.space, copies.stays_bytes, longest.num_tokens, timed)
+        return Fit(
+            tokens, cost, longest.num_tokens, tuple(measured), copies.limit_bytes, copies.allowed_bytes,
+            outgrown_rows=longest.most_rows if largest.rows == longest.most_rows else None,
+        )  # fmt: skip
 
     @contextlib.contextmanager
-    def _as_before(self) -> Generator[None]:
+    def _as_before(self, opened: OpenUpdate | None) -> Generator[None]:
         """Surrounds measured updates: what they move is put back, or an error says what could not be."""
         modules = {id(each): each for model in self.reducer.models for each in model.modules()}.values()
         for module in modules:
             if isinstance(module, FSDPModule):
                 module.reshard()  # an evaluation may have left it gathered
-        kept = [_Kept(module) for module in modules]
+        kept = [Kept(module) for module in modules]
         parameters = {name: each for model in self.reducer.models for name, each in model.named_parameters()}
-        norms = _norms(parameters.values())
+        before = norms(parameters.values())
         state, others = rng.note(self.reducer.device), (random.getstate(), np.random.get_state())
         try:
             yield
         finally:
-            self.forget()
+            self._subject.forget()
+            if opened is not None:  # by a call without samples
+                self._subject.wide.begin()
             for each in kept:
                 each.put_back()
             rng.put_back(state)
             random.setstate(others[0])
             np.random.set_state(others[1])
-        now = _norms(parameters.values())
-        moved = [name for name, a, b in zip(parameters, norms, now, strict=True) if a != b]
+        now = norms(parameters.values())
+        moved = [name for name, a, b in zip(parameters, before, now, strict=True) if a != b]
         self._check_moved(moved)
-
-    def forget(self) -> None:
-        """Drop what a measured update has left."""
-        self.reducer.discard()
-        self.wide.discard()
-        gradient.drop(self.reducer.parameters)
 
     def _check_moved(self, names: Sequence[str]) -> None:
         """Raise, on all ranks, where a forward has written to parameters."""
@@ -168,118 +217,23 @@ class Prober:
         raise told_failure(ranks, failure)
 
 
-@dataclass(frozen=True)
-class _Longest:
-    """The longest sample of a call, and what else is to be known of its samples."""
-
-    sample: Any
-    tokens: int
-    most_rows: int  # samples of the rank that has the most
-    most_tokens: float  # of the rank that has the most
+def _has_gradients(opened: OpenUpdate | None) -> bool:
+    return opened is not None and opened.num_microbatches > 0
 
 
-class _Updates:
-    """Runs small updates of copies of the longest sample, and keeps what they say of memory."""
-
-    def __init__(self, prober: Prober, cutter: Cutter, longest: _Longest, loss_fn: LossFunction) -> None:
-        self._prober, self._cutter, self._longest, self._loss_fn = prober, cutter, longest, loss_fn
-        self.budget = Budget(0.0, 0.0, 0.0)
-        self.space = Space(0.0, 0.0)
-        self.stays_bytes = 0.0  # the most that a rank keeps from microbatch to microbatch
-        self.limit_bytes = self.allowed_bytes = 0.0  # the least that a rank may use, and of it for an update
-
-    def measure(self, rows: int) -> Measured:
-        """What a microbatch of so many rows takes, in an update of a few; collective."""
-        reducer = self._prober.reducer
-        share = self._share(rows)
-        self._prober.wide.begin()
-        with measuring(reducer.device) as needed, no_float16_autocast(reducer.models), self._short_of(rows):
-            self._run(share)
-        self._prober.forget()
-        before = self.budget.used + bytes_to_come(self._prober.optimizer, reducer.parameters)
-        stays = before + needed.left_bytes + self._own_bytes(share, rows)
-        told = [needed.peak_bytes - needed.left_bytes, needed.seconds / NUM_RUN, stays]
-        told += [self.budget.limit - stays, self.budget.there - stays, self.budget.limit, self.budget.limit - before]
-        peaks, seconds, kept, allowed, there, limits, for_updates = zip(*reducer.ranks.exchange(told), strict=True)
-        self.space, self.stays_bytes = Space(min(allowed), min(there)), max(kept)
-        self.limit_bytes, self.allowed_bytes = min(limits), min(for_updates)
-        return Measured(rows, max(peaks), max(seconds))
-
-    def _share(self, rows: int) -> Share:
-        """An update of copies of the longest sample, in microbatches of ``rows``."""
-        samples = self._cutter.samples([self._longest.sample] * (NUM_RUN * rows))
-        cut = tuple(tuple(range(index * rows, (index + 1) * rows)) for index in range(NUM_RUN))
-        return prepare(samples, Plan(cut, tuple(samples.lengths), sync=self._cutter.choice[0]), weigh_of(self._loss_fn))
-
-    def _run(self, share: Share) -> None:
-        reducer, weigh = self._prober.reducer, weigh_of(self._loss_fn)
-        # One microbatch more is announced and not run, so that DDP, which would rebuild its buckets, does not reduce.
-        # Where it is to find unused parameters it keeps the buckets, and forgets those it found when it reduces.
-        num_run = None if any(map(_finds_unused, reducer.models)) else NUM_RUN
-        agreement = Agreement(
-            NUM_RUN + 1, len(share.samples), share.plan.num_tokens, share.weight_sums(), share.stand_in
-        )  # fmt: skip
-        opened = OpenUpdate(reducer)
-        opened.open_call(agreement)
-        with contextlib.closing(turns(share, agreement, weigh, reducer, reducer.device)) as each:
-            for turn in itertools.islice(each, num_run):
-                opened.backward(terms_of(self._loss_fn(self._prober.model, turn.microbatch)), turn)
-                del turn  # with its microbatch
-
-    @contextlib.contextmanager
-    def _short_of(self, rows: int) -> Generator[None]:
-        """Surrounds a measured update: what there is may be less than the system said."""
-        try:
-            yield
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            tokens, who = self._longest.tokens, whoever_runs(self._prober.reducer.ranks.num_all)
-            samples, change = "a sample", "shorten it, checkpoint activations, or shard the model over more ranks"
-            if rows > 1:
-                samples, change = f"{rows} samples", f"give max_microbatch_tokens={rows // 2 * tokens}"
-            failure = MegabatchError(
-                f"{who} ran out of memory when it measured {samples} of {tokens} tokens, the longest; {change} "
-                f"({in_one_line(error)})"
-            )
-            failure.shortage = Shortage(rank_of_process(), (), None)
-            raise failure from error
-
-    def _own_bytes(self, share: Share, rows: int) -> float:
-        """A whole update's microbatches, which are collated before they are run where they are weighed, on the CPU."""
-        if self._prober.reducer.device.type != "cpu" or not share.collated:
-            return 0.0
-        leaves = [leaf for leaf in pytree.tree_leaves(share.collated[0]) if isinstance(leaf, Tensor)]
-        return sum(leaf.nbytes for leaf in leaves) / (rows * self._longest.tokens) * self._longest.most_tokens
+def _sample(samples: Samples, index: int) -> Sample:
+    return Sample(samples.one(index), samples.lengths[index])
 
 
-class _Kept:
-    """What a forward may move in a module besides parameters: buffers, training or not, and what DDP notes."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module, self._is_training = module, module.training
-        self._buffers = {
-            name: (each, None if each is None else each.detach().clone())
-            for name, each in module._buffers.items()  # pyright: ignore[reportPrivateUsage]
-        }
-        self._syncs = module.require_forward_param_sync if isinstance(module, DistributedDataParallel) else None
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        self._module.training = self._is_training
-        for name, (buffer, before) in self._buffers.items():
-            if buffer is not None and before is not None:
-                buffer.copy_(before)
-            setattr(self._module, name, buffer)
-        if self._syncs is not None:
-            cast(DistributedDataParallel, self._module).require_forward_param_sync = self._syncs
+def _is_needed(fit: Fit | None, counts: Sequence[float], lengths: Sequence[float], *, knows: bool) -> bool:
+    """Whether a bound is to be chosen for what the ranks have; ``knows``: they have the sample that was measured."""
+    if fit is None or max(lengths) > fit.longest_tokens:
+        return max(lengths) >= 0
+    outgrown = any(fit.is_outgrown(rows, rows * tokens) for rows, tokens in zip(counts, lengths, strict=True))
+    return outgrown and (knows or max(lengths) == fit.longest_tokens)
 
 
-def _finds_unused(model: nn.Module) -> bool:
-    return isinstance(model, DistributedDataParallel) and model.find_unused_parameters
-
-
-@torch.no_grad()
-def _norms(parameters: Iterable[nn.Parameter]) -> list[float]:
-    """A number for each that differs where what this rank holds of it does."""
-    return [float(torch.linalg.vector_norm(local(each.data).detach().float())) for each in parameters]
+def _most_rows(cutter: Cutter, longest: Longest) -> int:
+    """Of a microbatch: no more than a rank has, or than have fitted in memory."""
+    learned = longest.most_rows if cutter.learned is None else cutter.learned.tokens // longest.num_tokens
+    return max(1, min(longest.most_rows, learned))

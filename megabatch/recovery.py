@@ -5,6 +5,7 @@ before is dropped. One that was cannot be told from the sum any more, so the par
 alone. Where nothing fails, nothing is done to a gradient.
 """
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -92,7 +93,8 @@ class Recovery:
             torch.get_device_module(self._reducer.device).empty_cache()
         wanted = self._take_back(before, turn)
         turn = replace(turn, is_part=True, wanted=wanted, retold=self._added_elsewhere() | Counter(turn.retold))
-        return [each for half in halves(rows) for each in self._run(self._part(turn, half), half, work)]
+        with contextlib.nullcontext() if self._reducer.fusing is None else self._reducer.fusing.paused():
+            return [each for half in halves(rows) for each in self._run(self._part(turn, half), half, work)]
 
     def _added_elsewhere(self) -> Counter[str]:
         return Counter(what for what, _ in self._opened.taking_back)
@@ -146,6 +148,8 @@ class Recovery:
             why = f"and the loss has written to the batch, {AGAIN}"
         elif _share_memory([found for _, found, _ in before.gradients]):  # and their count of writes
             why = f"whose gradients are views of one tensor, {AGAIN}"
+        elif self._reducer.fusing is not None and self._reducer.fusing.is_half_added:
+            why = f"which had added a part of a weight's gradient, {AGAIN}"
         elif not self._lacking(turn, _received(before)):  # a backward inside of it may have begun all of them
             why = f"in which every parameter had some gradient, {AGAIN}"
         elif len(rows) > 1 and not self._adds_up(turn, rows):

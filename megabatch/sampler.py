@@ -62,7 +62,8 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
         if not len(lengths):
             raise PlanError("the data set is empty; give at least one sample")
         check_lengths(lengths, None)
-        self._num_ids = len(lengths)
+        self._lengths = in_few_bytes(lengths)  # [number of ids]
+        self._cost = cost
         self._order = order or self._shuffled
         self._latest = (0, np.asarray(self._order(0)))  # an epoch and its order, which is not made anew for each update
         self._epoch_size = len(self._latest[1])
@@ -72,7 +73,6 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
                 f"the data set has {self._epoch_size} samples, fewer than global_batch_size={global_batch_size}, and "
                 'tail="drop" would leave no update; use tail="step" or a smaller global_batch_size'
             )
-        self._prices = [float(length) if cost is None else cost.sample_seconds(length) for length in lengths]
         self._tail = tail
         self._consumed = 0  # samples since the first epoch began; a dropped tail counts as consumed
 
@@ -92,7 +92,9 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
 
     def share(self, samples: Sequence[int]) -> list[int]:
         """This rank's part of an update's sample ids."""
-        shares = deal([self._prices[sample] for sample in samples], self._dp_degree)
+        lengths: list[int] = self._lengths[np.asarray(samples, dtype=np.int64)].tolist()
+        price = float if self._cost is None else self._cost.sample_seconds
+        shares = deal([price(length) for length in lengths], self._dp_degree)
         return [samples[index] for index in shares[self._dp_rank]]
 
     def state_dict(self) -> dict[str, Any]:
@@ -141,7 +143,7 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
         return self._latest[1]
 
     def _shuffled(self, epoch: int) -> np.ndarray:
-        return np.random.default_rng([self._seed, epoch]).permutation(self._num_ids)
+        return np.random.default_rng([self._seed, epoch]).permutation(len(self._lengths))
 
     def _check_order(self, epoch: int, ids: np.ndarray) -> None:
         if len(ids) != self._epoch_size or not self._epoch_size:
@@ -149,8 +151,13 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
                 f"order({epoch}) gives {len(ids)} sample ids; expected {self._epoch_size or 'some'}, "
                 "equally many in every epoch"
             )
-        outside = ids[(ids < 0) | (ids >= self._num_ids)]
-        if len(outside):
-            raise PlanError(
-                f"order({epoch}) gives the sample id {outside[0]}; the data set has the ids 0 to {self._num_ids - 1}"
-            )
+        last = len(self._lengths) - 1
+        if ids.min() < 0 or ids.max() > last:
+            outside = ids[(ids < 0) | (ids > last)]
+            raise PlanError(f"order({epoch}) gives the sample id {outside[0]}; the data set has the ids 0 to {last}")
+
+
+def in_few_bytes(lengths: Sequence[int]) -> np.ndarray:
+    """A copy of the lengths, in the narrowest type that holds them: 20 MB for ten million of up to 65,535 tokens."""
+    counts = np.asarray(lengths, dtype=np.int64)
+    return counts.astype(np.min_scalar_type(int(counts.max())))

@@ -46,6 +46,13 @@ class SeveralReducer(PlainReducer):
     def runs_alone(self) -> bool:
         return all(reducer.runs_alone for reducer in self._reducers)
 
+    @property
+    def may_add(self) -> bool:
+        return all(reducer.may_add for reducer in self._reducers)
+
+    def keeps(self, policy: str) -> list[nn.Parameter]:
+        return [parameter for reducer in self._reducers for parameter in reducer.keeps(policy)]
+
     def choose(self, policy: str) -> Choice:
         choices = dict(reducer.choose(policy) for reducer in self._reducers)
         if len(choices) > 1:  # a plain model beside a sharded one: it is summed once, whatever the policy

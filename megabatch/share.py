@@ -6,7 +6,8 @@ from functools import partial
 
 from megabatch import context, cut
 from megabatch.batch import Batch, Collate, Length, Microbatch, Samples
-from megabatch.contract import PAIR_NAME, Weigh, counted_weights
+from megabatch.contract import PAIR_NAME, Hooks, Prepare, Weigh, counted_weights
+from megabatch.cost import CostModel
 from megabatch.cut import Plan
 from megabatch.errors import Bound, LossContractError, PlanError
 from megabatch.fit import Fit
@@ -83,6 +84,7 @@ class Cutter:
     choice: tuple[str, str]  # the sync policy, and why it is this one
     ranks: DataRanks
     one_shape: bool  # whether every microbatch is filled up to the longest sample of all, as in a pipeline
+    cost: CostModel | None  # what the user says a microbatch costs
     fit: Fit | None = None  # the bound that was chosen where none was given
     learned: Bound | None = None  # from microbatches that did not fit in memory
 
@@ -91,10 +93,11 @@ class Cutter:
         """Whether the bound is to be chosen."""
         return self.micro_batch_size is None and self.max_microbatch_tokens is None
 
-    def samples(self, batch: Batch) -> Samples:
-        """The batch seen as samples."""
-        part = partial(context.stretch, index=self.ranks.context_rank, degree=self.ranks.context_degree)
-        return Samples(batch, self.collate, self.length, part if self.ranks.context_degree > 1 else None)
+    def samples(self, batch: Batch, prepare: Prepare | None = None) -> Samples:
+        """The batch seen as samples, its microbatches as the loss is to see them."""
+        if self.ranks.context_degree > 1:
+            prepare = partial(context.stretch, index=self.ranks.context_rank, degree=self.ranks.context_degree)
+        return Samples(batch, self.collate, self.length, prepare)
 
     def plan(self, samples: Samples) -> Plan:
         """How they are cut into microbatches."""
@@ -106,10 +109,11 @@ class Cutter:
         if self.learned is not None and tokens is not None:
             tokens = max(min(tokens, self.learned.tokens), 1)
             lengths = [min(each, tokens) for each in lengths]  # a sample that is longer goes alone
-        (plan,) = cut.plan(lengths, micro_batch_size=rows, max_microbatch_tokens=tokens)
+        cost = self.cost or (self.fit and self.fit.cost)
+        (plan,) = cut.plan(lengths, micro_batch_size=rows, max_microbatch_tokens=tokens, cost=cost)
         sync, reason = self.choice
         plan = replace(plan, lengths=tuple(samples.lengths), one_shape=self.one_shape, sync=sync, reason=reason)
-        return plan if self.fit is None else cut.priced(plan, self.fit.cost)
+        return plan if cost is None else cut.priced(plan, cost)
 
     def _bound(self, samples: Samples) -> tuple[int | None, int | None]:
         """Samples of a microbatch, or its tokens, before anything was learned."""
@@ -137,9 +141,9 @@ class Cutter:
             return self
         return replace(self, learned=Bound(*map(min, bound, self.learned or bound)))
 
-    def share(self, batch: Batch, weigh: Weigh | None) -> Share:
+    def share(self, batch: Batch, hooks: Hooks) -> Share:
         """This rank's part of a call. Raises `PlanError` or `LossContractError` for what is wrong with it."""
-        samples = self.samples(batch)
+        samples, weigh = self.samples(batch, hooks.prepare), hooks.weigh
         plan = self.plan(samples)
         if weigh is not None and self.ranks.context_degree > 1 and plan.microbatches:
             if samples.deferred is not None and samples.deferred.weights is not None:
@@ -149,10 +153,10 @@ class Cutter:
                 )
             whole = Samples(batch, self.collate, self.length).take(plan.microbatches[0])
             context.check_weights(whole, weigh, self.ranks.context_degree)
-        return prepare(samples, plan, weigh)
+        return collated(samples, plan, weigh)
 
 
-def prepare(samples: Samples, plan: Plan, weigh: Weigh | None) -> Share:
+def collated(samples: Samples, plan: Plan, weigh: Weigh | None) -> Share:
     """Collate and weigh what was planned, on the CPU; of a deferred batch nothing is kept."""
     if weigh is None:
         return Share(samples, plan, (), ())
@@ -160,11 +164,11 @@ def prepare(samples: Samples, plan: Plan, weigh: Weigh | None) -> Share:
         sums = (sum(told[row] for row in rows) for rows in plan.microbatches)
         return Share(samples, plan, (), tuple(map(counted_weights, sums)))
     taken = map(samples.take, plan.microbatches)
-    collated = tuple(taken) if samples.deferred is None else ()
-    weights = tuple(counted_weights(weight) for weight in map(weigh, collated or taken))
+    kept = tuple(taken) if samples.deferred is None else ()
+    weights = tuple(counted_weights(weight) for weight in map(weigh, kept or taken))
     names = [sorted(each) for each in weights]
     if any(each != names[0] for each in names):
         raise LossContractError(f"weigh names the terms {names}; name the same terms for each microbatch")
     if names and len(names[0]) > MAX_WEIGHED_TERMS:
         raise LossContractError(f"weigh names {len(names[0])} terms; at most {MAX_WEIGHED_TERMS} are supported")
-    return Share(samples, plan, collated, weights)
+    return Share(samples, plan, kept, weights)

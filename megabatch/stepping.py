@@ -146,6 +146,11 @@ def _marks(group: dict[str, Any]) -> dict[str, object]:
 
 
 def _check_reducer(reducer: PlainReducer) -> None:
+    if reducer.fusing is not None:
+        raise PlanError(
+            "fuse_accumulation adds gradients past the hook in which an optimizer steps in backward; leave "
+            f"fuse_accumulation out, {LEAVE_OUT}"
+        )
     wrapper = reducer.wrapper
     if len({parameter.device for parameter in reducer.parameters}) > 1:
         wrapper = "parameters on several devices"

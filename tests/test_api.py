@@ -15,7 +15,8 @@ NAMES = {
 
 SIGNATURES = {
     GradientAccumulator: "(model, *, mesh=None, micro_batch_size=None, max_microbatch_tokens=None, memory_bytes=None, "
-    "sync='auto', collate=None, length=None, accumulate_dtype=None)",
+    "cost=None, "
+    "sync='auto', collate=None, length=None, accumulate_dtype=None, fuse_accumulation=False)",
     GradientAccumulator.forward_backward: "(self, batch, loss_fn)",
     GradientAccumulator.choose_bound: "(self, batch, loss_fn)",
     GradientAccumulator.reserve_for: "(self, optimizer)",
@@ -34,7 +35,7 @@ SIGNATURES = {
     UpdateSampler.load_state_dict: "(self, state)",
     megabatch.plan: "(lengths, *, dp_degree=1, micro_batch_size=None, max_microbatch_tokens=None, cost=None)",
     megabatch.verify: "(model, loss_fn, batch, *, micro_batch_size=1, tolerance=1e-09)",
-    megabatch.loss: "(*, weigh)",
+    megabatch.loss: "(*, weigh, prepare=None)",
     megabatch.Term: "(total, weight)",
     megabatch.JointLoss: "(encode, loss)",
     Plan.explain: "(self)",

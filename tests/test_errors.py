@@ -25,6 +25,7 @@ from tests.unit.failures import (
     precision,
     sizes,
     two_ranks,
+    vocabulary,
     wrappers,
 )
 from tests.unit.failures.table import Failure, accumulator, linear
@@ -33,7 +34,7 @@ LIBRARY = sorted(Path(megabatch.__file__).parent.glob("*.py"))
 ERRORS = {"MegabatchError", "PlanError", "LossContractError"}
 ALONE = {
     name: failure
-    for part in (sizes, batches, contract, loop, context, joint, experts, foreign, precision, auto, memory)
+    for part in (sizes, batches, contract, loop, context, joint, experts, foreign, precision, auto, memory, vocabulary)
     for name, failure in part.FAILURES.items()
 }
 IN_A_GROUP = (

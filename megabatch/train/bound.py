@@ -5,12 +5,13 @@ the bound from its checkpoint, unless it has come to other hardware or another l
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megabatch import GradientAccumulator
+from megabatch import CostModel, GradientAccumulator, errors
 from megabatch.contract import LossFunction
+from megabatch.fit import Fit, Measured
 from megabatch.memory import HighWater, device_text
 from megabatch.train import checkpoint
 from megabatch.train.config import Config
@@ -21,6 +22,7 @@ from megabatch.train.data.updates import Updates
 from megabatch.train.model.build import Laid
 from megabatch.train.plan.sizes import gib_text
 from megabatch.train.ranks import Ranks
+from megabatch.train.shortage import LEARNED, noted
 
 KEY = "bound"  # of a checkpoint's meta
 AUTO = "auto"
@@ -29,70 +31,86 @@ COMPARED = 2  # update of this process after which everything is there that stay
 
 @dataclass(frozen=True)
 class Bound:
-    """Padded tokens of a microbatch, where the recipe leaves them open, and where they come from."""
+    """What was measured for the tokens of a microbatch, where the recipe leaves them open."""
 
-    max_microbatch_tokens: int | None  # None: not chosen yet
+    fit: Fit | None  # None: not measured yet
     made_for: Mapping[str, object]  # where any of it differs, it is chosen anew
     words: tuple[str, ...] = ()
 
     @property
     def meta(self) -> dict[str, object]:
         """What a checkpoint keeps."""
-        return {KEY: {"max_microbatch_tokens": self.max_microbatch_tokens, "made_for": dict(self.made_for)}}
+        fit = None if self.fit is None else asdict(self.fit)
+        return {KEY: {"made_for": dict(self.made_for), "fit": fit}}
 
 
 def saved_bound(config: Config, ranks: Ranks) -> Bound | None:
     """That of the checkpoint which the run goes on from; None where the recipe gives one. Every rank reads the same."""
     if config.update.max_microbatch_tokens != AUTO:
         return None
-    here: dict[str, object] = {
-        "device": device_text(ranks.device),
-        "update.memory": config.update.memory,
-        "number of ranks": ranks.size,
-        **{f"parallel.{key}": value for key, value in config.parallel.model_dump().items()},
-    }
-    folder = Path(config.run.folder)
+    here, folder = circumstances(config, ranks), Path(config.run.folder)
     if not config.run.resume or not checkpoint.has_checkpoint(folder):
         return Bound(None, here)
     saved = checkpoint.read_meta(checkpoint.latest(folder)).get(KEY)
-    if saved is None:
+    if saved is None or saved.get("fit") is None:
         return Bound(None, here)
     difference = checkpoint.first_difference(saved["made_for"], here)
     if difference is not None:
         key, there, now = difference
         return Bound(None, here, (f"the bound is chosen anew: {key} was {there} and is {now}",))
-    tokens = saved["max_microbatch_tokens"]
-    words = f"update.max_microbatch_tokens {tokens:,}: the checkpoint's, so that sums are rounded the same"
-    return Bound(tokens, here, (words,))
+    fit = fit_of(saved["fit"])
+    return Bound(fit, here, (kept_text(fit.max_microbatch_tokens, noted(config.run)),))
 
 
-def with_bound(config: Config, bound: Bound | None) -> Config:
-    """The recipe as if it had said the bound."""
-    if bound is None or bound.max_microbatch_tokens is None:
-        return config
-    update = config.update.model_copy(update={"max_microbatch_tokens": bound.max_microbatch_tokens, "memory": None})
-    return config.model_copy(update={"update": update})
+def kept_text(tokens: int, learned: errors.Bound | None) -> str:
+    """What is said of a bound that a run goes on with."""
+    text = f"update.max_microbatch_tokens {tokens:,}: the checkpoint's, so that sums are rounded the same"
+    if learned is None or learned.tokens >= tokens:
+        return text
+    return f"{text}; since a microbatch did not fit in memory, one holds at most {learned.tokens:,} ({LEARNED})"
+
+
+def circumstances(config: Config, ranks: Ranks) -> dict[str, object]:
+    """What the memory of a microbatch depends on, beside the model, the data and the size of an update."""
+    keys = {
+        "update": ("memory", "sync", "accumulate_dtype"),
+        "model": ("dtype", "compute_dtype", "attention", "activation_checkpointing", "compile"),
+        "optim": ("name", "function", "ema_decay"),
+        "data": ("look_ahead",),
+        "parallel": tuple(type(config.parallel).model_fields),
+    }
+    of_recipe = {
+        f"{section}.{key}": getattr(getattr(config, section), key) for section in keys for key in keys[section]
+    }
+    return {"device": device_text(ranks.device), "number of ranks": ranks.size, **of_recipe}
+
+
+def fit_of(saved: Mapping[str, Any]) -> Fit:
+    """A fit as a checkpoint keeps it."""
+    values = dict(saved)
+    values["cost"] = CostModel(**saved["cost"])
+    values["measured"] = tuple(Measured(**each) for each in saved["measured"])
+    return Fit(**values)
 
 
 def choose(
     bound: Bound | None, gradient: GradientAccumulator, loss_fn: LossFunction, data: Data, updates: Updates, laid: Laid
 ) -> Bound | None:
     """The bound, measured where it is still open; collective. Nothing is left behind."""
-    if bound is None or bound.max_microbatch_tokens is not None:
+    if bound is None or bound.fit is not None:
         return bound
     with laid.losses():
         gradient.choose_bound(longest(data, updates.peek()), loss_fn)
-    fit = gradient.fit
-    if fit is None:  # no sample is left
+    if gradient.fit is None:  # no sample is left
         return bound
-    return Bound(fit.max_microbatch_tokens, bound.made_for, (*bound.words, f"update.{fit.explain()}"))
+    return Bound(gradient.fit, bound.made_for, (*bound.words, f"update.{gradient.fit.explain()}"))
 
 
 def longest(data: Data, samples: Sequence[Any]) -> list[Any]:
-    """As many samples as the next update has here, each the longest of all; of a stream its next ones."""
-    if isinstance(data.train, Stream):
+    """The next update's samples, the first of them exchanged for the longest of all, but of a stream."""
+    if isinstance(data.train, Stream) or not samples:
         return list(samples)
-    return [data.train[int(data.train.lengths.argmax())]] * len(samples)
+    return [data.train[int(data.train.lengths.argmax())], *samples[1:]]
 
 
 class Compared:

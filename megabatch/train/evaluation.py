@@ -104,12 +104,13 @@ def next_token_terms(model: Any, microbatch: Microbatch) -> dict[str, Term]:
 
 
 def evaluate(
-    event: Event, terms: Terms, own: Callable[..., Any] | None, update: UpdateConfig, ranks: Ranks, console: Console
-) -> list[Row]:
+    event: Event, terms: Terms, own: Callable[..., Any] | None, update: UpdateConfig, ranks: Ranks, console: Console,
+    *, chosen_tokens: int | None = None,
+) -> list[Row]:  # fmt: skip
     """A row of metrics.jsonl for each of the event's sets, then one for the user's ``own`` evaluation; collective."""
+    run = partial(evaluate_set, event.model, terms, chosen_tokens=chosen_tokens)
     rows = [
-        {"step": event.step, **evaluate_set(event.model, terms, samples, update, ranks, console, name=name)}
-        for name, samples in event.sets.items()
+        {"step": event.step, **run(samples, update, ranks, console, name=name)} for name, samples in event.sets.items()
     ]
     return rows if own is None else [*rows, {"step": event.step, "set": OWN, **own_values(own, event)}]
 
@@ -123,16 +124,19 @@ def evaluate_set(
     console: Console,
     *,
     name: str = "held-out",
+    chosen_tokens: int | None = None,
 ) -> Row:
     """The loss and the metrics of a set, each a sum over all of its samples and ranks by a sum; collective.
 
     Returns {"set", "eval_loss", "eval_<term>", ...}: of several terms with a gradient, eval_loss is the sum, as in
     training. A quotient without weight is None. The model is in evaluation mode for that long and draws, if it does,
-    the same at every evaluation; nothing else is changed.
+    the same at every evaluation; nothing else is changed. ``chosen_tokens``: what a microbatch holds where ``update``
+    leaves it open; a sample that is longer goes alone.
     """
     terms = terms_fn if isinstance(terms_fn, Terms) else Terms(terms_fn)
     with evaluating(model, name, ranks.device):
-        sums, loss_names = sum_terms(model, terms, samples, update, ranks, console, name)
+        own = cut(samples, update, ranks, chosen_tokens)
+        sums, loss_names = sum_terms(model, terms, samples, own, ranks, console, name)
     return row_of(name, terms, sums, loss_names)
 
 
@@ -156,19 +160,18 @@ def sum_terms(
     model: nn.Module,
     terms: Terms,
     samples: Sequence[Any],
-    update: UpdateConfig,
+    own: Plan,
     ranks: Ranks,
     console: Console,
     name: str,
 ) -> tuple[Sums, set[str]]:
-    """Each term's sums over a set, and which of the terms are the loss; collective.
+    """Each term's sums over a set, of which this rank has its ``own`` part, and which of them are the loss; collective.
 
     Every rank runs the same number of forwards, as a sharded model must: where the plan has a stand-in, any sample
     goes through the model and is not counted.
     """
     sums: dict[str, Tensor] = {}
     loss_names: set[str] = set()
-    own = cut(samples, update, ranks)
     at_once = PER_STAGE * model.num_stages if isinstance(model, Pipeline) else 1
     with console.progress(f"evaluating {name}", len(own.samples), "samples") as advance:
         for start in range(0, len(own.microbatches), at_once):
@@ -184,10 +187,12 @@ def sum_terms(
     return gather(sums, loss_names, ranks)
 
 
-def cut(samples: Sequence[Any], update: UpdateConfig, ranks: Ranks) -> Plan:
+def cut(samples: Sequence[Any], update: UpdateConfig, ranks: Ranks, chosen_tokens: int | None) -> Plan:
     """This rank's microbatches of a set, as many as any other's; under a pipeline all are filled up to one shape."""
     lengths, rows, tokens = lengths_of(samples, update), update.micro_batch_size, update.max_microbatch_tokens
-    assert tokens != "auto"  # chosen by now
+    if tokens == "auto":
+        rows, tokens = (1, None) if chosen_tokens is None else (None, chosen_tokens)  # None: nothing to train on
+        lengths = [min(each, tokens or each) for each in lengths]
     if ranks.layout.pp > 1 and tokens is not None:
         rows, tokens = equal_rows(lengths, tokens), None
     plans = plan(lengths, dp_degree=ranks.dp_degree, micro_batch_size=rows, max_microbatch_tokens=tokens)

@@ -39,12 +39,16 @@ class Examiner:
         self.watch = Watch(config.eval, first.sets)
         self.step: int | None = None  # of the last evaluation
 
-    def evaluate(self, step: int, metrics: MetricsFile, console: Console) -> None:
-        """Evaluate every set, write and say what was found, and tell the user's function; collective."""
+    def evaluate(self, step: int, metrics: MetricsFile, console: Console, chosen_tokens: int | None = None) -> None:
+        """Evaluate every set, write and say what was found, and tell the user's function; collective.
+
+        ``chosen_tokens``: what a microbatch holds where the recipe leaves it open.
+        """
         self.step = step
         with self._weights(), self._laid.losses():
             event = replace(self._first, step=step)
-            rows = evaluate(event, self.terms, self._own, self._config.update, self._ranks, console)
+            update = self._config.update
+            rows = evaluate(event, self.terms, self._own, update, self._ranks, console, chosen_tokens=chosen_tokens)
             for row in rows:
                 metrics.append(row)
                 console.evaluation(step, row)

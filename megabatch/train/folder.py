@@ -28,6 +28,7 @@ from megabatch.train.checkpoint import checkpoints_of, has_checkpoint, latest, r
 from megabatch.train.config import Config, Section
 from megabatch.train.console import Console
 from megabatch.train.ranks import Ranks
+from megabatch.train.shortage import has_learned
 
 CONFIG, ENVIRONMENT, PLAN, LOG, LOCK = "config.toml", "environment.json", "plan.txt", "log.txt", ".lock"
 PACKAGES = ("megabatch", "torch", "transformers", "datasets", "numpy")
@@ -50,11 +51,21 @@ def check_folder(folder: Path, *, resume: bool, ranks: Ranks) -> None:
 
 
 def check_free(folder: Path, *, resume: bool) -> None:
-    """Raise where a run cannot be resumed from the folder, or a new one not be written to it."""
-    if resume:
+    """Raise where a run cannot be resumed from the folder, or a new one not be written to it.
+
+    One that ran out of memory before its first checkpoint begins again, resumed or not.
+    """
+    if begins_again(folder):
+        read_starts(folder)
+    elif resume:
         check_resumable(folder)
     else:
         check_unused(folder)
+
+
+def begins_again(folder: Path) -> bool:
+    """Whether the folder has what a run has learned of its memory, and no checkpoint yet."""
+    return has_learned(folder) and not has_checkpoint(folder)
 
 
 def check_resumable(folder: Path) -> None:

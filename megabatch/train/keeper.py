@@ -1,6 +1,7 @@
 """Keeper: what of a run is saved, when it is the best, what is kept, and how a run goes on from it."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ class Keeper:
         whole = StagedLearner(learner, laid) if isinstance(laid.model, Pipeline) else learner
         self._state: dict[str, Any] = {"learner": whole} | ({} if average is None else {"average": average})
         self._keeps_best = config.run.keep_best or (config.run.keep_best is None and config.eval.patience is not None)
-        self._bound: dict[str, object] = {} if bound is None else bound.meta
+        self._bound = bound
         self.saved_step: int | None = None
 
     def is_wanted(self, *, last: bool) -> bool:
@@ -41,7 +42,8 @@ class Keeper:
         """Write a checkpoint, and delete those that it makes superfluous; collective."""
         self.saved_step = step = self._learner.step
         place = {"step": step, "updates": self._updates.state_dict(), "watch": self._watch.state_dict()}
-        meta = {**identity, **place, **self._bound, checkpoint.BEST_ONLY: not self._in_turn(last)}
+        bound = {} if self._bound is None else replace(self._bound, fit=self._learner.gradient.fit).meta
+        meta = {**identity, **place, **bound, checkpoint.BEST_ONLY: not self._in_turn(last)}
         path = checkpoint.save(self._folder, self._state, meta, self._ranks)
         if self._keeps_best and self._watch.best_step == step:
             checkpoint.point_to_best(self._folder, step, self._ranks)

@@ -14,7 +14,8 @@ from typing import Any, cast
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from megabatch import MegabatchError, Plan, Update
+from megabatch import CostModel, MegabatchError, Plan, Update
+from megabatch.cut import priced
 from megabatch.train.ranks import Ranks
 
 Row = dict[str, Any]
@@ -153,7 +154,9 @@ def update_row(
     throughput is then that of real input tokens, padding not counted, else that of samples; over ``seconds``, those of
     an `UpdateClock`.
     """
-    padded_tokens, num_split = ranks.sum_of_data([plan.padded_tokens, plan.num_split])
+    padded_tokens, num_split, *seconds_of_rank = ranks.sum_of_data(
+        [plan.padded_tokens, plan.num_split, *predicted_seconds(plan, ranks)]
+    )
     row: Row = {
         "step": step,
         "loss": float(update.loss) if update.weight else None,
@@ -173,8 +176,16 @@ def update_row(
         row["padding"] = 1 - update.num_tokens / padded_tokens if padded_tokens else 0.0
     throughput = ("tokens", update.num_tokens) if counts_tokens else ("samples", update.num_samples)
     row[f"{throughput[0]}_per_second"] = throughput[1] / seconds
+    if ranks.dp_degree > 1 and any(seconds_of_rank):
+        row["slowest_over_mean"] = max(seconds_of_rank) * ranks.dp_degree / sum(seconds_of_rank)
     row["memory_gib"] = memory_gib(ranks.device)
     return row
+
+
+def predicted_seconds(plan: Plan, ranks: Ranks) -> list[float]:
+    """What this rank's microbatches take, at its place among the data ranks; in the units of `CostModel`."""
+    seconds = (plan if plan.seconds is not None else priced(plan, CostModel())).seconds
+    return [seconds or 0.0 if rank == ranks.dp_rank else 0.0 for rank in range(ranks.dp_degree)]
 
 
 def term_numbers(update: Update) -> Row:

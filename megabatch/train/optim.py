@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from megabatch import GradientAccumulator, Learner
 from megabatch.errors import MegabatchError, in_one_line
+from megabatch.fit import Fit
 from megabatch.train.config import Config, OptimConfig
 from megabatch.train.data.updates import NumUpdates
 from megabatch.train.model.precision import accumulation_of
@@ -32,15 +33,18 @@ REFUSED = {
 OWNED_OPTIONS = ("params", "lr", "betas", "weight_decay")  # keys of [optim], or not the recipe's
 
 
-def build_learner(model: nn.Module, base: nn.Module, config: Config, num_updates: NumUpdates) -> Learner:
-    """The model with all that moves it; ``base`` is the model without its wrapper. Raises `MegabatchError`."""
+def build_learner(
+    model: nn.Module, base: nn.Module, config: Config, num_updates: NumUpdates, fit: Fit | None
+) -> Learner:
+    """The model with all that moves it; ``base`` is without its wrapper. Raises `MegabatchError`."""
     gradient = GradientAccumulator(
         model,
         micro_batch_size=config.update.micro_batch_size,
-        max_microbatch_tokens=config.update.max_microbatch_tokens,
+        max_microbatch_tokens=config.update.max_microbatch_tokens if fit is None else fit,
         memory_bytes=None if config.update.memory is None else read_bytes("update.memory", config.update.memory),
         sync=config.update.sync,
         accumulate_dtype=accumulation_of(config.update),
+        fuse_accumulation=config.update.fuse_accumulation,
     )
     gradient.learn(noted(config.run))
     decay_steps = decay_steps_of(config, num_updates)

@@ -35,22 +35,30 @@ def split_words(run: RunConfig, plan: Plan, learned: Bound | None, ranks: Ranks)
         _note(Path(run.folder), learned)
     told = [json.loads(text) for text in ranks.gather(json.dumps([plan.num_split, learned]))]
     num_split = sum(number for number, _ in told)
-    samples, tokens = map(min, zip(*(bound for number, bound in told if number), strict=True))
-    return (
-        f"{num_split} microbatch{'' if num_split == 1 else 'es'} did not fit in memory and ran in parts, to the same "
-        f"gradient; from here on one holds at most {tokens:,} tokens, or {samples:,} samples"
-    )
+    number = f"{num_split} microbatch{'' if num_split == 1 else 'es'}"
+    text = f"{number} did not fit in memory and ran in parts, to the same gradient"
+    bounds = [bound for number, bound in told if number and bound is not None]  # of stand-ins alone nothing is learned
+    if not bounds:
+        return text
+    samples, tokens = map(min, zip(*bounds, strict=True))
+    return f"{text}; from here on one holds at most {tokens:,} tokens, or {samples:,} samples"
 
 
 def noted(run: RunConfig) -> Bound | None:
-    """What a microbatch may hold in a run that goes on; None where its memory has sufficed."""
-    return _read(Path(run.folder)) if run.resume else None
+    """What a microbatch may hold in a run that goes on or begins again; None where its memory has sufficed."""
+    return _read(Path(run.folder))
+
+
+def has_learned(folder: Path) -> bool:
+    """Whether a run there has ended for want of memory, and said with what to begin again."""
+    return (folder / LEARNED).exists()
 
 
 def _note(folder: Path, bound: Bound | None) -> None:
-    if bound is None or not folder.is_dir():
+    if bound is None:
         return
     with contextlib.suppress(OSError):  # what goes on, an error or the run, is worth more than what is learned
+        folder.mkdir(parents=True, exist_ok=True)  # it may have come before the run's folder was made
         least = Bound(*map(min, bound, _read(folder) or bound))
         replace_text(folder / LEARNED, json.dumps(least._asdict()) + "\n")
 

@@ -9,14 +9,14 @@ import torch
 
 from megabatch import MegabatchError
 from megabatch.train import words
-from megabatch.train.bound import Compared, choose, saved_bound, with_bound
+from megabatch.train.bound import Compared, choose, saved_bound
 from megabatch.train.config import Config
 from megabatch.train.console import Console
 from megabatch.train.data.load import load_data
 from megabatch.train.data.updates import Updates
 from megabatch.train.ema import Average
 from megabatch.train.examiner import Examiner
-from megabatch.train.folder import begin, check_folder, write_plan
+from megabatch.train.folder import begin, begins_again, check_folder, write_plan
 from megabatch.train.keeper import Keeper, identity_of
 from megabatch.train.metrics import MetricsFile, UpdateClock, update_row
 from megabatch.train.model.build import build, in_precision
@@ -36,8 +36,8 @@ class Trainer:
         self.config, self.ranks, self.folder = config, ranks, Path(config.run.folder)
         self.console = Console(enabled=ranks.is_main, loss_digits=10 if config.model.dtype == "float64" else 4)
         check_folder(self.folder, resume=config.run.resume, ranks=ranks)
+        self.begins_again = begins_again(self.folder)
         bound = saved_bound(config, ranks)
-        config = with_bound(config, bound)  # self.config stays the recipe
         loss_fn = load_function(config.loss.function, "loss.function")
         self.listener = load_listener(config.run.after_update, "run.after_update")
         tokenizer = load_tokenizer(config.model)
@@ -45,10 +45,10 @@ class Trainer:
         self.updates = Updates(self.data, config, ranks)
         self.laid = build(config, ranks, self.console, self.data.longest_tokens, tokenizer)
         self.loss_fn = in_precision(loss_fn, config.model, self.laid, ranks.device)
-        self.learner = build_learner(self.laid.model, self.laid.base, config, self.updates.num_updates)
-        self.bound = choose(bound, self.learner.gradient, self.loss_fn, self.data, self.updates, self.laid)
-        config = with_bound(config, self.bound)
+        fit = None if bound is None else bound.fit
+        self.learner = build_learner(self.laid.model, self.laid.base, config, self.updates.num_updates, fit)
         self.average = None if config.optim.ema_decay is None else Average(self.laid.base, config.optim.ema_decay)
+        self.bound = choose(bound, self.learner.gradient, self.loss_fn, self.data, self.updates, self.laid)
         self.event = Event(0, self.laid.run, ranks.device, self.folder, ranks.is_main, {}, self.data.sets, tokenizer)
         self.examiner = Examiner(config, loss_fn, self.event, self.average, self.laid, ranks)
         self.identity = identity_of(config, self.data, self.laid, self.updates)
@@ -78,10 +78,13 @@ class Trainer:
                     break
 
     def _start(self) -> None:
-        if self.config.run.resume:
+        resumes = self.config.run.resume and not self.begins_again
+        if resumes:
             self.console.say(f"resumed from {self.keeper.resume(self.identity)}")
         begin(self.folder, self.config, self.ranks, self.console)
-        if self.config.run.resume:
+        if self.begins_again:
+            self.metrics.cut(-1, None)
+        if resumes:
             self.metrics.cut(self.learner.step, self.config.eval.every)
             self.plan = self.learner.gradient.plan(self.updates.peek())
         if not self._is_over():
@@ -105,8 +108,11 @@ class Trainer:
         step, lr = self.learner.step + 1, self.learner.optimizer.param_groups[0]["lr"]
         torch.manual_seed(self.ranks.seed(self.config.run.seed, step))  # the dropout of a resumed run
         self.compared.begin()
+        fit = self.learner.gradient.fit
         with self.laid.losses():
             self.learner.forward_backward(batch, self.loss_fn)
+        if (chosen := self.learner.gradient.fit) is not None and chosen is not fit:
+            self.console.say(f"update.{chosen.explain()}")
         update = self.learner.optim_step()
         stepped = bool(update.finite)
         if not stepped and (problem := update.problem()) is not None:  # problem() waits for the device
@@ -138,7 +144,9 @@ class Trainer:
         return self.config.eval.every is not None and self.learner.step % self.config.eval.every == 0
 
     def _evaluate(self) -> None:
-        self.examiner.evaluate(self.learner.step, self.metrics, self.console)
+        fit = self.learner.gradient.fit
+        tokens = None if fit is None else fit.max_microbatch_tokens
+        self.examiner.evaluate(self.learner.step, self.metrics, self.console, tokens)
 
     def _save(self, *, last: bool) -> None:
         with self.console.progress("saving a checkpoint", None, "files"):

@@ -20,6 +20,7 @@ from megabatch.simulate import Ledger, Replica, Simulated, simulate, tagging_sha
 SIZES = {  # hidden, layers, heads, vocabulary
     "toy": (64, 2, 2, 256),
     "flat": (768, 2, 12, 8_000),  # 26M parameters in few operations
+    "wide": (64, 1, 2, 8_192),  # whose head sums its cross-entropy
     "25m": (512, 4, 8, 12_000),
     "100m": (1024, 4, 16, 24_000),
 }

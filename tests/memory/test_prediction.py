@@ -26,6 +26,8 @@ COUNTED = {
     "fsdp2 last": Run("toy", "fsdp2", 2, 16, 2),
     "fsdp2 every": Run("toy", "fsdp2", 2, 16, 2, "every"),
     "mixed": Run("toy", "fsdp2", 2, 16, 2, precision="mixed"),
+    "large vocabulary": Run("wide", rows=16, microbatches=2),
+    "large vocabulary, fsdp2": Run("wide", "fsdp2", 16, microbatches=2, precision="mixed"),
 }
 MARGIN = 0.05
 MESSAGES = (2, 816, 408)  # calls, bytes gathered, bytes sent; of two ranks

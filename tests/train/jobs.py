@@ -95,7 +95,7 @@ def config_of(**optim: Any) -> Config:
 def learner_of(wrapper: str, dtype: torch.dtype = torch.float64, **optim: Any) -> Learner:
     base = Tiny(dtype)
     model = lay(base, wrapper)
-    return build_learner(model, base, config_of(**{"lr": 0.02, "warmup_steps": 2} | optim), NumUpdates(20, 20))
+    return build_learner(model, base, config_of(**{"lr": 0.02, "warmup_steps": 2} | optim), NumUpdates(20, 20), None)
 
 
 def move(learner: Learner, step: int) -> None:

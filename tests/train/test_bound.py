@@ -1,12 +1,20 @@
 """A bound that the recipe leaves open: measured, said, kept with the checkpoint, and chosen anew on another layout."""
 
+import json
 import re
 from collections.abc import Callable
+from dataclasses import asdict
 
 import pytest
+import torch
 
-from megabatch.train import checkpoint
-from tests.train.conftest import Bench
+from megabatch import CostModel
+from megabatch.errors import Bound
+from megabatch.fit import Fit, Measured
+from megabatch.train import bound, checkpoint
+from megabatch.train.config import Config, ModelConfig, RunConfig, UpdateConfig
+from megabatch.train.ranks import Ranks
+from tests.train.conftest import NO_DROPOUT, Bench, write_pairs
 
 pytestmark = pytest.mark.slow
 AUTO = {"update__max_microbatch_tokens": "auto", "eval__every": None}
@@ -15,14 +23,14 @@ GOING_ON = {**AUTO, "run__resume": True}
 
 def test_a_bound_is_kept_and_chosen_anew(bench: Bench) -> None:
     said = bench.train(**AUTO, run__max_steps=3)
-    (bound,) = re.findall(r"update\.max_microbatch_tokens ([\d,]+): predicted peak", said)
+    (tokens,) = re.findall(r"update\.max_microbatch_tokens ([\d,]+): predicted peak", said)
     meta = checkpoint.read_meta(checkpoint.latest(bench.folder))
-    assert meta["bound"]["max_microbatch_tokens"] == int(bound.replace(",", ""))
+    assert meta["bound"]["fit"]["max_microbatch_tokens"] == int(tokens.replace(",", ""))
     assert [row["step"] for row in bench.rows() if "predicted_peak_gib" in row] == [2]
     assert re.search(r"memory came to .* of the .* predicted", said)
 
     said = bench.train(**GOING_ON, run__max_steps=4)
-    assert f"update.max_microbatch_tokens {bound}: the checkpoint's, so that sums are rounded the same" in said
+    assert f"update.max_microbatch_tokens {tokens}: the checkpoint's, so that sums are rounded the same" in said
 
     said = bench.train(**GOING_ON, run__max_steps=5, update__memory="3GiB")
     assert "the bound is chosen anew: update.memory was None and is 3GiB" in said
@@ -35,3 +43,54 @@ def test_a_bound_is_kept_and_chosen_anew(bench: Bench) -> None:
 def test_too_little_memory_is_one_line(refuse: Callable[..., str]) -> None:
     line = refuse(**AUTO, update__memory="1MiB")
     assert re.fullmatch(r"one sample of \d+ tokens needs .* GiB, and .* give more memory, shorten it, .*", line), line
+
+
+def test_a_stream_goes_on_with_longer_samples(bench: Bench) -> None:
+    """What was chosen for the first ones is no cap that anybody has set; what is chosen later is kept."""
+    lengths = [*range(10, 34), *range(100, 124)]
+    write_pairs(bench.path / "data.jsonl", [("count: ", "a" * length) for length in lengths])
+    values = {**AUTO, "data__streaming": True, "data__shuffle_window": 1, "optim__schedule": "constant", **NO_DROPOUT}
+    values["eval__num_samples"] = 0
+    bench.train(**values, run__max_steps=2)
+    chosen = checkpoint.read_meta(checkpoint.latest(bench.folder))["bound"]["fit"]
+    assert chosen["longest_tokens"] < 60
+    said = bench.train(**values, run__resume=True, run__max_steps=5)
+    anew = checkpoint.read_meta(checkpoint.latest(bench.folder))["bound"]["fit"]
+    assert anew["longest_tokens"] > 100
+    assert f"update.max_microbatch_tokens {anew['max_microbatch_tokens']:,}: predicted peak" in said
+    whole = bench.train(**values, run__folder=bench.path / "whole", run__max_steps=5)
+    assert whole.count("predicted peak") >= 2
+    assert bench.losses() == pytest.approx(bench.losses(bench.path / "whole"), rel=1e-12)
+
+
+def test_what_changes_a_microbatch_changes_the_bound() -> None:
+    def circumstances(**values: dict[str, object]) -> dict[str, object]:
+        config = Config(
+            model=ModelConfig(config={"model_type": "gpt2"}, **values.get("model", {})),
+            update=UpdateConfig(global_batch_size=8, max_microbatch_tokens="auto", **values.get("update", {})),
+            run=RunConfig(folder="runs/a"),
+        )
+        return bound.circumstances(config, Ranks(0, 1, torch.device("cpu")))
+
+    kept = json.loads(json.dumps(circumstances()))
+    assert checkpoint.first_difference(kept, circumstances()) is None
+    for values in (
+        {"model": {"activation_checkpointing": True}},
+        {"model": {"compile": True}},
+        {"model": {"attention": "eager"}},
+        {"model": {"compute_dtype": "bfloat16"}},
+        {"update": {"sync": "every"}},
+    ):
+        assert checkpoint.first_difference(kept, circumstances(**values)) is not None
+
+
+def test_a_fit_is_kept_as_it_is() -> None:
+    fit = Fit(428, CostModel(1.0, 2.0), 100, (Measured(1, 70.0), Measured(4, 280.0)), 2.0**31, 300.0, 4)
+    assert bound.fit_of(json.loads(json.dumps(asdict(fit)))) == fit
+
+
+def test_the_words_tell_of_what_was_learned() -> None:
+    text = "update.max_microbatch_tokens 1,000: the checkpoint's, so that sums are rounded the same"
+    assert bound.kept_text(1000, None) == bound.kept_text(1000, Bound(1, 1000)) == text
+    learned = "since a microbatch did not fit in memory, one holds at most 300 (microbatch.json)"
+    assert bound.kept_text(1000, Bound(3, 300)) == f"{text}; {learned}"

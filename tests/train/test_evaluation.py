@@ -111,6 +111,18 @@ def test_one_process_counts_as_plain_python_does(samples: str, cut: str) -> None
     assert row(NEXT_TOKEN, samples, cut=cut) == expected
 
 
+@pytest.mark.parametrize("chosen_tokens", [None, 1, 7])
+def test_a_sample_longer_than_a_chosen_bound_goes_alone(chosen_tokens: int | None) -> None:
+    update = UpdateConfig(global_batch_size=4, max_microbatch_tokens="auto")
+    assert max(len(sample["input_ids"]) for sample in SETS["many"]) > 7
+    found = evaluate_set(
+        Tiny(), NEXT_TOKEN, SETS["many"], update, ALONE, SILENT, name="many", chosen_tokens=chosen_tokens
+    )
+    expected = close({"set": "many"} | plain_count(SETS["many"]))
+    del expected["eval_learned"]
+    assert found == expected
+
+
 def test_loss_and_accuracy_are_of_one_forward_and_the_loss_is_trainings_bit_for_bit() -> None:
     model, microbatch, calls = Tiny(), pad_right(SETS["many"]), []
     model.register_forward_hook(lambda *_: calls.append(1))

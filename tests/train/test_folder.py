@@ -146,6 +146,17 @@ def test_a_run_without_a_checkpoint_cannot_be_gone_on_with(tmp_path: Path, left:
     )
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_that_has_learned_of_its_memory_begins_again(recipe: Path, tmp_path: Path, resume: bool) -> None:
+    run = tmp_path / "run"
+    begin(run, load_config(recipe, []))
+    (run / "microbatch.json").write_text('{"samples": 2, "tokens": 16}')
+    folder.check_folder(run, resume=resume, ranks=ALONE)
+    begin(run, load_config(recipe, [f"--run.resume={str(resume).lower()}"]))
+    point_to_checkpoint(run)
+    assert line_of(folder.check_folder, run, resume=False, ranks=ALONE).startswith(f"{run} already holds a run; ")
+
+
 def test_a_run_with_a_checkpoint_can(tmp_path: Path) -> None:
     point_to_checkpoint(tmp_path)
     assert line_of(folder.check_folder, tmp_path, resume=False, ranks=ALONE) == (

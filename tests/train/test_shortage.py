@@ -5,7 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megabatch import Plan
+from megabatch.train.config import RunConfig
+from megabatch.train.ranks import Ranks
+from megabatch.train.shortage import split_words
 from tests.train.conftest import NO_DROPOUT, Bench
 
 pytestmark = pytest.mark.slow
@@ -33,6 +38,8 @@ def test_a_run_goes_on_with_smaller_microbatches(bench: Bench, tmp_path: Path, w
     values = {"loss__function": f"{tmp_path}/own.py:greedy", "parallel__wrapper": wrapper, **NO_DROPOUT}
     values |= {"update__global_batch_size": 24, "update__max_microbatch_tokens": 600, "run__max_epochs": 2}
     bench.train(ranks=2, run__folder=tmp_path / "whole", **values)
+    work = [row["slowest_over_mean"] for row in bench.rows(tmp_path / "whole") if "grad_norm" in row]
+    assert all(1 <= each < 1.5 for each in work)
     bench.train(ranks=2, run__max_steps=2, **values)
     (tmp_path / "short").touch()
     learned: list[int] = []
@@ -66,6 +73,38 @@ def test_a_microbatch_that_ran_in_parts_is_told_and_kept(bench: Bench, tmp_path:
         "1 microbatch did not fit in memory and ran in parts, to the same gradient; from here on one holds at most "
         f"{learned['tokens']} tokens, or {learned['samples']} samples" in said
     )
+
+
+@pytest.mark.parametrize(("ranks", "bound", "limit"), [(2, 600, 300), (1, "auto", 700)])
+def test_a_run_without_a_checkpoint_begins_again(
+    bench: Bench, tmp_path: Path, ranks: int, bound: int | str, limit: int
+) -> None:
+    """By its recipe or its folder; out of memory in an update, or while the bound is chosen, before all."""
+    values = {"loss__function": f"{tmp_path}/own.py:greedy", **NO_DROPOUT, "run__max_steps": 2, "eval__every": None}
+    values |= {"update__global_batch_size": 24, "update__max_microbatch_tokens": bound}
+    values |= {"parallel__wrapper": "fsdp2"} if ranks > 1 else {}
+    own = LOSS.replace('os.environ["RANK"] == "1"', "True").replace("> 300", f"> {limit}")
+    (tmp_path / "own.py").write_text(own)
+    bench.train(ranks=ranks, run__folder=tmp_path / "whole", **values)
+    (tmp_path / "short").touch()
+    statuses: list[int] = []
+    for number in range(6):
+        recipe = bench.folder if number % 2 and (bench.folder / "config.toml").exists() else None
+        finished = bench.finish(ranks=ranks, recipe=recipe, **values)
+        assert len({each.status for each in finished}) == 1, "\n".join(each.err for each in finished)
+        statuses.append(finished[0].status)
+        if statuses[-1] != 2:
+            break
+    assert (statuses[-1], len(statuses) > 1) == (0, True), "\n".join(each.err for each in finished)
+    assert [row["step"] for row in bench.rows() if "loss" in row] == [1, 2]
+    assert bench.losses() == pytest.approx(bench.losses(tmp_path / "whole"), rel=1e-10)
+
+
+def test_a_stand_in_alone_teaches_nothing(tmp_path: Path) -> None:
+    plan = Plan(((0,), ()), (5,), num_split=1)
+    said = split_words(RunConfig(folder=str(tmp_path)), plan, None, Ranks(0, 1, torch.device("cpu")))
+    assert said == "1 microbatch did not fit in memory and ran in parts, to the same gradient"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_was_learned_may_be_damaged(bench: Bench, refuse: Any) -> None:

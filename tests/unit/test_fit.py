@@ -4,8 +4,11 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from megabatch.fit import Fit, Measured, Space, bound_tokens, cost_of, search
+from megabatch.cost import CostModel
+from megabatch.fit import Fit, Measured, Space, Timed, bound_tokens, cost_of, search, seconds_of
 
 LONGEST, MOST = 100, 10_000
 GROWING: dict[str, Callable[[int], float]] = {  # bytes of a microbatch by its rows
@@ -19,7 +22,7 @@ GROWING: dict[str, Callable[[int], float]] = {  # bytes of a microbatch by its r
 
 
 def searched(grow: Callable[[int], float], space: Space, most: int = MOST) -> list[Measured]:
-    return search(lambda rows: Measured(rows, grow(rows), 0.1 + rows), lambda: space, most)
+    return search(lambda rows: Measured(rows, grow(rows)), lambda: space, most)
 
 
 def largest(grow: Callable[[int], float], allowed: float, most: int = MOST) -> int:
@@ -63,17 +66,38 @@ def test_each_step_is_at_most_four_times_the_last() -> None:
 def test_a_cost_goes_through_the_largest_that_fit() -> None:
     grow, space = GROWING["a line from a gradient"], Space(9000, 20_000)
     measured = searched(grow, space)
-    cost = cost_of(measured, space, stays_bytes=500.0, longest_tokens=LONGEST)
+    timed = [Timed(1, LONGEST, 1.1), Timed(8, LONGEST, 8.1)]
+    cost = cost_of(measured, space, stays_bytes=500.0, longest_tokens=LONGEST, timed=timed)
     assert cost.peak_bytes(10, LONGEST) == pytest.approx(500 + grow(10))
     assert cost.seconds(10, LONGEST) == pytest.approx(0.1 + 10)
-    one = cost_of([Measured(1, 70.0, 0.5)], space, 500.0, LONGEST)
+    one = cost_of([Measured(1, 70.0)], space, 500.0, LONGEST, timed)
     assert (one.bytes_fixed, one.bytes_per_token) == (500.0, pytest.approx(0.7))
 
 
 def test_the_choice_is_told_in_one_line() -> None:
-    measured = [Measured(1, 70.0, 0.5), Measured(4, 280.0, 0.5)]
-    cost = cost_of(measured, Space(300, 300), 2.0**30, LONGEST)
+    measured = [Measured(1, 70.0), Measured(4, 280.0)]
+    cost = cost_of(measured, Space(300, 300), 2.0**30, LONGEST, [Timed(1, LONGEST, 1.0)])
     text = Fit(428, cost, LONGEST, tuple(measured), 2.0**31, 300).explain()
     assert text == (
         "max_microbatch_tokens 428: predicted peak 1.00 GiB of 2.00 GiB, measured with 1, 4 samples of 100 tokens"
     )
+
+
+factors = st.floats(0, 10).map(lambda number: round(number, 3))
+
+
+@given(factors, st.floats(0.01, 10), st.floats(0, 0.1), st.integers(20, 400))
+def test_seconds_that_follow_the_model_are_found(launch: float, token: float, pair: float, usual: int) -> None:
+    cost = CostModel(launch, token, pair)
+    timed = [Timed(rows, tokens, cost.seconds(rows, tokens)) for rows in (1, 8) for tokens in (usual, 1000)]
+    found = CostModel(*seconds_of(timed))
+    for rows, tokens in ((1, 10), (3, 700), (64, 50)):
+        assert found.seconds(rows, tokens) == pytest.approx(cost.seconds(rows, tokens), rel=1e-6)
+
+
+@given(st.lists(st.floats(1e-3, 10), min_size=4, max_size=4))
+def test_no_price_is_negative_whatever_was_measured(seconds: list[float]) -> None:
+    shapes = [(1, 30), (8, 30), (1, 200), (8, 200)]
+    found = seconds_of([Timed(*shape, each) for shape, each in zip(shapes, seconds, strict=True)])
+    assert all(each >= 0 for each in found)
+    assert any(each > 0 for each in found)

@@ -1,11 +1,15 @@
 """UpdateSampler: the samples of an update follow from (seed, epoch, position) alone."""
 
+import tracemalloc
+
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from megabatch import CostModel, UpdateSampler
+from megabatch import CostModel, PlanError, UpdateSampler
 
 LENGTHS = [(7 * number) % 23 + 1 for number in range(20)]
 
@@ -193,3 +197,33 @@ def test_an_order_of_ones_own_is_shared_and_resumed(tail, size, dp_degree, num_b
     )
     assert after
     assert after == [sorted(update) for update in stream[done : done + len(after)]]
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor, tuple], ids=["array", "tensor", "tuple"])
+@pytest.mark.parametrize("cost", [None, CostModel(seconds_per_pair=1.0)], ids=["length", "cost"])
+def test_lengths_may_come_as_an_array(kind, cost):
+    settings = {"global_batch_size": 6, "dp_rank": 1, "dp_degree": 3, "cost": cost}
+    assert list(UpdateSampler(kind(LENGTHS), **settings)) == list(UpdateSampler(LENGTHS, **settings))
+
+
+@pytest.mark.parametrize("kind", [np.array, list], ids=["array", "list"])
+@pytest.mark.parametrize("wrong", [[3, -1, 2], [3, 1.5, 2]], ids=["negative", "half"])
+def test_a_length_that_is_no_count_is_named_among_many(kind, wrong):
+    lengths = kind([4] * 1000 + wrong)
+    first = 0 if kind is np.array and 1.5 in wrong else 1001  # an array with a half in it holds no whole numbers
+    with pytest.raises(PlanError, match=rf"^the length of sample {first} is .* must be a whole number of at least 0$"):
+        UpdateSampler(lengths, global_batch_size=4)
+
+
+def test_a_sample_takes_ten_bytes():
+    """Two for a length below 65,536, eight for its place in the epoch; ten million samples are 100 MB a rank."""
+    lengths = (np.arange(100_000) % 4096).tolist()
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        sampler = UpdateSampler(lengths, global_batch_size=64, dp_degree=8)
+        next(iter(sampler))
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 10 * len(lengths) <= after - before < 11 * len(lengths)

@@ -193,6 +193,11 @@ def check_together(config: Config, ranks: Ranks) -> None:
             f"update.accumulate_dtype is {config.update.accumulate_dtype!r} and model.dtype {config.model.dtype!r}, "
             "whose gradients are no coarser; leave accumulate_dtype out"
         )
+    if config.update.fuse_accumulation and config.model.compute_dtype is not None:
+        raise MegabatchError(
+            f"update.fuse_accumulation is set and model.compute_dtype is {config.model.compute_dtype!r}, in which no "
+            "gradient is added as it is computed; leave one of them out"
+        )
     if config.model.function is not None and ranks.layout.cp > 1:
         raise MegabatchError(
             f"parallel.cp is {ranks.layout.cp} and model.function makes a model of its own, whose attention is not cut "

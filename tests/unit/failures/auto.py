@@ -1,5 +1,6 @@
 """Bounds that cannot be chosen."""
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile
 
 from megabatch import GradientAccumulator, JointLoss, MegabatchError, PlanError, memory
+from megabatch.batch import Deferred
 from tests.exact.spikes import Spikes
 from tests.unit.failures.pipeline import pipeline
-from tests.unit.failures.table import SAMPLES, Failure, linear, squares
+from tests.unit.failures.table import SAMPLES, Failure, here, linear, squares, told
 
+PROFILED = (
+    "a profiler runs, and memory is measured with torch's own; start it after the bound is chosen, or give "
+    "max_microbatch_tokens= or micro_batch_size="
+)
+MISCOUNTED = (
+    "sample 1 of Deferred has 1 tokens, but lengths says 2; give the length that is counted when the sample is loaded, "
+    "or measured=False"
+)
 GIVE_A_BOUND = "give max_microbatch_tokens= or micro_batch_size="
 OUT_OF_MEMORY = "(OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB.)"
 AUTO = f'and max_microbatch_tokens is "auto"; {GIVE_A_BOUND}'
@@ -44,6 +54,21 @@ def short(forward: int) -> None:
 def profiled() -> None:
     with profile():
         auto().forward_backward(SAMPLES, squares)
+
+
+def later() -> None:
+    """A longer sample where there are gradients already."""
+    gradient = auto(memory_bytes=2**40)
+    for length in (4, 40):
+        gradient.forward_backward([{"x": torch.ones(length, 1, dtype=torch.float64)}], squares)
+
+
+def on_two_devices() -> nn.Module:
+    return nn.Sequential(linear(), linear().to("meta"))
+
+
+def in_batches() -> nn.Module:
+    return nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1)).double()
 
 
 def untold(ask: Callable[[], float]) -> None:
@@ -99,9 +124,26 @@ FAILURES = {
     ),
     "a profiler that runs": Failure(
         PlanError,
-        "a profiler runs, and memory is measured with torch's own; start it after the bound is chosen, or "
-        f"{GIVE_A_BOUND}",
+        PROFILED,
         profiled,
+    ),
+    "a longer sample beside gradients": Failure(
+        PlanError,
+        "a sample of 40 tokens comes in a later call of an update, when there are gradients beside which nothing is "
+        "measured, and the bound that was chosen is 7; give the longest sample to the first call or to choose_bound(), "
+        "or give max_microbatch_tokens=",
+        later,
+    ),
+    "a model on two devices": Failure(
+        PlanError,
+        f"the model has parameters on cpu and meta, of which the memory of one is measured, {AUTO}",
+        lambda: auto(on_two_devices()),
+    ),
+    "what does not run with one sample": Failure(
+        PlanError,
+        "one sample of 1 tokens alone does not run (ValueError: Expected more than 1 value per channel when training, "
+        f"got input size torch.Size([1, 1])); mend that, or for what needs several samples {GIVE_A_BOUND}",
+        lambda: auto(in_batches()).forward_backward(SAMPLES, squares),
     ),
     "a system that does not tell of a process": Failure(
         PlanError,
@@ -125,4 +167,37 @@ IN_A_GROUP = {
         f"DDP with static_graph=True keeps the graph of its first backward, which would be measured, {AUTO}",
         lambda: auto(DistributedDataParallel(linear(), static_graph=True)),
     ),
+}
+
+
+def miscounted() -> str:
+    """The longest sample, which one rank alone has, is not as long as was told."""
+    batch = Deferred(SAMPLES.__getitem__, [1, here(2, 1), 1, 1])
+    return told(lambda: auto(DistributedDataParallel(linear())).forward_backward(batch, squares))
+
+
+def profiled_on_one() -> str:
+    with here(profile, contextlib.nullcontext)():
+        return told(lambda: auto().forward_backward(SAMPLES, squares))
+
+
+def failing_on_one(wrap: Callable[[nn.Module], nn.Module]) -> str:
+    def failing(model: nn.Module, microbatch: Any) -> tuple[Tensor, int]:
+        return squares(model, here({}, microbatch))
+
+    return told(lambda: auto(wrap(linear())).forward_backward(SAMPLES, failing))
+
+
+NO_KEY = (
+    "one sample of 1 tokens alone does not run (KeyError: 'x'); mend that, or for what needs several samples "
+    f"{GIVE_A_BOUND}"
+)
+JOBS = {  # what each of two ranks is told
+    name: (work, [f"PlanError: data rank 1 of 2: {text}", f"PlanError: {text}"])
+    for name, work, text in (
+        ("a longest sample that cannot be loaded", miscounted, MISCOUNTED),
+        ("a profiler that runs on one rank", profiled_on_one, PROFILED),
+        ("a loss that fails on one rank", lambda: failing_on_one(lambda model: model), NO_KEY),
+        ("a loss that fails on one rank, DDP", lambda: failing_on_one(DistributedDataParallel), NO_KEY),
+    )
 }

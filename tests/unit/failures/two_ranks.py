@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import GradientAccumulator, Learner, loss, losses
 from megabatch.batch import Deferred
+from tests.unit.failures import auto
 from tests.unit.failures.contract import DISAGREE
 from tests.unit.failures.table import SAMPLES, accumulator, here, linear, squares, told, weighed_squares
 from tests.unit.failures.wrappers import fsdp1
@@ -286,6 +287,7 @@ JOBS: dict[str, tuple[Callable[[], str], list[str]]] = {  # what each rank is to
     "a mesh that is not the wrapper's": (mesh_differs, on_both(f"PlanError: {MESH_DIFFERS}")),
     "a parameter unused at last": (parameter_unused_at_last, on_both(f"MegabatchError: {UNUSED}")),
     "a parameter unused and found": (parameter_unused_and_found, on_both("nothing")),
+    **auto.JOBS,
 }  # fmt: skip
 
 

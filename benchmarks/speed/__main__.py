@@ -1,0 +1,204 @@
+"""Seconds, padding, memory and gradients of megabatch and its peers, on the same samples.
+
+    python -m benchmarks.speed                          # all; says how long it will take
+    python -m benchmarks.speed --ranks 1 --repeats 3    # on one process, thrice, in turns
+    python -m benchmarks.speed --only megabatch,hf_rebalance --data gsm8k
+    python -m benchmarks.speed --table                  # README's table, from the newest result
+
+Each contestant runs in processes of its own, one after the other; repeats are interleaved, so that the machine's drift
+falls on all. A run of parts writes nothing unless ``--out`` says where.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks import result
+from benchmarks.speed import data, table
+from benchmarks.speed.agreement import disagreeing
+from benchmarks.speed.contestants import CONTESTANTS
+from benchmarks.speed.setting import FULL, NUM_MEASURED, QUICK, Setting
+
+GSM8K = result.ROOT.parent / "shared" / "data" / "gsm8k_train.jsonl"
+CLAIM = "the same update in less time and memory than its peers take, with a gradient that is exact"
+START_SECONDS, TOKENS_PER_SECOND = 9, 8_000  # about, of one core; only to say how long all will take
+TIMEOUT_SECONDS = 900
+Pools = dict[str, dict[str, list[list[int]]]]  # data set, then which samples
+
+
+@dataclass
+class Cell:
+    """A contestant on a data set and a number of ranks, with what each repeat found."""
+
+    data: str
+    ranks: int
+    contestant: str
+    setting: Setting
+    samples: list[list[int]]
+    made_with: list[dict[str, Any]] = field(default_factory=list)
+    found: list[list[dict[str, Any]]] = field(default_factory=list)  # by repeat, then by rank
+
+    def expected_seconds(self) -> float:
+        """The warm-up costs an eighth as much again; in order of arrival samples are padded, and padding is masked."""
+        lengths, size = [self.setting.length(len(ids)) for ids in self.samples], self.setting.micro_batch_size
+        arrival = sum(size * max(lengths[start : start + size]) for start in range(0, len(lengths), size))
+        tokens = {"arrival": 1.2 * arrival, "packs": 2 * sum(lengths)}.get(
+            CONTESTANTS[self.contestant].cut, sum(lengths)
+        )
+        return START_SECONDS + 1.12 * tokens / self.ranks / TOKENS_PER_SECOND
+
+    @property
+    def real_tokens(self) -> int:
+        """Of all measured updates."""
+        return sum(self.setting.length(len(ids)) for ids in self.samples)
+
+    def run(self) -> None:
+        """Once more; the proof is made the first time."""
+        made_with = result.made_with(CONTESTANTS[self.contestant].libraries)
+        job = {"contestant": self.contestant, "setting": asdict(self.setting), "samples": self.samples,
+               "proof": not self.found}  # fmt: skip
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            (folder / "job.json").write_text(json.dumps(job))
+            start(folder, self.ranks)
+            self.found.append([json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(self.ranks)])
+        self.made_with.append(made_with)
+
+    def row(self) -> dict[str, Any]:
+        """What is written of it: the slowest rank's time, the largest rank's memory, everybody's tokens."""
+        who, proof = CONTESTANTS[self.contestant], self.found[0][0]["proof"]
+        updates = [each for ranks in self.found[:1] for rank in ranks for each in rank["updates"]]
+        computed = sum(each["num_tokens"] for each in updates)
+        repeats = [max(mean(rank, "seconds") for rank in ranks) for ranks in self.found]
+        return {
+            "data": self.data,
+            "ranks": self.ranks,
+            "contestant": self.contestant,
+            "same_samples": who.comparable,
+            "weighs": who.weighs,
+            "seconds_per_update": statistics.median(repeats),
+            "repeats_seconds": repeats,
+            "cpu_seconds": statistics.median(sum(mean(rank, "cpu_seconds") for rank in ranks) for ranks in self.found),
+            "real_tokens": self.real_tokens / NUM_MEASURED,
+            "computed_tokens": computed / NUM_MEASURED,
+            "num_forwards": sum(each["num_forwards"] for each in updates) / NUM_MEASURED / self.ranks,
+            "peak_bytes": statistics.median(max(rank["peak_bytes"] for rank in ranks) for ranks in self.found),
+            "start_bytes": self.found[0][0]["start_bytes"],
+            "weights": self.found[0][0]["weights"],
+            "gradient_error": proof["gradient_error"],
+            "weights_error": None if who.cut == "packs" else proof["weights_error"],
+            "proof_weights": proof["weights"],
+            "collectives": proof["collectives"],
+            "load_before": [each["load_before"] for each in self.made_with],
+            **{key: value for key, value in self.made_with[0].items() if key != "load_before"},
+        }
+
+
+def mean(rank: dict[str, Any], key: str) -> float:
+    return statistics.mean(update[key] for update in rank["updates"])
+
+
+def start(folder: Path, ranks: int) -> None:
+    """The contestant's processes, to their end; torchrun starts several."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(
+        [sys.executable, *torchrun, "-m", "benchmarks.speed.contest", str(folder)], cwd=result.ROOT,
+        env=os.environ | quiet, capture_output=True, text=True, timeout=TIMEOUT_SECONDS,
+    )  # fmt: skip
+    if done.returncode:
+        raise SystemExit(f"a contestant failed; its log ends:\n{(done.stdout + done.stderr)[-4000:]}")
+
+
+def pools(names: list[str], setting: Setting, gsm8k: Path) -> Pools:
+    """The samples of each data set, by which contestants take them."""
+    found: Pools = {}
+    for name in names:
+        everything = data.pool(name, FULL.max_microbatch_tokens, gsm8k, quick=setting == QUICK)
+        drawn = data.drawn(everything, setting)
+        found[name] = {
+            "drawn": drawn,
+            "grouped": data.grouped(everything, setting),
+            "rectangles": data.rectangles(drawn),
+        }
+    return found
+
+
+def cells(asked: argparse.Namespace, setting: Setting, samples: Pools) -> Iterator[Cell]:
+    for ranks in asked.ranks:
+        for name, kinds in samples.items():
+            for contestant in asked.only:
+                if name == "fixed" and CONTESTANTS[contestant].samples != "drawn":
+                    continue  # rows of one length are in groups, and full, as they are
+                yield Cell(name, ranks, contestant, setting, kinds[CONTESTANTS[contestant].samples])
+
+
+def left_out(asked: argparse.Namespace) -> dict[str, str]:
+    """What is not there, and why; it is taken out of what was asked for."""
+    reasons = {name: f"{', '.join(missing)} not installed" for name in asked.only
+               if (missing := CONTESTANTS[name].missing())}  # fmt: skip
+    asked.only = [name for name in asked.only if name not in reasons]
+    if "gsm8k" in asked.data and not asked.gsm8k.exists():
+        asked.data.remove("gsm8k")
+        reasons["gsm8k"] = "no file of it; give one with --gsm8k"
+    for name, reason in reasons.items():
+        print(f"left out: {name}: {reason}")
+    return reasons
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = lambda known: lambda text: [check(known, name) for name in text.split(",")]  # noqa: E731
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--only", type=names(CONTESTANTS), default=list(CONTESTANTS))
+    parser.add_argument("--data", type=names(data.NAMES), default=list(data.NAMES))
+    parser.add_argument("--ranks", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2])
+    parser.add_argument("--gsm8k", type=Path, default=GSM8K, help="a JSON object a line: question, answer")
+    parser.add_argument("--quick", action="store_true", help="tiny, to see that it works; its times say nothing")
+    parser.add_argument("--out", type=Path, help="where the result is written")
+    parser.add_argument("--table", action="store_true", help="only write README's table, from the newest result")
+    return parser.parse_args()
+
+
+def check(known: dict[str, Any], name: str) -> str:
+    if name not in known:
+        raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}")
+    return name
+
+
+def main() -> None:
+    asked = arguments()
+    if asked.table:
+        return table.write()
+    setting = QUICK if asked.quick else FULL
+    whole = asked.only == list(CONTESTANTS) and asked.data == list(data.NAMES) and not asked.quick
+    path = asked.out or (result.dated("speed") if whole else None)
+    reasons = left_out(asked)
+    everything = list(cells(asked, setting, pools(asked.data, setting, asked.gsm8k)))
+    minutes = asked.repeats * sum(cell.expected_seconds() for cell in everything) / 60
+    print(
+        f"{len(everything)} cells, {asked.repeats} times each: some {minutes:.0f} minutes on an idle machine",
+        flush=True,
+    )
+    for repeat in range(asked.repeats):
+        for cell in everything[:: -1 if repeat % 2 else 1]:
+            cell.run()
+            print(table.line(cell.row()), flush=True)
+        if path:
+            rows = [each.row() for each in everything]
+            result.write(path, {"claim": CLAIM, "setting": asdict(setting), "rows": rows, "left_out": reasons})
+    print(path or "nothing written: a part of it, and no --out")
+    wrong = disagreeing(each.row() for each in everything)
+    return sys.exit("\n".join(wrong)) if wrong else None
+
+
+if __name__ == "__main__":
+    main()

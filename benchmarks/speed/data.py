@@ -1,0 +1,64 @@
+"""The samples of two updates, drawn once and given to every contestant; text is read as bytes."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers.trainer_pt_utils import LengthGroupedSampler
+
+from benchmarks.speed.setting import LENGTH_OF_FIXED, NUM_MEASURED, Setting
+from megabatch.train.data.stdlib import SKIPPED_FOLDERS, functions_of, stdlib_root
+
+NAMES = {"gsm8k": "GSM8K", "stdlib": "standard library", "fixed": f"{LENGTH_OF_FIXED} tokens each"}
+MIN_BYTES = 100
+Ids = list[int]
+
+
+def pool(name: str, longest: int, gsm8k: Path, *, quick: bool = False) -> list[Ids]:
+    """All there is of a data set up to a length: questions with answers, Python functions, or rows of one length."""
+    if name == "fixed":
+        return np.random.default_rng(0).integers(3, 259, (256, LENGTH_OF_FIXED)).tolist()
+    if name == "gsm8k":
+        rows = map(json.loads, gsm8k.read_text(encoding="utf-8").splitlines())
+        texts = [f"{row['question']}\n{row['answer']}" for row in rows]
+    else:
+        texts = list(functions(stdlib_root() / "asyncio" if quick else stdlib_root()))
+    return [[byte + 3 for byte in text.encode()] for text in texts if len(text.encode()) <= longest]
+
+
+def functions(root: Path) -> Iterator[str]:
+    """The functions of the modules in a folder, as they stand in the file, each text once; those of a line or two left
+    out."""
+    texts: dict[str, None] = {}
+    for path in sorted(root.rglob("*.py")):
+        if SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts):
+            found = functions_of(path.read_text(encoding="utf-8", errors="replace"), path.name)
+            texts |= dict.fromkeys(each.prompt + each.response for each in found)
+    return (text for text in texts if len(text.encode()) >= MIN_BYTES)
+
+
+def drawn(samples: Sequence[Ids], setting: Setting) -> list[Ids]:
+    """The samples of the measured updates, in their order: the same for all, and no other than chance chose."""
+    order = np.random.default_rng(0).permutation(len(samples))
+    return [samples[index] for index in order[: NUM_MEASURED * setting.update_size]]
+
+
+def grouped(samples: Sequence[Ids], setting: Setting) -> list[Ids]:
+    """What transformers' LengthGroupedSampler puts into two updates, at a quarter and three quarters of its first sort.
+
+    Each of its updates has samples of one length, and its first sort is of 50 updates.
+    """
+    lengths = [len(sample) for sample in samples]
+    sampler = LengthGroupedSampler(setting.update_size, lengths=lengths, generator=torch.Generator().manual_seed(0))
+    order = list(sampler)
+    num_updates = min(len(samples) // (4 * setting.update_size), 50) or 1
+    starts = [num_updates * part // 4 * setting.update_size for part in (1, 3)]
+    return [samples[index] for start in starts for index in order[start : start + setting.update_size]]
+
+
+def rectangles(samples: Sequence[Ids]) -> list[Ids]:
+    """As many samples, all of the mean length."""
+    mean = round(sum(map(len, samples)) / len(samples))
+    return np.random.default_rng(1).integers(3, 259, (len(samples), mean)).tolist()

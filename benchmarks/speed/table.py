@@ -1,0 +1,103 @@
+"""README's table of speed, from a result."""
+
+import json
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import result
+from benchmarks.speed.agreement import EXACT
+from benchmarks.speed.contestants import CONTESTANTS
+from benchmarks.speed.data import NAMES
+
+README = result.ROOT / "README.md"
+START, END = "<!-- speed: python -m benchmarks.speed --table -->\n", "<!-- end of speed -->"
+Row = dict[str, Any]
+
+
+def seconds(row: Row) -> float:
+    """Of an update; where its samples are others, of as many tokens as the drawn ones have (see `rows_of`)."""
+    return row["seconds_per_update"] * row.get("drawn_tokens", row["real_tokens"]) / row["real_tokens"]
+
+
+def line(row: Row) -> str:
+    """A row for who is watching."""
+    return (
+        f"{row['data']:7} {row['ranks']} {row['contestant']:13} {row['seconds_per_update']:8.3f} s"
+        f"  computed/real {row['computed_tokens'] / row['real_tokens']:.3f}  {row['peak_bytes'] / 1e6:7.1f} MB"
+        f"  gradient off by {row['gradient_error']:.1e}  weights {row['weights_error'] or 0:.1e}"
+        f"  sent {sum(row['collectives'].values())}"
+    )
+
+
+def newest() -> Path | None:
+    return max(result.RESULTS.glob("speed_*.json"), default=None)
+
+
+def write() -> None:
+    """Between the two marks of the README."""
+    path = newest()
+    if path is None:
+        raise SystemExit("no result yet: run python -m benchmarks.speed")
+    before, _, rest = README.read_text().partition(START)
+    _, _, after = rest.partition(END)
+    README.write_text(before + START + render(json.loads(path.read_text())) + END + after)
+
+
+def render(found: dict[str, Any]) -> str:
+    """A table for each number of ranks."""
+    rows = [with_drawn_tokens(row, found["rows"]) for row in found["rows"]]
+    parts = [of_ranks([row for row in rows if row["ranks"] == ranks]) for ranks in sorted({r["ranks"] for r in rows})]
+    return "\n" + "\n".join(parts) + "\n"
+
+
+def with_drawn_tokens(row: Row, rows: Iterable[Row]) -> Row:
+    """The row, with the tokens that an update has for those who keep its samples."""
+    same = [each for each in rows if each["data"] == row["data"] and each["same_samples"]]
+    return row | {"drawn_tokens": same[0]["real_tokens"] if same else row["real_tokens"]}
+
+
+def of_ranks(rows: list[Row]) -> str:
+    """Contestants down, data sets across; in brackets the time beside megabatch's."""
+    names = [name for name in NAMES if any(row["data"] == name for row in rows)]
+    ranks = rows[0]["ranks"]
+    head = ["1 process" if ranks == 1 else f"{ranks} processes, DDP", *(NAMES[name] for name in names)]
+    head += ["computed / real", "peak MB", "gradient off by"] + ["collectives"] * (ranks > 1)
+    lines = [head, ["---"] * len(head)]
+    for name in CONTESTANTS:
+        own = {row["data"]: row for row in rows if row["contestant"] == name}
+        if own:
+            lines.append([title(name), *(cell(own.get(each), rows) for each in names), *summary(list(own.values()))])
+    return "".join(f"| {' | '.join(each)} |\n" for each in lines)
+
+
+def title(name: str) -> str:
+    who = CONTESTANTS[name]
+    return f"**{who.title}**" if name == "megabatch" else who.title if who.comparable else f"*{who.title}*"
+
+
+def cell(row: Row | None, rows: list[Row]) -> str:
+    """Seconds, and how many times megabatch's; those of other samples stand without that."""
+    if row is None:
+        return ""
+    ours = next(
+        (seconds(each) for each in rows if (each["data"], each["contestant"]) == (row["data"], "megabatch")), None
+    )
+    text = f"{seconds(row):.2f} s"
+    if ours is None or not row["same_samples"]:
+        return text if row["same_samples"] else f"*{text}*"
+    return f"{text} ({seconds(row) / ours:.2f})"
+
+
+def summary(rows: list[Row]) -> list[str]:
+    """Over the data sets: padding of each, the most memory, the largest error."""
+    padding = " ".join(f"{row['computed_tokens'] / row['real_tokens']:.2f}" for row in rows)
+    error = max(row["gradient_error"] for row in rows)
+    told = [
+        padding,
+        f"{max(row['peak_bytes'] for row in rows) / 1e6:.0f}",
+        "exact" if error < EXACT else f"{error:.1%}",
+    ]
+    sent = statistics.median(sum(row["collectives"].values()) for row in rows)
+    return [*told, f"{sent:.0f}"] if rows[0]["ranks"] > 1 else told

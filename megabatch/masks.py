@@ -1,0 +1,62 @@
+"""Attention masks that change nothing: in a causal model no token sees the padding on its right.
+
+Without one torch takes its fast ways through attention, and nothing waits for a device to look at it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
+
+from megabatch.batch import Microbatch
+
+MASK = "attention_mask"
+RIGHT_PADDED = "megabatch: padded on the right"  # in a microbatch, beside its mask
+# What transformers' configs say of a model whose tokens are sent to experts, which may count them by the mask.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def noted(microbatch: Microbatch) -> Microbatch:
+    """The microbatch, with a note where its mask does no more than leave out padding on the right; on the CPU."""
+    if not isinstance(microbatch, Mapping) or not _is_right_padded(microbatch.get(MASK)):
+        return microbatch
+    return {**microbatch, RIGHT_PADDED: True}
+
+
+def without_needless(model: Any, microbatch: Mapping[str, Any]) -> dict[str, Any]:
+    """The microbatch without the note, and without a mask that the model can do without."""
+    is_noted = microbatch.get(RIGHT_PADDED) or _is_right_padded(microbatch.get(MASK))
+    needless = (RIGHT_PADDED, MASK) if is_noted and is_causal(model) else (RIGHT_PADDED,)
+    return {name: value for name, value in microbatch.items() if name not in needless}
+
+
+def is_causal(model: Any) -> bool:
+    """Whether no token of a model of transformers sees a later one, nor a mask does more than hide some.
+
+    So say its config and every layer with attention. Of other models nothing is known.
+    """
+    while not hasattr(model, "config") and isinstance(inner := _inside(model), nn.Module):
+        model = inner
+    config = getattr(model, "config", None)
+    if not isinstance(model, nn.Module) or config is None or getattr(config, "is_encoder_decoder", True):
+        return False
+    if getattr(config, "use_bidirectional_attention", None) or any(getattr(config, each, None) for each in EXPERTS):
+        return False
+    said = [each for module in model.modules() if (each := vars(module).get("is_causal")) is not None]
+    return bool(said) and all(each is True for each in said)
+
+
+def _inside(model: Any) -> Any:
+    """What DDP, FSDP1 or torch.compile have wrapped."""
+    return getattr(model, "module", None) or getattr(model, "_orig_mod", None)
+
+
+def _is_right_padded(mask: Any) -> bool:
+    """Whether ones come before zeros in each row of a mask [B, T]; not asked of a device, which would wait."""
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.device.type != "cpu" or mask.is_floating_point():
+        return False
+    if is_fake(mask):  # it has no numbers
+        return False
+    is_real = mask != 0
+    return not bool((is_real[:, 1:] & ~is_real[:, :-1]).any())

@@ -1,0 +1,124 @@
+"""The benchmark of speed: what it writes, and that contestants make the updates that they are said to make."""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.speed import table
+from benchmarks.speed.__main__ import left_out
+from benchmarks.speed.agreement import disagreeing
+from benchmarks.speed.contestants import CONTESTANTS
+
+ROOT = Path(__file__).parents[1]
+RUNS = {1: ["megabatch", "plain", "accelerate", "hf_rebalance"], 2: ["megabatch", "plain"]}  # of the extra dev
+KEYS = {
+    "data", "ranks", "contestant", "same_samples", "weighs", "seconds_per_update", "repeats_seconds", "cpu_seconds",
+    "real_tokens", "computed_tokens", "num_forwards", "peak_bytes", "start_bytes", "weights", "gradient_error",
+    "weights_error", "proof_weights", "collectives", "load_before", "command", "commit", "versions", "machine", "cores",
+}  # fmt: skip
+
+
+def ran(ranks: int, folder: Path) -> list[dict]:
+    out = folder / f"{ranks}.json"
+    words = ["--quick", "--data", "stdlib", "--ranks", str(ranks), "--only", ",".join(RUNS[ranks]), "--out", str(out)]
+    command = [sys.executable, "-m", "benchmarks.speed", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    assert set(found) == {"claim", "setting", "rows", "left_out"}
+    return found["rows"]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    return [row for ranks in RUNS for row in ran(ranks, tmp_path_factory.mktemp("bench"))]
+
+
+@pytest.fixture(scope="module")
+def by_name(rows: list[dict]) -> dict[tuple[str, int], dict]:
+    return {(row["contestant"], row["ranks"]): row for row in rows}
+
+
+@pytest.mark.slow
+def test_every_row_says_where_it_comes_from(rows):
+    assert [(row["contestant"], row["ranks"]) for row in rows] == [(n, ranks) for ranks in RUNS for n in RUNS[ranks]]
+    for row in rows:
+        assert set(row) == KEYS
+        assert row["command"].startswith("python -m benchmarks.speed --quick")
+        assert {"torch", "megabatch", *CONTESTANTS[row["contestant"]].libraries} <= set(row["versions"])
+        assert min(row["seconds_per_update"], row["peak_bytes"], row["cores"]) > 0
+        assert len(row["load_before"]) == len(row["repeats_seconds"]) == 1
+
+
+@pytest.mark.slow
+def test_gradients_are_what_they_are_said_to_be(rows):
+    errors = {(row["contestant"], row["ranks"]): row["gradient_error"] for row in rows}
+    for (name, _), error in errors.items():
+        assert error < 1e-12 if CONTESTANTS[name].weighs == "targets" else error > 1e-3
+    assert disagreeing(rows) == []
+
+
+@pytest.mark.slow
+def test_counts(by_name):
+    """The same tokens for all; fewer of them padded, and no more sent for it than the plain loop sends."""
+    assert len({row["real_tokens"] for row in by_name.values()}) == 1
+    for ranks in RUNS:
+        ours, plain = by_name["megabatch", ranks], by_name["plain", ranks]
+        assert ours["real_tokens"] <= ours["computed_tokens"] < plain["computed_tokens"]
+    for name in ("megabatch", "plain"):
+        assert by_name[name, 1]["collectives"] == {}
+        assert by_name[name, 2]["collectives"]["all_reduce"] == 1
+
+
+@pytest.mark.slow
+def test_the_table_has_a_line_for_each(rows):
+    text = table.render({"rows": rows})
+    assert text.count("**megabatch**") == len(RUNS)
+    assert text.count("\n|") + text.startswith("|") == len(rows) + 2 * len(RUNS)
+    assert text.count("exact |") == sum(CONTESTANTS[row["contestant"]].weighs == "targets" for row in rows)
+
+
+def made(name: str, **values: object) -> dict:
+    """A row by hand."""
+    who = CONTESTANTS[name]
+    row = {"contestant": name, "data": "fixed", "ranks": 1, "same_samples": who.comparable, "weighs": who.weighs}
+    error = 0.5 if who.weighs == "microbatches" else 1e-14
+    return row | {"weights_error": error, "gradient_error": error, "proof_weights": 600.0} | values
+
+
+@pytest.mark.parametrize(
+    ("row", "named"),
+    [
+        (made("megabatch"), False),
+        (made("megabatch", weights_error=1e-5), True),
+        (made("megabatch", gradient_error=1e-5), True),
+        (made("accelerate"), False),
+        (made("accelerate", gradient_error=0.6), True),  # as of another scale, which AdamW's weights do not show
+        (made("accelerate", proof_weights=600.001), True),
+        (made("lightning", proof_weights=600.001), True),
+        (made("lightning", proof_weights=600.001, ranks=2), False),  # deals samples, not microbatches
+        (made("rectangles", proof_weights=700.0), False),
+        (made("trl", weights_error=None), False),
+    ],
+)
+def test_who_makes_another_update_is_named(row, named):
+    assert bool(disagreeing([made("plain"), made("plain", ranks=2), row])) == named
+
+
+def test_what_is_not_there_is_left_out_and_said(capsys, monkeypatch):
+    monkeypatch.setattr("benchmarks.result.version", lambda name: None if name == "lightning" else "1")
+    asked = argparse.Namespace(only=["megabatch", "lightning"], data=["gsm8k", "fixed"], gsm8k=Path("nowhere.jsonl"))
+    said = left_out(asked)
+    assert said == {"lightning": "lightning not installed", "gsm8k": "no file of it; give one with --gsm8k"}
+    assert (asked.only, asked.data) == (["megabatch"], ["fixed"])
+    assert capsys.readouterr().out.count("left out") == 2
+
+
+def test_the_readme_has_the_newest_result():
+    text = table.README.read_text().partition(table.START)[2].partition(table.END)[0]
+    newest = table.newest()
+    assert text == (table.render(json.loads(newest.read_text())) if newest else "")

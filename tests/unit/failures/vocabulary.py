@@ -1,0 +1,51 @@
+"""What the summed loss of a head does not give."""
+
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from megabatch import MegabatchError, losses, vocabulary
+from tests.unit.failures.table import Failure
+
+TAKE_LOGITS = "give a loss of your own that takes the model's logits"
+BATCH = {"input_ids": torch.zeros(4, 8, dtype=torch.long), "labels": torch.zeros(4, 8, dtype=torch.long)}
+
+
+class Model(nn.Module):
+    """In a family, and its logits are scaled after all."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.embedding, self.lm_head, self.scale = nn.Embedding(5, 4), nn.Linear(4, 5), scale
+
+    def forward(self, input_ids: Tensor) -> SimpleNamespace:
+        logits = self.lm_head(self.embedding(input_ids))
+        return SimpleNamespace(logits=logits if self.scale == 1 else logits * self.scale)
+
+
+def total(scale: float) -> Tensor:
+    """The loss of a model that is in a family."""
+    family = patch.object(vocabulary, "FAMILIES", {f"{Model.__module__}.{Model.__qualname__}"})
+    with family, patch.object(vocabulary, "MIN_CHUNK_LOGITS", 5):
+        return losses.next_token(Model(scale), BATCH).total
+
+
+def second_derivative() -> None:
+    total(1.0).backward(create_graph=True)
+
+
+FAILURES = {
+    "logits that are not those of the head": Failure(
+        MegabatchError,
+        "Model does not return what its lm_head gives, which losses.next_token had summed there; " + TAKE_LOGITS,
+        lambda: total(2.0),
+    ),
+    "a second derivative": Failure(
+        MegabatchError,
+        "the loss was differentiated with create_graph=True, and losses.next_token has only a first derivative; "
+        + TAKE_LOGITS,
+        second_derivative,
+    ),
+}

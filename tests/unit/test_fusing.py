@@ -1,0 +1,325 @@
+"""Linear layers that add to their gradients themselves: the same bits, and where they leave it to autograd."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+from megabatch import GradientAccumulator, MegabatchError, fusing, loss
+from tests.exact.fusing import Additions, leftovers
+from tests.exact.spikes import Spikes
+
+NUM_SAMPLES = 8  # a power of two: the same bits in any order
+ROWS = {"x": torch.randint(-3, 4, (NUM_SAMPLES, 3, 4), generator=torch.Generator().manual_seed(3)).double()}
+
+
+@pytest.fixture(autouse=True)
+def small_layers(monkeypatch):
+    monkeypatch.setattr(fusing, "MIN_ELEMENTS", 1)
+
+
+class Net(nn.Module):
+    """Two layers, integer weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.double()
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randint(-2, 3, parameter.shape, generator=generator))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(F.relu_(self.first(x)))
+
+
+class Twice(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.second(self.first(x)))
+
+
+class Hooked(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.weight.register_hook(lambda gradient: 2 * gradient)
+        self.second.weight.register_post_accumulate_grad_hook(lambda weight: None)
+
+
+class Watched(Net):
+    """Its modules are looked at, its weights are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.register_forward_hook(lambda _module, _inputs, output: 2 * output)
+
+
+class Functional(Net):
+    """The weights are used past their layers too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + F.linear(x, self.first.weight) + self.second.weight.sum()
+
+
+class Replaced(Net):
+    """A layer whose forward is somebody else's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.forward = lambda x: F.linear(x, self.first.weight, self.first.bias) * 3
+
+
+class Turned(Net):
+    """Inputs that are not contiguous."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x.transpose(0, 1)).repeat(1, 1, 2)[..., ::2])
+
+
+class OneByOne(Net):
+    """Inputs of one dimension."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([super(OneByOne, self).forward(row) for row in x.flatten(0, 1)])
+
+
+class Again(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x.requires_grad_(), use_reentrant=True)
+
+
+class AgainTwice(Twice):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Copied(Net):
+    """What autograd saves comes back as a copy."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
+            return super().forward(x)
+
+
+class Parts(Net):
+    """Some microbatches are empty, and some do not use a layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(x)[:0].sum() + (self.first(x) if x.sum() > 0 else x)
+
+
+def total_of(model: nn.Module, microbatch: Any) -> Tensor:
+    return (model(microbatch["x"]) ** 2).sum()
+
+
+def penalised(model: nn.Module, microbatch: Any) -> Tensor:
+    """With the square of a gradient for the inputs, and of one for a weight."""
+    x = microbatch["x"].requires_grad_()
+    outputs = model(x).sum()
+    of_x, of_weight = torch.autograd.grad(outputs, [x, model.second.weight], create_graph=True)
+    return total_of(model, {"x": x.detach()}) + (of_x**2).sum() + (of_weight**2).sum() * 0.0
+
+
+def looks_inside(model: nn.Module, microbatch: Any) -> Tensor:
+    """Backwards that are not for the model's parameters, in between."""
+    x = microbatch["x"].clone().requires_grad_()
+    scale = torch.autograd.grad(model(x).sum(), x)[0].sum().sign().detach()
+    model(x).sum().backward(inputs=[x])
+    return total_of(model, microbatch) * scale
+
+
+def with_torch_func(model: nn.Module, microbatch: Any) -> Tensor:
+    x = microbatch["x"]
+    torch.func.grad(lambda each: model(each).sum())(x)
+    torch.func.vmap(model)(x)
+    with forward_ad.dual_level(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own
+        model(forward_ad.make_dual(x, torch.ones_like(x)))
+    return total_of(model, microbatch)
+
+
+def kept_twice(model: nn.Module, microbatch: Any) -> Tensor:
+    """Differentiated once by the loss itself."""
+    total = total_of(model, microbatch)
+    total.backward(retain_graph=True)
+    return total
+
+
+def gradients(
+    make: type[nn.Module], total: Callable[..., Tensor], *, fuse: bool, micro_batch_size: int = 2
+) -> tuple[list[Tensor], int]:
+    """The gradient of an update of two calls, and how often a product was added to one."""
+    model = make()
+
+    @loss(weigh=lambda microbatch: len(microbatch["x"]))
+    def summed(model: nn.Module, microbatch: Any) -> tuple[Tensor, int]:
+        return total(model, microbatch), len(microbatch["x"])
+
+    gradient = GradientAccumulator(model, micro_batch_size=micro_batch_size, fuse_accumulation=fuse)
+    with Additions() as additions:
+        for _ in range(2):
+            gradient.forward_backward(ROWS, summed)
+    gradient.finalize()
+    assert list(leftovers(model)) == (["first"] if make is Replaced else [])
+    return [each.grad for each in model.parameters()], additions.number
+
+
+ALL = 2 * 7  # two layers in all microbatches but the first
+CASES = {
+    "plain": (Net, total_of, ALL),
+    "used twice": (Twice, total_of, 3 * 7),
+    "hooks on weights": (Hooked, total_of, 0),
+    "a hook on a module": (Watched, total_of, ALL),
+    "used past the layer": (Functional, total_of, ALL),
+    "a forward of its own": (Replaced, total_of, 7),
+    "not contiguous": (Turned, total_of, ALL),
+    "one dimension": (OneByOne, total_of, 0),
+    "computed again inside": (Again, total_of, ALL),
+    "computed again, used twice": (AgainTwice, total_of, 3 * 7),
+    "saved as a copy": (Copied, total_of, ALL),
+    "some rows or none": (Parts, total_of, None),
+    "a gradient of a gradient": (Net, penalised, None),
+    "backwards for others": (Net, looks_inside, ALL),
+    "torch.func": (Net, with_torch_func, ALL),
+    "a graph that is kept": (Net, kept_twice, 2 * 15),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_bits_as_autograd(name: str):
+    make, total, expected = CASES[name]
+    mine, num_added = gradients(make, total, fuse=True)
+    reference, none = gradients(make, total, fuse=False)
+    assert none == 0
+    assert num_added == expected if expected is not None else num_added > 0
+    assert all(map(torch.equal, mine, reference))
+
+
+def test_a_backward_for_others_would_add_if_it_were_not_asked(monkeypatch):
+    monkeypatch.setattr(fusing, "_runs", lambda node: True)
+    mine, _ = gradients(Net, looks_inside, fuse=True)
+    reference, _ = gradients(Net, looks_inside, fuse=False)
+    assert not all(map(torch.equal, mine, reference))
+
+
+def test_autocast_goes_the_plain_way():
+    def under_autocast(model: nn.Module, microbatch: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return (model(microbatch["x"].float()).float() ** 2).sum()
+
+    class Single(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.float()
+
+    mine, num_added = gradients(Single, under_autocast, fuse=True)
+    assert num_added == 0
+    assert all(map(torch.equal, mine, gradients(Single, under_autocast, fuse=False)[0]))
+
+
+def test_a_copy_made_inside_of_a_call_is_a_model_of_its_own():
+    model = Net()
+    copies: list[nn.Module] = []
+    gradient = GradientAccumulator(model, micro_batch_size=4, fuse_accumulation=True)
+    for microbatch in gradient.microbatches(ROWS):
+        copies.append(copy.deepcopy(model))
+        gradient.backward(total_of(model, microbatch), 4)
+    with torch.no_grad():
+        copies[0].first.weight.zero_()
+    with Additions() as additions:
+        for _ in range(2):
+            total_of(copies[0], ROWS).backward()
+    assert additions.number == 0
+    assert torch.equal(copies[0].first(ROWS["x"]), copies[0].first.bias.expand(8, 3, 4))
+    assert not torch.equal(model.first.weight, copies[0].first.weight)
+
+
+def test_a_call_that_fails_leaves_the_layers_as_they_were():
+    model = Net()
+    gradient = GradientAccumulator(model, micro_batch_size=4, fuse_accumulation=True)
+    with pytest.raises(ZeroDivisionError):
+        gradient.forward_backward(ROWS, lambda model, microbatch: (total_of(model, microbatch), 1 / 0))
+    assert not list(leftovers(model))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rounding_is_no_worse_than_autograds(dtype: torch.dtype):
+    def real(model: nn.Module, microbatch: Any) -> Tensor:
+        return total_of(model, {"x": microbatch["x"].to(dtype) / 7})
+
+    class Rounded(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.to(dtype)
+
+    truth, _ = gradients(Net, lambda model, given: total_of(model, {"x": given["x"] / 7}), fuse=False)
+    mine, theirs = (gradients(Rounded, real, fuse=fuse, micro_batch_size=1)[0] for fuse in (True, False))
+    epsilon = torch.finfo(dtype).eps
+    for one, other, exact in zip(mine, theirs, truth, strict=True):
+        assert (one - exact).norm() <= 2 * (other - exact).norm() + 2 * epsilon * exact.norm()
+
+
+class TwiceOutOfMemory(Net):
+    """Memory runs out between the two backwards of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.between = nn.Identity()
+        self.spikes = Spikes(self, ("first", "between"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.between(self.second(self.first(x))))
+
+
+def run_out(model: nn.Module, when: Any, **settings: Any) -> GradientAccumulator:
+    gradient = GradientAccumulator(model, micro_batch_size=4, **settings)
+    model.spikes.set(when)
+
+    @loss(weigh=lambda microbatch: len(microbatch["x"]))
+    def squares(model: nn.Module, microbatch: Any) -> tuple[Tensor, int]:
+        return total_of(model, microbatch), len(microbatch["x"])
+
+    gradient.forward_backward(ROWS, squares)
+    gradient.finalize()
+    return gradient
+
+
+def test_a_gradient_that_was_added_by_half_is_not_run_again():
+    with pytest.raises(MegabatchError, match="which had added a part of a weight's gradient, so that it cannot run"):
+        run_out(TwiceOutOfMemory(), {1: ("backward", 1)}, fuse_accumulation=True)
+
+
+@pytest.mark.parametrize("when", [{1: ("backward", 0)}, {0: ("backward", 1)}])
+def test_one_that_was_added_whole_or_not_at_all_is(when: Any):
+    model, reference = TwiceOutOfMemory(), TwiceOutOfMemory()
+    assert run_out(model, when, fuse_accumulation=True).last_plan.num_split == 1
+    run_out(reference, {})
+    assert all(
+        torch.equal(one.grad, other.grad) for one, other in zip(model.parameters(), reference.parameters(), strict=True)
+    )
+
+
+def test_a_layer_is_taken_for_its_size(monkeypatch):
+    monkeypatch.setattr(fusing, "MIN_ELEMENTS", 17)
+
+    class Uneven(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide = nn.Linear(4, 5).double()
+            nn.init.ones_(self.wide.weight)
+            nn.init.zeros_(self.wide.bias)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.wide(super().forward(x))
+
+    mine, num_added = gradients(Uneven, total_of, fuse=True)
+    assert num_added == 7
+    assert all(map(torch.equal, mine, gradients(Uneven, total_of, fuse=False)[0]))

@@ -1,0 +1,200 @@
+"""A bound that is chosen leaves everything as it was, in one process: gradients and attributes, to the bit."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from megabatch import GradientAccumulator, MegabatchError, losses
+from megabatch.batch import Deferred
+from megabatch.errors import Bound
+from megabatch.fit import Fit
+from tests.exact.spikes import Spikes
+from tests.unit.failures.table import squares, weighed_squares
+
+ALL = 10**9  # tokens: one microbatch
+
+
+def samples(number: int, width: int = 8) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [{"x": torch.randn(width, generator=generator, dtype=torch.float64)} for _ in range(number)]
+
+
+def tokens_of(gradient: GradientAccumulator) -> int:
+    assert gradient.fit is not None
+    return gradient.fit.max_microbatch_tokens
+
+
+def linear() -> nn.Module:
+    return nn.Linear(8, 1).double()
+
+
+def gradients(make: Callable[[], nn.Module], loss_fn: Any, batch: Any, **bound: Any) -> Tensor:
+    torch.manual_seed(0)
+    model = make()
+    gradient = GradientAccumulator(model, **bound)
+    gradient.forward_backward(batch, loss_fn)
+    gradient.finalize()
+    return gradient_of(model)
+
+
+def gradient_of(model: nn.Module) -> Tensor:
+    return torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
+
+
+def first_eight(model: nn.Module, microbatch: Any) -> tuple[Tensor, int]:
+    return squares(model, {"x": microbatch["x"][:, :8]})
+
+
+class Noting(nn.Module):
+    """Notes in its forward what modules note: counters, first values, tables, tensors that are written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 1).double()
+        self.num_calls, self.seen, self.scales = 0, Counter[int](), [1.0]
+        self.moving = torch.zeros(8, dtype=torch.float64)
+
+    mean: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "mean"):
+            self.register_buffer("mean", x.mean(0), persistent=False)
+            self.spread = x.std(0, unbiased=False) + 1
+        self.num_calls += 1
+        self.seen[len(x)] += 1
+        self.scales.append(self.scales[-1] * 1.5)
+        self.moving += x.mean(0)
+        scale = self.num_calls + self.scales[-1] + sum(self.seen.values())
+        return self.linear((x - self.mean) / self.spread + self.moving) * scale
+
+
+def dynamic() -> nn.Module:
+    """Its rotary embedding remembers the longest sequence that it has seen."""
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            max_position_embeddings=32, rope_parameters=rope,
+        )
+    )  # fmt: skip
+
+
+def test_what_a_module_notes_is_as_if_nothing_had_been_measured() -> None:
+    expected = gradients(Noting, weighed_squares, samples(6), max_microbatch_tokens=ALL)
+    assert torch.equal(gradients(Noting, weighed_squares, samples(6)), expected)
+
+
+def test_an_embedding_that_has_seen_a_long_sequence_has_not() -> None:
+    ids = [torch.arange(96) * step % 64 for step in range(1, 7)]
+    batch = [{"input_ids": each, "labels": each} for each in ids]
+    expected = gradients(dynamic, losses.next_token, batch, max_microbatch_tokens=ALL)
+    assert torch.equal(gradients(dynamic, losses.next_token, batch), expected)
+
+
+@pytest.mark.parametrize("before", [None, 3.0])
+def test_a_tensor_of_the_loss_keeps_its_gradient(before: float | None) -> None:
+    found: list[float] = []
+    for bound in ({"max_microbatch_tokens": ALL}, {}):
+        outside = torch.ones(1, dtype=torch.float64, requires_grad=True)
+        outside.grad = None if before is None else torch.full((1,), before, dtype=torch.float64)
+
+        def scaled(model: nn.Module, microbatch: Any, outside: Tensor = outside) -> tuple[Tensor, int]:
+            return (model(microbatch["x"]) * outside).square().sum(), len(microbatch["x"])
+
+        gradients(linear, scaled, samples(6), **bound)
+        assert outside.grad is not None
+        found.append(outside.grad.item())
+    assert found[0] == found[1]
+
+
+def test_a_frozen_parameter_that_is_no_number_has_not_moved() -> None:
+    model = nn.Linear(8, 1).double()
+    model.register_parameter("unused", nn.Parameter(torch.full((2,), float("nan")), requires_grad=False))
+    GradientAccumulator(model).forward_backward(samples(4), weighed_squares)
+
+
+def test_samples_of_another_kind_are_as_long_as_their_batch_says() -> None:
+    def collate(pairs: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
+        return {"x": torch.stack([image.flatten() for image, _ in pairs])}
+
+    def load(index: int) -> tuple[Tensor, int]:
+        return torch.full((2, 4), float(index), dtype=torch.float64), index
+
+    def batch() -> Deferred:
+        return Deferred(load, [16] * 8, [1.0] * 8, measured=False)
+
+    expected = gradients(linear, weighed_squares, batch(), collate=collate, micro_batch_size=8)
+    assert torch.equal(gradients(linear, weighed_squares, batch(), collate=collate), expected)
+
+
+def test_more_samples_than_were_measured_are_measured() -> None:
+    gradient = GradientAccumulator(nn.Linear(8, 1).double())
+    gradient.choose_bound(samples(1), weighed_squares)
+    assert tokens_of(gradient) == 15
+    gradient.forward_backward(samples(300, width=8), weighed_squares)
+    gradient.finalize()
+    assert tokens_of(gradient) == 301 * 8 - 1
+    assert gradient.last_plan is not None
+    assert gradient.last_plan.num_microbatches == 1
+
+
+def test_the_longest_sample_is_kept_for_calls_with_more() -> None:
+    """Of shorter ones, which must not choose the bound; and none is chosen for more that fit as it is."""
+    lengths = {"long": [9], "more": [3] * 20, "few": [3] * 5}
+    batches = {name: [{"x": torch.ones(each, 1).double()} for each in all_of] for name, all_of in lengths.items()}
+    gradient = GradientAccumulator(nn.Linear(1, 1).double())
+    fits: list[Fit] = []
+    for name in ("long", "few", "more", "long"):
+        gradient.choose_bound(batches[name], weighed_squares)
+        assert gradient.fit is not None
+        fits.append(gradient.fit)
+    assert fits[0] is fits[1]
+    assert [fit.longest_tokens for fit in fits] == [9] * 4
+    assert [fit.max_microbatch_tokens for fit in fits] == [17, 17, 21 * 9 - 1, 21 * 9 - 1]
+    assert fits[2] is fits[3]
+
+
+def test_memory_alone_bounds_what_it_has_bounded() -> None:
+    gradient = GradientAccumulator(nn.Linear(8, 1).double())
+    gradient.learn(Bound(4, 32))
+    gradient.choose_bound(samples(300), weighed_squares)
+    assert gradient.fit is not None
+    assert [each.rows for each in gradient.fit.measured] == [1, 4]
+    assert gradient.fit.outgrown_rows is None
+
+
+def test_another_begins_with_what_was_chosen() -> None:
+    first = GradientAccumulator(nn.Linear(8, 1).double())
+    first.choose_bound(samples(3), weighed_squares)
+    second = GradientAccumulator(nn.Linear(8, 1).double(), max_microbatch_tokens=first.fit)
+    second.choose_bound(samples(3), weighed_squares)
+    assert second.fit is first.fit
+    second.choose_bound(samples(1, width=9), first_eight)
+    assert second.fit is not first.fit
+
+
+def test_a_call_without_samples_chooses_nothing_and_the_next_may() -> None:
+    expected = gradients(linear, weighed_squares, samples(4), micro_batch_size=4)
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1).double()
+    gradient = GradientAccumulator(model)
+    gradient.forward_backward([], weighed_squares)
+    gradient.forward_backward(samples(4), weighed_squares)
+    assert gradient.finalize().num_samples == 4
+    assert torch.equal(gradient_of(model), expected)
+
+
+@pytest.mark.parametrize(("forward", "bound"), [(0, None), (4, Bound(2, 16))])
+def test_what_ran_out_while_measuring_says_what_to_begin_with(forward: int, bound: Bound | None) -> None:
+    model = linear()
+    Spikes(model, ("",)).set({forward: ("forward", 0)})
+    gradient = GradientAccumulator(model)
+    with pytest.raises(MegabatchError) as raised:
+        gradient.choose_bound(samples(8), weighed_squares)
+    assert raised.value.shortage is not None
+    assert raised.value.shortage.bound == bound
