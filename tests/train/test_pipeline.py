@@ -198,7 +198,7 @@ def test_saved_weights_packed_documents_and_a_part_that_is_frozen(bench: Bench) 
 def test_a_set_stays_under_the_cap_when_it_is_filled_up() -> None:
     some = [{"input_ids": torch.ones(length, dtype=torch.long)} for length in (3, 3, 3, 3, 50, 3, 3)]
     update = UpdateConfig(global_batch_size=4, max_microbatch_tokens=100)
-    alone, staged = (cut(some, update, ranks) for ranks in (Ranks(0, 1, CPU), TWO_STAGES))
+    alone, staged = (cut(some, update, ranks, None) for ranks in (Ranks(0, 1, CPU), TWO_STAGES))
     assert max(map(len, alone.microbatches)) > 2
     assert max(map(len, staged.microbatches)) == 2
 
