@@ -24,7 +24,6 @@ from megabatch import GradientAccumulator, losses
 RESULTS = Path(__file__).parent / "results"
 VOCABULARY = 2048
 MAX_ROW_TOKENS = 256
-TOKENS = (16, 64, 256, 1024)  # of a microbatch
 NUM_MICROBATCHES = (8, 64)
 MAX_UPDATE_TOKENS = 8192  # more is more of the same
 Samples = list[dict[str, torch.Tensor]]
@@ -80,14 +79,15 @@ def main() -> None:
     """Run, print and write the result beside what it was measured with."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--hidden", type=int, nargs="+", default=[1024])
-    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=1)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[16, 64, 256, 1024], help="of a microbatch")
     parser.add_argument("--repeats", type=int, default=3)
     given = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[int, list[dict[str, float]]] = {}
     for hidden in given.hidden:
         model = build(hidden, given.layers)
-        for tokens in TOKENS:
+        for tokens in given.tokens:
             for number in NUM_MICROBATCHES:
                 if tokens * number <= MAX_UPDATE_TOKENS:
                     row = compare(model, tokens, number, given.repeats)
