@@ -48,9 +48,7 @@ class Prober:
     ) -> None:
         self.optimizer: optim.Optimizer | None = None  # whose states are to have room; None: two for each parameter
         self.reducer, self._subject, self._memory_bytes = reducer, Subject(model, reducer, wide), memory_bytes
-        self._measured: tuple[weakref.ref[Any], Sample] | None = (
-            None  # a loss, and the longest sample that it was given
-        )
+        self._measured: tuple[weakref.ref[Any], Sample] | None = None  # a loss, and the longest sample it was given
         if memory_bytes is not None:
             require_positive("memory_bytes", memory_bytes)
         if cutter.is_auto:

@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,10 +157,9 @@ def left_out(asked: argparse.Namespace) -> dict[str, str]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = lambda known: lambda text: [check(known, name) for name in text.split(",")]  # noqa: E731
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--only", type=names(CONTESTANTS), default=list(CONTESTANTS))
-    parser.add_argument("--data", type=names(data.NAMES), default=list(data.NAMES))
+    parser.add_argument("--only", type=partial(names, CONTESTANTS), default=list(CONTESTANTS))
+    parser.add_argument("--data", type=partial(names, data.NAMES), default=list(data.NAMES))
     parser.add_argument("--ranks", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2])
     parser.add_argument("--gsm8k", type=Path, default=GSM8K, help="a JSON object a line: question, answer")
     parser.add_argument("--quick", action="store_true", help="tiny, to see that it works; its times say nothing")
@@ -168,10 +168,13 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def check(known: dict[str, Any], name: str) -> str:
-    if name not in known:
-        raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}")
-    return name
+def names(known: dict[str, Any], text: str) -> list[str]:
+    """Those that a comma parts."""
+    given = text.split(",")
+    for name in given:
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}")
+    return given
 
 
 def main() -> None:
