@@ -24,7 +24,7 @@ exact: $(VENV)/dev.done  ## the full table of exactness; writes tests/exact/resu
 	$(BIN)/python -m tests.exact.full
 
 bench: $(VENV)/bench.done  ## time it beside its peers, and what grows with what; writes benchmarks/results and README's table
-	$(BIN)/python benchmarks/one_microbatch.py
+	$(BIN)/python -m benchmarks.one_microbatch
 	$(BIN)/python -m benchmarks.scaling
 	$(BIN)/python -m benchmarks.speed $(ARGS)
 	$(BIN)/python -m benchmarks.speed --table

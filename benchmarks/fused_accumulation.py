@@ -6,22 +6,16 @@ both, and a ratio is that of medians of processor time. Writes benchmarks/result
 """
 
 import argparse
-import datetime
-import json
-import platform
 import statistics
-import sys
 import time
-from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import megabatch
+from benchmarks import result
 from megabatch import GradientAccumulator, losses
 
-RESULTS = Path(__file__).parent / "results"
 VOCABULARY = 2048
 MAX_ROW_TOKENS = 256
 NUM_MICROBATCHES = (8, 64)
@@ -84,6 +78,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     given = parser.parse_args()
     torch.set_num_threads(1)
+    made_with = result.made_with(["transformers"])
     found: dict[int, list[dict[str, float]]] = {}
     for hidden in given.hidden:
         model = build(hidden, given.layers)
@@ -93,20 +88,15 @@ def main() -> None:
                     row = compare(model, tokens, number, given.repeats)
                     found.setdefault(hidden, []).append(row)
                     print(f"hidden {hidden:5}", *(f"{name} {value:8}" for name, value in row.items()), flush=True)
-    result = {
+    written = {
         "claim": "linear layers that add to their weights' gradients themselves make small microbatches faster",
-        "command": " ".join(["python benchmarks/fused_accumulation.py", *sys.argv[1:]]),
+        **made_with,
+        "threads": 1,
         "layers": given.layers,
         "rows_by_hidden": found,
         "repeats": given.repeats,
-        "torch": torch.__version__,
-        "megabatch": megabatch.__version__,
-        "python": platform.python_version(),
-        "machine": f"{platform.machine()}, float32, 1 thread, processor time",
     }
-    path = RESULTS / f"fused_accumulation_cpu_{datetime.date.today():%Y-%m-%d}.json"
-    path.write_text(json.dumps(result, indent=2) + "\n")
-    print(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+    print(result.write(result.dated("fused_accumulation"), written))
 
 
 if __name__ == "__main__":

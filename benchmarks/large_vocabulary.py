@@ -7,26 +7,20 @@ Writes benchmarks/results/large_vocabulary_*.json.
     python -m benchmarks.large_vocabulary       # some five minutes
 """
 
-import datetime
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import megabatch
+from benchmarks import result
 from megabatch import losses
 from megabatch.memory import measuring
 
-RESULTS = Path(__file__).parent / "results"
 MEGABYTE = 10**6
 CPU = torch.device("cpu")
 NUM_REPEATS = 3
@@ -136,6 +130,7 @@ def rows_within(size: Size, model: nn.Module, limit_bytes: float) -> int:
 
 def main() -> None:
     torch.set_num_threads(1)
+    made_with = result.made_with(["transformers"])
     rows: list[dict[str, Any]] = []
     for size in SIZES:
         row = compare(size)
@@ -148,20 +143,14 @@ def main() -> None:
             f"rows {size.rows} -> {row['rows_in_the_same_memory']}",
             flush=True,
         )
-    result = {
+    found = {
         "claim": "next_token without all logits takes less memory and no more time than with them",
-        "command": "python -m benchmarks.large_vocabulary",
+        **made_with,
+        "threads": 1,
         "rows": rows,
         "repeats": NUM_REPEATS,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "megabatch": megabatch.__version__,
-        "python": platform.python_version(),
-        "machine": f"{platform.machine()}, 1 thread",
     }
-    path = RESULTS / f"large_vocabulary_cpu_{datetime.date.today():%Y-%m-%d}.json"
-    path.write_text(json.dumps(result, indent=2) + "\n")
-    print(path)
+    print(result.write(result.dated("large_vocabulary"), found))
 
 
 if __name__ == "__main__":

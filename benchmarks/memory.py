@@ -8,24 +8,16 @@ is `megabatch.simulate`, which runs without any of it. Writes benchmarks/results
     python -m benchmarks.memory 25m:ddp         # those whose names have this in them; writes nothing
 """
 
-import datetime
-import json
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-
-import megabatch
+from benchmarks import result
 from tests.exact.launch import launch
 from tests.memory.runs import MALLOC, Run, honest_malloc, predicted
 
-RESULTS = Path(__file__).parent / "results"
 MEGABYTE = 10**6
 CLAIM = (
     "the peak of an update's memory is predicted without running it, at 94 to 100 % of what its process takes; the "
@@ -83,14 +75,9 @@ def compare(run: Run, folder: Path) -> dict[str, Any]:
     }
 
 
-def commit() -> str:
-    """Of the library that is measured."""
-    root = Path(__file__).parents[1]
-    return subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True).stdout.strip()
-
-
 def main() -> None:
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
+    made_with = result.made_with(["transformers"])
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for number, run in enumerate(run for run in RUNS if wanted in str(run)):
@@ -102,23 +89,16 @@ def main() -> None:
     print(f"{len(rows)} runs, predicted / measured {min(ratios)} to {max(ratios)}")
     if wanted:
         return
-    result = {
+    found = {
         "claim": CLAIM,
-        "command": "python -m benchmarks.memory",
+        **made_with,
+        "threads_a_process": 1,
         "names": "size:wrapper:rows:tokens:microbatches:sync:optimizer:precision:recompute",
         "rows": rows,
         "ratio": {"least": min(ratios), "median": statistics.median(ratios), "most": max(ratios)},
         "malloc": MALLOC,
-        "commit": commit(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "megabatch": megabatch.__version__,
-        "python": platform.python_version(),
-        "machine": f"{platform.machine()}, 1 thread a process",
     }
-    path = RESULTS / f"memory_cpu_{datetime.date.today():%Y-%m-%d}.json"
-    path.write_text(json.dumps(result, indent=2) + "\n")
-    print(path)
+    print(result.write(result.dated("memory"), found))
 
 
 if __name__ == "__main__":

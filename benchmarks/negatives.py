@@ -9,9 +9,6 @@ of all pairs. Writes benchmarks/results/negatives_*.json.
 
 import argparse
 import ast
-import datetime
-import json
-import platform
 import re
 import zlib
 from collections.abc import Callable
@@ -22,10 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import megabatch
+from benchmarks import result
 from megabatch import GradientAccumulator, JointLoss
 
-RESULTS = Path(__file__).parent / "results"
 VOCABULARY, WIDTH, NUM_WORDS = 8192, 64, 64
 TEMPERATURE = 0.07
 MICRO_BATCH_SIZE = 16
@@ -179,9 +175,10 @@ def memory(pairs: list[Pair], size: int) -> dict[str, int]:
 def main() -> None:
     """Run, print and write the result beside what it was measured with."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=RESULTS / f"negatives_cpu_{datetime.date.today():%Y-%m-%d}.json")
+    parser.add_argument("--output", type=Path, default=result.dated("negatives"))
     output = parser.parse_args().output
     torch.set_num_threads(1)
+    made_with = result.made_with()
     pairs = all_pairs()
     splits = {"choose": pairs[:NUM_HELD_OUT], "report": pairs[NUM_HELD_OUT : 2 * NUM_HELD_OUT]}
     splits["train"] = pairs[2 * NUM_HELD_OUT :]
@@ -190,10 +187,10 @@ def main() -> None:
         for negatives in LOSSES if size > MICRO_BATCH_SIZE else list(LOSSES)[:1]:  # where they are the same
             rows.append(row(splits, negatives, size))
             print(rows[-1], flush=True)
-    result = {
+    found = {
         "claim": "docstrings find their code better among the negatives of the whole update than among those of a "
         "microbatch, and the encoders keep no more for backward",
-        "command": "python benchmarks/negatives.py",
+        **made_with,
         "rows": rows,
         "bytes_for_backward": [memory(splits["train"], size) for size in GLOBAL_BATCH_SIZES],
         "pairs": {name: len(each) for name, each in splits.items()},
@@ -201,12 +198,9 @@ def main() -> None:
         "epochs": NUM_EPOCHS,
         "seeds": len(SEEDS),
         "learning_rates": LEARNING_RATES,
-        "torch": torch.__version__,
-        "megabatch": megabatch.__version__,
-        "python": platform.python_version(),
-        "machine": f"{platform.machine()}, 1 thread",
+        "threads": 1,
     }
-    output.write_text(json.dumps(result, indent=2) + "\n")
+    result.write(output, found)
 
 
 if __name__ == "__main__":

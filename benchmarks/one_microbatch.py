@@ -6,23 +6,18 @@ Both loops train the same small Llama on the same rows: forward, backward, clip,
 the machine's drift falls on both, and the ratio is that of medians. Writes benchmarks/results/one_microbatch_*.json.
 """
 
-import datetime
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import megabatch
+from benchmarks import result
 from megabatch import GradientAccumulator, losses
 
-RESULTS = Path(__file__).parent / "results"
 NUM_REPEATS = 40
 WARMUP = 5
 SIZES = {"tiny": (32, 1, 8, 32), "small": (192, 2, 8, 128)}  # hidden, layers, rows, tokens of a row
@@ -95,22 +90,18 @@ def compare(hidden: int, layers: int, rows: int, tokens: int) -> dict[str, float
 def main() -> None:
     """Run, print and write the result beside what it was measured with."""
     torch.set_num_threads(1)
+    made_with = result.made_with(["transformers"])
     rows = {name: compare(*size) for name, size in SIZES.items()}
     for name, row in rows.items():
         print(f"{name:6} plain {row['plain_ms']:8.3f} ms  megabatch {row['megabatch_ms']:8.3f} ms  {row['ratio']:.3f}")
-    result = {
+    found = {
         "claim": "an update of one microbatch costs what the plain loop costs, and a fixed host time",
-        "command": "python benchmarks/one_microbatch.py",
+        **made_with,
+        "threads": 1,
         "rows": rows,
         "repeats": NUM_REPEATS,
-        "torch": torch.__version__,
-        "megabatch": megabatch.__version__,
-        "python": platform.python_version(),
-        "machine": f"{platform.machine()}, 1 thread",
     }
-    path = RESULTS / f"one_microbatch_cpu_{datetime.date.today():%Y-%m-%d}.json"
-    path.write_text(json.dumps(result, indent=2) + "\n")
-    print(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+    print(result.write(result.dated("one_microbatch"), found))
 
 
 if __name__ == "__main__":

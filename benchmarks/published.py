@@ -8,17 +8,13 @@ measured on a GPU. ``--report`` writes benchmarks/results/published_*.json.
 """
 
 import argparse
-import datetime
-import json
-import platform
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, optim
 
-import megabatch
+from benchmarks import result
 from megabatch.train.console import Console
 from megabatch.train.model.quiet import quiet
 from megabatch.train.plan.asked import read_asked
@@ -28,8 +24,6 @@ from megabatch.train.plan.sizes import GIB
 from megabatch.train.plan.subject import Subject, subject_of
 from megabatch.train.recipe import load_config
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 ARGUMENTS = ["--world", "8", "--device", "a100-80g", "--memory", "80GiB"]
 OPTIMIZERS = {
     "AdamW": ["--optim.options.fused=false", "--optim.options.foreach=true"],
@@ -81,7 +75,7 @@ def eight_bit(groups: list[dict[str, Any]], lr: float) -> EightBit:
 
 def subject(model: str, optimizer: str) -> Subject:
     asked = read_asked([*ARGUMENTS, *OPTIMIZERS[optimizer]])
-    config = load_config(ROOT / "recipes" / f"{model}.toml", list(asked.overrides))
+    config = load_config(result.ROOT / "recipes" / f"{model}.toml", list(asked.overrides))
     return subject_of(config, asked, set(), Console(enabled=False, loss_digits=4))
 
 
@@ -131,23 +125,16 @@ def main() -> None:
                     rows.append(row(model, optimizer, microbatches))
                     print(line(rows[-1]), flush=True)
     if report:
-        path = RESULTS / f"published_cpu_{datetime.date.today()}.json"
-        path.write_text(json.dumps(result(rows), indent=2) + "\n")
+        print(result.write(result.dated("published"), of(rows)))
 
 
-def result(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+def of(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "claim": "what fits on eight GPUs of 80 GiB, and what does not, is said before there is one",
-        "command": "python -m benchmarks.published --report",
+        **result.made_with(["transformers"]),
         "rows": rows,
         "limit_bytes": read_asked(ARGUMENTS).limit_bytes,
         "assumed": "samples of 2048 tokens, activations recomputed, bfloat16 parameters and states, foreach AdamW",
-        "commit": commit.stdout.strip(),
-        "torch": torch.__version__,
-        "megabatch": megabatch.__version__,
-        "python": platform.python_version(),
-        "machine": f"{platform.machine()}, no GPU",
     }
 
 

@@ -65,6 +65,7 @@ def dated(name: str) -> Path:
     return RESULTS / f"{name}_cpu_{datetime.date.today():%Y-%m-%d}.json"
 
 
-def write(path: Path, result: dict[str, Any]) -> None:
+def write(path: Path, result: dict[str, Any]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
+    return path

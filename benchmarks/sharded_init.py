@@ -4,9 +4,7 @@ Each rank is a process of its own on the CPU; its high-water mark of resident me
 the model has its weights, and again after a forward. Writes benchmarks/results/sharded_init_*.json.
 """
 
-import datetime
-import json
-import platform
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -15,12 +13,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from benchmarks import result
 from megabatch.train.config import Config
 from megabatch.train.model.build import choose_source, lay
 from megabatch.train.model.trial import try_forward
 from megabatch.train.ranks import Ranks
 
-RESULTS = Path(__file__).parent / "results"
 GIGABYTE = 10**9
 MODEL = {
     "model_type": "llama", "vocab_size": 32_000, "hidden_size": 2048, "intermediate_size": 5632,
@@ -89,18 +87,16 @@ def run_case(num_ranks: int, wrapper: str | None, folder: Path) -> list[dict[str
 
 
 def main() -> None:
-    rows = {name: run_case(*case, RESULTS) for name, case in CASES.items()}
-    result = {
+    made_with = result.made_with(["transformers"])
+    with tempfile.TemporaryDirectory() as folder:
+        rows = {name: run_case(*case, Path(folder)) for name, case in CASES.items()}
+    found = {
         "claim": "while it gets weights, a rank of a sharded model holds its shard and one block, never the whole",
-        "command": "python benchmarks/sharded_init.py",
+        **made_with,
+        "threads_a_rank": 1,
         "rows": rows,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": f"{platform.machine()}, 1 thread a rank",
     }
-    path = RESULTS / f"sharded_init_cpu_{datetime.date.today()}.json"
-    path.write_text(json.dumps(result, indent=2) + "\n")
-    print(path.read_text())
+    print(result.write(result.dated("sharded_init"), found).read_text())
 
 
 if __name__ == "__main__":
