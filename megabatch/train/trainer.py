@@ -5,11 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from megabatch import MegabatchError
 from megabatch.train import words
-from megabatch.train.bound import Compared, choose, saved_bound
+from megabatch.train.bound import choose, saved_bound
 from megabatch.train.config import Config
 from megabatch.train.console import Console
 from megabatch.train.data.load import load_data
@@ -18,7 +15,7 @@ from megabatch.train.ema import Average
 from megabatch.train.examiner import Examiner
 from megabatch.train.folder import begin, begins_again, check_folder, write_plan
 from megabatch.train.keeper import Keeper, identity_of
-from megabatch.train.metrics import MetricsFile, UpdateClock, update_row
+from megabatch.train.metrics import MetricsFile
 from megabatch.train.model.build import build, in_precision
 from megabatch.train.model.tokenizer import load_tokenizer
 from megabatch.train.optim import build_learner
@@ -26,7 +23,7 @@ from megabatch.train.own import Event, load_function, load_listener
 from megabatch.train.profile import Profiler
 from megabatch.train.ranks import Ranks
 from megabatch.train.report import draw_report
-from megabatch.train.shortage import split_words
+from megabatch.train.updating import Updating
 
 
 class Trainer:
@@ -56,7 +53,10 @@ class Trainer:
         self.keeper = Keeper(config, self.learner, self.laid, self.average, self.updates, watch, self.bound, ranks)
         self.metrics = MetricsFile(self.folder, enabled=ranks.is_main, tensorboard=config.run.tensorboard)
         self.profiler = Profiler(config.run.profile_steps, self.folder, enabled=ranks.is_main)
-        self.clock, self.compared = UpdateClock(), Compared(ranks)
+        self.updating = Updating(
+            config, self.learner, self.loss_fn, self.laid, self.average, ranks, self.console,
+            counts_tokens=self.data.counts_tokens,
+        )  # fmt: skip
         self.plan = self.learner.gradient.plan(self.updates.peek())
 
     def fit(self) -> None:
@@ -71,7 +71,7 @@ class Trainer:
             for batch in () if self._is_over() else self.updates:
                 with self.profiler.update(self.learner.step + 1):
                     row = self._update(batch)
-                with self.clock.paused():
+                with self.updating.clock.paused():
                     self.listener(replace(self.event, step=self.learner.step, row=row))
                     self._evaluate_and_save()
                 if self._is_over():
@@ -91,7 +91,7 @@ class Trainer:
             self._say_plan()
         if self.learner.step == 0:
             self._evaluate()
-        self.clock.lap()
+        self.updating.clock.lap()
 
     def _is_over(self) -> bool:
         return self.learner.step == self.updates.num_updates.of_run or self.examiner.watch.should_stop
@@ -105,33 +105,9 @@ class Trainer:
         write_plan(self.folder, text, self.ranks)
 
     def _update(self, batch: Sequence[Any]) -> Mapping[str, Any]:
-        step, lr = self.learner.step + 1, self.learner.optimizer.param_groups[0]["lr"]
-        torch.manual_seed(self.ranks.seed(self.config.run.seed, step))  # the dropout of a resumed run
-        self.compared.begin()
-        fit = self.learner.gradient.fit
-        with self.laid.losses():
-            self.learner.forward_backward(batch, self.loss_fn)
-        if (chosen := self.learner.gradient.fit) is not None and chosen is not fit:
-            self.console.say(f"update.{chosen.explain()}")
-        update = self.learner.optim_step()
-        stepped = bool(update.finite)
-        if not stepped and (problem := update.problem()) is not None:  # problem() waits for the device
-            raise MegabatchError(f"update {step} was not stepped: {problem}; lower optim.lr or look at its samples")
-        if self.average is not None and stepped:
-            self.average.update()
-        self.plan = self.learner.gradient.last_plan or self.plan
-        seconds, counts_tokens = self.clock.lap(), self.data.counts_tokens
-        row = update_row(
-            update, self.plan, step, lr, seconds, self.ranks, counts_tokens=counts_tokens, epoch=self.updates.epochs
-        )
-        row |= self.compared.row(self.plan.peak_bytes, self.console)
+        row = self.updating.run(batch, self.updates.epochs)
         self.metrics.append(row)
-        self.console.update(row)
-        if "num_split" in row:
-            learned = self.learner.gradient.learned
-            self.console.say(split_words(self.config.run, self.plan, learned, self.ranks))
-        if update.num_samples < self.config.update.global_batch_size:
-            self.console.say(words.short_update_text(update.num_samples, self.config.update.global_batch_size))
+        self.updating.say(row)
         return row
 
     def _evaluate_and_save(self) -> None:
@@ -163,9 +139,10 @@ class Trainer:
         for line in self.updates.skipped.words("the stream's last pass"):
             self.console.say(line)
         self.metrics.close()
-        if self.ranks.is_main and self.plan.lengths:
+        plan = self.updating.plan or self.plan
+        if self.ranks.is_main and plan.lengths:
             title = words.title(self.config, self.laid.wrapper, self.ranks.size)
-            draw_report(self.folder, self.plan, title, of_tokens=self.examiner.terms.of_tokens)
+            draw_report(self.folder, plan, title, of_tokens=self.examiner.terms.of_tokens)
         prompt, completion = self.examiner.complete()
         if prompt:
             self.console.say(words.completion_text(prompt, completion))

@@ -143,6 +143,21 @@ def test_processes_that_read_ahead_change_nothing(kind, tmp_path):
     assert resumed.state_dict()["updates"] == len(expected)
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", ["plain", "mixed", "stream"])
+def test_it_names_the_samples_that_were_handed_out_last(kind, num_workers, tmp_path):
+    config = config_of(kind, tmp_path, data={"num_workers": num_workers})
+    updates = updates_of(config, 1, 2)
+    assert updates.names == []
+    updates.peek()
+    assert updates.names == []
+    for samples in updates:
+        lines = [bytes(number - 3 for number in ids if number > 2).decode() for ids in ids_of(samples)]
+        places = [line.split(" ")[0].split(":") for line in lines]  # source and line, as the texts begin
+        files = ["first.jsonl", "second.jsonl"]
+        assert [name.split("/")[-1] for name in updates.names] == [f"{files[int(a)]}:{int(b) + 1}" for a, b in places]
+
+
 def test_a_sample_that_draws_random_numbers_draws_new_ones_each_epoch(tmp_path):
     config = config_of("function", tmp_path)
     seen = [ids for update in whole_updates(config) for ids in update]

@@ -26,6 +26,7 @@ class Delivery:
     state: State  # after the update
     problem: str | None = None  # in place of samples: an error that one process hands to another
     told: Sequence[int] | None = None  # lengths that the samples' maker says they have; None: they are measured
+    ids: Sequence[int | str] = ()  # of the samples: their numbers in the data, or a stream's names
 
 
 def options(num_workers: int) -> dict[str, Any]:

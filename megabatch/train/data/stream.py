@@ -220,11 +220,10 @@ def updates_of(stream: Stream, place: Place) -> Iterator[StreamUpdate]:
             samples = []
 
 
-def share_of(update: Sequence[Named], rank: int, num_ranks: int) -> list[Sample]:
+def share_of(update: Sequence[Named], rank: int, num_ranks: int) -> list[Named]:
     """A rank's part of an update, as `UpdateSampler` shares it."""
-    samples = [sample for _, sample in update]
-    mine = deal([float(len(sample["input_ids"])) for sample in samples], num_ranks)[rank]
-    return [samples[index] for index in mine]
+    mine = deal([float(len(sample["input_ids"])) for _, sample in update], num_ranks)[rank]
+    return [update[index] for index in mine]
 
 
 def place_of(state: dict[str, Any]) -> Place:

@@ -102,7 +102,7 @@ class Shares(Dataset[Delivery]):
         ids, state = index
         try:
             samples = [self._read(number, state["updates"]) for number in ids]
-            return Delivery(samples, state, told=self._lengths(ids) if self._is_told else None)
+            return Delivery(samples, state, told=self._lengths(ids) if self._is_told else None, ids=ids)
         except MegabatchError as error:
             return Delivery([], state, str(error))
 
@@ -114,8 +114,14 @@ class Shares(Dataset[Delivery]):
             return with_tensors(self._read(ids[index], state["updates"]))
 
         return Delivery(
-            Deferred(load, self._lengths(ids), look_ahead=self._look_ahead or 0, measured=not self._is_own), state
+            Deferred(load, self._lengths(ids), look_ahead=self._look_ahead or 0, measured=not self._is_own),
+            state,
+            ids=ids,
         )
+
+    def name(self, id: int | str) -> str:
+        """Where a sample comes from."""
+        return self._samples.name(cast(int, id))
 
     def _lengths(self, ids: list[int]) -> list[int]:
         return self._samples.lengths[ids].tolist()
@@ -156,9 +162,14 @@ class Streamed(IterableDataset[Delivery]):
             for update in islice(updates_of(self._stream, place_of(state)), self._num_left(state)):
                 number += 1
                 after = {"updates": number, **update.after.to_json(), "skipped": asdict(update.skipped)}
-                yield Delivery(share_of(update.samples, self._ranks.dp_rank, self._ranks.dp_degree), after)
+                mine = share_of(update.samples, self._ranks.dp_rank, self._ranks.dp_degree)
+                yield Delivery([sample for _, sample in mine], after, ids=[name for name, _ in mine])
         except MegabatchError as error:
             yield Delivery([], after, str(error))
+
+    def name(self, id: int | str) -> str:
+        """Where a sample comes from."""
+        return str(id)
 
     def _num_left(self, state: State) -> int | None:
         return None if self._num_updates is None else max(0, self._num_updates - state["updates"])
@@ -197,6 +208,7 @@ class Updates:
             self._source = Shares(data, config, ranks, cast(int, self.num_updates.of_run))
         self._state = self._source.start()
         self._ahead: tuple[Delivery, Iterator[Delivery]] | None = None  # read by peek(): the next one, and the rest
+        self._ids: Sequence[int | str] = ()
 
     @property
     def epochs(self) -> float | None:
@@ -207,6 +219,11 @@ class Updates:
     def skipped(self) -> Skipped:
         """What a stream has left out of its present pass; of other data `load_data` has said it."""
         return Skipped(**self._state.get("skipped", {}))
+
+    @property
+    def names(self) -> list[str]:
+        """Where each of this rank's samples of the update comes from that was handed out last."""
+        return [self._source.name(each) for each in self._ids]
 
     def peek(self) -> Sequence[Any]:
         """This rank's samples of the next update, which is still to come; none at the end of the run."""
@@ -220,7 +237,7 @@ class Updates:
 
     def __iter__(self) -> Iterator[Sequence[Any]]:
         for delivery in self._deliveries():
-            self._state, self._ahead = delivery.state, None
+            self._state, self._ahead, self._ids = delivery.state, None, delivery.ids
             yield delivery.samples
 
     def state_dict(self) -> State:
