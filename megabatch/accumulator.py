@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from megabatch import gradient, way
+from megabatch import gradient, pause, way
 from megabatch.alarm import Alarm
 from megabatch.batch import Batch, Collate, Length, Microbatch
 from megabatch.contract import Hooks, JointLoss, LossFunction, Term, Weigh, hooks_of, terms_given
 from megabatch.cost import CostModel
 from megabatch.cut import Plan, check_bounds
 from megabatch.errors import Bound, MegabatchError, check_positive
-from megabatch.fit import Fit
+from megabatch.fit import Fit, fit_or_bound
 from megabatch.precision import Wide, no_float16_autocast
 from megabatch.probe import Prober
 from megabatch.run import Agreement, Turn, agree, turns, with_stand_ins
@@ -69,10 +69,8 @@ class GradientAccumulator:
         accumulate_dtype: torch.dtype | None = None,
         fuse_accumulation: bool = False,
     ) -> None:
-        fit = max_microbatch_tokens if isinstance(max_microbatch_tokens, Fit) else None
-        bounds = check_bounds(
-            micro_batch_size, "auto" if isinstance(max_microbatch_tokens, Fit) else max_microbatch_tokens
-        )
+        fit, tokens = fit_or_bound(max_microbatch_tokens)
+        bounds = check_bounds(micro_batch_size, tokens)
         self.model = model
         self._reducer = reducer_for(model, mesh)
         self._wide = Wide(self._reducer.parameters, accumulate_dtype)
@@ -221,6 +219,20 @@ class GradientAccumulator:
             raise
         self._wide.finish()
         return update
+
+    def state_dict(self) -> dict[str, Any]:
+        """The open update on this rank, between two calls; empty where none is open. Waits for the device.
+
+        Raises `PlanError` for a wrapper that cannot tell.
+        """
+        if self._running:
+            raise MegabatchError("state_dict() was called inside a call, where an update is half done; call it after")
+        return pause.state_of(self._open, self._reducer)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with a saved update in place of the open one. Raises `PlanError` for one of other ranks or models."""
+        self._abandon()
+        self._open = pause.reopened(state, self._reducer, self._wide, self._stepping)
 
     def _abandon(self) -> None:
         """An update happens whole or not at all: forget what was accumulated."""

@@ -70,6 +70,11 @@ class Fit:
         )
 
 
+def fit_or_bound(given: int | str | Fit | None) -> tuple[Fit | None, int | str | None]:
+    """What a user says a microbatch may hold: a fit that was made before, with what it was asked for, or a bound."""
+    return (given, "auto") if isinstance(given, Fit) else (None, given)
+
+
 def in_gib(num_bytes: float) -> str:
     """Bytes as a person reads them."""
     return f"{num_bytes / 2**30:.2f} GiB"

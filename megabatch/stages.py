@@ -257,6 +257,7 @@ class PipelineReducer(SeveralReducer):
         self.stage_ranks = pipeline.stage_ranks
         self.norm_groups = list(self.stage_ranks.pipeline_groups)
         self.pipeline = pipeline
+        self.may_pause = False  # a schedule that is made inside an update drops what FSDP2 has summed
 
     def accumulate_in(self, wide: Wide) -> None:
         if wide.widens:

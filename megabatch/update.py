@@ -9,6 +9,7 @@ import math
 import zlib
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from megabatch.run import Agreement, Turn
 from megabatch.stepping import StepInBackward
 
 MAX_TERMS = 16  # the message between devices has a fixed size, so that no rank can wait for a longer one
+NUMBERS = ("num_samples", "num_tokens", "num_microbatches", "_num_calls", "_counted")
+KEPT = (*NUMBERS, "_divisors", "_announced", "_all_announced")  # of an open update, in its state
 WEIGHT_TOLERANCE = 1e-6  # relative: one target in a million is seen, float32's rounding of a sum is not
 
 
@@ -86,16 +89,29 @@ class OpenUpdate:
         self._differentiable: set[str] = set()  # names of the terms that have carried a gradient
         self._sums: dict[str, Term] = {}
         self._differ: bool | Tensor = False
-        self._counted = 0.0
-        self.taking_back: list[tuple[str, Callable[[], object]]] = []  # what a microbatch adds elsewhere: what it is
-        # of, and what takes it back should the microbatch fail
+        # What a microbatch adds elsewhere: what it is of, and what takes it back should the microbatch fail.
+        self.taking_back: list[tuple[str, Callable[[], object]]] = []
         self._failed: int | None = None  # the microbatch of an open loop whose backward has failed
+        self._counted = 0.0
         self._num_calls = self.num_samples = self.num_tokens = self.num_microbatches = 0
+        self.is_continued = False  # from a state: what others have counted of it is not here
 
     @property
     def steps_in_backward(self) -> bool:
         """Whether an optimizer steps in the last backward."""
         return self._stepping is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it stands between two calls, in numbers and texts. Waits for the device."""
+        sums = {name: [float(term.total), float(term.weight)] for name, term in self._sums.items()}
+        found = {"sums": sums, "differ": bool(self._differ), "differentiable": sorted(self._differentiable)}
+        return found | {name: vars(self)[name] for name in KEPT}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Stand where a state was taken, on the same rank."""
+        self._sums = {name: Term(self._scalar(total), weight) for name, (total, weight) in state["sums"].items()}
+        self._differ, self._differentiable = state["differ"], set(state["differentiable"])
+        vars(self).update({name: state[name] for name in KEPT}, is_continued=True)
 
     def open_call(self, agreement: Agreement) -> None:
         """Take in what the ranks agreed on for the next call."""

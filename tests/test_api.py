@@ -24,6 +24,8 @@ SIGNATURES = {
     GradientAccumulator.backward: "(self, total, weight=None)",
     GradientAccumulator.finalize: "(self, *, max_norm=None, weight=None)",
     GradientAccumulator.plan: "(self, batch)",
+    GradientAccumulator.state_dict: "(self)",
+    GradientAccumulator.load_state_dict: "(self, state)",
     Learner: "(model, optimizer, gradient, *, scheduler=None, max_norm=None)",
     Learner.forward_backward: "(self, batch, loss_fn)",
     Learner.optim_step: "(self)",

@@ -23,6 +23,7 @@ from tests.unit.failures import (
     numbers,
     pipeline,
     precision,
+    saved,
     sizes,
     two_ranks,
     vocabulary,
@@ -34,7 +35,21 @@ LIBRARY = sorted(Path(megabatch.__file__).parent.glob("*.py"))
 ERRORS = {"MegabatchError", "PlanError", "LossContractError"}
 ALONE = {
     name: failure
-    for part in (sizes, batches, contract, loop, context, joint, experts, foreign, precision, auto, memory, vocabulary)
+    for part in (
+        sizes,
+        batches,
+        contract,
+        loop,
+        context,
+        joint,
+        experts,
+        foreign,
+        precision,
+        auto,
+        memory,
+        vocabulary,
+        saved,
+    )
     for name, failure in part.FAILURES.items()
 }
 IN_A_GROUP = (
@@ -42,7 +57,7 @@ IN_A_GROUP = (
     | pipeline.FAILURES
     | {
         name: failure
-        for part in (context, experts, foreign, precision, auto, memory)
+        for part in (context, experts, foreign, precision, auto, memory, saved)
         for name, failure in part.IN_A_GROUP.items()
     }
 )

@@ -23,11 +23,12 @@ import megabatch
 from megabatch import GradientAccumulator
 from tests.exact import models
 from tests.exact.oracle import whole_error
+from tests.exact.paused import carried
 
 NUM_SAMPLES = 256  # of an update, a power of two: the division is exact
 WORLDS = {"plain": 1, "summed": 2, "ddp": 2, "fsdp2": 2, "hsdp": 4, "replicate": 2, "tensor": 2}
 SYNCS = {"fsdp2": ("every", "last"), "hsdp": ("every", "replica_last", "last"), "replicate": ("every", "last")}
-CASES = ("one-call", "late-weights", "abandoned", "weightless-between", "unused")
+CASES = ("one-call", "late-weights", "abandoned", "weightless-between", "unused", "paused")
 SUMMED = ("summed", "ddp")  # the gradient stays on its rank, and only one rank has one of the parameters
 
 
@@ -104,14 +105,23 @@ class Job:
         if wrapper == "plain":
             dist.destroy_process_group()
         self.data_rank = 0 if wrapper == "tensor" else self.rank
-        self.model, mesh = wrap(new_model(torch.bfloat16), wrapper)
+        self.begin()
+        self.share = shares(wrapper)[self.data_rank]
+        self.fails_at: int | None = None
+        self.widths: set[torch.dtype] = set()
+
+    def begin(self) -> None:
+        self.model, mesh = wrap(new_model(torch.bfloat16), self.wrapper)
         accumulate = torch.float32 if self.dtype == "float32" else None
         self.gradient = GradientAccumulator(
             self.model, mesh=mesh, micro_batch_size=4, sync=self.sync, accumulate_dtype=accumulate
         )
-        self.share = shares(wrapper)[self.data_rank]
-        self.fails_at: int | None = None
-        self.widths: set[torch.dtype] = set()
+
+    def go_on_elsewhere(self) -> None:
+        """With another model of the same weights, and another accumulator, given the open update."""
+        state = carried(self.gradient.state_dict())
+        self.begin()
+        self.gradient.load_state_dict(state)
 
     def total(self, model: nn.Module, microbatch: dict[str, Tensor]) -> tuple[Tensor, float]:
         if self.fails_at is not None:
@@ -133,8 +143,10 @@ class Job:
         self.gradient.forward_backward(share, loss)
 
     def update(self, max_norm: float | None = None) -> megabatch.Update:
-        half = len(self.share) // 2 if self.case == "late-weights" else 0  # two calls
+        half = len(self.share) // 2 if self.case in ("late-weights", "paused") else 0  # two calls
         for part in (self.share[:half], self.share[half:]) if half else (self.share,):
+            if self.case == "paused" and self.gradient.open_update is not None:
+                self.go_on_elsewhere()
             self.run(part)
         return self.gradient.finalize(max_norm=max_norm)
 

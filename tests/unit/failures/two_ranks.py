@@ -104,11 +104,13 @@ def weigh_names_differ() -> str:
     return told(lambda: accumulator().forward_backward(SAMPLES, counting))
 
 
-def weights_disagree(wrap: Callable[[nn.Module], nn.Module]) -> str:
-    """Found out after the backward; raised where the update is closed, on both ranks."""
+def weights_disagree(wrap: Callable[[nn.Module], nn.Module], *, saved: bool = False) -> str:
+    """Found out after the backward; raised where the update is closed, on both ranks, saved on the way or not."""
     counting = loss(weigh=lambda microbatch: here(3.5, 2))(lambda *given: squares(*given))
     gradient = accumulator(wrap(linear()))
     gradient.forward_backward(SAMPLES, counting)
+    if saved:
+        gradient.load_state_dict(gradient.state_dict())
     return told(gradient.finalize)
 
 
@@ -268,6 +270,9 @@ JOBS: dict[str, tuple[Callable[[], str], list[str]]] = {  # what each rank is to
     "a negative weight": (weigh_is_negative, heard("LossContractError", NEGATIVE)),
     "weigh names other terms": (weigh_names_differ, on_both(f"LossContractError: {OTHER_WEIGHTS}")),
     "weights that disagree": (lambda: weights_disagree(lambda model: model), on_both(f"LossContractError: {COUNTED}")),
+    "weights that disagree, saved on the way": (
+        lambda: weights_disagree(lambda model: model, saved=True), on_both(f"LossContractError: {COUNTED}"),
+    ),
     "weights that disagree, DDP": (
         lambda: weights_disagree(DistributedDataParallel), on_both(f"LossContractError: {COUNTED}"),
     ),

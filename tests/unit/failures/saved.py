@@ -1,0 +1,87 @@
+"""Open updates that cannot be saved, or not be gone on with."""
+
+from typing import Any
+
+import torch
+
+from megabatch import GradientAccumulator, MegabatchError, PlanError
+from tests.exact.experts import samples, sparse_lm, unbalanced
+from tests.unit.failures.experts import bias_of
+from tests.unit.failures.pipeline import pipeline
+from tests.unit.failures.table import SAMPLES, Failure, accumulator, squares, weighed_squares
+from tests.unit.failures.wrappers import fsdp1, layers
+
+TO_ITSELF = "has parts of an open update's gradient to itself, so that it cannot be saved; finalize() before"
+
+
+def opened(model: torch.nn.Module | None = None, **settings: Any) -> GradientAccumulator:
+    gradient = accumulator(model, **settings)
+    gradient.forward_backward(SAMPLES, weighed_squares)
+    return gradient
+
+
+def saved_inside_the_loop() -> None:
+    gradient = accumulator()
+    for microbatch in gradient.microbatches(SAMPLES):
+        gradient.backward(*squares(gradient.model, microbatch))
+        gradient.state_dict()
+
+
+def saved_after_its_step() -> None:
+    gradient = accumulator()
+    gradient.step_in_backward(torch.optim.SGD(gradient.model.parameters(), lr=0.1))
+    gradient.forward_backward(SAMPLES, weighed_squares)
+    gradient.state_dict()
+
+
+def of_other_ranks() -> None:
+    accumulator().load_state_dict(opened().state_dict() | {"ranks": 2})
+
+
+def of_another_model() -> None:
+    accumulator(torch.nn.Linear(1, 2).double()).load_state_dict(opened().state_dict())
+
+
+def experts_counted_before() -> None:
+    gradient, _ = bias_of(sparse_lm())
+    gradient.forward_backward(samples(0, 2), unbalanced)
+    again, _ = bias_of(sparse_lm())
+    again.load_state_dict(gradient.state_dict())
+    again.forward_backward(samples(0, 2), unbalanced)
+
+
+FAILURES = {
+    "saved inside a call": Failure(
+        MegabatchError,
+        "state_dict() was called inside a call, where an update is half done; call it after",
+        saved_inside_the_loop,
+    ),
+    "saved after the optimizer's step": Failure(
+        PlanError, f"the optimizer, in backward, {TO_ITSELF}", saved_after_its_step
+    ),
+    "gone on with on other ranks": Failure(
+        PlanError,
+        "the open update is of 2 ranks and here are 1, whose parts of the gradient are others; begin the update again",
+        of_other_ranks,
+    ),
+    "gone on with by another model": Failure(
+        PlanError,
+        "the open update has a gradient of the shape (1, 1) for a parameter of the shape (2, 1); begin the update "
+        "again",
+        of_another_model,
+    ),
+    "gone on with where experts were counted": Failure(
+        PlanError,
+        "the update goes on from a saved state, in which the tokens that ExpertBias had counted are not; finalize() "
+        "before saving",
+        experts_counted_before,
+    ),
+}
+IN_A_GROUP = {
+    "a saved update under FSDP1": Failure(
+        PlanError, f"the model has FSDP1, which {TO_ITSELF}", lambda: opened(fsdp1(layers())).state_dict()
+    ),
+    "a saved update of a pipeline": Failure(
+        PlanError, f"the model has a pipeline, which {TO_ITSELF}", lambda: opened(pipeline()).state_dict()
+    ),
+}
