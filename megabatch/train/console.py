@@ -243,7 +243,7 @@ def speed_words(row: Mapping[str, Any]) -> str:
 
 @contextmanager
 def unless_full() -> Generator[None, None, None]:
-    """Surrounds printing: what a full disk does not take stays in the stream's buffer, for the next line."""
+    """Surrounds printing: what a full disk does not take is lost there, and stands in the log once there is room."""
     try:
         yield
     except OSError as error:

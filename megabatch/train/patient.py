@@ -5,7 +5,7 @@ import errno
 import os
 from pathlib import Path
 
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of the disk, a user's share of it, a file
 
 
 class Patient:
