@@ -13,12 +13,12 @@ from megabatch import CostModel, GradientAccumulator, errors
 from megabatch.contract import LossFunction
 from megabatch.fit import Fit, Measured
 from megabatch.memory import HighWater, device_text
-from megabatch.train import checkpoint
 from megabatch.train.config import Config
 from megabatch.train.console import Console
 from megabatch.train.data.load import Data
 from megabatch.train.data.stream import Stream
 from megabatch.train.data.updates import Updates
+from megabatch.train.meta import first_difference, read_meta
 from megabatch.train.model.build import Laid
 from megabatch.train.plan.sizes import gib_text
 from megabatch.train.ranks import Ranks
@@ -44,17 +44,17 @@ class Bound:
         return {KEY: {"made_for": dict(self.made_for), "fit": fit}}
 
 
-def saved_bound(config: Config, ranks: Ranks) -> Bound | None:
+def saved_bound(config: Config, ranks: Ranks, checkpoint: Path | None) -> Bound | None:
     """That of the checkpoint which the run goes on from; None where the recipe gives one. Every rank reads the same."""
     if config.update.max_microbatch_tokens != AUTO:
         return None
-    here, folder = circumstances(config, ranks), Path(config.run.folder)
-    if not config.run.resume or not checkpoint.has_checkpoint(folder):
+    here = circumstances(config, ranks)
+    if checkpoint is None:
         return Bound(None, here)
-    saved = checkpoint.read_meta(checkpoint.latest(folder)).get(KEY)
+    saved = read_meta(checkpoint).get(KEY)
     if saved is None or saved.get("fit") is None:
         return Bound(None, here)
-    difference = checkpoint.first_difference(saved["made_for"], here)
+    difference = first_difference(saved["made_for"], here)
     if difference is not None:
         key, there, now = difference
         return Bound(None, here, (f"the bound is chosen anew: {key} was {there} and is {now}",))

@@ -42,7 +42,7 @@ def main() -> NoReturn:
     status = run(sys.argv[1:])
     try:
         sys.stdout.flush()
-    except BrokenPipeError:  # nobody reads what was printed last
+    except OSError:  # nobody reads what was printed last, or a full disk does not take it
         drop_output()
     sys.stderr.flush()
     if "RANK" in os.environ:  # gloo's threads can abort an interpreter that closes, after all work is done

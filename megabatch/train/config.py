@@ -227,6 +227,14 @@ class RunConfig(Section):
     """"module:function": (event) -> None, called on every rank after each evaluation."""
 
 
+class CheckpointConfig(Section):
+    """How a run is saved."""
+
+    background: bool | None = None
+    """Go on training while a checkpoint is written; that takes a copy of the state in host memory. None: where the
+    model is on a GPU; on the CPU the copy would take the memory that the model needs."""
+
+
 class ParallelConfig(Section):
     """How the processes divide the work: there are dp_replicate * dp_shard * cp * tp * pp of them."""
 
@@ -269,4 +277,5 @@ class Config(Section):
     optim: OptimConfig = OptimConfig()
     eval: EvalConfig = EvalConfig()
     run: RunConfig
+    checkpoint: CheckpointConfig = CheckpointConfig()
     parallel: ParallelConfig = ParallelConfig()

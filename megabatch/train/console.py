@@ -25,6 +25,8 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
+from megabatch.train.patient import DISK_FULL, Patient
+
 SECONDS_TO_SHOW = 2.0  # what is over sooner is not worth a line
 SECONDS_BETWEEN_LINES = 5.0
 
@@ -63,7 +65,7 @@ class Console:
         self._loss_digits = loss_digits
         self._rich = RichConsole(highlight=False, soft_wrap=True)
         self._lock = threading.RLock()  # a line of progress comes from a thread of its own
-        self._log: Path | None = None
+        self._log: Patient | None = None
         self._unlogged = ""
         self._progress: Progress | None = None
         self._num_live = 0  # blocks that keep the one live display of the terminal up
@@ -83,9 +85,9 @@ class Console:
 
     def log_to(self, path: Path) -> None:
         """Append to the file all that was said, and will be."""
-        self._log = path
+        self._log = Patient(path)
         if self._enabled and self._unlogged:
-            append(path, self._unlogged)
+            self._log.add(self._unlogged.encode())
             self._unlogged = ""
 
     @contextmanager
@@ -196,7 +198,8 @@ class Console:
             if self._progress is not None:
                 self._rich.print(text, markup=False)
             else:
-                print(text, flush=True)
+                with unless_full():
+                    print(text, flush=True)
 
     def _write_log(self, text: str) -> None:
         time_utc = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -204,7 +207,7 @@ class Console:
         if self._log is None:
             self._unlogged += lines
         else:
-            append(self._log, lines)
+            self._log.add(lines.encode())
 
     def _words(self, row: Mapping[str, Any]) -> str:
         if row["loss"] is None:
@@ -238,14 +241,18 @@ def speed_words(row: Mapping[str, Any]) -> str:
     return f"{row['samples_per_second']:,.1f} samples/s"
 
 
+@contextmanager
+def unless_full() -> Generator[None, None, None]:
+    """Surrounds printing: what a full disk does not take is lost there, and stands in the log once there is room."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+
+
 def columns() -> list[ProgressColumn]:
     """The parts of the bar; the words have what room is left, and are cut off where it is too little."""
     words = TextColumn("{task.fields[words]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
     name = TextColumn("{task.description}", table_column=Column(no_wrap=True))
     return [name, CountColumn(), BarColumn(bar_width=20), TimeRemainingColumn(), words]
-
-
-def append(path: Path, text: str) -> None:
-    """Add the text to the file."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(text)

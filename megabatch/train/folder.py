@@ -13,7 +13,7 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,9 +24,9 @@ import torch
 
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train import metrics
-from megabatch.train.checkpoint import checkpoints_of, has_checkpoint, latest, replace_text
 from megabatch.train.config import Config, Section
 from megabatch.train.console import Console
+from megabatch.train.naming import checkpoints_of, has_checkpoint, replace_text
 from megabatch.train.ranks import Ranks
 from megabatch.train.shortage import has_learned
 
@@ -70,7 +70,10 @@ def begins_again(folder: Path) -> bool:
 
 def check_resumable(folder: Path) -> None:
     """Raise where there is nothing to go on from, or what is there cannot be gone on with."""
-    latest(folder)
+    if not has_checkpoint(folder):
+        raise MegabatchError(
+            f"{folder} has no checkpoint to go on from; start in a new run.folder (run.save_every saves on the way)"
+        )
     read_starts(folder)
     metrics.read_rows(folder / metrics.FILE_NAME)
 
@@ -134,9 +137,18 @@ def begin(folder: Path, config: Config, ranks: Ranks, console: Console) -> None:
     ranks.on_main(write, str(folder))
 
 
-def write_plan(folder: Path, text: str, ranks: Ranks) -> None:
-    """Keep what was derived before the first update of this start; collective."""
-    ranks.on_main(lambda: replace_text(folder / PLAN, text.rstrip("\n") + "\n"), str(folder / PLAN))
+def write_plan(folder: Path, text: str, ranks: Ranks, console: Console) -> None:
+    """Keep what was derived before the first update of this start; the log has it too."""
+    if ranks.is_main:
+        write_if_room(folder / PLAN, lambda: replace_text(folder / PLAN, text.rstrip("\n") + "\n"), console)
+
+
+def write_if_room(path: Path, write: Callable[[], object], console: Console) -> None:
+    """Write what a run can do without; where that cannot be done, it is said, and the run goes on."""
+    try:
+        write()
+    except OSError as error:
+        console.warn(f"{path} is not written ({error.strerror or error}); the run goes on without it")
 
 
 def recipe_text(config: Config) -> str:

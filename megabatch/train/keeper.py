@@ -1,4 +1,4 @@
-"""Keeper: what of a run is saved, when it is the best, what is kept, and how a run goes on from it."""
+"""Keeper: what of a run is saved, when, and how a run goes on from it."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -6,17 +6,24 @@ from pathlib import Path
 from typing import Any
 
 from megabatch import Learner, MegabatchError
+from megabatch.errors import Bound as Learned
 from megabatch.pipeline import Pipeline
-from megabatch.train import checkpoint
 from megabatch.train.bound import Bound
+from megabatch.train.checkpoint import load, states_of
 from megabatch.train.config import Config
 from megabatch.train.data.load import Data
 from megabatch.train.data.updates import Updates
 from megabatch.train.ema import Average
+from megabatch.train.folder import recipe_text
+from megabatch.train.meta import BEST_ONLY, check_same, describe, read_meta
 from megabatch.train.model.build import Laid
 from megabatch.train.optim import decay_steps_of, settings_of
 from megabatch.train.ranks import Ranks
+from megabatch.train.shelf import point_to_best
 from megabatch.train.watch import Watch
+from megabatch.train.writing import Request, Writer
+
+LEARNED = "learned"  # key of a checkpoint's meta: what a microbatch may hold, where memory has run out
 
 
 class Keeper:
@@ -24,48 +31,57 @@ class Keeper:
 
     def __init__(
         self, config: Config, learner: Learner, laid: Laid, average: Average | None, updates: Updates, watch: Watch,
-        bound: Bound | None, ranks: Ranks,
+        bound: Bound | None, ranks: Ranks, writer: Writer,
     ) -> None:  # fmt: skip
         self._config, self._folder, self._ranks = config, Path(config.run.folder), ranks
         self._learner, self._updates, self._watch = learner, updates, watch
         whole = StagedLearner(learner, laid) if isinstance(laid.model, Pipeline) else learner
         self._state: dict[str, Any] = {"learner": whole} | ({} if average is None else {"average": average})
         self._keeps_best = config.run.keep_best or (config.run.keep_best is None and config.eval.patience is not None)
-        self._bound = bound
-        self.saved_step: int | None = None
+        self._bound, self._writer = bound, writer
 
-    def is_wanted(self, *, last: bool) -> bool:
-        """Whether a checkpoint belongs here: in its turn, at the end, or because the evaluation was the best."""
-        return self._in_turn(last) or (self._keeps_best and self._watch.best_step == self._learner.step)
+    def keep(self, identity: Mapping[str, Any], *, last: bool) -> None:
+        """After an update: save the run if a checkpoint belongs here; collective.
 
-    def save(self, identity: Mapping[str, Any], *, last: bool) -> Path:
-        """Write a checkpoint, and delete those that it makes superfluous; collective."""
-        self.saved_step = step = self._learner.step
-        place = {"step": step, "updates": self._updates.state_dict(), "watch": self._watch.state_dict()}
-        bound = {} if self._bound is None else replace(self._bound, fit=self._learner.gradient.fit).meta
-        meta = {**identity, **place, **bound, checkpoint.BEST_ONLY: not self._in_turn(last)}
-        path = checkpoint.save(self._folder, self._state, meta, self._ranks)
-        if self._keeps_best and self._watch.best_step == step:
-            checkpoint.point_to_best(self._folder, step, self._ranks)
-        checkpoint.prune(self._folder, self._config.run.keep_last, self._ranks)
-        return path
+        One does in its turn, at the end, where the evaluation was the best, or where one could not be written before.
+        """
+        self._writer.poll()
+        step = self._learner.step
+        in_turn = last or self._in_turn() or self._writer.is_due(step)
+        is_best = self._keeps_best and self._watch.best_step == step
+        if not in_turn and not is_best:
+            return
+        request = Request(step, states_of(self._state), self._meta(identity, in_turn), is_best, in_turn)
+        self._writer.write_last(request) if last else self._writer.write(request)
 
-    def resume(self, identity: Mapping[str, Any]) -> Path:
-        """Bring everything to the latest checkpoint. Raises `MegabatchError` where it is of another run; collective."""
-        path = checkpoint.latest(self._folder)
-        saved = checkpoint.read_meta(path)
-        checkpoint.check_same(path, saved, dict(identity))
+    def finish(self, identity: Mapping[str, Any]) -> None:
+        """At the end of a run: save it unless it is saved; collective."""
+        self._writer.wait()
+        if self._writer.written_step != self._learner.step:
+            self.keep(identity, last=True)
+
+    def resume(self, identity: Mapping[str, Any], path: Path) -> None:
+        """Bring everything to a whole checkpoint. Raises `MegabatchError` where it is of another run; collective."""
+        saved = read_meta(path)
+        check_same(path, saved, dict(identity))
         self._updates.load_state_dict(saved["updates"])
         self._watch.load_state_dict(saved["watch"])
-        checkpoint.load(path, self._state)
+        load(path, self._state)
+        if saved.get(LEARNED) is not None:
+            self._learner.gradient.learn(Learned(*saved[LEARNED]))
         if self._keeps_best and self._watch.best_step is not None:  # a kill may have come before the pointer was moved
-            checkpoint.point_to_best(self._folder, self._watch.best_step, self._ranks)
-        self.saved_step = self._learner.step
-        return path
+            point_to_best(self._folder, self._watch.best_step, self._ranks)
+        self._writer.written_step = self._learner.step
 
-    def _in_turn(self, last: bool) -> bool:
+    def _meta(self, identity: Mapping[str, Any], in_turn: bool) -> dict[str, Any]:
+        """What a checkpoint says of itself, beside its state."""
+        place = {"step": self._learner.step, "updates": self._updates.state_dict(), "watch": self._watch.state_dict()}
+        bound = {} if self._bound is None else replace(self._bound, fit=self._learner.gradient.fit).meta
+        return {**identity, **place, **bound, LEARNED: self._learner.gradient.learned, BEST_ONLY: not in_turn}
+
+    def _in_turn(self) -> bool:
         every = self._config.run.save_every
-        return last or (every is not None and self._learner.step % every == 0)
+        return every is not None and self._learner.step % every == 0
 
 
 class StagedLearner:
@@ -103,4 +119,7 @@ class StagedLearner:
 def identity_of(config: Config, data: Data, laid: Laid, updates: Updates) -> dict[str, Any]:
     """What makes a run this one, for a resumed one to compare."""
     derived = {"optim.decay_steps": decay_steps_of(config, updates.num_updates)}
-    return checkpoint.describe(model=laid.identity, data=data.identity, settings=settings_of(config), derived=derived)
+    return describe(
+        model=laid.identity, data=data.identity, settings=settings_of(config), derived=derived,
+        recipe=recipe_text(config),
+    )  # fmt: skip

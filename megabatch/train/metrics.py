@@ -2,7 +2,6 @@
 same numbers for TensorBoard."""
 
 import json
-import os
 import resource
 import sys
 import time
@@ -12,11 +11,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch.utils.tensorboard import SummaryWriter
 
 from megabatch import CostModel, MegabatchError, Plan, Update
 from megabatch.cut import priced
+from megabatch.train.naming import replace_text
+from megabatch.train.patient import Patient
 from megabatch.train.ranks import Ranks
+from megabatch.train.tensorboard import Events
 
 Row = dict[str, Any]
 
@@ -25,24 +26,32 @@ TENSORBOARD = "tensorboard"
 
 
 class MetricsFile:
-    """Rows appended as they come, each a line and written at once. Only the main rank writes."""
+    """Rows appended as they come, each a line and written at once. Only the main rank writes.
+
+    Rows for which the disk has no room wait in memory, in their order, and are written when there is room again.
+    """
 
     def __init__(self, folder: Path, *, enabled: bool, tensorboard: bool) -> None:
         self._path = folder / FILE_NAME
         self._enabled = enabled
-        self._events = folder / TENSORBOARD if enabled and tensorboard else None
-        self._writer: SummaryWriter | None = None  # made with the first row: a folder stays as it is until then
+        self._lines = Patient(self._path)
+        self._folder = folder / TENSORBOARD if enabled and tensorboard else None
+        self._events: Events | None = None  # made with the first row: a folder stays as it is until then
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add one row; floats keep every digit. The row of an evaluation has a "set"."""
         if not self._enabled:
             return
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        self._lines.add((json.dumps(row) + "\n").encode())
+        if self._folder is not None:  # at once: a killed run goes on from a checkpoint, whose updates must all be there
+            self._events = self._events or Events(self._folder)
+            self._events.add(scalars_of(row), row["step"])
+
+    def flush(self) -> None:
+        """Write what waits. Raises `OSError` where that cannot be done: no checkpoint may be ahead of the rows."""
+        self._lines.flush()
         if self._events is not None:
-            self._writer = self._writer or SummaryWriter(self._events)
-            add_scalars(self._writer, row)
-            self._writer.flush()  # a killed run goes on from a checkpoint, whose updates must all be there
+            self._events.flush()
 
     def cut(self, step: int, eval_every: int | None) -> None:
         """Drop what a run never stopped would not have at ``step``: later rows, and an evaluation out of turn."""
@@ -54,20 +63,17 @@ class MetricsFile:
             return row["step"] <= step and (not is_evaluation(row) or due)
 
         kept = [row for row in read_rows(self._path) if keep(row)]
-        beside = self._path.with_suffix(".tmp")
-        beside.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-        os.replace(beside, self._path)
-        if self._events is not None:  # TensorBoard drops what it has of the step and later: the step's rows come again
-            self._writer = SummaryWriter(self._events, purge_step=step)
+        replace_text(self._path, "".join(json.dumps(row) + "\n" for row in kept))
+        if self._folder is not None:  # TensorBoard drops what it has of the step and later: the step's rows come again
+            self._events = Events(self._folder, purge_step=step)
             for row in kept:
                 if row["step"] == step:
-                    add_scalars(self._writer, row)
+                    self._events.add(scalars_of(row), step)
 
     def close(self) -> None:
-        """Write what is left; no row comes after it."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        """Write what is left; no row comes after it. Raises `OSError` where that cannot be done."""
+        self.flush()
+        self._events = None
 
 
 class UpdateClock:
@@ -106,12 +112,6 @@ def scalars_of(row: Mapping[str, Any]) -> dict[str, float]:
         for key, value in row.items()
         if key != "step" and isinstance(value, int | float) and not isinstance(value, bool)
     }
-
-
-def add_scalars(writer: SummaryWriter, row: Mapping[str, Any]) -> None:
-    """The row's numbers, at its step."""
-    for tag, number in scalars_of(row).items():
-        writer.add_scalar(tag, number, row["step"])
 
 
 def read_rows(path: Path) -> list[Row]:

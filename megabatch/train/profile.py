@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megabatch.train.checkpoint import replace_text
+from megabatch.train.naming import replace_text
 
 NUM_OPERATIONS = 30  # in the table, the longest first
 

@@ -5,7 +5,6 @@ breaks, or who are found waiting for it, end in silence. A line names its rank w
 """
 
 import contextlib
-import errno
 import hashlib
 import os
 import sys
@@ -25,10 +24,10 @@ from torch.distributed.rendezvous import rendezvous
 from megabatch.errors import MegabatchError
 from megabatch.train.config import Config
 from megabatch.train.layout import ALONE, Layout, layout_of
+from megabatch.train.patient import DISK_FULL
 
 CRASHED, FAILED, INTERRUPTED, UNREAD = 1, 2, 130, 141  # exit statuses; the last two as a shell's SIGINT and SIGPIPE
 ADDRESS = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun tells a process besides its RANK
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 SECONDS_TO_NOTICE = 3.0  # in which ranks see by themselves that one has failed, before they are ended
 SECONDS_TO_AGREE = 0.5  # in which ranks that fail the same way do so
@@ -96,6 +95,7 @@ class Ranks:
     size: int
     device: torch.device
     layout: Layout = ALONE
+    group: dist.ProcessGroup | None = None  # in which they tell each other; None: that of all
 
     @property
     def dp_rank(self) -> int:
@@ -134,7 +134,7 @@ class Ranks:
         """Each value summed over ranks, in float64."""
         sums = torch.tensor(values, dtype=torch.float64)
         if self.size > 1:
-            dist.all_reduce(sums)
+            dist.all_reduce(sums, group=self.group)
         return sums.tolist()
 
     def sum_of_data(self, values: Sequence[float]) -> list[float]:
@@ -150,7 +150,7 @@ class Ranks:
         """Raise on every rank what the main rank found wrong, if anything."""
         found = [problem]
         if self.size > 1:
-            dist.broadcast_object_list(found, src=0, device=torch.device("cpu"))
+            dist.broadcast_object_list(found, src=0, device=torch.device("cpu"), group=self.group)
         if found[0] is not None:
             raise MegabatchError(found[0])
 
@@ -171,7 +171,7 @@ class Ranks:
         """The text of each rank."""
         texts = [text] * self.size
         if self.size > 1:
-            dist.all_gather_object(texts, text)
+            dist.all_gather_object(texts, text, group=self.group)
         return texts
 
 

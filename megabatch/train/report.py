@@ -57,8 +57,11 @@ def draw_report(folder: Path, plan: Plan, title: str, *, of_tokens: bool = True)
         draw_curve(axes["memory"], updates, "memory_gib", "most memory of the main rank (GiB)", MUTED)
         draw_cut(axes["cut"], plan, unit)
         beside = folder / f"{FILE_NAME}.tmp"
-        figure.savefig(beside, dpi=130, format="png")
-        os.replace(beside, folder / FILE_NAME)
+        try:
+            figure.savefig(beside, dpi=130, format="png")
+            os.replace(beside, folder / FILE_NAME)
+        finally:
+            beside.unlink(missing_ok=True)  # where the disk is full
 
 
 def draw_losses(axes: Axes, updates: Sequence[Row], evaluations: Sequence[Row], title: str) -> None:

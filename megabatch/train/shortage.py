@@ -7,8 +7,8 @@ from pathlib import Path
 
 from megabatch import Plan
 from megabatch.errors import Bound, MegabatchError
-from megabatch.train.checkpoint import replace_text
 from megabatch.train.config import RunConfig
+from megabatch.train.naming import replace_text
 from megabatch.train.ranks import Ranks
 
 LEARNED = "microbatch.json"

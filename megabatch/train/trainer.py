@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from megabatch.train.data.load import load_data
 from megabatch.train.data.updates import Updates
 from megabatch.train.ema import Average
 from megabatch.train.examiner import Examiner
-from megabatch.train.folder import begin, begins_again, check_folder, write_plan
+from megabatch.train.folder import begin, begins_again, check_folder, write_if_room, write_plan
 from megabatch.train.keeper import Keeper, identity_of
 from megabatch.train.metrics import MetricsFile
 from megabatch.train.model.build import build, in_precision
@@ -22,8 +23,11 @@ from megabatch.train.optim import build_learner
 from megabatch.train.own import Event, load_function, load_listener
 from megabatch.train.profile import Profiler
 from megabatch.train.ranks import Ranks
+from megabatch.train.report import FILE_NAME as REPORT
 from megabatch.train.report import draw_report
+from megabatch.train.shelf import resumed_from
 from megabatch.train.updating import Updating
+from megabatch.train.writing import Writer
 
 
 class Trainer:
@@ -34,7 +38,8 @@ class Trainer:
         self.console = Console(enabled=ranks.is_main, loss_digits=10 if config.model.dtype == "float64" else 4)
         check_folder(self.folder, resume=config.run.resume, ranks=ranks)
         self.begins_again = begins_again(self.folder)
-        bound = saved_bound(config, ranks)
+        self.checkpoint = resumed_from(config.run, ranks, self.console)
+        bound = saved_bound(config, ranks, self.checkpoint)
         loss_fn = load_function(config.loss.function, "loss.function")
         self.listener = load_listener(config.run.after_update, "run.after_update")
         tokenizer = load_tokenizer(config.model)
@@ -50,8 +55,11 @@ class Trainer:
         self.examiner = Examiner(config, loss_fn, self.event, self.average, self.laid, ranks)
         self.identity = identity_of(config, self.data, self.laid, self.updates)
         watch = self.examiner.watch
-        self.keeper = Keeper(config, self.learner, self.laid, self.average, self.updates, watch, self.bound, ranks)
         self.metrics = MetricsFile(self.folder, enabled=ranks.is_main, tensorboard=config.run.tensorboard)
+        self.writer = Writer(config, ranks, self.console, self.metrics.flush)
+        self.keeper = Keeper(
+            config, self.learner, self.laid, self.average, self.updates, watch, self.bound, ranks, self.writer
+        )
         self.profiler = Profiler(config.run.profile_steps, self.folder, enabled=ranks.is_main)
         self.updating = Updating(
             config, self.learner, self.loss_fn, self.laid, self.average, ranks, self.console,
@@ -61,7 +69,7 @@ class Trainer:
 
     def fit(self) -> None:
         """Run to the end: start or resume, update after update, then a last checkpoint, the report and a sample."""
-        with self.console.logged_failure():
+        with self.console.logged_failure(), self.writer.closing():
             self._start()
             self._run()
             self._finish()
@@ -78,13 +86,13 @@ class Trainer:
                     break
 
     def _start(self) -> None:
-        resumes = self.config.run.resume and not self.begins_again
-        if resumes:
-            self.console.say(f"resumed from {self.keeper.resume(self.identity)}")
+        if self.checkpoint is not None:
+            self.keeper.resume(self.identity, self.checkpoint)
+            self.console.say(f"resumed from {self.checkpoint}")
         begin(self.folder, self.config, self.ranks, self.console)
         if self.begins_again:
             self.metrics.cut(-1, None)
-        if resumes:
+        if self.checkpoint is not None:
             self.metrics.cut(self.learner.step, self.config.eval.every)
             self.plan = self.learner.gradient.plan(self.updates.peek())
         if not self._is_over():
@@ -102,7 +110,7 @@ class Trainer:
         self.console.say(text)
         for line in self.laid.warnings:
             self.console.warn(line)
-        write_plan(self.folder, text, self.ranks)
+        write_plan(self.folder, text, self.ranks, self.console)
 
     def _update(self, batch: Sequence[Any]) -> Mapping[str, Any]:
         row = self.updating.run(batch, self.updates.epochs)
@@ -113,8 +121,7 @@ class Trainer:
     def _evaluate_and_save(self) -> None:
         if self._is_over() or self._is_evaluated_in_turn():
             self._evaluate()
-        if self.keeper.is_wanted(last=self._is_over()):
-            self._save(last=self._is_over())
+        self.keeper.keep(self.identity, last=self._is_over())
 
     def _is_evaluated_in_turn(self) -> bool:
         return self.config.eval.every is not None and self.learner.step % self.config.eval.every == 0
@@ -124,16 +131,10 @@ class Trainer:
         tokens = None if fit is None else fit.max_microbatch_tokens
         self.examiner.evaluate(self.learner.step, self.metrics, self.console, tokens)
 
-    def _save(self, *, last: bool) -> None:
-        with self.console.progress("saving a checkpoint", None, "files"):
-            path = self.keeper.save(self.identity, last=last)
-        self.console.say(f"saved {path}")
-
     def _finish(self) -> None:
         if self.examiner.step != self.learner.step and not self._is_evaluated_in_turn():
             self._evaluate()
-        if self.keeper.saved_step != self.learner.step:
-            self._save(last=True)
+        self.keeper.finish(self.identity)
         num_updates, watch = self.updates.num_updates, self.examiner.watch
         self.console.say(words.end_text(self.config, num_updates, self.learner.step, self.data.epoch_size, watch))
         for line in self.updates.skipped.words("the stream's last pass"):
@@ -142,7 +143,8 @@ class Trainer:
         plan = self.updating.plan or self.plan
         if self.ranks.is_main and plan.lengths:
             title = words.title(self.config, self.laid.wrapper, self.ranks.size)
-            draw_report(self.folder, plan, title, of_tokens=self.examiner.terms.of_tokens)
+            draw = partial(draw_report, self.folder, plan, title, of_tokens=self.examiner.terms.of_tokens)
+            write_if_room(self.folder / REPORT, draw, self.console)
         prompt, completion = self.examiner.complete()
         if prompt:
             self.console.say(words.completion_text(prompt, completion))

@@ -11,12 +11,15 @@ import torch
 from megabatch import CostModel
 from megabatch.errors import Bound
 from megabatch.fit import Fit, Measured
-from megabatch.train import bound, checkpoint
+from megabatch.train import bound
 from megabatch.train.config import Config, ModelConfig, RunConfig, UpdateConfig
+from megabatch.train.meta import first_difference, read_meta
 from megabatch.train.ranks import Ranks
+from megabatch.train.shelf import Shelf
 from tests.train.conftest import NO_DROPOUT, Bench, write_pairs
 
 pytestmark = pytest.mark.slow
+ALONE = Ranks(0, 1, torch.device("cpu"))
 AUTO = {"update__max_microbatch_tokens": "auto", "eval__every": None}
 GOING_ON = {**AUTO, "run__resume": True}
 
@@ -24,7 +27,7 @@ GOING_ON = {**AUTO, "run__resume": True}
 def test_a_bound_is_kept_and_chosen_anew(bench: Bench) -> None:
     said = bench.train(**AUTO, run__max_steps=3)
     (tokens,) = re.findall(r"update\.max_microbatch_tokens ([\d,]+): predicted peak", said)
-    meta = checkpoint.read_meta(checkpoint.latest(bench.folder))
+    meta = read_meta(Shelf(bench.folder).choose(ALONE).path)
     assert meta["bound"]["fit"]["max_microbatch_tokens"] == int(tokens.replace(",", ""))
     assert [row["step"] for row in bench.rows() if "predicted_peak_gib" in row] == [2]
     assert re.search(r"memory came to .* of the .* predicted", said)
@@ -52,10 +55,10 @@ def test_a_stream_goes_on_with_longer_samples(bench: Bench) -> None:
     values = {**AUTO, "data__streaming": True, "data__shuffle_window": 1, "optim__schedule": "constant", **NO_DROPOUT}
     values["eval__num_samples"] = 0
     bench.train(**values, run__max_steps=2)
-    chosen = checkpoint.read_meta(checkpoint.latest(bench.folder))["bound"]["fit"]
+    chosen = read_meta(Shelf(bench.folder).choose(ALONE).path)["bound"]["fit"]
     assert chosen["longest_tokens"] < 60
     said = bench.train(**values, run__resume=True, run__max_steps=5)
-    anew = checkpoint.read_meta(checkpoint.latest(bench.folder))["bound"]["fit"]
+    anew = read_meta(Shelf(bench.folder).choose(ALONE).path)["bound"]["fit"]
     assert anew["longest_tokens"] > 100
     assert f"update.max_microbatch_tokens {anew['max_microbatch_tokens']:,}: predicted peak" in said
     whole = bench.train(**values, run__folder=bench.path / "whole", run__max_steps=5)
@@ -70,10 +73,10 @@ def test_what_changes_a_microbatch_changes_the_bound() -> None:
             update=UpdateConfig(global_batch_size=8, max_microbatch_tokens="auto", **values.get("update", {})),
             run=RunConfig(folder="runs/a"),
         )
-        return bound.circumstances(config, Ranks(0, 1, torch.device("cpu")))
+        return bound.circumstances(config, ALONE)
 
     kept = json.loads(json.dumps(circumstances()))
-    assert checkpoint.first_difference(kept, circumstances()) is None
+    assert first_difference(kept, circumstances()) is None
     for values in (
         {"model": {"activation_checkpointing": True}},
         {"model": {"compile": True}},
@@ -81,7 +84,7 @@ def test_what_changes_a_microbatch_changes_the_bound() -> None:
         {"model": {"compute_dtype": "bfloat16"}},
         {"update": {"sync": "every"}},
     ):
-        assert checkpoint.first_difference(kept, circumstances(**values)) is not None
+        assert first_difference(kept, circumstances(**values)) is not None
 
 
 def test_a_fit_is_kept_as_it_is() -> None:

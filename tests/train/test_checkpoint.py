@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from megabatch import GradientAccumulator, Learner, MegabatchError, losses
-from megabatch.train import checkpoint
+from megabatch.train import checkpoint, meta, naming, shelf
 from megabatch.train.ranks import Ranks
+from megabatch.train.shelf import Shelf, point_to_best
+from megabatch.train.sums import sum_of
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 META = {
@@ -50,7 +52,25 @@ def stepped(learner: Learner) -> Learner:
 
 
 def save(folder: Path, step: int = 3, **more: Any) -> Path:
-    return checkpoint.save(folder, {"learner": learner()}, META | {"step": step} | more, ALONE)
+    return save_state(folder, {"learner": learner()}, META | {"step": step} | more)
+
+
+def save_state(folder: Path, state: dict[str, Any], said: dict[str, Any]) -> Path:
+    return checkpoint.save(folder, checkpoint.states_of(state), said, ALONE)
+
+
+def reseal(saved: Path) -> None:
+    """Let the checkpoint say that its files are as they are now."""
+    said = json.loads((saved / "meta.json").read_text())
+    meta.write_meta(saved, said, {name: sum_of(saved / name) for name in said["files"]})
+
+
+def best(folder: Path) -> str:
+    return naming.named_by(naming.checkpoints_of(folder) / "best")
+
+
+def latest(folder: Path) -> Path:
+    return Shelf(folder).choose(ALONE).path
 
 
 @pytest.fixture
@@ -66,18 +86,18 @@ def line_of(call: object, *arguments: object) -> str:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in checkpoint.checkpoints_of(folder).iterdir())
+    return sorted(path.name for path in naming.checkpoints_of(folder).iterdir())
 
 
 def test_a_whole_checkpoint_is_read(saved: Path) -> None:
-    assert checkpoint.latest(saved.parents[1]) == saved
-    assert checkpoint.read_meta(saved) == META
+    assert latest(saved.parents[1]) == saved
+    assert meta.read_meta(saved) == META
     checkpoint.load(saved, {"learner": learner()})
 
 
 def test_every_part_comes_back_as_it_was(tmp_path: Path) -> None:
     there, here = stepped(learner()), learner(seed=1)
-    saved = checkpoint.save(tmp_path, {"learner": there, "average": Average(3.0)}, META, ALONE)
+    saved = save_state(tmp_path, {"learner": there, "average": Average(3.0)}, META)
     average = Average(0.0)
     checkpoint.load(saved, {"learner": here, "average": average})
     assert average.weight.tolist() == [3.0, 3.0, 3.0]
@@ -92,10 +112,22 @@ def test_a_part_that_was_not_saved_gets_its_line(saved: Path) -> None:
     assert line.endswith(f"); {INSTEAD}")
 
 
-@pytest.mark.parametrize("text", ["", "{", "3", "{}", json.dumps(META | {"data": 3}), "[" * 100_000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "3",
+        "{}",
+        json.dumps(META | {"data": 3}),
+        json.dumps({"step": 3}),
+        "[" * 100_000,
+        json.dumps(META | {"files": {}}),
+    ],
+)
 def test_a_damaged_meta_gets_its_line(saved: Path, text: str) -> None:
     (saved / "meta.json").write_text(text)
-    line = line_of(checkpoint.read_meta, saved)
+    line = line_of(meta.read_meta, saved)
     assert line.startswith(f"{saved}/meta.json is damaged (")
     assert line.endswith(f"); {INSTEAD}")
 
@@ -113,14 +145,6 @@ def test_missing_or_cut_tensors_get_their_line(saved: Path, damage: str, capfd: 
     assert capfd.readouterr().err == ""
 
 
-def test_a_pointer_to_nothing_gets_its_line(saved: Path) -> None:
-    pointer = saved.parent / "latest"
-    pointer.write_text("step-9")
-    assert line_of(checkpoint.latest, saved.parents[1]) == (
-        f"{pointer} names step-9, which is not there; name in it a step-N folder that is"
-    )
-
-
 def test_where_nothing_can_be_written_one_line_says_so(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("in the way")
     beside = tmp_path / "checkpoints" / "step-3.tmp"
@@ -132,7 +156,7 @@ def test_where_nothing_can_be_written_one_line_says_so(tmp_path: Path) -> None:
 def test_all_are_kept_unless_told_otherwise(tmp_path: Path) -> None:
     for step in (2, 4, 10):
         save(tmp_path, step)
-        checkpoint.prune(tmp_path, None, ALONE)
+        Shelf(tmp_path).prune(None, ALONE)
     assert names(tmp_path) == ["latest", "step-10", "step-2", "step-4"]
 
 
@@ -140,42 +164,42 @@ def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
     for step in (2, 4, 8, 10, 12):
         save(tmp_path, step)
         if step == 4:
-            checkpoint.point_to_best(tmp_path, step, ALONE)
-        checkpoint.prune(tmp_path, 2, ALONE)
+            point_to_best(tmp_path, step, ALONE)
+        Shelf(tmp_path).prune(2, ALONE)
     assert names(tmp_path) == ["best", "latest", "step-10", "step-12", "step-4"]
-    assert checkpoint.best(tmp_path) == checkpoint.path_of(tmp_path, 4)
-    assert checkpoint.latest(tmp_path) == checkpoint.path_of(tmp_path, 12)
+    assert best(tmp_path) == "step-4"
+    assert latest(tmp_path) == naming.path_of(tmp_path, 12)
 
 
 @pytest.mark.parametrize("keep_last", [None, 1, 5])
 def test_what_was_only_saved_as_the_best_goes_when_it_is_not_any_more(tmp_path: Path, keep_last: int | None) -> None:
     for step in (3, 5, 7):
         save(tmp_path, step, best_only=True)
-        checkpoint.point_to_best(tmp_path, step, ALONE)
-        checkpoint.prune(tmp_path, keep_last, ALONE)
+        point_to_best(tmp_path, step, ALONE)
+        Shelf(tmp_path).prune(keep_last, ALONE)
         assert names(tmp_path) == ["best", "latest", f"step-{step}"]
     save(tmp_path, 8)
-    checkpoint.prune(tmp_path, keep_last, ALONE)
+    Shelf(tmp_path).prune(keep_last, ALONE)
     assert names(tmp_path) == ["best", "latest", "step-7", "step-8"]
 
 
 def test_there_is_no_best_until_one_is_pointed_to_and_whole(tmp_path: Path) -> None:
-    assert checkpoint.best(tmp_path) is None
+    assert best(tmp_path) == ""
     save(tmp_path, 2)
-    checkpoint.point_to_best(tmp_path, 3, ALONE)
-    assert checkpoint.best(tmp_path) is None
+    point_to_best(tmp_path, 3, ALONE)
+    assert best(tmp_path) == ""
     assert names(tmp_path) == ["latest", "step-2"]
 
 
 def test_what_a_kill_has_left_is_swept_away_and_what_lies_beyond_the_latest_is_not(tmp_path: Path) -> None:
     for step in (1, 2, 4, 20):
         save(tmp_path, step)
-    checkpoints = checkpoint.checkpoints_of(tmp_path)
+    checkpoints = naming.checkpoints_of(tmp_path)
     (checkpoints / "latest").write_text("step-4")  # the user went back
     (checkpoints / "step-7.tmp").mkdir()
     (checkpoints / "step-of mine").mkdir()
     (checkpoints / "step-1" / "meta.json").write_text("damaged")
-    checkpoint.prune(tmp_path, 2, ALONE)
+    Shelf(tmp_path).prune(2, ALONE)
     assert names(tmp_path) == ["latest", "step-2", "step-20", "step-4", "step-of mine"]
 
 
@@ -190,9 +214,9 @@ def test_a_checkpoint_is_never_half_deleted_under_its_name(tmp_path: Path, monke
 
     for step in (2, 4):
         save(tmp_path, step)
-    monkeypatch.setattr(checkpoint.shutil, "rmtree", killed)
+    monkeypatch.setattr(shelf.shutil, "rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
-        checkpoint.prune(tmp_path, 1, ALONE)
+        Shelf(tmp_path).prune(1, ALONE)
     assert set(deleted) == {"step-2.tmp"}
     assert names(tmp_path) == ["latest", "step-2.tmp", "step-4"]
 
@@ -205,7 +229,7 @@ def here(**parts: Any) -> dict[str, Any]:
         "settings": {"run.seed": 0},
         "derived": {},
     }
-    return checkpoint.describe(**(given | parts))
+    return meta.describe(**(given | parts))
 
 
 @pytest.mark.parametrize(
@@ -235,8 +259,8 @@ def here(**parts: Any) -> dict[str, Any]:
     ],
 )
 def test_another_run_is_refused_by_what_says_most(tmp_path: Path, parts: dict[str, Any], line: str) -> None:
-    checkpoint.check_same(tmp_path, here(), json.loads(json.dumps(here())))
-    assert line_of(checkpoint.check_same, tmp_path, here(), here(**parts)) == (
+    meta.check_same(tmp_path, here(), json.loads(json.dumps(here())))
+    assert line_of(meta.check_same, tmp_path, here(), here(**parts)) == (
         f"{tmp_path} is of {line}; resume with the recipe it was made with, or start in a new run.folder"
     )
 
@@ -264,8 +288,8 @@ def test_a_save_that_is_killed_leaves_the_one_before(
         patched.setattr(checkpoint.os, "replace", killed)
         with pytest.raises(KeyboardInterrupt):
             save(tmp_path, 4)
-    assert checkpoint.latest(tmp_path) == before
+    assert latest(tmp_path) == before
     checkpoint.load(before, {"learner": learner()})
-    assert checkpoint.latest(tmp_path) != save(tmp_path, 4) == checkpoint.latest(tmp_path)
-    checkpoint.prune(tmp_path, 1, ALONE)
+    assert latest(tmp_path) != save(tmp_path, 4) == latest(tmp_path)
+    Shelf(tmp_path).prune(1, ALONE)
     assert names(tmp_path) == ["latest", "step-4"]

@@ -25,6 +25,7 @@ from megabatch.train.model.tokenizer import load_tokenizer
 from megabatch.train.ranks import Ranks
 from tests.train.model_recipes import recipe
 from tests.train.on_ranks import on_ranks
+from tests.train.test_checkpoint import reseal
 from tests.train.tokenizers_for_tests import chat_tokenizer
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -49,7 +50,7 @@ def train(ranks: Ranks, config: Config, folder: Path, *, average: bool = False) 
         learner.forward_backward([{"input_ids": row, "labels": row} for row in TOKENS], losses.next_token)
         learner.optim_step()
         mean.update()
-        checkpoint.save(folder, state, {"step": step}, ranks)
+        checkpoint.save(folder, checkpoint.states_of(state), {"step": step}, ranks)
     weights = {name: whole(each) for name, each in laid.base.state_dict().items()}
     return weights | {name: whole(each).to(weights[name].dtype) for name, each in mean.state_dict().items() if average}
 
@@ -143,11 +144,24 @@ def test_what_cannot_be_exported_gets_its_line_and_leaves_nothing(tmp_path: Path
     assert refused(run, out) == f"--to is {out}, which is not empty; name a folder that is new or empty"
     assert refused(run, out / "notes.txt").startswith(f"--to is {out / 'notes.txt'}, which is a file; name a folder")
     assert refused(run, out / "notes.txt" / "below").startswith(f"cannot write {out / 'notes.txt' / 'below'} (")
-    for part in (run / "checkpoints" / "step-2").glob("*.distcp"):
-        part.write_bytes(part.read_bytes()[:100])
-    assert refused(run, tmp_path / "new").startswith(f"{run}/checkpoints/step-2 is damaged (")
-    assert "choose an earlier step with --step" in refused(run, tmp_path / "new")
-    export(run, tmp_path / "new", step=1)
+    (part,) = (run / "checkpoints" / "step-2").glob("*.distcp")
+    part.write_bytes(part.read_bytes()[:100])
+    damaged = f"{run}/checkpoints/step-2 is damaged (__0_0.distcp has 100 bytes of "
+    assert refused(run, tmp_path / "new", 2).startswith(damaged)
+    assert refused(run, tmp_path / "new", 2).endswith("; this run has the steps 1, 2: choose with --step")
+    said = export(run, tmp_path / "new", step=None)
+    assert said.startswith(f"warning: {damaged}")
+    assert f"\nwrote the weights of {run}/checkpoints/step-1 to " in said
+    (run / "checkpoints" / "best").write_text("step-2")
+    assert "step-2, the best one, is damaged (" in export(run, tmp_path / "best", step=None)
+    reseal(run / "checkpoints" / "step-2")
+    assert refused(run, tmp_path / "newer").startswith(f"{run}/checkpoints/step-2 is damaged (")
+    assert refused(run, tmp_path / "newer").endswith("); choose an earlier step with --step")
+    (run / "checkpoints" / "step-1" / "meta.json").write_text("{}")
+    (run / "checkpoints" / "step-2" / "meta.json").unlink()
+    line = f"{run}/checkpoints has no whole checkpoint to go on from: step-2 (meta.json: it is not there), step-1 ("
+    (run / "checkpoints" / "best").unlink()
+    assert refused(run, tmp_path / "newer").startswith(line)
     shutil.rmtree(run / "checkpoints")
     assert refused(run, tmp_path / "newer").startswith(f"{run} has no checkpoint yet; export it when it has saved one")
 
@@ -183,6 +197,7 @@ class Evil:
 def test_a_checkpoint_that_would_run_something_is_not_exported(tmp_path: Path) -> None:
     train(ALONE, recipe(), tmp_path / "run")
     (tmp_path / "run" / "checkpoints" / "step-2" / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
+    reseal(tmp_path / "run" / "checkpoints" / "step-2")
     line = refused(tmp_path / "run", tmp_path / "out")
     assert line.startswith(f"{tmp_path}/run/checkpoints/step-2 is damaged (UnpicklingError: .metadata names ")
     assert line.endswith(", which no checkpoint needs); choose an earlier step with --step")

@@ -129,7 +129,7 @@ def test_the_plan_and_all_that_was_said_stand_in_the_folder(recipe: Path, tmp_pa
     console.say("before the folder\nwas there")
     begin(tmp_path / "run", load_config(recipe, []), console)
     console.warn("of something")
-    folder.write_plan(tmp_path / "run", "plan  a\nplan  b", ALONE)
+    folder.write_plan(tmp_path / "run", "plan  a\nplan  b", ALONE, console)
     assert (tmp_path / "run" / "plan.txt").read_text() == "plan  a\nplan  b\n"
     said = (tmp_path / "run" / "log.txt").read_text().splitlines()
     assert [line.partition("  ")[2] for line in said] == ["before the folder", "was there", "warning: of something"]

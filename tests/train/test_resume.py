@@ -152,7 +152,9 @@ def test_a_checkpoint_of_another_model_is_refused(bench: Bench, refuse: Refuse) 
         )
     meta = json.loads((checkpoint / "meta.json").read_text())
     meta["parameters"]["transformer.wte.weight"] = ["float64", 400, 16]
-    (checkpoint / "meta.json").write_text(json.dumps(meta))
+    (checkpoint / "meta.json").write_text(
+        json.dumps({key: meta[key] for key in meta if key not in ("files", "sha256")})
+    )
     assert refuse(run__resume=True).startswith(
         f"{checkpoint} is of another model: the parameter transformer.wte.weight is ['float64', 400, 16] there and "
     )

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megabatch.train import checkpoint
-from tests.train.test_checkpoint import ALONE, INSTEAD, META, Average, learner, line_of, save
+from tests.train.test_checkpoint import INSTEAD, META, Average, learner, line_of, save, save_state
 
 
 @pytest.fixture
@@ -68,11 +68,11 @@ def test_what_is_no_tensor_is_loaded_as_data_and_never_run(tmp_path: Path) -> No
     for step, value in enumerate(
         [0.1, None, True, "a", [1, (2.0, "b")], {"a"}, np.float64(0.1), np.int64(3), torch.float32]
     ):
-        saved = checkpoint.save(tmp_path, {"own": Groups(value)}, META | {"step": step}, ALONE)
+        saved = save_state(tmp_path, {"own": Groups(value)}, META | {"step": step})
         here = Groups(0)
         checkpoint.load(saved, {"own": here})
         assert (here.value, type(here.value)) == (value, type(value))
-    saved = checkpoint.save(tmp_path, {"own": Groups(Evil(tmp_path / "ran"))}, META | {"step": 99}, ALONE)
+    saved = save_state(tmp_path, {"own": Groups(Evil(tmp_path / "ran"))}, META | {"step": 99})
     line = line_of(checkpoint.load, saved, {"own": Groups(0)})
     assert line == (
         f"{saved} is damaged (UnpicklingError: own.groups.0.lr is more than numbers, texts and containers of them); "
@@ -86,5 +86,5 @@ def test_tensors_of_any_type_and_layout_are_described(tmp_path: Path, dtype: tor
     there, here = Average(0.0), Average(0.0)
     there.weight = torch.ones(2, 3, 4, 5).to(dtype).to(memory_format=torch.channels_last)
     here.weight = torch.zeros(2, 3, 4, 5).to(dtype)
-    checkpoint.load(checkpoint.save(tmp_path, {"average": there}, META, ALONE), {"average": here})
+    checkpoint.load(save_state(tmp_path, {"average": there}, META), {"average": here})
     assert torch.equal(here.weight.float(), there.weight.float())

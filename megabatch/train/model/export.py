@@ -16,17 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from transformers import GenerationConfig
 
 from megabatch.errors import MegabatchError, in_one_line
-from megabatch.train.checkpoint import (
-    BEST,
-    META,
-    POINTER,
-    checkpoints_of,
-    named_by,
-    path_of,
-    quiet_alone,
-    reason_of,
-    step_of,
-)
+from megabatch.train.checkpoint import quiet_alone, reason_of
 from megabatch.train.config import Config, ModelConfig
 from megabatch.train.model.architecture import architecture_of, construct, outline
 from megabatch.train.model.initial import fill, plan_units
@@ -34,11 +24,15 @@ from megabatch.train.model.quiet import quiet
 from megabatch.train.model.source import own_source
 from megabatch.train.model.tokenizer import load_tokenizer
 from megabatch.train.model.wrap import blocks_of
+from megabatch.train.naming import BEST, POINTER, checkpoints_of, named_by, path_of, step_of, steps_of
+from megabatch.train.ranks import Ranks
 from megabatch.train.recipe import load_config
 from megabatch.train.safe import SafePlanner, SafeReader
+from megabatch.train.shelf import Chosen, Shelf
 
 RECIPE = "config.toml"  # of a run's folder
 MODEL, AVERAGE = "learner.model.", "average."  # where a checkpoint has the weights, and their average
+ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 @dataclass(frozen=True)
@@ -63,7 +57,8 @@ def export(run_folder: Path, to: Path, *, step: int | str | None) -> str:
     """
     check_target(to)
     config = config_of(run_folder)
-    checkpoint = find_checkpoint(run_folder, step)
+    chosen = find_checkpoint(run_folder, step)
+    checkpoint = chosen.path
     weights = read_weights(checkpoint)
     model = loaded_model(config, weights, checkpoint)
     with writing(to) as beside, quiet():
@@ -74,7 +69,8 @@ def export(run_folder: Path, to: Path, *, step: int | str | None) -> str:
         for path in beside.rglob("*.safetensors"):
             path.chmod((beside / "config.json").stat().st_mode)  # they are made for the owner's eyes alone
     which = "the average of the weights" if weights.num_averaged else "the weights"
-    return f"wrote {which} of {checkpoint} to {to}: {type(model).__name__}, {config.model.dtype}, safetensors"
+    said = f"wrote {which} of {checkpoint} to {to}: {type(model).__name__}, {config.model.dtype}, safetensors"
+    return "\n".join([*(f"warning: {line}" for line in chosen.warnings), said])
 
 
 def check_target(to: Path) -> None:
@@ -95,19 +91,30 @@ def config_of(run_folder: Path) -> Config:
     return load_config(run_folder / RECIPE, [])
 
 
-def find_checkpoint(run_folder: Path, step: int | str | None) -> Path:
-    """The checkpoint of that step, "best" or "latest"; None: the best where one is kept, else the latest."""
-    kept = sorted(number for path in checkpoints_of(run_folder).glob("step-*") if (number := step_of(path)) is not None)
+def find_checkpoint(run_folder: Path, step: int | str | None) -> Chosen:
+    """The checkpoint of that step, "best" or "latest"; None: the best where one is kept, else the latest.
+
+    In place of one that is damaged it is the newest whole one up to the latest, unless it was asked for by name.
+    """
+    kept, shelf = steps_of(run_folder), Shelf(run_folder)
     if not kept:
         raise MegabatchError(f"{run_folder} has no checkpoint yet; export it when it has saved one (run.save_every)")
+    name = named_by(checkpoints_of(run_folder) / BEST)
+    if step == POINTER or (step is None and not name):
+        return shelf.choose(ALONE)
+    number = step if isinstance(step, int) else step_of(name)
+    found = path_of(run_folder, number) if number is not None else checkpoints_of(run_folder) / (name or BEST)
+    if number is None or number not in kept:
+        problem = "is not there or not whole"
+    elif (damage := shelf.problem(number, ALONE)) is None:
+        return Chosen(found)
+    else:
+        problem = f"is damaged ({damage})"
     if step is None:
-        step = BEST if named_by(checkpoints_of(run_folder) / BEST) else POINTER
-    pointer = checkpoints_of(run_folder) / str(step)
-    found = path_of(run_folder, step) if isinstance(step, int) else pointer.parent / named_by(pointer)
-    if not (found / META).exists():
-        has = ", ".join(str(number) for number in kept)
-        raise MegabatchError(f"{found} is not there or not whole; this run has the steps {has}: choose with --step")
-    return found
+        chosen = shelf.choose(ALONE)
+        return Chosen(chosen.path, (f"{found}, the best one, {problem}", *chosen.warnings))
+    has = ", ".join(str(number) for number in kept)
+    raise MegabatchError(f"{found} {problem}; this run has the steps {has}: choose with --step")
 
 
 def read_weights(checkpoint: Path) -> Checkpointed:

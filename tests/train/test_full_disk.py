@@ -1,0 +1,135 @@
+"""A full disk does not end a run, and no row is lost or cut: on a real file system that is full, or a real limit."""
+
+import resource
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megabatch import MegabatchError
+from megabatch.train.console import Console
+from megabatch.train.folder import write_if_room
+from megabatch.train.metrics import MetricsFile, read_rows
+from megabatch.train.naming import replace_text
+from megabatch.train.patient import Patient
+from megabatch.train.shelf import Shelf
+from megabatch.train.writing import Retry
+from tests.train.conftest import Bench
+from tests.train.full_disks import filling, small_disk
+from tests.train.on_ranks import on_ranks
+from tests.train.test_checkpoint import ALONE, save
+from tests.train.test_metrics import events
+from tests.train.test_resume import timeless
+
+
+def write_pieces(_: Any, path: Path) -> list[Any]:
+    """Pieces while only 25 bytes fit, then while all do; in a process of its own."""
+    file, seen = Patient(path), []
+    resource.setrlimit(resource.RLIMIT_FSIZE, (25, resource.RLIM_INFINITY))
+    for number in range(4):
+        file.add(b"piece %d...\n" % number)  # 11 bytes: the third one is cut off
+        seen.append(path.read_bytes().count(b"\n"))
+    try:
+        file.flush()
+    except OSError as error:
+        seen.append(type(error).__name__)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    file.add(b"piece 4...\n")
+    return seen
+
+
+def test_a_piece_is_whole_or_waits_in_its_order(tmp_path: Path) -> None:
+    (seen,) = on_ranks(1, tmp_path, write_pieces, tmp_path / "file")
+    assert seen == [1, 2, 2, 2, "OSError"]
+    assert (tmp_path / "file").read_bytes() == b"".join(b"piece %d...\n" % number for number in range(5))
+
+
+def write_rows(_: Any, folder: Path) -> None:
+    """Rows and TensorBoard's events, while nothing fits any more, and after."""
+    metrics = MetricsFile(folder, enabled=True, tensorboard=True)
+    metrics.append({"step": 1, "loss": 0.5})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30, resource.RLIM_INFINITY))
+    for step in (2, 3):
+        metrics.append({"step": step, "loss": 0.5 / step, "lr": 0.1})
+    with pytest.raises(OSError, match="File too large"):
+        metrics.flush()
+    with pytest.raises(OSError, match="File too large"):
+        replace_text(folder / "small", "a" * 99)
+    write_if_room(
+        folder / "plan", lambda: replace_text(folder / "plan", "a" * 99), Console(enabled=True, loss_digits=4)
+    )
+    assert sorted(path.name for path in folder.iterdir()) == ["metrics.jsonl", "tensorboard"]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    metrics.close()
+
+
+def test_rows_and_events_wait_for_room(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    on_ranks(1, tmp_path, write_rows, tmp_path / "run")
+    assert [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
+    assert [step for step, _ in events(tmp_path / "run")["train/loss"]] == [1, 2, 3]
+
+
+def test_what_fails_is_tried_again_at_growing_distances() -> None:
+    retry = Retry()
+    assert [retry.failed(step) for step in (10, 11, 13, 17)] == [11, 13, 17, 25]
+    retry.succeeded()
+    assert retry.step is None
+    assert retry.failed(40) == 41
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "values"),
+    [
+        (1, {}),
+        (2, {"parallel__wrapper": "fsdp2", "checkpoint__background": "true"}),
+    ],
+)
+def test_a_full_disk_does_not_end_a_run(bench: Bench, tmp_path: Path, ranks: int, values: dict[str, Any]) -> None:
+    """Full from the third update to the eighth of twelve: the saves at 4, 5, 6 and 8 may fail, that at 12 may not."""
+    values = {"run__max_epochs": 2, "run__save_every": 2, "run__keep_last": 2, **values}
+    whole = tmp_path / "whole"
+    bench.train(ranks=ranks, run__folder=whole, **values)
+    with small_disk(tmp_path / "disk") as (disk, mounted):
+        after = filling(tmp_path / "own.py", disk, mounted=mounted, full=3, empty=8)
+        bench.train(ranks=ranks, run__folder=disk / "run", run__after_update=after, **values)
+        kept = tmp_path / "kept"
+        shutil.copytree(disk / "run", kept)
+    logged = [line.partition("  ")[2] for line in (kept / "log.txt").read_text().splitlines()]
+    warnings = [line for line in logged if line.startswith("warning: cannot ")]
+    assert len(warnings) >= 2
+    assert warnings[0].endswith("; the run goes on, and step-4 is tried again after update 5")
+    assert timeless(bench.rows(kept)) == timeless(bench.rows(whole))
+    assert [step for step, _ in events(kept)["train/loss"]] == list(range(1, 13))
+    assert sum(line.startswith("update   ") and "  loss " in line for line in logged) == 12
+    assert not list((kept / "checkpoints").glob("*.tmp"))
+    assert {path.name for path in (kept / "checkpoints").iterdir()} >= {"latest", "step-12"}
+    assert Shelf(kept).choose(ALONE).path.name == "step-12"
+
+
+@pytest.mark.slow
+def test_a_last_checkpoint_without_room_ends_the_run_in_one_line(bench: Bench, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as (disk, mounted):
+        run = disk / "run"
+        after = filling(tmp_path / "own.py", disk, mounted=mounted, full=3, empty=99)
+        values = {"run__folder": run, "run__save_every": 2, "run__after_update": after, "parallel__wrapper": "ddp"}
+        finished = bench.finish(ranks=2, **values)
+        lines = [line for each in finished for line in each.err.splitlines()]
+        assert [each.status for each in finished] == [2, 2], lines
+        assert len(lines) == 1
+        assert lines[0].startswith("megabatch: cannot write ")
+        assert lines[0].endswith("); make room, allow it, or choose another run.folder")
+        assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["latest", "step-2"]
+        (disk / "ballast").unlink(missing_ok=True)
+        bench.train(ranks=2, run__folder=run, run__save_every=2, run__resume=True, parallel__wrapper="ddp")
+        assert [row["step"] for row in bench.rows(run) if "set" not in row] == [1, 2, 3, 4, 5, 6]
+
+
+def test_nothing_is_left_of_a_checkpoint_that_could_not_be_written(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    (tmp_path / "checkpoints" / "step-4.tmp").write_text("in the way of a folder")
+    with pytest.raises(MegabatchError, match="cannot write"):
+        save(tmp_path, 4)
+    assert Shelf(tmp_path).choose(ALONE).path.name == "step-2"
