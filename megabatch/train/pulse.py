@@ -22,6 +22,7 @@ from megabatch.train.leaving import leave_now
 from megabatch.train.ranks import CRASHED, FAILURE, SECONDS_TO_NOTICE, Meeting
 
 MOST_SECONDS, LOOKS = 5.0, 6  # between two looks, of which there are so many in the time that a rank is given
+BEGINNING, ENDED = "beginning", "at its end"  # what a rank is doing before its first update, and after its last
 STORE_FAILS = (RuntimeError, ValueError)  # it went away with the process that held it
 
 
@@ -30,7 +31,7 @@ class Word(NamedTuple):
 
     rank: int
     number: int  # of its words
-    doing: str  # "" before the first update, and after the last
+    doing: str
     host: str
     process: int
 
@@ -67,7 +68,7 @@ class Pulse:
         self._is_used = met.store is not None and met.size > 1 and within_seconds is not None
         self._seconds = min(MOST_SECONDS, self._within / LOOKS)
         self._ended = threading.Event()
-        self._doing, self._waits = "", False
+        self._num_begun, self._doing, self._waits = 0, BEGINNING, False
         self._num_answers = 0  # of the store
         self._next = (met.rank + 1) % met.size
         self._beside, self._processes = beside(met), dict[int, Word]()  # other ranks of this host, and those there
@@ -75,6 +76,7 @@ class Pulse:
 
     def waits(self, step: int) -> None:
         """Say that this rank waits for the samples of an update, its own or a loader's matter."""
+        self._num_begun += 1
         self._doing, self._waits = f"waiting for the samples of update {step}", True
 
     def works(self, step: int) -> None:
@@ -83,7 +85,7 @@ class Pulse:
 
     @contextlib.contextmanager
     def beating(self) -> Generator[None, None, None]:
-        """Surrounds a run. A rank is judged from its first word of an update on, until it says that it has ended."""
+        """Surrounds a run. A rank is expected to answer from its first update on, until it says that it has ended."""
         if not self._is_used:
             yield
             return
@@ -104,33 +106,38 @@ class Pulse:
         with contextlib.suppress(*STORE_FAILS):
             store = cast(Any, self._met.store).clone()  # a connection serves one call at a time
             silence, number = Silence(self._seconds), 0
+            self._say(store, number, BEGINNING)
             while not self._ended.wait(self._seconds):
                 number += 1
                 self._say(store, number, self._doing)
                 heard = self._hear(store, self._next)
                 self._num_answers += 1
-                if silence.look(heard) > self._within and self._doing and heard is not None and heard.doing:
+                if silence.look(heard) > self._within and self._expects(heard):
                     self._leave(store, f"{self._who(heard)} {self._silent()}; it was {heard.doing}")
                 self._look_for_processes(store)
-            self._say(store, 0, "")
+            self._say(store, 0, ENDED)
 
     def _watch(self) -> None:
         """In a thread that waits for nobody."""
         store, samples = Silence(self._seconds), Silence(self._seconds)
         while not self._ended.wait(self._seconds):
-            doing, waits = self._doing, self._waits
-            if store.look(self._num_answers if doing else None) > self._within and doing:
+            doing, waits, begun = self._doing, self._waits, self._num_begun > 0
+            if store.look(self._num_answers if begun else None) > self._within and begun:
                 self._leave(None, f"the store by which ranks have met, torchrun's or rank 0's, {self._silent()}")
             if samples.look(doing if waits else None) > self._within and waits and doing not in self._told:
                 self._told.add(doing)
                 who = f"rank {self._met.rank} of {self._met.size}"
                 print(f"megabatch: {who} has been {doing} for {self._within:g} s", file=sys.stderr, flush=True)
 
+    def _expects(self, word: Word) -> bool:
+        """Whether a rank that said this has more to say: all have begun when the first update is made."""
+        return self._num_begun > (1 if word.doing == BEGINNING else 0) and word.doing != ENDED
+
     def _look_for_processes(self, store: Store) -> None:
         """Leave where one of this host has gone without a word: a collective on a device would not break."""
         for rank in self._beside - self._processes.keys():
             word = self._hear(store, rank)
-            if word is not None and word.host == socket.gethostname() and is_there(word.process):
+            if word.host == socket.gethostname() and is_there(word.process):
                 self._processes[rank] = word
         for word in self._processes.values():
             if not is_there(word.process) and not self._ended.wait(SECONDS_TO_NOTICE):
@@ -140,8 +147,10 @@ class Pulse:
         word = Word(self._met.rank, number, doing, socket.gethostname(), os.getpid())
         store.set(key_of(self._met.rank), json.dumps(word))
 
-    def _hear(self, store: Store, rank: int) -> Word | None:
-        return Word(*json.loads(store.get(key_of(rank)))) if store.check([key_of(rank)]) else None
+    def _hear(self, store: Store, rank: int) -> Word:
+        if not store.check([key_of(rank)]):
+            return Word(rank, 0, BEGINNING, "an unknown host", 0)
+        return Word(*json.loads(store.get(key_of(rank))))
 
     def _who(self, word: Word) -> str:
         return f"rank {word.rank} of {self._met.size} (process {word.process} on {word.host})"
@@ -175,6 +184,7 @@ def is_there(process: int) -> bool:
 
 def beside(met: Meeting) -> set[int]:
     """The other ranks that torchrun has started on this host."""
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    first = met.rank - local
-    return set(range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))) - {met.rank}
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        return set()
+    first = met.rank - int(os.environ["LOCAL_RANK"])
+    return set(range(first, first + int(os.environ["LOCAL_WORLD_SIZE"]))) - {met.rank}

@@ -70,7 +70,9 @@ def test_before_the_first_update_a_run_ends_at_once(
     text = bench.recipe.read_text()
     head, tail = text[: text.index("[model.config]")], text[text.index("[data]") :]
     table = "\n".join(f"{key} = {value}" for key, value in options.items())
-    bench.recipe.write_text(f'{head}tokenizer = "bytes"\nfunction = "{own}:model"\n\n[model.options]\n{table}\n\n{tail}')
+    bench.recipe.write_text(
+        f'{head}tokenizer = "bytes"\nfunction = "{own}:model"\n\n[model.options]\n{table}\n\n{tail}'
+    )
     disturb(bench, place="build", step=0, ranks=list(range(ranks)), signals=[number])
     ends = bench.finish(ranks=ranks)
     assert [end.status for end in ends] == [128 + number] * ranks
