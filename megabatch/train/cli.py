@@ -10,13 +10,16 @@ from typing import NoReturn
 
 from megabatch.errors import MegabatchError
 from megabatch.train.config import Config, ModelConfig, RunConfig, UpdateConfig
-from megabatch.train.folder import recipe_of
+from megabatch.train.course import Course
+from megabatch.train.folder import gone_on_with, recipe_of
 from megabatch.train.help import help_text, plan_help_text
 from megabatch.train.model.export import export
 from megabatch.train.plan.command import plan_recipe
+from megabatch.train.pulse import Pulse
 from megabatch.train.ranks import CRASHED, FAILED, FailedError, Meeting, drop_output, fail, join, meeting
 from megabatch.train.recipe import load_config
 from megabatch.train.shortage import noting
+from megabatch.train.stop import Stop
 from megabatch.train.trainer import Trainer
 from megabatch.train.verification import plain_config, verify_recipe
 
@@ -90,10 +93,16 @@ def with_recipe(name: str, arguments: list[str], met: Meeting) -> None:
     elif name == "verify":
         verify(load_config(recipe_of(recipe) if recipe.is_dir() else recipe, arguments[1:]), met)
     else:
-        config = config_of(recipe, arguments[1:])
+        train(config_of(recipe, arguments[1:]), met)
+
+
+def train(config: Config, met: Meeting) -> None:
+    """Train to the end, or until a signal stops the run between two updates."""
+    stop, pulse = Stop(speaks=met.rank == 0), Pulse(met, config.run.answer_within_seconds)
+    with stop.listening():
         ranks = join(met, config)
-        with noting(config.run, ranks):
-            Trainer(config, ranks).fit()
+        with noting(config.run, ranks), pulse.beating():
+            Trainer(gone_on_with(config, ranks), ranks, Course(stop, pulse, ranks)).fit()
 
 
 def config_of(recipe: Path, overrides: list[str]) -> Config:

@@ -212,7 +212,10 @@ class RunConfig(Section):
     keep_best: bool | None = None
     """Write a checkpoint when the loss on eval.watch is the lowest so far, and keep it. None: with eval.patience."""
     resume: bool = False
-    """Go on from the latest checkpoint in the folder, as if never stopped."""
+    """Go on from the latest checkpoint in the folder, as if never stopped. Processes that torchrun starts again do so
+    without being told, and begin again where there is none."""
+    answer_within_seconds: Positive | None = 60.0
+    """A rank whose process has not answered for so long has stopped: it is named, and all end. None: nobody looks."""
     seed: Step = 0
     """Of weights, order of samples, held-out set and dropout."""
     device: Literal["cpu", "cuda"] | None = None

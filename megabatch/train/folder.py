@@ -24,6 +24,7 @@ import torch
 
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train import metrics
+from megabatch.train.attempt import Job
 from megabatch.train.config import Config, Section
 from megabatch.train.console import Console
 from megabatch.train.naming import checkpoints_of, has_checkpoint, replace_text
@@ -45,17 +46,17 @@ def check_folder(folder: Path, *, resume: bool, ranks: Ranks) -> None:
     def check() -> None:
         if (folder / LOCK).exists():
             lock(folder)
-        check_free(folder, resume=resume)
+        check_free(folder, resume=resume, job=ranks.job)
 
     ranks.on_main(check, str(folder))
 
 
-def check_free(folder: Path, *, resume: bool) -> None:
+def check_free(folder: Path, *, resume: bool, job: Job) -> None:
     """Raise where a run cannot be resumed from the folder, or a new one not be written to it.
 
-    One that ran out of memory before its first checkpoint begins again, resumed or not.
+    One that ran out of memory before its first checkpoint begins again, resumed or not, and one of this very job.
     """
-    if begins_again(folder):
+    if begins_again(folder, job):
         read_starts(folder)
     elif resume:
         check_resumable(folder)
@@ -63,9 +64,28 @@ def check_free(folder: Path, *, resume: bool) -> None:
         check_unused(folder)
 
 
-def begins_again(folder: Path) -> bool:
-    """Whether the folder has what a run has learned of its memory, and no checkpoint yet."""
-    return has_learned(folder) and not has_checkpoint(folder)
+def begins_again(folder: Path, job: Job) -> bool:
+    """Whether the folder has no checkpoint yet, and what a run has learned of its memory, or a run of this job."""
+    return not has_checkpoint(folder) and (has_learned(folder) or is_of_job(folder, job))
+
+
+def gone_on_with(config: Config, ranks: Ranks) -> Config:
+    """The recipe, resumed where torchrun has started this command again and the run has a checkpoint; collective."""
+    folder, found = Path(config.run.folder), [False]
+
+    def look() -> None:
+        found[0] = has_checkpoint(folder) and is_of_job(folder, ranks.job)
+
+    ranks.on_main(look, str(folder))
+    if not any(ranks.sum([float(found[0])])):
+        return config
+    return config.model_copy(update={"run": config.run.model_copy(update={"resume": True})})
+
+
+def is_of_job(folder: Path, job: Job) -> bool:
+    """Whether the run there was last started by this job."""
+    starts = read_starts(folder)
+    return bool(starts) and job.has_made(starts[-1])
 
 
 def check_resumable(folder: Path) -> None:
@@ -128,7 +148,9 @@ def begin(folder: Path, config: Config, ranks: Ranks, console: Console) -> None:
     def write() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         lock(folder)
-        check_free(folder, resume=config.run.resume)  # again: another process may have come first
+        check_free(folder, resume=config.run.resume, job=ranks.job)  # again: another process may have come first
+        if begins_again(folder, ranks.job):
+            console.say("nothing was saved yet: begins again")
         starts = [*read_starts(folder), start]
         replace_text(folder / CONFIG, recipe)
         replace_text(folder / ENVIRONMENT, json.dumps({"starts": starts}, indent=1) + "\n")
@@ -198,6 +220,7 @@ def describe_start(ranks: Ranks) -> dict[str, Any]:
         **{package: version_of(package) for package in PACKAGES},
         "cuda": torch.version.cuda,
         "num_ranks": ranks.size,
+        **ranks.job.to_json(),
         "devices": counted(ranks.gather(device_name(ranks.device))),
     }
 

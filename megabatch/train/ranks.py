@@ -22,13 +22,16 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from megabatch.errors import MegabatchError
+from megabatch.train.attempt import NO_JOB, Job, meet_apart
 from megabatch.train.config import Config
 from megabatch.train.layout import ALONE, Layout, layout_of
+from megabatch.train.leaving import end_of, leave_now
 from megabatch.train.patient import DISK_FULL
 
-CRASHED, FAILED, INTERRUPTED, UNREAD = 1, 2, 130, 141  # exit statuses; the last two as a shell's SIGINT and SIGPIPE
+CRASHED, FAILED, UNREAD = 1, 2, 141  # exit statuses; the last as a shell's SIGPIPE
 ADDRESS = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun tells a process besides its RANK
 PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+FAILURE = "failure"  # key of the store: how many have seen that the run has failed
 SECONDS_TO_NOTICE = 3.0  # in which ranks see by themselves that one has failed, before they are ended
 SECONDS_TO_AGREE = 0.5  # in which ranks that fail the same way do so
 SECONDS_TO_LEAVE = 5.0  # torchrun kills whoever is left once the first rank is gone, whatever its status would be
@@ -49,6 +52,7 @@ class Meeting:
     rank: int = 0
     size: int = 1
     store: Store | None = None
+    job: Job = NO_JOB
 
     def is_first(self, event: str) -> bool:
         """Whether no other rank has come here before."""
@@ -95,6 +99,7 @@ class Ranks:
     size: int
     device: torch.device
     layout: Layout = ALONE
+    job: Job = NO_JOB
     group: dist.ProcessGroup | None = None  # in which they tell each other; None: that of all
 
     @property
@@ -188,20 +193,16 @@ def meeting() -> Generator[Meeting, None, None]:
         raise
     except MegabatchError as error:
         fail(met, f"megabatch: {error}", FAILED)
-    except KeyboardInterrupt:
-        fail(
-            met,
-            "megabatch: interrupted; `megabatch train RUN_FOLDER` goes on from the last checkpoint, if it has one",
-            INTERRUPTED,
-        )
+    except KeyboardInterrupt as error:
+        fail(met, *end_of(error))
     except BrokenPipeError:  # `| head`: whoever read the output has seen enough
-        met.is_first("failure")
+        met.is_first(FAILURE)
         drop_output()
         raise FailedError(UNREAD) from None
     except (Exception, SystemExit) as error:  # SystemExit: of a user's function, which would leave the others waiting
         if isinstance(error, OSError) and error.errno in DISK_FULL:
             fail(met, f"megabatch: the disk is full ({error}); make room and go on with --run.resume=true", FAILED)
-        if not met.is_first("failure"):  # a collective whose peer has gone
+        if not met.is_first(FAILURE):  # a collective whose peer has gone
             raise FailedError(FAILED) from None
         if met.store is None:
             raise
@@ -220,11 +221,12 @@ def meet() -> Meeting:
         fail(Meeting(), f"megabatch: {who}; start with torchrun, or unset RANK", FAILED)
     try:
         store, rank, size = next(rendezvous("env://"))
+        store, job = meet_apart(store, rank, size)
     except (RuntimeError, ValueError) as error:  # torch's errors of networks and stores are RuntimeErrors
         reason = " ".join(str(error).split())[:200]
         line = f"megabatch: cannot meet the other ranks ({reason}); start with torchrun, or unset RANK"
         fail(Meeting(), line, FAILED)
-    return Meeting(rank, size, store)
+    return Meeting(rank, size, store, job)
 
 
 def leave_with_others(store: Store, ended: threading.Event) -> None:
@@ -235,8 +237,8 @@ def leave_with_others(store: Store, ended: threading.Event) -> None:
     with contextlib.suppress(RuntimeError):  # the store went away with the rank that held it
         own = cast(Any, store).clone()  # a connection serves one call at a time, and the main thread's may take long
         while not ended.wait(0.5):
-            if own.add("failure", 0) and not ended.wait(SECONDS_TO_NOTICE):
-                os._exit(FAILED)
+            if own.add(FAILURE, 0) and not ended.wait(SECONDS_TO_NOTICE):
+                leave_now(FAILED)
 
 
 def fail(met: Meeting, line: str, status: int) -> NoReturn:
@@ -244,7 +246,7 @@ def fail(met: Meeting, line: str, status: int) -> NoReturn:
     with contextlib.suppress(RuntimeError):  # the store went away with the rank that held it
         if met.store is not None:
             met.store.add(failure_key(line), 1)
-    if met.is_first("failure"):
+    if met.is_first(FAILURE):
         who = f"rank {met.rank} of {met.size}"
         if not line.startswith(f"megabatch: {who} ") and not met.is_of_all(line):
             line = line.replace("megabatch: ", f"megabatch: {who}: ", 1)
@@ -281,7 +283,7 @@ def join(met: Meeting, config: Config) -> Ranks:
         store = PrefixStore("group", cast(Any, dist).HashStore() if met.store is None else met.store)
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, store=store, rank=met.rank, world_size=met.size)
-    return Ranks(met.rank, met.size, device, layout)
+    return Ranks(met.rank, met.size, device, layout, met.job)
 
 
 def choose_device(asked: str | None) -> torch.device:

@@ -1,15 +1,14 @@
 """Trainer: the order of events. How any of them works is in the modules it imports."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from megabatch.train import words
 from megabatch.train.bound import choose, saved_bound
 from megabatch.train.config import Config
 from megabatch.train.console import Console
+from megabatch.train.course import Course
 from megabatch.train.data.load import load_data
 from megabatch.train.data.updates import Updates
 from megabatch.train.ema import Average
@@ -33,11 +32,11 @@ from megabatch.train.writing import Writer
 class Trainer:
     """One run of a recipe, on this rank. Making one writes nothing, and finds what is wrong with the recipe."""
 
-    def __init__(self, config: Config, ranks: Ranks) -> None:
-        self.config, self.ranks, self.folder = config, ranks, Path(config.run.folder)
+    def __init__(self, config: Config, ranks: Ranks, course: Course) -> None:
+        self.config, self.ranks, self.course, self.folder = config, ranks, course, Path(config.run.folder)
         self.console = Console(enabled=ranks.is_main, loss_digits=10 if config.model.dtype == "float64" else 4)
         check_folder(self.folder, resume=config.run.resume, ranks=ranks)
-        self.begins_again = begins_again(self.folder)
+        self.begins_again = begins_again(self.folder, ranks.job)
         self.checkpoint = resumed_from(config.run, ranks, self.console)
         bound = saved_bound(config, ranks, self.checkpoint)
         loss_fn = load_function(config.loss.function, "loss.function")
@@ -68,32 +67,33 @@ class Trainer:
         self.plan = self.learner.gradient.plan(self.updates.peek())
 
     def fit(self) -> None:
-        """Run to the end: start or resume, update after update, then a last checkpoint, the report and a sample."""
+        """Start or resume, make update after update to the end or a signal, save; at the end report, write a sample."""
         with self.console.logged_failure(), self.writer.closing():
             self._start()
             self._run()
-            self._finish()
+            self._close()
+            if not self.course.is_stopped:
+                self._report()
 
     def _run(self) -> None:
         with self.console.bar(self.learner.step, self.updates.num_updates.of_run):
-            for batch in () if self._is_over() else self.updates:
+            for batch in self.course.updates(self.updates, self.learner, self._is_over):
                 with self.profiler.update(self.learner.step + 1):
-                    row = self._update(batch)
+                    row = self.updating.run(batch, self.updates.epochs)
+                    self.metrics.append(row)
+                    self.updating.say(row)
                 with self.updating.clock.paused():
                     self.listener(replace(self.event, step=self.learner.step, row=row))
                     self._evaluate_and_save()
-                if self._is_over():
-                    break
 
     def _start(self) -> None:
         if self.checkpoint is not None:
             self.keeper.resume(self.identity, self.checkpoint)
             self.console.say(f"resumed from {self.checkpoint}")
         begin(self.folder, self.config, self.ranks, self.console)
-        if self.begins_again:
-            self.metrics.cut(-1, None)
+        if self.begins_again or self.checkpoint is not None:
+            self.metrics.cut(-1 if self.begins_again else self.learner.step, self.config.eval.every)
         if self.checkpoint is not None:
-            self.metrics.cut(self.learner.step, self.config.eval.every)
             self.plan = self.learner.gradient.plan(self.updates.peek())
         if not self._is_over():
             self._say_plan()
@@ -112,12 +112,6 @@ class Trainer:
             self.console.warn(line)
         write_plan(self.folder, text, self.ranks, self.console)
 
-    def _update(self, batch: Sequence[Any]) -> Mapping[str, Any]:
-        row = self.updating.run(batch, self.updates.epochs)
-        self.metrics.append(row)
-        self.updating.say(row)
-        return row
-
     def _evaluate_and_save(self) -> None:
         if self._is_over() or self._is_evaluated_in_turn():
             self._evaluate()
@@ -131,15 +125,18 @@ class Trainer:
         tokens = None if fit is None else fit.max_microbatch_tokens
         self.examiner.evaluate(self.learner.step, self.metrics, self.console, tokens)
 
-    def _finish(self) -> None:
-        if self.examiner.step != self.learner.step and not self._is_evaluated_in_turn():
+    def _close(self) -> None:
+        if self.examiner.step != self.learner.step and not (self._is_evaluated_in_turn() or self.course.is_stopped):
             self._evaluate()
         self.keeper.finish(self.identity)
+        self.metrics.close()
         num_updates, watch = self.updates.num_updates, self.examiner.watch
-        self.console.say(words.end_text(self.config, num_updates, self.learner.step, self.data.epoch_size, watch))
+        end = words.end_text(self.config, num_updates, self.learner.step, self.data.epoch_size, watch)
+        self.console.say(self.course.words(self.learner.step, self.folder) if self.course.is_stopped else end)
+
+    def _report(self) -> None:
         for line in self.updates.skipped.words("the stream's last pass"):
             self.console.say(line)
-        self.metrics.close()
         plan = self.updating.plan or self.plan
         if self.ranks.is_main and plan.lengths:
             title = words.title(self.config, self.laid.wrapper, self.ranks.size)

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from megabatch.batch import Deferred
 from megabatch.errors import MegabatchError
 from megabatch.train.config import Config
+from megabatch.train.leaving import leave_to_parent
 
 State = dict[str, Any]  # JSON
 
@@ -44,8 +45,9 @@ def options(num_workers: int) -> dict[str, Any]:
 
 
 def begin_worker(number: int) -> None:
-    """Keep a forked tokenizer from warning that it starts no threads."""
+    """Keep a forked tokenizer from warning that it starts no threads, and signals for the process that trains."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    leave_to_parent()
 
 
 def from_workers(loader: "DataLoader[Delivery]", config: Config) -> Iterator[Delivery]:

@@ -1,0 +1,82 @@
+"""A signal ends a run after the update that runs, on all ranks, and the run goes on as if it had never ended."""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.train.conftest import Bench
+from tests.train.test_resume import timeless
+
+pytestmark = pytest.mark.slow
+
+
+def disturb(bench: Bench, **asked: Any) -> None:
+    """Have one of conftest's functions do something at a place, an update, on some ranks."""
+    for made in bench.path.glob("made-*"):
+        made.unlink()
+    (bench.path / "disturb.json").write_text(json.dumps({"ranks": [0], "signals": [], **asked}))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "hit", "number", "place"),
+    [(1, [0], signal.SIGTERM, "within"), (2, [1], signal.SIGINT, "after"), (3, [0, 2], signal.SIGTERM, "within")],
+)
+def test_all_ranks_stop_after_the_same_update(
+    bench: Bench, own: Path, tmp_path: Path, ranks: int, hit: list[int], number: signal.Signals, place: str
+) -> None:
+    wrapper = {1: None, 2: "ddp", 3: "fsdp2"}[ranks]
+    values = {"parallel__wrapper": wrapper, "run__after_update": f"{own}:after_update"}
+    values |= {"loss__function": f"{own}:within", "update__max_microbatch_tokens": 4096}  # one microbatch an update
+    whole = tmp_path / "whole"
+    bench.train(ranks=ranks, run__folder=whole, **values)
+    disturb(bench, place=place, step=4, ranks=hit, signals=[number])
+    said = bench.train(ranks=ranks, **values)
+    last = said.splitlines()[-1]
+    assert last == f"stopped by {number.name} after update 4; `megabatch train {bench.folder}` goes on"
+    assert (bench.folder / "checkpoints" / "latest").read_text() == "step-4"
+    assert len(bench.losses()) == 4
+    assert last in (bench.folder / "log.txt").read_text()
+    (bench.path / "disturb.json").unlink()
+    assert "resumed from" in bench.train(ranks=ranks, recipe=bench.folder)
+    assert timeless(bench.rows()) == timeless(bench.rows(whole))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_a_run_at_once(bench: Bench, own: Path, number: signal.Signals) -> None:
+    disturb(bench, place="after", step=2, signals=[number, number], seconds=1.5)
+    (end,) = bench.finish(run__after_update=f"{own}:after_update")
+    assert end.status == 128 + number
+    assert end.err == (
+        f"megabatch: ended by {number.name}; `megabatch train RUN_FOLDER` goes on from the last checkpoint, if there "
+        "is one\n"
+    )
+    assert not (bench.folder / "checkpoints").exists()
+
+
+def test_signals_that_come_together_are_one(bench: Bench, own: Path) -> None:
+    """As torchrun's, which passes on what Slurm has sent to its processes already."""
+    disturb(bench, place="after", step=2, signals=[signal.SIGTERM, signal.SIGTERM], seconds=0.1)
+    assert "stopped by SIGTERM after update 2" in bench.train(run__after_update=f"{own}:after_update")
+
+
+@pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGINT), (1, signal.SIGTERM), (2, signal.SIGTERM)])
+def test_before_the_first_update_a_run_ends_at_once(
+    bench: Bench, own: Path, ranks: int, number: signal.Signals
+) -> None:
+    options = {"vocab_size": 384, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 256}
+    text = bench.recipe.read_text()
+    head, tail = text[: text.index("[model.config]")], text[text.index("[data]") :]
+    table = "\n".join(f"{key} = {value}" for key, value in options.items())
+    bench.recipe.write_text(
+        f'{head}tokenizer = "bytes"\nfunction = "{own}:model"\n\n[model.options]\n{table}\n\n{tail}'
+    )
+    disturb(bench, place="build", step=0, ranks=list(range(ranks)), signals=[number])
+    ends = bench.finish(ranks=ranks)
+    assert [end.status for end in ends] == [128 + number] * ranks
+    lines = "".join(end.err for end in ends).splitlines()
+    assert len(lines) == 1
+    assert f"ended by {number.name}; `megabatch train RUN_FOLDER` goes on" in lines[0]
+    assert not bench.folder.exists()
