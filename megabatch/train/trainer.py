@@ -54,7 +54,7 @@ class Trainer:
         self.metrics = MetricsFile(self.folder, enabled=ranks.is_main, tensorboard=config.run.tensorboard)
         self.profiler = Profiler(config.run.profile_steps, self.folder, enabled=ranks.is_main)
         self.updating = Updating(
-            config, self.learner, self.loss_fn, self.laid, self.average, ranks, self.console,
+            config, self.learner, self.loss_fn, self.laid, self.average, self.updates, ranks, self.console,
             counts_tokens=self.data.counts_tokens,
         )  # fmt: skip
         self.plan = self.learner.gradient.plan(self.updates.peek())
@@ -87,6 +87,7 @@ class Trainer:
         if resumes:
             self.metrics.cut(self.learner.step, self.config.eval.every)
             self.plan = self.learner.gradient.plan(self.updates.peek())
+        self.updating.cut(self.learner.step)
         if not self._is_over():
             self._say_plan()
         if self.learner.step == 0:
@@ -105,7 +106,7 @@ class Trainer:
         write_plan(self.folder, text, self.ranks)
 
     def _update(self, batch: Sequence[Any]) -> Mapping[str, Any]:
-        row = self.updating.run(batch, self.updates.epochs)
+        row = self.updating.run(batch)
         self.metrics.append(row)
         self.updating.say(row)
         return row
@@ -136,7 +137,7 @@ class Trainer:
             self._save(last=True)
         num_updates, watch = self.updates.num_updates, self.examiner.watch
         self.console.say(words.end_text(self.config, num_updates, self.learner.step, self.data.epoch_size, watch))
-        for line in self.updates.skipped.words("the stream's last pass"):
+        for line in [*self.updates.skipped.words("the stream's last pass"), *self.updating.words()]:
             self.console.say(line)
         self.metrics.close()
         plan = self.updating.plan or self.plan
