@@ -19,6 +19,7 @@ from megabatch.train.journal import Journal
 from megabatch.train.metrics import Row
 from megabatch.train.model.build import Laid
 from megabatch.train.ranks import Ranks
+from megabatch.train.words import count
 
 FILE_NAME = "skipped.jsonl"
 MAX_IN_A_ROW = 10  # skipped updates
@@ -80,8 +81,10 @@ class Making:
     def words(self) -> list[str]:
         """What the whole run has left out, to be said at its end."""
         rows = self.skipped.rows()
-        num_samples, num_whole = sum(len(row["samples"]) for row in rows), sum(row["is_whole"] for row in rows)
-        text = f"not finite: {len(rows)} updates, {num_whole} of them skipped whole; {num_samples} samples left out"
+        samples, num_whole = sum(len(row["samples"]) for row in rows), sum(row["is_whole"] for row in rows)
+        text = (
+            f"{count(len(rows), 'update')} not finite, {num_whole} skipped whole: {count(samples, 'sample')} left out"
+        )
         return [f"{text} ({FILE_NAME})"] if rows else []
 
     def _without_culprits(self, update: Update, asked: Asked, kept: Sequence[Kept]) -> tuple[Update, list[Item]] | None:

@@ -10,8 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 GOOD = [{"text": "one"}, {"text": "two"}, {"text": "three"}]
+MANY = 5000  # rows, more than are read at once
 Keys = dict[str, Any]  # of [data]
 KINDS: dict[str, Callable[[Path], Keys]] = {}
+MEDDLING: dict[str, Callable[[Path], None]] = {}  # what happens to the file while it is read
+DAMAGING: dict[str, Callable[[Path], None]] = {}  # what happens to the cache's entry between two runs
 
 OWN = """
 import os
@@ -21,18 +24,26 @@ class Samples(list):
     def __getitem__(self, index):
         return made(index, super().__getitem__(index))
 
-def sample(number, width=3):
-    return {"x": torch.full((width,), float(number)), "y": torch.tensor(1.0)}
+def sample_of(number, *shape):
+    return {"x": torch.full((3, *shape), float(number)), "y": torch.tensor(1.0)}
+
+def model():
+    return torch.nn.Linear(3, 1)
+
+def loss(model, microbatch):
+    return (model(microbatch["x"]).squeeze(-1) - microbatch["y"]).square().sum(), len(microbatch["y"])
 
 def made(index, sample):
     if sample == "raises":
         raise ValueError("no such picture")
-    if sample == "dies":
+    if sample == "dies" and torch.utils.data.get_worker_info() is not None:
         os._exit(9)
+    if sample == "dies":
+        return sample_of(3)
     return sample
 
 def all_but(bad):
-    return Samples([sample(0), sample(1), sample(2), bad])
+    return Samples([sample_of(0), sample_of(1), sample_of(2), bad])
 """
 
 
@@ -98,12 +109,16 @@ def chat(*messages: Any) -> Callable[[Path], Keys]:
 
 
 USER = {"role": "user", "content": "hi"}
-kind("a chat in which nobody answers")(chat(USER))
-kind("a message without a role")(chat(USER, {"content": "yes"}))
-kind("a message without content")(chat(USER, {"role": "assistant"}))
-kind("a role that the template does not know")(
-    chat({"role": "wizard", "content": "ho"}, {"role": "assistant", "content": "yes"})
-)
+CHATS = {
+    "a chat in which nobody answers": [USER],
+    "a message without a role": [USER, {"content": "yes"}],
+    "a message without content": [USER, {"role": "assistant"}],
+    "a role that the template does not know": [
+        {"role": "wizard", "content": "ho"}, {"role": "assistant", "content": "yes"},
+    ],
+}  # fmt: skip
+for name, messages in CHATS.items():
+    kind(name)(chat(*messages))
 
 
 @kind("an empty file among others")
@@ -196,9 +211,10 @@ def own(folder: Path, bad: str) -> Keys:
 
 for name, bad in {
     "a sample of one's own that cannot be read": '"raises"',
-    "a sample of one's own that is of another shape": "sample(3, width=2)",
+    "a sample of one's own that is of another shape": "sample_of(3, 2)",
     "a sample of one's own that is no mapping": "[1, 2]",
     "a sample of one's own that lacks a value": '{"x": torch.zeros(3)}',
+    "a number in a sample of one's own that is not finite": "sample_of(float('nan'))",
 }.items():
     kind(name)(lambda folder, bad=bad: own(folder, bad))
 
@@ -206,3 +222,34 @@ for name, bad in {
 @kind("a loader's process that dies")
 def loader_dies(folder: Path) -> Keys:
     return {**own(folder, '"dies"'), "num_workers": 1}
+
+
+def many(folder: Path) -> Keys:
+    return lines(folder / "a.jsonl", GOOD * (MANY // 3))
+
+
+def appended(path: Path) -> None:
+    with path.open("a") as file:
+        file.write('{"text": "late"}\n')
+
+
+def cut_off(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+
+
+def garbled(path: Path) -> None:
+    path.write_bytes(b"?" * path.stat().st_size)
+
+
+MEDDLING |= {
+    "a file that grows while it is read": appended,
+    "a file that is cut off while it is read": cut_off,
+    "a file that is deleted while it is read": Path.unlink,
+}
+DAMAGING |= {
+    "tokenised data that was cut off": lambda entry: cut_off(entry / "samples.arrow"),
+    "tokenised data that was overwritten": lambda entry: garbled(entry / "samples.arrow"),
+    "tokenised data without its summary": lambda entry: (entry / "summary.json").write_text("{}"),
+}
+KINDS |= dict.fromkeys([*MEDDLING, *DAMAGING], many)

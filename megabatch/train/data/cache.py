@@ -133,8 +133,7 @@ def put(request: Request, console: Console, pulse: Callable[[], None]) -> None:
         unfinished = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".unfinished", dir=folder.parent))
         try:
             with console.progress(f"tokenising {request.key}", request.source.max_samples, "rows") as advance:
-                write_samples(unfinished, counted(named, advance, pulse), skipped)
-            request.check_unchanged()
+                write_unchanged(request, unfinished, counted(named, advance, pulse), skipped)
             take_over(unfinished, folder)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -143,6 +142,16 @@ def put(request: Request, console: Console, pulse: Callable[[], None]) -> None:
             f"cannot write tokenised data to {folder.parent} ({error.strerror or error}); set data.cache to a folder "
             "that can be written and has room"
         ) from None
+
+
+def write_unchanged(request: Request, folder: Path, named: Iterator[tuple[str, Sample]], skipped: Skipped) -> None:
+    """Write the samples. Raises where their files changed meanwhile, whatever else that made of them."""
+    try:
+        write_samples(folder, named, skipped)
+    except MegabatchError:
+        request.check_unchanged()
+        raise
+    request.check_unchanged()
 
 
 def counted(
