@@ -1,4 +1,4 @@
-"""The command line: `megabatch train | plan | verify | export`.
+"""The command line: `megabatch train | plan | verify | export | report`.
 
 Everything wrong with what the user gave ends as one line on stderr and status 2.
 """
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megabatch.errors import MegabatchError
+from megabatch.train.comparison import compare_runs
 from megabatch.train.config import Config, ModelConfig, RunConfig, UpdateConfig
 from megabatch.train.course import Course
 from megabatch.train.folder import gone_on_with, recipe_of
@@ -29,6 +30,7 @@ USAGE = """usage: megabatch train RECIPE [--section.key=value ...]       train; 
                              [--json] [--chart FILE] [--section.key=value ...]      what fits and what it costs
        megabatch verify RECIPE [--section.key=value ...]      cut against uncut, on its model, loss and data
        megabatch export RUN --to DIR [--step N|best|latest]   write a run's model as a Hugging Face folder
+       megabatch report --compare RUN RUN      two runs, update by update, by what run.manifest has written
 
 RECIPE is a TOML file; the command line overrides any key of it. `megabatch train --help` explains the keys,
 `megabatch train RECIPE --help` shows them with the recipe's values."""
@@ -73,10 +75,12 @@ def command(arguments: list[str], met: Meeting) -> None:
         with_recipe(arguments[0], arguments[1:], met)
     elif arguments[0] == "export":
         export_run(arguments[1:], met)
+    elif arguments[0] == "report":
+        report(arguments[1:], met)
     else:
         raise MegabatchError(
             f"unknown command {arguments[0]!r}; the commands are: megabatch train RECIPE, megabatch plan RECIPE, "
-            "megabatch verify RECIPE, megabatch export RUN --to DIR"
+            "megabatch verify RECIPE, megabatch export RUN --to DIR, megabatch report --compare RUN RUN"
         )
 
 
@@ -127,6 +131,19 @@ def verify(config: Config, met: Meeting) -> None:
     plain = plain_config(config)
     verification = verify_recipe(plain, join(met, plain))
     if not verification.ok:
+        raise FailedError(CRASHED)
+
+
+def report(arguments: list[str], met: Meeting) -> None:
+    """Print how two runs differ; status 1 where they are not of the same samples, weights and learning rates."""
+    if {"-h", "--help"} & set(arguments):
+        print(USAGE)
+        return
+    if met.size > 1:
+        raise MegabatchError(f"report runs in one process and was started in {met.size}; start it without torchrun")
+    comparison = compare_runs(arguments)
+    print(comparison.text)
+    if not comparison.is_same:
         raise FailedError(CRASHED)
 
 

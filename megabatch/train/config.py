@@ -143,6 +143,9 @@ class UpdateConfig(Section):
     """A last short update of an epoch: step it exactly, drop its samples, or fill it up from the next epoch."""
     max_norm: Positive | None = 1.0
     """Clip the gradient to this norm; None: never."""
+    on_nonfinite: Literal["raise", "skip_update", "skip_microbatch"] = "raise"
+    """An update whose loss or gradient is not finite: end the run, skip the update, or make it without the samples at
+    fault. What is left out is written to skipped.jsonl."""
 
 
 class OptimConfig(Section):
@@ -222,6 +225,8 @@ class RunConfig(Section):
     """None: cuda if there is one."""
     tensorboard: bool = True
     """Write the metrics for TensorBoard too."""
+    manifest: bool = False
+    """Write manifest.jsonl, a line an update of what it was made of and came to; see `megabatch report --compare`."""
     profile_steps: list[Count] = []
     """Updates of which a profiler's trace is written."""
     after_update: Function | None = None

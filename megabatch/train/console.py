@@ -211,7 +211,8 @@ class Console:
 
     def _words(self, row: Mapping[str, Any]) -> str:
         if row["loss"] is None:
-            return "nothing to learn in its samples: not stepped"
+            why = "not finite" if "skipped_samples" in row else "nothing to learn in its samples"
+            return f"{why}: not stepped"
         norm = "" if row["grad_norm"] is None else f"  grad norm {row['grad_norm']:.3f}"
         return (
             f"loss {row['loss']:.{self._loss_digits}f}{norm}  lr {row['lr']:.2e}  "

@@ -12,10 +12,11 @@ from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from megabatch import GradientAccumulator, Learner
+from megabatch import Learner
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.fit import Fit
 from megabatch.train.config import Config, OptimConfig
+from megabatch.train.culprits import Accumulator, max_norm_of
 from megabatch.train.data.updates import NumUpdates
 from megabatch.train.model.precision import accumulation_of
 from megabatch.train.own import load_function
@@ -37,7 +38,7 @@ def build_learner(
     model: nn.Module, base: nn.Module, config: Config, num_updates: NumUpdates, fit: Fit | None
 ) -> Learner:
     """The model with all that moves it; ``base`` is without its wrapper. Raises `MegabatchError`."""
-    gradient = GradientAccumulator(
+    gradient = Accumulator(
         model,
         micro_batch_size=config.update.micro_batch_size,
         max_microbatch_tokens=config.update.max_microbatch_tokens if fit is None else fit,
@@ -50,7 +51,7 @@ def build_learner(
     decay_steps = decay_steps_of(config, num_updates)
     optimizer = build_optimizer(base, config.optim)
     scheduler = LambdaLR(optimizer, lambda step: lr_factor(step, config.optim, decay_steps))
-    return Learner(base, optimizer, gradient, scheduler=scheduler, max_norm=config.update.max_norm)
+    return Learner(base, optimizer, gradient, scheduler=scheduler, max_norm=max_norm_of(config.update))
 
 
 def settings_of(config: Config) -> dict[str, object]:

@@ -61,7 +61,7 @@ class Trainer:
         )
         self.profiler = Profiler(config.run.profile_steps, self.folder, enabled=ranks.is_main)
         self.updating = Updating(
-            config, self.learner, self.loss_fn, self.laid, self.average, ranks, self.console,
+            config, self.learner, self.loss_fn, self.laid, self.average, self.updates, ranks, self.console,
             counts_tokens=self.data.counts_tokens,
         )  # fmt: skip
         self.plan = self.learner.gradient.plan(self.updates.peek())
@@ -79,7 +79,7 @@ class Trainer:
         with self.console.bar(self.learner.step, self.updates.num_updates.of_run):
             for batch in self.course.updates(self.updates, self.learner, self._is_over):
                 with self.profiler.update(self.learner.step + 1):
-                    row = self.updating.run(batch, self.updates.epochs)
+                    row = self.updating.run(batch)
                     self.metrics.append(row)
                     self.updating.say(row)
                 with self.updating.clock.paused():
@@ -95,6 +95,7 @@ class Trainer:
             self.metrics.cut(-1 if self.begins_again else self.learner.step, self.config.eval.every)
         if self.checkpoint is not None:
             self.plan = self.learner.gradient.plan(self.updates.peek())
+        self.updating.cut(self.learner.step)
         if not self._is_over():
             self._say_plan()
         if self.learner.step == 0:
@@ -133,6 +134,8 @@ class Trainer:
         num_updates, watch = self.updates.num_updates, self.examiner.watch
         end = words.end_text(self.config, num_updates, self.learner.step, self.data.epoch_size, watch)
         self.console.say(self.course.words(self.learner.step, self.folder) if self.course.is_stopped else end)
+        for line in self.updating.words():
+            self.console.say(line)
 
     def _report(self) -> None:
         for line in self.updates.skipped.words("the stream's last pass"):

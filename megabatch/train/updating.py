@@ -1,19 +1,21 @@
 """Updating: what happens from an update's samples to its row in the metrics."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-import torch
-
-from megabatch import Learner, MegabatchError, Plan, Update
+from megabatch import Learner, Plan
 from megabatch.contract import LossFunction
 from megabatch.train import words
 from megabatch.train.bound import Compared
 from megabatch.train.config import Config
 from megabatch.train.console import Console
+from megabatch.train.data.updates import Updates
 from megabatch.train.ema import Average
+from megabatch.train.manifest import Manifest
 from megabatch.train.metrics import UpdateClock, update_row
 from megabatch.train.model.build import Laid
+from megabatch.train.nonfinite import Making
 from megabatch.train.ranks import Ranks
 from megabatch.train.shortage import split_words
 
@@ -27,46 +29,46 @@ class Updating:
 
     def __init__(
         self, config: Config, learner: Learner, loss_fn: LossFunction, laid: Laid, average: Average | None,
-        ranks: Ranks, console: Console, *, counts_tokens: bool,
+        updates: Updates, ranks: Ranks, console: Console, *, counts_tokens: bool,
     ) -> None:  # fmt: skip
-        self._config, self._learner, self._loss_fn, self._laid = config, learner, loss_fn, laid
-        self._average, self._ranks, self._console, self._counts_tokens = average, ranks, console, counts_tokens
+        self._config, self._learner, self._average, self._updates = config, learner, average, updates
+        self._ranks, self._console, self._counts_tokens = ranks, console, counts_tokens
+        self._making = Making(config, learner, loss_fn, laid, ranks, console)
+        self._manifest = Manifest(Path(config.run.folder), ranks, enabled=config.run.manifest)
         self._compared = Compared(ranks)
         self.clock = UpdateClock()
         self.plan: Plan | None = None  # of the last update
 
-    def run(self, batch: Sequence[Any], epoch: float | None) -> Mapping[str, Any]:
-        """Make the next update of this rank's samples; its row. Collective. ``epoch``: passes over the data by then."""
-        step, lr = self._learner.step + 1, self._learner.optimizer.param_groups[0]["lr"]
-        torch.manual_seed(self._ranks.seed(self._config.run.seed, step))  # the dropout of a resumed run
+    def run(self, batch: Sequence[Any]) -> Mapping[str, Any]:
+        """Make the next update of this rank's samples, the last that were handed out; its row. Collective."""
+        lr, updates = self._learner.optimizer.param_groups[0]["lr"], self._updates
         self._compared.begin()
-        update = self._step(batch, step)
-        self.plan = plan = self._learner.gradient.last_plan
-        assert plan is not None  # of the call just made
+        made = self._making.run(batch, lambda: updates.names)
+        if self._average is not None and made.update.finite:
+            self._average.update()
+        self.plan = made.plan
         row = update_row(
-            update, plan, step, lr, self.clock.lap(), self._ranks, counts_tokens=self._counts_tokens, epoch=epoch
-        )
-        return row | self._compared.row(plan.peak_bytes, self._console)
+            made.update, made.plan, self._learner.step, lr, self.clock.lap(), self._ranks,
+            counts_tokens=self._counts_tokens, epoch=updates.epochs,
+        )  # fmt: skip
+        row = made.row(row)
+        self._manifest.add(row, updates)
+        return row | self._compared.row(made.plan.peak_bytes, self._console)
 
     def say(self, row: Mapping[str, Any]) -> None:
         """Say the row, and what is remarkable about its update. Collective."""
         self._console.update(row)
         if "num_split" in row and self.plan is not None:
             self._console.say(split_words(self._config.run, self.plan, self._learner.gradient.learned, self._ranks))
-        if row["num_samples"] < self._config.update.global_batch_size:
-            self._console.say(words.short_update_text(row["num_samples"], self._config.update.global_batch_size))
+        num_samples, size = row["num_samples"] + row.get("skipped_samples", 0), self._config.update.global_batch_size
+        if num_samples < size:
+            self._console.say(words.short_update_text(num_samples, size))
 
-    def _step(self, batch: Sequence[Any], step: int) -> Update:
-        gradient = self._learner.gradient
-        fit = gradient.fit
-        with self._laid.losses():
-            self._learner.forward_backward(batch, self._loss_fn)
-        if (chosen := gradient.fit) is not None and chosen is not fit:
-            self._console.say(f"update.{chosen.explain()}")
-        update = self._learner.optim_step()
-        stepped = bool(update.finite)
-        if not stepped and (problem := update.problem()) is not None:  # problem() waits for the device
-            raise MegabatchError(f"update {step} was not stepped: {problem}; lower optim.lr or look at its samples")
-        if self._average is not None and stepped:
-            self._average.update()
-        return update
+    def cut(self, step: int) -> None:
+        """Drop what earlier starts of the run have written of updates after ``step``."""
+        self._making.skipped.cut(step)
+        self._manifest.journal.cut(step)
+
+    def words(self) -> list[str]:
+        """What is to be said of all updates, at the end of the run."""
+        return self._making.words()

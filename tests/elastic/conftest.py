@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.conftest import Bench, bench
+from tests.train.conftest import Bench, bench, chatty
 
-__all__ = ["bench"]
+__all__ = ["bench", "chatty"]
 
 OWN = '''
 """What is to happen is in files beside this one: disturb.json says at which update, on which ranks, what."""

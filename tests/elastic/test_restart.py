@@ -38,7 +38,7 @@ def test_torchrun_starts_a_run_again_that_goes_on_bit_for_bit(bench: Bench, tmp_
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=2"]
     command = [*torchrun, "-m", "megabatch", "train", str(bench.recipe), *overrides(values)]
     done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200, check=False
+        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
@@ -53,7 +53,7 @@ def test_torchrun_starts_a_run_again_that_goes_on_bit_for_bit(bench: Bench, tmp_
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
     again = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=100, check=False
+        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=100
     )  # fmt: skip
     assert again.returncode != 0, "another job does not go on with a run unasked, however often it is started"
     assert f"megabatch: {bench.folder} already holds a run; " in again.stderr

@@ -116,7 +116,7 @@ def test_without_the_extra_one_line_says_what_to_install(bench: Bench, name: str
         (
             ["trane"],
             "unknown command 'trane'; the commands are: megabatch train RECIPE, megabatch plan RECIPE, "
-            "megabatch verify RECIPE, megabatch export RUN --to DIR",
+            "megabatch verify RECIPE, megabatch export RUN --to DIR, megabatch report --compare RUN RUN",
         ),
         (["train"], "no recipe; give the path of a TOML file first: megabatch train recipes/stdlib.toml"),
         (

@@ -56,11 +56,23 @@ class Request:
         )
 
     @cached_property
+    def state(self) -> list[Any]:
+        """That of its rows, when it was first asked for."""
+        return state_of(self.source, self.key)
+
+    def check_unchanged(self) -> None:
+        """Raise where its files have changed since."""
+        if state_of(self.source, self.key) != self.state:
+            raise MegabatchError(
+                f"a file of {self.key} changed while it was read; start again when nothing writes to it any more"
+            )
+
+    @cached_property
     def folder(self) -> Path:
         """Its entry, named by all that the samples depend on: rows, what is read of them and left out, tokenizer."""
         read = self.source.model_dump(include=READ_KEYS)
         limits = [self.config.broken_rows, self.config.max_sample_tokens]
-        parts = json.dumps([FORMAT, state_of(self.source, self.key), read, limits])
+        parts = json.dumps([FORMAT, self.state, read, limits])
         return cache_folder(self.config) / sha256_of(parts, Tokens(self.tokenizer).fingerprint())[:32]
 
 
@@ -121,7 +133,7 @@ def put(request: Request, console: Console, pulse: Callable[[], None]) -> None:
         unfinished = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".unfinished", dir=folder.parent))
         try:
             with console.progress(f"tokenising {request.key}", request.source.max_samples, "rows") as advance:
-                write_samples(unfinished, counted(named, advance, pulse), skipped)
+                write_unchanged(request, unfinished, counted(named, advance, pulse), skipped)
             take_over(unfinished, folder)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -130,6 +142,16 @@ def put(request: Request, console: Console, pulse: Callable[[], None]) -> None:
             f"cannot write tokenised data to {folder.parent} ({error.strerror or error}); set data.cache to a folder "
             "that can be written and has room"
         ) from None
+
+
+def write_unchanged(request: Request, folder: Path, named: Iterator[tuple[str, Sample]], skipped: Skipped) -> None:
+    """Write the samples. Raises where their files changed meanwhile, whatever else that made of them."""
+    try:
+        write_samples(folder, named, skipped)
+    except MegabatchError:
+        request.check_unchanged()
+        raise
+    request.check_unchanged()
 
 
 def counted(
@@ -189,5 +211,10 @@ def state_of(source: SourceConfig, key: str) -> list[Any]:
         return [place.kind, *place.paths, hub_builder(place.paths[0], source.subset, key).hash]
     paths = [Path(path).resolve() for path in place.paths]
     files = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
-    states = [(file, file.stat()) for file in files]
+    try:
+        states = [(file, file.stat()) for file in files]
+    except OSError as error:  # removed since it was found
+        raise MegabatchError(
+            f"cannot read {error.filename} ({error.strerror}); set {key}.path to what is there"
+        ) from None
     return [place.kind, *([str(file), state.st_size, state.st_mtime_ns // 1_000_000] for file, state in states)]

@@ -91,10 +91,7 @@ def measured(samples: Any, name: str, config: Config, console: Console) -> OwnSa
         )
     if not len(samples):
         raise MegabatchError(f"{key} is empty; return at least one sample")
-    first = read(samples, 0, key)
-    if not isinstance(first, Mapping) or not first:
-        kind = "empty" if isinstance(first, Mapping) else f"a {type(first).__name__}"
-        raise MegabatchError(f'sample 0 of {key} is {kind}; expected a mapping of tensors, such as {{"inputs": ...}}')
+    read(samples, 0, key)
     is_told = getattr(samples, "lengths", None) is not None
     return OwnSamples(samples, lengths_of(samples, key, config, console), key, is_told=is_told)
 
@@ -141,7 +138,13 @@ def length_of(sample: Any, index: int, key: str) -> int:
 
 def read(samples: Any, index: int, key: str) -> Any:
     """A sample of the user's, or one line that says why not."""
-    return called(lambda: samples[index], f"sample {index} of {key} cannot be read")
+    sample = called(lambda: samples[index], f"sample {index} of {key} cannot be read")
+    if not isinstance(sample, Mapping) or not sample:
+        kind = "empty" if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
+        raise MegabatchError(
+            f'sample {index} of {key} is {kind}; expected a mapping of tensors, such as {{"inputs": ...}}'
+        )
+    return sample
 
 
 def called(function: Callable[[], Any], failure: str) -> Any:

@@ -130,9 +130,9 @@ def list_array(rows: list[np.ndarray]) -> Any:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a folder holds samples, and the file of them has the size it was written with."""
+    """Whether a folder holds samples that can be read, and the file of them has the size it was written with."""
     try:
-        summary = json.loads((folder / SUMMARY).read_text())
-        return (folder / TABLE).stat().st_size == summary["num_bytes"]
-    except (OSError, ValueError, KeyError, TypeError):
+        num_bytes = json.loads((folder / SUMMARY).read_text())["num_bytes"]
+        return (folder / TABLE).stat().st_size == num_bytes and len(TokenizedSamples(folder)) >= 0
+    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException):
         return False

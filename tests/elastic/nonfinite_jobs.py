@@ -1,0 +1,125 @@
+"""What every rank does in the tests of updates that are not finite: a job is "mode:fault:wrapper:dtype"."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import megabatch
+from megabatch.batch import Deferred
+from megabatch.train.config import Config
+from megabatch.train.console import Console
+from megabatch.train.data.updates import NumUpdates
+from megabatch.train.model.build import build
+from megabatch.train.nonfinite import Making
+from megabatch.train.optim import build_learner
+from megabatch.train.ranks import Ranks
+
+CPU = torch.device("cpu")
+BAD = {
+    "early": (1,),
+    "late": (10,),
+    "one": (6,),
+    "all of a rank": (0, 2, 4, 6, 8, 10),
+    "three": (1, 2, 9),
+    "most": tuple(range(7)),
+}
+NUM_SAMPLES, NUM_UPDATES, BAD_UPDATE = 12, 3, 1
+MAX_NORM = 0.5
+
+
+class Regression(nn.Module):
+    """Two layers, a buffer that every forward moves, and dropout that drops nothing."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            self.inner = nn.Linear(3, 4, dtype=dtype)
+            self.outer = nn.Linear(4, 1, dtype=dtype)
+        self.seen: Tensor
+        self.register_buffer("seen", torch.zeros((), dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += x.detach().sum()
+        return self.outer(torch.tanh(self.inner(x))).squeeze(-1)  # [B]
+
+
+def float32_model() -> Regression:
+    return Regression(torch.float32)
+
+
+def float64_model() -> Regression:
+    return Regression(torch.float64)
+
+
+@megabatch.loss(weigh=lambda microbatch: len(microbatch["y"]))
+def loss(model: nn.Module, microbatch: Any) -> tuple[Tensor, int]:
+    """Squares; a sample with a spike adds 0 to it whose gradient is infinite."""
+    found = model(microbatch["x"])
+    spikes = (found - found.detach())[microbatch["spike"] > 0]
+    return (found - microbatch["y"]).square().sum() + spikes.sqrt().sum(), len(microbatch["y"])
+
+
+def samples(update: int, dtype: torch.dtype, fault: str, bad: tuple[int, ...]) -> list[dict[str, Tensor]]:
+    """The samples of an update over all ranks, those of ``bad`` at fault."""
+    draw = torch.Generator().manual_seed(update)
+    x, y = (
+        torch.randn(NUM_SAMPLES, 3, generator=draw, dtype=dtype),
+        torch.randn(NUM_SAMPLES, generator=draw, dtype=dtype),
+    )
+    spike = torch.zeros(NUM_SAMPLES, dtype=dtype)
+    for index in bad:
+        if fault == "nan":
+            x[index, 1] = float("nan")
+        spike[index] = fault == "spike"
+    return [{"x": x[index], "y": y[index], "spike": spike[index]} for index in range(NUM_SAMPLES)]
+
+
+def config_of(wrapper: str, dtype: str, on_nonfinite: str, max_norm: float | None) -> Config:
+    """A recipe of the model."""
+    return Config.model_validate({
+        "model": {"function": f"{__name__}:{dtype}_model", "dtype": dtype},
+        "update": {"global_batch_size": NUM_SAMPLES, "micro_batch_size": 2, "max_norm": max_norm,
+                   "on_nonfinite": on_nonfinite},
+        "optim": {"name": "SGD", "lr": 0.1, "options": {"momentum": 0.9}, "schedule": "linear", "decay_steps": 5},
+        "run": {"folder": tempfile.mkdtemp()},
+        "parallel": {"wrapper": None if wrapper == "plain" else wrapper},
+    })  # fmt: skip
+
+
+def whole(model: nn.Module) -> dict[str, list[float]]:
+    """Parameters and buffers, as they are on one process."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {
+        name: getattr(each, "full_tensor", lambda each=each: each)().detach().flatten().tolist()
+        for name, each in tensors.items()
+    }
+
+
+def job(name: str) -> dict[str, Any]:
+    """The weights after some updates, of which the second has samples at fault, and what was said of it."""
+    how, fault, who, wrapper, dtype, clipped = name.split(":")
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    ranks = Ranks(dist.get_rank() if size > 1 else 0, size, CPU)
+    config = config_of(wrapper, dtype, how, MAX_NORM if clipped == "clipped" else None)
+    laid = build(config, ranks, Console(enabled=False, loss_digits=4), None, None)
+    learner = build_learner(laid.model, laid.base, config, NumUpdates(5, 5), None)
+    making = Making(config, learner, loss, laid, ranks, Console(enabled=False, loss_digits=4))
+    rows: list[Any] = []
+    for update in range(NUM_UPDATES):
+        bad = BAD[who] if update == BAD_UPDATE else ()
+        mine = range(NUM_SAMPLES)[ranks.dp_rank :: ranks.dp_degree]
+        batch = samples(update, getattr(torch, dtype), fault, bad)
+        own: Any = [batch[index] for index in mine]
+        if who == "late":
+            own = Deferred(own.__getitem__, [3] * len(own), look_ahead=0)
+        made = making.run(own, lambda update=update, mine=mine: [f"{update}:{index}" for index in mine])
+        rows.append(
+            [made.update.num_samples, made.num_skipped, made.is_skipped, learner.optimizer.param_groups[0]["lr"]]
+        )
+    return {"rows": rows, "state": whole(laid.base), "skipped": making.skipped.rows(), "step": learner.step,
+            "folder": str(Path(config.run.folder))}  # fmt: skip

@@ -1,0 +1,99 @@
+"""An update that is not finite: what is left of it is the exact gradient of the other samples, or nothing."""
+
+import pytest
+import torch
+
+from tests.elastic.nonfinite_jobs import BAD, BAD_UPDATE, MAX_NORM, NUM_SAMPLES, NUM_UPDATES, Regression, job, samples
+from tests.exact.launch import launch
+
+ON_ONE = [
+    *(f"skip_microbatch:{fault}:{who}:plain:float64:{clip}" for fault in ("nan", "spike")
+      for who in BAD for clip in ("clipped", "free")),
+    *(f"skip_update:{fault}:one:plain:float64:{clip}" for fault in ("nan", "spike") for clip in ("clipped", "free")),
+    "skip_microbatch:nan:three:plain:float32:clipped",
+]  # fmt: skip
+ON_TWO = [
+    *(f"skip_microbatch:{fault}:{wrapper}:float64:{clip}" for wrapper in ("ddp", "fsdp2") for fault, clip in [
+        ("nan:one", "free"), ("nan:all of a rank", "clipped"), ("spike:all of a rank", "free"),
+        ("spike:three", "clipped"), ("nan:most", "free"), ("nan:late", "free"),
+    ]),
+    *(f"skip_update:nan:all of a rank:{wrapper}:float64:free" for wrapper in ("ddp", "fsdp2")),
+    "skip_microbatch:nan:three:fsdp2:float32:clipped",
+]  # fmt: skip
+TOLERANCE = {"float64": 1e-12, "float32": 2e-6}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    two = launch(2, "tests.elastic.nonfinite_jobs:job", ON_TWO, tmp_path_factory.mktemp("two"))
+    return {(1, name): [{"value": job(name)}] for name in ON_ONE} | {(2, name): each for name, each in two.items()}
+
+
+def plain(how: str, fault: str, who: str, dtype: str, *, clipped: bool) -> tuple[Regression, list[float]]:
+    """Plain torch on the samples that are not at fault; and the learning rates that each update left."""
+    model = Regression(getattr(torch, dtype))
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    optimizer = torch.optim.SGD(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], lr=0.1, momentum=0.9
+    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - 0.9 * step / 5)
+    rates: list[float] = []
+    for update in range(NUM_UPDATES):
+        bad = BAD[who] if update == BAD_UPDATE else ()
+        is_left_out = bool(bad) and (how == "skip_update" or 2 * len(bad) > NUM_SAMPLES)
+        good = [
+            each for index, each in enumerate(samples(update, getattr(torch, dtype), fault, ())) if index not in bad
+        ]
+        if not is_left_out:
+            optimizer.zero_grad()
+            x, y = torch.stack([each["x"] for each in good]), torch.stack([each["y"] for each in good])
+            (model(x) - y).square().mean().backward()
+            if clipped:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+            optimizer.step()
+            scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    return model, rates
+
+
+@pytest.mark.parametrize(("world", "name"), [(1, name) for name in ON_ONE] + [(2, name) for name in ON_TWO])
+def test_weights_are_those_of_plain_torch_on_the_rest(found, world, name):
+    how, fault, who, _, dtype, clip = name.split(":")
+    model, rates = plain(how, fault, who, dtype, clipped=clip == "clipped")
+    is_whole = how == "skip_update" or who == "most"
+    num_skipped = NUM_SAMPLES if is_whole else len(BAD[who])
+    for result in found[world, name]:
+        told = result["value"]
+        for key, expected in model.named_parameters():
+            error = (torch.tensor(told["state"][key], dtype=expected.dtype) - expected.detach().flatten()).abs().max()
+            assert error <= TOLERANCE[dtype] * expected.detach().abs().max(), key
+        assert [row[3] for row in told["rows"]] == pytest.approx(rates, rel=1e-12)
+        assert [row[1] for row in told["rows"]] == [0, num_skipped, 0]
+        assert [row[2] for row in told["rows"]] == [False, is_whole, False]
+        assert told["step"] == NUM_UPDATES
+    if not is_whole:
+        assert found[world, name][0]["value"]["rows"][BAD_UPDATE][0] == NUM_SAMPLES - len(BAD[who])
+
+
+@pytest.mark.parametrize(("world", "name"), [(1, name) for name in ON_ONE] + [(2, name) for name in ON_TWO])
+def test_what_was_left_out_is_written_down_by_name(found, world, name):
+    how, fault, who, _, _, _ = name.split(":")
+    main, *others = (result["value"]["skipped"] for result in found[world, name])
+    assert others == [[]] * (world - 1)
+    (row,) = main
+    is_whole = how == "skip_update" or who == "most"
+    left_out = range(NUM_SAMPLES) if is_whole else BAD[who]
+    assert row["samples"] == sorted(f"{BAD_UPDATE}:{index}" for index in left_out)
+    assert (row["step"], row["is_whole"]) == (BAD_UPDATE + 1, is_whole)
+    reason = (
+        "the loss is not finite on data rank" if fault == "nan" else "the loss is finite but the norm of the gradient"
+    )
+    assert row["reason"].startswith(reason)
+
+
+@pytest.mark.parametrize("name", ON_ONE)
+def test_buffers_have_seen_the_other_samples_only(found, name):
+    how, fault, who, _, dtype, clip = name.split(":")
+    model, _ = plain(how, fault, who, dtype, clipped=clip == "clipped")
+    assert found[1, name][0]["value"]["state"]["seen"] == pytest.approx([float(model.seen)], rel=1e-5)

@@ -1,0 +1,39 @@
+"""A run holds no more after many updates than after some: open files, threads and tensors are counted."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.elastic.measured import run, slope
+from tests.elastic.soak import RESULT
+
+pytestmark = pytest.mark.slow
+
+
+def test_nothing_is_held_from_update_to_update(tmp_path: Path) -> None:
+    rows = run(tmp_path, 300, every=15)
+    assert len(rows) == 20
+    check_flat(rows)
+
+
+def check_flat(rows: list[dict[str, float]]) -> None:
+    """Nothing is counted higher in the second half than in the first."""
+    half = len(rows) // 2
+    for key in ("open_files", "threads", "tensors"):
+        counts = [row[key] for row in rows]
+        assert max(counts[half:]) <= max(counts[:half]), (key, counts)
+
+
+def test_a_slope_comes_with_its_noise() -> None:
+    assert slope([1, 2, 3, 4], [2, 4, 6, 8]) == pytest.approx((2, 0))
+    found, error = slope([1, 2, 3, 4], [1, 0, 1, 0])
+    assert abs(found) < 2 * error
+
+
+def test_the_long_run_that_is_kept_held_nothing_either() -> None:
+    kept = json.loads(RESULT.read_text())
+    assert kept["num_updates"] == 10_000
+    check_flat(kept["rows"])
+    grown = kept["resident_bytes_per_update"]
+    assert grown["slope"] < 100  # of its memory, a megabyte in ten thousand updates
