@@ -69,7 +69,10 @@ class Learner:
 
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer, schedule and step, under names and shards that torch.distributed.checkpoint can re-deal."""
+        has_stepped = bool(self.optimizer.state)
         model, optimizer = get_state_dict(self.model, self.optimizer)
+        if not has_stepped:  # torch has made a step with zeros, to have something to describe
+            self.optimizer.state.clear()
         state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": self.step}
         if self.scheduler is not None:
             state["scheduler"] = self.scheduler.state_dict()
@@ -78,6 +81,8 @@ class Learner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        if state["step"] == 0:  # what is described is not the optimizer's own
+            self.optimizer.state.clear()
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         self.step = state["step"]

@@ -73,11 +73,17 @@ def _gradient(parameter: nn.Parameter, kept: Tensor, shape: list[int], axes: lis
             f"{tuple(parameter.shape)}; begin the update again"
         )
     own = parameter.data
+    held = kept.to(own.device, copy=True)
     if not isinstance(own, DTensor):
-        return kept.clone()
+        return held
     placements = [mine if axis == OWN else PLACEMENTS[axis]() for mine, axis in zip(own.placements, axes, strict=True)]
     return DTensor.from_local(
-        kept.clone(), own.device_mesh, placements, run_check=False, shape=own.shape, stride=own.stride()
+        kept.to(own.device, copy=True),
+        own.device_mesh,
+        placements,
+        run_check=False,
+        shape=own.shape,
+        stride=own.stride(),
     )
 
 

@@ -41,6 +41,10 @@ class Course:
             if not is_over():
                 self._stop.agree(self._ranks)
 
+    def is_asked(self) -> bool:
+        """Whether a signal has come to any rank; collective."""
+        return self._stop.agree(self._ranks)
+
     def words(self, step: int, folder: Path) -> str:
         """Why it ended, and how it goes on."""
         assert self._stop.agreed is not None

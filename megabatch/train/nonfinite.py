@@ -18,6 +18,7 @@ from megabatch.train.culprits import Accumulator, Asked, Item, problem_of, rest_
 from megabatch.train.journal import Journal
 from megabatch.train.metrics import Row
 from megabatch.train.model.build import Laid
+from megabatch.train.partial import Partial
 from megabatch.train.ranks import Ranks
 from megabatch.train.words import count
 
@@ -49,10 +50,12 @@ class Making:
     """Makes one update after the other; each method but `words` is collective."""
 
     def __init__(
-        self, config: Config, learner: Learner, loss_fn: LossFunction, laid: Laid, ranks: Ranks, console: Console
-    ) -> None:
+        self, config: Config, learner: Learner, loss_fn: LossFunction, laid: Laid, partial: Partial, ranks: Ranks,
+        console: Console,
+    ) -> None:  # fmt: skip
         self._config, self._learner, self._loss_fn, self._laid = config, learner, loss_fn, laid
-        self._ranks, self._console = ranks, console
+        self._partial, self._ranks, self._console = partial, ranks, console
+        self._plan = Plan((), ())  # of the update that was made last
         self._num_in_a_row = 0
         self.skipped = Journal(Path(config.run.folder) / FILE_NAME, enabled=ranks.is_main)
 
@@ -121,15 +124,13 @@ class Making:
         return self._learner.optim_step()
 
     def _accumulate(self, batch: Sequence[Any], step: int) -> None:
-        torch.manual_seed(self._ranks.seed(self._config.run.seed, step))  # the dropout of a resumed run
-        with self._laid.losses():
-            self._learner.forward_backward(batch, self._loss_fn)
+        def call(samples: Sequence[Any], number: int) -> None:
+            later = [number] if number else []
+            torch.manual_seed(self._ranks.seed(self._config.run.seed, step, *later))  # the dropout of a resumed run
+            self._learner.forward_backward(samples, self._loss_fn)
 
-    @property
-    def _plan(self) -> Plan:
-        plan = self._learner.gradient.last_plan
-        assert plan is not None  # of the call just made
-        return plan
+        with self._laid.losses():
+            self._plan = self._partial.run(batch, call)
 
     def _tell(self, step: int, reason: str, names: list[str], *, is_whole: bool) -> None:
         """Write down what was left out, and say it. Raises where too many updates were skipped in a row."""

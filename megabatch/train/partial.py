@@ -1,14 +1,39 @@
-"""Partial: an update in several calls, so that it can be saved between two of them and gone on with."""
+"""Partial: an update in several calls, so that a signal can stop it between two of them, saved, and it goes on there.
 
-from collections.abc import Iterator, Sequence
+``checkpoints/open`` has what each rank has of it: its sums, its part of the gradient, and the samples that are left. It
+belongs to the checkpoint of the update before, and goes on exactly, on as many ranks that are laid out alike; on others
+the update begins again, exact too.
+"""
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
-from megabatch import Plan
+import torch
+
+from megabatch import Learner, MegabatchError, Plan
 from megabatch.batch import Deferred
+from megabatch.errors import in_one_line
+from megabatch.train.bound import circumstances
+from megabatch.train.config import Config
+from megabatch.train.console import Console
+from megabatch.train.data.updates import Updates
+from megabatch.train.meta import first_difference
+from megabatch.train.naming import UNFINISHED, checkpoints_of, write_through
 from megabatch.train.ranks import Ranks
+from megabatch.train.sums import Sum, first_told, problem_of, sums_of
 
 MICROBATCHES_A_CALL = 8  # of a rank; in each call gradients are reduced as in an update of its own
+OPEN, META = "open", "open.json"
+Call = Callable[[Sequence[Any], int], object]  # adds samples to the open update: they, and the number of the call
+
+
+class PausedError(Exception):
+    """All ranks stop between two calls of an update."""
 
 
 @dataclass
@@ -41,9 +66,122 @@ class Calls:
         """The plan of the whole update, as it was run."""
         return replace(plan, microbatches=tuple(map(tuple, self.ran)), num_split=self.num_split)
 
-    def state_dict(self) -> dict[str, Any]:
-        """As JSON."""
-        return asdict(self)
+
+class Partial:
+    """Makes the calls of an update; saves one that a signal stops inside, and goes on with it.
+
+    Args:
+        is_asked: Whether the run is to stop; collective.
+    """
+
+    def __init__(
+        self, config: Config, learner: Learner, updates: Updates, ranks: Ranks, console: Console,
+        is_asked: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        self._is_used = config.checkpoint.partial
+        if self._is_used:
+            check_config(config)
+        self._learner, self._updates, self._ranks, self._console = learner, updates, ranks, console
+        self._is_asked, self._made_for = is_asked, circumstances(config, ranks)
+        self._folder = checkpoints_of(Path(config.run.folder)) / OPEN
+        self._left: dict[str, Any] = {}  # of the update that a former start of the run has left open
+        self._calls = Calls([])
+
+    def run(self, batch: Sequence[Any], call: Call) -> Plan:
+        """Make an update's calls; how it was cut. Raises `PausedError` where it is to be saved; collective."""
+        gradient = self._learner.gradient
+        if not self._is_used:
+            call(batch, 0)
+            return cast(Plan, gradient.last_plan)
+        plan = gradient.plan(batch)
+        left, self._left = self._left, {}
+        gradient.load_state_dict(left.get("update", {}))
+        self._calls = calls = Calls(**left["calls"]) if left else calls_of(plan, self._ranks)
+        for number, part in calls.left(batch):
+            call(part, number)
+            calls.note(cast(Plan, gradient.last_plan))
+            if not calls.is_whole and self._is_asked():
+                raise PausedError
+        return calls.as_run(plan)
+
+    @contextlib.contextmanager
+    def saving(self) -> Generator[None, None, None]:
+        """Surrounds the updates of a run; the one that is stopped inside is saved, and is still to come; collective."""
+        try:
+            yield
+        except PausedError:
+            try:
+                self._save()
+            except MegabatchError as error:
+                self._console.warn(f"{error}; the update that was stopped begins again")
+            self._learner.optimizer.zero_grad(set_to_none=True)
+            self._updates.give_back()
+        else:
+            self._ranks.on_main(lambda: shutil.rmtree(self._folder, ignore_errors=True), str(self._folder))
+
+    def resume(self) -> None:
+        """Take up what was left open after the update that the run goes on from; collective."""
+        step = self._learner.step + 1
+        problem = self._problem()
+        if problem is None:
+            with (self._folder / file_of(self._ranks)).open("rb") as file:
+                self._left = torch.load(file, map_location="cpu", weights_only=True)
+            self._console.say(f"update {step} goes on after {calls_text(Calls(**self._left['calls']))}")
+        elif problem:
+            self._console.warn(f"update {step} begins again, which was left open: {problem}")
+
+    def _problem(self) -> str | None:
+        """Why there is nothing to go on with, "" where nothing was left open; None: there is; collective."""
+        meta = json.loads(self._ranks.gather(read_text(self._folder / META))[0] or "{}")
+        if not self._is_used or meta.get("step") != self._learner.step:
+            return ""
+        if (difference := first_difference(meta["made_for"], json.loads(json.dumps(self._made_for)))) is not None:
+            key, there, now = difference
+            return f"{key} was {there} and is {now}"
+        sums = {name: Sum(**each) for name, each in meta["files"].items()}
+        return problem_of(self._folder, sums, self._ranks)
+
+    def _save(self) -> None:
+        state = {"update": compact(self._learner.gradient.state_dict()), "calls": asdict(self._calls)}
+        here = self._folder.with_name(OPEN + UNFINISHED)
+
+        def begin() -> None:
+            shutil.rmtree(here, ignore_errors=True)
+            here.mkdir(parents=True)
+
+        def finish() -> None:
+            files = {name: each._asdict() for name, each in sums.items()}
+            meta = {"step": self._learner.step, "made_for": self._made_for, "files": files}
+            write_through(here / META, json.dumps(meta, indent=1))
+            shutil.rmtree(self._folder, ignore_errors=True)
+            here.replace(self._folder)
+
+        self._ranks.on_main(begin, str(here))
+        problem = problem_of_writing(lambda: torch.save(state, here / file_of(self._ranks)))
+        if (told := first_told([problem] if problem else [], self._ranks)) is not None:
+            raise MegabatchError(f"cannot write {here} ({told}); make room for it")
+        sums = sums_of(here, self._ranks)
+        self._ranks.on_main(finish, str(self._folder))
+        self._console.say(f"update {self._learner.step + 1} is saved after {calls_text(self._calls)}")
+
+
+def calls_text(calls: Calls) -> str:
+    """How far an update has come."""
+    return f"{calls.num_made} of {len(calls.parts)} parts"
+
+
+def check_config(config: Config) -> None:
+    """Raise `MegabatchError` for what does not go together with an update in several calls."""
+    if config.parallel.pp > 1:
+        raise MegabatchError(
+            f"checkpoint.partial is true and parallel.pp is {config.parallel.pp}; an open update of a pipeline cannot "
+            "be saved: leave one of them out"
+        )
+    if config.update.on_nonfinite != "raise":
+        raise MegabatchError(
+            f'checkpoint.partial is true and update.on_nonfinite is "{config.update.on_nonfinite}", which begins an '
+            "update again from where it began; leave one of them out"
+        )
 
 
 def calls_of(plan: Plan, ranks: Ranks) -> Calls:
@@ -66,3 +204,34 @@ def part_of(batch: Sequence[Any], places: Sequence[int]) -> Sequence[Any]:
     return Deferred(
         lambda index: batch[places[index]], lengths, weights, look_ahead=batch.look_ahead, measured=batch.measured
     )
+
+
+def compact(state: dict[str, Any]) -> dict[str, Any]:
+    """The state with no tensor that is a part of a larger one, all of which a file would hold."""
+    gradients = {
+        name: each if each.untyped_storage().nbytes() == each.nbytes else each.clone()
+        for name, each in state["gradients"].items()
+    }
+    return {**state, "gradients": gradients}
+
+
+def file_of(ranks: Ranks) -> str:
+    """What a rank writes of an open update."""
+    return f"__{ranks.rank}_open.pt"
+
+
+def problem_of_writing(write: Callable[[], object]) -> str | None:
+    """What the system has against it; None where it has written."""
+    try:
+        write()
+    except (OSError, RuntimeError) as error:  # RuntimeError: how torch says that a disk is full
+        return in_one_line(error)
+    return None
+
+
+def read_text(path: Path) -> str:
+    """What a small file says; "" where there is none."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""

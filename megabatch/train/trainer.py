@@ -1,7 +1,7 @@
 """Trainer: the order of events. How any of them works is in the modules it imports."""
 
+import functools
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from megabatch.train import words
@@ -20,6 +20,7 @@ from megabatch.train.model.build import build, in_precision
 from megabatch.train.model.tokenizer import load_tokenizer
 from megabatch.train.optim import build_learner
 from megabatch.train.own import Event, load_function, load_listener
+from megabatch.train.partial import Partial
 from megabatch.train.profile import Profiler
 from megabatch.train.ranks import Ranks
 from megabatch.train.report import FILE_NAME as REPORT
@@ -56,14 +57,12 @@ class Trainer:
         watch = self.examiner.watch
         self.metrics = MetricsFile(self.folder, enabled=ranks.is_main, tensorboard=config.run.tensorboard)
         self.writer = Writer(config, ranks, self.console, self.metrics.flush)
-        self.keeper = Keeper(
-            config, self.learner, self.laid, self.average, self.updates, watch, self.bound, ranks, self.writer
-        )
+        saved = (self.learner, self.laid, self.average, self.updates, watch, self.bound)
+        self.keeper = Keeper(config, *saved, ranks, self.writer)
         self.profiler = Profiler(config.run.profile_steps, self.folder, enabled=ranks.is_main)
-        self.updating = Updating(
-            config, self.learner, self.loss_fn, self.laid, self.average, self.updates, ranks, self.console,
-            counts_tokens=self.data.counts_tokens,
-        )  # fmt: skip
+        self.partial = Partial(config, self.learner, self.updates, ranks, self.console, course.is_asked)
+        parts = (self.learner, self.loss_fn, self.laid, self.average, self.updates, self.partial)
+        self.updating = Updating(config, *parts, ranks, self.console, counts_tokens=self.data.counts_tokens)
         self.plan = self.learner.gradient.plan(self.updates.peek())
 
     def fit(self) -> None:
@@ -76,7 +75,7 @@ class Trainer:
                 self._report()
 
     def _run(self) -> None:
-        with self.console.bar(self.learner.step, self.updates.num_updates.of_run):
+        with self.console.bar(self.learner.step, self.updates.num_updates.of_run), self.partial.saving():
             for batch in self.course.updates(self.updates, self.learner, self._is_over):
                 with self.profiler.update(self.learner.step + 1):
                     row = self.updating.run(batch)
@@ -94,11 +93,12 @@ class Trainer:
         if self.begins_again or self.checkpoint is not None:
             self.metrics.cut(-1 if self.begins_again else self.learner.step, self.config.eval.every)
         if self.checkpoint is not None:
+            self.partial.resume()
             self.plan = self.learner.gradient.plan(self.updates.peek())
         self.updating.cut(self.learner.step)
         if not self._is_over():
             self._say_plan()
-        if self.learner.step == 0:
+        if self.learner.step == 0 and self.checkpoint is None:
             self._evaluate()
         self.updating.clock.lap()
 
@@ -143,7 +143,7 @@ class Trainer:
         plan = self.updating.plan or self.plan
         if self.ranks.is_main and plan.lengths:
             title = words.title(self.config, self.laid.wrapper, self.ranks.size)
-            draw = partial(draw_report, self.folder, plan, title, of_tokens=self.examiner.terms.of_tokens)
+            draw = functools.partial(draw_report, self.folder, plan, title, of_tokens=self.examiner.terms.of_tokens)
             write_if_room(self.folder / REPORT, draw, self.console)
         prompt, completion = self.examiner.complete()
         if prompt:

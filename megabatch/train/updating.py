@@ -16,6 +16,7 @@ from megabatch.train.manifest import Manifest
 from megabatch.train.metrics import UpdateClock, update_row
 from megabatch.train.model.build import Laid
 from megabatch.train.nonfinite import Making
+from megabatch.train.partial import Partial
 from megabatch.train.ranks import Ranks
 from megabatch.train.shortage import split_words
 
@@ -29,11 +30,11 @@ class Updating:
 
     def __init__(
         self, config: Config, learner: Learner, loss_fn: LossFunction, laid: Laid, average: Average | None,
-        updates: Updates, ranks: Ranks, console: Console, *, counts_tokens: bool,
+        updates: Updates, partial: Partial, ranks: Ranks, console: Console, *, counts_tokens: bool,
     ) -> None:  # fmt: skip
         self._config, self._learner, self._average, self._updates = config, learner, average, updates
         self._ranks, self._console, self._counts_tokens = ranks, console, counts_tokens
-        self._making = Making(config, learner, loss_fn, laid, ranks, console)
+        self._making = Making(config, learner, loss_fn, laid, partial, ranks, console)
         self._manifest = Manifest(Path(config.run.folder), ranks, enabled=config.run.manifest)
         self._compared = Compared(ranks)
         self.clock = UpdateClock()

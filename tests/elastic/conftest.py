@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.conftest import Bench, bench, chatty
+from tests.train.conftest import Bench, bench, chatty, refuse
 
-__all__ = ["bench", "chatty"]
+__all__ = ["bench", "chatty", "refuse"]
 
 OWN = '''
 """What is to happen is in files beside this one: disturb.json says at which update, on which ranks, what."""

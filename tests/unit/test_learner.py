@@ -135,3 +135,14 @@ def test_a_learner_goes_on_from_its_state():
     assert found + train(second, range(3, 5)) == expected
     assert same_weights(second.model, whole.model)
     assert second.scheduler.get_last_lr() == whole.scheduler.get_last_lr()
+
+
+def test_a_state_before_the_first_step_moves_nothing():
+    """To describe an optimizer's state torch makes one, by a step that would count as the first."""
+    whole, first, second = new_learner(), new_learner(), new_learner(new_model(seed=1))
+    expected = train(whole, range(3))
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for learner in (first, second):
+        assert not learner.optimizer.state
+        assert train(learner, range(3)) == expected
+        assert same_weights(learner.model, whole.model)

@@ -206,7 +206,7 @@ class Updates:
             self._source = Streamed(data.train, ranks, self.num_updates.of_run)
         else:
             self._source = Shares(data, config, ranks, cast(int, self.num_updates.of_run))
-        self._state = self._source.start()
+        self._state = self._before = self._source.start()
         self._ahead: tuple[Delivery, Iterator[Delivery]] | None = None  # read by peek(): the next one, and the rest
         self._ids: Sequence[int | str] = ()
 
@@ -237,8 +237,13 @@ class Updates:
 
     def __iter__(self) -> Iterator[Sequence[Any]]:
         for delivery in self._deliveries():
-            self._state, self._ahead, self._ids = delivery.state, None, delivery.ids
+            self._before, self._state = self._state, delivery.state
+            self._ahead, self._ids = None, delivery.ids
             yield delivery.samples
+
+    def give_back(self) -> None:
+        """Let the update that was handed out last be the next one still, for a run that goes on later."""
+        self._state = self._before
 
     def state_dict(self) -> State:
         """Where the run stands after the last update that was handed out, as JSON; whatever the number of ranks."""
