@@ -34,7 +34,8 @@ NUM_SAMPLES = (10_000, 1_000_000, 10_000_000)
 DEALT = ((8, 512), (64, 4096), (1024, 65_536), (1024, 8192), (1024, 1024))  # ranks, samples of an update
 TOKENS = 64  # of a microbatch's only row
 CAP_TOKENS = 2048
-QUICK = {"NUM_MICROBATCHES": (1, 2, 64), "NUM_SAMPLES": (10_000,), "DEALT": ((8, 512),)}
+CUT = ((1000, 2048), (10_000, 2048), (100_000, 2048), (100_000, 65_536))  # samples, the cap in tokens
+QUICK = {"CUT": ((1000, 2048),), "NUM_MICROBATCHES": (1, 2, 64), "NUM_SAMPLES": (10_000,), "DEALT": ((8, 512),)}
 Row = dict[str, Any]
 
 
@@ -91,6 +92,20 @@ def sampler(num_samples: int) -> Row:
         "peak_bytes": memory_bytes("VmHWM") - before,
         "start_seconds": started - start,
         "next_update_seconds": time.perf_counter() - started,
+    }
+
+
+def cut(lengths: np.ndarray, num_samples: int, cap_tokens: int) -> Row:
+    """An update of one rank, cut into microbatches."""
+    drawn: list[int] = lengths[:num_samples].tolist()
+    start = time.process_time()
+    (found,) = plan(drawn, max_microbatch_tokens=cap_tokens, cost=CostModel())
+    return {
+        "samples_of_an_update": num_samples,
+        "max_microbatch_tokens": cap_tokens,
+        "num_microbatches": found.num_microbatches,
+        "padding": found.padding,
+        "cpu_seconds": time.process_time() - start,
     }
 
 
@@ -153,6 +168,7 @@ def main() -> None:
     grown = [report(in_a_process("--one", "update", str(number))) for number in sizes["NUM_MICROBATCHES"]]
     sampled = [report(in_a_process("--one", "sampler", str(number))) for number in sizes["NUM_SAMPLES"]]
     data = {"lognormal": many_lengths(), "gsm8k": gsm8k_lengths(asked.gsm8k)}
+    cuts = [report(cut(data["lognormal"], *each)) for each in sizes["CUT"]]
     ranks = [
         report({"lengths": name} | dealt(lengths, *each))
         for name, lengths in data.items()
@@ -162,7 +178,7 @@ def main() -> None:
     if not asked.quick:
         path = result.dated("scaling")
         result.write(path, {"claim": CLAIM, **made_with, "malloc": MALLOC, "update": grown, "sampler": sampled,
-                            "dealing": ranks})  # fmt: skip
+                            "cutting": cuts, "dealing": ranks})  # fmt: skip
         print(path)
     return None
 
