@@ -8,6 +8,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+MARK = re.compile(r"^(```\w+) notest-\w+$", re.MULTILINE)  # of the tests: why a block is not run with the others
 LINK = re.compile(r"\]\(((?:\.\./)+)([\w./-]+)\)")
 SOURCES = "sources"  # where the site has files of the repository that a page links to
 
@@ -37,7 +38,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) 
         known = path.is_file() and not path.is_relative_to(docs)
         return f"]({depth}{SOURCES}/{path.relative_to(docs.parent)}.txt)" if known else match[0]
 
-    return LINK.sub(inside, markdown)
+    return LINK.sub(inside, MARK.sub(r"\1", markdown))
 
 
 def outside(page: Path, markdown: str, docs: Path) -> set[Path]:

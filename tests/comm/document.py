@@ -81,7 +81,7 @@ def _gigabytes(size: int) -> str:
 
 def snippets(page: str) -> list[str]:
     """The page's pieces of Python."""
-    return re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    return re.findall(r"^```python[^\n]*\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
 
 
 def written(page: str) -> str:
