@@ -6,7 +6,7 @@ RECIPE ?= recipes/stdlib.toml
 JOBS ?= 2
 RUN := runs/$(basename $(notdir $(RECIPE)))-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: train test check exact bench clean
+.PHONY: train test check docs exact bench clean
 
 train: $(VENV)/train.done  ## install, and run the main job on one process
 	$(BIN)/python -m megabatch train $(RECIPE) --run.folder=$(RUN) $(ARGS)
@@ -20,6 +20,9 @@ check: $(VENV)/dev.done  ## lint, types, and the tests that take seconds
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest -q -m "not slow"
 
+docs: $(VENV)/dev.done  ## the documentation as a site, in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 exact: $(VENV)/dev.done  ## the full table of exactness; writes tests/exact/result.json
 	$(BIN)/python -m tests.exact.full
 
@@ -30,7 +33,7 @@ bench: $(VENV)/bench.done  ## time it beside its peers, and what grows with what
 	$(BIN)/python -m benchmarks.speed --table
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build site *.egg-info .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/train.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -13,14 +13,18 @@ TOLERANCE = 1e-6  # relative; the shape of a batch changes the last bits of a ma
 
 
 def mixing_module(model: nn.Module, loss_fn: LossFunction, batch: dict[str, Tensor], num_rows: int) -> str | None:
-    """Name of the first module whose output for a row depends on the rows beside it.
+    """Name of the first module whose output for a row depends on the rows beside it, or that does not run without them.
 
     Runs ``batch`` (samples in dim 0 of each tensor) whole and row by row, and compares what each module returned.
     Rows that are only in another order, as those that experts are given, are right again in what is around them.
     """
     together = _outputs(model, loss_fn, batch)
     for row in range(num_rows):
-        alone = _outputs(model, loss_fn, {name: value[row : row + 1] for name, value in batch.items()})
+        one = {name: value[row : row + 1] for name, value in batch.items()}
+        try:
+            alone = _outputs(model, loss_fn, one)
+        except Exception:  # a batch norm of one vector each, say
+            return failing_module(model, loss_fn, [one])
         both = [name for name in together if name in alone]
         differs = {name: _differs(together[name], alone[name], row, num_rows) for name in both}
         for name, mixes in differs.items():
@@ -36,13 +40,18 @@ def _around(name: str) -> list[str]:
 
 
 def failing_module(model: nn.Module, loss_fn: LossFunction, microbatches: list[Any]) -> str | None:
-    """Name of the module that was entered last before a microbatch raised."""
+    """Name of the innermost module that was running when a microbatch raised; None where none was."""
     entered: list[str] = []
 
-    def note(name: str) -> Callable[..., None]:
+    def enter(name: str) -> Callable[..., None]:
         return lambda *_: entered.append(name)
 
-    handles = [module.register_forward_pre_hook(note(name)) for name, module in model.named_modules() if name]
+    def leave(*_: Any) -> None:
+        entered.pop()
+
+    named = [(name, module) for name, module in model.named_modules() if name]
+    handles = [module.register_forward_pre_hook(enter(name)) for name, module in named]
+    handles += [module.register_forward_hook(leave) for _, module in named]
     try:
         for microbatch in microbatches:
             loss_fn(model, microbatch)

@@ -229,3 +229,19 @@ def test_a_module_that_cannot_do_without_other_samples_is_named():
     assert verification.causes[0].startswith(
         "module '1' (BatchNorm1d) runs on the batch whole and fails on a microbatch"
     )
+    in_pairs = verify(model, losses.classification, batch, micro_batch_size=2)
+    assert in_pairs.causes[0].startswith("module '1' (BatchNorm1d) mixes the samples of a microbatch")
+
+
+def test_a_loss_that_cannot_do_without_other_samples_is_named():
+    """It raises after the model has run, so that no module is at fault."""
+
+    def in_pairs(model, batch):
+        scores = model(batch["x"]).reshape(-1, 2)  # raises for one sample
+        return (scores[:, 0] - scores[:, 1]).abs().max(), 1
+
+    verification = verify(nn.Linear(3, 1), in_pairs, {"x": torch.randn(6, 3)})
+    assert verification.causes[0].startswith("the loss runs on the batch whole and fails on a microbatch of it")
+    verification = verify(nn.Sequential(nn.Linear(3, 1)), in_pairs, {"x": torch.randn(6, 3)}, micro_batch_size=2)
+    assert not verification.ok
+    assert "is no sum" in " ".join(verification.causes)

@@ -1,0 +1,279 @@
+"""The documentation is true: the site builds, its links lead somewhere, what it shows runs, and what it counts is so."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from markdown.extensions.toc import slugify
+from torch import Tensor
+
+from megabatch import Update, losses, verify
+from megabatch.train.cli import read_export
+from megabatch.train.config import Config
+from megabatch.train.keys import known_keys, sections
+from megabatch.train.plan.asked import read_asked
+from megabatch.train.recipe import load_config
+from tests.exact.full import RESULT
+from tests.exact.sparse import VOCABULARY, SparseLM
+from tests.test_api import NAMES
+from tests.train.test_docs import LEAST
+from tests.unit import failures
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in sorted(DOCS.rglob("*.md"))}
+READ = PAGES | {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md")}
+NOT_RUN = {"ranks": "needs two processes; tests/comm/test_document.py runs it on two"}
+OTHER_NAMES = {"experts", "context", "pipeline.Pipeline", "pipeline.evaluate", "batch.Deferred", "simulate.simulate"}
+
+
+def blocks(page: str, language: str) -> list[tuple[str, str]]:
+    """Fenced blocks of a language: what follows it in the fence, and the block."""
+    return re.findall(rf"^```{language}(?: ([^\n]*))?\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+
+
+def of_all_pages(language: str) -> dict[str, str]:
+    """Blocks of a language, by page and number."""
+    found = {name: blocks(page, language) for name, page in READ.items()}
+    return {f"{name}:{number}": block for name in found for number, (_, block) in enumerate(found[name])}
+
+
+# The site
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built where a warning is an error."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    quiet = {"NO_MKDOCS_2_WARNING": "1"}
+    ran = subprocess.run(command, cwd=ROOT, env=os.environ | quiet, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return folder
+
+
+@pytest.mark.slow
+def test_the_site_has_every_page(site: Path) -> None:
+    for name in PAGES:
+        page = Path(name).relative_to("docs").with_suffix("")
+        assert (site / ("index.html" if page.name == "index" else page / "index.html")).is_file()
+
+
+@pytest.mark.slow
+def test_the_reference_has_every_public_name_with_its_docstring(site: Path) -> None:
+    html = (site / "api" / "index.html").read_text(encoding="utf-8")
+    for name in NAMES | OTHER_NAMES:
+        _, found, rest = html.partition(f'id="megabatch.{name}" class="doc doc-heading"')
+        assert found, f"docs/api.md lacks ::: megabatch.{name}"
+        assert "<p>" in rest.partition("doc-heading")[0], f"{name} has no docstring"
+
+
+@pytest.mark.slow
+def test_links_out_of_the_docs_lead_to_a_copy_on_the_site(site: Path) -> None:
+    (link,) = re.findall(r'href="([^"]*result\.json[^"]*)"', (site / "exactness" / "index.html").read_text())
+    assert (site / "exactness" / link).resolve().read_bytes() == RESULT.read_bytes()
+
+
+@pytest.mark.slow
+def test_a_mark_of_the_tests_is_not_on_the_site(site: Path) -> None:
+    html = (site / "parallelism" / "index.html").read_text()
+    assert "notest" not in html
+    assert html.count('<div class="highlight"') == len(blocks(PAGES["docs/parallelism.md"], "python"))
+
+
+def test_every_page_but_the_decisions_is_in_the_navigation() -> None:
+    def leaves(entry: Any) -> Iterator[str]:
+        if isinstance(entry, str):
+            yield entry
+        else:
+            for each in entry.values() if isinstance(entry, dict) else entry:
+                yield from leaves(each)
+
+    navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    assert sorted(leaves(navigation)) == sorted(path.name for path in DOCS.glob("*.md"))
+
+
+@pytest.mark.parametrize("name", READ)
+def test_every_link_leads_somewhere(name: str) -> None:
+    prose = re.sub(r"^```.*?^```|`[^`\n]*`", "", READ[name], flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+        path, _, anchor = target.partition("#")
+        if target.startswith(("https://", "http://")):
+            continue
+        page = ((ROOT / name).parent / path).resolve() if path else ROOT / name
+        assert page.exists(), f"{target} of {name}"
+        assert not anchor or anchor in headings(page), f"{target} of {name}"
+
+
+@cache
+def headings(page: Path) -> set[str]:
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return {slugify(title, "-") for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
+
+
+# What the pages show
+
+
+class Routed(SparseLM):
+    """As transformers' models answer."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> Any:
+        logits, routers = super().forward(input_ids)
+        return SimpleNamespace(logits=logits, router_logits=routers)
+
+
+def given() -> dict[str, Any]:
+    """What pages take for granted: a model, its optimizer, data and loss."""
+    torch.manual_seed(0)
+    model = Routed()
+    texts = [torch.arange(length) % VOCABULARY for length in (3, 5, 8, 13, 4)]
+    batch = [{"input_ids": text, "labels": text, "attention_mask": torch.ones_like(text)} for text in texts]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return {"model": model, "optimizer": optimizer, "batch": batch, "loader": [batch], "loss_fn": losses.next_token}
+
+
+@cache
+def ran(name: str) -> dict[str, Any]:
+    """The names of a page whose blocks have run, one after the other."""
+    names = given()
+    for mark, block in blocks(READ[name], "python"):
+        code = compile(block, name, "exec")
+        if not mark:
+            exec(code, names)
+    return names
+
+
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize("name", [name for name in PAGES if blocks(PAGES[name], "python")])
+def test_the_python_of_a_page_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """README's runs in tests/test_tiny.py."""
+    assert len(ran(name)) > len(given())
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_the_balance_by_sequence_is_exact() -> None:
+    assert verify(Routed(), ran("docs/experts.md")["loss_fn"], given()["batch"]).ok
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_before_and_after_are_the_same_loop() -> None:
+    """The open loop of the page gives what forward_backward gives."""
+    names = ran("docs/coming-from.md")
+    gradient, samples = names["gradient"], names["samples"]
+    gradient.forward_backward(samples, losses.next_token)
+    expected = gradient.finalize().loss
+    for microbatch in gradient.microbatches(samples, names["targets"]):
+        logits = names["model"](microbatch["input_ids"])[:, :-1].flatten(0, 1)
+        targets = microbatch["labels"][:, 1:].flatten()
+        gradient.backward(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
+    assert gradient.finalize().loss == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_what_is_not_run_has_a_reason() -> None:
+    marks = {(name, mark) for name, page in PAGES.items() for mark, _ in blocks(page, "python") if mark}
+    assert marks == {("docs/parallelism.md", f"notest-{reason}") for reason in NOT_RUN}
+
+
+TOML = of_all_pages("toml")
+
+
+@pytest.mark.parametrize("block", TOML)
+def test_a_piece_of_a_recipe_is_valid(block: str, tmp_path: Path) -> None:
+    missing = [text for name, text in LEAST.items() if name not in tomllib.loads(TOML[block])]
+    path = tmp_path / "recipe.toml"
+    path.write_text(TOML[block] + "\n" + "\n".join(missing))
+    assert isinstance(load_config(path, []), Config)
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if "decisions" not in name])
+def test_a_key_that_is_named_is_a_key(name: str) -> None:
+    of_an_update = {f"update.{field.name}" for field in fields(Update)}
+    known = [*known_keys(), *of_an_update]
+    named = re.findall(rf"`((?:{'|'.join(sections())})\.[a-z_]+)(?: = [^`]*)?`", PAGES[name])
+    assert not [key for key in named if not any(each == key or each.startswith(f"{key}.") for each in known)]
+
+
+def commands() -> list[list[str]]:
+    """Command lines of megabatch in the blocks of all pages, without what starts them."""
+    found: list[list[str]] = []
+    for block in of_all_pages("(?:console|bash)?").values():
+        for line in block.replace("\\\n", " ").splitlines():
+            _, started, rest = line.removeprefix("$ ").rpartition("-m megabatch ")
+            words = line.removeprefix("$ ").removeprefix("megabatch ")
+            if started or words != line.removeprefix("$ "):
+                found.append(shlex.split(rest if started else words, comments=True))
+    return found
+
+
+def test_there_are_commands() -> None:
+    assert {command[0] for command in commands()} == {"train", "plan", "verify", "export", "report"}
+
+
+@pytest.mark.parametrize("command", commands(), ids=" ".join)
+def test_a_command_is_understood(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    verb, *rest = command
+    if verb == "export":
+        read_export(rest)
+    elif verb == "report":
+        assert rest[0] == "--compare"
+        assert len(rest) == 3
+    elif rest[0].endswith(".toml"):
+        overrides = [word for word in rest[1:] if word != "--data.path=..."]
+        load_config(Path(rest[0]), list(read_asked(overrides).overrides) if verb == "plan" else overrides)
+    else:
+        assert rest == [rest[0]]
+        assert rest[0].startswith(("runs/", "RUN"))
+
+
+# What the pages say
+
+
+def texts_of(thing: Any) -> Iterator[str]:
+    """Every text in what a module of failures holds."""
+    if isinstance(thing, str):
+        yield from (thing, thing.partition(": ")[2])  # what ranks are told has the error's name before it
+    elif isinstance(thing, dict | list | tuple):
+        for each in thing.values() if isinstance(thing, dict) else thing:
+            yield from texts_of(each)
+
+
+@cache
+def known_texts() -> set[str]:
+    modules = [import_module(f"{failures.__name__}.{each.name}") for each in iter_modules(failures.__path__)]
+    return {text for module in modules for name, thing in vars(module).items() if name.isupper() for text in texts_of(thing)}
+
+
+TROUBLES = PAGES["docs/troubleshooting.md"]
+SHOWN = [line for _, block in blocks(TROUBLES, "text") for line in block.splitlines()]
+SHOWN += re.findall(r"^\| `([^`]+)` \|", TROUBLES.partition("## Other errors")[2], re.MULTILINE)
+
+
+@pytest.mark.parametrize("text", SHOWN)
+def test_an_error_is_shown_as_it_is_written(text: str) -> None:
+    assert text in known_texts()
+
+
+def test_the_cells_are_those_of_the_result() -> None:
+    result = json.loads(RESULT.read_text())
+    counted = {
+        name: part["num_cells"] + part["num_cells_averaged_more_than_once"] for name, part in result["summary"].items()
+    }
+    rows = dict(re.findall(r"^\| (\w+)(?:: [^|]*)? \| ([\d,]+) \|", PAGES["docs/exactness.md"], re.MULTILINE))
+    said = {name: int(number.replace(",", "")) for name, number in rows.items()}
+    assert said == counted | {"all": result["num_cells"]}
