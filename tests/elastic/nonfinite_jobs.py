@@ -58,10 +58,12 @@ def float64_model() -> Regression:
 
 @megabatch.loss(weigh=lambda microbatch: len(microbatch["y"]))
 def loss(model: nn.Module, microbatch: Any) -> tuple[Tensor, int]:
-    """Squares; a sample with a spike adds 0 to it whose gradient is infinite."""
+    """Squares; a sample with a spike adds 0 whose gradient is infinite, one with an offset adds that."""
     found = model(microbatch["x"])
     spikes = (found - found.detach())[microbatch["spike"] > 0]
-    return (found - microbatch["y"]).square().sum() + spikes.sqrt().sum(), len(microbatch["y"])
+    return (found - microbatch["y"]).square().sum() + spikes.sqrt().sum() + microbatch["offset"].sum(), len(
+        microbatch["y"]
+    )
 
 
 def samples(update: int, dtype: torch.dtype, fault: str, bad: tuple[int, ...]) -> list[dict[str, Tensor]]:
@@ -71,12 +73,15 @@ def samples(update: int, dtype: torch.dtype, fault: str, bad: tuple[int, ...]) -
         torch.randn(NUM_SAMPLES, 3, generator=draw, dtype=dtype),
         torch.randn(NUM_SAMPLES, generator=draw, dtype=dtype),
     )
-    spike = torch.zeros(NUM_SAMPLES, dtype=dtype)
+    spike, offset = torch.zeros(2, NUM_SAMPLES, dtype=dtype)
     for index in bad:
         if fault == "nan":
             x[index, 1] = float("nan")
         spike[index] = fault == "spike"
-    return [{"x": x[index], "y": y[index], "spike": spike[index]} for index in range(NUM_SAMPLES)]
+        offset[index] = 1e308 if fault == "sum" else 0.0  # finite, and two of them are not
+    return [
+        {"x": x[index], "y": y[index], "spike": spike[index], "offset": offset[index]} for index in range(NUM_SAMPLES)
+    ]
 
 
 def config_of(wrapper: str, dtype: str, on_nonfinite: str, max_norm: float | None) -> Config:
