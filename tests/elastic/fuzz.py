@@ -165,7 +165,7 @@ def main() -> None:
     outcomes = fuzz(arguments.read, arguments.run)
     RESULT.write_text(json.dumps({**dict(sorted(outcomes.counts.items())), "bugs": outcomes.bugs}, indent=1) + "\n")
     print("\n\n".join(outcomes.bugs[:30]))
-    print(outcomes.lines.most_common(40))
+    print(outcomes.lines.most_common(12))
     print(dict(outcomes.counts))
 
 

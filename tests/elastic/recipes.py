@@ -173,7 +173,7 @@ RUNNABLE: dict[str, Strategy] = {
         compute_dtype=["bfloat16"],
         attention=["eager", "sdpa"],
         activation_checkpointing=[True, False],
-        freeze=[["*wte*"], ["*"], ["*embed*", "*norm*"]],
+        freeze=[["*.mlp.*"], ["*"], ["*attn*", "*mlp*"]],
         tokenizer=["bytes"],
     ),
     "data": some(
@@ -231,7 +231,7 @@ ODD: dict[str, list[Any]] = {
     "data.weight": [2.0],
     "data.pack_tokens": [1, 100],
     "data.max_sample_tokens": [1],
-    "data.path": ["nowhere.jsonl"],
+    "data.path": ["nowhere.jsonl", "broken.jsonl"],
     "update.accumulate_dtype": ["float32"],
     "update.memory": ["20GiB", "1KiB", "much"],
     "update.max_microbatch_tokens": [1, 10],
@@ -253,9 +253,9 @@ def runnable(draw: st.DrawFn) -> Recipe:
     """A recipe of a tiny model on the data of a folder; where to write is left out. Most can be run."""
     found = {section: draw(strategy) for section, strategy in RUNNABLE.items()}
     found["model"]["config"] = draw(st.sampled_from([GPT2, LLAMA]))
-    found["data"]["path"] = draw(
-        st.sampled_from(["good.jsonl", "good.jsonl", "good.jsonl", "broken.jsonl", "pairs.csv", "*.txt"])
-    )
+    broken = {"path": "broken.jsonl", "broken_rows": "skip"}
+    paths = [*[{"path": "good.jsonl"}] * 3, broken, {"path": "pairs.csv"}, {"path": "*.txt"}]
+    found["data"] |= draw(st.sampled_from(paths))
     bounds: list[dict[str, Any]] = [
         {"micro_batch_size": 2},
         {"max_microbatch_tokens": 64},
