@@ -21,13 +21,18 @@ ON_TWO = [
     *(f"skip_update:nan:all of a rank:{wrapper}:float64:free" for wrapper in ("ddp", "fsdp2")),
     "skip_microbatch:nan:three:fsdp2:float32:clipped",
 ]  # fmt: skip
+ON_FOUR = ["skip_microbatch:nan:one:hsdp:float64:clipped", "skip_microbatch:nan:three:hsdp:float64:free"]
+ALL = [(world, name) for world, names in ((1, ON_ONE), (2, ON_TWO), (4, ON_FOUR)) for name in names]
 TOLERANCE = {"float64": 1e-12, "float32": 2e-6}
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    two = launch(2, "tests.elastic.nonfinite_jobs:job", ON_TWO, tmp_path_factory.mktemp("two"))
-    return {(1, name): [{"value": job(name)}] for name in ON_ONE} | {(2, name): each for name, each in two.items()}
+    results = {(1, name): [{"value": job(name)}] for name in ON_ONE}
+    for world, names in ((2, ON_TWO), (4, ON_FOUR)):
+        told = launch(world, "tests.elastic.nonfinite_jobs:job", names, tmp_path_factory.mktemp(f"{world}"))
+        results |= {(world, name): each for name, each in told.items()}
+    return results
 
 
 def is_whole(how: str, fault: str, who: str) -> bool:
@@ -63,7 +68,7 @@ def plain(how: str, fault: str, who: str, dtype: str, *, clipped: bool) -> tuple
     return model, rates
 
 
-@pytest.mark.parametrize(("world", "name"), [(1, name) for name in ON_ONE] + [(2, name) for name in ON_TWO])
+@pytest.mark.parametrize(("world", "name"), ALL)
 def test_weights_are_those_of_plain_torch_on_the_rest(found, world, name):
     how, fault, who, _, dtype, clip = name.split(":")
     model, rates = plain(how, fault, who, dtype, clipped=clip == "clipped")
@@ -82,7 +87,7 @@ def test_weights_are_those_of_plain_torch_on_the_rest(found, world, name):
         assert found[world, name][0]["value"]["rows"][BAD_UPDATE][0] == NUM_SAMPLES - len(BAD[who])
 
 
-@pytest.mark.parametrize(("world", "name"), [(1, name) for name in ON_ONE] + [(2, name) for name in ON_TWO])
+@pytest.mark.parametrize(("world", "name"), ALL)
 def test_what_was_left_out_is_written_down_by_name(found, world, name):
     how, fault, who, _, _, _ = name.split(":")
     main, *others = (result["value"]["skipped"] for result in found[world, name])
