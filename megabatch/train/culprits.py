@@ -80,7 +80,9 @@ def rest_of(update: Update, asked: Asked, is_bad: IsBad, again: Callable[[Sequen
     left, left_out = asked.items, list[Item]()
     while problem_of(update) is not None:
         most = len(asked.items) // 2 - len(left_out)
-        found = list(islice(at_fault(suspects(update, left, asked.degree), is_bad), most + 1))
+        first = suspects(update, left, asked.degree)
+        known = first if len(first) == len(left) or is_bad(first) else left  # bad together
+        found = list(islice(at_fault(known, is_bad), most + 1))
         if not 0 < len(found) <= most:
             return None
         left_out += found
@@ -101,7 +103,10 @@ def at_fault(items: Sequence[Item], is_bad: IsBad) -> Generator[Item]:
 
 
 def suspects(update: Update, items: Sequence[Item], degree: int) -> list[Item]:
-    """The samples of the data ranks, ``degree`` of them, whose totals are not finite; all where every total is."""
+    """The samples of the data ranks, ``degree`` of them, whose totals are not finite; all where every total is.
+
+    A guess: along two data axes (HSDP) reports lie in another order than data ranks.
+    """
     reports = [row[4:] for row in update.reports.tolist()]  # [cp * degree, terms]
     ranks = {index % degree for index, totals in enumerate(reports) if not all(map(math.isfinite, totals))}
     return [item for item in items if item[0] in ranks] or list(items)
