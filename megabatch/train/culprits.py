@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from megabatch import GradientAccumulator, Update
+from megabatch import Update
 from megabatch.batch import Deferred
 from megabatch.train.config import UpdateConfig
 from megabatch.train.ranks import Ranks
@@ -24,15 +24,6 @@ IsBad = Callable[[Sequence[Item]], bool]  # whether an update of these samples a
 def max_norm_of(update: UpdateConfig) -> float | None:
     """What a gradient is clipped to. One that must be finite is looked at, even where it is never clipped."""
     return LARGEST_NORM if update.max_norm is None and update.on_nonfinite != "raise" else update.max_norm
-
-
-class Accumulator(GradientAccumulator):
-    """One that can forget the sample which stands in for a rank without any: it counts nothing times, and nothing times
-    a gradient that is not finite is not finite."""
-
-    def forget(self) -> None:
-        """Let a rank without samples be sent one of the call's own."""
-        self._remembered = lambda: None
 
 
 class Asked:

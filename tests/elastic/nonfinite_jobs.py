@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import megabatch
+from megabatch import Plan
 from megabatch.batch import Deferred
 from megabatch.train.config import Config
 from megabatch.train.console import Console
@@ -115,7 +116,12 @@ def job(name: str) -> dict[str, Any]:
     ranks = Ranks(dist.get_rank() if size > 1 else 0, size, CPU, layout_of(config.parallel, size))
     laid = build(config, ranks, Console(enabled=False, loss_digits=4), None, None)
     learner = build_learner(laid.model, laid.base, config, NumUpdates(5, 5), None)
-    making = Making(config, learner, loss, laid, ranks, Console(enabled=False, loss_digits=4))
+
+    def in_one_call(batch: Any, call: Any) -> Plan:
+        call(batch, 0)
+        return learner.gradient.last_plan
+
+    making = Making(config, learner, loss, laid, in_one_call, ranks, Console(enabled=False, loss_digits=4))
     rows: list[Any] = []
     for update in range(NUM_UPDATES):
         bad = BAD[who] if update == BAD_UPDATE else ()
