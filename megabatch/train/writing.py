@@ -95,6 +95,11 @@ class Writer:
         self._on_its_way: tuple[Request, Beside] | None = None
         self.written_step: int | None = None
 
+    def go_on(self, step: int) -> None:
+        """Take note of the whole checkpoint that a run goes on from."""
+        self._shelf.add(step)
+        self.written_step = step
+
     def is_due(self, step: int) -> bool:
         """Whether to try again what could not be written."""
         return self._retry.step is not None and step >= self._retry.step
