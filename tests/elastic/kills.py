@@ -84,7 +84,10 @@ class Runs:
         run = self.start(folder, size, dropout=dropout)
         unfinished = folder / "checkpoints" / f"step-{kill.step}.tmp"
         said = self.place / f"logs{self._number}" / "rank0.out"
-        reached = unfinished.exists if kill.in_save else lambda: kill.step <= last_step(said)
+
+        def reached() -> bool:  # by this start, of which others may have left a folder
+            return last_step(said) >= kill.step and (unfinished.exists() or not kill.in_save)
+
         deadline = time.monotonic() + SECONDS
         while not reached() and time.monotonic() < deadline and all(each.is_alive() for each in run.processes):
             time.sleep(0.0005)
