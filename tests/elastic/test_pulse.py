@@ -60,7 +60,7 @@ def test_a_frozen_rank_is_named_and_the_others_leave(
     lines = [line for end in ends for line in end.err.splitlines()]
     assert len(lines) == 1, lines
     assert f"rank {frozen} of {ranks} (process {process.pid} on " in lines[0]
-    assert f") has not answered for {SECONDS:g} s (stopped, or its host gone); it was in update " in lines[0]
+    assert f") has not answered for {SECONDS:g} s (stopped, or its host gone); last heard " in lines[0]
 
 
 def test_ranks_that_were_all_stopped_go_on(bench: Bench, own: Path) -> None:
