@@ -1,6 +1,5 @@
 """Trainer: the order of events. How any of them works is in the modules it imports."""
 
-import functools
 from dataclasses import replace
 from pathlib import Path
 
