@@ -83,6 +83,7 @@ class GradientAccumulator:
         self._prober = Prober(model, self._reducer, self._wide, self._cutter, memory_bytes)
         self._alarm = Alarm(ranks, self._reducer.device)
         self._remembered: Callable[[], Microbatch | None] = lambda: None  # a sample of an earlier call
+        self._was_finite: Tensor | bool = True  # the update that it was in
         self._stepping: StepInBackward | None = None
         self.steps_in_backward = False  # before `finalize` could scale a gradient
         self._open: OpenUpdate | None = None
@@ -161,10 +162,10 @@ class GradientAccumulator:
         if self._running:
             raise MegabatchError("microbatches() was called inside its own loop; finish one call before the next")
         made = partial(self._prober.share, self._cutter, batch, hooks, self._open)
-        share, agreement = agree(self.ranks, made, hooks.weigh, self._remembered)
+        share, agreement = agree(self.ranks, made, hooks.weigh, self._recalled)
         agreement = way.filled(self._reducer, share, agreement)
         if len(share.samples) and self.ranks.num_all > 1:
-            self._remembered = share.samples.last().stand_in
+            self._remembered, self._was_finite = share.samples.last().stand_in, True
         if self._open is None:
             self._reducer.check_unchanged()
             gradient.drop(self._reducer.parameters)
@@ -180,6 +181,12 @@ class GradientAccumulator:
         finally:
             if self._running:  # the loss raised, or the loop was left early
                 self._abandon()
+
+    def _recalled(self) -> Microbatch | None:
+        """What may stand in for a rank without samples: nothing times a gradient that is not finite is not finite."""
+        if not self._was_finite:  # waits for the device, where a rank has no sample
+            self._remembered, self._was_finite = lambda: None, True
+        return self._remembered()
 
     def backward(self, total: Tensor | Mapping[str, Any], weight: Tensor | float | None = None) -> None:
         """Differentiate one microbatch of the open loop; ``weight`` may be left out where ``weigh`` counted it.
@@ -218,6 +225,7 @@ class GradientAccumulator:
             self._abandon()
             raise
         self._wide.finish()
+        self._was_finite = update.finite
         return update
 
     def state_dict(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megabatch"
 MAX_LINES = 300
-MAX_LINES_OF = {"accumulator.py": 245}  # the heart
+MAX_LINES_OF = {"accumulator.py": 252}  # the heart
 
 LIBRARY = [  # a module imports only modules above it
     "errors", "partition", "cost", "cut", "fit", "batch", "contract", "masks", "vocabulary", "losses", "rng", "context",

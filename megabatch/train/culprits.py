@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from megabatch import GradientAccumulator, Update
+from megabatch import Update
 from megabatch.batch import Deferred
 from megabatch.train.config import UpdateConfig
 from megabatch.train.ranks import Ranks
@@ -24,15 +24,6 @@ IsBad = Callable[[Sequence[Item]], bool]  # whether an update of these samples a
 def max_norm_of(update: UpdateConfig) -> float | None:
     """What a gradient is clipped to. One that must be finite is looked at, even where it is never clipped."""
     return LARGEST_NORM if update.max_norm is None and update.on_nonfinite != "raise" else update.max_norm
-
-
-class Accumulator(GradientAccumulator):
-    """One that can forget the sample which stands in for a rank without any: it counts nothing times, and nothing times
-    a gradient that is not finite is not finite."""
-
-    def forget(self) -> None:
-        """Let a rank without samples be sent one of the call's own."""
-        self._remembered = lambda: None
 
 
 class Asked:
@@ -80,7 +71,9 @@ def rest_of(update: Update, asked: Asked, is_bad: IsBad, again: Callable[[Sequen
     left, left_out = asked.items, list[Item]()
     while problem_of(update) is not None:
         most = len(asked.items) // 2 - len(left_out)
-        found = list(islice(at_fault(suspects(update, left, asked.degree), is_bad), most + 1))
+        first = suspects(update, left, asked.degree)
+        known = first if len(first) == len(left) or is_bad(first) else left  # bad together
+        found = list(islice(at_fault(known, is_bad), most + 1))
         if not 0 < len(found) <= most:
             return None
         left_out += found
@@ -101,7 +94,10 @@ def at_fault(items: Sequence[Item], is_bad: IsBad) -> Generator[Item]:
 
 
 def suspects(update: Update, items: Sequence[Item], degree: int) -> list[Item]:
-    """The samples of the data ranks, ``degree`` of them, whose totals are not finite; all where every total is."""
+    """The samples of the data ranks, ``degree`` of them, whose totals are not finite; all where every total is.
+
+    A guess: along two data axes (HSDP) reports lie in another order than data ranks.
+    """
     reports = [row[4:] for row in update.reports.tolist()]  # [cp * degree, terms]
     ranks = {index % degree for index, totals in enumerate(reports) if not all(map(math.isfinite, totals))}
     return [item for item in items if item[0] in ranks] or list(items)

@@ -71,7 +71,7 @@ class Keeper:
             self._learner.gradient.learn(Learned(*saved[LEARNED]))
         if self._keeps_best and self._watch.best_step is not None:  # a kill may have come before the pointer was moved
             point_to_best(self._folder, self._watch.best_step, self._ranks)
-        self._writer.written_step = self._learner.step
+        self._writer.go_on(self._learner.step)
 
     def _meta(self, identity: Mapping[str, Any], in_turn: bool) -> dict[str, Any]:
         """What a checkpoint says of itself, beside its state."""

@@ -67,7 +67,10 @@ def read_sums(checkpoint: Path) -> Sums | None:
     meta = read_sealed(checkpoint)
     if FILES not in meta:
         return None
-    return {name: Sum(**each) for name, each in meta[FILES].items()}
+    try:
+        return {name: Sum(**each) for name, each in meta[FILES].items()}
+    except (AttributeError, TypeError) as error:  # of a later version
+        raise DamagedError(checkpoint / META, in_one_line(error)) from None
 
 
 def read_meta(checkpoint: Path) -> Meta:

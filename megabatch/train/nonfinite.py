@@ -14,11 +14,11 @@ from megabatch.contract import LossFunction
 from megabatch.kept import Kept
 from megabatch.train.config import Config
 from megabatch.train.console import Console
-from megabatch.train.culprits import Accumulator, Asked, Item, problem_of, rest_of
+from megabatch.train.culprits import Asked, Item, problem_of, rest_of
 from megabatch.train.journal import Journal
 from megabatch.train.metrics import Row
 from megabatch.train.model.build import Laid
-from megabatch.train.partial import Partial
+from megabatch.train.partial import InCalls
 from megabatch.train.ranks import Ranks
 from megabatch.train.words import count
 
@@ -50,11 +50,11 @@ class Making:
     """Makes one update after the other; each method but `words` is collective."""
 
     def __init__(
-        self, config: Config, learner: Learner, loss_fn: LossFunction, laid: Laid, partial: Partial, ranks: Ranks,
+        self, config: Config, learner: Learner, loss_fn: LossFunction, laid: Laid, in_calls: InCalls, ranks: Ranks,
         console: Console,
     ) -> None:  # fmt: skip
         self._config, self._learner, self._loss_fn, self._laid = config, learner, loss_fn, laid
-        self._partial, self._ranks, self._console = partial, ranks, console
+        self._in_calls, self._ranks, self._console = in_calls, ranks, console
         self._plan = Plan((), ())  # of the update that was made last
         self._num_in_a_row = 0
         self.skipped = Journal(Path(config.run.folder) / FILE_NAME, enabled=ranks.is_main)
@@ -108,12 +108,9 @@ class Making:
         return None if rest is None else (rest.update, rest.left_out)
 
     def _begin_again(self, kept: Sequence[Kept]) -> None:
-        """As it was before the update; and no sample of it stands in for others from here on."""
+        """As it was before the update."""
         for each in kept:
             each.put_back()
-        gradient = self._learner.gradient
-        assert isinstance(gradient, Accumulator)  # as `build_learner` makes it
-        gradient.forget()
 
     def _step(self, batch: Sequence[Any]) -> Update:
         gradient = self._learner.gradient
@@ -130,7 +127,7 @@ class Making:
             self._learner.forward_backward(samples, self._loss_fn)
 
         with self._laid.losses():
-            self._plan = self._partial.run(batch, call)
+            self._plan = self._in_calls(batch, call)
 
     def _tell(self, step: int, reason: str, names: list[str], *, is_whole: bool) -> None:
         """Write down what was left out, and say it. Raises where too many updates were skipped in a row."""

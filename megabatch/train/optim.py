@@ -12,11 +12,11 @@ from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from megabatch import Learner
+from megabatch import GradientAccumulator, Learner
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.fit import Fit
 from megabatch.train.config import Config, OptimConfig
-from megabatch.train.culprits import Accumulator, max_norm_of
+from megabatch.train.culprits import max_norm_of
 from megabatch.train.data.updates import NumUpdates
 from megabatch.train.model.precision import accumulation_of
 from megabatch.train.own import load_function
@@ -38,7 +38,7 @@ def build_learner(
     model: nn.Module, base: nn.Module, config: Config, num_updates: NumUpdates, fit: Fit | None
 ) -> Learner:
     """The model with all that moves it; ``base`` is without its wrapper. Raises `MegabatchError`."""
-    gradient = Accumulator(
+    gradient = GradientAccumulator(
         model,
         micro_batch_size=config.update.micro_batch_size,
         max_microbatch_tokens=config.update.max_microbatch_tokens if fit is None else fit,

@@ -30,6 +30,7 @@ from megabatch.train.sums import Sum, first_told, problem_of, sums_of
 MICROBATCHES_A_CALL = 8  # of a rank; in each call gradients are reduced as in an update of its own
 OPEN, META = "open", "open.json"
 Call = Callable[[Sequence[Any], int], object]  # adds samples to the open update: they, and the number of the call
+InCalls = Callable[[Sequence[Any], Call], Plan]  # makes the calls of an update; how it was cut
 
 
 class PausedError(Exception):

@@ -1,5 +1,6 @@
 """Profile: a profiler's trace of chosen updates, whole ones, however many microbatches they have."""
 
+import contextlib
 import os
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -32,14 +33,18 @@ class Profiler:
             yield
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # what the update has started belongs to it
-        self._write(profiler, step)
+        with contextlib.suppress(OSError):  # a full disk: a trace is no reason to end a run
+            self._write(profiler, step)
 
     def _write(self, profiler: profile, step: int) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         trace = self._folder / f"update-{step}.json.gz"
         beside = self._folder / f"update-{step}.tmp.json.gz"
-        profiler.export_chrome_trace(str(beside))
-        os.replace(beside, trace)
+        try:
+            profiler.export_chrome_trace(str(beside))
+            os.replace(beside, trace)
+        finally:
+            beside.unlink(missing_ok=True)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         table = profiler.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=NUM_OPERATIONS)
         replace_text(self._folder / f"update-{step}.txt", table)

@@ -113,7 +113,8 @@ class Pulse:
                 heard = self._hear(store, self._next)
                 self._num_answers += 1
                 if silence.look(heard) > self._within and self._expects(heard):
-                    self._leave(store, f"{self._who(heard)} {self._silent()}; it was {heard.doing}")
+                    here = f"rank {self._met.rank} is {self._doing}"
+                    self._leave(store, f"{self._who(heard)} {self._silent()}; last heard {heard.doing}, {here}")
                 self._look_for_processes(store)
             self._say(store, 0, ENDED)
 

@@ -15,6 +15,8 @@ from matplotlib.typing import RcKeyType
 
 from megabatch import Plan
 from megabatch.train import metrics
+from megabatch.train.console import Console
+from megabatch.train.folder import write_if_room
 from megabatch.train.metrics import Row, is_evaluation, read_rows
 
 FILE_NAME = "report.png"
@@ -33,6 +35,11 @@ STYLE: dict[RcKeyType, Any] = {
     "axes.axisbelow": True, "legend.frameon": False, "lines.linewidth": 1.8,
     "text.parse_math": False,  # a "$" in a name is a dollar
 }  # fmt: skip
+
+
+def write_report(folder: Path, plan: Plan, title: str, console: Console, *, of_tokens: bool) -> None:
+    """Draw it at the end of a run, which a full disk does not spoil."""
+    write_if_room(folder / FILE_NAME, lambda: draw_report(folder, plan, title, of_tokens=of_tokens), console)
 
 
 def draw_report(folder: Path, plan: Plan, title: str, *, of_tokens: bool = True) -> None:

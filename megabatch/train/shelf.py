@@ -6,7 +6,7 @@ A checkpoint whose files are not what was written is never used. The one before 
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,7 @@ class Shelf:
 
         Raises `MegabatchError` that names all that there are, where none of them is whole.
         """
-        pointer = checkpoints_of(self._folder) / POINTER
-        named, name, steps = told_by_main([step_named_by(pointer), named_by(pointer), steps_of(self._folder)], ranks)
+        named, name, steps = told_by_main(named_and_there, self._folder, ranks)
         candidates = [step for step in reversed(steps) if named is None or step <= named]
         problems = {} if named is None or named in steps else {named: "it is not there"}
         for step in candidates:
@@ -79,7 +78,7 @@ class Shelf:
         were only saved as the best and are not any more; collective. What `POINTER` and `BEST` name stays, and what a
         run that was gone back from has left beyond the latest.
         """
-        in_turn, others = told_by_main(on_shelf(self._folder), ranks)
+        in_turn, others = told_by_main(on_shelf, self._folder, ranks)
         num_whole, old = 0, []
         for step in reversed(in_turn):
             if num_whole == keep_last:
@@ -148,9 +147,23 @@ def unsummed_problem(checkpoint: Path) -> str:
     return next((problem for problem in found if problem), "")
 
 
-def told_by_main(value: list[Any], ranks: Ranks) -> list[Any]:
-    """What the main rank has; collective."""
-    return json.loads(ranks.gather(json.dumps(value))[0])
+def told_by_main(read: Callable[[Path], list[Any]], folder: Path, ranks: Ranks) -> list[Any]:
+    """What the main rank reads of a run's folder, as JSON has it; what it cannot read is a `MegabatchError` on every
+    rank. Collective."""
+    problem, found = None, []
+    if ranks.is_main:
+        try:
+            found = read(folder)
+        except OSError as error:
+            problem = f"cannot read {checkpoints_of(folder)} ({in_one_line(error)}); allow it, or look at its disk"
+    ranks.agree(problem)
+    return json.loads(ranks.gather(json.dumps(found))[0])
+
+
+def named_and_there(folder: Path) -> list[Any]:
+    """The step that the pointer names, the text in it, and the steps that there are."""
+    pointer = checkpoints_of(folder) / POINTER
+    return [step_named_by(pointer), named_by(pointer), steps_of(folder)]
 
 
 def none_whole(folder: Path, problems: dict[int, str], beyond: Sequence[int]) -> str:

@@ -1,6 +1,5 @@
 """Trainer: the order of events. How any of them works is in the modules it imports."""
 
-import functools
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from megabatch.train.data.load import load_data
 from megabatch.train.data.updates import Updates
 from megabatch.train.ema import Average
 from megabatch.train.examiner import Examiner
-from megabatch.train.folder import begin, begins_again, check_folder, write_if_room, write_plan
+from megabatch.train.folder import begin, begins_again, check_folder, write_plan
 from megabatch.train.keeper import Keeper, identity_of
 from megabatch.train.metrics import MetricsFile
 from megabatch.train.model.build import build, in_precision
@@ -23,8 +22,7 @@ from megabatch.train.own import Event, load_function, load_listener
 from megabatch.train.partial import Partial
 from megabatch.train.profile import Profiler
 from megabatch.train.ranks import Ranks
-from megabatch.train.report import FILE_NAME as REPORT
-from megabatch.train.report import draw_report
+from megabatch.train.report import write_report
 from megabatch.train.shelf import resumed_from
 from megabatch.train.updating import Updating
 from megabatch.train.writing import Writer
@@ -143,8 +141,7 @@ class Trainer:
         plan = self.updating.plan or self.plan
         if self.ranks.is_main and plan.lengths:
             title = words.title(self.config, self.laid.wrapper, self.ranks.size)
-            draw = functools.partial(draw_report, self.folder, plan, title, of_tokens=self.examiner.terms.of_tokens)
-            write_if_room(self.folder / REPORT, draw, self.console)
+            write_report(self.folder, plan, title, self.console, of_tokens=self.examiner.terms.of_tokens)
         prompt, completion = self.examiner.complete()
         if prompt:
             self.console.say(words.completion_text(prompt, completion))

@@ -34,7 +34,7 @@ class Updating:
     ) -> None:  # fmt: skip
         self._config, self._learner, self._average, self._updates = config, learner, average, updates
         self._ranks, self._console, self._counts_tokens = ranks, console, counts_tokens
-        self._making = Making(config, learner, loss_fn, laid, partial, ranks, console)
+        self._making = Making(config, learner, loss_fn, laid, partial.run, ranks, console)
         self._manifest = Manifest(Path(config.run.folder), ranks, enabled=config.run.manifest)
         self._compared = Compared(ranks)
         self.clock = UpdateClock()

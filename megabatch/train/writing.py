@@ -5,6 +5,7 @@ in a process group of its own: with the sums, the new name and the pointer, as i
 way. It is torch's async_save in its two parts, so that all of this is done before the checkpoint counts as written.
 """
 
+import copy
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -95,6 +96,11 @@ class Writer:
         self._on_its_way: tuple[Request, Beside] | None = None
         self.written_step: int | None = None
 
+    def go_on(self, step: int) -> None:
+        """Take note of the whole checkpoint that a run goes on from."""
+        self._shelf.add(step)
+        self.written_step = step
+
     def is_due(self, step: int) -> bool:
         """Whether to try again what could not be written."""
         return self._retry.step is not None and step >= self._retry.step
@@ -175,7 +181,7 @@ class Writer:
                 f"the state cannot be copied ({told}); the run waits until step-{request.step} is written"
             )
             return False
-        copied = replace(request, states=states)
+        copied = replace(request, states=states, meta=copy.deepcopy(request.meta))
         self._on_its_way = (replace(request, states={}), Beside(lambda: self._store(copied, apart)))
         return True
 

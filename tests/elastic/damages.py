@@ -113,7 +113,7 @@ def edit(checkpoints: Path, draw: Random) -> None:
     path.write_text(json.dumps(meta, indent=1))
 
 
-def swap_digits(checkpoints: Path, draw: Random) -> None:
+def replace_meta(checkpoints: Path, draw: Random) -> None:
     """Any text in place of meta.json."""
     path = some_checkpoint(checkpoints, draw) / "meta.json"
     path.write_bytes(draw.choice([b"{}", b"[]", b"null", b"3", b'"a"', b"[" * 9999, draw.randbytes(300), b"\0" * 100]))
@@ -160,7 +160,7 @@ KINDS: dict[str, Damage] = {
     "a bit of any file": flip, "a bit of tensors": flip_tensor, "zeros": zero, "cut": cut, "lengthened": lengthen,
     "emptied": empty, "missing": remove, "swapped": swap, "an older file": older, "an older checkpoint": older_folder,
     "checkpoint missing": remove_folder, "checkpoint emptied": empty_folder, "meta.json edited": edit,
-    "meta.json replaced": swap_digits, "pointer": point, "pointer missing": remove_pointer,
+    "meta.json replaced": replace_meta, "pointer": point, "pointer missing": remove_pointer,
     "file and folder exchanged": file_for_folder, "two files": two, "all checkpoints": all_of_them, "none": nothing,
 }  # fmt: skip
 

@@ -9,10 +9,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import megabatch
+from megabatch import Plan
 from megabatch.batch import Deferred
 from megabatch.train.config import Config
 from megabatch.train.console import Console
 from megabatch.train.data.updates import NumUpdates
+from megabatch.train.layout import layout_of
 from megabatch.train.model.build import build
 from megabatch.train.nonfinite import Making
 from megabatch.train.optim import build_learner
@@ -29,6 +31,7 @@ BAD = {
 }
 NUM_SAMPLES, NUM_UPDATES, BAD_UPDATE = 12, 3, 1
 MAX_NORM = 0.5
+LAYOUTS: dict[str, dict[str, Any]] = {"plain": {}, "hsdp": {"wrapper": "fsdp2", "dp_replicate": 2, "dp_shard": 2}}
 
 
 class Regression(nn.Module):
@@ -58,10 +61,12 @@ def float64_model() -> Regression:
 
 @megabatch.loss(weigh=lambda microbatch: len(microbatch["y"]))
 def loss(model: nn.Module, microbatch: Any) -> tuple[Tensor, int]:
-    """Squares; a sample with a spike adds 0 to it whose gradient is infinite."""
+    """Squares; a sample with a spike adds 0 whose gradient is infinite, one with an offset adds that."""
     found = model(microbatch["x"])
     spikes = (found - found.detach())[microbatch["spike"] > 0]
-    return (found - microbatch["y"]).square().sum() + spikes.sqrt().sum(), len(microbatch["y"])
+    return (found - microbatch["y"]).square().sum() + spikes.sqrt().sum() + microbatch["offset"].sum(), len(
+        microbatch["y"]
+    )
 
 
 def samples(update: int, dtype: torch.dtype, fault: str, bad: tuple[int, ...]) -> list[dict[str, Tensor]]:
@@ -71,12 +76,15 @@ def samples(update: int, dtype: torch.dtype, fault: str, bad: tuple[int, ...]) -
         torch.randn(NUM_SAMPLES, 3, generator=draw, dtype=dtype),
         torch.randn(NUM_SAMPLES, generator=draw, dtype=dtype),
     )
-    spike = torch.zeros(NUM_SAMPLES, dtype=dtype)
+    spike, offset = torch.zeros(2, NUM_SAMPLES, dtype=dtype)
     for index in bad:
         if fault == "nan":
             x[index, 1] = float("nan")
         spike[index] = fault == "spike"
-    return [{"x": x[index], "y": y[index], "spike": spike[index]} for index in range(NUM_SAMPLES)]
+        offset[index] = 1e308 if fault == "sum" else 0.0  # finite, and two of them are not
+    return [
+        {"x": x[index], "y": y[index], "spike": spike[index], "offset": offset[index]} for index in range(NUM_SAMPLES)
+    ]
 
 
 def config_of(wrapper: str, dtype: str, on_nonfinite: str, max_norm: float | None) -> Config:
@@ -87,7 +95,7 @@ def config_of(wrapper: str, dtype: str, on_nonfinite: str, max_norm: float | Non
                    "on_nonfinite": on_nonfinite},
         "optim": {"name": "SGD", "lr": 0.1, "options": {"momentum": 0.9}, "schedule": "linear", "decay_steps": 5},
         "run": {"folder": tempfile.mkdtemp()},
-        "parallel": {"wrapper": None if wrapper == "plain" else wrapper},
+        "parallel": LAYOUTS.get(wrapper, {"wrapper": wrapper}),
     })  # fmt: skip
 
 
@@ -104,11 +112,16 @@ def job(name: str) -> dict[str, Any]:
     """The weights after some updates, of which the second has samples at fault, and what was said of it."""
     how, fault, who, wrapper, dtype, clipped = name.split(":")
     size = dist.get_world_size() if dist.is_initialized() else 1
-    ranks = Ranks(dist.get_rank() if size > 1 else 0, size, CPU)
     config = config_of(wrapper, dtype, how, MAX_NORM if clipped == "clipped" else None)
+    ranks = Ranks(dist.get_rank() if size > 1 else 0, size, CPU, layout_of(config.parallel, size))
     laid = build(config, ranks, Console(enabled=False, loss_digits=4), None, None)
     learner = build_learner(laid.model, laid.base, config, NumUpdates(5, 5), None)
-    making = Making(config, learner, loss, laid, ranks, Console(enabled=False, loss_digits=4))
+
+    def in_one_call(batch: Any, call: Any) -> Plan:
+        call(batch, 0)
+        return learner.gradient.last_plan
+
+    making = Making(config, learner, loss, laid, in_one_call, ranks, Console(enabled=False, loss_digits=4))
     rows: list[Any] = []
     for update in range(NUM_UPDATES):
         bad = BAD[who] if update == BAD_UPDATE else ()

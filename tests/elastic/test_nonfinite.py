@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megabatch.train.culprits import at_fault
 from tests.elastic.nonfinite_jobs import BAD, BAD_UPDATE, MAX_NORM, NUM_SAMPLES, NUM_UPDATES, Regression, job, samples
 from tests.exact.launch import launch
 
@@ -10,7 +11,7 @@ ON_ONE = [
     *(f"skip_microbatch:{fault}:{who}:plain:float64:{clip}" for fault in ("nan", "spike")
       for who in BAD for clip in ("clipped", "free")),
     *(f"skip_update:{fault}:one:plain:float64:{clip}" for fault in ("nan", "spike") for clip in ("clipped", "free")),
-    "skip_microbatch:nan:three:plain:float32:clipped",
+    "skip_microbatch:nan:three:plain:float32:clipped", "skip_microbatch:sum:three:plain:float64:free",
 ]  # fmt: skip
 ON_TWO = [
     *(f"skip_microbatch:{fault}:{wrapper}:float64:{clip}" for wrapper in ("ddp", "fsdp2") for fault, clip in [
@@ -20,13 +21,23 @@ ON_TWO = [
     *(f"skip_update:nan:all of a rank:{wrapper}:float64:free" for wrapper in ("ddp", "fsdp2")),
     "skip_microbatch:nan:three:fsdp2:float32:clipped",
 ]  # fmt: skip
+ON_FOUR = ["skip_microbatch:nan:one:hsdp:float64:clipped", "skip_microbatch:nan:three:hsdp:float64:free"]
+ALL = [(world, name) for world, names in ((1, ON_ONE), (2, ON_TWO), (4, ON_FOUR)) for name in names]
 TOLERANCE = {"float64": 1e-12, "float32": 2e-6}
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    two = launch(2, "tests.elastic.nonfinite_jobs:job", ON_TWO, tmp_path_factory.mktemp("two"))
-    return {(1, name): [{"value": job(name)}] for name in ON_ONE} | {(2, name): each for name, each in two.items()}
+    results = {(1, name): [{"value": job(name)}] for name in ON_ONE}
+    for world, names in ((2, ON_TWO), (4, ON_FOUR)):
+        told = launch(world, "tests.elastic.nonfinite_jobs:job", names, tmp_path_factory.mktemp(f"{world}"))
+        results |= {(world, name): each for name, each in told.items()}
+    return results
+
+
+def is_whole(how: str, fault: str, who: str) -> bool:
+    """Whether the update is skipped: asked to be, too much at fault, or no sample by itself."""
+    return how == "skip_update" or who == "most" or fault == "sum"
 
 
 def plain(how: str, fault: str, who: str, dtype: str, *, clipped: bool) -> tuple[Regression, list[float]]:
@@ -41,7 +52,7 @@ def plain(how: str, fault: str, who: str, dtype: str, *, clipped: bool) -> tuple
     rates: list[float] = []
     for update in range(NUM_UPDATES):
         bad = BAD[who] if update == BAD_UPDATE else ()
-        is_left_out = bool(bad) and (how == "skip_update" or 2 * len(bad) > NUM_SAMPLES)
+        is_left_out = bool(bad) and is_whole(how, fault, who)
         good = [
             each for index, each in enumerate(samples(update, getattr(torch, dtype), fault, ())) if index not in bad
         ]
@@ -57,12 +68,12 @@ def plain(how: str, fault: str, who: str, dtype: str, *, clipped: bool) -> tuple
     return model, rates
 
 
-@pytest.mark.parametrize(("world", "name"), [(1, name) for name in ON_ONE] + [(2, name) for name in ON_TWO])
+@pytest.mark.parametrize(("world", "name"), ALL)
 def test_weights_are_those_of_plain_torch_on_the_rest(found, world, name):
     how, fault, who, _, dtype, clip = name.split(":")
     model, rates = plain(how, fault, who, dtype, clipped=clip == "clipped")
-    is_whole = how == "skip_update" or who == "most"
-    num_skipped = NUM_SAMPLES if is_whole else len(BAD[who])
+    whole = is_whole(how, fault, who)
+    num_skipped = NUM_SAMPLES if whole else len(BAD[who])
     for result in found[world, name]:
         told = result["value"]
         for key, expected in model.named_parameters():
@@ -70,24 +81,24 @@ def test_weights_are_those_of_plain_torch_on_the_rest(found, world, name):
             assert error <= TOLERANCE[dtype] * expected.detach().abs().max(), key
         assert [row[3] for row in told["rows"]] == pytest.approx(rates, rel=1e-12)
         assert [row[1] for row in told["rows"]] == [0, num_skipped, 0]
-        assert [row[2] for row in told["rows"]] == [False, is_whole, False]
+        assert [row[2] for row in told["rows"]] == [False, whole, False]
         assert told["step"] == NUM_UPDATES
-    if not is_whole:
+    if not whole:
         assert found[world, name][0]["value"]["rows"][BAD_UPDATE][0] == NUM_SAMPLES - len(BAD[who])
 
 
-@pytest.mark.parametrize(("world", "name"), [(1, name) for name in ON_ONE] + [(2, name) for name in ON_TWO])
+@pytest.mark.parametrize(("world", "name"), ALL)
 def test_what_was_left_out_is_written_down_by_name(found, world, name):
     how, fault, who, _, _, _ = name.split(":")
     main, *others = (result["value"]["skipped"] for result in found[world, name])
     assert others == [[]] * (world - 1)
     (row,) = main
-    is_whole = how == "skip_update" or who == "most"
-    left_out = range(NUM_SAMPLES) if is_whole else BAD[who]
+    whole = is_whole(how, fault, who)
+    left_out = range(NUM_SAMPLES) if whole else BAD[who]
     assert row["samples"] == sorted(f"{BAD_UPDATE}:{index}" for index in left_out)
-    assert (row["step"], row["is_whole"]) == (BAD_UPDATE + 1, is_whole)
+    assert (row["step"], row["is_whole"]) == (BAD_UPDATE + 1, whole)
     reason = (
-        "the loss is not finite on data rank" if fault == "nan" else "the loss is finite but the norm of the gradient"
+        "the loss is finite but the norm of the gradient" if fault == "spike" else "the loss is not finite on data rank"
     )
     assert row["reason"].startswith(reason)
 
@@ -97,3 +108,18 @@ def test_buffers_have_seen_the_other_samples_only(found, name):
     how, fault, who, _, dtype, clip = name.split(":")
     model, _ = plain(how, fault, who, dtype, clipped=clip == "clipped")
     assert found[1, name][0]["value"]["state"]["seen"] == pytest.approx([float(model.seen)], rel=1e-5)
+
+
+@pytest.mark.parametrize("bad", [(0,), (63,), (5, 6), (0, 21, 42, 63), tuple(range(64)), ()])
+def test_culprits_are_found_in_few_groups(bad):
+    groups: list[int] = []
+
+    def is_bad(items):
+        groups.append(len(items))
+        return any(index in bad for _, index in items)
+
+    items = [(0, index) for index in range(64)]
+    assert [index for _, index in at_fault(items, is_bad)] == list(bad)
+    assert len(groups) <= 2 * 6 * max(1, len(bad))
+    if len(bad) == 1:
+        assert sum(groups) < 2 * 64  # the work of two updates

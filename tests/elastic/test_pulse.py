@@ -14,7 +14,7 @@ from megabatch.train import pulse
 from megabatch.train.pulse import Pulse, Silence
 from megabatch.train.ranks import Meeting
 from tests.train.conftest import Bench
-from tests.train.processes import CONTEXT, rank_environment
+from tests.train.processes import CONTEXT, Finished, rank_environment
 from tests.train.test_ranks import live
 
 pytestmark = pytest.mark.slow
@@ -60,7 +60,7 @@ def test_a_frozen_rank_is_named_and_the_others_leave(
     lines = [line for end in ends for line in end.err.splitlines()]
     assert len(lines) == 1, lines
     assert f"rank {frozen} of {ranks} (process {process.pid} on " in lines[0]
-    assert f") has not answered for {SECONDS:g} s (stopped, or its host gone); it was in update " in lines[0]
+    assert f") has not answered for {SECONDS:g} s (stopped, or its host gone); last heard " in lines[0]
 
 
 def test_ranks_that_were_all_stopped_go_on(bench: Bench, own: Path) -> None:
@@ -96,6 +96,7 @@ def wait_long(met: Meeting, held: int) -> None:
     """A rank that is in an update when the process that holds the store freezes."""
     own = Pulse(met, 2.0)
     with own.beating():
+        own.waits(7)
         own.works(7)
         time.sleep(1)
         if met.rank == 1:
@@ -103,24 +104,70 @@ def wait_long(met: Meeting, held: int) -> None:
         time.sleep(60)
 
 
-def test_a_store_that_does_not_answer_is_noticed_too(tmp_path: Path) -> None:
-    """Its host may have frozen with the rank."""
-    receiver, sender = CONTEXT.Pipe(duplex=False)
-    holder = CONTEXT.Process(target=hold_store, args=(sender,))
-    holder.start()
-    port, logs = receiver.recv(), [[str(tmp_path / f"{rank}.{name}") for name in ("out", "err")] for rank in (0, 1)]
+def lose_a_rank(met: Meeting) -> None:
+    """A rank is killed while the other waits in what no lost peer breaks, as a collective on a device does not."""
+    own = Pulse(met, 2.0)
+    with own.beating():
+        own.works(7)
+        time.sleep(1.5)
+        if met.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+
+
+def wait_for_samples(met: Meeting) -> None:
+    """A rank waits for its samples for longer than others are given to answer, and goes on."""
+    own = Pulse(met, 1.0)
+    with own.beating():
+        if met.rank == 1:
+            own.waits(7)
+            time.sleep(3)
+        own.works(7)
+        time.sleep(1)
+
+
+def alive(tmp_path: Path, port: int, life: Any, *arguments: Any) -> list[Finished]:
+    """Two ranks of one host that meet in a store and live like this, to their ends."""
+    logs = [[str(tmp_path / f"{rank}.{name}") for name in ("out", "err")] for rank in (0, 1)]
+    local = {"LOCAL_WORLD_SIZE": "2"}
     ranks = [
-        CONTEXT.Process(target=live, args=(wait_long, (holder.pid,), rank_environment(rank, 2, port), logs[rank]))
+        CONTEXT.Process(target=live, args=(life, arguments, rank_environment(rank, 2, port) | local, logs[rank]))
         for rank in (0, 1)
     ]
     for each in ranks:
         each.start()
     for each in ranks:
-        each.join(40)
-    assert [each.exitcode for each in ranks] == [1, 1]
+        each.join(20)
+        each.kill()
+    return [Finished(each.exitcode, "", Path(log[1]).read_text()) for each, log in zip(ranks, logs, strict=True)]
+
+
+def test_a_store_that_does_not_answer_is_noticed_too(tmp_path: Path) -> None:
+    """Its host may have frozen with the rank."""
+    receiver, sender = CONTEXT.Pipe(duplex=False)
+    holder = CONTEXT.Process(target=hold_store, args=(sender,))
+    holder.start()
+    ends = alive(tmp_path, receiver.recv(), wait_long, holder.pid)
     holder.kill()
-    assert Path(logs[0][1]).read_text() == (
+    assert [end.status for end in ends] == [1, 1]
+    assert ends[0].err == (
         "megabatch: the store by which ranks have met, torchrun's or rank 0's, has not answered for 2 s (stopped, or "
         "its host gone)\n"
     )
-    assert Path(logs[1][1]).read_text() == "", "one rank of a host speaks"
+    assert ends[1].err == "", "one rank of a host speaks"
+
+
+def test_a_lost_rank_of_this_host_is_noticed_where_no_collective_breaks(tmp_path: Path) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    noticed, killed = alive(tmp_path, store.port, lose_a_rank)
+    assert [noticed.status, killed.status] == [1, -signal.SIGKILL]
+    assert noticed.err.startswith("megabatch: rank 1 of 2 (process ")
+    assert noticed.err.endswith(") has gone without a word, which was killed or ran out of memory\n")
+
+
+def test_a_rank_that_waits_for_its_samples_says_so_and_nobody_ends(tmp_path: Path) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ends = alive(tmp_path, store.port, wait_for_samples)
+    assert [end.status for end in ends] == [0, 0]
+    assert ends[0].err == ""
+    assert ends[1].err == "megabatch: rank 1 of 2 has been waiting for the samples of update 7 for 1 s\n"

@@ -1,15 +1,23 @@
 """A rank is lost and torchrun starts all of them again, by the command that began the run: it goes on by itself."""
 
-import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from megabatch import MegabatchError
+from megabatch.train import folder
+from megabatch.train.attempt import NO_JOB, Job, meet_apart
+from megabatch.train.config import Config, ModelConfig, RunConfig, UpdateConfig
+from megabatch.train.console import Console
+from megabatch.train.ranks import Ranks
 from tests.train.conftest import Bench
-from tests.train.processes import overrides
+from tests.train.processes import CONTEXT, overrides
 from tests.train.test_resume import states_of, timeless
 
 pytestmark = pytest.mark.slow
@@ -37,9 +45,7 @@ def test_torchrun_starts_a_run_again_that_goes_on_bit_for_bit(bench: Bench, tmp_
     values |= {"run__after_update": f"{tmp_path}/own.py:after_update"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=2"]
     command = [*torchrun, "-m", "megabatch", "train", str(bench.recipe), *overrides(values)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200
-    )  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
     assert said.count("nothing was saved yet: begins again") == 1
@@ -47,14 +53,65 @@ def test_torchrun_starts_a_run_again_that_goes_on_bit_for_bit(bench: Bench, tmp_
     assert done.stderr.count("lost another rank, which was killed or ran out of memory") == 2
     assert timeless(bench.rows()) == timeless(bench.rows(whole))
     one, other = (
-        states_of(folder / "checkpoints" / "step-6", tmp_path / f"{number}.pt")
-        for number, folder in enumerate((whole, bench.folder))
+        states_of(run / "checkpoints" / "step-6", tmp_path / f"{number}.pt")
+        for number, run in enumerate((whole, bench.folder))
     )
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
-    again = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=100
+
+
+def at(job: Job) -> Ranks:
+    return Ranks(0, 1, torch.device("cpu"), job=job)
+
+
+def test_a_run_is_gone_on_with_unasked_by_its_own_job_alone(tmp_path: Path) -> None:
+    """Which torchrun starts again and again, whoever has refused what for which reason."""
+    config = Config(
+        model=ModelConfig(config={"model_type": "llama"}), update=UpdateConfig(global_batch_size=8, micro_batch_size=1),
+        run=RunConfig(folder=str(tmp_path / "run"), device="cpu"),
     )  # fmt: skip
-    assert again.returncode != 0, "another job does not go on with a run unasked, however often it is started"
-    assert f"megabatch: {bench.folder} already holds a run; " in again.stderr
-    assert "resumed" not in again.stdout
+    first, console = Job("one", "given", 0), Console(enabled=True, loss_digits=4)
+    folder.begin(tmp_path / "run", config, at(first), console)
+    for job, is_its_own in (
+        (first, True),
+        (Job("one", "given", 2), True),
+        (Job("one"), True),
+        (Job("two", "given", 1), True),  # its store has moved to another host
+        (Job("two", "given", 0), False),  # another job that was given the same name
+        (Job("two", "", 3), False),
+        (NO_JOB, False),
+    ):
+        assert folder.begins_again(tmp_path / "run", job) == is_its_own, job
+        if not is_its_own:
+            with pytest.raises(MegabatchError, match="holds a run that stopped before its first checkpoint; choose"):
+                folder.check_folder(tmp_path / "run", resume=False, ranks=at(job))
+        assert not folder.gone_on_with(config, at(job)).run.resume
+    (tmp_path / "run" / "checkpoints").mkdir()
+    (tmp_path / "run" / "checkpoints" / "latest").write_text("step-1")
+    assert folder.gone_on_with(config, at(first)).run.resume
+    assert not folder.gone_on_with(config, at(Job("two", "given", 0))).run.resume
+
+
+def meet(port: int, rank: int, delay: float, sender: Any) -> None:
+    time.sleep(delay)
+    store, job = meet_apart(dist.TCPStore("127.0.0.1", port, is_master=False), rank, 3)
+    sender.send((store.add("failure", 1), job.key))
+    time.sleep(1)
+
+
+def test_attempts_at_one_store_do_not_see_each_other() -> None:
+    """Not even where one has never been complete; the second rank of each comes late."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    heard: list[Any] = []
+    for ranks in ((1, 2), (0, 1), (0, 1, 2), (0, 1, 2)):
+        receiver, sender = CONTEXT.Pipe(duplex=False)
+        processes = [CONTEXT.Process(target=meet, args=(store.port, rank, 0.3 * (rank == 1), sender)) for rank in ranks]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(1.5 if len(ranks) < 3 else 20)
+            process.kill()
+        while len(ranks) == 3 and receiver.poll():
+            heard.append(receiver.recv())
+    assert sorted(number for number, _ in heard) == [1, 1, 2, 2, 3, 3], "each attempt counts for itself"
+    assert len({key for _, key in heard}) == 1, "of the job"

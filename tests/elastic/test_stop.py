@@ -1,16 +1,22 @@
 """A signal ends a run after the update that runs, on all ranks, and the run goes on as if it had never ended."""
 
 import json
+import os
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.train.conftest import Bench
+from tests.train.processes import overrides
 from tests.train.test_resume import timeless
 
 pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
 
 
 def disturb(bench: Bench, **asked: Any) -> None:
@@ -80,3 +86,22 @@ def test_before_the_first_update_a_run_ends_at_once(
     assert len(lines) == 1
     assert f"ended by {number.name}; `megabatch train RUN_FOLDER` goes on" in lines[0]
     assert not bench.folder.exists()
+
+
+def test_a_terminals_signal_to_the_whole_group_leaves_those_alone_that_load_samples(bench: Bench, own: Path) -> None:
+    """Their samples are still needed, and a traceback of theirs would be the last line that a person sees."""
+    disturb(bench, place="after", step=3, signals=[0], seconds=0.5)
+    values = {"run__after_update": f"{own}:after_update", "run__max_epochs": 500, "data__num_workers": 2}
+    command = [sys.executable, "-m", "megabatch", "train", str(bench.recipe), *overrides(values)]
+    run = subprocess.Popen(
+        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    )
+    deadline = time.monotonic() + 60
+    while not (bench.path / "disturbed-0").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.killpg(run.pid, signal.SIGINT)
+    out, err = run.communicate(timeout=60)
+    assert (run.returncode, err) == (0, "")
+    assert out.splitlines()[-1].startswith("stopped by SIGINT after update ")
+    with pytest.raises(ProcessLookupError):
+        os.killpg(run.pid, 0)  # nobody is left

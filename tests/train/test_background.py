@@ -13,7 +13,7 @@ from megabatch.train.console import Console
 from megabatch.train.naming import checkpoints_of, has_checkpoint, path_of
 from megabatch.train.shelf import Shelf
 from megabatch.train.writing import Request, Writer, in_background, staged
-from tests.train.conftest import Bench
+from tests.train.conftest import NO_DROPOUT, Bench
 from tests.train.test_checkpoint import ALONE, META, Average, learner, stepped
 from tests.train.test_resume import states_of as tensors_of
 from tests.train.test_resume import timeless
@@ -191,6 +191,30 @@ def test_a_run_that_is_killed_while_it_writes_goes_on_as_if_never_killed(
         )
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "hsdp": (4, {"parallel__wrapper": "fsdp2", "parallel__dp_replicate": 2, "parallel__dp_shard": 2}),
+    "tensor parallel": (2, {"parallel__tp": 2}),
+    "pipeline": (2, {"parallel__pp": 2, "model__config__tie_word_embeddings": "false"}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MESHES)
+def test_a_copy_of_any_mesh_has_the_bits_of_the_state(bench: Bench, tmp_path: Path, name: str) -> None:
+    ranks, values = MESHES[name]
+    values = {"run__save_every": 2, "run__max_steps": 3, "optim__ema_decay": 0.5, "optim__decay_steps": 9, **values}
+    found: list[dict[str, Any]] = []
+    for background in ("false", "true"):
+        said = bench.train(
+            ranks=ranks, run__folder=tmp_path / background, checkpoint__background=background, **NO_DROPOUT, **values
+        )
+        assert "cannot be copied" not in said
+        found.append(tensors_of(tmp_path / background / "checkpoints" / "step-2", tmp_path / f"{background}.pt"))
+    assert found[0].keys() == found[1].keys()
+    assert len(found[0]) > 50
+    assert all(torch.equal(found[0][each], found[1][each]) for each in found[0])
 
 
 FAILS = """

@@ -1,24 +1,29 @@
 """A full disk does not end a run, and no row is lost or cut: on a real file system that is full, or a real limit."""
 
+import os
 import resource
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megabatch import MegabatchError
+from megabatch.train import checkpoint
 from megabatch.train.console import Console
 from megabatch.train.folder import write_if_room
 from megabatch.train.metrics import MetricsFile, read_rows
 from megabatch.train.naming import replace_text
 from megabatch.train.patient import Patient
+from megabatch.train.ranks import Ranks
 from megabatch.train.shelf import Shelf
 from megabatch.train.writing import Retry
 from tests.train.conftest import Bench
 from tests.train.full_disks import filling, small_disk
 from tests.train.on_ranks import on_ranks
-from tests.train.test_checkpoint import ALONE, save
+from tests.train.test_checkpoint import ALONE, META, save
 from tests.train.test_metrics import events
 from tests.train.test_resume import timeless
 
@@ -125,6 +130,42 @@ def test_a_last_checkpoint_without_room_ends_the_run_in_one_line(bench: Bench, t
         (disk / "ballast").unlink(missing_ok=True)
         bench.train(ranks=2, run__folder=run, run__save_every=2, run__resume=True, parallel__wrapper="ddp")
         assert [row["step"] for row in bench.rows(run) if "set" not in row] == [1, 2, 3, 4, 5, 6]
+
+
+def write_with_one_full(ranks: Ranks, folder: Path) -> list[str]:
+    """A checkpoint while only the second rank has no room, and another one when it has."""
+    told: list[str] = []
+    for limit in ((512, resource.RLIM_INFINITY), (resource.RLIM_INFINITY,) * 2):
+        if ranks.rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        states = {f"own{ranks.rank}": {"weight": torch.zeros(1000)}}
+        try:
+            told.append(checkpoint.save(folder, states, META, ranks).name)
+        except MegabatchError as error:
+            told.append(str(error))
+    return told
+
+
+@pytest.mark.slow
+def test_what_one_rank_cannot_write_all_drop(tmp_path: Path) -> None:
+    told = on_ranks(2, tmp_path, write_with_one_full, tmp_path)
+    assert told[0] == told[1] == [
+        f"cannot write {tmp_path}/checkpoints/step-3.tmp (File too large); make room for it", "step-3"
+    ]  # fmt: skip
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step-3"]
+
+
+def test_what_is_said_to_a_full_disk_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    console = Console(enabled=True, loss_digits=4)
+    console.log_to(tmp_path / "log.txt")
+    with open("/dev/full", "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        console.say("a line")
+        console.warn("of another")
+        monkeypatch.undo()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # to close it without an error
+    logged = (tmp_path / "log.txt").read_text().splitlines()
+    assert [line.partition("  ")[2] for line in logged] == ["a line", "warning: of another"]
 
 
 def test_nothing_is_left_of_a_checkpoint_that_could_not_be_written(tmp_path: Path) -> None:

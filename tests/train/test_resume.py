@@ -11,6 +11,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.train.conftest import NO_DROPOUT, Bench, write_pairs
+from tests.train.test_checkpoint import reseal
 
 pytestmark = pytest.mark.slow
 
@@ -180,6 +181,19 @@ def test_settings_that_a_run_has_begun_with_are_refused_where_they_differ(bench:
             "resume with the recipe it was made with, or start in a new run.folder"
         )
     assert "update.tail is step there and drop here; " in refuse(run__resume=True, update__tail="drop")
+
+
+def test_a_checkpoint_has_what_was_learned_and_the_recipe_it_was_made_with(bench: Bench) -> None:
+    bench.train(run__max_steps=3)
+    checkpoint = bench.folder / "checkpoints" / "step-3"
+    meta = json.loads((checkpoint / "meta.json").read_text())
+    assert meta["recipe"] == (bench.folder / "config.toml").read_text()
+    assert meta["versions"].keys() == {"torch", "transformers", "megabatch"}
+    assert meta["learned"] is None
+    (checkpoint / "meta.json").write_text(json.dumps(meta | {"learned": [1, 1]}))
+    reseal(checkpoint)
+    bench.train(run__max_steps=5, run__resume=True)
+    assert [row["num_microbatches"] == 8 for row in bench.rows() if "loss" in row] == [False] * 3 + [True] * 2
 
 
 def test_without_a_checkpoint_there_is_nothing_to_resume(bench: Bench, refuse: Refuse) -> None:

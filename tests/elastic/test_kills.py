@@ -1,0 +1,27 @@
+"""A few kills of what kills.py does many of, and that its result holds what is promised."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.elastic import kills
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_run_that_is_killed_ends_as_one_that_never_was(tmp_path: Path) -> None:
+    outcomes = kills.series(tmp_path, {(2,): 1, (2, 3): 1, (3, 2): 1}, kills_per_run=4)
+    kills.check(outcomes)
+    assert sum(each.kills for each in outcomes) == 6
+
+
+def test_the_result_is_of_a_hundred_kills() -> None:
+    result = json.loads(kills.RESULT.read_text())
+    assert result["kills"] >= 100
+    assert result["inside_saves"] >= 20
+    assert 0 < result["of_one_rank"] < result["kills"]
+    alone = [each for each in result["runs"] if len(each["sizes"]) == 1]
+    assert {tuple(each["sizes"]) for each in alone} == {(1,), (2,), (3,)}
+    assert all(each["difference"] == 0 and each["same_rows"] for each in alone)
+    assert 0 < result["largest_difference_on_other_ranks"] <= kills.LARGEST
