@@ -1,4 +1,4 @@
-"""The documentation is true: the site builds, its links lead somewhere, what it shows runs, and what it counts is so."""
+"""The documentation is true: the site builds, links lead somewhere, what is shown runs, and what is counted is so."""
 
 import json
 import os
@@ -256,7 +256,8 @@ def texts_of(thing: Any) -> Iterator[str]:
 @cache
 def known_texts() -> set[str]:
     modules = [import_module(f"{failures.__name__}.{each.name}") for each in iter_modules(failures.__path__)]
-    return {text for module in modules for name, thing in vars(module).items() if name.isupper() for text in texts_of(thing)}
+    constants = [thing for module in modules for name, thing in vars(module).items() if name.isupper()]
+    return {text for thing in constants for text in texts_of(thing)}
 
 
 TROUBLES = PAGES["docs/troubleshooting.md"]
