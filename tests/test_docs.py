@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from accelerate.state import AcceleratorState, GradientState
 from markdown.extensions.toc import slugify
 from torch import Tensor
 
@@ -123,7 +124,8 @@ def test_every_link_leads_somewhere(name: str) -> None:
 @cache
 def headings(page: Path) -> set[str]:
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
-    return {slugify(title, "-") for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
+    titles = {slugify(title, "-") for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
+    return titles | set(re.findall(r"^::: (\S+)$", text, re.MULTILINE))  # what mkdocstrings makes of a name
 
 
 # What the pages show
@@ -158,19 +160,27 @@ def ran(name: str) -> dict[str, Any]:
     return names
 
 
-@pytest.mark.usefixtures("group_of_one")
+@pytest.fixture(scope="module")
+def group(group_of_one: None) -> Iterator[None]:
+    """A process group of one, and what Accelerate keeps for a whole process forgotten at the end."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("name", [name for name in PAGES if blocks(PAGES[name], "python")])
 def test_the_python_of_a_page_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """README's runs in tests/test_tiny.py."""
     assert len(ran(name)) > len(given())
 
 
-@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.usefixtures("group")
 def test_the_balance_by_sequence_is_exact() -> None:
     assert verify(Routed(), ran("docs/experts.md")["loss_fn"], given()["batch"]).ok
 
 
-@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.usefixtures("group")
 def test_before_and_after_are_the_same_loop() -> None:
     """The open loop of the page gives what forward_backward gives."""
     names = ran("docs/coming-from.md")
