@@ -194,6 +194,12 @@ def test_before_and_after_are_the_same_loop() -> None:
     assert gradient.finalize().loss == pytest.approx(float(expected), rel=1e-6)
 
 
+@pytest.mark.usefixtures("group")
+def test_the_mean_of_means_is_as_far_off_as_the_page_says() -> None:
+    (said,) = re.findall(r"# (0\.\d+)$", PAGES["docs/coming-from.md"], re.MULTILINE)
+    assert float(ran("docs/coming-from.md")["error"]) == pytest.approx(float(said), abs=0.02)
+
+
 def test_what_is_not_run_has_a_reason() -> None:
     marks = {(name, mark) for name, page in PAGES.items() for mark, _ in blocks(page, "python") if mark}
     assert marks == {("docs/parallelism.md", f"notest-{reason}") for reason in NOT_RUN}
