@@ -13,11 +13,14 @@ from torch.distributed.tensor import DTensor
 
 from megabatch import MegabatchError
 from megabatch.train.console import Console
+from megabatch.train.course import Course
 from megabatch.train.layout import layout_of
 from megabatch.train.metrics import FILE_NAME, MetricsFile, read_rows
-from megabatch.train.ranks import Ranks
+from megabatch.train.pulse import Pulse
+from megabatch.train.ranks import Meeting, Ranks
 from megabatch.train.recipe import load_config
 from megabatch.train.shelf import resumed_from
+from megabatch.train.stop import Stop
 from megabatch.train.trainer import Trainer
 from tests.elastic.damages import KINDS, step_to_expect
 from tests.train.conftest import RECIPE, some_pairs, write_pairs
@@ -44,7 +47,7 @@ def trials(ranks: Ranks, folder: Path, overrides: list[str], kinds: list[str], s
     given = [f"--data.cache={folder / 'cache'}", "--run.save_every=2", "--run.keep_best=true", *overrides]
     config = load_config(folder / "recipe.toml", given)
     there = Ranks(ranks.rank, ranks.size, ranks.device, layout_of(config.parallel, ranks.size))
-    trainer = Trainer(config, there)
+    trainer = Trainer(config, there, Course(Stop(speaks=False), Pulse(Meeting(), None), there))
     states: dict[int, Any] = {}
     trainer.listener = lambda event: states.update({event.step: state_of(trainer)})
     trainer.fit()
