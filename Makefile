@@ -12,7 +12,7 @@ train: $(VENV)/train.done  ## install, and run the main job on one process
 	$(BIN)/python -m megabatch train $(RECIPE) --run.folder=$(RUN) $(ARGS)
 
 test: $(VENV)/dev.done  ## install for development, and run every test
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=60 --durations-min=4
 
 check: $(VENV)/dev.done  ## lint, types, and the tests that take seconds
 	$(BIN)/ruff check .
