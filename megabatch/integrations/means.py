@@ -13,8 +13,7 @@ from megabatch.errors import LossContractError
 
 Mean = Callable[[Any, Any], Any]  # a scalar tensor, of a model and a microbatch
 Count = Callable[[Any], Tensor]  # the targets of a microbatch
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # relative; else of a mean in 16 bits
-TOLERANCE_OF_HALF = 1e-2
+MAX_NUMEL = 2**20  # of a parameter whose gradient is compared
 GIVE = "give loss_fn=, which returns (total, weight)"
 
 
@@ -43,41 +42,63 @@ def count_labels(microbatch: Microbatch, *, shifted: bool) -> Tensor:
     return (labels != IGNORED_LABEL).sum()
 
 
-def check_mean(mean: Mean, count: Count, model: nn.Module, pair: Microbatch) -> None:
+def check_mean(mean: Mean, count: Count, model: nn.Module, pair: Microbatch, *, tolerance: float) -> None:
     """Raise `LossContractError` unless the mean of two samples follows from their own, weighed by their counts.
 
-    The second keeps one of its targets, so that a mean over something else shows. Runs three forwards without a
-    gradient and without dropout; random numbers are drawn again afterwards. A sum, and most means over something
-    else, are seen; `megabatch.verify` sees the gradient.
+    More labels are left of the first than of the second, so that a mean over something else shows. Gradients are
+    compared, of the small parameters, without dropout; the model and its random numbers are left as they were.
     """
-    devices = {each.device for each in model.parameters() if each.device.type != "cpu"}
-    was_training = model.training
-    with torch.random.fork_rng(list(devices)), torch.no_grad():
-        model.eval()
-        try:
-            thin = _thinned(pair)
-            found = [(mean(model, {**each}), float(count(each))) for each in (thin, *_rows(thin))]
-        finally:
-            model.train(was_training)
-    (whole, both), *parts = found
-    expected = sum(float(value) * weight for value, weight in parts if weight)
-    allowed = TOLERANCE.get(whole.dtype, TOLERANCE_OF_HALF)
-    if both and abs(float(whole) * both - expected) > allowed * abs(expected):
+    thin = _thinned(pair)
+    parts = [_gradient(mean, model, each) * float(count(each)) for each in _rows(thin) if count(each)]
+    if not parts:
+        raise LossContractError(f"the first samples have no target, so that a mean cannot be tried on them; {GIVE}")
+    found, expected = _gradient(mean, model, thin) * float(count(thin)), torch.stack(parts).sum(0)
+    if (error := _distance(found, expected)) > tolerance:
         raise LossContractError(
-            f"the loss of two samples is {float(whole):.6g}, but as a mean over their {both:.0f} targets it would be "
-            f"{expected / both:.6g}; {GIVE}, or count_targets() what it is a mean over"
+            f"the loss of two samples is no mean over their {int(count(thin))} targets: its gradient is off by "
+            f"{error:.2g}; {GIVE}, or say in count_targets() what it is a mean over"
         )
 
 
+def check_same(loss_fn: LossFunction, mean: Mean, model: nn.Module, pair: Microbatch, *, tolerance: float) -> None:
+    """Raise `LossContractError` unless the loss of a microbatch has the gradient of the model's own mean."""
+    count = float(loss_fn(model, {**pair})[1])
+    expected = _gradient(mean, model, pair) * count
+    found = _gradient(lambda *given: loss_fn(*given)[0], model, pair)
+    if count and (error := _distance(found, expected)) > tolerance:
+        raise LossContractError(
+            f"the model's own loss is not the mean over next tokens: its gradient is off by {error:.2g}; {GIVE}"
+        )
+
+
+def _gradient(scalar: Mean, model: nn.Module, microbatch: Mapping[str, Any]) -> Tensor:
+    """Of some parameters, as one vector in float64; in eval mode, and nothing is left of it."""
+    trained = [each for each in model.parameters() if each.requires_grad]
+    small = [each for each in trained if each.numel() <= MAX_NUMEL] or [min(trained, key=Tensor.numel)]
+    devices = {each.device for each in trained if each.device.type != "cpu"}
+    was_training = [module for module in model.modules() if module.training]
+    with torch.random.fork_rng(list(devices)):
+        model.eval()
+        try:
+            found = torch.autograd.grad(scalar(model, {**microbatch}), small, allow_unused=True)
+        finally:
+            for module in was_training:
+                module.training = True
+    return torch.cat([each.double().flatten() for each in found if each is not None])
+
+
+def _distance(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())  # NaN, of nothing, is within any tolerance
+
+
 def _thinned(pair: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with one target left of the second sample."""
+    """The same with few labels: of the first sample the first two and the last, of the second the last."""
     thin = {name: value.clone() if isinstance(value, Tensor) else value for name, value in pair.items()}
-    name = "shift_labels" if "shift_labels" in thin else "labels"
-    labels = thin[name]  # [2] or [2, T, ...]
+    labels = thin["shift_labels" if "shift_labels" in thin else "labels"]  # [2] or [2, T, ...]
     if labels.ndim > 1 and not labels.is_floating_point():
-        real = (labels[1] != IGNORED_LABEL).nonzero()
-        for place in real[:-1]:
-            labels[1][tuple(place)] = IGNORED_LABEL
+        for row, others in zip(labels, (slice(2, -1), slice(0, -1)), strict=True):
+            for place in (row != IGNORED_LABEL).nonzero()[others]:
+                row[tuple(place)] = IGNORED_LABEL
     return thin
 
 
@@ -87,7 +108,7 @@ def _rows(pair: Mapping[str, Any]) -> list[dict[str, Any]]:
         if isinstance(value, Tensor) and (value.ndim == 0 or len(value) != 2):
             raise LossContractError(
                 f"the data collator makes {name!r} of shape {tuple(value.shape)} of two samples, so that a mean cannot "
-                f"be checked on each; {GIVE}"
+                f"be tried on each; {GIVE}"
             )
     index = [slice(0, 1), slice(1, 2)]
     return [{name: value[row] if isinstance(value, Tensor) else value for name, value in pair.items()} for row in index]

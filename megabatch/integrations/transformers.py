@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -17,11 +18,12 @@ from megabatch.integrations import means
 from megabatch.integrations.arguments import refuse
 from megabatch.integrations.dealing import DealtBatches
 from megabatch.update import Update
+from megabatch.vocabulary import HALF_TYPES
 
 try:
     from accelerate.utils import gather_object
     from transformers import Trainer
-    from transformers.loss.loss_utils import ForCausalLMLoss
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.trainer_utils import seed_worker
 except ModuleNotFoundError as error:
     raise MegabatchError(
@@ -68,13 +70,13 @@ class MegabatchTrainer(Trainer):
         self._gradient: GradientAccumulator | None = None  # of the model that is trained now
         self._samples: list[Any] = []  # this rank's, of the update
         self._update: Update | None = None
-        self._loss_is_mean = loss_fn is None and not self._is_next_token()
-        mean = means.times_count(self.compute_loss, self.count_targets) if self._loss_is_mean else losses.next_token
-        self._loss_fn = loss_fn or mean
+        self._is_causal = self._shifts_labels()
+        self._loss_fn = loss_fn or self._known_loss()
+        self._has_own_loss = loss_fn is not None
 
     def count_targets(self, microbatch: Any) -> Tensor:
         """What ``compute_loss`` is a mean over: labels that are not -100, but a causal model's first of each row."""
-        return means.count_labels(microbatch, shifted=self._loss_shifts_labels)
+        return means.count_labels(microbatch, shifted=self._is_causal)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Samples as they are: they are collated when their microbatch is known. None is repeated."""
@@ -136,27 +138,26 @@ class MegabatchTrainer(Trainer):
         """The norm before the gradient was clipped, which is done."""
         return None if self._update is None else self._update.grad_norm
 
-    def _is_next_token(self) -> bool:
-        """Whether the model trains with the plain cross-entropy of next tokens, and nothing is put in its place."""
+    def _shifts_labels(self) -> bool:
+        """Whether the model predicts the next label from each position, as causal models do."""
         model: Any = self.model
         model = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
+        is_named = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        return self._loss_shifts_labels or (is_named and not getattr(model.config, "is_encoder_decoder", False))
+
+    def _known_loss(self) -> LossFunction:
+        """The next token's cross-entropy where nothing was put in its place, else the mean that there is."""
         is_own = type(self).compute_loss is Trainer.compute_loss and not (self.compute_loss_func or self.label_smoother)
-        has_more = getattr(
-            getattr(model, "config", None), "output_router_logits", False
-        )  # a loss of its own for experts
-        return (
-            is_own
-            and self._loss_shifts_labels
-            and not has_more
-            and getattr(model, "loss_function", None) is ForCausalLMLoss
-        )
+        if self._is_causal and is_own:
+            return losses.next_token
+        return means.times_count(self.compute_loss, self.count_targets)
 
     def _accumulator(self, model: nn.Module) -> GradientAccumulator:
         """Made with the first update, when the model is wrapped."""
         if self._gradient is None or self._gradient.model is not model:
             collate = self._get_collator_with_removed_columns(self.data_collator, "training")
-            if self._loss_is_mean:
-                self._check_mean(model, collate)
+            if not self._has_own_loss:
+                self._check_loss(model, collate)
             tokens = self._max_microbatch_tokens
             size = self.args.per_device_train_batch_size if tokens is None else None
             self._gradient = GradientAccumulator(
@@ -165,18 +166,30 @@ class MegabatchTrainer(Trainer):
             self._gradient.reserve_for(cast(Any, self.optimizer))
         return self._gradient
 
-    def _check_mean(self, model: nn.Module, collate: Collate) -> None:
-        """Whether ``compute_loss`` is the mean that it is taken for; told to all ranks."""
+    def _check_loss(self, model: nn.Module, collate: Collate) -> None:
+        """Whether the loss is what it is taken for, tried on two samples; told to all ranks."""
         problem = None
         try:
             if self._samples:
-                pair = self._prepare_inputs(collate([*self._samples, self._samples[0]][:2]))
-                means.check_mean(self.compute_loss, self.count_targets, self.accelerator.unwrap_model(model), pair)
+                self._try_loss(self.accelerator.unwrap_model(model), self._prepare_inputs(collate(self._pair(collate))))
         except Exception as error:
             problem = str(error) if isinstance(error, MegabatchError) else f"compute_loss failed: {in_one_line(error)}"
-        for rank, told in enumerate(cast(list[str | None], gather_object([problem]))):
+        for told in cast(list[str | None], gather_object([problem])):
             if told is not None:
-                raise LossContractError(told if rank == 0 else f"rank {rank}: {told}")
+                raise LossContractError(told)
+
+    def _try_loss(self, model: nn.Module, pair: Any) -> None:
+        is_half = self.accelerator.mixed_precision == "bf16" or next(model.parameters()).dtype in HALF_TYPES
+        tolerance = 5e-2 if is_half else 1e-3
+        if self._loss_fn is losses.next_token:
+            means.check_same(losses.next_token, self.compute_loss, model, pair, tolerance=tolerance)
+        else:
+            means.check_mean(self.compute_loss, self.count_targets, model, pair, tolerance=tolerance)
+
+    def _pair(self, collate: Collate) -> list[Any]:
+        """The first two samples with targets, or such as there are."""
+        real = (sample for sample in self._samples if self.count_targets(collate([sample])))
+        return ([*islice(real, 2)] * 2 or [*self._samples] * 2)[:2]
 
     def _dealt(self) -> DealtBatches:
         args = self.args

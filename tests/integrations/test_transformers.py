@@ -1,4 +1,4 @@
-"""MegabatchTrainer's every update is the gradient that plain torch gives for the same samples, alone and on two ranks."""
+"""MegabatchTrainer's every update is what plain torch gives for the same samples, alone and on two ranks."""
 
 import pytest
 
@@ -47,5 +47,7 @@ def test_a_checkpoint_of_trainer_goes_on_to_the_same_weights(results, world):
 @pytest.mark.parametrize("job", ["refused/sum", "refused/means"])
 def test_a_loss_that_is_no_mean_over_its_targets_is_refused(results, job):
     for found in values(results, job):
-        assert found.startswith("LossContractError: the loss of two samples is")
-        assert found.endswith("give loss_fn=, which returns (total, weight), or count_targets() what it is a mean over")
+        assert found.startswith("LossContractError: the loss of two samples is no mean over their ")
+        assert found.endswith(
+            "give loss_fn=, which returns (total, weight), or say in count_targets() what it is a mean over"
+        )
