@@ -18,7 +18,7 @@ def _refused(args: Any, accelerator: Any) -> list[tuple[str, bool, str]]:
     """A setting, whether it is there, and what to do."""
     data = args.accelerator_config
     wrapper = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
-    layerwise = "layerwise" in str(args.optim) or "lomo" in str(args.optim)
+    optim = str(getattr(args.optim, "value", args.optim))
     return [
         ("fp16", accelerator.mixed_precision in ("fp16", "fp8"), "float16 loses small gradients: set bf16=True"),
         (wrapper, wrapper in OTHER_WRAPPERS, "use DistributedDataParallel (torchrun), or megabatch train for FSDP2"),
@@ -39,7 +39,11 @@ def _refused(args: Any, accelerator: Any) -> list[tuple[str, bool, str]]:
             args.train_sampling_strategy == "batch_rebalance",
             "set 'random': an update is cut by length whatever its order",
         ),
-        (f"optim={str(args.optim)!r}", layerwise, "it steps inside backward; choose one that steps afterwards"),
+        (
+            f"optim={optim!r}",
+            "layerwise" in optim or "lomo" in optim,
+            "it steps inside backward; choose one that steps afterwards",
+        ),
         ("torch_empty_cache_steps", args.torch_empty_cache_steps is not None, "leave it out"),
         ("accelerator_config.split_batches", data.split_batches, "leave it out: batches are dealt by sample"),
         ("accelerator_config.dispatch_batches", bool(data.dispatch_batches), "leave it out: each rank reads its own"),

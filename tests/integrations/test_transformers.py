@@ -1,13 +1,19 @@
 """MegabatchTrainer's every update is what plain torch gives for the same samples, alone and on two ranks."""
 
 import pytest
+from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
+from megabatch import PlanError
+from megabatch.integrations.dealing import DealtBatches
 from tests.exact.launch import launch
 
-pytestmark = pytest.mark.slow
 WAYS = ["default", "capped", "loss_fn", "compute_loss", "compute_loss_func"]
-JOBS = [f"{way}/float64" for way in WAYS] + ["default/float32", "resumed", "refused/sum", "refused/means"]
+SETTINGS = ["grouped/float64", "dropped/float64", "checkpointed/float64", "smoothed/float64", "bf16/float32"]
+EXACT = [*(f"{way}/float64" for way in WAYS), "default/float32", *SETTINGS]
+OTHERS = ["resumed", "refused/sum", "refused/means", "spoilt"]
+ALONE = ["streamed/float64", "refusals"]
 WRAPPED = {1: "GPT2LMHeadModel", 2: "DistributedDataParallel"}
+ALLOWED = {"smoothed/float64": 1e-6, "default/float32": 1e-5}  # Trainer's smoothing sums in float32
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["alone", "on two ranks"])
@@ -17,7 +23,8 @@ def world(request):
 
 @pytest.fixture(scope="module")
 def results(world, tmp_path_factory):
-    return launch(world, "tests.integrations.trainers:run_job", JOBS, tmp_path_factory.mktemp("trainers"))
+    jobs = [*EXACT, *OTHERS, *(ALONE if world == 1 else [])]
+    return launch(world, "tests.integrations.trainers:run_job", jobs, tmp_path_factory.mktemp("trainers"))
 
 
 def values(results, job):
@@ -26,17 +33,24 @@ def values(results, job):
         yield result["value"]
 
 
-@pytest.mark.parametrize("job", [job for job in JOBS if "float" in job])
+def check_exact(found, world, job):
+    allowed = [2 * own for own in found["own"]] if "bf16" in job else [ALLOWED.get(job, 1e-12)] * found["expected"]
+    assert len(found["errors"]) == found["expected"] == (3 if "streamed" in job else {1: 4, 2: 2}[world])
+    assert all(error <= each for error, each in zip(found["errors"], allowed, strict=True)), found
+    assert max(found["losses"]) <= (1e-2 if "bf16" in job else 1e-6)  # Trainer adds them in float32
+    assert found["steps"] == found["schedule"] == found["global_step"] == found["expected"]
+    assert found["model"] == WRAPPED[world]
+    assert found["tokens"] == (found["expected_tokens"] if "grouped" in job else 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", EXACT)
 def test_every_update_is_exact_and_stepped_once(results, world, job):
     for found in values(results, job):
-        allowed = 1e-12 if job.endswith("float64") else 1e-5
-        assert len(found["errors"]) == found["expected"] == {1: 4, 2: 2}[world]
-        assert max(found["errors"]) <= allowed
-        assert max(found["losses"]) <= 1e-6  # in Trainer's float32
-        assert found["steps"] == found["schedule"] == found["global_step"] == found["expected"]
-        assert found["model"] == WRAPPED[world]
+        check_exact(found, world, job)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_trainer_goes_on_to_the_same_weights(results, world):
     for found in values(results, "resumed"):
         assert found["in one go"] <= 1e-10
@@ -44,10 +58,56 @@ def test_a_checkpoint_of_trainer_goes_on_to_the_same_weights(results, world):
         assert found["steps"] == {1: 8, 2: 4}[world]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", ["refused/sum", "refused/means"])
 def test_a_loss_that_is_no_mean_over_its_targets_is_refused(results, job):
     for found in values(results, job):
         assert found.startswith("LossContractError: the loss of two samples is no mean over their ")
-        assert found.endswith(
-            "give loss_fn=, which returns (total, weight), or say in count_targets() what it is a mean over"
-        )
+        assert found.endswith("or say in count_targets() what it is a mean over")
+
+
+@pytest.mark.slow
+def test_an_update_that_is_not_finite_is_not_stepped(results, world):
+    for found in values(results, "spoilt"):
+        assert found == {"stepped": [True, False, True, True][: {1: 4, 2: 2}[world]], "finite": True}
+
+
+@pytest.mark.slow
+def test_a_stream_and_every_setting_that_cannot_be_kept(results, world):
+    if world == 2:
+        return  # both are of one process
+    for found in values(results, "streamed/float64"):
+        check_exact(found, 1, "streamed/float64")
+    (said,) = values(results, "refusals")
+    for name, line in said.items():
+        assert line.startswith("PlanError: MegabatchTrainer cannot keep "), (name, line)
+        assert "\n" not in line
+
+
+def dealt(sampler, world, **settings):
+    given = {"drop_last": False, "seed": 3} | settings
+    return [DealtBatches(sampler(), 2, rank=rank, world=world, **given) for rank in range(world)]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_every_sample_is_dealt_once_and_ranks_have_equally_many_batches(world):
+    for drop_last in (False, True):
+        ranks = dealt(lambda: RandomSampler(range(11)), world, drop_last=drop_last)
+        batches = [list(rank) for rank in ranks]
+        assert {len(each) for each in batches} == {len(rank) for rank in ranks} == {len(batches[0])}
+        taken = sorted(sample for rank in batches for batch in rank for sample in batch)
+        assert len(taken) == len(set(taken)) == (11 // (2 * world) * 2 * world if drop_last else 11)
+
+
+def test_an_order_follows_from_seed_and_epoch():
+    (batches,) = dealt(lambda: RandomSampler(range(11)), 1)
+    first = list(batches)
+    assert list(batches) == first
+    batches.set_epoch(1)
+    assert list(batches) != first
+
+
+def test_an_order_that_may_differ_from_rank_to_rank_is_refused():
+    with pytest.raises(PlanError, match=r"the order of samples is a DistributedSampler's, which may differ"):
+        DealtBatches(DistributedSampler(range(4), 1, 0), 2, rank=0, world=1, drop_last=False, seed=0)
+    assert list(dealt(lambda: SequentialSampler(range(3)), 1)[0]) == [[0, 1], [2]]

@@ -14,6 +14,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers import TrainerCallback, TrainingArguments
+from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from megabatch import losses
 from megabatch.integrations.transformers import MegabatchTrainer
@@ -155,19 +156,63 @@ def without_wrapper(found: dict[str, Tensor | None]) -> dict[str, Tensor | None]
     return {name.removeprefix("module."): each for name, each in found.items()}
 
 
-def exactness(way: str, dtype: str) -> dict[str, Any]:
+def smoothed(model: nn.Module, batch: oracle.Sample) -> oracle.Sums:
+    labels = batch["labels"][:, 1:]
+    logits = model(input_ids=batch["input_ids"]).logits[:, :-1]
+    total = nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum", label_smoothing=0.1
+    )
+    return {"loss": (total, (labels != -100).sum())}
+
+
+def grouped() -> list[int]:
+    """The first epoch of Trainer's group_by_length, on one process or two."""
+    generator = torch.Generator().manual_seed(9)
+    size = PER_DEVICE * ACCUMULATED  # of one process: LengthGroupedSampler knows no others
+    return get_length_grouped_indices([len(each["labels"]) for each in samples()], size, generator=generator)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "smoothed": {"label_smoothing_factor": 0.1},
+    "grouped": {
+        "train_sampling_strategy": "group_by_length",
+        "data_seed": 9,
+        "dataloader_num_workers": 1,
+        "include_num_input_tokens_seen": "non_padding",
+    },
+    "dropped": {"dataloader_drop_last": True},
+    "streamed": {"max_steps": 3},
+    "bf16": {"bf16": True},
+    "checkpointed": {"gradient_checkpointing": True},
+}
+
+
+def exactness(name: str, dtype: str) -> dict[str, Any]:
     """Errors of every update's gradient and of its loss, as logged; steps of optimizer and schedule."""
+    way, changed = (name, {}) if name in WAYS else ("default", SETTINGS[name])
+    dataset = Stream() if name == "streamed" else samples()
     with tempfile.TemporaryDirectory() as folder:
-        trainer, recorder = trained(way, DTYPES[dtype], folder, lr_scheduler_type="linear", learning_rate=0.0)
-    expected = [
-        oracle.answer(models.gpt2(torch.float64), sums, tensors(each))
-        for each in updates(samples(), dist.get_world_size())
-    ]
+        trainer, recorder = trained(
+            way, DTYPES[dtype], folder, dataset=dataset, lr_scheduler_type="linear", learning_rate=0.0, **changed
+        )
+    chosen = [samples()[index] for index in (grouped() if name == "grouped" else range(NUM_SAMPLES))]
+    if name in ("dropped", "streamed"):
+        chosen = chosen[: {"dropped": NUM_SAMPLES // (PER_DEVICE * dist.get_world_size()) * PER_DEVICE
+                           * dist.get_world_size(), "streamed": 18}[name]]  # fmt: skip
+    expected, own = [], []
+    for each in updates(chosen, dist.get_world_size()):
+        formula = smoothed if name == "smoothed" else sums
+        expected.append(oracle.answer(models.gpt2(torch.float64), formula, tensors(each)))
+        with torch.autocast("cpu", torch.bfloat16, enabled=name == "bf16"):
+            answer = oracle.answer(models.gpt2(DTYPES[dtype]), formula, tensors(each))
+        own.append(oracle.whole_error(answer.gradients, expected[-1].gradients))
     logged = [each["loss"] for each in recorder.logged if "loss" in each]
     worst = oracle.worst_error if dtype == "float64" else lambda *pair: [oracle.whole_error(*pair)]
     return {
         "errors": [worst(without_wrapper(found), answer.gradients)[0]
                    for found, answer in zip(recorder.gradients, expected, strict=True)],
+        "own": own,
+        "tokens": trainer.state.num_input_tokens_seen, "expected_tokens": sum(len(each["labels"]) for each in chosen),
         "losses": [abs(found - answer.loss) / answer.loss for found, answer in zip(logged, expected, strict=True)],
         "steps": recorder.steps, "schedule": trainer.lr_scheduler.last_epoch, "global_step": trainer.state.global_step,
         "model": type(trainer.model_wrapped).__name__, "expected": len(expected),
@@ -231,12 +276,60 @@ def refused(way: type[MegabatchTrainer]) -> str:
     return "nothing"
 
 
+REFUSED: dict[str, dict[str, Any]] = {
+    "average": {"average_tokens_across_devices": False},
+    "auto": {"auto_find_batch_size": True},
+    "rebalance": {"train_sampling_strategy": "batch_rebalance"},
+    "layerwise": {"optim": "galore_adamw_layerwise", "optim_target_modules": ["attn"]},
+    "lomo": {"optim": "adalomo"},
+    "cache": {"torch_empty_cache_steps": 4},
+    "split": {"accelerator_config": {"split_batches": True}},
+    "dispatch": {"accelerator_config": {"dispatch_batches": True}},
+    "seedable": {"accelerator_config": {"use_seedable_sampler": False}},
+    "accumulation": {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}},
+}
+
+
+def refusals() -> dict[str, str]:
+    """What is said of each setting that cannot be kept."""
+    said: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, changed in REFUSED.items():
+            try:
+                MegabatchTrainer(models.gpt2(), arguments(folder, **changed), train_dataset=samples())
+                said[name] = "nothing"
+            except Exception as error:
+                said[name] = f"{type(error).__name__}: {error}"
+    return said
+
+
+class Spoilt(OwnMean):
+    """Its second update has no finite loss."""
+
+    def compute_loss(self, model, inputs, *rest, **more):
+        loss = super().compute_loss(model, inputs, *rest, **more)
+        return loss * float("nan") if self.state.global_step == 1 else loss
+
+
+def spoilt() -> dict[str, Any]:
+    """Which updates had a gradient, and whether all weights are finite afterwards."""
+    recorder = Recorder()
+    with tempfile.TemporaryDirectory() as folder:
+        args = arguments(folder, learning_rate=1e-2, optim="adamw_torch", max_grad_norm=1.0)
+        trainer = Spoilt(
+            models.gpt2(), args, train_dataset=samples(), data_collator=collate, callbacks=[recorder]
+        )  # fmt: skip
+        trainer.train()
+    stepped = [any(each is not None for each in found.values()) for found in recorder.gradients]
+    return {"stepped": stepped, "finite": all(bool(p.isfinite().all()) for p in trainer.model.parameters())}
+
+
 def run_job(name: str) -> Any:
     """The job "way/dtype", or another by its name."""
     way, _, dtype = name.partition("/")
     with as_torchrun():
-        if way == "resumed":
-            return resumed()
+        if way in ("resumed", "refusals", "spoilt"):
+            return {"resumed": resumed, "refusals": refusals, "spoilt": spoilt}[way]()
         if way == "refused":
             return refused({"sum": OwnSum, "means": MeanOfMeans}[dtype])
         return exactness(way, dtype)
