@@ -18,11 +18,14 @@ from tests.exact.foreign import sums
 from tests.integrations.trainers import DTYPES, as_torchrun, samples, tensors
 
 BATCH, BATCHES = 2, 3  # samples of a rank's batch; batches of an update
+MAX_NORM = {torch.float64: None, torch.float32: 0.5}
 
 
 class Model(ExactUpdates, LightningModule):
     def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__(losses.next_token, batches_per_update=BATCHES, max_norm=0.5, max_microbatch_tokens=40)
+        super().__init__(
+            losses.next_token, batches_per_update=BATCHES, max_norm=MAX_NORM[dtype], max_microbatch_tokens=40
+        )
         self.model = models.gpt2(dtype)
 
     def forward(self, *args: Any, **inputs: Any) -> Any:
@@ -36,6 +39,10 @@ class Model(ExactUpdates, LightningModule):
 class Recorder(Callback):
     def __init__(self) -> None:
         self.losses: list[float] = []
+        self.gradients: list[dict[str, torch.Tensor]] = []
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        self.gradients.append({n.removeprefix("model."): p.grad.clone() for n, p in module.named_parameters()})
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         if (batch_idx + 1) % BATCHES == 0 or trainer.is_last_batch:
@@ -57,30 +64,31 @@ def loader(collate: Any = list) -> DataLoader:
     return DataLoader(tensors(samples()), BATCH, collate_fn=collate)
 
 
-def by_hand(dtype: torch.dtype, world: int) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """In the order that Lightning's sampler deals: rank r has every world-th sample."""
+def by_hand(dtype: torch.dtype, world: int) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
+    """Losses and gradients, in the order that Lightning's sampler deals: rank r has every world-th sample."""
     model = models.gpt2(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=10)
-    given, size, found = tensors(samples()), BATCH * BATCHES * world, []
+    given, size, found, gradients = tensors(samples()), BATCH * BATCHES * world, [], []
     for start in range(0, len(given), size):
         found.append(oracle.answer(model, sums, given[start : start + size]).loss)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM[dtype] or float("inf"))
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
         optimizer.step()
         schedule.step()
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}, found
+    return found, gradients
 
 
 def exactness(dtype: str) -> dict[str, Any]:
-    """Errors of the weights and of the losses; steps of optimizer and schedule."""
+    """Errors of every update's gradient, at the weights so far, and of the losses; steps of optimizer and schedule."""
     recorder, module = Recorder(), Model(DTYPES[dtype])
     with tempfile.TemporaryDirectory() as folder:
         ran = trainer(folder, recorder)
         ran.fit(module, loader())
-    weights, expected = by_hand(DTYPES[dtype], dist.get_world_size())
-    trained = {name.removeprefix("model."): each.detach() for name, each in module.named_parameters()}
+    expected, gradients = by_hand(DTYPES[dtype], dist.get_world_size())
+    pairs = zip(recorder.gradients, gradients, strict=True)
     return {
-        "weights": oracle.whole_error(trained, weights), "global_step": ran.global_step, "expected": len(expected),
+        "gradients": max(oracle.whole_error(*pair) for pair in pairs), "global_step": ran.global_step, "expected": len(expected),
         "losses": max(abs(a - b) / b for a, b in zip(recorder.losses, expected, strict=True)),
         "schedule": module.lr_schedulers().last_epoch, "strategy": type(ran.strategy).__name__,
     }  # fmt: skip

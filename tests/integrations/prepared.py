@@ -63,7 +63,7 @@ def exactness(dtype: str) -> dict[str, Any]:
         update = made.optim_step()
         if gradient_error is None:  # p.grad is there until the next update; clipped
             assert update.grad_norm is not None
-            scale = max(1.0, float(update.grad_norm) / 0.5)
+            scale = max(1.0, (float(update.grad_norm) + 1e-6) / 0.5)  # as torch clips
             gradients = {n.removeprefix("module."): p.grad * scale for n, p in model.named_parameters()}
             gradient_error = oracle.whole_error(gradients, first)
         found.append(float(update.loss))

@@ -1,4 +1,4 @@
-"""Lightning's loop with exact updates, alone and on two ranks: weights and losses are plain torch's."""
+"""Lightning's loop with exact updates, alone and on two ranks: gradients and losses are plain torch's."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def values(results, job):
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_updates_are_exact_and_the_schedule_moves_once_with_each(results, world, dtype):
     for found in values(results, dtype):
-        assert found["weights"] <= (1e-12 if dtype == "float64" else 1e-3)
+        assert found["gradients"] <= (1e-12 if dtype == "float64" else 1e-3)
         assert found["losses"] <= (1e-6 if dtype == "float64" else 1e-4)  # Lightning keeps float32
         assert found["global_step"] == found["schedule"] == found["expected"] == {1: 4, 2: 2}[world]
         assert found["strategy"] == STRATEGY[world]

@@ -10,8 +10,9 @@ from tests.exact.launch import launch
 WAYS = ["default", "capped", "loss_fn", "compute_loss", "compute_loss_func"]
 SETTINGS = ["grouped/float64", "dropped/float64", "checkpointed/float64", "smoothed/float64", "bf16/float32"]
 EXACT = [*(f"{way}/float64" for way in WAYS), "default/float32", *SETTINGS]
+ON_TWO = ["default/float64", "compute_loss/float64", "default/float32", "grouped/float64", "bf16/float32"]
+PAIRS = [(1, job) for job in [*EXACT, "streamed/float64"]] + [(2, job) for job in ON_TWO]
 OTHERS = ["resumed", "refused/sum", "refused/means", "spoilt"]
-ALONE = ["streamed/float64", "refusals"]
 WRAPPED = {1: "GPT2LMHeadModel", 2: "DistributedDataParallel"}
 ALLOWED = {"smoothed/float64": 1e-6, "default/float32": 1e-5}  # Trainer's smoothing sums in float32
 
@@ -23,7 +24,7 @@ def world(request):
 
 @pytest.fixture(scope="module")
 def results(world, tmp_path_factory):
-    jobs = [*EXACT, *OTHERS, *(ALONE if world == 1 else [])]
+    jobs = [job for ranks, job in PAIRS if ranks == world] + OTHERS + ["refusals"] * (world == 1)
     return launch(world, "tests.integrations.trainers:run_job", jobs, tmp_path_factory.mktemp("trainers"))
 
 
@@ -33,21 +34,17 @@ def values(results, job):
         yield result["value"]
 
 
-def check_exact(found, world, job):
-    allowed = [2 * own for own in found["own"]] if "bf16" in job else [ALLOWED.get(job, 1e-12)] * found["expected"]
-    assert len(found["errors"]) == found["expected"] == (3 if "streamed" in job else {1: 4, 2: 2}[world])
-    assert all(error <= each for error, each in zip(found["errors"], allowed, strict=True)), found
-    assert max(found["losses"]) <= (1e-2 if "bf16" in job else 1e-6)  # Trainer adds them in float32
-    assert found["steps"] == found["schedule"] == found["global_step"] == found["expected"]
-    assert found["model"] == WRAPPED[world]
-    assert found["tokens"] == (found["expected_tokens"] if "grouped" in job else 0)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("job", EXACT)
+@pytest.mark.parametrize(("world", "job"), PAIRS, indirect=["world"])
 def test_every_update_is_exact_and_stepped_once(results, world, job):
     for found in values(results, job):
-        check_exact(found, world, job)
+        allowed = [2 * own for own in found["own"]] if "bf16" in job else [ALLOWED.get(job, 1e-12)] * found["expected"]
+        assert len(found["errors"]) == found["expected"] == (3 if "streamed" in job else {1: 4, 2: 2}[world])
+        assert all(error <= each for error, each in zip(found["errors"], allowed, strict=True)), found
+        assert max(found["losses"]) <= (1e-2 if "bf16" in job else 1e-6)  # Trainer adds them in float32
+        assert found["steps"] == found["schedule"] == found["global_step"] == found["expected"]
+        assert found["model"] == WRAPPED[world]
+        assert found["tokens"] == (found["expected_tokens"] if "grouped" in job else 0)
 
 
 @pytest.mark.slow
@@ -73,11 +70,8 @@ def test_an_update_that_is_not_finite_is_not_stepped(results, world):
 
 
 @pytest.mark.slow
-def test_a_stream_and_every_setting_that_cannot_be_kept(results, world):
-    if world == 2:
-        return  # both are of one process
-    for found in values(results, "streamed/float64"):
-        check_exact(found, 1, "streamed/float64")
+@pytest.mark.parametrize("world", [1], indirect=True)
+def test_every_setting_that_cannot_be_kept_is_refused_in_one_line(results, world):
     (said,) = values(results, "refusals")
     for name, line in said.items():
         assert line.startswith("PlanError: MegabatchTrainer cannot keep "), (name, line)
@@ -89,14 +83,14 @@ def dealt(sampler, world, **settings):
     return [DealtBatches(sampler(), 2, rank=rank, world=world, **given) for rank in range(world)]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_every_sample_is_dealt_once_and_ranks_have_equally_many_batches(world):
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_every_sample_is_dealt_once_and_ranks_have_equally_many_batches(num_ranks):
     for drop_last in (False, True):
-        ranks = dealt(lambda: RandomSampler(range(11)), world, drop_last=drop_last)
+        ranks = dealt(lambda: RandomSampler(range(11)), num_ranks, drop_last=drop_last)
         batches = [list(rank) for rank in ranks]
         assert {len(each) for each in batches} == {len(rank) for rank in ranks} == {len(batches[0])}
         taken = sorted(sample for rank in batches for batch in rank for sample in batch)
-        assert len(taken) == len(set(taken)) == (11 // (2 * world) * 2 * world if drop_last else 11)
+        assert len(taken) == len(set(taken)) == (11 // (2 * num_ranks) * 2 * num_ranks if drop_last else 11)
 
 
 def test_an_order_follows_from_seed_and_epoch():
