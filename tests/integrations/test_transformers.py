@@ -1,5 +1,7 @@
 """MegabatchTrainer's every update is what plain torch gives for the same samples, alone and on two ranks."""
 
+from functools import cache
+
 import pytest
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
@@ -17,27 +19,28 @@ WRAPPED = {1: "GPT2LMHeadModel", 2: "DistributedDataParallel"}
 ALLOWED = {"smoothed/float64": 1e-6, "default/float32": 1e-5}  # Trainer's smoothing sums in float32
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["alone", "on two ranks"])
-def world(request):
-    return request.param
-
-
 @pytest.fixture(scope="module")
-def results(world, tmp_path_factory):
-    jobs = [job for ranks, job in PAIRS if ranks == world] + OTHERS + ["refusals"] * (world == 1)
-    return launch(world, "tests.integrations.trainers:run_job", jobs, tmp_path_factory.mktemp("trainers"))
+def results(tmp_path_factory):
+    """What every job gave, by number of ranks; each number is launched once."""
+
+    @cache
+    def launched(world):
+        jobs = [job for ranks, job in PAIRS if ranks == world] + OTHERS + ["refusals"] * (world == 1)
+        return launch(world, "tests.integrations.trainers:run_job", jobs, tmp_path_factory.mktemp("trainers"))
+
+    return launched
 
 
-def values(results, job):
-    for result in results[job]:
+def values(results, world, job):
+    for result in results(world)[job]:
         assert "error" not in result, result["error"]
         yield result["value"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "job"), PAIRS, indirect=["world"])
+@pytest.mark.parametrize(("world", "job"), PAIRS)
 def test_every_update_is_exact_and_stepped_once(results, world, job):
-    for found in values(results, job):
+    for found in values(results, world, job):
         allowed = [2 * own for own in found["own"]] if "bf16" in job else [ALLOWED.get(job, 1e-12)] * found["expected"]
         assert len(found["errors"]) == found["expected"] == (3 if "streamed" in job else {1: 4, 2: 2}[world])
         assert all(error <= each for error, each in zip(found["errors"], allowed, strict=True)), found
@@ -48,31 +51,33 @@ def test_every_update_is_exact_and_stepped_once(results, world, job):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
 def test_a_checkpoint_of_trainer_goes_on_to_the_same_weights(results, world):
-    for found in values(results, "resumed"):
+    for found in values(results, world, "resumed"):
         assert found["in one go"] <= 1e-10
         assert found["resumed"] <= 1e-10
         assert found["steps"] == {1: 8, 2: 4}[world]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("job", ["refused/sum", "refused/means"])
-def test_a_loss_that_is_no_mean_over_its_targets_is_refused(results, job):
-    for found in values(results, job):
+def test_a_loss_that_is_no_mean_over_its_targets_is_refused(results, world, job):
+    for found in values(results, world, job):
         assert found.startswith("LossContractError: the loss of two samples is no mean over their ")
         assert found.endswith("or say in count_targets() what it is a mean over")
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
 def test_an_update_that_is_not_finite_is_not_stepped(results, world):
-    for found in values(results, "spoilt"):
+    for found in values(results, world, "spoilt"):
         assert found == {"stepped": [True, False, True, True][: {1: 4, 2: 2}[world]], "finite": True}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1], indirect=True)
-def test_every_setting_that_cannot_be_kept_is_refused_in_one_line(results, world):
-    (said,) = values(results, "refusals")
+def test_every_setting_that_cannot_be_kept_is_refused_in_one_line(results):
+    (said,) = values(results, 1, "refusals")
     for name, line in said.items():
         assert line.startswith("PlanError: MegabatchTrainer cannot keep "), (name, line)
         assert "\n" not in line
