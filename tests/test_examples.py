@@ -23,9 +23,10 @@ from tests.train.tokenizers_for_tests import chat_tokenizer
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 RECIPES = ROOT / "recipes"
-MAX_LINES, MAX_LINES_OF = 30, {"flow_digits.py": 120}
+MAX_LINES, MAX_LINES_OF = 30, {"flow_digits.py": 120, "accelerated.py": 40, "module.py": 40}
 QUICK = ["experts", "images", "learner", "loop", "own_loop", "own_loss", "several_terms", "two_towers"]
 ON_RANKS = ["ddp", "fsdp2"]
+IN_OTHER_LOOPS = ["trainer", "accelerated", "module"]
 SECONDS = 300  # for one example, on a machine that is busy with others
 
 
@@ -65,14 +66,17 @@ def assert_falls(losses: list[float], by: float) -> None:
 
 def test_every_example_is_short_and_run_by_a_test() -> None:
     files = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES.iterdir() if path.is_file()}
-    assert sorted(files) == sorted(f"{name}.py" for name in [*QUICK, *ON_RANKS, "policy", "flow_digits"])
+    named = [*QUICK, *ON_RANKS, *IN_OTHER_LOOPS, "policy", "flow_digits"]
+    assert sorted(files) == sorted(f"{name}.py" for name in named)
     assert not {name: lines for name, lines in files.items() if lines > MAX_LINES_OF.get(name, MAX_LINES)}
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_an_example_needs_no_private_name_and_says_how_it_is_run(path: Path) -> None:
     text = path.read_text()
-    assert not re.findall(r"(?:from|import) megabatch\.(?!train\.own)\S+|megabatch\._|\b(?:learner|gradient)\._", text)
+    allowed = r"train\.own|integrations\.|batch import"
+    private = rf"(?:from|import) megabatch\.(?!{allowed})\S+|megabatch\._|\b(?:learner|gradient)\._"
+    assert not re.findall(private, text)
     command = text.split('"""')[1]
     assert f"examples/{path.name}" in command or "megabatch train recipes/" in command
 
@@ -102,6 +106,19 @@ def test_the_loop_on_two_ranks_has_the_losses_of_one(name: str) -> None:
     assert numbers(on_two, after=" samples on 2 ranks") == [16, 16, 16, 16, 16, 16, 4]
     expected = numbers(example("loop"), "loss ")[:7]
     assert numbers(on_two, "loss ") == pytest.approx(expected, abs=2e-3)  # float32, printed with three digits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", IN_OTHER_LOOPS)
+def test_a_loop_of_another_library_learns(name: str) -> None:
+    if name == "module":
+        pytest.importorskip("lightning", reason="lightning is in the extra dev; this environment is older")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, f"examples/{name}.py"]  # which warn of other things, each in its own way
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    assert ran.returncode == 0, ran.stderr
+    losses = numbers(ran.stdout, r"'loss': '|loss ")
+    assert_falls(losses, by=0.8)
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ OUTSIDE = {"environ", "getenv", "putenv", "open", "read_text", "read_bytes", "wr
 FILES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
 TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 MODULES = {name.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for name in FILES} - {"__init__"}
+INTEGRATIONS = sorted(module for module in MODULES if module.startswith("integrations."))
 
 
 def file_of(module: str) -> str:
@@ -61,7 +62,7 @@ def edges(module: str) -> set[str]:
 
 
 def test_the_list_names_every_module_of_the_library():
-    on_disk = {module for module in MODULES if module.partition(".")[0] not in ("train", "__main__")}
+    on_disk = {module for module in MODULES if module.partition(".")[0] not in ("train", "integrations", "__main__")}
     assert on_disk == set(LIBRARY)
 
 
@@ -79,6 +80,12 @@ def test_the_trainer_has_no_circle():
     trainer = {module: edges(module) - {"train"} for module in MODULES if module.startswith("train.")}
     TopologicalSorter(trainer).prepare()
     assert not any(edge == "__main__" for found in trainer.values() for edge in found)
+
+
+@pytest.mark.parametrize("module", INTEGRATIONS)
+def test_an_integration_imports_the_library_alone_and_is_imported_by_no_other_part(module):
+    assert edges(module) <= {*LIBRARY, *INTEGRATIONS, "integrations"}
+    assert not [other for other in MODULES - set(INTEGRATIONS) if module in edges(other)]
 
 
 @pytest.mark.parametrize("module", WITHOUT_TORCH)

@@ -1,0 +1,1 @@
+"""Exact updates inside other libraries' loops. Each module needs the library that it is named after."""

@@ -1,0 +1,100 @@
+"""ExactUpdates: a LightningModule whose optimizer steps on exact gradients, by manual optimization."""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from torch import nn
+
+from megabatch.accumulator import GradientAccumulator
+from megabatch.contract import JointLoss, LossFunction
+from megabatch.errors import LossContractError, PlanError, require_count
+from megabatch.update import Update
+
+STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")  # whose module is whole on every rank
+
+
+class ExactUpdates:
+    """Stands before ``LightningModule`` among the bases: each update is the exact gradient of its batches.
+
+    ``class Model(ExactUpdates, LightningModule)``, with ``super().__init__(losses.next_token, ...)`` first; it defines
+    ``forward`` and ``configure_optimizers`` and no ``training_step``. A batch is a list of samples: give the DataLoader
+    ``collate_fn=list``. An epoch's last update takes what is left. The schedule, if there is one, moves once with each
+    update, and "train_loss" is logged: the loss of the update over all ranks. One device or DDP.
+
+    Args:
+        loss_fn: In megabatch's contract; its model is this module.
+        batches_per_update: Batches of each rank in an update, in place of Trainer's ``accumulate_grad_batches``.
+        max_norm: Clips each update's gradient to this norm, in place of Trainer's ``gradient_clip_val``.
+        cut: `GradientAccumulator`'s arguments: ``max_microbatch_tokens``, ``micro_batch_size``, ``collate``, ...
+
+    Raises `PlanError` in the first update for float16, another strategy, several optimizers and other batches.
+    """
+
+    def __init__(
+        self,
+        loss_fn: LossFunction | JointLoss,
+        *,
+        batches_per_update: int = 1,
+        max_norm: float | None = None,
+        **cut: Any,
+    ) -> None:
+        super().__init__()
+        lightning = cast(Any, self)
+        lightning.automatic_optimization = False
+        lightning.loss_fn, lightning.max_norm, lightning.cut = loss_fn, max_norm, cut
+        lightning.batches_per_update = require_count("batches_per_update", batches_per_update)
+        self._gradient: GradientAccumulator | None = None
+        self._samples: list[Any] = []
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        """A batch to train on stays where it is: its microbatches are moved."""
+        lightning = cast(Any, self)
+        if lightning.trainer.training:
+            return batch
+        return cast(Any, super()).transfer_batch_to_device(batch, device, dataloader_idx)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        """The whole update with its last batch; nothing with those before."""
+        lightning = cast(Any, self)
+        if isinstance(batch, Mapping) or not isinstance(batch, list):
+            raise PlanError(
+                f"a batch is a {type(cast(Any, batch)).__name__}; expected a list of samples: give the DataLoader "
+                "collate_fn=list"
+            )
+        if batch_idx % lightning.batches_per_update == 0:
+            self._samples = []
+        self._samples += cast(list[Any], batch)
+        if (batch_idx + 1) % lightning.batches_per_update and not lightning.trainer.is_last_batch:
+            return
+        optimizer, schedule = lightning.optimizers(), lightning.lr_schedulers()
+        if self._gradient is None:
+            self._gradient = self._accumulator(optimizer, schedule)
+        self._gradient.forward_backward(self._samples, lightning.loss_fn)
+        self._step(self._gradient.finalize(max_norm=lightning.max_norm), optimizer, schedule)
+
+    def _step(self, update: Update, optimizer: Any, schedule: Any) -> None:
+        """Optimizer and schedule once; neither for an update that is not finite."""
+        if update.finite:
+            optimizer.step()
+            if schedule is not None:
+                schedule.step()
+        elif isinstance(problem := update.problem(), LossContractError):
+            raise problem
+        cast(Any, self).log("train_loss", update.loss.float(), prog_bar=True, batch_size=1)
+
+    def _accumulator(self, optimizer: Any, schedule: Any) -> GradientAccumulator:
+        lightning = cast(Any, self)
+        strategy = type(lightning.trainer.strategy).__name__
+        if strategy not in STRATEGIES:
+            raise PlanError(f"the strategy is a {strategy}; expected one device, or strategy='ddp'")
+        if str(lightning.trainer.precision).startswith("16"):
+            raise PlanError(
+                f"the Trainer has precision={lightning.trainer.precision!r}, which loses small gradients; give "
+                "precision='bf16-mixed'"
+            )
+        if isinstance(optimizer, list) or isinstance(schedule, list):
+            raise PlanError("configure_optimizers() gives several optimizers or schedules; give one of each")
+        # The plain module: in manual optimization Lightning's DDP reduces nothing by itself.
+        made = GradientAccumulator(cast(nn.Module, self), **lightning.cut)
+        made.reserve_for(optimizer.optimizer)
+        return made

@@ -1,0 +1,112 @@
+"""MegabatchTrainer's every update is what plain torch gives for the same samples, alone and on two ranks."""
+
+from functools import cache
+
+import pytest
+from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
+
+from megabatch import PlanError
+from megabatch.integrations.dealing import DealtBatches
+from tests.exact.launch import launch
+
+WAYS = ["default", "capped", "loss_fn", "compute_loss", "compute_loss_func"]
+SETTINGS = ["grouped/float64", "dropped/float64", "checkpointed/float64", "smoothed/float64", "bf16/float32"]
+EXACT = [*(f"{way}/float64" for way in WAYS), "default/float32", *SETTINGS]
+ON_TWO = ["default/float64", "compute_loss/float64", "default/float32", "grouped/float64", "bf16/float32"]
+PAIRS = [(1, job) for job in [*EXACT, "streamed/float64"]] + [(2, job) for job in ON_TWO]
+OTHERS = ["resumed", "refused/sum", "refused/means", "spoilt"]
+WRAPPED = {1: "GPT2LMHeadModel", 2: "DistributedDataParallel"}
+ALLOWED = {"smoothed/float64": 1e-6, "default/float32": 1e-5}  # Trainer's smoothing sums in float32
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What every job gave, by number of ranks; each number is launched once."""
+
+    @cache
+    def launched(world):
+        jobs = [job for ranks, job in PAIRS if ranks == world] + OTHERS + ["refusals"] * (world == 1)
+        return launch(world, "tests.integrations.trainers:run_job", jobs, tmp_path_factory.mktemp("trainers"))
+
+    return launched
+
+
+def values(results, world, job):
+    for result in results(world)[job]:
+        assert "error" not in result, result["error"]
+        yield result["value"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "job"), PAIRS)
+def test_every_update_is_exact_and_stepped_once(results, world, job):
+    for found in values(results, world, job):
+        allowed = [2 * own for own in found["own"]] if "bf16" in job else [ALLOWED.get(job, 1e-12)] * found["expected"]
+        assert len(found["errors"]) == found["expected"] == (3 if "streamed" in job else {1: 4, 2: 2}[world])
+        assert all(error <= each for error, each in zip(found["errors"], allowed, strict=True)), found
+        assert max(found["losses"]) <= (1e-2 if "bf16" in job else 1e-6)  # Trainer adds them in float32
+        assert found["steps"] == found["schedule"] == found["global_step"] == found["expected"]
+        assert found["model"] == WRAPPED[world]
+        assert found["tokens"] == (found["expected_tokens"] if "grouped" in job else 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_checkpoint_of_trainer_goes_on_to_the_same_weights(results, world):
+    for found in values(results, world, "resumed"):
+        assert found["in one go"] <= 1e-10
+        assert found["resumed"] <= 1e-10
+        assert found["steps"] == {1: 8, 2: 4}[world]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("job", ["refused/sum", "refused/means"])
+def test_a_loss_that_is_no_mean_over_its_targets_is_refused(results, world, job):
+    for found in values(results, world, job):
+        assert found.startswith("LossContractError: the loss of two samples is no mean over their ")
+        assert found.endswith("or say in count_targets() what it is a mean over")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_update_that_is_not_finite_is_not_stepped(results, world):
+    for found in values(results, world, "spoilt"):
+        assert found == {"stepped": [True, False, True, True][: {1: 4, 2: 2}[world]], "finite": True}
+
+
+@pytest.mark.slow
+def test_every_setting_that_cannot_be_kept_is_refused_in_one_line(results):
+    (said,) = values(results, 1, "refusals")
+    for name, line in said.items():
+        assert line.startswith("PlanError: MegabatchTrainer cannot keep "), (name, line)
+        assert "\n" not in line
+
+
+def dealt(sampler, world, **settings):
+    given = {"drop_last": False, "seed": 3} | settings
+    return [DealtBatches(sampler(), 2, rank=rank, world=world, **given) for rank in range(world)]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_every_sample_is_dealt_once_and_ranks_have_equally_many_batches(num_ranks):
+    for drop_last in (False, True):
+        ranks = dealt(lambda: RandomSampler(range(11)), num_ranks, drop_last=drop_last)
+        batches = [list(rank) for rank in ranks]
+        assert {len(each) for each in batches} == {len(rank) for rank in ranks} == {len(batches[0])}
+        taken = sorted(sample for rank in batches for batch in rank for sample in batch)
+        assert len(taken) == len(set(taken)) == (11 // (2 * num_ranks) * 2 * num_ranks if drop_last else 11)
+
+
+def test_an_order_follows_from_seed_and_epoch():
+    (batches,) = dealt(lambda: RandomSampler(range(11)), 1)
+    first = list(batches)
+    assert list(batches) == first
+    batches.set_epoch(1)
+    assert list(batches) != first
+
+
+def test_an_order_that_may_differ_from_rank_to_rank_is_refused():
+    with pytest.raises(PlanError, match=r"the order of samples is a DistributedSampler's, which may differ"):
+        DealtBatches(DistributedSampler(range(4), 1, 0), 2, rank=0, world=1, drop_last=False, seed=0)
+    assert list(dealt(lambda: SequentialSampler(range(3)), 1)[0]) == [[0, 1], [2]]
