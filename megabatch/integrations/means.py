@@ -60,12 +60,17 @@ def check_mean(mean: Mean, count: Count, model: nn.Module, pair: Microbatch, *, 
         )
 
 
-def check_same(loss_fn: LossFunction, mean: Mean, model: nn.Module, pair: Microbatch, *, tolerance: float) -> None:
+def check_same(
+    loss_fn: LossFunction, count: Count, mean: Mean, model: nn.Module, pair: Microbatch, *, tolerance: float
+) -> None:
     """Raise `LossContractError` unless the loss of a microbatch has the gradient of the model's own mean."""
-    count = float(loss_fn(model, {**pair})[1])
-    expected = _gradient(mean, model, pair) * count
-    found = _gradient(lambda *given: loss_fn(*given)[0], model, pair)
-    if count and (error := _distance(found, expected)) > tolerance:
+    expected = _gradient(mean, model, pair) * float(count(pair))
+
+    def total(model: nn.Module, microbatch: Microbatch) -> Tensor:
+        return loss_fn(model, microbatch)[0]
+
+    found = _gradient(total, model, pair)
+    if count(pair) and (error := _distance(found, expected)) > tolerance:
         raise LossContractError(
             f"the model's own loss is not the mean over next tokens: its gradient is off by {error:.2g}; {GIVE}"
         )
@@ -80,7 +85,7 @@ def _gradient(scalar: Mean, model: nn.Module, microbatch: Mapping[str, Any]) -> 
     with torch.random.fork_rng(list(devices)):
         model.eval()
         try:
-            found = torch.autograd.grad(scalar(model, {**microbatch}), small, allow_unused=True)
+            found: Any = torch.autograd.grad(scalar(model, {**microbatch}), small, allow_unused=True)
         finally:
             for module in was_training:
                 module.training = True

@@ -182,7 +182,8 @@ class MegabatchTrainer(Trainer):
         is_half = self.accelerator.mixed_precision == "bf16" or next(model.parameters()).dtype in HALF_TYPES
         tolerance = 5e-2 if is_half else 1e-3
         if self._loss_fn is losses.next_token:
-            means.check_same(losses.next_token, self.compute_loss, model, pair, tolerance=tolerance)
+            count = losses.count_targets
+            means.check_same(losses.next_token, count, self.compute_loss, model, pair, tolerance=tolerance)
         else:
             means.check_mean(self.compute_loss, self.count_targets, model, pair, tolerance=tolerance)
 
