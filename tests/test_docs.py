@@ -39,7 +39,10 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in sorted(DOCS.rglob("*.md"))}
 READ = PAGES | {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md")}
-NOT_RUN = {"ranks": "needs two processes; tests/comm/test_document.py runs it on two"}
+NOT_RUN = {  # page → the mark of its blocks that are not run here, and who runs them
+    "docs/parallelism.md": ("ranks", "needs two processes; tests/comm/test_document.py runs it on two"),
+    "docs/integrations.md": ("example", "an excerpt of a file of examples/, which tests/test_examples.py runs"),
+}
 OTHER_NAMES = {"experts", "context", "pipeline.Pipeline", "pipeline.evaluate", "batch.Deferred", "simulate.simulate"}
 
 
@@ -169,7 +172,7 @@ def group(group_of_one: None) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("name", [name for name in PAGES if blocks(PAGES[name], "python")])
+@pytest.mark.parametrize("name", [name for name in PAGES if any(not mark for mark, _ in blocks(PAGES[name], "python"))])
 def test_the_python_of_a_page_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """README's runs in tests/test_tiny.py."""
     assert len(ran(name)) > len(given())
@@ -202,7 +205,7 @@ def test_the_mean_of_means_is_as_far_off_as_the_page_says() -> None:
 
 def test_what_is_not_run_has_a_reason() -> None:
     marks = {(name, mark) for name, page in PAGES.items() for mark, _ in blocks(page, "python") if mark}
-    assert marks == {("docs/parallelism.md", f"notest-{reason}") for reason in NOT_RUN}
+    assert marks == {(page, f"notest-{mark}") for page, (mark, _) in NOT_RUN.items()}
 
 
 TOML = of_all_pages("toml")
