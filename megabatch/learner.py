@@ -1,7 +1,8 @@
 """Learner: two verbs for all of training."""
 
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -69,14 +70,29 @@ class Learner:
 
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer, schedule and step, under names and shards that torch.distributed.checkpoint can re-deal."""
-        has_stepped = bool(self.optimizer.state)
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        if not has_stepped:  # torch has made a step with zeros, to have something to describe
-            self.optimizer.state.clear()
+        is_new = not self.optimizer.state
+        model, optimizer = self._described_new() if is_new else get_state_dict(self.model, self.optimizer)
         state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": self.step}
         if self.scheduler is not None:
             state["scheduler"] = self.scheduler.state_dict()
         return state
+
+    def _described_new(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What torch says of an optimizer that has made no step: it makes one with zeros, to have something to say.
+
+        That step is not counted, and nothing of it stays. Gradients, of which torch would say less, are kept aside.
+        """
+        kept = {each: each.grad for group in self.optimizer.param_groups for each in group["params"]}
+        for parameter in kept:
+            parameter.grad = None
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        self.optimizer.state.clear()
+        for parameter, gradient in kept.items():
+            parameter.grad = gradient
+        for state in cast(dict[str, Any], optimizer.get("state", {})).values():
+            if "step" in state:
+                state["step"] = torch.zeros_like(torch.as_tensor(state["step"]))
+        return cast(dict[str, Any], model), cast(dict[str, Any], optimizer)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""

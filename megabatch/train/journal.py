@@ -1,4 +1,7 @@
-"""Journal: a file in a run's folder with a line of JSON for an update, cut back where a run goes on from before it."""
+"""Journal: a file in a run's folder with a line of JSON for an update, cut back where a run goes on from before it.
+
+On a full disk lines wait in memory, as those of metrics.jsonl do.
+"""
 
 import json
 from collections.abc import Mapping
@@ -7,19 +10,24 @@ from typing import Any
 
 from megabatch.train.checkpoint import replace_text
 from megabatch.train.metrics import Row, read_rows
+from megabatch.train.patient import Patient
 
 
 class Journal:
-    """Lines appended as they come, each written at once and with its "step". Only the main rank writes and reads."""
+    """Lines appended as they come, each with its "step". Only the main rank writes and reads."""
 
     def __init__(self, path: Path, *, enabled: bool) -> None:
         self._path, self._enabled = path, enabled
+        self._lines = Patient(path)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Add one line; floats keep every digit."""
+        """Add one line, written at once if there is room; floats keep every digit."""
         if self._enabled:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row, allow_nan=False) + "\n")
+            self._lines.add((json.dumps(row, allow_nan=False) + "\n").encode())
+
+    def flush(self) -> None:
+        """Write the lines that wait for room. Raises `OSError` where there is none."""
+        self._lines.flush()
 
     def cut(self, step: int) -> None:
         """Drop the lines of updates after ``step``, as a run that was never stopped has none of them yet."""

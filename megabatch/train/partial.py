@@ -8,21 +8,23 @@ the update begins again, exact too.
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from megabatch import Learner, MegabatchError, Plan
 from megabatch.batch import Deferred
 from megabatch.errors import in_one_line
+from megabatch.plain import local
 from megabatch.train.bound import circumstances
 from megabatch.train.config import Config
 from megabatch.train.console import Console
 from megabatch.train.data.updates import Updates
-from megabatch.train.meta import first_difference
+from megabatch.train.meta import SEAL, Meta, first_difference, seal_of
 from megabatch.train.naming import UNFINISHED, checkpoints_of, write_through
 from megabatch.train.ranks import Ranks
 from megabatch.train.sums import Sum, first_told, problem_of, sums_of
@@ -87,6 +89,7 @@ class Partial:
         self._folder = checkpoints_of(Path(config.run.folder)) / OPEN
         self._left: dict[str, Any] = {}  # of the update that a former start of the run has left open
         self._calls = Calls([])
+        self._buffers: dict[str, Tensor] = {}  # of the model, before the update
 
     def run(self, batch: Sequence[Any], call: Call) -> Plan:
         """Make an update's calls; how it was cut. Raises `PausedError` where it is to be saved; collective."""
@@ -97,6 +100,8 @@ class Partial:
         plan = gradient.plan(batch)
         left, self._left = self._left, {}
         gradient.load_state_dict(left.get("update", {}))
+        self._buffers = {name: each.clone() for name, each in self._own_buffers()}
+        self._put(left.get("buffers", {}))
         self._calls = calls = Calls(**left["calls"]) if left else calls_of(plan, self._ranks)
         for number, part in calls.left(batch):
             call(part, number)
@@ -115,10 +120,12 @@ class Partial:
                 self._save()
             except MegabatchError as error:
                 self._console.warn(f"{error}; the update that was stopped begins again")
+                self._forget(self._folder.with_name(OPEN + UNFINISHED))  # which would take the checkpoint's room
+            self._put(self._buffers)  # the checkpoint is of the update before
             self._learner.optimizer.zero_grad(set_to_none=True)
             self._updates.give_back()
         else:
-            self._ranks.on_main(lambda: shutil.rmtree(self._folder, ignore_errors=True), str(self._folder))
+            self._forget(self._folder)
 
     def resume(self) -> None:
         """Take up what was left open after the update that the run goes on from; collective."""
@@ -133,17 +140,34 @@ class Partial:
 
     def _problem(self) -> str | None:
         """Why there is nothing to go on with, "" where nothing was left open; None: there is; collective."""
-        meta = json.loads(self._ranks.gather(read_text(self._folder / META))[0] or "{}")
-        if not self._is_used or meta.get("step") != self._learner.step:
-            return ""
+        problem, meta = json.loads(self._ranks.gather(json.dumps(read_meta(self._folder / META)))[0])
+        if not problem and meta and not (self._is_used and meta["step"] == self._learner.step):
+            self._forget(self._folder)  # of another update: it would be taken for one of this number later on
+            meta = {}
+        if problem or not meta:
+            return problem
         if (difference := first_difference(meta["made_for"], json.loads(json.dumps(self._made_for)))) is not None:
             key, there, now = difference
             return f"{key} was {there} and is {now}"
-        sums = {name: Sum(**each) for name, each in meta["files"].items()}
-        return problem_of(self._folder, sums, self._ranks)
+        return problem_of(self._folder, {name: Sum(**each) for name, each in meta["files"].items()}, self._ranks)
+
+    def _own_buffers(self) -> list[tuple[str, Tensor]]:
+        """What a forward may move besides; this rank's parts."""
+        return [(name, local(each)) for name, each in self._learner.model.named_buffers()]
+
+    def _put(self, buffers: Mapping[str, Tensor]) -> None:
+        """Let the model's buffers be these."""
+        with torch.no_grad():
+            for name, each in self._own_buffers():
+                if name in buffers:
+                    each.copy_(buffers[name])
+
+    def _forget(self, folder: Path) -> None:
+        self._ranks.on_main(lambda: shutil.rmtree(folder, ignore_errors=True), str(folder))
 
     def _save(self) -> None:
-        state = {"update": compact(self._learner.gradient.state_dict()), "calls": asdict(self._calls)}
+        state = {"update": compact(self._learner.gradient.state_dict()), "calls": asdict(self._calls),
+                 "buffers": dict(self._own_buffers())}  # fmt: skip
         here = self._folder.with_name(OPEN + UNFINISHED)
 
         def begin() -> None:
@@ -152,8 +176,8 @@ class Partial:
 
         def finish() -> None:
             files = {name: each._asdict() for name, each in sums.items()}
-            meta = {"step": self._learner.step, "made_for": self._made_for, "files": files}
-            write_through(here / META, json.dumps(meta, indent=1))
+            meta = json.loads(json.dumps({"step": self._learner.step, "made_for": self._made_for, "files": files}))
+            write_through(here / META, json.dumps({**meta, SEAL: seal_of(meta)}, indent=1))
             shutil.rmtree(self._folder, ignore_errors=True)
             here.replace(self._folder)
 
@@ -230,9 +254,14 @@ def problem_of_writing(write: Callable[[], object]) -> str | None:
     return None
 
 
-def read_text(path: Path) -> str:
-    """What a small file says; "" where there is none."""
+def read_meta(path: Path) -> tuple[str, dict[str, Any]]:
+    """What is wrong with the file, "" where nothing is, and what it says; nothing where there is none."""
     try:
-        return path.read_text(encoding="utf-8")
-    except OSError:
-        return ""
+        meta = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return "", {}
+    except (OSError, ValueError, RecursionError) as error:
+        return f"{path.name}: {in_one_line(error)}", {}
+    if not isinstance(meta, dict) or meta.get(SEAL) != seal_of(cast(Meta, meta)):
+        return f"{path.name} is not what was written: its SHA-256 is another", {}
+    return "", cast(Meta, meta)

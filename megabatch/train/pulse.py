@@ -141,7 +141,9 @@ class Pulse:
             if word.host == socket.gethostname() and is_there(word.process):
                 self._processes[rank] = word
         for word in self._processes.values():
-            if not is_there(word.process) and not self._ended.wait(SECONDS_TO_NOTICE):
+            if is_there(word.process) or self._hear(store, word.rank).doing == ENDED:
+                continue
+            if not self._ended.wait(SECONDS_TO_NOTICE) and self._hear(store, word.rank).doing != ENDED:
                 self._leave(store, f"{self._who(word)} has gone without a word, which was killed or ran out of memory")
 
     def _say(self, store: Store, number: int, doing: str) -> None:

@@ -107,7 +107,7 @@ class Shelf:
 def resumed_from(run: RunConfig, ranks: Ranks, console: Console) -> Path | None:
     """The checkpoint that a run goes on from; None where it begins, or begins again; collective."""
     folder = Path(run.folder)
-    if not run.resume or not has_checkpoint(folder):
+    if not run.resume or not told_by_main(lambda each: [has_checkpoint(each)], folder, ranks)[0]:
         return None
     chosen = Shelf(folder).choose(ranks)
     for line in chosen.warnings:

@@ -54,7 +54,7 @@ class Trainer:
         self.identity = identity_of(config, self.data, self.laid, self.updates)
         watch = self.examiner.watch
         self.metrics = MetricsFile(self.folder, enabled=ranks.is_main, tensorboard=config.run.tensorboard)
-        self.writer = Writer(config, ranks, self.console, self.metrics.flush)
+        self.writer = Writer(config, ranks, self.console, lambda: self.updating.flush(self.metrics))
         saved = (self.learner, self.laid, self.average, self.updates, watch, self.bound)
         self.keeper = Keeper(config, *saved, ranks, self.writer)
         self.profiler = Profiler(config.run.profile_steps, self.folder, enabled=ranks.is_main)
@@ -90,8 +90,8 @@ class Trainer:
         begin(self.folder, self.config, self.ranks, self.console)
         if self.begins_again or self.checkpoint is not None:
             self.metrics.cut(-1 if self.begins_again else self.learner.step, self.config.eval.every)
+        self.partial.resume()
         if self.checkpoint is not None:
-            self.partial.resume()
             self.plan = self.learner.gradient.plan(self.updates.peek())
         self.updating.cut(self.learner.step)
         if not self._is_over():

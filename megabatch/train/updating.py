@@ -13,7 +13,7 @@ from megabatch.train.console import Console
 from megabatch.train.data.updates import Updates
 from megabatch.train.ema import Average
 from megabatch.train.manifest import Manifest
-from megabatch.train.metrics import UpdateClock, update_row
+from megabatch.train.metrics import MetricsFile, UpdateClock, update_row
 from megabatch.train.model.build import Laid
 from megabatch.train.nonfinite import Making
 from megabatch.train.partial import Partial
@@ -69,6 +69,12 @@ class Updating:
         """Drop what earlier starts of the run have written of updates after ``step``."""
         self._making.skipped.cut(step)
         self._manifest.journal.cut(step)
+
+    def flush(self, metrics: MetricsFile) -> None:
+        """Write the rows of updates that wait for room on the disk. Raises `OSError` where there is none."""
+        metrics.flush()
+        self._making.skipped.flush()
+        self._manifest.journal.flush()
 
     def words(self) -> list[str]:
         """What is to be said of all updates, at the end of the run."""

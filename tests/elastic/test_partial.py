@@ -66,7 +66,7 @@ def test_it_is_stopped_again_and_again(bench: Bench, own: Path, tmp_path: Path) 
     assert timeless(bench.rows()) == timeless(bench.rows(whole))
 
 
-@pytest.mark.parametrize("change", ["ranks", "damage", "lost"])
+@pytest.mark.parametrize("change", ["ranks", "damage", "lost", "edited", "cut off"])
 def test_an_update_that_cannot_go_on_begins_again(bench: Bench, own: Path, tmp_path: Path, change: str) -> None:
     whole, values = tmp_path / "whole", long(own, parallel__wrapper="ddp", **NO_DROPOUT)
     bench.train(ranks=2, run__folder=whole, **(values | {"checkpoint__partial": "false"}))
@@ -79,10 +79,17 @@ def test_an_update_that_cannot_go_on_begins_again(bench: Bench, own: Path, tmp_p
         left.write_bytes(whole_bytes[:-100] + bytes(100))
     if change == "lost":
         left.unlink()
+    said = left.with_name("open.json")
+    if change == "edited":
+        said.write_text(said.read_text().replace('"number of ranks": 2', '"number of ranks": 3'))
+    if change == "cut off":
+        said.write_text(said.read_text()[:40])
     reason = {
         "ranks": "number of ranks was 2 and is 1",
         "damage": "__1_open.pt is not what was written: its SHA-256 is another",
         "lost": "__1_open.pt is not there",
+        "edited": "open.json is not what was written: its SHA-256 is another",
+        "cut off": "open.json: ",
     }[change]
     (end, *_) = bench.finish(ranks=1 if change == "ranks" else 2, recipe=bench.folder)
     assert end.status == 0, end.err
@@ -99,8 +106,55 @@ def test_an_open_update_of_another_checkpoint_is_left_alone(bench: Bench, own: P
     losses = bench.losses()
     said = bench.train(recipe=bench.folder)
     assert "goes on after" not in said
+    assert not (bench.folder / "checkpoints" / "open").exists()
     assert bench.losses()[:2] == losses
     assert len(bench.losses()) == 3
+
+
+MOVED = """
+from transformers import GPT2Config, GPT2LMHeadModel
+import torch
+
+
+class Counting(GPT2LMHeadModel):
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, input_ids, **named):
+        found = super().forward(input_ids, **named)
+        if self.training:
+            self.seen += input_ids.numel()
+        found.logits = found.logits * (1 + self.seen / 10**6)
+        return found
+
+
+def counting(**options):
+    return Counting(GPT2Config(**options))
+"""
+
+
+@pytest.mark.parametrize("saves", [{"run__save_every": 1}, {}], ids=["saved before", "saved then"])
+@pytest.mark.parametrize("is_lost", [False, True], ids=["goes on", "begins again"])
+def test_what_a_forward_moves_is_as_in_a_run_never_stopped(
+    bench: Bench, own: Path, tmp_path: Path, saves: dict[str, Any], is_lost: bool
+) -> None:
+    (tmp_path / "moved.py").write_text(MOVED)
+    text = bench.recipe.read_text()
+    head, _, tail = text.partition("[model.config]")
+    options, rest = tail.replace('model_type = "gpt2"\n', "").split("[data]")
+    bench.recipe.write_text(
+        f'{head}tokenizer = "bytes"\nfunction = "{tmp_path}/moved.py:counting"\n\n[model.options]{options}[data]{rest}'
+    )
+    whole, values = tmp_path / "whole", long(own, **saves) | {"model__options__resid_pdrop": 0.0}
+    bench.train(run__folder=whole, **values)
+    disturb(bench, place="within", step=2, signals=[signal.SIGTERM])
+    bench.train(**values)
+    (bench.path / "disturb.json").unlink()
+    if is_lost:
+        (bench.folder / "checkpoints" / "open" / "__0_open.pt").unlink()
+    bench.train(recipe=bench.folder)
+    assert timeless(bench.rows()) == timeless(bench.rows(whole))
 
 
 @pytest.mark.parametrize(

@@ -146,3 +146,19 @@ def test_a_state_before_the_first_step_moves_nothing():
         assert not learner.optimizer.state
         assert train(learner, range(3)) == expected
         assert same_weights(learner.model, whole.model)
+
+
+def test_a_state_before_the_first_step_is_none_after_updates_without_weight():
+    """Nor are the gradients that an update leaves which was not stepped."""
+    whole, first, second = new_learner(), new_learner(), new_learner(new_model(seed=1))
+    bad = [sample | {"x": sample["x"] * float("nan")} for sample in batch(7)]
+    for learner in (whole, first):
+        learner.forward_backward(bad, losses.classification)
+        assert not learner.optim_step().finite
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert second.step == 1
+    assert not first.optimizer.state
+    expected = train(whole, range(3))
+    for learner in (first, second):
+        assert train(learner, range(3)) == expected
+        assert same_weights(learner.model, whole.model)
