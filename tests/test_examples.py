@@ -111,8 +111,6 @@ def test_the_loop_on_two_ranks_has_the_losses_of_one(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", IN_OTHER_LOOPS)
 def test_a_loop_of_another_library_learns(name: str) -> None:
-    if name == "module":
-        pytest.importorskip("lightning", reason="lightning is in the extra dev; this environment is older")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, f"examples/{name}.py"]  # which warn of other things, each in its own way
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)

@@ -22,8 +22,8 @@ PRECISIONS = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.
 
 
 @contextlib.contextmanager
-def accelerator(**settings: Any) -> Generator[Accelerator]:
-    """An Accelerator for the ranks that there are; nothing of it stays."""
+def as_torchrun() -> Generator[None]:
+    """The environment that torchrun makes for the ranks that there are; nothing of Accelerate stays."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
     own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
@@ -32,12 +32,19 @@ def accelerator(**settings: Any) -> Generator[Accelerator]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            yield Accelerator(cpu=True, **settings)
+            yield
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         os.environ.clear()
         os.environ.update(before)
+
+
+@contextlib.contextmanager
+def accelerator(**settings: Any) -> Generator[Accelerator]:
+    """An Accelerator for the ranks that there are."""
+    with as_torchrun():
+        yield Accelerator(cpu=True, **settings)
 
 
 def samples() -> list[list[oracle.Sample]]:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import cache
@@ -48,6 +48,13 @@ def launch(world: int, function: str, names: Iterable[str], folder: Path, *,
            timeout_seconds: float = 600) -> dict[str, list[Result]]:  # fmt: skip
     """Run `function` ("module:name") for every name on `world` ranks; the results by name, one per rank."""
     return launch_all(function, [Run(world, list(names), folder)], folder, timeout_seconds=timeout_seconds)[0]
+
+
+def values(ranks: Iterable[Result]) -> Iterator[Any]:
+    """What a job returned on each rank; fails with the traceback of one on which it raised."""
+    for result in ranks:
+        assert "error" not in result, result["error"]
+        yield result["value"]
 
 
 def launch_by_world(function: str, names: Iterable[str], folder: Path) -> dict[str, list[Result]]:

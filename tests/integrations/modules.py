@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 from megabatch import losses
 from megabatch.integrations.lightning import ExactUpdates
 from tests.exact import models, oracle
-from tests.exact.foreign import sums
-from tests.integrations.trainers import DTYPES, as_torchrun, samples, tensors
+from tests.exact.foreign import as_torchrun, sums
+from tests.integrations.ragged import DTYPES, samples, tensors
 
 BATCH, BATCHES = 2, 3  # samples of a rank's batch; batches of an update
 MAX_NORM = {torch.float64: None, torch.float32: 0.5}

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 from megabatch import PlanError, UpdateSampler, losses
 from megabatch.integrations.accelerate import learner
 from tests.exact import models, oracle
-from tests.exact.foreign import sums
-from tests.integrations.trainers import DTYPES, as_torchrun, samples, tensors
+from tests.exact.foreign import as_torchrun, sums
+from tests.integrations.ragged import DTYPES, samples, tensors
 
 SIZE, SEED = 8, 2  # samples of an update, over all ranks
 

@@ -2,16 +2,11 @@
 
 import pytest
 
-from tests.exact.launch import launch
+from tests.exact.launch import launch, values
 
 pytestmark = pytest.mark.slow
 JOBS = ["float64", "float32", "saved", "refused"]
 WRAPPED = {1: "GPT2LMHeadModel", 2: "DistributedDataParallel"}
-
-
-@pytest.fixture(scope="module", params=[1, 2], ids=["alone", "on two ranks"])
-def world(request):
-    return request.param
 
 
 @pytest.fixture(scope="module")
@@ -19,15 +14,9 @@ def results(world, tmp_path_factory):
     return launch(world, "tests.integrations.prepared:run_job", JOBS, tmp_path_factory.mktemp("prepared"))
 
 
-def values(results, job):
-    for result in results[job]:
-        assert "error" not in result, result["error"]
-        yield result["value"]
-
-
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_updates_are_exact_and_the_schedule_moves_once_with_each(results, world, dtype):
-    for found in values(results, dtype):
+    for found in values(results[dtype]):
         assert found["gradient"] <= (1e-12 if dtype == "float64" else 1e-5)
         assert found["weights"] <= (1e-10 if dtype == "float64" else 1e-3)
         assert found["losses"] <= (1e-12 if dtype == "float64" else 1e-4)
@@ -36,12 +25,12 @@ def test_updates_are_exact_and_the_schedule_moves_once_with_each(results, world,
 
 
 def test_a_state_of_accelerate_holds_what_was_stepped(results):
-    for found in values(results, "saved"):
+    for found in values(results["saved"]):
         assert found == {"same": True, "steps": [2], "schedule": 2}
 
 
 def test_float16_is_refused(results):
-    for found in values(results, "refused"):
+    for found in values(results["refused"]):
         assert found == (
             "the Accelerator has mixed_precision='fp16', which loses small gradients; give mixed_precision=\"bf16\""
         )

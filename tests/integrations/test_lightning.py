@@ -2,17 +2,11 @@
 
 import pytest
 
-from tests.exact.launch import launch
+from tests.exact.launch import launch, values
 
-pytest.importorskip("lightning", reason="lightning is in the extra dev; this environment is older")
 pytestmark = pytest.mark.slow
 JOBS = ["float64", "float32", "refusals"]
 STRATEGY = {1: "SingleDeviceStrategy", 2: "DDPStrategy"}
-
-
-@pytest.fixture(scope="module", params=[1, 2], ids=["alone", "on two ranks"])
-def world(request):
-    return request.param
 
 
 @pytest.fixture(scope="module")
@@ -21,15 +15,9 @@ def results(world, tmp_path_factory):
     return launch(world, "tests.integrations.modules:run_job", jobs, tmp_path_factory.mktemp("modules"))
 
 
-def values(results, job):
-    for result in results[job]:
-        assert "error" not in result, result["error"]
-        yield result["value"]
-
-
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_updates_are_exact_and_the_schedule_moves_once_with_each(results, world, dtype):
-    for found in values(results, dtype):
+    for found in values(results[dtype]):
         assert found["gradients"] <= (1e-12 if dtype == "float64" else 1e-3)
         assert found["losses"] <= (1e-6 if dtype == "float64" else 1e-4)  # Lightning keeps float32
         assert found["global_step"] == found["schedule"] == found["expected"] == {1: 4, 2: 2}[world]
@@ -38,7 +26,7 @@ def test_updates_are_exact_and_the_schedule_moves_once_with_each(results, world,
 
 def test_what_cannot_be_exact_is_refused(results, world):
     if world == 1:
-        (said,) = values(results, "refusals")
+        (said,) = values(results["refusals"])
         assert said["batch"] == (
             "PlanError: a batch is a dict; expected a list of samples: give the DataLoader collate_fn=list"
         )

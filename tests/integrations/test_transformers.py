@@ -7,7 +7,7 @@ from torch.utils.data import DistributedSampler, RandomSampler, SequentialSample
 
 from megabatch import PlanError
 from megabatch.integrations.dealing import DealtBatches
-from tests.exact.launch import launch
+from tests.exact.launch import launch, values
 
 WAYS = ["default", "capped", "loss_fn", "compute_loss", "compute_loss_func"]
 SETTINGS = ["grouped/float64", "dropped/float64", "checkpointed/float64", "smoothed/float64", "bf16/float32"]
@@ -31,16 +31,10 @@ def results(tmp_path_factory):
     return launched
 
 
-def values(results, world, job):
-    for result in results(world)[job]:
-        assert "error" not in result, result["error"]
-        yield result["value"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "job"), PAIRS)
 def test_every_update_is_exact_and_stepped_once(results, world, job):
-    for found in values(results, world, job):
+    for found in values(results(world)[job]):
         allowed = [2 * own for own in found["own"]] if "bf16" in job else [ALLOWED.get(job, 1e-12)] * found["expected"]
         assert len(found["errors"]) == found["expected"] == (3 if "streamed" in job else {1: 4, 2: 2}[world])
         assert all(error <= each for error, each in zip(found["errors"], allowed, strict=True)), found
@@ -53,7 +47,7 @@ def test_every_update_is_exact_and_stepped_once(results, world, job):
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_checkpoint_of_trainer_goes_on_to_the_same_weights(results, world):
-    for found in values(results, world, "resumed"):
+    for found in values(results(world)["resumed"]):
         assert found["in one go"] <= 1e-10
         assert found["resumed"] <= 1e-10
         assert found["steps"] == {1: 8, 2: 4}[world]
@@ -63,7 +57,7 @@ def test_a_checkpoint_of_trainer_goes_on_to_the_same_weights(results, world):
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("job", ["refused/sum", "refused/means"])
 def test_a_loss_that_is_no_mean_over_its_targets_is_refused(results, world, job):
-    for found in values(results, world, job):
+    for found in values(results(world)[job]):
         assert found.startswith("LossContractError: the loss of two samples is no mean over their ")
         assert found.endswith("or say in count_targets() what it is a mean over")
 
@@ -71,13 +65,13 @@ def test_a_loss_that_is_no_mean_over_its_targets_is_refused(results, world, job)
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_an_update_that_is_not_finite_is_not_stepped(results, world):
-    for found in values(results, world, "spoilt"):
+    for found in values(results(world)["spoilt"]):
         assert found == {"stepped": [True, False, True, True][: {1: 4, 2: 2}[world]], "finite": True}
 
 
 @pytest.mark.slow
 def test_every_setting_that_cannot_be_kept_is_refused_in_one_line(results):
-    (said,) = values(results, 1, "refusals")
+    (said,) = values(results(1)["refusals"])
     for name, line in said.items():
         assert line.startswith("PlanError: MegabatchTrainer cannot keep "), (name, line)
         assert "\n" not in line

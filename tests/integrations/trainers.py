@@ -1,16 +1,11 @@
 """Jobs that train with MegabatchTrainer, and what plain torch says of the same samples."""
 
-import contextlib
-import os
 import tempfile
-import warnings
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers import TrainerCallback, TrainingArguments
@@ -19,34 +14,15 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 from megabatch import losses
 from megabatch.integrations.transformers import MegabatchTrainer
 from tests.exact import models, oracle
-from tests.exact.foreign import sums
+from tests.exact.foreign import as_torchrun, sums
+from tests.integrations.ragged import DTYPES, NUM_SAMPLES, collate, samples, tensors
 
-NUM_SAMPLES, PER_DEVICE, ACCUMULATED = 22, 2, 3
-DTYPES = {"float64": torch.float64, "float32": torch.float32}
+PER_DEVICE, ACCUMULATED = 2, 3
 
 
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(samples())
-
-
-def samples() -> list[dict[str, Any]]:
-    """As lists of numbers, of 4 to 29 tokens; a prompt is no target, and one sample has no target at all."""
-    generator = torch.Generator().manual_seed(4)
-    made = []
-    for index in range(NUM_SAMPLES):
-        ids = torch.randint(models.VOCABULARY, (4 + (index * 7) % 26,), generator=generator).tolist()
-        prompt = len(ids) if index == 5 else index % 4
-        made.append({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]})
-    return made
-
-
-def tensors(chosen: list[dict[str, Any]]) -> list[oracle.Sample]:
-    return [{name: torch.tensor(value) for name, value in sample.items()} for sample in chosen]
-
-
-def collate(chosen: list[dict[str, Any]]) -> dict[str, Tensor]:
-    return oracle.collate(tensors(chosen))
 
 
 class Recorder(TrainerCallback):
@@ -67,24 +43,6 @@ class Recorder(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **rest):
         self.logged.append(dict(logs))
-
-
-@contextlib.contextmanager
-def as_torchrun() -> Generator[None]:
-    """The environment that torchrun makes; nothing of Accelerate stays."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
-    before = dict(os.environ)
-    os.environ.update({name: str(value) for name, value in own.items()} if world > 1 else {})
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def arguments(folder: str, **changed: Any) -> TrainingArguments:
