@@ -1,4 +1,4 @@
-"""The command line: `megabatch train | plan | verify | export | report`.
+"""The command line: `megabatch train | plan | verify | export | report | watch | doctor`, and what front.py answers.
 
 Everything wrong with what the user gave ends as one line on stderr and status 2.
 """
@@ -9,37 +9,28 @@ from pathlib import Path
 from typing import NoReturn
 
 from megabatch.errors import MegabatchError
-from megabatch.train.comparison import compare_runs
-from megabatch.train.config import Config, ModelConfig, RunConfig, UpdateConfig
+from megabatch.train.config import Config
 from megabatch.train.course import Course
-from megabatch.train.folder import gone_on_with, recipe_of
-from megabatch.train.help import help_text, plan_help_text
+from megabatch.train.doctor.command import examine
+from megabatch.train.folder import recipe_of
+from megabatch.train.front import answer
+from megabatch.train.leaving import CRASHED, FAILED, drop_output
 from megabatch.train.model.export import export
+from megabatch.train.page import command as page
+from megabatch.train.page.live import watch
 from megabatch.train.plan.command import plan_recipe
 from megabatch.train.pulse import Pulse
-from megabatch.train.ranks import CRASHED, FAILED, FailedError, Meeting, drop_output, fail, join, meeting
+from megabatch.train.ranks import FailedError, Meeting, fail, join, meeting
 from megabatch.train.recipe import load_config
 from megabatch.train.shortage import noting
+from megabatch.train.starting import gone_on_with
 from megabatch.train.stop import Stop
+from megabatch.train.tracking.sending import holds_the_end
 from megabatch.train.trainer import Trainer
+from megabatch.train.usage import ALONE, COMMANDS, USAGE, WITH_RECIPE
 from megabatch.train.verification import plain_config, verify_recipe
 
-USAGE = """usage: megabatch train RECIPE [--section.key=value ...]       train; a run's folder as RECIPE goes on with it
-       torchrun --nproc-per-node N -m megabatch train RECIPE [--section.key=value ...]
-       megabatch plan RECIPE [--world N] [--device NAME] [--memory 80GiB] [--bandwidth 235GB/s] [--length TOKENS]
-                             [--json] [--chart FILE] [--section.key=value ...]      what fits and what it costs
-       megabatch verify RECIPE [--section.key=value ...]      cut against uncut, on its model, loss and data
-       megabatch export RUN --to DIR [--step N|best|latest]   write a run's model as a Hugging Face folder
-       megabatch report --compare RUN RUN      two runs, update by update, by what run.manifest has written
-
-RECIPE is a TOML file; the command line overrides any key of it. `megabatch train --help` explains the keys,
-`megabatch train RECIPE --help` shows them with the recipe's values."""
-
-EXAMPLE = Config(
-    model=ModelConfig(config={"model_type": "llama"}),
-    update=UpdateConfig(global_batch_size=32, max_microbatch_tokens=8192),
-    run=RunConfig(folder="runs/RECIPE"),
-)
+MERGED = "--merged"  # of export
 
 
 def main() -> NoReturn:
@@ -50,7 +41,7 @@ def main() -> NoReturn:
     except OSError:  # nobody reads what was printed last, or a full disk does not take it
         drop_output()
     sys.stderr.flush()
-    if "RANK" in os.environ:  # gloo's threads can abort an interpreter that closes, after all work is done
+    if "RANK" in os.environ or holds_the_end():  # gloo's threads can abort an interpreter that closes, all work done
         os._exit(status)
     sys.exit(status)
 
@@ -69,30 +60,33 @@ def command(arguments: list[str], met: Meeting) -> None:
     """One of the commands, or help."""
     if not arguments:
         fail(met, f"megabatch: no command; {USAGE}", FAILED)
-    elif arguments[0] in ("-h", "--help"):
-        print(USAGE)
-    elif arguments[0] in ("train", "plan", "verify"):
+    elif arguments[0] in ALONE and met.size > 1:
+        name = arguments[0]
+        raise MegabatchError(f"{name} runs in one process and was started in {met.size}; start it without torchrun")
+    elif answer(arguments):
+        return
+    elif arguments[0] in WITH_RECIPE:
         with_recipe(arguments[0], arguments[1:], met)
     elif arguments[0] == "export":
-        export_run(arguments[1:], met)
+        export_run(arguments[1:])
     elif arguments[0] == "report":
-        report(arguments[1:], met)
+        report(arguments[1:])
+    elif arguments[0] == "watch":
+        watch(*page.read_watch(arguments[1:]))
+    elif arguments[0] == "doctor":
+        examine(arguments[1:], met)
     else:
         raise MegabatchError(
-            f"unknown command {arguments[0]!r}; the commands are: megabatch train RECIPE, megabatch plan RECIPE, "
-            "megabatch verify RECIPE, megabatch export RUN --to DIR, megabatch report --compare RUN RUN"
+            f"unknown command {arguments[0]!r}; the commands are {', '.join(COMMANDS)}: see megabatch --help"
         )
 
 
 def with_recipe(name: str, arguments: list[str], met: Meeting) -> None:
-    """Read the recipe, and train with it, plan it or verify it; or explain its keys."""
+    """Read the recipe, and train with it, plan it or verify it."""
     recipe = Path(arguments[0]) if arguments and not arguments[0].startswith("-") else None
-    if "-h" in arguments or "--help" in arguments:
-        explain = plan_help_text if name == "plan" else help_text
-        print(explain(EXAMPLE if recipe is None else load_config(recipe, [])))
-    elif recipe is None:
+    if recipe is None:
         raise MegabatchError(f"no recipe; give the path of a TOML file first: megabatch {name} recipes/stdlib.toml")
-    elif name == "plan":
+    if name == "plan":
         plan(recipe, arguments[1:], met)
     elif name == "verify":
         verify(load_config(recipe_of(recipe) if recipe.is_dir() else recipe, arguments[1:]), met)
@@ -126,42 +120,30 @@ def plan(recipe: Path, arguments: list[str], met: Meeting) -> None:
 
 def verify(config: Config, met: Meeting) -> None:
     """Print the verification of a recipe; status 1 where the gradient depends on the cut."""
-    if met.size > 1:
-        raise MegabatchError(f"verify runs in one process and was started in {met.size}; start it without torchrun")
     plain = plain_config(config)
     verification = verify_recipe(plain, join(met, plain))
     if not verification.ok:
         raise FailedError(CRASHED)
 
 
-def report(arguments: list[str], met: Meeting) -> None:
-    """Print how two runs differ; status 1 where they are not of the same samples, weights and learning rates."""
-    if {"-h", "--help"} & set(arguments):
-        print(USAGE)
-        return
-    if met.size > 1:
-        raise MegabatchError(f"report runs in one process and was started in {met.size}; start it without torchrun")
-    comparison = compare_runs(arguments)
-    print(comparison.text)
-    if not comparison.is_same:
+def report(arguments: list[str]) -> None:
+    """Write a run's page; of two print how they differ, with status 1 where they are not of the same samples, weights
+    and learning rates."""
+    comparison = page.report(arguments)
+    if comparison is not None and not comparison.is_same:
         raise FailedError(CRASHED)
 
 
-def export_run(arguments: list[str], met: Meeting) -> None:
-    """Read export's arguments and do it, or explain them."""
-    if {"-h", "--help"} & set(arguments):
-        print(USAGE)
-        return
-    if met.size > 1:
-        raise MegabatchError(f"export runs in one process and was started in {met.size}; start it without torchrun")
+def export_run(arguments: list[str]) -> None:
+    """Read export's arguments and do it."""
     run_folder, to, step = read_export(arguments)
-    print(export(run_folder, to, step=step))
+    print(export(run_folder, to, step=step, merged=MERGED in arguments))
 
 
 def read_export(arguments: list[str]) -> tuple[Path, Path, int | str | None]:
     """The run, the folder to write, and the checkpoint: None for the best where one is kept, else the latest."""
-    usage = "write: megabatch export RUN --to DIR [--step N|best|latest]"
-    words = [part for argument in arguments for part in argument.split("=", 1)]
+    usage = "write: megabatch export RUN --to DIR [--step N|best|latest] [--merged]"
+    words = [part for argument in arguments if argument != MERGED for part in argument.split("=", 1)]
     given = dict(zip(words[1::2], words[2::2], strict=False))
     if words and not words[0].startswith("-") and "--to" not in given:
         raise MegabatchError(f"--to is missing; {usage}")

@@ -54,6 +54,8 @@ class CountColumn(MofNCompleteColumn):
     """How many of how many; nothing of what is not counted."""
 
     def render(self, task: Task) -> Text:
+        if (counted := task.fields.get("counted")) is not None:
+            return counted
         return super().render(task) if task.total is not None or task.completed else Text("")
 
 
@@ -70,6 +72,8 @@ class Console:
         self._progress: Progress | None = None
         self._num_live = 0  # blocks that keep the one live display of the terminal up
         self._updates: TaskID | None = None
+        self._num_updates: int | None = None
+        self._work: Callable[[int], int] = int  # of a number of updates
         if enabled and sys.stdout.isatty() and not self._rich.is_dumb_terminal:
             self._progress = Progress(*columns(), console=self._rich, expand=True)
 
@@ -101,12 +105,17 @@ class Console:
             raise
 
     @contextmanager
-    def bar(self, start: int, total: int | None) -> Generator[None, None, None]:
-        """Shows the bar, at ``start`` of ``total`` updates, until the block ends."""
+    def bar(self, start: int, total: int | None, work: Callable[[int], int] = int) -> Generator[None, None, None]:
+        """Shows the bar, at ``start`` of ``total`` updates, until the block ends; ``work``: what so many of them take,
+        by which it says how long they will."""
         if self._progress is None:
             yield
             return
-        self._updates = self._progress.add_task("update", completed=start, total=total, words="")
+        self._num_updates, self._work = total, work
+        self._updates = self._progress.add_task(
+            "update", completed=work(start), total=None if total is None else work(total), words="",
+            counted=self._counted(start),
+        )  # fmt: skip
         with self._live():
             yield
 
@@ -128,7 +137,12 @@ class Console:
             self.say(line)
         else:
             self._write_log(line)
-            self._progress.update(self._updates, completed=row["step"], words=self._words(row))
+            done, counted = self._work(row["step"]), self._counted(row["step"])
+            self._progress.update(self._updates, completed=done, words=self._words(row), counted=counted)
+
+    def _counted(self, step: int) -> Text:
+        of = "?" if self._num_updates is None else self._num_updates
+        return Text(f"{step:>{len(str(of))}}/{of}", style="progress.download")
 
     def evaluation(self, step: int, row: Mapping[str, Any]) -> None:
         """What an evaluation found on a set."""

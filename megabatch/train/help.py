@@ -4,12 +4,18 @@ import textwrap
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
-from megabatch.train.config import Config, Section, SourceConfig
+from megabatch.train.config import Config, ModelConfig, RunConfig, Section, SourceConfig, UpdateConfig
 from megabatch.train.keys import is_named_sources, sections
 
 WIDTH = 120
 ENDING = """On the command line: --section.key=value; none is no value, a,b,c a list, ["a", "b"] a list of paths."""
 TYPE_WORDS = {int: "whole number", float: "number", bool: "true | false", str: "text", dict: "table", list: "list"}
+
+EXAMPLE = Config(
+    model=ModelConfig(config={"model_type": "llama"}),
+    update=UpdateConfig(global_batch_size=32, max_microbatch_tokens=8192),
+    run=RunConfig(folder="runs/RECIPE"),
+)
 
 PLAN_OPTIONS = {
     "--world N": "processes, as torchrun would start them (1)",

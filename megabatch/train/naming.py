@@ -71,6 +71,17 @@ def replace_text(path: Path, text: str) -> None:
         raise
 
 
+def write_new(path: Path, text: str) -> None:
+    """Write a small file that is not there yet, whole or not at all. Raises `FileExistsError` where it is."""
+    with path.open("x", encoding="utf-8") as file:
+        try:
+            file.write(text)
+            file.flush()
+        except (OSError, UnicodeError):
+            path.unlink(missing_ok=True)
+            raise
+
+
 def write_through(path: Path, text: str) -> None:
     """Write a small file, and wait until it is on the disk."""
     with path.open("w", encoding="utf-8") as file:

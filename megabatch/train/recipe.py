@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from megabatch.errors import MegabatchError
+from megabatch.train.batch_size import check_batch_size, read_schedule
 from megabatch.train.config import Config
 from megabatch.train.keys import (
     is_named_sources,
@@ -134,6 +135,9 @@ def set_override(layer: Layer, key: str, text: str) -> None:
 def read_value(text: str, annotation: Any) -> object:
     """The text as a value of that type; the text itself where it is none, for the validation to name it."""
     kind = str(annotation)
+    if "list[list" in kind:
+        whole = read_toml_value(text)
+        return whole if isinstance(whole, list) else read_value(text, get_args(annotation)[0])
     if "list[" in kind:
         whole = read_toml_value(text)
         return whole if isinstance(whole, list) else text if "str |" in kind else read_words(text, kind)
@@ -166,6 +170,7 @@ def load_config(path: Path, arguments: list[str]) -> Config:
         check_one_bound(layer, where)
     config = with_auto(check(merge(file, overrides), path, overrides))
     check_memory(config)
+    check_batch_size(config)
     given = [key for key in MODELS if getattr(config.model, key) is not None]
     if len(given) != 1:
         raise MegabatchError(
@@ -228,6 +233,8 @@ def check(layer: Layer, path: Path, overrides: Layer) -> Config:
     layer.setdefault("run", {}).setdefault("folder", f"runs/{path.stem}")
     for section in ("model", "update"):
         layer.setdefault(section, {})
+    if isinstance(sizes := layer["update"].get("global_batch_size"), list):
+        read_schedule(cast(list[Any], sizes))
     try:
         return Config.model_validate(layer)
     except ValidationError as error:

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 from megabatch import Plan
+from megabatch.train.batch_size import sizes_of
 from megabatch.train.config import Config
+from megabatch.train.data.counts import NumUpdates
 from megabatch.train.data.load import Data
-from megabatch.train.data.updates import NumUpdates
 from megabatch.train.model.build import Laid
 from megabatch.train.model.wrap import Wrapper
 from megabatch.train.optim import decay_steps_of
@@ -19,8 +20,7 @@ def plan_text(
     cut, *others = plan.explain().splitlines()
     updates = "updates until the stream ends," if num_updates.of_run is None else count(num_updates.of_run, "update")
     lines = [
-        f"{updates} of {config.update.global_batch_size} samples (update.global_batch_size) "
-        f"on {count(num_ranks, 'rank')}",
+        f"{updates} of {sizes_of(config.update)} (update.global_batch_size) on {count(num_ranks, 'rank')}",
         *data.words,
         *laid.words,
         *notes(config, num_updates, data),
@@ -42,10 +42,15 @@ def short_update_text(num_samples: int, global_batch_size: int) -> str:
 
 def notes(config: Config, num_updates: NumUpdates, data: Data) -> list[str]:
     """What follows from settings together, and is easily overlooked."""
-    optim, size = config.optim, config.update.global_batch_size
+    optim, size = config.optim, sizes_of(config.update).largest
     lines = [schedule_text(config, num_updates)]
+    if optim.lr_follows_batch is not None:
+        first = sizes_of(config.update).sizes[0]
+        lines.append(f"times the square root of an update's samples over {first} (optim.lr_follows_batch)")
     if config.run.save_every is None:
         lines.append("one checkpoint, at the end (run.save_every): a run that is ended before begins anew")
+    if config.advice.every is not None:
+        lines.append(f"the gradient's noise is measured every {config.advice.every} updates (advice.every)")
     if optim.warmup_steps and num_updates.of_run is not None and optim.warmup_steps >= num_updates.of_run:
         lines.append(f"the warmup of {optim.warmup_steps} updates is longer than the run (optim.warmup_steps)")
     if data.epoch_size is not None and size > data.epoch_size:
@@ -84,7 +89,10 @@ def why_ended(
         return f"stopped at run.max_steps = {step}; the data is enough for {num_updates.of_data} updates"
     if num_updates.of_data is None and step == num_updates.of_run:
         return f"stopped at run.max_steps = {step}"
-    size, epochs = config.update.global_batch_size, config.run.max_epochs
+    given, epochs = config.update.global_batch_size, config.run.max_epochs
+    if not isinstance(given, int) and config.update.tail != "step":
+        return f"the data ran out after {count(epochs, 'epoch')}; no whole update is left"
+    size = sizes_of(config.update).largest
     if num_samples is not None and config.update.tail == "drop" and num_samples % size:
         return f"the data ran out: dropped {num_samples % size} samples of each epoch, too few for an update of {size}"
     if num_samples is not None and config.update.tail == "carry" and epochs * num_samples % size:
@@ -107,8 +115,8 @@ def shown(text: str) -> str:
 
 def title(config: Config, wrapper: Wrapper, num_ranks: int) -> str:
     """The title of a report."""
-    size, ranks = config.update.global_batch_size, count(num_ranks, "rank")
-    return f"{config.run.folder}: updates of {size} samples on {ranks} ({wrapper.name})"
+    sizes, ranks = sizes_of(config.update), count(num_ranks, "rank")
+    return f"{config.run.folder}: updates of {sizes} on {ranks} ({wrapper.name})"
 
 
 def rule(text: str) -> str:

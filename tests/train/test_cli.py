@@ -75,7 +75,7 @@ def test_help_names_every_key_with_its_meaning(tmp_path: Path) -> None:
     (done,) = Run(["train", "--help"], tmp_path, ranks=1).wait()
     assert done.status == 0
     for text in (
-        "update.global_batch_size = 32    (whole number)",
+        "update.global_batch_size = 32    (whole number or list)",
         "Samples of an update, over all ranks",
         'parallel.wrapper = none    ("ddp" | "fsdp2" | "replicate", or none)',
         "run.resume = false    (true | false)",
@@ -115,8 +115,8 @@ def test_without_the_extra_one_line_says_what_to_install(bench: Bench, name: str
     [
         (
             ["trane"],
-            "unknown command 'trane'; the commands are: megabatch train RECIPE, megabatch plan RECIPE, "
-            "megabatch verify RECIPE, megabatch export RUN --to DIR, megabatch report --compare RUN RUN",
+            "unknown command 'trane'; the commands are init, train, plan, verify, export, report, watch, doctor, "
+            "completion: see megabatch --help",
         ),
         (["train"], "no recipe; give the path of a TOML file first: megabatch train recipes/stdlib.toml"),
         (

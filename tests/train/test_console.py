@@ -46,7 +46,7 @@ def run_in_small(shown: str, log: Path, environment: dict[str, str]) -> None:
     with console.progress("something quick", None, "rows") as advance:
         advance(1)
     console.log_to(log)
-    with console.bar(0, 2):
+    with console.bar(0, 2, lambda step: 8 * step):
         for step in (1, 2):
             console.update(UPDATE | {"step": step})
             work(console, "evaluating held-out")
