@@ -1,14 +1,12 @@
 """Comparison: two runs, update by update, by the manifests that they have written."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from megabatch.errors import MegabatchError
 from megabatch.train.manifest import CLOSE, FILE_NAME, KEYS, SAME
 from megabatch.train.metrics import Row, read_rows
-
-USAGE = "write: megabatch report --compare RUN RUN"
 
 
 @dataclass(frozen=True)
@@ -17,13 +15,6 @@ class Comparison:
 
     text: str  # a table
     is_same: bool  # samples, weights and learning rates of all of them are equal
-
-
-def compare_runs(arguments: Sequence[str]) -> Comparison:
-    """What `megabatch report --compare A B` is asked for. Raises `MegabatchError` where there is no such thing."""
-    if len(arguments) != 3 or arguments[0] != "--compare":
-        raise MegabatchError(f"cannot read the arguments {' '.join(arguments)!r}; {USAGE}")
-    return compare(*(Path(each) for each in arguments[1:]))
 
 
 def compare(one: Path, other: Path) -> Comparison:

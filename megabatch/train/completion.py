@@ -21,17 +21,20 @@ TEMPERATURE = 0.8  # the likeliest token of a young model is the commonest, agai
 
 
 def sample_completion(
-    model: nn.Module, samples: Sequence[Any], tokenizer: Any, device: torch.device
+    model: nn.Module, samples: Sequence[Any], tokenizer: Any, device: torch.device, wanted: int | None = None
 ) -> tuple[str, str]:
     """A prompt of the samples and what the model makes of it, as text; collective, the same on every rank.
 
     Empty for a model that is none of transformers', without a tokenizer, and without a sample of tokens. The model's
     own prompt is what it does not learn of a sample; of a plain text it is the first third.
+
+    Args:
+        wanted: Tokens to write; None: as many as do not take long.
     """
-    prompt = choose_prompt(samples)
+    prompt = None if wanted == 0 else choose_prompt(samples)
     if tokenizer is None or prompt is None or not isinstance(model, PreTrainedModel):
         return "", ""
-    completion = complete(model, prompt, tokenizer.eos_token_id, len(tokenizer), device)
+    completion = complete(model, prompt, tokenizer.eos_token_id, len(tokenizer), device, wanted)
     return cast(str, tokenizer.decode(prompt)), cast(str, tokenizer.decode(completion, skip_special_tokens=True))
 
 
@@ -45,6 +48,8 @@ def choose_prompt(samples: Sequence[Any]) -> Tensor | None:
 def prompt_of(sample: Any) -> Tensor:
     """What a sample begins with: everything before the first label, or a third of a text of which all is learned."""
     if not isinstance(sample, Mapping) or not {"input_ids", "labels"} <= sample.keys():
+        return torch.tensor([], dtype=torch.int64)
+    if torch.as_tensor(sample["labels"]).shape != torch.as_tensor(sample["input_ids"]).shape:  # a class, say
         return torch.tensor([], dtype=torch.int64)
     tokens, labels = first_document(cast(Mapping[str, Any], sample))  # [T], [T]
     learned = (labels != IGNORED_LABEL).nonzero()
@@ -64,7 +69,12 @@ def first_document(sample: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def complete(
-    model: nn.Module, prompt: Tensor, eos_token_id: int | None, vocab_size: int, device: torch.device
+    model: nn.Module,
+    prompt: Tensor,
+    eos_token_id: int | None,
+    vocab_size: int,
+    device: torch.device,
+    wanted: int | None = None,
 ) -> Tensor:
     """Tokens drawn one by one with a fixed seed, up to the end or `num_new_tokens`; collective, the same on every rank.
 
@@ -74,7 +84,7 @@ def complete(
     tokens = prompt.to(device)[None]  # [1, T]
     generator = torch.Generator().manual_seed(0)
     with evaluating(model, "completion", device):
-        for _ in range(num_new_tokens(model, len(prompt), device)):
+        for _ in range(num_new_tokens(model, len(prompt), device, wanted)):
             output = model(tokens)
             logits: Tensor = output if isinstance(output, Tensor) else output.logits  # [1, T, V]
             scores = torch.nan_to_num(logits[0, -1, :vocab_size].double().cpu() / TEMPERATURE)  # [V]
@@ -85,11 +95,12 @@ def complete(
     return completion[: int(ends[0]) if len(ends) else None]
 
 
-def num_new_tokens(model: nn.Module, num_given: int, device: torch.device) -> int:
-    """How many tokens are worth a forward each, and have a position."""
+def num_new_tokens(model: nn.Module, num_given: int, device: torch.device, wanted: int | None = None) -> int:
+    """How many tokens are ``wanted``, or worth a forward each, and have a position."""
     is_large = sum(parameter.numel() for parameter in model.parameters()) > SLOW_FROM_PARAMETERS
     is_cut = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     is_slow = isinstance(model, FSDPModule) or is_cut or (is_large and device.type == "cpu")
-    wanted = NEW_TOKENS_SLOW if is_slow else NEW_TOKENS
+    if wanted is None:
+        wanted = NEW_TOKENS_SLOW if is_slow else NEW_TOKENS
     positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     return wanted if positions is None else max(0, min(wanted, positions - num_given))

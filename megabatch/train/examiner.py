@@ -64,7 +64,8 @@ class Examiner:
             return "", ""
         samples = self._first.sets.get(self.watch.name or "", [])
         with self._weights():
-            return sample_completion(self._first.model, samples, self._first.tokenizer, self._ranks.device)
+            tokenizer, wanted = self._first.tokenizer, self._config.eval.completion_tokens
+            return sample_completion(self._first.model, samples, tokenizer, self._ranks.device, wanted)
 
     def _weights(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if self._average is None else self._average.swapped()

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megabatch.train.checkpoint import replace_text
 from megabatch.train.metrics import Row, read_rows
+from megabatch.train.naming import replace_text
 from megabatch.train.patient import Patient
 
 

@@ -1,5 +1,5 @@
 """Metrics: one JSON object per update and per evaluation of a set, in a file that a resumed run goes on with; and the
-same numbers for TensorBoard."""
+same numbers for TensorBoard and for trackers."""
 
 import json
 import resource
@@ -8,16 +8,19 @@ import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from megabatch import CostModel, MegabatchError, Plan, Update
 from megabatch.cut import priced
+from megabatch.train.config import Config
+from megabatch.train.console import Console
 from megabatch.train.naming import replace_text
 from megabatch.train.patient import Patient
 from megabatch.train.ranks import Ranks
 from megabatch.train.tensorboard import Events
+from megabatch.train.tracking.sending import Tracking
 
 Row = dict[str, Any]
 
@@ -31,11 +34,12 @@ class MetricsFile:
     Rows for which the disk has no room wait in memory, in their order, and are written when there is room again.
     """
 
-    def __init__(self, folder: Path, *, enabled: bool, tensorboard: bool) -> None:
+    def __init__(self, folder: Path, *, enabled: bool, tensorboard: bool, tracking: Tracking | None = None) -> None:
         self._path = folder / FILE_NAME
         self._enabled = enabled
         self._lines = Patient(self._path)
         self._folder = folder / TENSORBOARD if enabled and tensorboard else None
+        self._tracking = tracking if enabled else None
         self._events: Events | None = None  # made with the first row: a folder stays as it is until then
 
     def append(self, row: Mapping[str, Any]) -> None:
@@ -46,6 +50,8 @@ class MetricsFile:
         if self._folder is not None:  # at once: a killed run goes on from a checkpoint, whose updates must all be there
             self._events = self._events or Events(self._folder)
             self._events.add(scalars_of(row), row["step"])
+        if self._tracking is not None:
+            self._tracking.add(scalars_of(row), row["step"])
 
     def flush(self) -> None:
         """Write what waits. Raises `OSError` where that cannot be done: no checkpoint may be ahead of the rows."""
@@ -55,7 +61,7 @@ class MetricsFile:
 
     def cut(self, step: int, eval_every: int | None) -> None:
         """Drop what a run never stopped would not have at ``step``: later rows, and an evaluation out of turn."""
-        if not self._enabled:
+        if not self._enabled or not any(path and path.exists() for path in (self._path, self._folder)):
             return
 
         def keep(row: Row) -> bool:
@@ -72,8 +78,17 @@ class MetricsFile:
 
     def close(self) -> None:
         """Write what is left; no row comes after it. Raises `OSError` where that cannot be done."""
+        if self._tracking is not None:
+            self._tracking.close()
         self.flush()
         self._events = None
+
+
+def metrics_of(config: Config, ranks: Ranks, console: Console) -> MetricsFile:
+    """Those of a run. Raises `MegabatchError` on every rank where a tracker is not installed; collective."""
+    tracking = Tracking(config, ranks, console)
+    tensorboard = config.run.tensorboard
+    return MetricsFile(Path(config.run.folder), enabled=ranks.is_main, tensorboard=tensorboard, tracking=tracking)
 
 
 class UpdateClock:
@@ -137,26 +152,47 @@ def row_of(line: bytes) -> Row | None:
     return cast(Row, row) if isinstance(row, dict) and type(cast(Row, row).get("step")) is int else None
 
 
+class Sums(NamedTuple):
+    """What the ranks told each other of an update."""
+
+    padded_tokens: float
+    num_split: float
+    predicted: list[float]  # seconds of each data rank's microbatches, in the units of `CostModel`
+    measured: list[float]  # seconds of its own work; zeros where they are not measured
+
+
+def sums_of(plan: Plan, ranks: Ranks, own_seconds: float | None = None) -> Sums:
+    """Of an update's plans; collective. ``own_seconds`` are those of this rank's own work, where they are measured."""
+    predicted = (plan if plan.seconds is not None else priced(plan, CostModel())).seconds
+    of_ranks = [at_its_place(number or 0.0, ranks) for number in (predicted, own_seconds)]
+    padded_tokens, num_split, *seconds = ranks.sum_of_data(
+        [plan.padded_tokens, plan.num_split, *of_ranks[0], *of_ranks[1]]
+    )
+    return Sums(padded_tokens, num_split, seconds[: ranks.dp_degree], seconds[ranks.dp_degree :])
+
+
+def at_its_place(number: float, ranks: Ranks) -> list[float]:
+    """This rank's number at its place among the data ranks, and zeros at those of the others, to be summed."""
+    return [number if rank == ranks.dp_rank else 0.0 for rank in range(ranks.dp_degree)]
+
+
 def update_row(
     update: Update,
-    plan: Plan,
+    sums: Sums,
     step: int,
     lr: float,
     seconds: float,
-    ranks: Ranks,
+    device: torch.device,
     *,
     counts_tokens: bool = True,
     epoch: float | None = None,
 ) -> Row:
-    """What is logged of an update; collective. Sums are over all ranks.
+    """What is logged of an update.
 
     With ``counts_tokens`` a sample's length is its tokens, and a whole weight the number of target tokens. The
     throughput is then that of real input tokens, padding not counted, else that of samples; over ``seconds``, those of
     an `UpdateClock`.
     """
-    padded_tokens, num_split, *seconds_of_rank = ranks.sum_of_data(
-        [plan.padded_tokens, plan.num_split, *predicted_seconds(plan, ranks)]
-    )
     row: Row = {
         "step": step,
         "loss": float(update.loss) if update.weight else None,
@@ -167,25 +203,30 @@ def update_row(
         **({} if epoch is None else {"epoch": epoch}),
         "num_samples": update.num_samples,
         "num_microbatches": update.num_microbatches,
-        **({"num_split": int(num_split)} if num_split else {}),
+        **({"num_split": int(sums.num_split)} if sums.num_split else {}),
     }
     if counts_tokens:
         row["num_tokens"] = update.num_tokens
         if row["weight"].is_integer():
             row["num_target_tokens"] = int(row["weight"])
-        row["padding"] = 1 - update.num_tokens / padded_tokens if padded_tokens else 0.0
+        row["padding"] = 1 - update.num_tokens / sums.padded_tokens if sums.padded_tokens else 0.0
     throughput = ("tokens", update.num_tokens) if counts_tokens else ("samples", update.num_samples)
     row[f"{throughput[0]}_per_second"] = throughput[1] / seconds
-    if ranks.dp_degree > 1 and any(seconds_of_rank):
-        row["slowest_over_mean"] = max(seconds_of_rank) * ranks.dp_degree / sum(seconds_of_rank)
-    row["memory_gib"] = memory_gib(ranks.device)
+    row |= balance(sums)
+    row["memory_gib"] = memory_gib(device)
     return row
 
 
-def predicted_seconds(plan: Plan, ranks: Ranks) -> list[float]:
-    """What this rank's microbatches take, at its place among the data ranks; in the units of `CostModel`."""
-    seconds = (plan if plan.seconds is not None else priced(plan, CostModel())).seconds
-    return [seconds or 0.0 if rank == ranks.dp_rank else 0.0 for rank in range(ranks.dp_degree)]
+def balance(sums: Sums) -> Row:
+    """The slowest rank's work over the mean: as predicted, and as measured where it was."""
+    row: Row = {}
+    predicted, measured = sums.predicted, sums.measured
+    if len(predicted) > 1 and any(predicted):
+        row["slowest_over_mean"] = max(predicted) * len(predicted) / sum(predicted)
+    if len(measured) > 1 and all(measured):
+        row["measured_slowest_over_mean"] = max(measured) * len(measured) / sum(measured)
+        row["slowest_rank"] = max(range(len(measured)), key=measured.__getitem__)
+    return row
 
 
 def term_numbers(update: Update) -> Row:

@@ -28,6 +28,14 @@ SET_COLORS = ("#d9822b", "#3c8d5a", "#b5395a", "#7a5ea8", "#3a9ca6", "#8a6d3b")
 NUM_LABELLED = 40  # microbatches with a number on top, beyond which there is no room
 NUM_POINTS = 200  # updates that are drawn as a line of their own; more are drawn faintly, with their running mean
 NUM_WINDOWS = 60  # over the width, each as wide as what a running mean takes in
+MARGINS = {
+    "left": 0.085,
+    "right": 0.98,
+    "top": 0.935,
+    "bottom": 0.045,
+    "hspace": 0.36,
+    "wspace": 0.17,
+}  # for any number
 STYLE: dict[RcKeyType, Any] = {
     "font.size": 10, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
     "axes.edgecolor": MUTED, "axes.labelcolor": INK, "text.color": INK, "xtick.color": MUTED, "ytick.color": MUTED,
@@ -47,12 +55,13 @@ def draw_report(folder: Path, plan: Plan, title: str, *, of_tokens: bool = True)
     rows = read_rows(folder / metrics.FILE_NAME)
     updates = [row for row in rows if not is_evaluation(row)]
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(10, 12), layout="constrained")
+        figure = Figure(figsize=(10, 12))
         axes = figure.subplot_mosaic(
             [["loss", "loss"], ["lr", "grad_norm"], ["throughput", "memory"], ["cut", "cut"]],
             height_ratios=[1.7, 1, 1, 1.2],
+            gridspec_kw=MARGINS,
         )
-        figure.suptitle(title, x=0.02, ha="left", fontsize=14, fontweight="bold")
+        figure.suptitle(title, x=0.02, y=0.985, ha="left", fontsize=14, fontweight="bold")
         draw_losses(
             axes["loss"], updates, [row for row in rows if is_evaluation(row)], LOSS_OF_TOKENS if of_tokens else "loss"
         )

@@ -10,6 +10,7 @@ from megabatch.train.config import Config, ParallelConfig
 from megabatch.train.console import Console
 from megabatch.train.data.load import load_data
 from megabatch.train.data.updates import Updates
+from megabatch.train.model.adapters import stir
 from megabatch.train.model.build import build
 from megabatch.train.model.tokenizer import load_tokenizer
 from megabatch.train.own import load_function
@@ -30,6 +31,9 @@ def verify_recipe(config: Config, ranks: Ranks) -> Verification:
             f"the first update has {len(batch)} sample; cutting needs at least 2: set update.global_batch_size"
         )
     laid = build(config, ranks, console, None, tokenizer)
+    if config.model.lora is not None:
+        stir(laid.base, config.run.seed)
+        console.say("adapters begin with zeros, where half of their gradient is zero: they are given small numbers")
     console.say(words_of_batch(batch, laid.base))
     torch.manual_seed(config.run.seed)
     verification = verify(laid.base, load_function(config.loss.function, "loss.function"), batch)

@@ -87,6 +87,12 @@ def test_no_token_comes_without_a_position(gpt2: nn.Module) -> None:
     assert len(complete(gpt2, torch.zeros(60, dtype=torch.int64), None, 300, CPU)) == 4
     assert len(complete(gpt2, torch.zeros(64, dtype=torch.int64), None, 300, CPU)) == 0
     assert num_new_tokens(Tiny(), 500, CPU) == 200
+    assert num_new_tokens(gpt2, 60, CPU, wanted=9) == 4
+
+
+def test_as_many_tokens_come_as_are_wanted(gpt2: nn.Module) -> None:
+    assert len(complete(gpt2, FIVE, None, 300, CPU, wanted=7)) == 7
+    assert sample_completion(gpt2, [sample(9, 4)], ByT5Tokenizer(), CPU, wanted=0) == ("", "")
 
 
 class Counting(nn.Module):

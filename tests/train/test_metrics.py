@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from megabatch import GradientAccumulator, MegabatchError, loss, losses
-from megabatch.train.metrics import MetricsFile, UpdateClock, read_rows, update_row
+from megabatch.train.metrics import MetricsFile, UpdateClock, read_rows, sums_of, update_row
 from megabatch.train.ranks import Ranks
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -131,7 +131,7 @@ def one_update(loss_fn: Any, samples: list[dict[str, torch.Tensor]], **options: 
     accumulator.forward_backward(samples, loss_fn)
     done = accumulator.finalize(max_norm=1.0)
     assert accumulator.last_plan is not None
-    return update_row(done, accumulator.last_plan, 3, 1e-3, 0.5, ALONE, **options)
+    return update_row(done, sums_of(accumulator.last_plan, ALONE), 3, 1e-3, 0.5, ALONE.device, **options)
 
 
 SAMPLES = [{"inputs": torch.ones(2), "labels": torch.zeros(2)} for _ in range(3)]

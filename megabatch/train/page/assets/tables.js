@@ -1,0 +1,75 @@
+// The run in words and numbers: what stands above the curves, its plan, what it left out, and tables.
+
+const MOST_ROWS = 400;  // of a table; of more, every so manieth and the last
+
+const gibText = (gib) => `${gib.toPrecision(3)} GiB`;
+
+function factsOf(run) {
+  const { updates, sets, memory } = run;
+  const facts = [["updates", whole.format(lastOf(updates.step) || 0), run.planned ? `of ${whole.format(run.planned)}` : ""]];
+  facts.push(["loss of the last", numberText(lastOf(updates.loss)), ""]);
+  for (const [name, set] of Object.entries(sets).slice(0, 3)) {
+    const there = (set.loss || []).filter((each) => each != null);
+    if (!there.length) continue;
+    const best = there.reduce((a, b) => Math.min(a, b));
+    facts.push([`loss, ${name}`, numberText(there.at(-1)), best < there.at(-1) ? `lowest ${numberText(best)} at ${set.step[set.loss.indexOf(best)]}` : ""]);
+  }
+  const unit = run.counts_tokens ? "tokens" : "samples";
+  facts.push([run.counts_tokens ? "real tokens per second" : "samples per second", numberText(median(updates[`${unit}_per_second`] || [])), "median"]);
+  if (run.counts_tokens) facts.push(["padding", updates.padding ? percentText(median(updates.padding)) : "–", "median"]);
+  facts.push(["memory", updates.memory_gib ? gibText(lastOf(updates.memory_gib)) : "–",
+    memory.peak_gib ? `update ${memory.step}: ${gibText(memory.peak_gib)} of ${gibText(memory.predicted_peak_gib)} predicted` : ""]);
+  return facts;
+}
+
+// Each fact with its value; of two runs, with that of each.
+function showFacts(runs) {
+  const of = new Map();
+  for (const run of runs) {
+    for (const [name, value, more] of factsOf(run)) {
+      const words = runs.length > 1 ? [run.label, more].filter(Boolean).join(", ") : more;
+      of.set(name, [...(of.get(name) || []), element("dd", {}, value, " ", element("small", {}, words))]);
+    }
+  }
+  document.getElementById("facts").replaceChildren(...[...of].map(([name, values]) =>
+    element("div", {}, element("dt", {}, name), ...values)));
+}
+
+function statusText(run) {
+  const made = lastOf(run.updates.step) || 0;
+  const which = Object.entries(run.start).map(([name, value]) => `${name.replace("num_ranks", "ranks").replace("devices", "on")} ${value}`).join(" · ");
+  const how = run.ended || (made && run.planned && made >= run.planned ? "all updates were made" : made ? "it goes on, or was ended without a word" : "no update yet");
+  return [how, which].filter(Boolean).join(" · ");
+}
+
+function thinnedRows(columns, keys) {
+  const number = columns.step?.length || 0, every = Math.max(1, Math.ceil(number / MOST_ROWS));
+  const places = Array.from({ length: number }, (_, place) => place).filter((place) => place % every === 0 || place === number - 1);
+  return places.map((place) => keys.map((key) => columns[key][place]));
+}
+
+function numbersOf(run, heading) {
+  const tables = [["Updates", run.updates], ...Object.entries(run.sets).map(([name, set]) => [`Held out: ${name}`, set])]
+    .filter(([, columns]) => columns.step?.length);
+  return [...(heading ? [element("h3", {}, heading)] : []), ...tables.map(([name, columns]) => {
+    const keys = Object.keys(columns), every = Math.ceil(columns.step.length / MOST_ROWS);
+    return tableOf(name, keys.map((key) => key.replaceAll("_", " ")), () => thinnedRows(columns, keys), every > 1 ? `, one in ${every} and the last` : "");
+  })];
+}
+
+function skippedOf(run, heading) {
+  if (!run.skipped.length) return [];
+  const rows = run.skipped.map((each) => [each.step, each.is_whole ? "skipped whole" : "made without them", each.num_samples, each.reason,
+    each.samples.join(", ") + (each.num_samples > each.samples.length ? ", ..." : "")]);
+  const table = tableElement("Updates that were not finite, the last first; skipped.jsonl names every sample.", ["update", "~what became of it", "samples", "~reason", "~which samples"], rows);
+  return [...(heading ? [element("h3", {}, heading)] : []), element("div", { class: "scroll tall", tabindex: "0", role: "region", "aria-label": "samples left out" }, table)];
+}
+
+const CHOSEN = /max_microbatch_tokens|micro_batch_size|the bound|sync |wrapper |gradient accumulation/;
+
+function planOf(run, heading) {
+  const lines = run.plan.map((line) => element("li", { class: CHOSEN.test(line) ? "chosen" : null }, line));
+  const none = element("p", { class: "note" }, "The run has written no plan.txt.");
+  const note = element("p", { class: "hint" }, "What was derived before the first update of the last start. Marked: what was chosen, and why.");
+  return [...(heading ? [element("h3", {}, heading)] : []), ...(lines.length ? [note, element("ul", { class: "lines" }, ...lines)] : [none])];
+}

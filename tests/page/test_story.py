@@ -1,0 +1,195 @@
+"""What a page is made of: a run's folder, whatever is in it; and what is no run is one line, with nothing written."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megabatch.train import cli
+from megabatch.train.page import columns
+from megabatch.train.page.html import html_of
+from megabatch.train.page.story import ended_of, read_run
+from tests.page.made_runs import cut, evaluations, lines, update, whole_run
+
+
+def report(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
+    status = cli.run(["report", *map(str, arguments)])
+    caught = capsys.readouterr()
+    return status, caught.out + caught.err
+
+
+def data_of(path: Path) -> dict[str, Any]:
+    """What a page has in it."""
+    text = path.read_text().partition('<script type="application/json" id="data">')[2]
+    return json.loads(text.partition("</script>")[0])
+
+
+def test_a_page_has_all_that_the_run_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = whole_run(tmp_path / "run", 30)
+    assert report(capsys, run) == (0, f"a page to look at: {run / 'report.html'}\n")
+    (story,) = data_of(run / "report.html")["runs"]
+    assert story["updates"]["step"] == list(range(1, 31))
+    assert story["updates"]["loss"] == [float(f"{update(step)['loss']:.6g}") for step in range(1, 31)]
+    assert story["sets"]["code"]["step"] == [0, 10, 20, 30]
+    assert story["memory"] == {"step": 2, "peak_gib": 1.2, "predicted_peak_gib": 1.25}
+    assert (story["planned"], story["counts_tokens"], story["is_in_nats"]) == (35, True, True)
+    assert story["cuts"]["counts"] == [[3, 3]] * 30
+    assert story["cuts"]["real"][:6] == [301, 200, 200] * 2
+    assert [each["step"] for each in story["timelines"]] == [3, 9]
+    assert story["skipped"][0]["samples"] == ["a:1"]
+    assert story["ended"].startswith("stopped by SIGTERM")
+    assert story["plan"][1].startswith("update.max_microbatch_tokens")
+    assert "/a/path" not in (run / "report.html").read_text()  # the command line is the machine's
+
+
+def test_it_goes_where_it_is_told_and_asks_nobody_for_anything(tmp_path: Path, capsys) -> None:
+    run = whole_run(tmp_path / "run", 3)
+    before = sorted(run.iterdir())
+    assert report(capsys, run, "--to", tmp_path / "a.html")[0] == 0
+    assert report(capsys, run, f"--to={tmp_path / 'b.html'}")[0] == 0
+    assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
+    assert sorted(run.iterdir()) == before
+    text = (tmp_path / "a.html").read_text()
+    assert "default-src 'none'" in text
+    assert not [part for part in ("src=", 'href="http', "url(", "@import") if part in text]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [],
+        evaluations(0, "held-out"),
+        [update(1, loss=None, grad_norm=None)],
+        [update(1, loss=math.inf, lr=math.nan), {"step": 1, "set": "own", "eval_words": 3.0, "eval_loss": None}],
+        [{"step": 1, "loss": 0.5, "samples_per_second": 3.0, "num_samples": 4}],
+        [{"step": 2, "loss": "text", "grad_norm": True}],
+    ],
+)
+def test_a_page_comes_of_any_rows(tmp_path: Path, capsys, rows: list[dict[str, Any]]) -> None:
+    """A run that has just begun, learns nothing, is not finite, or is of images."""
+    (tmp_path / "metrics.jsonl").write_text(lines(rows))
+    assert report(capsys, tmp_path)[0] == 0
+    (story,) = data_of(tmp_path / "report.html")["runs"]
+    assert story["counts_tokens"] == ("samples_per_second" not in (rows[0] if rows else {}))
+    assert story["num_updates"] == len([row for row in rows if "set" not in row])
+
+
+def test_a_line_that_is_being_written_is_no_damage(tmp_path: Path) -> None:
+    run = whole_run(tmp_path / "run", 12)
+    for name in ("metrics.jsonl", "cuts.jsonl", "timeline.jsonl"):
+        path = run / name
+        path.write_text(path.read_text()[:-5])
+    story = read_run(run)
+    assert story["cuts"]["step"] == list(range(1, 12))
+    assert [each["step"] for each in story["timelines"]] == [3]
+
+
+def damaged(name: str, line: str) -> Callable[[Path], object]:
+    return lambda run: (run / name).write_text(line + "\n" + (run / name).read_text())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "line"),
+    [
+        (lambda run: (run / "metrics.jsonl").unlink(), "has no metrics.jsonl; give the folder of a run that has begun"),
+        (damaged("metrics.jsonl", "{"), "metrics.jsonl is damaged (line 1 is no row with a step)"),
+        (damaged("cuts.jsonl", '{"step": 1}'), "cuts.jsonl is damaged (update 1 has no cut); delete that line"),
+        (damaged("cuts.jsonl", '{"step": 1, "cut": [[[1], [2], []]]}'), "cuts.jsonl is damaged (update 1 has no cut)"),
+        (damaged("timeline.jsonl", '{"step": 1}'), "timeline.jsonl is damaged (a line is no timeline)"),
+        (damaged("skipped.jsonl", "[]"), "skipped.jsonl is damaged (line 1 is no row with a step)"),
+        (damaged("skipped.jsonl", '{"step": 1, "samples": 5}'), "a file of "),
+        (lambda run: (run / "environment.json").write_text('{"starts": [3]}'), "a file of "),
+    ],
+)
+def test_what_is_damaged_is_one_line_and_nothing_is_written(tmp_path: Path, capsys, spoil, line: str) -> None:
+    run = whole_run(tmp_path / "run", 4)
+    spoil(run)
+    before = sorted(tmp_path.rglob("*"))
+    for arguments in ((run,), (run, "--to", tmp_path / "page.html")):
+        status, text = report(capsys, *arguments)
+        assert (status, len(text.splitlines())) == (2, 1)
+        assert line in text
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_cannot_be_asked_for_is_one_line(tmp_path: Path, capsys) -> None:
+    run = whole_run(tmp_path / "run", 4)
+    cases = [
+        ((tmp_path / "none",), "is no folder; give that of a run"),
+        ((), "write: megabatch report --compare RUN RUN [--to FILE.html], or megabatch report RUN"),
+        ((run, run), "cannot read the arguments"),
+        ((run, "--to"), "cannot read the arguments"),
+        ((run, "--to", "a", "--to", "b"), "cannot read the arguments"),
+        ((run, "--tee", "a"), "cannot read the arguments"),
+        ((run, "--to", tmp_path / "none" / "page.html"), "is no folder; make it, or choose another --to"),
+        ((run, "--to", tmp_path), "is a folder; --to names a file"),
+        ((run, "--to", "/dev/full/page.html"), "is no folder; make it, or choose another --to"),
+        ((run, "--to", "/proc/page.html"), "cannot write /proc/page.html"),
+    ]
+    before = sorted(tmp_path.rglob("*"))
+    for arguments, line in cases:
+        status, text = report(capsys, *arguments)
+        assert (status, len(text.splitlines())) == (2, 1), text
+        assert line in text
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_two_runs_are_laid_one_over_the_other(tmp_path: Path, capsys) -> None:
+    runs = [whole_run(tmp_path / name, 12) for name in ("one", "other")]
+    for run, lr in zip(runs, (0.1, 0.2), strict=True):
+        rows = [{"step": step, "samples": "0", "weight": 1.0, "lr": lr, "num_samples": 8, "loss": 1.0, "grad_norm": 1.0}
+                for step in (1, 2)]  # fmt: skip
+        (run / "manifest.jsonl").write_text(lines(rows))
+    status, without = report(capsys, "--compare", *runs)
+    assert (status, len(without.splitlines())) == (1, 6)
+    status, text = report(capsys, "--compare", *runs, "--to", tmp_path / "both.html")
+    assert (status, text) == (1, f"{without}a page to look at: {tmp_path / 'both.html'}\n")
+    data = data_of(tmp_path / "both.html")
+    assert [run["name"] for run in data["runs"]] == ["one", "other"]
+    assert data["comparison"] == without.rstrip("\n")
+    status, text = report(capsys, "--compare", *runs, "--to", tmp_path)
+    assert (status, len(text.splitlines())) == (2, 1)
+
+
+def test_no_name_ends_the_element_that_it_stands_in(tmp_path: Path) -> None:
+    name = "</script><script>alert(1)</script>"
+    run = whole_run(tmp_path / "x<b>", 2)
+    (run / "metrics.jsonl").write_text(lines([*evaluations(0, name), update(1)]))
+    text = html_of({"runs": [read_run(run)]})
+    assert name not in text
+    assert "<title>x&lt;b&gt;</title>" in text
+    assert text.count("</script>") == html_of({"runs": []}).count("</script>")
+
+
+def test_a_page_stays_small(tmp_path: Path) -> None:
+    """Of many updates every so manieth, and always the last; of many bars, too."""
+    rows = [update(step) for step in range(1, columns.MOST_UPDATES * 2 + 2)]
+    kept, every = columns.thinned(rows, columns.MOST_UPDATES)
+    assert (every, kept[1]["step"], kept[-1]["step"]) == (3, 4, columns.MOST_UPDATES * 2 + 1)
+    cuts = columns.cuts_of([cut(step, ranks=64, microbatches=250) for step in range(1, 41)], "cuts.jsonl")
+    assert len(cuts["samples"]) <= columns.MOST_MICROBATCHES + 64 * 250
+    assert (cuts["every"], cuts["step"][-1]) == (6, 40)
+    assert columns.thinned([], 5) == ([], 1)
+
+
+def test_numbers_have_six_digits_and_nothing_else_is_one() -> None:
+    values = [1 / 3, 10**9, 123456.789, math.nan, -math.inf, None, "3", True, 0.0]
+    assert [columns.short(each) for each in values] == [0.333333, 10**9, 123457.0, None, None, None, None, None, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("log", "ended"),
+    [
+        ("t  stopped by SIGINT after update 3; goes on\n", "stopped by SIGINT after update 3; goes on"),
+        ("t  stopped by SIGINT after update 3\nt  resumed\nt  update    4  loss 1\n", ""),
+        ("t  the data ran out after 1 epoch\nt  ── its completion ──\n", "the data ran out after 1 epoch"),
+        ("", ""),
+    ],
+)
+def test_how_a_run_ended_stands_in_its_log(tmp_path: Path, log: str, ended: str) -> None:
+    assert ended_of(tmp_path) == ""
+    (tmp_path / "log.txt").write_text(log)
+    assert ended_of(tmp_path) == ended
