@@ -56,12 +56,18 @@ def saved_architecture(name: str) -> PreTrainedConfig:
     """The config of a folder or a hub id."""
     check_folder(name)
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+        found = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # what is in config.json, or the way to the hub
         raise MegabatchError(
             f"cannot read the config of model.name = {name!r} ({in_one_line(error)}); "
             "name a folder that save_pretrained has written, or an id of the hub that can be reached from here"
         ) from None
+    if getattr(found, "quantization_config", None) is not None:
+        raise MegabatchError(
+            f"model.name is {name!r}, whose weights are saved quantized; name the model that they were made from, with "
+            "model.lora and model.quantize for a base in four bits"
+        )
+    return found
 
 
 def check_folder(name: str) -> None:

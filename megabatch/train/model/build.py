@@ -1,11 +1,10 @@
 """Build: from a recipe to the model that is trained, laid over the ranks and tried once."""
 
 import contextlib
-import fnmatch
 import json
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, cast
 
 import torch
@@ -19,10 +18,13 @@ from megabatch.errors import MegabatchError, in_one_line
 from megabatch.pipeline import Pipeline
 from megabatch.train.config import Config, ModelConfig
 from megabatch.train.console import Console
+from megabatch.train.model.adapters import begun, check_layout
 from megabatch.train.model.architecture import architecture_of, check_attention, check_fit, outline
 from megabatch.train.model.context import attend_over, check_model
+from megabatch.train.model.frozen import check_same_bits, choose_trained, left_out, sealed
 from megabatch.train.model.initial import fill
 from megabatch.train.model.precision import accumulation_of, computing, policy_of, precision_text
+from megabatch.train.model.quantized import check_quantized, described, quantized
 from megabatch.train.model.source import Source, fresh_source, own_source, saved_source
 from megabatch.train.model.stages import Stages, pipeline, stages_of, stages_text
 from megabatch.train.model.tensor import NO_BORDERS, plain_terms, spread
@@ -44,6 +46,7 @@ class Laid:
     warnings: list[str]  # what nobody should overlook
     identity: dict[str, object]  # json: what makes it another model
     loss_parallel: bool = False  # whether the loss gets logits that are cut by the vocabulary
+    left_out: Collection[str] = ()  # names of the parameters that checkpoints do not have
 
     @property
     def run(self) -> nn.Module:
@@ -65,13 +68,18 @@ def build(config: Config, ranks: Ranks, console: Console, longest_tokens: int | 
     check_together(config, ranks)
     check_attention(config.model, ranks.device)
     source, wrapper = choose_source(config, ranks, longest_tokens, tokenizer)
+    source = quantized(source, config, wrapper)
     base = source.model
     precision = precision_text(config.model, wrapper.casts_as, accumulation_of(config.update))
     words = [source.text, *prepare(base, config.model), precision]
-    identity = identity_of(base)
+    if config.model.lora is not None:
+        source = begun(source, config.model, config.run.seed)
+    identity, unsaved = identity_of(base), left_out(base, config.model)
     stages = stages_of(base, config, wrapper, ranks)
     laid_words, mesh = lay(source, config, wrapper, ranks, stages)
     words += laid_words
+    identity = sealed(identity, base, unsaved, ranks)
+    check_same_bits(base, ranks)
     warnings: list[str] = []
     run = base
     if stages is not None and mesh is not None:
@@ -86,7 +94,7 @@ def build(config: Config, ranks: Ranks, console: Console, longest_tokens: int | 
         attend_over(cast(PreTrainedModel, base), mesh.get_group("cp"))
     unused = config.model.function is not None  # a model of one's own may leave parameters out of a microbatch
     model = replicate(base, find_unused=unused) if wrapper.name == "ddp" and stages is None else run
-    return Laid(model, base, wrapper, words, warnings, identity, config.parallel.loss_parallel)
+    return Laid(model, base, wrapper, words, warnings, identity, config.parallel.loss_parallel, unsaved)
 
 
 def choose_source(config: Config, ranks: Ranks, longest_tokens: int | None, tokenizer: Any) -> tuple[Source, Wrapper]:
@@ -175,6 +183,7 @@ def in_precision(loss_fn: LossFunction, config: ModelConfig, laid: Laid, device:
 
 def check_keys(config: ModelConfig) -> None:
     """Raise for keys that do not go together."""
+    check_quantized(config)
     if config.function is None and config.options:
         raise MegabatchError("model.options is set and goes to model.function only; remove it, or name a function")
     if config.dtype == "float64" and config.compute_dtype is not None:
@@ -188,6 +197,7 @@ def check_keys(config: ModelConfig) -> None:
 
 def check_together(config: Config, ranks: Ranks) -> None:
     """Raise for keys of the model that do not go with those of another section."""
+    check_layout(config, ranks)
     if config.model.dtype != "bfloat16" and config.update.accumulate_dtype is not None:
         raise MegabatchError(
             f"update.accumulate_dtype is {config.update.accumulate_dtype!r} and model.dtype {config.model.dtype!r}, "
@@ -221,10 +231,8 @@ def check_together(config: Config, ranks: Ranks) -> None:
 
 
 def prepare(model: nn.Module, config: ModelConfig) -> list[str]:
-    """Freeze, recompute and compile as the recipe says, which a wrapper must find done; what was done, in words."""
-    words: list[str] = []
-    if config.freeze:
-        words.append(freeze(model, config.freeze))
+    """Adapt, freeze, recompute, compile as the recipe says, which a wrapper must find done; what was done, in words."""
+    words = choose_trained(model, config)
     if config.activation_checkpointing:
         checkpoint_activations(model)
         words.append("activations are recomputed in backward, layer by layer")
@@ -249,25 +257,6 @@ def check_compiler() -> None:
         ) from None
 
 
-def freeze(model: nn.Module, patterns: list[str]) -> str:
-    """Let the parameters that the patterns match stay as they are; tied ones by any of their names."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for pattern in patterns:
-        matched = fnmatch.filter(parameters, pattern)
-        if not matched:
-            raise MegabatchError(
-                f"model.freeze has {pattern!r}, which matches no parameter; the nearest name is "
-                f"{get_close_matches(pattern, parameters, n=1, cutoff=0.0)[0]}"
-            )
-        for name in matched:
-            parameters[name].requires_grad_(False)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not trained:
-        raise MegabatchError("model.freeze matches every parameter; leave some to be trained")
-    num_all, num_trained = (sum(each.numel() for each in some) for some in (model.parameters(), trained))
-    return f"frozen: {num_all - num_trained:,} of {num_all:,} parameters"
-
-
 def checkpoint_activations(model: nn.Module) -> None:
     """Switch on recomputing, under the name that this version of transformers has for it."""
     for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
@@ -283,10 +272,7 @@ def checkpoint_activations(model: nn.Module) -> None:
 
 def identity_of(model: nn.Module) -> dict[str, object]:
     """What makes it another model: its config and its parameters' types and shapes, as json."""
-    parameters = {
-        name: [str(parameter.dtype).removeprefix("torch."), *parameter.shape]
-        for name, parameter in model.named_parameters()
-    }
+    parameters = described(model)
     if not isinstance(model, PreTrainedModel):
         return {"parameters": parameters}
     keys = {key: value for key, value in model.config.to_dict().items() if key not in VERSION_KEYS}

@@ -20,6 +20,8 @@ from megabatch.train.checkpoint import quiet_alone, reason_of
 from megabatch.train.config import Config, ModelConfig
 from megabatch.train.model.architecture import architecture_of, construct, outline
 from megabatch.train.model.initial import fill, plan_units
+from megabatch.train.model.merged import Adapter, adapter_of, base_model, merged_model
+from megabatch.train.model.quantized import kind_of
 from megabatch.train.model.quiet import quiet
 from megabatch.train.model.source import own_source
 from megabatch.train.model.tokenizer import load_tokenizer
@@ -47,11 +49,12 @@ class Checkpointed:
         return found if found is None or rows is None else found[rows]
 
 
-def export(run_folder: Path, to: Path, *, step: int | str | None) -> str:
+def export(run_folder: Path, to: Path, *, step: int | str | None, merged: bool = False) -> str:
     """Write the model of a run's checkpoint and its tokenizer into a new folder; says what was written.
 
     ``step`` is a checkpoint's number, "best" or "latest"; None: the best where one is kept, else the latest. With
-    optim.ema_decay it is the average of the weights.
+    optim.ema_decay it is the average of the weights. Of a run with model.lora it is the folder of an adapter, as peft
+    reads it; ``merged``: the whole model, with the adapters in its weights.
 
     Raises `MegabatchError`, and leaves nothing behind, where that cannot be done.
     """
@@ -60,17 +63,45 @@ def export(run_folder: Path, to: Path, *, step: int | str | None) -> str:
     chosen = find_checkpoint(run_folder, step)
     checkpoint = chosen.path
     weights = read_weights(checkpoint)
-    model = loaded_model(config, weights, checkpoint)
+    model: Any = exported(config, weights, checkpoint, merged=merged)
     with writing(to) as beside, quiet():
-        cast(Any, model).save_pretrained(beside)
+        model.save_pretrained(beside)
         tokenizer = load_tokenizer(config.model)
         if tokenizer is not None:
             tokenizer.save_pretrained(beside)
         for path in beside.rglob("*.safetensors"):
-            path.chmod((beside / "config.json").stat().st_mode)  # they are made for the owner's eyes alone
+            path.chmod(next(beside.glob("*config.json")).stat().st_mode)  # they are made for the owner's eyes alone
     which = "the average of the weights" if weights.num_averaged else "the weights"
-    said = f"wrote {which} of {checkpoint} to {to}: {type(model).__name__}, {config.model.dtype}, safetensors"
+    kind = (
+        adapter_text(model, run_folder)
+        if isinstance(model, Adapter)
+        else f"{type(model).__name__}, {config.model.dtype}, safetensors"
+    )
+    said = f"wrote {which} of {checkpoint} to {to}: {kind}"
     return "\n".join([*(f"warning: {line}" for line in chosen.warnings), said])
+
+
+def exported(config: Config, weights: Checkpointed, checkpoint: Path, *, merged: bool) -> nn.Module | Adapter:
+    """What is to be saved: the run's model, or its adapters alone."""
+    if config.model.lora is None:
+        if merged:
+            raise MegabatchError("--merged is given and the run has no model.lora, so nothing to merge; leave it out")
+        return loaded_model(config, weights, checkpoint)
+    if not merged:
+        return adapter_of(config, weights.tensors, checkpoint)
+    base = base_model(config) if config.model.function is None else own_model(config)
+    return merged_model(base, config, weights.tensors, checkpoint)
+
+
+def adapter_text(adapter: Adapter, run_folder: Path) -> str:
+    """What a folder with adapters is, and how it is used."""
+    model = adapter.config.model
+    base = model.name or f"{model.function or 'fresh weights'} with run.seed = {adapter.config.run.seed}"
+    base += "" if model.quantize is None else f" in {kind_of(model)}"
+    return (
+        f"adapters without their base, {base}; load them with peft's PeftModel.from_pretrained(base, folder), or "
+        f"write the whole model with `megabatch export {run_folder} --merged --to FOLDER`"
+    )
 
 
 def check_target(to: Path) -> None:

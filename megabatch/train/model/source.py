@@ -14,7 +14,7 @@ from transformers.utils.hub import cached_file
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.config import ModelConfig
 from megabatch.train.model.architecture import construct
-from megabatch.train.model.initial import Unit, plan_units, seeded
+from megabatch.train.model.initial import Saved, Unit, plan_units, seeded
 from megabatch.train.model.precision import dtype_of
 from megabatch.train.model.quiet import quiet
 from megabatch.train.own import load_function
@@ -30,7 +30,7 @@ class Source:
     model: nn.Module
     text: str  # in words
     units: list[Unit] | None = None  # the model is an outline, to be filled by them; None: it has its weights
-    saved: "SavedWeights | None" = None  # where its weights are; None: they are fresh
+    saved: Saved | None = None  # where its weights are; None: they are fresh
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,257 @@
+"""Adapters: LoRA by peft in a recipe's model: what is asked for, where it goes, and the numbers that it begins with.
+
+peft makes the layers, before the model has memory and before it is wrapped. What adapters begin with follows from
+run.seed and their names, as fresh weights do: it is the same for every wrapper and number of ranks.
+"""
+
+import difflib
+import importlib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from megabatch.errors import MegabatchError, in_one_line
+from megabatch.train.config import Config, ModelConfig
+from megabatch.train.model.initial import Saved, seeded
+from megabatch.train.model.quantized import FourBit, num_numbers, stored
+from megabatch.train.model.quiet import quiet
+from megabatch.train.model.source import Source
+from megabatch.train.ranks import Ranks
+
+ADAPTER = "default"  # peft's name of an only one
+MARK = ".lora_"  # in the names of an adapter's own parameters
+INSIDE = ".base_layer."  # in the names of what an adapter has been put around
+BEGINNINGS = (True, "gaussian")  # of init_lora_weights: those that do not look at the base's weights, or change them
+TAKEN = (
+    "r", "lora_alpha", "target_modules", "lora_dropout", "bias", "use_rslora", "lora_bias", "rank_pattern",
+    "alpha_pattern", "layers_to_transform", "layers_pattern", "exclude_modules", "fan_in_fan_out", "init_lora_weights",
+    "modules_to_save",
+)  # fmt: skip
+WHOLE = "modules_to_save"  # peft's key of modules that are trained whole; it trains copies of them, this themselves
+
+
+def peft() -> Any:
+    """The package. Raises `MegabatchError` where it is not installed."""
+    try:
+        with quiet():  # it imports bitsandbytes where that is
+            return importlib.import_module("peft")
+    except ModuleNotFoundError as error:
+        raise MegabatchError(
+            f'model.lora is set and {error.name} is not installed; pip install "megabatch[peft]"'
+        ) from None
+
+
+def check_layout(config: Config, ranks: Ranks) -> None:
+    """Raise where adapters do not go with how the model is cut."""
+    for axis in ("tp", "pp") if config.model.lora is not None else ():
+        if (degree := getattr(ranks.layout, axis)) > 1:
+            raise MegabatchError(
+                f"model.lora is set and parallel.{axis} is {degree}, whose plans know no adapters; leave one out: "
+                'parallel.wrapper = "fsdp2" shards the base, too'
+            )
+
+
+def lora_config(config: ModelConfig) -> Any:
+    """peft's LoraConfig of ``model.lora``. Raises `MegabatchError` for a key or a value that it cannot have."""
+    options = dict(config.lora or {})
+    for key in (key for key in options if key not in TAKEN):
+        near = difflib.get_close_matches(key, TAKEN, n=1, cutoff=0.6)
+        raise MegabatchError(
+            f"unknown key model.lora.{key}; "
+            + (f"the nearest key is {near[0]}" if near else f"it takes {', '.join(TAKEN)}: leave it out")
+        )
+    if (begins := options.get("init_lora_weights", True)) not in BEGINNINGS:
+        raise MegabatchError(
+            f"model.lora.init_lora_weights is {begins!r}, which does not begin with the base as it is; set it to true "
+            'or "gaussian"'
+        )
+    for key in ("bias", WHOLE):
+        if config.dtype == "bfloat16" and options.get(key, "none") not in ("none", []):
+            raise MegabatchError(
+                f"model.lora.{key} is {options[key]!r} and model.dtype 'bfloat16', in which small steps are lost; "
+                f'leave {key} out, or set dtype to "float32"'
+            )
+    options.pop(WHOLE, None)
+    try:
+        return peft().LoraConfig(**options)
+    except (TypeError, ValueError) as error:
+        raise MegabatchError(f"peft refuses model.lora ({in_one_line(error)}); change it there") from None
+
+
+def adapt(model: nn.Module, config: ModelConfig) -> str:
+    """Put adapters into the model and freeze the rest; what was done, in words. Raises `MegabatchError`."""
+    lora, modules = lora_config(config), dict(model.named_modules())
+    check_targets(lora.target_modules, modules)
+    is_outline = any(parameter.is_meta for parameter in model.parameters())
+    try:
+        with quiet():
+            peft().inject_adapter_in_model(lora, model, adapter_name=ADAPTER, low_cpu_mem_usage=is_outline)
+    except Exception as error:  # whatever peft raises for what it cannot adapt
+        raise MegabatchError(
+            f"peft refuses model.lora ({in_one_line(error)}); change it: the model has {there_are(modules)}"
+        ) from None
+    layers = dict(layers_of(model))
+    for key in ("rank_pattern", "alpha_pattern"):
+        check_patterns(f"model.lora.{key}", getattr(lora, key), layers)
+    give_types(layers)
+    for name in whole_of(model, config):
+        train_whole(model, name)
+    return words_of(model, layers)
+
+
+def check_targets(targets: Any, modules: Mapping[str, nn.Module]) -> None:
+    """Raise for a target that is no module of the model, which peft passes over where another one is."""
+    for target in targets if isinstance(targets, list | set | tuple) else ():
+        if not any(f".{name}".endswith(f".{target}") for name in modules):
+            raise MegabatchError(
+                f"model.lora.target_modules has {target!r}, which no module is called; the model has "
+                f"{there_are(modules)}"
+            )
+
+
+def whole_of(model: nn.Module, config: ModelConfig) -> list[str]:
+    """Names of the modules that are trained whole. Raises `MegabatchError` for a name that no module has."""
+    wanted, found = (config.lora or {}).get(WHOLE) or [], list[str]()
+    if not isinstance(wanted, list):
+        raise MegabatchError(f'model.lora.{WHOLE} is {wanted!r}; give a list of names of modules: ["lm_head"], say')
+    modules = dict(model.named_modules())
+    for target in cast("list[object]", wanted):
+        names = [name for name in modules if f".{name}".endswith(f".{target}")]
+        if not names:
+            raise MegabatchError(
+                f"model.lora.{WHOLE} has {target!r}, which no module is called; the model has {there_are(modules)}"
+            )
+        found += names
+    return found
+
+
+def train_whole(model: nn.Module, name: str) -> None:
+    """Let a module's own weights be trained. Raises where they are another one's too, or an adapter is in it."""
+    owners = owners_of(model)
+    for part, parameter in model.get_submodule(name).named_parameters():
+        shared = owners[id(parameter)]
+        if len(stored(parameter)) > 1:
+            raise MegabatchError(f"model.lora.{WHOLE} has {name!r}, which is in four bits; leave it out there")
+        if len(shared) > 1 or MARK in f".{part}":
+            problem = f"is tied ({', '.join(shared)})" if len(shared) > 1 else "has an adapter as well"
+            raise MegabatchError(f"model.lora.{WHOLE} has {name!r}, which {problem}; leave it out of one of them")
+        parameter.requires_grad_(True)
+
+
+def owners_of(model: nn.Module) -> dict[int, list[str]]:
+    """Every name of each parameter."""
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name)
+    return owners
+
+
+def check_patterns(key: str, patterns: Mapping[str, Any], layers: Mapping[str, nn.Module]) -> None:
+    """Raise for a pattern that none of the adapted layers matches."""
+    for pattern in patterns or ():
+        if not any(re.fullmatch(rf"(.*\.)?({pattern})", name) for name in layers):
+            raise MegabatchError(
+                f"{key} has {pattern!r}, which matches no layer with an adapter; those are {there_are(layers)}"
+            )
+
+
+def there_are(modules: Mapping[str, nn.Module]) -> str:
+    """The last parts of the names of modules that have a matrix."""
+    with_matrix = [name for name, module in modules.items() if getattr(getattr(module, "weight", None), "ndim", 0) >= 2]
+    return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in with_matrix))
+
+
+def give_types(layers: Mapping[str, Any]) -> None:
+    """Let adapters be of the type of their base; of bfloat16 in float32: most of their steps would be rounded away."""
+    for layer in layers.values():
+        base = layer.get_base_layer()
+        dtype = base.dtype if isinstance(base, FourBit) else base.weight.dtype
+        for name, parameter in layer.named_parameters():
+            if "lora_" in name:
+                parameter.data = parameter.data.to(torch.float32 if dtype == torch.bfloat16 else dtype)
+
+
+def words_of(model: nn.Module, layers: Mapping[str, nn.Module]) -> str:
+    """What is trained."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    num_all, num_trained = (sum(num_numbers(each) for each in some) for some in (model.parameters(), trained))
+    names = [name for name, each in model.named_parameters() if each.requires_grad and MARK not in name]
+    beside = f" and {len(names)} weights beside them" if names else ""
+    (dtype,) = {str(parameter.dtype).removeprefix("torch.") for parameter in trained}
+    return (
+        f"lora: {num_trained:,} of {num_all:,} parameters are trained, in {dtype}: adapters of {len(layers)} layers "
+        f"({there_are(layers)}){beside}; checkpoints have nothing else of the model"
+    )
+
+
+def layers_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The layers that have an adapter, by name."""
+    kind = importlib.import_module("peft.tuners.lora").LoraLayer
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, kind))
+
+
+def begun(source: Source, config: ModelConfig, seed: int) -> Source:
+    """The source of a model with adapters: what they begin with is in it, or with what has yet to be filled."""
+    lora, first = lora_config(config), dict[str, Tensor]()
+    for path, layer in layers_of(source.model):
+        parts = [getattr(layer, kind) for kind in layer.adapter_layer_names if len(getattr(layer, kind))]
+        device = next(parts[0].parameters()).device
+        for part in parts:
+            part.to_empty(device="cpu")
+        with seeded(seed, f"{path}{MARK}"), torch.no_grad():
+            layer.reset_lora_parameters(ADAPTER, lora.init_lora_weights)
+        first |= {f"{path}.{name}": each.detach().clone() for name, each in layer.named_parameters() if "lora_" in name}
+        for part in parts:
+            part.to(device)
+    return source if source.units is None else replace(source, saved=WithFirst(first, source.saved))
+
+
+@dataclass(frozen=True)
+class WithFirst:
+    """Where the weights of a model with adapters are: theirs are here, the base's below, by the names it has alone."""
+
+    first: Mapping[str, Tensor]
+    base: Saved | None  # None: fresh
+
+    def read(self, names: list[str], rows: slice | None) -> Tensor | None:
+        found = next((self.first[name] for name in names if name in self.first), None)
+        if found is not None:
+            return found if rows is None else found[rows]
+        return None if self.base is None else self.base.read([name.replace(INSIDE, ".") for name in names], rows)
+
+
+def stir(model: nn.Module, seed: int) -> None:
+    """Let no adapter be zero, as half of each is at first: the gradient of its other half would be zero too."""
+    for name, parameter in model.named_parameters():
+        if MARK in name and not parameter.any():
+            with seeded(seed, name), torch.no_grad():
+                parameter.normal_(std=0.02)
+
+
+def merge(model: nn.Module) -> None:
+    """Add the adapters to the weights that they were put around, and take them away."""
+    layers = dict(layers_of(model))
+    check_untied(model, layers)
+    for path, layer in layers.items():
+        layer.merge()
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, layer.get_base_layer())
+    if isinstance(model, PreTrainedModel):
+        del cast(Any, model).peft_config
+
+
+def check_untied(model: nn.Module, layers: Mapping[str, Any]) -> None:
+    """Raise where an adapter's matrix is that of another module too, which would change with it."""
+    owners = owners_of(model)
+    for path, layer in layers.items():
+        names = owners[id(layer.get_base_layer().weight)]
+        if len(names) > 1:
+            raise MegabatchError(
+                f"{path} has an adapter and shares its matrix ({', '.join(names)}), which merging would change for "
+                "both; leave --merged out"
+            )

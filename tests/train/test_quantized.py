@@ -1,0 +1,251 @@
+"""A base in four bits: the gradient of its adapters is plain torch's on the numbers that the bits stand for."""
+
+import copy
+import importlib.util
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from megabatch import GradientAccumulator, MegabatchError, losses, verify
+from megabatch.double import Float64WithoutDropout
+from megabatch.train.config import ModelConfig
+from megabatch.train.layout import layout_of
+from megabatch.train.model.adapters import stir
+from megabatch.train.model.architecture import architecture_of
+from megabatch.train.model.build import build
+from megabatch.train.model.frozen import left_out
+from megabatch.train.model.quantized import FourBit, dequantize, stored
+from megabatch.train.plan.subject import check_planned
+from megabatch.train.ranks import Ranks
+from tests.train.adapter_jobs import GPT2, LORA, SAMPLES, SILENT, saved_base
+from tests.train.model_recipes import FAMILIES, LLAMA
+from tests.train.on_ranks import on_ranks
+from tests.train.quantized_jobs import WIDE, four_bit_recipe, on_ddp
+from tests.train.test_adapters import assert_close, gradients_of
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+with_bitsandbytes = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason='needs bitsandbytes: pip install "megabatch[qlora]"'
+)
+KINDS = {
+    "nf4": {"quantize": "nf4"},
+    "nf4, plain scales": {"quantize": "nf4", "double_quantization": False},
+    "fp4": {"quantize": "fp4"},
+}
+BATCH = [{"input_ids": ids, "labels": ids} for ids in SAMPLES]
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "all weights": ({"lora": None}, "model.quantize is 'nf4' and model.lora is not set: four bits are not "),
+    "its scales alone": (
+        {"quantize": None, "double_quantization": False},
+        "model.double_quantization is set and model.quantize is not; leave it out",
+    ),
+    "a function's own": (
+        {"config": None, "function": "torch.nn:Identity"},
+        "model.quantize is set and model.function makes a model of its own, which may use its weights other than ",
+    ),
+    "a compiler": ({"compile": True}, "model.quantize and model.compile are set, which are not tested together"),
+    "other layers": (
+        {"config": GPT2},
+        "model.quantize is 'nf4' and the layers of a GPT2LMHeadModel are not torch's linear ones; leave quantize out",
+    ),
+    "an odd width": (
+        {"config": {**LLAMA, "intermediate_size": 25}},
+        "model.quantize is 'nf4' and model.layers.0.mlp.down_proj has an odd number of inputs, two of which go into a ",
+    ),
+    "a module trained whole": (
+        {"lora": {**LORA, "modules_to_save": ["up_proj"]}},
+        "model.lora.modules_to_save has 'model.layers.0.mlp.up_proj', which is in four bits; leave it out there",
+    ),
+}
+
+
+def built(**model: Any) -> Any:
+    """The recipe's model, its adapters stirred."""
+    base = build(four_bit_recipe(**model), ALONE, SILENT, None, None).base
+    stir(base, seed=1)
+    return base
+
+
+def plain(model: nn.Module) -> nn.Module:
+    """With torch's own linear layers, of the numbers that the bits stand for."""
+    twin = copy.deepcopy(model)
+    dequantize(twin)
+    assert not any(isinstance(each, FourBit) for each in twin.modules())
+    return twin
+
+
+@with_bitsandbytes
+@pytest.mark.parametrize(
+    ("kind", "family"), [("nf4", "llama"), ("nf4, plain scales", "tied llama"), ("fp4", "gpt_neox")]
+)
+def test_the_gradient_is_that_of_plain_torch_on_what_the_bits_stand_for(kind: str, family: str) -> None:
+    targets = ["query_key_value", "dense"] if family == "gpt_neox" else LORA["target_modules"]
+    lora = {**LORA, "target_modules": targets, "bias": "all"}
+    config = WIDE if family == "llama" else FAMILIES[family]
+    model = built(**KINDS[kind], config=config, lora=lora)
+    with Float64WithoutDropout():  # after the bits are made
+        expected = gradients_of(plain(model))
+        assert all(value.any() for value in expected.values())
+        assert_close(gradients_of(model), expected)
+        for rows in (1, 4):
+            gradient = GradientAccumulator(model, micro_batch_size=rows)
+            gradient.forward_backward(BATCH, losses.next_token)
+            gradient.finalize()
+            assert_close({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, expected)
+            model.zero_grad()
+
+
+@with_bitsandbytes
+def test_verify_proves_it_in_float64() -> None:
+    model = built(dtype="bfloat16")
+    before = [each.clone() for each in model.parameters()]
+    found = verify(model, losses.next_token, BATCH)
+    assert found.ok, str(found)
+    assert found.worst <= 1e-12
+    assert len(found.errors) == 12
+    assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+
+
+@with_bitsandbytes
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
+def test_it_computes_as_torch_does_in_its_type_recomputed_and_in_autocast(dtype: str) -> None:
+    model = built(dtype=dtype)
+    twin = plain(model)
+    expected, found = gradients_of(twin), gradients_of(model)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    recomputed = gradients_of(built(dtype=dtype, activation_checkpointing=True))
+    assert all(torch.equal(recomputed[name], value) for name, value in expected.items())
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, found = gradients_of(twin), gradients_of(model)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@with_bitsandbytes
+def test_what_was_evaluated_is_trained_on_as_before() -> None:
+    """bitsandbytes' own layer packs its weights in eval() on some processors, and then has no backward."""
+    for dtype in ("float32", "bfloat16"):
+        model = built(dtype=dtype)
+        before = gradients_of(model)
+        with torch.no_grad():
+            model.eval()(SAMPLES[1][None])
+        after = gradients_of(model.train())
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+@with_bitsandbytes
+@pytest.mark.parametrize(("kind", "most"), [("nf4", 0.26), ("nf4, plain scales", 0.29), ("fp4", 0.26)])
+def test_the_base_is_a_quarter_of_bfloat16_and_no_matrix_is_kept(kind: str, most: float) -> None:
+    model = built(dtype="bfloat16", **KINDS[kind])
+    layers = [each for each in model.modules() if isinstance(each, FourBit)]
+    assert len(layers) == 14  # all but the head
+    num_bytes = sum(part.untyped_storage().nbytes() for layer in layers for part in stored(layer.weight))
+    in_bfloat16 = sum(2 * layer.in_features * layer.out_features for layer in layers)
+    assert num_bytes <= most * in_bfloat16
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each) or each, lambda each: each):
+        inputs = torch.ones(3, layers[0].in_features, requires_grad=True)
+        layers[0](inputs).sum().backward()
+    assert not kept
+    assert torch.equal(inputs.grad, torch.ones(3, layers[0].out_features) @ layers[0].matrix(torch.float32))
+    assert torch.equal(layers[0](inputs), linear(inputs, layers[0].matrix(torch.float32)))
+
+
+@with_bitsandbytes
+def test_all_linear_layers_take_adapters_as_unquantized_ones_do() -> None:
+    lora = {**LORA, "target_modules": "all-linear"}
+    adapted = [
+        {
+            name: (each.shape, each.dtype)
+            for name, each in built(**model, lora=lora).named_parameters()
+            if ".lora_" in name
+        }
+        for model in ({"dtype": "bfloat16"}, {"dtype": "bfloat16", "quantize": None})
+    ]
+    assert len(adapted[0]) == 28
+    assert adapted[0] == adapted[1]
+    assert {dtype for _, dtype in adapted[0].values()} == {torch.float32}
+
+
+@with_bitsandbytes
+def test_the_base_is_told_apart_by_every_bit_of_it() -> None:
+    seen: list[Any] = []
+    for model in (*KINDS.values(), {"quantize": None}):
+        laid = build(four_bit_recipe(**model), ALONE, SILENT, None, None)
+        seen.append(laid.identity["parameters"]["model.layers.0.self_attn.k_proj.weight"])
+        assert "model.layers.0.self_attn.k_proj.weight" in left_out(laid.base, four_bit_recipe(**model).model)
+    assert [each[0] for each in seen] == ["nf4, scales in 8 bits", "nf4", "fp4, scales in 8 bits", "float64"]
+    assert len({each[-1] for each in seen}) == len(seen)
+    assert all(each[1:3] == [64, 64] for each in seen)
+
+
+@with_bitsandbytes
+@pytest.mark.slow
+def test_on_two_ranks_it_is_the_same_and_only_adapters_are_sent(tmp_path: Path) -> None:
+    laid = build(four_bit_recipe(), ALONE, SILENT, None, None)
+    stir(laid.base, seed=1)
+    with Float64WithoutDropout():
+        expected = gradients_of(plain(laid.base))
+    for found in on_ranks(2, tmp_path, on_ddp):
+        assert found["identity"] == laid.identity
+        assert_close(found["gradients"], expected)
+        assert found["of other scales"].startswith(
+            "model.quantize is set and model.layers.0.self_attn.q_proj.base_layer.w"
+        )
+        assert found["trained"] == expected.keys()
+        assert found["collectives"]["all_reduce_bytes"] == sum(each.nbytes for each in expected.values())
+        bits = {name: each for name, each in laid.base.named_parameters() if not each.requires_grad}
+        assert all(torch.equal(each, bits[name]) for name, each in found["bits"].items())
+
+
+@with_bitsandbytes
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_quantized_gets_its_line(name: str) -> None:
+    (model, line), config = REFUSED[name], four_bit_recipe()
+    config = config.model_copy(update={"model": config.model.model_copy(update=model)})
+    with pytest.raises(MegabatchError) as caught:
+        build(config, ALONE, SILENT, None, None)
+    assert str(caught.value).startswith(line)
+    assert "\n" not in str(caught.value)
+
+
+@with_bitsandbytes
+@pytest.mark.parametrize(("layout", "wrapper"), [("fsdp2", "fsdp2"), ("cp", "replicate")])
+def test_shards_are_refused(layout: str, wrapper: str) -> None:
+    config = four_bit_recipe(layout)
+    with pytest.raises(MegabatchError) as caught:
+        build(config, replace(ALONE, size=2, layout=layout_of(config.parallel, 2)), SILENT, None, None)
+    assert str(caught.value) == (
+        f"model.quantize is 'nf4' and the wrapper {wrapper} (asked for), which cannot cut weights of four bits; set "
+        'parallel.wrapper to "ddp", or leave quantize out'
+    )
+
+
+def test_no_plan_is_made() -> None:
+    with pytest.raises(MegabatchError, match=r"^model\.quantize is 'nf4', whose layers the plan does not simulate"):
+        check_planned(four_bit_recipe())
+
+
+def test_without_bitsandbytes_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(MegabatchError) as caught:
+        build(four_bit_recipe(), ALONE, SILENT, None, None)
+    line = 'model.quantize is set and bitsandbytes is not installed; pip install "megabatch[qlora]"'
+    assert str(caught.value) == line
+
+
+def test_a_base_that_is_saved_quantized_is_refused(tmp_path: Path) -> None:
+    base = saved_base(WIDE, tmp_path / "base")
+    saved = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**saved, "quantization_config": {"quant_method": "bitsandbytes"}}))
+    with pytest.raises(
+        MegabatchError, match=r"^model\.name is '.*/base', whose weights are saved quantized; name the m"
+    ):
+        architecture_of(ModelConfig(name=str(base)))
