@@ -5,7 +5,8 @@ them, so a run may go on with another number of ranks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from copy import copy
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +19,18 @@ from megabatch.partition import deal
 TAILS = ("step", "drop", "carry")
 
 
+class Seen(NamedTuple):
+    """What was handed out before an update, over all ranks."""
+
+    updates: int = 0
+    samples: int = 0
+    tokens: int = 0
+
+    def after(self, num_samples: int, num_tokens: int) -> "Seen":
+        """The same after one more update."""
+        return Seen(self.updates + 1, self.samples + num_samples, self.tokens + num_tokens)
+
+
 class UpdateSampler(torch.utils.data.Sampler[list[int]]):
     """Yields this rank's sample ids of each update, for one epoch; use it as a DataLoader's ``batch_sampler``.
 
@@ -26,13 +39,15 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
 
     Args:
         lengths: Tokens of each sample of the data set.
-        global_batch_size: Samples of an update over all ranks; it need not divide by anything.
+        global_batch_size: Samples of an update over all ranks; it need not divide by anything. Or a function that gives
+            them for each update, by what was handed out before it: ``lambda seen: 64 if seen.tokens < 50e6 else 256``.
         seed: With the epoch, decides the order of the samples.
         dp_rank: Which share is this rank's.
         dp_degree: Number of ranks that see different samples.
         tail: What becomes of an epoch's last samples that do not fill an update: "step" makes a short update of
             them, "drop" leaves them out, "carry" begins the next epoch's first update with them.
-        cost: Balances shares by seconds; by default by length.
+        cost: Balances shares by seconds; by default by length. It may be set later, as an attribute, and is the same on
+            all ranks, to the bit.
         order: The sample ids of an epoch, in order, by its number: any of the data set's, the same in every process,
             and equally many in every epoch. By default all of them, shuffled by seed and epoch.
 
@@ -43,7 +58,7 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
         self,
         lengths: Sequence[int],
         *,
-        global_batch_size: int,
+        global_batch_size: int | Callable[[Seen], int],
         seed: int = 0,
         dp_rank: int = 0,
         dp_degree: int = 1,
@@ -51,7 +66,8 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
         cost: CostModel | None = None,
         order: Callable[[int], Sequence[int]] | None = None,
     ) -> None:
-        self._size = require_count("global_batch_size", global_batch_size)
+        self._given, self._seen = global_batch_size, Seen()
+        size = self._size
         self._dp_degree = require_count("dp_degree", dp_degree)
         self._dp_rank = require_count("dp_rank", dp_rank, least=0)
         self._seed = require_count("seed", seed, least=0)
@@ -63,37 +79,43 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
             raise PlanError("the data set is empty; give at least one sample")
         check_lengths(lengths, None)
         self._lengths = in_few_bytes(lengths)  # [number of ids]
-        self._cost = cost
+        self.cost = cost
         self._order = order or self._shuffled
         self._latest = (0, np.asarray(self._order(0)))  # an epoch and its order, which is not made anew for each update
         self._epoch_size = len(self._latest[1])
         self._check_order(*self._latest)
-        if tail == "drop" and self._epoch_size < global_batch_size:
+        if tail == "drop" and self._epoch_size < size:
             raise PlanError(
-                f"the data set has {self._epoch_size} samples, fewer than global_batch_size={global_batch_size}, and "
+                f"the data set has {self._epoch_size} samples, fewer than global_batch_size={size}, and "
                 'tail="drop" would leave no update; use tail="step" or a smaller global_batch_size'
             )
         self._tail = tail
         self._consumed = 0  # samples since the first epoch began; a dropped tail counts as consumed
 
     def __iter__(self) -> Iterator[list[int]]:
-        end = self._end()
-        while (stop := self._stop(end)) is not None:
-            samples = self._stream(self._consumed, stop)
-            self._consumed = end if self._tail == "drop" and end - stop < self._size else stop
-            yield self.share(samples)
-        if self._tail == "drop":  # a state of another global_batch_size may have left less than one update
-            self._consumed = end
+        for start, stop in self._spans():
+            yield self.share(self._ids(start, stop).tolist())
 
     def __len__(self) -> int:
         """Updates that the next iteration yields."""
+        if callable(self._given):
+            return sum(1 for _ in copy(self)._spans())
         left = self._end() - self._consumed
         return -(-left // self._size) if self._tail == "step" else left // self._size
+
+    def sizes(self, num_epochs: int) -> Iterator[int]:
+        """Samples of each update that is still to come, over all ranks, in the first ``num_epochs`` epochs."""
+        ahead, end = copy(self), num_epochs * self._epoch_size
+        while ahead._consumed < end:
+            for start, stop in ahead._spans():
+                if stop > end:
+                    return
+                yield stop - start
 
     def share(self, samples: Sequence[int]) -> list[int]:
         """This rank's part of an update's sample ids."""
         lengths: list[int] = self._lengths[np.asarray(samples, dtype=np.int64)].tolist()
-        price = float if self._cost is None else self._cost.sample_seconds
+        price = float if self.cost is None else self.cost.sample_seconds
         shares = deal([price(length) for length in lengths], self._dp_degree)
         return [samples[index] for index in shares[self._dp_rank]]
 
@@ -102,7 +124,8 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
 
         It counts what was handed out: workers of a DataLoader run ahead of the training.
         """
-        return {"samples": self._consumed, "num_samples": self._epoch_size, "seed": self._seed}
+        seen = {"seen": list(self._seen)} if callable(self._given) else {}
+        return {"samples": self._consumed, "num_samples": self._epoch_size, "seed": self._seed, **seen}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state`` was taken. Raises `PlanError` where it is of another data set or seed."""
@@ -112,7 +135,32 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
                     f"the sampler's state has {key}={state[key]} but this sampler has {mine}; "
                     "give the same data and seed"
                 )
+        if callable(self._given) and state["samples"] and "seen" not in state:
+            raise PlanError(
+                "the sampler's state does not say what was handed out before it, which a global_batch_size that is a "
+                "function asks for; give a state of a sampler that has such a one"
+            )
         self._consumed = int(state["samples"])
+        self._seen = Seen(*state.get("seen", ()))
+
+    @property
+    def _size(self) -> int:
+        """Samples of the next update."""
+        given = self._given
+        return require_count("global_batch_size", given(self._seen) if callable(given) else given)
+
+    def _spans(self) -> Iterator[tuple[int, int]]:
+        """Where each update of this epoch begins and ends in the endless stream; the state is that after it."""
+        end = self._end()
+        while (stop := self._stop(end)) is not None:
+            start, self._consumed = self._consumed, stop
+            if callable(self._given):
+                self._seen = self._seen.after(stop - start, int(self._lengths[self._ids(start, stop)].sum()))
+            if self._tail == "drop" and end - stop < self._size:
+                self._consumed = end
+            yield start, stop
+        if self._tail == "drop":  # a state of another global_batch_size may have left less than one update
+            self._consumed = end
 
     def _end(self) -> int:
         """Where in the stream the epoch of the next update ends; a carried update belongs to the epoch it ends in."""
@@ -127,14 +175,12 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
             return stop
         return end if self._tail == "step" and self._consumed < end else None
 
-    def _stream(self, start: int, stop: int) -> list[int]:
+    def _ids(self, start: int, stop: int) -> np.ndarray:
         """Sample ids from ``start`` to ``stop`` of the endless stream of epochs."""
         size = self._epoch_size
-        samples: list[int] = []
-        for epoch in range(start // size, (stop - 1) // size + 1):
-            order = self._order_of(epoch)
-            samples += order[max(0, start - epoch * size) : stop - epoch * size].tolist()
-        return samples
+        epochs = range(start // size, (stop - 1) // size + 1)
+        parts = [self._order_of(epoch)[max(0, start - epoch * size) : stop - epoch * size] for epoch in epochs]
+        return np.concatenate(parts)
 
     def _order_of(self, epoch: int) -> np.ndarray:
         if self._latest[0] != epoch:

@@ -12,16 +12,14 @@ from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from megabatch import GradientAccumulator, Learner
+from megabatch import Learner
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.fit import Fit
 from megabatch.train.config import Config, OptimConfig
 from megabatch.train.culprits import max_norm_of
-from megabatch.train.data.updates import NumUpdates
-from megabatch.train.model.precision import accumulation_of
+from megabatch.train.data.counts import NumUpdates
+from megabatch.train.gradient import accumulator_of
 from megabatch.train.own import load_function
-from megabatch.train.plan.sizes import read_bytes
-from megabatch.train.shortage import noted
 
 Group = dict[str, Any]  # "params", and the "weight_decay" of its own
 
@@ -35,19 +33,10 @@ OWNED_OPTIONS = ("params", "lr", "betas", "weight_decay")  # keys of [optim], or
 
 
 def build_learner(
-    model: nn.Module, base: nn.Module, config: Config, num_updates: NumUpdates, fit: Fit | None
+    model: nn.Module, base: nn.Module, config: Config, num_updates: NumUpdates, fit: Fit | None, sync: str | None = None
 ) -> Learner:
     """The model with all that moves it; ``base`` is without its wrapper. Raises `MegabatchError`."""
-    gradient = GradientAccumulator(
-        model,
-        micro_batch_size=config.update.micro_batch_size,
-        max_microbatch_tokens=config.update.max_microbatch_tokens if fit is None else fit,
-        memory_bytes=None if config.update.memory is None else read_bytes("update.memory", config.update.memory),
-        sync=config.update.sync,
-        accumulate_dtype=accumulation_of(config.update),
-        fuse_accumulation=config.update.fuse_accumulation,
-    )
-    gradient.learn(noted(config.run))
+    gradient = accumulator_of(model, config, fit, sync)
     decay_steps = decay_steps_of(config, num_updates)
     optimizer = build_optimizer(base, config.optim)
     scheduler = LambdaLR(optimizer, lambda step: lr_factor(step, config.optim, decay_steps))
@@ -63,6 +52,7 @@ def settings_of(config: Config) -> dict[str, object]:
         "model.options": config.model.options,
         "model.compute_dtype": config.model.compute_dtype,
         "model.freeze": config.model.freeze,
+        "model.lora": config.model.lora,
         "loss.function": config.loss.function,
         **{
             f"update.{key}": getattr(config.update, key)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from megabatch.batch import Deferred
 from megabatch.errors import MegabatchError
@@ -17,6 +17,7 @@ from megabatch.train.config import Config
 from megabatch.train.leaving import leave_to_parent
 
 State = dict[str, Any]  # JSON
+Share = tuple[list[int], State]  # sample ids of an update, and the state after it
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,16 @@ class Delivery:
     problem: str | None = None  # in place of samples: an error that one process hands to another
     told: Sequence[int] | None = None  # lengths that the samples' maker says they have; None: they are measured
     ids: Sequence[int | str] = ()  # of the samples: their numbers in the data, or a stream's names
+
+
+class Once(Sampler[Share]):
+    """What a DataLoader asks for, from an iterator."""
+
+    def __init__(self, shares: Iterator[Share]) -> None:
+        self._shares = shares
+
+    def __iter__(self) -> Iterator[Share]:
+        return self._shares
 
 
 def options(num_workers: int) -> dict[str, Any]:
@@ -109,3 +120,14 @@ def as_tensor(value: Any) -> Any:
         return value
     is_plain = value.flags.writeable and all(stride >= 0 for stride in value.strides)
     return torch.from_numpy(value if is_plain else value.copy())
+
+
+def part_of(batch: Sequence[Any], places: Sequence[int]) -> Sequence[Any]:
+    """Some samples of an update."""
+    if not isinstance(batch, Deferred):
+        return [batch[place] for place in places]
+    lengths = [batch.lengths[place] for place in places]
+    weights = None if batch.weights is None else [batch.weights[place] for place in places]
+    return Deferred(
+        lambda index: batch[places[index]], lengths, weights, look_ahead=batch.look_ahead, measured=batch.measured
+    )

@@ -12,6 +12,7 @@ import torch
 
 from megabatch.batch import sample_length
 from megabatch.errors import MegabatchError, PlanError, in_one_line
+from megabatch.train.batch_size import sizes_of
 from megabatch.train.config import Config
 from megabatch.train.console import Console
 from megabatch.train.data.mixture import Measured, View
@@ -100,13 +101,14 @@ def lengths_of(samples: Any, key: str, config: Config, console: Console) -> np.n
     """Tokens of each sample: what its attribute ``lengths`` says, or measured where the recipe counts tokens, else 1.
 
     Measuring makes every sample once, which for images would be long; updates are then balanced by their number.
-    With data.look_ahead nothing is measured later, so that those of text are measured here.
+    With data.look_ahead nothing is measured later, so that those of text are measured here; and so they are where
+    update.global_batch_size has points in tokens.
     """
     given = getattr(samples, "lengths", None)
     if given is not None:
         return given_lengths(given, len(samples), key)
-    is_text_ahead = config.data.look_ahead is not None and "input_ids" in read(samples, 0, key)
-    if config.update.max_microbatch_tokens is None and not is_text_ahead:
+    asks = config.data.look_ahead is not None or sizes_of(config.update).unit == "tokens"
+    if config.update.max_microbatch_tokens is None and not (asks and "input_ids" in read(samples, 0, key)):
         return np.ones(len(samples), dtype=np.int64)
     lengths = np.empty(len(samples), dtype=np.int64)
     with console.progress(f"measuring {key}", len(samples), "samples") as advance:

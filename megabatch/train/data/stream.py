@@ -11,8 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from megabatch.cost import CostModel
 from megabatch.errors import MegabatchError
 from megabatch.partition import deal
+from megabatch.sampler import Seen
+from megabatch.train.batch_size import sizes_of
 from megabatch.train.config import Config, SourceConfig
 from megabatch.train.data.checks import check_fit
 from megabatch.train.data.pack import pack_samples
@@ -189,8 +192,10 @@ def pack(named: Sequence[Named], row_tokens: int | None) -> list[Named]:
     """The samples in rows of so many tokens, where they are to be packed."""
     if row_tokens is None or not named:
         return list(named)
-    first = named[0][0] if len(named) == 1 else f"a row of the documents from {named[0][0]} on"
-    return [(first, row) for row in pack_samples([sample for _, sample in named], row_tokens)]
+    first, rows = named[0][0], pack_samples([sample for _, sample in named], row_tokens)
+    if len(named) == 1:
+        return [(first if len(rows) == 1 else f"row {number} of {first}", row) for number, row in enumerate(rows, 1)]
+    return [(f"row {number} of the documents from {first} on", row) for number, row in enumerate(rows, 1)]
 
 
 @dataclass(frozen=True)
@@ -199,12 +204,14 @@ class StreamUpdate:
 
     samples: list[Named]
     after: Place
+    seen: Seen  # with it
     skipped: Skipped  # so far, in the present passes over the sources
 
 
-def updates_of(stream: Stream, place: Place) -> Iterator[StreamUpdate]:
-    """Every update from a place on."""
-    size, tail = stream.config.update.global_batch_size, stream.config.update.tail
+def updates_of(stream: Stream, place: Place, seen: Seen) -> Iterator[StreamUpdate]:
+    """Every update from a place on, before which so much was handed out."""
+    sizes, tail = sizes_of(stream.config.update), stream.config.update.tail
+    size = sizes(seen)
     samples: list[Named] = []
     for window in Reader(stream, place).windows():
         for number in range(window.start.consumed, len(window.samples)):
@@ -212,17 +219,25 @@ def updates_of(stream: Stream, place: Place) -> Iterator[StreamUpdate]:
             if len(samples) == size:
                 at_end = number + 1 == len(window.samples)
                 after = window.after if at_end else replace(window.start, consumed=number + 1)
-                yield StreamUpdate(samples, after, window.skipped)
-                samples = []
+                seen = with_samples(seen, samples)
+                yield StreamUpdate(samples, after, seen, window.skipped)
+                samples, size = [], sizes(seen)
         if window.ends_epoch and tail != "carry":
             if samples and tail == "step":
-                yield StreamUpdate(samples, window.after, window.skipped)
-            samples = []
+                seen = with_samples(seen, samples)
+                yield StreamUpdate(samples, window.after, seen, window.skipped)
+            samples, size = [], sizes(seen)
 
 
-def share_of(update: Sequence[Named], rank: int, num_ranks: int) -> list[Named]:
+def with_samples(seen: Seen, samples: Sequence[Named]) -> Seen:
+    """What was handed out, after an update of these."""
+    return seen.after(len(samples), sum(len(sample["input_ids"]) for _, sample in samples))
+
+
+def share_of(update: Sequence[Named], rank: int, num_ranks: int, cost: CostModel | None = None) -> list[Named]:
     """A rank's part of an update, as `UpdateSampler` shares it."""
-    mine = deal([float(len(sample["input_ids"])) for _, sample in update], num_ranks)[rank]
+    price = float if cost is None else cost.sample_seconds
+    mine = deal([price(len(sample["input_ids"])) for _, sample in update], num_ranks)[rank]
     return [update[index] for index in mine]
 
 

@@ -6,48 +6,43 @@ others have been read; neither their number nor that of ranks changes what is tr
 
 from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import chain, islice
 from typing import Any, cast
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from megabatch import UpdateSampler
+from megabatch import CostModel, UpdateSampler
 from megabatch.batch import Deferred
 from megabatch.errors import MegabatchError, PlanError
+from megabatch.sampler import Seen
+from megabatch.train.batch_size import sizes_of
 from megabatch.train.config import Config
-from megabatch.train.data.delivery import Delivery, State, from_workers, options, received, with_tensors
+from megabatch.train.data.counts import check_points, count_updates, no_update
+from megabatch.train.data.delivery import Delivery, Once, Share, State, from_workers, options, received, with_tensors
 from megabatch.train.data.function import drawing
 from megabatch.train.data.load import Data
 from megabatch.train.data.mixture import Measured
 from megabatch.train.data.samples import Skipped
-from megabatch.train.data.stream import Stream, place_of, share_of, updates_of
+from megabatch.train.data.stream import Stream, StreamUpdate, place_of, share_of, updates_of
+from megabatch.train.dealing import price_of
 from megabatch.train.ranks import Ranks
 
-Share = tuple[list[int], State]  # sample ids of an update, and the state after it
+Ahead = tuple[Delivery, Iterator[Delivery]]  # the next update, read, and those after it
 
 
-@dataclass(frozen=True)
-class NumUpdates:
-    """How many updates there are."""
-
-    of_data: int | None  # that run.max_epochs passes over the data make; None: a stream does not know
-    of_run: int | None  # that this run makes: fewer with run.max_steps; None: until the stream ends
-
-
-def count_updates(config: Config, num_samples: int | None) -> NumUpdates:
-    """The updates of the whole run, from its first one on; ``num_samples``: of an epoch, None for a stream."""
-    size, epochs, max_steps = config.update.global_batch_size, config.run.max_epochs, config.run.max_steps
-    if num_samples is None:
-        return NumUpdates(None, max_steps)
-    match config.update.tail:
-        case "step":
-            of_data = epochs * -(-num_samples // size)
-        case "drop":
-            of_data = epochs * (num_samples // size)
-        case "carry":
-            of_data = epochs * num_samples // size
-    return NumUpdates(of_data, min(of_data, max_steps or of_data))
+def sampler_of(data: Data, config: Config, ranks: Ranks) -> UpdateSampler:
+    """Deals the samples that can be had by number."""
+    size = config.update.global_batch_size
+    return UpdateSampler(
+        cast(Measured, data.train).lengths.tolist(),
+        global_batch_size=size if isinstance(size, int) else sizes_of(config.update),
+        seed=config.run.seed,
+        dp_rank=ranks.dp_rank,
+        dp_degree=ranks.dp_degree,
+        tail=config.update.tail,
+        order=data.order,  # pyright: ignore[reportArgumentType]  # an array of ids is a sequence of them
+    )
 
 
 class Shares(Dataset[Delivery]):
@@ -55,20 +50,16 @@ class Shares(Dataset[Delivery]):
 
     max_workers = 1024
 
-    def __init__(self, data: Data, config: Config, ranks: Ranks, num_updates: int) -> None:
+    def __init__(self, data: Data, config: Config, sampler: UpdateSampler, num_updates: int) -> None:
         self._samples = cast(Measured, data.train)
-        self._num_updates, self._seed = num_updates, config.run.seed
+        self._num_updates, self._seed, self._sampler = num_updates, config.run.seed, sampler
         self._is_own, self._is_told = config.data.function is not None, data.is_told
         self._look_ahead = config.data.look_ahead
-        self._sampler = UpdateSampler(
-            self._samples.lengths.tolist(),
-            global_batch_size=config.update.global_batch_size,
-            seed=config.run.seed,
-            dp_rank=ranks.dp_rank,
-            dp_degree=ranks.dp_degree,
-            tail=config.update.tail,
-            order=data.order,  # pyright: ignore[reportArgumentType]  # an array of ids is a sequence of them
-        )
+
+    def deal_by(self, cost: CostModel, ahead: Ahead | None) -> Ahead | None:
+        """Deal by what samples cost from here on; what was read ahead, dealt anew, or None to read it again."""
+        self._sampler.cost = cost
+        return None
 
     def start(self) -> State:
         """The state before the first update."""
@@ -142,10 +133,20 @@ class Streamed(IterableDataset[Delivery]):
     def __init__(self, stream: Stream, ranks: Ranks, num_updates: int | None) -> None:
         self._stream, self._ranks, self._num_updates = stream, ranks, num_updates
         self._state = self.start()  # where iteration starts
+        self._cost: CostModel | None = None
+        self._latest: StreamUpdate | None = None  # that was read
+
+    def deal_by(self, cost: CostModel, ahead: Ahead | None) -> Ahead | None:
+        """Deal by what samples cost from here on; what was read ahead, dealt anew, since reading it takes long."""
+        self._cost = cost
+        if ahead is None or self._latest is None:
+            return None
+        first, rest = ahead
+        return received(self._delivery(self._latest, first.state)), rest
 
     def start(self) -> State:
         """The state before the first update."""
-        return {"updates": 0, **self._stream.start().to_json(), "skipped": asdict(Skipped())}
+        return {"updates": 0, **self._stream.start().to_json(), "skipped": asdict(Skipped()), "seen": list(Seen())}
 
     def check(self, state: State) -> None:
         """Raise `PlanError` where a state is of another number of sources."""
@@ -159,13 +160,19 @@ class Streamed(IterableDataset[Delivery]):
         """Every update after ``state``, read in this process."""
         number, after = state["updates"], state
         try:
-            for update in islice(updates_of(self._stream, place_of(state)), self._num_left(state)):
+            updates = updates_of(self._stream, place_of(state), seen_of(state))
+            for update in islice(updates, self._num_left(state)):
                 number += 1
-                after = {"updates": number, **update.after.to_json(), "skipped": asdict(update.skipped)}
-                mine = share_of(update.samples, self._ranks.dp_rank, self._ranks.dp_degree)
-                yield Delivery([sample for _, sample in mine], after, ids=[name for name, _ in mine])
+                told = {"skipped": asdict(update.skipped), "seen": list(update.seen)}
+                after = {"updates": number, **update.after.to_json(), **told}
+                self._latest = update
+                yield self._delivery(update, after)
         except MegabatchError as error:
             yield Delivery([], after, str(error))
+
+    def _delivery(self, update: StreamUpdate, after: State) -> Delivery:
+        mine = share_of(update.samples, self._ranks.dp_rank, self._ranks.dp_degree, self._cost)
+        return Delivery([sample for _, sample in mine], after, ids=[name for name, _ in mine])
 
     def name(self, id: int | str) -> str:
         """Where a sample comes from."""
@@ -176,39 +183,32 @@ class Streamed(IterableDataset[Delivery]):
 
     def loader(self, state: State, num_workers: int) -> "DataLoader[Delivery]":
         """Every update after ``state``, read by another process."""
-        self._state = state
+        self._state, self._latest = state, None
         return DataLoader(self, **options(num_workers))
 
     def __iter__(self) -> Iterator[Delivery]:
         return self.deliveries(self._state)
 
 
-class Once(Sampler[Share]):
-    """What a DataLoader asks for, from an iterator."""
-
-    def __init__(self, shares: Iterator[Share]) -> None:
-        self._shares = shares
-
-    def __iter__(self) -> Iterator[Share]:
-        return self._shares
-
-
 class Updates:
     """This rank's samples of every update that is left; it goes on wherever a state of it was taken."""
 
     def __init__(self, data: Data, config: Config, ranks: Ranks) -> None:
-        self._config = config
-        self._epoch_size = data.epoch_size
-        self.num_updates = count_updates(config, self._epoch_size)
+        self._config, self._dp_degree = config, ranks.dp_degree
+        self._epoch_size, self._sizes = data.epoch_size, sizes_of(config.update)
+        check_points(config, data)
+        sampler = None if isinstance(data.train, Stream) else sampler_of(data, config, ranks)
+        self.num_updates = count_updates(config, self._epoch_size, sampler)
         if self.num_updates.of_run == 0:
             raise MegabatchError(no_update(config))
         if isinstance(data.train, Stream):
             self._source = Streamed(data.train, ranks, self.num_updates.of_run)
         else:
-            self._source = Shares(data, config, ranks, cast(int, self.num_updates.of_run))
+            self._source = Shares(data, config, cast(UpdateSampler, sampler), cast(int, self.num_updates.of_run))
         self._state = self._before = self._source.start()
-        self._ahead: tuple[Delivery, Iterator[Delivery]] | None = None  # read by peek(): the next one, and the rest
+        self._ahead: Ahead | None = None  # read by peek(): the next one, and the rest
         self._ids: Sequence[int | str] = ()
+        self.even_tokens: int | None = None  # by which they are dealt
 
     @property
     def epochs(self) -> float | None:
@@ -216,14 +216,31 @@ class Updates:
         return None if self._epoch_size is None else self._state["samples"] / self._epoch_size
 
     @property
+    def size(self) -> int:
+        """Samples that the update should have, over all ranks, that was handed out last."""
+        return self._sizes(seen_of(self._before))
+
+    @property
     def skipped(self) -> Skipped:
         """What a stream has left out of its present pass; of other data `load_data` has said it."""
         return Skipped(**self._state.get("skipped", {}))
 
     @property
+    def ids(self) -> Sequence[int | str]:
+        """This rank's samples of the update that was handed out last: numbers in the data, or a stream's names."""
+        return self._ids
+
+    @property
     def names(self) -> list[str]:
         """Where each of this rank's samples of the update comes from that was handed out last."""
         return [self._source.name(each) for each in self._ids]
+
+    def deal_by(self, even_tokens: int | None) -> None:
+        """Deal updates over ranks by what samples cost, see `dealing.py`, before the first is handed out; None: by
+        length. The samples of an update stay the same."""
+        cost = price_of(even_tokens)
+        if cost is not None and self._dp_degree > 1:
+            self.even_tokens, self._ahead = even_tokens, self._source.deal_by(cost, self._ahead)
 
     def peek(self) -> Sequence[Any]:
         """This rank's samples of the next update, which is still to come; none at the end of the run."""
@@ -270,10 +287,6 @@ class Updates:
         return []
 
 
-def no_update(config: Config) -> str:
-    """Why a run would be over before it began."""
-    return (
-        f"run.max_epochs={config.run.max_epochs} passes over the data make no update of update.global_batch_size="
-        f'{config.update.global_batch_size} with update.tail="{config.update.tail}"; '
-        'make it smaller, or set update.tail="step"'
-    )
+def seen_of(state: State) -> Seen:
+    """What was handed out before a state; of an earlier version, or where no size asks for it, the updates alone."""
+    return Seen(*state.get("seen", (state["updates"],)))

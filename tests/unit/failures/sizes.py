@@ -19,6 +19,12 @@ def of_other_data() -> None:
     sampler().load_state_dict(sampler((1,) * 9).state_dict())
 
 
+def of_a_number() -> None:
+    before = sampler()
+    next(iter(before))
+    sampler(global_batch_size=lambda seen: 4).load_state_dict(before.state_dict())
+
+
 def of_other_seed() -> None:
     sampler().load_state_dict(sampler(seed=3).state_dict())
 
@@ -73,6 +79,15 @@ FAILURES = {
         PlanError,
         "the length of sample 1 is -3; it counts things and must be a whole number of at least 0",
         lambda: plan([2, -3], micro_batch_size=1),
+    ),
+    "a function of nothing": Failure(
+        PlanError, count("global_batch_size", 0), lambda: sampler(global_batch_size=lambda seen: 0)
+    ),
+    "a state that has counted nothing": Failure(
+        PlanError,
+        "the sampler's state does not say what was handed out before it, which a global_batch_size that is a function "
+        "asks for; give a state of a sampler that has such a one",
+        of_a_number,
     ),
     "an unknown tail": Failure(
         PlanError, "tail is 'keep'; expected one of step, drop, carry", lambda: sampler(tail="keep")

@@ -1,0 +1,90 @@
+"""Batch size: how many samples each update has, always as many or more from some point on, and what follows from it."""
+
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any, cast
+
+from megabatch.errors import MegabatchError
+from megabatch.train.config import Config, UpdateConfig
+
+KEY = "update.global_batch_size"
+FORM = 'a number, or [[0, 64], ["50M tokens", 256]]'
+POINT = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?)\s*([kMB]?)\s*(update|sample|token)s?\s*")
+TIMES = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Samples of an update over all ranks, by what was handed out before it."""
+
+    unit: str  # what points are counted in: a field of `Seen`
+    points: tuple[int, ...]  # increasing, the first is 0
+    sizes: tuple[int, ...]  # from that point on
+
+    def __call__(self, seen: object) -> int:
+        """Samples of the next update, by the sampler's `Seen`, which is not imported: it needs torch."""
+        return self.sizes[bisect_right(self.points, getattr(seen, self.unit)) - 1]
+
+    @property
+    def largest(self) -> int:
+        """The most samples that an update may have."""
+        return max(self.sizes)
+
+    def __str__(self) -> str:
+        later = zip(self.sizes[1:], self.points[1:], strict=True)
+        words = [f"{size} after {point:,} {self.unit if point > 1 else self.unit[:-1]}" for size, point in later]
+        return ", ".join([f"{self.sizes[0]} samples", *words])
+
+
+def sizes_of(update: UpdateConfig) -> Sizes:
+    """Those of a recipe. Raises `MegabatchError` for a schedule that is none."""
+    given = update.global_batch_size
+    return Sizes("updates", (0,), (given,)) if isinstance(given, int) else read_schedule(given)
+
+
+def read_schedule(given: Sequence[Any]) -> Sizes:
+    """A schedule as a recipe has it. Raises `MegabatchError`, in one line, for what is none."""
+    if not given or not all(isinstance(pair, list) and len(cast(list[Any], pair)) == 2 for pair in given):
+        raise MegabatchError(f"{KEY} is {given}; expected {FORM}: pairs of a point and the samples from there on")
+    sizes = tuple(size for _, size in given)
+    for size in sizes:
+        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size < 2**63:
+            raise MegabatchError(f"{KEY} has updates of {size!r} samples; expected a whole number of at least 1")
+    read = [read_point(point) for point, _ in given]
+    points = tuple(number for number, _ in read)
+    units = sorted({unit for number, unit in read if number})  # nothing is nothing, in any unit
+    if points[0]:
+        raise MegabatchError(f"{KEY} begins at {given[0][0]!r}; the first size holds from 0 on: [[0, {sizes[0]}], ...]")
+    if len(units) > 1:
+        raise MegabatchError(f"{KEY} has points in {' and in '.join(units)}, which have no order; count all in one")
+    for (before, _), (after, _), (low, high) in zip(given, given[1:], pairwise(points), strict=False):
+        if high <= low:
+            raise MegabatchError(f"{KEY} goes from {before!r} to {after!r}; put its points in increasing order")
+    return Sizes(units[0] if units else "updates", points, sizes)
+
+
+def read_point(point: object) -> tuple[int, str]:
+    """How many of what: a number of updates, or "50M tokens"."""
+    if isinstance(point, int) and not isinstance(point, bool) and 0 <= point < 2**63:
+        return point, "updates"
+    found = POINT.fullmatch(point) if isinstance(point, str) else None
+    number = Fraction(found[1].replace("_", "")) * TIMES[found[2]] if found else Fraction(1, 2)
+    if found is None or number.denominator != 1 or number >= 2**63:
+        raise MegabatchError(
+            f'{KEY} has the point {point!r}; expected a number of updates, or "20k samples", "1.5B tokens" or the like'
+        )
+    return int(number), f"{found[3]}s"
+
+
+def check_batch_size(config: Config) -> None:
+    """Raise `MegabatchError` where the schedule is none, or where the learning rate follows a size that stays."""
+    sizes = sizes_of(config.update)
+    if config.optim.lr_follows_batch is not None and len(sizes.sizes) == 1:
+        raise MegabatchError(
+            f'optim.lr_follows_batch is "{config.optim.lr_follows_batch}" and all updates have {sizes}; '
+            f"give {KEY} a schedule, or leave optim.lr_follows_batch out"
+        )

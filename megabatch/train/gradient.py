@@ -1,0 +1,53 @@
+"""Gradient: the accumulator that computes an update's gradient, as the recipe says."""
+
+import re
+
+from torch import nn
+
+from megabatch import GradientAccumulator
+from megabatch.errors import PlanError
+from megabatch.fit import Fit
+from megabatch.train.config import Config
+from megabatch.train.model.precision import accumulation_of
+from megabatch.train.plan.sizes import read_bytes
+from megabatch.train.shortage import noted
+
+KEYS = {  # what the library calls a setting → what a recipe does
+    "memory_bytes": "update.memory",
+    **{
+        name: f"update.{name}"
+        for name in ("sync", "micro_batch_size", "max_microbatch_tokens", "accumulate_dtype", "fuse_accumulation")
+    },
+}
+NAMED = re.compile(rf"(?<![\w.])({'|'.join(KEYS)})\b")
+
+
+def accumulator_of(model: nn.Module, config: Config, fit: Fit | None, sync: str | None = None) -> GradientAccumulator:
+    """Of a wrapped model; ``fit`` and ``sync`` are what was chosen where the recipe leaves it open. Collective.
+
+    Raises `PlanError`, in the recipe's words, for settings that this model cannot have.
+    """
+    try:
+        gradient = GradientAccumulator(
+            model,
+            micro_batch_size=config.update.micro_batch_size,
+            max_microbatch_tokens=config.update.max_microbatch_tokens if fit is None else fit,
+            memory_bytes=cap_of(config),
+            sync=sync or config.update.sync,
+            accumulate_dtype=accumulation_of(config.update),
+            fuse_accumulation=config.update.fuse_accumulation,
+        )
+    except PlanError as error:
+        raise PlanError(in_keys(str(error))) from error
+    gradient.learn(noted(config.run))
+    return gradient
+
+
+def cap_of(config: Config) -> int | None:
+    """What a rank may use of its device; None: nine tenths of what is free."""
+    return None if config.update.memory is None else read_bytes("update.memory", config.update.memory)
+
+
+def in_keys(text: str) -> str:
+    """An error of the library, its settings named as a recipe names them."""
+    return NAMED.sub(lambda found: KEYS[found[1]], text)
