@@ -24,7 +24,9 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 RECIPES = ROOT / "recipes"
 MAX_LINES, MAX_LINES_OF = 30, {"flow_digits.py": 120, "accelerated.py": 40, "module.py": 40}
+MAX_LINES_OF |= {"dpo.py": 55, "grpo.py": 64, "classification.py": 41, "masked.py": 41, "seq2seq.py": 40}
 QUICK = ["experts", "images", "learner", "loop", "own_loop", "own_loss", "several_terms", "two_towers"]
+OF_RECIPES = ["classification", "dpo", "masked", "seq2seq"]  # run by tests/train/test_loss_recipes.py
 ON_RANKS = ["ddp", "fsdp2"]
 IN_OTHER_LOOPS = ["trainer", "accelerated", "module"]
 SECONDS = 300  # for one example, on a machine that is busy with others
@@ -66,7 +68,7 @@ def assert_falls(losses: list[float], by: float) -> None:
 
 def test_every_example_is_short_and_run_by_a_test() -> None:
     files = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES.iterdir() if path.is_file()}
-    named = [*QUICK, *ON_RANKS, *IN_OTHER_LOOPS, "policy", "flow_digits"]
+    named = [*QUICK, *ON_RANKS, *IN_OTHER_LOOPS, *OF_RECIPES, "policy", "grpo", "flow_digits"]
     assert sorted(files) == sorted(f"{name}.py" for name in named)
     assert not {name: lines for name, lines in files.items() if lines > MAX_LINES_OF.get(name, MAX_LINES)}
 
@@ -174,6 +176,13 @@ def test_a_policy_learns_from_rewards() -> None:
     assert len(set(rollouts)) > 1  # more than one call in some updates
 
 
+@pytest.mark.slow
+def test_groups_of_answers_are_compared() -> None:
+    rewards = numbers(example("grpo"), "reward ")
+    assert len(rewards) == 60
+    assert sum(rewards[-10:]) / 10 > sum(rewards[:5]) / 5 + 1
+
+
 def test_the_flow_is_exact_under_any_cut() -> None:
     flow = load_file(EXAMPLES / "flow_digits.py")
     train = flow.data(num_draws=2)["train"]
@@ -227,6 +236,7 @@ def test_a_recipe_is_valid_and_says_what_it_is(path: Path) -> None:
 
 FILES = {  # the rows that a recipe's first comment speaks of
     "gsm8k": ({"question": "What is 2 + {}?", "answer": "2 + {} = 7"}, "data.path"),
+    "gsm8k-lora": ({"question": "What is 2 + {}?", "answer": "2 + {} = 7"}, "data.path"),
     "chat": (
         {"messages": [{"role": "user", "content": "Say {}."}, {"role": "assistant", "content": "Here: {}."}]},
         "data.path",
@@ -253,7 +263,7 @@ def test_a_recipe_trains_on_the_file_that_it_asks_for(name: str, tmp_path: Path,
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row).replace("{}", str(number)) + "\n" for number in range(80)))
     values = SMALL | {key: file, "run.folder": tmp_path / "run", "data.cache": tmp_path / "cache"}
-    if name == "chat":
+    if name in ("chat", "gsm8k-lora"):
         values["model.name"] = chat_model
     if name == "pretrain":
         values |= {"data.pack_tokens": 128, "model.config.hidden_size": 64, "model.config.num_hidden_layers": 2}
