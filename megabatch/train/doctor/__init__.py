@@ -1,0 +1,1 @@
+"""Doctor: `megabatch doctor`, what there is to train with, and whether it works."""

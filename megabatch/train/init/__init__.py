@@ -1,0 +1,1 @@
+"""Init: `megabatch init`, from three answers to a recipe that runs."""
