@@ -91,11 +91,16 @@ def budget_of(device: torch.device, cap_bytes: float | None, ranks: DataRanks) -
     _trim()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        used, free = float(torch.cuda.memory_reserved(device)), float(torch.cuda.mem_get_info(device)[0])
+        used, free = float(torch.cuda.memory_reserved(device)), free_on(device)
     else:
-        used, free = resident_bytes(), free_bytes() / hosts.count(socket.gethostname())
+        used, free = resident_bytes(), free_on(device) / hosts.count(socket.gethostname())
     limit = used + free * (1 - KEPT_FREE)
     return Budget(used, limit if cap_bytes is None else min(limit, cap_bytes), used + free)
+
+
+def free_on(device: torch.device) -> float:
+    """What the device can still give, a CPU to all processes together. Raises `PlanError` where none can tell."""
+    return float(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free_bytes()
 
 
 def device_text(device: torch.device) -> str:

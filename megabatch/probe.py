@@ -19,7 +19,7 @@ from megabatch.copies import Copies, Longest, Sample, Subject
 from megabatch.errors import MegabatchError, PlanError, require_positive
 from megabatch.fit import Fit, bound_tokens, cost_of, in_gib, largest_fitting, search
 from megabatch.kept import Kept, norms
-from megabatch.memory import GIVE_A_BOUND, budget_of, check_device, check_measurable
+from megabatch.memory import GIVE_A_BOUND, Budget, budget_of, check_device, check_measurable
 from megabatch.plain import PlainReducer
 from megabatch.precision import Wide
 from megabatch.run import told_failure
@@ -104,19 +104,35 @@ class Prober:
             )
         if _has_gradients(opened):  # beside which nothing is measured
             return cutter
-        longest = self._longest(cutter, batch, loss_fn)
+        longest = self.longest(cutter, batch, loss_fn)
         if longest is None:
             return cutter
-        self.reducer.check_unchanged()
-        gradient.drop(self.reducer.parameters)
-        with self._as_before(opened):
-            copies = Copies(self._subject, cutter, longest, loss_fn, self.optimizer)
+        with self.copies(cutter, longest, loss_fn, opened) as copies:
             fit = self._fit(copies, longest, _most_rows(cutter, longest))
         with contextlib.suppress(TypeError):  # of a callable of another kind
             self._measured = weakref.ref(loss_fn), longest.sample
         return replace(cutter, fit=fit)
 
-    def _longest(self, cutter: Cutter, batch: Batch, loss_fn: LossFunction) -> Longest | None:
+    @contextlib.contextmanager
+    def copies(
+        self, cutter: Cutter, longest: Longest, loss_fn: LossFunction, opened: OpenUpdate | None,
+        budget: Budget | None = None,
+    ) -> Generator[Copies]:  # fmt: skip
+        """Surrounds small updates, of which nothing is left; with what tells of their memory. Collective.
+
+        ``budget``: as it was found before others like them; None: it is found here.
+        """
+        self.reducer.check_unchanged()
+        gradient.drop(self.reducer.parameters)
+        with self._as_before(opened):
+            copies = Copies(self._subject, cutter, longest, loss_fn, self.optimizer)
+            if budget is None:
+                copies.measure(1)  # what is made once, workspaces and compiled code, is there from here on
+                budget = budget_of(self.reducer.device, self._memory_bytes, self.reducer.ranks)
+            copies.budget = budget
+            yield copies
+
+    def longest(self, cutter: Cutter, batch: Batch, loss_fn: LossFunction) -> Longest | None:
         """The longest sample of all ranks, or of an earlier call; None where the bound need not be chosen for it."""
         ranks, told, failure, samples = self.reducer.ranks, [1.0, 0.0, 0.0, 0.0, 0.0], None, None
         known = None if self._measured is None or self._measured[0]() is not loss_fn else self._measured[1]
@@ -155,8 +171,6 @@ class Prober:
         return longest, usual
 
     def _fit(self, copies: Copies, longest: Longest, most_rows: int) -> Fit:
-        copies.measure(1)  # what is made once, workspaces and compiled code, is there from here on
-        copies.budget = budget_of(self.reducer.device, self._memory_bytes, self.reducer.ranks)
         measured = search(copies.measure, lambda: copies.space, most_rows)
         tokens = bound_tokens(measured, copies.space, longest.num_tokens)
         largest = largest_fitting(measured, copies.space)

@@ -5,7 +5,7 @@ the bound from its checkpoint, unless it has come to other hardware or another l
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from megabatch.train.console import Console
 from megabatch.train.data.load import Data
 from megabatch.train.data.stream import Stream
 from megabatch.train.data.updates import Updates
+from megabatch.train.dealing import dealt_text, even_tokens
 from megabatch.train.meta import first_difference, read_meta
 from megabatch.train.model.build import Laid
 from megabatch.train.plan.sizes import gib_text
@@ -25,6 +26,7 @@ from megabatch.train.ranks import Ranks
 from megabatch.train.shortage import LEARNED, noted
 
 KEY = "bound"  # of a checkpoint's meta
+EVEN = "even_tokens"
 AUTO = "auto"
 COMPARED = 2  # update of this process after which everything is there that stays
 
@@ -36,12 +38,18 @@ class Bound:
     fit: Fit | None  # None: not measured yet
     made_for: Mapping[str, object]  # where any of it differs, it is chosen anew
     words: tuple[str, ...] = ()
+    even_tokens: int | None = None  # by which samples are dealt over ranks: of the first fit, for as long as it is kept
 
     @property
     def meta(self) -> dict[str, object]:
         """What a checkpoint keeps."""
         fit = None if self.fit is None else asdict(self.fit)
-        return {KEY: {"made_for": dict(self.made_for), "fit": fit}}
+        return {KEY: {"made_for": dict(self.made_for), "fit": fit, EVEN: self.even_tokens}}
+
+    def lowered(self, fit: Fit) -> "Bound":
+        """With another fit in the place of its own."""
+        own, other = (None if each is None else f"update.{each.explain()}" for each in (self.fit, fit))
+        return replace(self, fit=fit, words=tuple(other if each == own else each for each in self.words))
 
 
 def saved_bound(config: Config, ranks: Ranks, checkpoint: Path | None) -> Bound | None:
@@ -59,7 +67,8 @@ def saved_bound(config: Config, ranks: Ranks, checkpoint: Path | None) -> Bound 
         key, there, now = difference
         return Bound(None, here, (f"the bound is chosen anew: {key} was {there} and is {now}",))
     fit = fit_of(saved["fit"])
-    return Bound(fit, here, (kept_text(fit.max_microbatch_tokens, noted(config.run)),))
+    kept = kept_text(fit.max_microbatch_tokens, noted(config.run))
+    return Bound(fit, here, (kept,), saved.get(EVEN))  # of an earlier version: dealt by length, as before
 
 
 def kept_text(tokens: int, learned: errors.Bound | None) -> str:
@@ -96,14 +105,28 @@ def fit_of(saved: Mapping[str, Any]) -> Fit:
 def choose(
     bound: Bound | None, gradient: GradientAccumulator, loss_fn: LossFunction, data: Data, updates: Updates, laid: Laid
 ) -> Bound | None:
-    """The bound, measured where it is still open; collective. Nothing is left behind."""
-    if bound is None or bound.fit is not None:
-        return bound
-    with laid.losses():
-        gradient.choose_bound(longest(data, updates.peek()), loss_fn)
-    if gradient.fit is None:  # no sample is left
-        return bound
-    return Bound(gradient.fit, bound.made_for, (*bound.words, f"update.{gradient.fit.explain()}"))
+    """The bound, measured where it is still open, and updates dealt by what was measured; collective.
+
+    Nothing else is left behind.
+    """
+    if bound is None:
+        return None
+    if bound.fit is None:
+        with laid.losses():
+            gradient.choose_bound(longest(data, updates.peek()), loss_fn)
+        if gradient.fit is None:  # no sample is left
+            return bound
+        words = (*bound.words, f"update.{gradient.fit.explain()}")
+        bound = Bound(gradient.fit, bound.made_for, words, agreed(even_tokens(gradient.fit), gradient))
+    updates.deal_by(bound.even_tokens)
+    dealt = () if updates.even_tokens is None else (dealt_text(updates.even_tokens),)
+    return replace(bound, words=(*bound.words, *dealt))
+
+
+def agreed(tokens: int | None, gradient: GradientAccumulator) -> int | None:
+    """The first rank's number: others may be of another make, and round another way, and all deal the same."""
+    ((told, *_), *_) = gradient.ranks.exchange([float(tokens or 0)])
+    return int(told) or None
 
 
 def longest(data: Data, samples: Sequence[Any]) -> list[Any]:

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import asdict
 
 import pytest
@@ -43,9 +42,12 @@ def test_a_bound_is_kept_and_chosen_anew(bench: Bench) -> None:
     assert "the bound is chosen anew: number of ranks was 1 and is 2" in said
 
 
-def test_too_little_memory_is_one_line(refuse: Callable[..., str]) -> None:
-    line = refuse(**AUTO, update__memory="1MiB")
-    assert re.fullmatch(r"one sample of \d+ tokens needs .* GiB, and .* give more memory, shorten it, .*", line), line
+def test_too_little_memory_is_one_line_and_keeps_no_folder_from_a_run_with_more(bench: Bench) -> None:
+    (end,) = bench.finish(**AUTO, update__memory="1MiB")
+    line = r"megabatch: one sample of \d+ tokens needs .* GiB, and .* give more memory, shorten it, .*\n"
+    assert (end.status, bool(re.fullmatch(line, end.err))) == (2, True), end.err
+    assert "stopped by PlanError: one sample of " in (bench.folder / "log.txt").read_text()
+    bench.train(**AUTO, run__max_steps=1)
 
 
 def test_a_stream_goes_on_with_longer_samples(bench: Bench) -> None:

@@ -9,8 +9,10 @@ import pytest
 
 from megabatch import MegabatchError
 from megabatch.train.config import Config
+from megabatch.train.plan.asked import read_asked
 from megabatch.train.plan.choices import Choice, grid_of
 from megabatch.train.plan.command import plan_recipe
+from megabatch.train.plan.lines import command_line
 from megabatch.train.plan.sizes import read_bytes, read_rate
 from tests.train.test_plan import LLAMA
 
@@ -107,3 +109,9 @@ def test_a_choice_needs_as_much_as_one_with_less() -> None:
     ]  # fmt: skip
     assert all(each.needs_as_much_as(small) for each in larger)
     assert not any(small.needs_as_much_as(each) for each in larger)
+
+
+def test_a_key_that_is_chosen_is_said_once() -> None:
+    asked = read_asked(["--world", "2", "--update.sync=last", "--optim.lr=0.1"])
+    line = command_line({"update": {"sync": "every"}}, Path("a recipe.toml"), asked)
+    assert line == ("torchrun --nproc-per-node 2 -m megabatch train 'a recipe.toml' --optim.lr=0.1 --update.sync=every")

@@ -4,6 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import product
 
+from megabatch.train.batch_size import sizes_of
 from megabatch.train.config import Config
 
 FUSED_ON_GPUS = ("Adam", "AdamW", "SGD")  # torch's others are fused on CPUs only
@@ -80,7 +81,7 @@ def grid_of(config: Config, fixed: Collection[str], wrapped: str, dp_degree: int
         wrapped: A key of `REDUCTIONS`.
         dp_degree: Ranks that see different samples.
     """
-    samples_per_rank = -(-config.update.global_batch_size // dp_degree)
+    samples_per_rank = -(-sizes_of(config.update).largest // dp_degree)
     syncs, costlier = REDUCTIONS[wrapped]
     if config.update.sync != "auto" and ("update.sync" in fixed or config.update.sync not in syncs):
         syncs, costlier = (config.update.sync,), ()

@@ -1,7 +1,8 @@
 """Closed form: memory, traffic and time of a choice in a few sums, from the sizes of a model; for what no run is worth.
 
 Within 5 % of simulated memory where activations are recomputed; elsewhere it counts fewer activations than any layer
-keeps, so that nothing that fits is called too large. Traffic is exact for models that use every parameter.
+keeps, so that nothing that fits is called too large. Traffic is exact for models that use every parameter and train
+something in each layer.
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from megabatch.train.optim import build_optimizer
 from megabatch.train.plan.choices import Choice
 
 LEAST_KEPT = 12  # numbers per token and hidden feature that a layer keeps for backward; those measured keep 22
-RECOMPUTING, PLAIN = 8, 6  # flops per token and parameter, with and without a second forward
+RECOMPUTING, PLAIN = 6, 4  # flops per token and parameter, with and without a second forward
+TRAINED = 2  # and for its gradient
 
 
 @dataclass(frozen=True)
@@ -29,17 +31,32 @@ class Sizes:
     num_parameters: int  # of this rank's part under tp
     num_unit: int  # of the largest layer
     num_root: int  # in no layer: embedding, head
+    num_trained: int  # of the parameters, of the largest layer's and of those in no layer
+    num_trained_unit: int
+    num_trained_root: int
+    wider_bytes: int  # that one of them has more than another parameter: adapters of bfloat16 are of float32
     num_layers: int
+    num_kept: int  # layers that keep activations: from the first one with something to train
     num_hidden: int
     num_vocabulary: int
     parameter_bytes: int
     compute_bytes: int
     reduce_bytes: int
-    state_bytes: float  # of the optimizer, per parameter
+    state_bytes: float  # of the optimizer, per parameter that is trained
     dtype: torch.dtype  # that is computed in
     wrapped: str  # "plain", "ddp", "replicate", "fsdp2" or "hsdp"
     num_shards: int  # ranks that share one copy of the parameters
     num_copies: int
+
+    @property
+    def num_gathered(self) -> int:
+        """Layers that are gathered at once at most: three, or fewer where the lower ones have no backward."""
+        return 3 if self.num_kept == self.num_layers else min(3, self.num_kept + 1)
+
+    @property
+    def num_backward(self) -> float:
+        """Parameters of layers that have a backward, which may be kept for it from the forward."""
+        return (self.num_parameters - self.num_root) * self.num_kept / max(self.num_layers, 1)
 
     @property
     def is_sharded(self) -> bool:
@@ -69,28 +86,43 @@ class Estimate:
 
 def sizes_of(model: nn.Module, config: Config, layout: Layout, wrapped: str, world: int) -> Sizes:
     """The sizes of a model, which needs no memory, on ``world`` ranks."""
-    layers = [sum(each.numel() for each in block.parameters()) for block in blocks_of(model).values()]
-    num_parameters = sum(each.numel() for each in model.parameters())
+    layers = [sizes_of_one(block) for block in blocks_of(model).values()]
+    num_parameters, num_trained = sizes_of_one(model)
+    in_layers, trained_in_layers = (sum(each[kind] for each in layers) for kind in (0, 1))
+    below = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else model  # before the first layer
+    trains_below = any(each.requires_grad for each in below.parameters())
     text = model.config.get_text_config() if isinstance(model, PreTrainedModel) else None
     dtype, tp = dtype_of(config.model), layout.tp
+    trained_dtype = next((each.dtype for each in model.parameters() if each.requires_grad), dtype)
     computed = torch.bfloat16 if is_mixed(config.model) else dtype
     num_copies, num_shards = layout.data_degrees("fsdp2" if wrapped in ("fsdp2", "hsdp") else wrapped, world)
     return Sizes(
         num_parameters=num_parameters // tp,
-        num_unit=max(layers, default=num_parameters) // tp,
-        num_root=(num_parameters - sum(layers)) // tp,
+        num_unit=max((each[0] for each in layers), default=num_parameters) // tp,
+        num_root=(num_parameters - in_layers) // tp,
+        num_trained=num_trained // tp,
+        num_trained_unit=max((each[1] for each in layers), default=num_trained) // tp,
+        num_trained_root=(num_trained - trained_in_layers) // tp,
+        wider_bytes=trained_dtype.itemsize - dtype.itemsize,
         num_layers=len(layers),
+        num_kept=sum(trains_below or any(each[1] for each in layers[:end]) for end in range(1, len(layers) + 1)),
         num_hidden=getattr(text, "hidden_size", 0),
         num_vocabulary=getattr(text, "vocab_size", 0),
         parameter_bytes=dtype.itemsize,
         compute_bytes=computed.itemsize,
-        reduce_bytes=(accumulation_of(config.update) or dtype).itemsize,
-        state_bytes=state_bytes(config, dtype),
+        reduce_bytes=(accumulation_of(config.update) or trained_dtype).itemsize,
+        state_bytes=state_bytes(config, trained_dtype),
         dtype=computed,
         wrapped=wrapped,
         num_shards=num_shards,
         num_copies=num_copies,
     )
+
+
+def sizes_of_one(module: nn.Module) -> tuple[int, int]:
+    """Numbers of its parameters, and of those that are trained."""
+    parameters = list(module.parameters())
+    return sum(each.numel() for each in parameters), sum(each.numel() for each in parameters if each.requires_grad)
 
 
 def state_bytes(config: Config, dtype: torch.dtype) -> float:
@@ -107,7 +139,8 @@ def estimate(choice: Choice, sizes: Sizes, length_tokens: int, device: Device) -
     """The sums, for samples of ``length_tokens``."""
     tokens = choice.micro_batch_size * length_tokens
     sent_bytes = sent(choice, sizes)
-    flops = (RECOMPUTING if choice.recompute else PLAIN) * sizes.num_parameters * tokens * choice.num_microbatches
+    per_token = (RECOMPUTING if choice.recompute else PLAIN) * sizes.num_parameters + TRAINED * sizes.num_trained
+    flops = per_token * tokens * choice.num_microbatches
     rate = device.sending_bytes_per_second(list(range(sizes.num_shards * sizes.num_copies)))
     compute_seconds = flops / device.flops_per_second(sizes.dtype)
     return Estimate(int(peak(choice, sizes, tokens)), sent_bytes, compute_seconds, sent_bytes / rate)
@@ -115,15 +148,17 @@ def estimate(choice: Choice, sizes: Sizes, length_tokens: int, device: Device) -
 
 def peak(choice: Choice, sizes: Sizes, tokens: int) -> float:
     """Most bytes alive: in a forward, in a backward, or in the step."""
-    P, u, r = sizes.num_parameters, sizes.num_unit, sizes.num_root
+    P, u, r, T = sizes.num_parameters, sizes.num_unit, sizes.num_root, sizes.num_trained
     b_c, b_r = sizes.compute_bytes, sizes.reduce_bytes
-    own, accumulates = P / sizes.num_shards, choice.num_microbatches > 1
-    shard = own * b_r  # of the gradient
-    base = own * (sizes.parameter_bytes + sizes.state_bytes) + (shard if sizes.wrapped == "ddp" else 0)  # and buckets
-    held = P * b_r if sizes.is_sharded and choice.sync == "last" and accumulates else shard
+    accumulates = choice.num_microbatches > 1
+    shard = T / sizes.num_shards * b_r  # of the gradient
+    base = (P * sizes.parameter_bytes + T * (sizes.wider_bytes + sizes.state_bytes)) / sizes.num_shards
+    base += shard if sizes.wrapped == "ddp" else 0  # in buckets
+    held = T * b_r if sizes.is_sharded and choice.sync == "last" and accumulates else shard
     held += shard if choice.sync == "replica_last" and accumulates else 0
-    gathered = r * b_c + (3 * u if choice.reshard else P - r) * b_c if sizes.is_sharded else 0
-    reducing = r * b_c + u * b_r if sizes.is_sharded else 0
+    layers = sizes.num_gathered * u if choice.reshard else sizes.num_backward
+    gathered = (r + layers) * b_c if sizes.is_sharded else 0
+    reducing = sizes.num_trained_root * b_c + sizes.num_trained_unit * b_r if sizes.is_sharded else 0
     forward = base + (held if accumulates else 0) + gathered + activations(choice, sizes, tokens)
     step = base + shard + (0 if choice.fused else shard)
     return max(forward, base + held + gathered + reducing, step)
@@ -132,17 +167,20 @@ def peak(choice: Choice, sizes: Sizes, tokens: int) -> float:
 def activations(choice: Choice, sizes: Sizes, tokens: int) -> float:
     """What layers keep for backward, and the logits with their gradient in float32."""
     features = tokens * sizes.num_hidden * sizes.compute_bytes
-    each = features if choice.recompute else LEAST_KEPT * features
-    return sizes.num_layers * each + 2 * 4 * tokens * sizes.num_vocabulary
+    least = LEAST_KEPT if sizes.num_trained == sizes.num_parameters else LEAST_KEPT // 2  # frozen matrices keep nothing
+    each = features if choice.recompute else least * features
+    return sizes.num_kept * each + 2 * 4 * tokens * sizes.num_vocabulary
 
 
 def sent(choice: Choice, sizes: Sizes) -> int:
     """Bytes that a rank sends in rings; nothing of tensor parallelism."""
-    n, P = choice.num_microbatches, sizes.num_parameters
+    n, P, T = choice.num_microbatches, sizes.num_parameters, sizes.num_trained
     inside, across = ((ranks - 1) / ranks for ranks in (sizes.num_shards, sizes.num_copies))
     reductions = 1 if choice.sync == "last" else n
     if not sizes.is_sharded:
-        return int(2 * across * P * sizes.reduce_bytes * reductions)
-    gathers = n * (2 * P - sizes.num_root if choice.reshard else P)  # the root stays gathered until its backward
-    within = inside * (gathers * sizes.compute_bytes + P * reductions * sizes.reduce_bytes)
-    return int(within + 2 * across * P / sizes.num_shards * sizes.reduce_bytes * (n if choice.sync == "every" else 1))
+        return int(2 * across * T * sizes.reduce_bytes * reductions)
+    twice = choice.reshard  # but for the root, which stays gathered until its backward
+    gathers = n * (P + (P - sizes.num_root if twice else 0))
+    wider = n * (T + (T - sizes.num_trained_root if twice else 0)) * sizes.wider_bytes
+    within = inside * (gathers * sizes.compute_bytes + wider + T * reductions * sizes.reduce_bytes)
+    return int(within + 2 * across * T / sizes.num_shards * sizes.reduce_bytes * (n if choice.sync == "every" else 1))

@@ -33,9 +33,11 @@ def toml_lines(keys: Keys) -> str:
 
 
 def command_line(keys: Keys, recipe: Path, asked: Asked) -> str:
-    """What runs the choice without another line in the recipe."""
-    arguments = [str(recipe), *asked.overrides, *overrides(keys)]
-    return shlex.join([*launcher(asked), "train", *arguments])
+    """What runs the choice without another line in the recipe; a key that was asked for otherwise is said once."""
+    chosen = overrides(keys)
+    names = {word.partition("=")[0] for word in chosen}
+    others = [word for word in asked.overrides if word.partition("=")[0] not in names]
+    return shlex.join([*launcher(asked), "train", str(recipe), *others, *chosen])
 
 
 def launcher(asked: Asked) -> Sequence[str]:

@@ -20,6 +20,7 @@ from megabatch.train.console import Console
 from megabatch.train.layout import Layout, layout_of
 from megabatch.train.model.architecture import architecture_of, check_fit, outline
 from megabatch.train.model.build import check_keys, check_together, divide, prepare
+from megabatch.train.model.frozen import choose_trained
 from megabatch.train.model.precision import accumulation_of, computing
 from megabatch.train.model.source import own_source
 from megabatch.train.model.tensor import plain_terms
@@ -113,6 +114,7 @@ def subject_of(config: Config, asked: Asked, fixed: Collection[str], console: Co
     sample = longest_sample(config, asked.length_tokens, console)
     model = bare_model(config, sample.length_tokens)
     wrapper = choose_wrapper(config.parallel.wrapper, asked.world, model, layout)
+    choose_trained(model, config.model)
     axes = axes_of(layout, wrapper, asked.world)
     wrapped = wrapped_as(wrapper, axes)
     grid = grid_of(config, fixed, wrapped, layout.dp_degree(asked.world))
@@ -122,6 +124,11 @@ def subject_of(config: Config, asked: Asked, fixed: Collection[str], console: Co
 
 def check_planned(config: Config) -> None:
     """Raise for what a recipe may have and no plan is made of."""
+    if config.model.quantize is not None:
+        raise MegabatchError(
+            f"model.quantize is {config.model.quantize!r}, whose layers the plan does not simulate; plan without "
+            "it: the base then counts in full"
+        )
     for axis in ("cp", "pp"):
         if (degree := getattr(config.parallel, axis)) > 1:
             raise MegabatchError(

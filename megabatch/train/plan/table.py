@@ -8,6 +8,7 @@ from rich import box
 from rich.console import Console as RichConsole
 from rich.table import Table
 
+from megabatch.train.batch_size import sizes_of
 from megabatch.train.config import Config
 from megabatch.train.plan.asked import Asked
 from megabatch.train.plan.lines import command_line, keys_of, toml_lines
@@ -45,9 +46,24 @@ def heading(subject: Subject, asked: Asked) -> str:
     return (
         f"{num_parameters:,} parameters in {config.model.dtype}, {subject.wrapper.name} on {ranks}; {device.name} with "
         f"{gib_text(asked.memory_bytes)}, {gib_text(asked.limit_bytes)} of it for tensors\n"
-        f"an update of {config.update.global_batch_size} samples, {subject.grid.samples_per_rank} a rank, all as long "
+        f"an update of {size_text(config)}, {subject.grid.samples_per_rank} a rank, all as long "
         f"as the longest: {subject.sample.length_tokens:,} tokens ({subject.sample.source})\n"
+        f"{lowered_text(config, subject.grid.samples_per_rank)}"
     )
+
+
+def lowered_text(config: Config, samples_per_rank: int) -> str:
+    """What is to be said where the recipe states a microbatch that no rank can fill; "" elsewhere."""
+    stated = config.update.micro_batch_size
+    if stated is None or stated <= samples_per_rank:
+        return ""
+    return f"update.micro_batch_size {stated} is lowered: a rank has no more samples of an update\n"
+
+
+def size_text(config: Config) -> str:
+    """How many samples the update has that is planned."""
+    sizes = sizes_of(config.update)
+    return f"{sizes.largest} samples{', the largest of update.global_batch_size' if len(sizes.sizes) > 1 else ''}"
 
 
 def table_of(rows: Sequence[Row]) -> Table:
@@ -122,6 +138,8 @@ def loss_of(row: Row, best: Row) -> str:
     if row.fits != best.fits:
         return row.why
     slower = row.seconds / best.seconds - 1
+    if slower < 0:  # see with_best_first
+        return f"{gb_text(row.sent_bytes)} sent instead of {gb_text(best.sent_bytes)}"
     if slower >= 0.001:
         sent = f"{gb_text(row.sent_bytes)} sent instead of {gb_text(best.sent_bytes)}"
         return f"{slower:.1%} slower, {sent}, bound by {row.bound}"

@@ -1,0 +1,70 @@
+"""Chosen: what a recipe leaves open and a run has chosen, before its first update or in one that it goes on from."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megabatch import Learner
+from megabatch.contract import LossFunction
+from megabatch.errors import Bound as Learned
+from megabatch.fit import Fit
+from megabatch.train.bound import Bound, choose, saved_bound
+from megabatch.train.config import Config, UpdateConfig
+from megabatch.train.data.load import Data
+from megabatch.train.data.updates import Updates
+from megabatch.train.gradient import accumulator_of
+from megabatch.train.model.build import Laid
+from megabatch.train.policy import AUTO, LAST, Choosing, Policy, saved_policy
+from megabatch.train.ranks import Ranks
+from megabatch.train.shortage import stated_words
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """How much goes through the model at once, and when ranks sum."""
+
+    bound: Bound | None  # None: the recipe gives it
+    policy: Policy
+
+    @property
+    def given(self) -> tuple[Fit | None, str | None]:
+        """Both, as far as they are known and not the recipe's."""
+        return None if self.bound is None else self.bound.fit, self.policy.sync
+
+    def said(self, update: UpdateConfig, learned: Learned | None) -> list[str]:
+        """What is to be said of it, and of a bound that the recipe gives; ``learned``: since memory has run out."""
+        of_bound = stated_words(update, learned) if self.bound is None else self.bound.words
+        return [*of_bound, *self.policy.words]
+
+    def meta(self, fit: Fit | None) -> dict[str, object]:
+        """What a checkpoint keeps; ``fit``: as it is by now."""
+        return {**({} if self.bound is None else replace(self.bound, fit=fit).meta), **self.policy.meta}
+
+
+def saved_choices(config: Config, ranks: Ranks, checkpoint: Path | None) -> Chosen:
+    """Those of the checkpoint which the run goes on from, as far as they still hold."""
+    bound = saved_bound(config, ranks, checkpoint)
+    return Chosen(bound, saved_policy(config, ranks, bound, checkpoint))
+
+
+def choose_rest(
+    chosen: Chosen, config: Config, learner: Learner, loss_fn: LossFunction, data: Data, updates: Updates, laid: Laid,
+    ranks: Ranks,
+) -> Chosen:  # fmt: skip
+    """What is still open, which the learner follows from here on. Measuring leaves nothing behind; collective."""
+    bound = choose(chosen.bound, learner.gradient, loss_fn, data, updates, laid)
+    if chosen.policy.sync is not None:
+        return Chosen(bound, chosen.policy)
+    batch = updates.peek()
+    own = learner.gradient.plan(batch).sync
+    found = None if own == LAST else Choosing(own, config, learner, loss_fn, data, batch, laid, ranks).found()
+    if found is None:
+        return Chosen(bound, replace(chosen.policy, sync=AUTO, words=()))
+    if found.sync == LAST:
+        learned = learner.gradient.learned
+        learner.gradient = accumulator_of(laid.model, config, found.fit, LAST)
+        learner.gradient.learn(learned)
+        learner.gradient.reserve_for(learner.optimizer)
+    if bound is not None and found.fit is not None:
+        bound = bound.lowered(found.fit)
+    line = f"update.sync {found.sync}: {found.why}"
+    return Chosen(bound, replace(chosen.policy, sync=found.sync, words=(*chosen.policy.words, line)))
