@@ -7,18 +7,26 @@ from typing import Any
 from megabatch import Learner, Plan
 from megabatch.contract import LossFunction
 from megabatch.train import words
+from megabatch.train.advice import Advice
+from megabatch.train.batch_size import sizes_of
 from megabatch.train.bound import Compared
 from megabatch.train.config import Config
 from megabatch.train.console import Console
 from megabatch.train.data.updates import Updates
 from megabatch.train.ema import Average
+from megabatch.train.journal import Journal
 from megabatch.train.manifest import Manifest
-from megabatch.train.metrics import MetricsFile, UpdateClock, update_row
+from megabatch.train.metrics import FILE_NAME as METRICS
+from megabatch.train.metrics import MetricsFile, UpdateClock, sums_of, update_row
 from megabatch.train.model.build import Laid
 from megabatch.train.nonfinite import Making
+from megabatch.train.page.cuts import Cuts
+from megabatch.train.page.timeline import Timeline
 from megabatch.train.partial import Partial
 from megabatch.train.ranks import Ranks
+from megabatch.train.rate import follow, rate_factor
 from megabatch.train.shortage import split_words
+from megabatch.train.stragglers import Stragglers, Work
 
 
 class Updating:
@@ -34,48 +42,75 @@ class Updating:
     ) -> None:  # fmt: skip
         self._config, self._learner, self._average, self._updates = config, learner, average, updates
         self._ranks, self._console, self._counts_tokens = ranks, console, counts_tokens
-        self._making = Making(config, learner, loss_fn, laid, partial.run, ranks, console)
-        self._manifest = Manifest(Path(config.run.folder), ranks, enabled=config.run.manifest)
+        self._folder = Path(config.run.folder)
+        self._cuts, self._timeline = Cuts(self._folder, ranks), Timeline(self._folder, learner, ranks)
+        self._advice = Advice(config, learner, loss_fn, updates, ranks, partial.run)
+        self._work, self._stragglers = Work(learner, ranks, laid.wrapper), Stragglers(ranks)
+        watched = self._timeline.watching(self._work.watching(loss_fn))
+        in_calls = self._timeline.watching_calls(self._advice.run)
+        self._making = Making(config, learner, watched, laid, in_calls, ranks, console)
+        self._manifest = Manifest(self._folder, ranks, enabled=config.run.manifest)
         self._compared = Compared(ranks)
         self.clock = UpdateClock()
         self.plan: Plan | None = None  # of the last update
 
     def run(self, batch: Sequence[Any]) -> Mapping[str, Any]:
         """Make the next update of this rank's samples, the last that were handed out; its row. Collective."""
-        lr, updates = self._learner.optimizer.param_groups[0]["lr"], self._updates
+        updates = self._updates
+        lr = self._rate()
         self._compared.begin()
-        made = self._making.run(batch, lambda: updates.names)
+        with self._timeline.update():
+            made = self._making.run(batch, lambda: updates.names)
         if self._average is not None and made.update.finite:
             self._average.update()
         self.plan = made.plan
+        sums = sums_of(made.plan, self._ranks, self._work.take())
         row = update_row(
-            made.update, made.plan, self._learner.step, lr, self.clock.lap(), self._ranks,
+            made.update, sums, self._learner.step, lr, self.clock.lap(), self._ranks.device,
             counts_tokens=self._counts_tokens, epoch=updates.epochs,
         )  # fmt: skip
-        row = made.row(row)
+        row = made.row(row) | self._advice.row(made)
+        self._stragglers.add(sums)
         self._manifest.add(row, updates)
+        self._cuts.add(row["step"], made.plan)
+        self._timeline.add(row["step"], made.plan, is_whole=not made.num_skipped)
         return row | self._compared.row(made.plan.peak_bytes, self._console)
+
+    def _rate(self) -> float:
+        """The learning rate of the update."""
+        learner, optim = self._learner, self._config.optim
+        if optim.lr_follows_batch is not None and learner.scheduler is not None:
+            factor = rate_factor(optim, sizes_of(self._config.update), self._updates.size)
+            follow(learner.optimizer, learner.scheduler, factor)
+        return learner.optimizer.param_groups[0]["lr"]
 
     def say(self, row: Mapping[str, Any]) -> None:
         """Say the row, and what is remarkable about its update. Collective."""
         self._console.update(row)
         if "num_split" in row and self.plan is not None:
             self._console.say(split_words(self._config.run, self.plan, self._learner.gradient.learned, self._ranks))
-        num_samples, size = row["num_samples"] + row.get("skipped_samples", 0), self._config.update.global_batch_size
+        for line in self._stragglers.words():
+            self._console.warn(line)
+        num_samples, size = row["num_samples"] + row.get("skipped_samples", 0), self._updates.size
         if num_samples < size:
             self._console.say(words.short_update_text(num_samples, size))
 
     def cut(self, step: int) -> None:
         """Drop what earlier starts of the run have written of updates after ``step``."""
-        self._making.skipped.cut(step)
-        self._manifest.journal.cut(step)
+        for journal in self._journals:
+            journal.cut(step)
+        self._advice.resume(self._folder / METRICS)
 
     def flush(self, metrics: MetricsFile) -> None:
         """Write the rows of updates that wait for room on the disk. Raises `OSError` where there is none."""
         metrics.flush()
-        self._making.skipped.flush()
-        self._manifest.journal.flush()
+        for journal in self._journals:
+            journal.flush()
+
+    @property
+    def _journals(self) -> list[Journal]:
+        return [self._making.skipped, *(each.journal for each in (self._manifest, self._cuts, self._timeline))]
 
     def words(self) -> list[str]:
         """What is to be said of all updates, at the end of the run."""
-        return self._making.words()
+        return [*self._making.words(), *self._advice.words()]

@@ -1,0 +1,34 @@
+"""Passes: a loss's forward and its backward, as they are seen from outside of the library and of any wrapper."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from torch import Tensor
+from torch.autograd import Variable
+
+from megabatch.contract import LossFunction, hooks_of
+
+
+def in_place_of(loss_fn: LossFunction, watched: Callable[[Any, Any], Any]) -> LossFunction:
+    """``watched``, which says of its weight what the loss says."""
+    for name, hook in hooks_of(loss_fn)._asdict().items():
+        setattr(watched, name, hook)
+    return watched
+
+
+def around_backward(total: Tensor, begins: Callable[[], object], ends: Callable[[], object]) -> None:
+    """Call these when its backward begins and when it ends: before whatever a wrapper waits for then, which is asked
+    for later."""
+
+    def begin(_: Tensor) -> None:
+        begins()
+        cast(Any, Variable)._execution_engine.queue_callback(ends)
+
+    total.register_hook(begin)
+
+
+def total_of(returned: Any) -> Tensor | None:
+    """The first total that carries a gradient, of what a loss has returned; the library says what is wrong with it."""
+    pairs = list(cast(Mapping[str, Any], returned).values()) if isinstance(returned, Mapping) else [returned]
+    totals = [cast(Sequence[Any], pair)[0] for pair in pairs if isinstance(pair, tuple | list) and pair]
+    return next((each for each in totals if isinstance(each, Tensor) and each.requires_grad), None)

@@ -1,0 +1,226 @@
+"""A rank that is slow: measured on real processes, named in the metrics and once on the console."""
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from megabatch import GradientAccumulator, Learner, Plan, losses
+from megabatch.contract import hooks_of
+from megabatch.mesh import num_collectives
+from megabatch.train.metrics import Sums, balance, sums_of, update_row
+from megabatch.train.model.wrap import Wrapper
+from megabatch.train.ranks import Ranks
+from megabatch.train.stragglers import SLOW_IN, WINDOW, Spans, Stragglers, Work, slow_text
+from tests.train.conftest import NO_DROPOUT, Bench
+from tests.train.on_ranks import on_ranks
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+TWO = Ranks(0, 2, torch.device("cpu"))
+DDP = Wrapper("ddp", "asked for")
+BUSY = """
+import os
+import time
+import torch
+from megabatch import losses
+
+def busy(seconds):
+    end = time.thread_time() + seconds * (os.environ.get("RANK") == "1")
+    while time.thread_time() < end:
+        pass
+
+class Busy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, total):
+        return total.clone()
+    @staticmethod
+    def backward(ctx, gradient):
+        busy(0.05)
+        return gradient
+
+def slow(model, microbatch):
+    total, weight = losses.next_token(model, microbatch)
+    busy(0.05)
+    return Busy.apply(total), weight
+
+slow.weigh = losses.next_token.weigh
+"""
+
+
+def sums(predicted: list[float], measured: list[float]) -> Sums:
+    return Sums(0.0, 0.0, predicted, measured)
+
+
+def test_the_numbers_of_an_update() -> None:
+    assert balance(sums([1.0, 3.0], [0.1, 0.3])) == {
+        "slowest_over_mean": 1.5, "measured_slowest_over_mean": pytest.approx(1.5), "slowest_rank": 1,
+    }  # fmt: skip
+    assert balance(sums([1.0], [2.0])) == {}  # one rank
+    assert balance(sums([1.0, 1.0], [0.0, 0.0])) == {"slowest_over_mean": 1.0}  # not measured
+    assert balance(sums([0.0, 0.0], [0.0, 0.1])) == {}  # nor on every rank
+
+
+class Alike(Ranks):
+    """Ranks that all say the same."""
+
+    def gather(self, text: str) -> list[str]:
+        return [text] * self.size
+
+
+def said(*updates: Sums) -> list[list[str]]:
+    """What is said after each of the updates, again and again."""
+    seen, found = Stragglers(Alike(0, len(updates[0].measured), ALONE.device)), []
+    for number in range(2 * WINDOW):
+        seen.add(updates[number % len(updates)])
+        found.append(seen.words())
+    return found
+
+
+EVEN = [1.0] * 4
+
+
+def test_a_rank_is_named_once_when_it_is_slow_in_most_updates() -> None:
+    lines = said(sums(EVEN, [1.0, 2.0, 1.0, 1.0]), sums([0.8, 1.1, 1.05, 1.05], [0.8, 1.9, 1.0, 1.0]))
+    assert [number for number, each in enumerate(lines) if each] == [SLOW_IN - 1]
+    ((line,),) = [each for each in lines if each]
+    named = (
+        r"rank 1 \(process \d+ on .*\) takes 1\.6 times the mean of the ranks in forward and backward, in 8 or more "
+    )
+    assert re.match(named, line)
+
+
+def test_ranks_that_are_slow_together_are_named_though_the_slowest_is_now_this_now_that() -> None:
+    lines = said(sums([1.0] * 8, [2.0, 2.1, *[1.0] * 6]), sums([1.0] * 8, [2.1, 2.0, *[1.0] * 6]))
+    (both,) = [each for each in lines if each]
+    assert [line.split(" (")[0] for line in both] == ["rank 0", "rank 1"]
+
+
+def test_the_docs_show_the_line_as_it_is_written() -> None:
+    docs = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
+    assert f"warning: {slow_text(3, 'process 4711 on host-a', 1.6, 'in 8 or more of the last 10 updates')}\n" in docs
+
+
+@pytest.mark.parametrize(
+    "updates",
+    [
+        [sums(EVEN, [2.0, 1.0, 1.0, 1.0]), sums(EVEN, [1.0, 2.0, 1.0, 1.0])],  # now one, now the other
+        [sums(EVEN, [2.0, 1.0, 1.0, 1.0])] * 2 + [sums(EVEN, EVEN)],  # in two of three
+        [sums(EVEN, [1.4, 1.0, 1.0, 1.0])],
+        [sums([1.4, 1.0, 1.0, 1.0], [2.0, 1.0, 1.0, 1.0])],  # its samples are a reason
+        [sums(EVEN, [0.0, 2.0, 1.0, 1.0])],  # not measured on all
+        [sums([1.0], [2.0])],
+    ],
+)
+def test_a_rank_is_not_named_for_less(updates: list[Sums]) -> None:
+    assert not any(said(*updates))
+
+
+def test_spans_are_added_up_and_one_without_an_end_has_no_length() -> None:
+    spans = Spans(torch.device("cpu"))
+    for _ in range(2):
+        spans.begin()
+        time.sleep(0.01)
+        spans.end()
+        time.sleep(0.01)
+        spans.end()  # further on
+    spans.begin()
+    assert 0.04 <= spans.take() < 1
+    assert spans.take() == 0
+
+
+# In updates, on two ranks
+
+
+def learned(ranks: Ranks, *, measures: bool, sync: str) -> tuple[list[Any], list[float | None], list[int]]:
+    """Weights, losses and the random stream after some updates; the seconds and the collectives of each of them."""
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double()
+    model = DistributedDataParallel(base)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    learner = Learner(model, optimizer, GradientAccumulator(model, micro_batch_size=2, sync=sync), max_norm=1.0)
+    work = Work(learner, ranks, DDP)
+
+    def slow(model: Any, microbatch: Any) -> Any:
+        if ranks.rank == 1:
+            time.sleep(0.02)
+        return losses.mse(model, microbatch)
+
+    slow.weigh = hooks_of(losses.mse).weigh
+    loss_fn = work.watching(slow) if measures else slow
+    found: list[Any] = []
+    seconds: list[float | None] = []
+    collectives: list[int] = []
+    torch.manual_seed(ranks.rank)
+    for step in range(1, 5):
+        before = num_collectives() or 0
+        numbers = torch.arange(4 * (5 - 2 * ranks.rank), dtype=torch.float64).reshape(-1, 4).sin() * step  # 5 or 3
+        samples = [{"inputs": row, "labels": row[:3].cos()} for row in numbers]
+        learner.forward_backward(samples, loss_fn)
+        plan = learner.gradient.last_plan
+        assert isinstance(plan, Plan)
+        update = learner.optim_step()
+        seconds.append(work.take())
+        own = seconds[-1] if measures else None
+        logged = update_row(update, sums_of(plan, ranks, own), step, 0.1, 1.0, ranks.device)
+        assert ("measured_slowest_over_mean" in logged) == measures
+        collectives.append((num_collectives() or 0) - before)
+        found += [update.loss, update.grad_norm]
+    found += [*(each.detach().clone() for each in model.parameters()), torch.get_rng_state()]
+    return found, seconds, collectives
+
+
+def with_and_without(ranks: Ranks, sync: str) -> tuple[bool, list[float | None], list[list[int]]]:
+    with_it, seconds, collectives = learned(ranks, measures=True, sync=sync)
+    without, _, fewer = learned(ranks, measures=False, sync=sync)
+    return all(map(torch.equal, with_it, without)), seconds, [collectives, fewer]
+
+
+@pytest.mark.parametrize("sync", ["last", "every"])
+def test_waiting_is_not_counted_and_nothing_learned_depends_on_it(tmp_path: Path, sync: str) -> None:
+    """Rank 1 sleeps 20 ms in each of three forwards; rank 0 waits for it where gradients are summed."""
+    (same, waits, collectives), (also, slow, others) = on_ranks(2, tmp_path, with_and_without, sync)
+    assert same
+    assert also
+    assert collectives[0] == collectives[1]  # no message more
+    assert others[0] == others[1]
+    assert min(each or 0 for each in slow[1:]) > 0.06
+    assert min(each or 9 for each in waits[1:]) < 0.03  # the best of them: the machine is not ours alone
+
+
+def test_one_rank_and_shards_are_not_measured() -> None:
+    learner: Any = None
+    for ranks, wrapper in ((ALONE, DDP), (TWO, Wrapper("fsdp2", "")), (TWO, Wrapper("replicate", ""))):
+        work = Work(learner, ranks, wrapper)
+        assert work.watching(losses.mse) is losses.mse
+        assert work.take() is None
+    watched = Work(learner, TWO, DDP).watching(losses.next_token)
+    assert hooks_of(watched) == hooks_of(losses.next_token)
+
+
+# In runs
+
+
+@pytest.mark.slow
+def test_a_run_names_the_rank_that_is_slow(bench: Bench) -> None:
+    (bench.path / "busy.py").write_text(BUSY)
+    values = {"loss__function": f"{bench.path / 'busy.py'}:slow", "run__max_epochs": 2, **NO_DROPOUT}
+    said = bench.train(ranks=2, parallel__wrapper="ddp", **values)
+    rows = [each for each in bench.rows() if "grad_norm" in each]
+    assert len(rows) == 12
+    slow = [each for each in rows if each["slowest_rank"] == 1 and each["measured_slowest_over_mean"] > 1.3]
+    assert len(slow) >= SLOW_IN  # all, unless the machine is busy elsewhere
+    assert all(each["slowest_over_mean"] < 1.3 for each in rows if each["num_samples"] == 8)  # not in the tail
+    lines = [line for line in said.splitlines() if "times the mean of the ranks" in line]
+    assert len(lines) == 1
+    assert re.match(r"warning: rank 1 \(process \d+ on .*\) takes 1\.\d times the mean of the ranks in", lines[0])
+
+    fsdp = bench.path / "fsdp2"
+    bench.train(ranks=2, parallel__wrapper="fsdp2", run__folder=fsdp, run__max_steps=2, **values)
+    bench.train(run__folder=bench.path / "alone", run__max_steps=2, **values)
+    for folder in (fsdp, bench.path / "alone"):
+        assert not any({"measured_slowest_over_mean", "slowest_rank"} & each.keys() for each in bench.rows(folder))
