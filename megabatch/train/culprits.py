@@ -11,8 +11,8 @@ from itertools import islice
 from typing import Any
 
 from megabatch import Update
-from megabatch.batch import Deferred
 from megabatch.train.config import UpdateConfig
+from megabatch.train.data.delivery import part_of
 from megabatch.train.ranks import Ranks
 
 LARGEST_NORM = sys.float_info.max  # to which nothing finite is clipped
@@ -37,12 +37,7 @@ class Asked:
 
     def part(self, items: Sequence[Item]) -> Sequence[Any]:
         """Those of the samples that are this rank's."""
-        mine = [index for rank, index in items if rank == self._ranks.dp_rank]
-        if not isinstance(self._batch, Deferred) or not mine:
-            return [self._batch[index] for index in mine]
-        load, lengths = self._batch.__getitem__, [self._batch.lengths[index] for index in mine]
-        ahead, measured = self._batch.look_ahead, self._batch.measured
-        return Deferred(lambda index: load(mine[index]), lengths, look_ahead=ahead, measured=measured)
+        return part_of(self._batch, [index for rank, index in items if rank == self._ranks.dp_rank])
 
     def names(self, mine: Sequence[str], items: Sequence[Item]) -> list[str]:
         """The names of the samples, of which this rank knows its own; collective."""

@@ -1,15 +1,14 @@
 """Keeper: what of a run is saved, when, and how a run goes on from it."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megabatch import Learner, MegabatchError
 from megabatch.errors import Bound as Learned
 from megabatch.pipeline import Pipeline
-from megabatch.train.bound import Bound
 from megabatch.train.checkpoint import load, states_of
+from megabatch.train.chosen import Chosen
 from megabatch.train.config import Config
 from megabatch.train.data.load import Data
 from megabatch.train.data.updates import Updates
@@ -17,6 +16,7 @@ from megabatch.train.ema import Average
 from megabatch.train.folder import recipe_text
 from megabatch.train.meta import BEST_ONLY, check_same, describe, read_meta
 from megabatch.train.model.build import Laid
+from megabatch.train.model.frozen import TrainedOnly
 from megabatch.train.optim import decay_steps_of, settings_of
 from megabatch.train.ranks import Ranks
 from megabatch.train.shelf import point_to_best
@@ -31,14 +31,15 @@ class Keeper:
 
     def __init__(
         self, config: Config, learner: Learner, laid: Laid, average: Average | None, updates: Updates, watch: Watch,
-        bound: Bound | None, ranks: Ranks, writer: Writer,
+        chosen: Chosen, ranks: Ranks, writer: Writer,
     ) -> None:  # fmt: skip
         self._config, self._folder, self._ranks = config, Path(config.run.folder), ranks
         self._learner, self._updates, self._watch = learner, updates, watch
         whole = StagedLearner(learner, laid) if isinstance(laid.model, Pipeline) else learner
+        whole = TrainedOnly(learner, laid.left_out) if laid.left_out else whole
         self._state: dict[str, Any] = {"learner": whole} | ({} if average is None else {"average": average})
         self._keeps_best = config.run.keep_best or (config.run.keep_best is None and config.eval.patience is not None)
-        self._bound, self._writer = bound, writer
+        self.chosen, self._writer = chosen, writer
 
     def keep(self, identity: Mapping[str, Any], *, last: bool) -> None:
         """After an update: save the run if a checkpoint belongs here; collective.
@@ -76,8 +77,8 @@ class Keeper:
     def _meta(self, identity: Mapping[str, Any], in_turn: bool) -> dict[str, Any]:
         """What a checkpoint says of itself, beside its state."""
         place = {"step": self._learner.step, "updates": self._updates.state_dict(), "watch": self._watch.state_dict()}
-        bound = {} if self._bound is None else replace(self._bound, fit=self._learner.gradient.fit).meta
-        return {**identity, **place, **bound, LEARNED: self._learner.gradient.learned, BEST_ONLY: not in_turn}
+        chosen, gradient = self.chosen.meta(self._learner.gradient.fit), self._learner.gradient
+        return {**identity, **place, **chosen, LEARNED: gradient.learned, BEST_ONLY: not in_turn}
 
     def _in_turn(self) -> bool:
         every = self._config.run.save_every

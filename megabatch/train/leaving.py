@@ -5,6 +5,8 @@ import os
 import signal
 from typing import NoReturn
 
+CRASHED, FAILED, INTERRUPTED, UNREAD = 1, 2, 130, 141  # exit statuses; the last two as a shell's SIGINT and SIGPIPE
+
 
 class StoppedError(KeyboardInterrupt):
     """A signal has come where a run can be left at once."""
@@ -23,7 +25,12 @@ def end_of(error: KeyboardInterrupt) -> tuple[str, int]:
 def words_of(number: int) -> str:
     """Which signal it was, and how to go on."""
     name = signal.Signals(number).name
-    return f"megabatch: ended by {name}; `megabatch train RUN_FOLDER` goes on from the last checkpoint, if there is one"
+    return f"megabatch: ended by {name}; `megabatch train RUN_FOLDER` goes on from the last checkpoint, or begins again"
+
+
+def drop_output() -> None:
+    """Let stdout end nowhere, so that what is still in its buffer breaks nothing when the interpreter closes."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def leave_now(status: int) -> NoReturn:

@@ -2,14 +2,14 @@
 samples at fault, as update.on_nonfinite says."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megabatch import Learner, MegabatchError, Plan, Update
+from megabatch import Learner, MegabatchError, Plan, Term, Update
 from megabatch.contract import LossFunction
 from megabatch.kept import Kept
 from megabatch.train.config import Config
@@ -121,10 +121,10 @@ class Making:
         return self._learner.optim_step()
 
     def _accumulate(self, batch: Sequence[Any], step: int) -> None:
-        def call(samples: Sequence[Any], number: int) -> None:
+        def call(samples: Sequence[Any], number: int) -> Mapping[str, Term]:
             later = [number] if number else []
             torch.manual_seed(self._ranks.seed(self._config.run.seed, step, *later))  # the dropout of a resumed run
-            self._learner.forward_backward(samples, self._loss_fn)
+            return self._learner.forward_backward(samples, self._loss_fn)
 
         with self._laid.losses():
             self._plan = self._in_calls(batch, call)

@@ -16,13 +16,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from megabatch import Learner, MegabatchError, Plan
-from megabatch.batch import Deferred
+from megabatch import Learner, MegabatchError, Plan, Term
 from megabatch.errors import in_one_line
 from megabatch.plain import local
 from megabatch.train.bound import circumstances
 from megabatch.train.config import Config
 from megabatch.train.console import Console
+from megabatch.train.data.delivery import part_of
 from megabatch.train.data.updates import Updates
 from megabatch.train.meta import SEAL, Meta, first_difference, seal_of
 from megabatch.train.naming import UNFINISHED, checkpoints_of, write_through
@@ -31,7 +31,8 @@ from megabatch.train.sums import Sum, first_told, problem_of, sums_of
 
 MICROBATCHES_A_CALL = 8  # of a rank; in each call gradients are reduced as in an update of its own
 OPEN, META = "open", "open.json"
-Call = Callable[[Sequence[Any], int], object]  # adds samples to the open update: they, and the number of the call
+DEALT = "the tokens at which attention counts as much as the rest"  # by which samples were dealt
+Call = Callable[[Sequence[Any], int], Mapping[str, Term]]  # adds samples to the open update, as the call of that number
 InCalls = Callable[[Sequence[Any], Call], Plan]  # makes the calls of an update; how it was cut
 
 
@@ -85,7 +86,8 @@ class Partial:
         if self._is_used:
             check_config(config)
         self._learner, self._updates, self._ranks, self._console = learner, updates, ranks, console
-        self._is_asked, self._made_for = is_asked, circumstances(config, ranks)
+        self._is_asked = is_asked
+        self._circumstances = circumstances(config, ranks)
         self._folder = checkpoints_of(Path(config.run.folder)) / OPEN
         self._left: dict[str, Any] = {}  # of the update that a former start of the run has left open
         self._calls = Calls([])
@@ -146,10 +148,14 @@ class Partial:
             meta = {}
         if problem or not meta:
             return problem
-        if (difference := first_difference(meta["made_for"], json.loads(json.dumps(self._made_for)))) is not None:
+        if (difference := first_difference(meta["made_for"], self._made_for())) is not None:
             key, there, now = difference
             return f"{key} was {there} and is {now}"
         return problem_of(self._folder, {name: Sum(**each) for name, each in meta["files"].items()}, self._ranks)
+
+    def _made_for(self) -> dict[str, Any]:
+        """What must be the same for the update to go on; as JSON. A call's samples are places in what was dealt."""
+        return json.loads(json.dumps(self._circumstances | {DEALT: self._updates.even_tokens}))
 
     def _own_buffers(self) -> list[tuple[str, Tensor]]:
         """What a forward may move besides; this rank's parts."""
@@ -176,7 +182,7 @@ class Partial:
 
         def finish() -> None:
             files = {name: each._asdict() for name, each in sums.items()}
-            meta = json.loads(json.dumps({"step": self._learner.step, "made_for": self._made_for, "files": files}))
+            meta = {"step": self._learner.step, "made_for": self._made_for(), "files": files}
             write_through(here / META, json.dumps({**meta, SEAL: seal_of(meta)}, indent=1))
             shutil.rmtree(self._folder, ignore_errors=True)
             here.replace(self._folder)
@@ -218,17 +224,6 @@ def calls_of(plan: Plan, ranks: Ranks) -> Calls:
     ]
     most = max(map(int, ranks.gather(str(len(parts)))))
     return Calls(parts + [[] for _ in range(most - len(parts))])
-
-
-def part_of(batch: Sequence[Any], places: Sequence[int]) -> Sequence[Any]:
-    """Some samples of an update."""
-    if not isinstance(batch, Deferred):
-        return [batch[place] for place in places]
-    lengths = [batch.lengths[place] for place in places]
-    weights = None if batch.weights is None else [batch.weights[place] for place in places]
-    return Deferred(
-        lambda index: batch[places[index]], lengths, weights, look_ahead=batch.look_ahead, measured=batch.measured
-    )
 
 
 def compact(state: dict[str, Any]) -> dict[str, Any]:

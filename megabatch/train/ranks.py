@@ -25,10 +25,9 @@ from megabatch.errors import MegabatchError
 from megabatch.train.attempt import NO_JOB, Job, meet_apart
 from megabatch.train.config import Config
 from megabatch.train.layout import ALONE, Layout, layout_of
-from megabatch.train.leaving import end_of, leave_now
+from megabatch.train.leaving import CRASHED, FAILED, UNREAD, drop_output, end_of, leave_now
 from megabatch.train.patient import DISK_FULL
 
-CRASHED, FAILED, UNREAD = 1, 2, 141  # exit statuses; the last as a shell's SIGPIPE
 ADDRESS = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun tells a process besides its RANK
 PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 FAILURE = "failure"  # key of the store: how many have seen that the run has failed
@@ -269,11 +268,6 @@ def say_crash(met: Meeting, error: Exception | SystemExit) -> None:
     if met.size > 1:
         print(f"{who} failed:", file=sys.stderr)
     traceback.print_exception(error)
-
-
-def drop_output() -> None:
-    """Let stdout end nowhere, so that what is still in its buffer breaks nothing when the interpreter closes."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def join(met: Meeting, config: Config) -> Ranks:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megabatch import Plan
 from megabatch.errors import Bound, MegabatchError
-from megabatch.train.config import RunConfig
+from megabatch.train.config import RunConfig, UpdateConfig
 from megabatch.train.naming import replace_text
 from megabatch.train.ranks import Ranks
 
@@ -42,6 +42,19 @@ def split_words(run: RunConfig, plan: Plan, learned: Bound | None, ranks: Ranks)
         return text
     samples, tokens = map(min, zip(*bounds, strict=True))
     return f"{text}; from here on one holds at most {tokens:,} tokens, or {samples:,} samples"
+
+
+def stated_words(update: UpdateConfig, learned: Bound | None) -> list[str]:
+    """What is to be said where a microbatch holds less than the recipe states."""
+    if learned is None:
+        return []
+    pairs = {"micro_batch_size": (learned.samples, "sample"), "max_microbatch_tokens": (learned.tokens, "token")}
+    return [
+        f"update.{key} {stated:,} is lowered: since a microbatch did not fit in memory, one holds at most "
+        f"{most:,} {noun}{'' if most == 1 else 's'} ({LEARNED})"
+        for key, (most, noun) in pairs.items()
+        if isinstance(stated := getattr(update, key), int) and most < stated
+    ]
 
 
 def noted(run: RunConfig) -> Bound | None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megabatch.train import words
-from megabatch.train.bound import choose, saved_bound
+from megabatch.train.chosen import choose_rest, saved_choices
 from megabatch.train.config import Config
 from megabatch.train.console import Console
 from megabatch.train.course import Course
@@ -12,18 +12,20 @@ from megabatch.train.data.load import load_data
 from megabatch.train.data.updates import Updates
 from megabatch.train.ema import Average
 from megabatch.train.examiner import Examiner
-from megabatch.train.folder import begin, begins_again, check_folder, write_plan
+from megabatch.train.folder import write_plan
 from megabatch.train.keeper import Keeper, identity_of
-from megabatch.train.metrics import MetricsFile
+from megabatch.train.metrics import metrics_of
 from megabatch.train.model.build import build, in_precision
 from megabatch.train.model.tokenizer import load_tokenizer
 from megabatch.train.optim import build_learner
 from megabatch.train.own import Event, load_function, load_listener
+from megabatch.train.page.command import write_page
 from megabatch.train.partial import Partial
 from megabatch.train.profile import Profiler
 from megabatch.train.ranks import Ranks
 from megabatch.train.report import write_report
 from megabatch.train.shelf import resumed_from
+from megabatch.train.starting import begin, check_folder
 from megabatch.train.updating import Updating
 from megabatch.train.writing import Writer
 
@@ -34,10 +36,9 @@ class Trainer:
     def __init__(self, config: Config, ranks: Ranks, course: Course) -> None:
         self.config, self.ranks, self.course, self.folder = config, ranks, course, Path(config.run.folder)
         self.console = Console(enabled=ranks.is_main, loss_digits=10 if config.model.dtype == "float64" else 4)
-        check_folder(self.folder, resume=config.run.resume, ranks=ranks)
-        self.begins_again = begins_again(self.folder, ranks.job)
+        check_folder(self.folder, config, ranks)
         self.checkpoint = resumed_from(config.run, ranks, self.console)
-        bound = saved_bound(config, ranks, self.checkpoint)
+        self.chosen = saved_choices(config, ranks, self.checkpoint)
         loss_fn = load_function(config.loss.function, "loss.function")
         self.listener = load_listener(config.run.after_update, "run.after_update")
         tokenizer = load_tokenizer(config.model)
@@ -45,23 +46,22 @@ class Trainer:
         self.updates = Updates(self.data, config, ranks)
         self.laid = build(config, ranks, self.console, self.data.longest_tokens, tokenizer)
         self.loss_fn = in_precision(loss_fn, config.model, self.laid, ranks.device)
-        fit = None if bound is None else bound.fit
-        self.learner = build_learner(self.laid.model, self.laid.base, config, self.updates.num_updates, fit)
+        given = self.chosen.given
+        self.learner = build_learner(self.laid.model, self.laid.base, config, self.updates.num_updates, *given)
         self.average = None if config.optim.ema_decay is None else Average(self.laid.base, config.optim.ema_decay)
-        self.bound = choose(bound, self.learner.gradient, self.loss_fn, self.data, self.updates, self.laid)
         self.event = Event(0, self.laid.run, ranks.device, self.folder, ranks.is_main, {}, self.data.sets, tokenizer)
         self.examiner = Examiner(config, loss_fn, self.event, self.average, self.laid, ranks)
         self.identity = identity_of(config, self.data, self.laid, self.updates)
-        watch = self.examiner.watch
-        self.metrics = MetricsFile(self.folder, enabled=ranks.is_main, tensorboard=config.run.tensorboard)
+        self.metrics = metrics_of(config, ranks, self.console)
         self.writer = Writer(config, ranks, self.console, lambda: self.updating.flush(self.metrics))
-        saved = (self.learner, self.laid, self.average, self.updates, watch, self.bound)
+        saved = (self.learner, self.laid, self.average, self.updates, self.examiner.watch, self.chosen)
         self.keeper = Keeper(config, *saved, ranks, self.writer)
         self.profiler = Profiler(config.run.profile_steps, self.folder, enabled=ranks.is_main)
         self.partial = Partial(config, self.learner, self.updates, ranks, self.console, course.is_asked)
         parts = (self.learner, self.loss_fn, self.laid, self.average, self.updates, self.partial)
         self.updating = Updating(config, *parts, ranks, self.console, counts_tokens=self.data.counts_tokens)
-        self.plan = self.learner.gradient.plan(self.updates.peek())
+        first = self.updates.peek()
+        self.plan = self.learner.gradient.plan(first if self.chosen.bound is None or given[0] else [])
 
     def fit(self) -> None:
         """Start or resume, make update after update to the end or a signal, save; at the end report, write a sample."""
@@ -73,7 +73,8 @@ class Trainer:
                 self._report()
 
     def _run(self) -> None:
-        with self.console.bar(self.learner.step, self.updates.num_updates.of_run), self.partial.saving():
+        counted = self.updates.num_updates
+        with self.console.bar(self.learner.step, counted.of_run, counted.work), self.partial.saving():
             for batch in self.course.updates(self.updates, self.learner, self._is_over):
                 with self.profiler.update(self.learner.step + 1):
                     row = self.updating.run(batch)
@@ -87,16 +88,17 @@ class Trainer:
         if self.checkpoint is not None:
             self.keeper.resume(self.identity, self.checkpoint)
             self.console.say(f"resumed from {self.checkpoint}")
-        begin(self.folder, self.config, self.ranks, self.console)
-        if self.begins_again or self.checkpoint is not None:
-            self.metrics.cut(-1 if self.begins_again else self.learner.step, self.config.eval.every)
+        is_new = self.checkpoint is None
+        begin(self.folder, self.config, self.ranks, self.console, is_new=is_new)
+        self.metrics.cut(-1 if is_new else self.learner.step, self.config.eval.every)
+        parts = (self.learner, self.loss_fn, self.data, self.updates, self.laid, self.ranks)
+        self.chosen = self.keeper.chosen = choose_rest(self.chosen, self.config, *parts)
         self.partial.resume()
-        if self.checkpoint is not None:
-            self.plan = self.learner.gradient.plan(self.updates.peek())
+        self.plan = self.learner.gradient.plan(self.updates.peek())
         self.updating.cut(self.learner.step)
         if not self._is_over():
             self._say_plan()
-        if self.learner.step == 0 and self.checkpoint is None:
+        if is_new:
             self._evaluate()
         self.updating.clock.lap()
 
@@ -104,8 +106,9 @@ class Trainer:
         return self.learner.step == self.updates.num_updates.of_run or self.examiner.watch.should_stop
 
     def _say_plan(self) -> None:
-        num_updates, chosen = self.updates.num_updates, [] if self.bound is None else self.bound.words
-        text = words.plan_text(self.config, self.laid, self.data, self.ranks.size, self.plan, num_updates, chosen)
+        said = self.chosen.said(self.config.update, self.learner.gradient.learned)
+        plan, num_updates = self.chosen.policy.shown(self.plan), self.updates.num_updates
+        text = words.plan_text(self.config, self.laid, self.data, self.ranks.size, plan, num_updates, said)
         self.console.say(text)
         for line in self.laid.warnings:
             self.console.warn(line)
@@ -142,6 +145,7 @@ class Trainer:
         if self.ranks.is_main and plan.lengths:
             title = words.title(self.config, self.laid.wrapper, self.ranks.size)
             write_report(self.folder, plan, title, self.console, of_tokens=self.examiner.terms.of_tokens)
+            write_page(self.folder, self.console)
         prompt, completion = self.examiner.complete()
         if prompt:
             self.console.say(words.completion_text(prompt, completion))

@@ -66,10 +66,7 @@ class Runs:
         self._number += 1
         recipe = self.place / f"{folder.name}.toml"
         recipe.write_text(RECIPE.format(data=self.data, folder=folder))
-        resume = (folder / "checkpoints" / "latest").exists()
-        if not resume:
-            shutil.rmtree(folder, ignore_errors=True)  # as the trainer says: it stopped before its first checkpoint
-        values = {"run__max_epochs": 5, "run__save_every": SAVE_EVERY, "eval__every": 10, "run__resume": resume}
+        values = {"run__max_epochs": 5, "run__save_every": SAVE_EVERY, "eval__every": 10, "run__resume": True}
         values |= {"parallel__wrapper": LAID[size], "run__tensorboard": False, "data__cache": self.place / "cache"}
         values |= {} if dropout else NO_DROPOUT
         return Run(["train", str(recipe), *overrides(values)], self.place / f"logs{self._number}", size)

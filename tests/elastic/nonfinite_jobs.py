@@ -13,7 +13,7 @@ from megabatch import Plan
 from megabatch.batch import Deferred
 from megabatch.train.config import Config
 from megabatch.train.console import Console
-from megabatch.train.data.updates import NumUpdates
+from megabatch.train.data.counts import NumUpdates
 from megabatch.train.layout import layout_of
 from megabatch.train.model.build import build
 from megabatch.train.nonfinite import Making

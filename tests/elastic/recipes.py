@@ -90,7 +90,8 @@ KEYS: dict[str, Strategy] = {key: of(kind) for key, kind in known_keys().items()
 FREE = [
     key
     for key in KEYS
-    if tuple(key.split(".")) not in ALONE and key not in ("update.global_batch_size", "update.memory")
+    if tuple(key.split(".")) not in ALONE
+    and key not in ("update.global_batch_size", "update.memory", "optim.lr_follows_batch")
 ]
 
 

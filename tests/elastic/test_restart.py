@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megabatch import MegabatchError
-from megabatch.train import folder
+from megabatch.train import starting
 from megabatch.train.attempt import NO_JOB, Job, meet_apart
 from megabatch.train.config import Config, ModelConfig, RunConfig, UpdateConfig
 from megabatch.train.console import Console
@@ -48,7 +49,7 @@ def test_torchrun_starts_a_run_again_that_goes_on_bit_for_bit(bench: Bench, tmp_
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
-    assert said.count("nothing was saved yet: begins again") == 1
+    assert sum(line.startswith("nothing was saved yet: the run begins at update 0") for line in said) == 1
     assert said.count(f"resumed from {bench.folder}/checkpoints/step-3") == 1
     assert done.stderr.count("lost another rank, which was killed or ran out of memory") == 2
     assert timeless(bench.rows()) == timeless(bench.rows(whole))
@@ -70,8 +71,10 @@ def test_a_run_is_gone_on_with_unasked_by_its_own_job_alone(tmp_path: Path) -> N
         model=ModelConfig(config={"model_type": "llama"}), update=UpdateConfig(global_batch_size=8, micro_batch_size=1),
         run=RunConfig(folder=str(tmp_path / "run"), device="cpu"),
     )  # fmt: skip
-    first, console = Job("one", "given", 0), Console(enabled=True, loss_digits=4)
-    folder.begin(tmp_path / "run", config, at(first), console)
+    first, console, run = Job("one", "given", 0), Console(enabled=True, loss_digits=4), tmp_path / "run"
+    starting.begin(run, config, at(first), console, is_new=True)
+    starting.check_folder(run, config, at(Job("two")))  # which has made no update
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
     for job, is_its_own in (
         (first, True),
         (Job("one", "given", 2), True),
@@ -81,15 +84,13 @@ def test_a_run_is_gone_on_with_unasked_by_its_own_job_alone(tmp_path: Path) -> N
         (Job("two", "", 3), False),
         (NO_JOB, False),
     ):
-        assert folder.begins_again(tmp_path / "run", job) == is_its_own, job
-        if not is_its_own:
-            with pytest.raises(MegabatchError, match="holds a run that stopped before its first checkpoint; choose"):
-                folder.check_folder(tmp_path / "run", resume=False, ranks=at(job))
-        assert not folder.gone_on_with(config, at(job)).run.resume
+        with nullcontext() if is_its_own else pytest.raises(MegabatchError, match="has made 1 update and saved none; "):
+            starting.check_folder(run, config, at(job))
+        assert not starting.gone_on_with(config, at(job)).run.resume
     (tmp_path / "run" / "checkpoints").mkdir()
     (tmp_path / "run" / "checkpoints" / "latest").write_text("step-1")
-    assert folder.gone_on_with(config, at(first)).run.resume
-    assert not folder.gone_on_with(config, at(Job("two", "given", 0))).run.resume
+    assert starting.gone_on_with(config, at(first)).run.resume
+    assert not starting.gone_on_with(config, at(Job("two", "given", 0))).run.resume
 
 
 def meet(port: int, rank: int, delay: float, sender: Any) -> None:

@@ -56,8 +56,8 @@ def test_a_second_signal_ends_a_run_at_once(bench: Bench, own: Path, number: sig
     (end,) = bench.finish(run__after_update=f"{own}:after_update")
     assert end.status == 128 + number
     assert end.err == (
-        f"megabatch: ended by {number.name}; `megabatch train RUN_FOLDER` goes on from the last checkpoint, if there "
-        "is one\n"
+        f"megabatch: ended by {number.name}; `megabatch train RUN_FOLDER` goes on from the last checkpoint, or begins "
+        "again\n"
     )
     assert not (bench.folder / "checkpoints").exists()
 

@@ -46,6 +46,7 @@ warmup_steps = 2
 [eval]
 every = 2
 num_samples = 5
+completion_tokens = 4
 
 [run]
 folder = "{folder}"
@@ -102,12 +103,16 @@ def some_pairs() -> list[tuple[str, str]]:
     return [(f"count {'abc'[k % 3]} to {k}: ", "ab" * draw.choice([1, 3, 10, 60])) for k in range(NUM_SAMPLES)]
 
 
-@pytest.fixture
-def bench(tmp_path: Path) -> Bench:
-    data = write_pairs(tmp_path / "data.jsonl", some_pairs())
-    bench = Bench(tmp_path, count())
+def bench_in(path: Path) -> Bench:
+    data = write_pairs(path / "data.jsonl", some_pairs())
+    bench = Bench(path, count())
     bench.recipe.write_text(RECIPE.format(data=data, folder=bench.folder))
     return bench
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return bench_in(tmp_path)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from megabatch import Learner, losses
 from megabatch.contract import LossFunction
 from megabatch.train.config import Config, EvalConfig, ModelConfig, OptimConfig, RunConfig, UpdateConfig
 from megabatch.train.console import Console
-from megabatch.train.data.updates import NumUpdates
+from megabatch.train.data.counts import NumUpdates
 from megabatch.train.ema import Average
 from megabatch.train.evaluation import build_terms, evaluate_set
 from megabatch.train.optim import build_learner

@@ -34,6 +34,10 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+MANY = 34  # samples of an evaluation, in twos: 8, 8 and 1 microbatches, or 8 and 1 on each of two data ranks
+FEW = 6  # fewer microbatches than schedules need
+
+
 def config_of(family: str, dtype: str, **keys: Any) -> Config:
     """A recipe of a model; ``keys`` of [parallel], and ``freeze``."""
     architecture = {key: value for key, value in MODELS[family].items() if key != "use_cache"}  # the trainer sets it
@@ -88,7 +92,7 @@ def gradient_job(name: str) -> dict[str, Any]:
     plain = plain_of(family, dtype)
     weights = of_all_stages(laid, {name: whole(each.detach()).clone() for name, each in laid.base.named_parameters()})
     gradient = GradientAccumulator(laid.model, micro_batch_size=2)
-    found = [evaluated(laid.run, ranks)]
+    found = [evaluated(laid.run, ranks, MANY)]
     planned, computed, embedded = 0, 0, tokens_embedded(laid.base)
     for call in range(len(LENGTHS)):
         before = sum(embedded)
@@ -96,13 +100,13 @@ def gradient_job(name: str) -> dict[str, Any]:
         assert gradient.last_plan is not None
         planned += tokens_with_stand_ins(gradient.last_plan)
         computed += sum(embedded) - before
-        found.append(evaluated(laid.run, ranks))
+        found.append(evaluated(laid.run, ranks, FEW))
     update = gradient.finalize(max_norm=1e9)
     own = {name: whole(each.grad) for name, each in laid.base.named_parameters()}
     expected = answer(plain, sums, [*samples(0), *samples(1)]).gradients
     error, worst = worst_error(of_all_stages(laid, own), expected)
     norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(each) for each in expected.values()]))
-    right = evaluated(plain, Ranks(0, 1, CPU))
+    right = {number: evaluated(plain, Ranks(0, 1, CPU), number) for number in (MANY, FEW)}
     return {
         "weights": [name for name, each in plain.named_parameters() if not torch.equal(weights.pop(name), each)],
         "more": sorted(weights),
@@ -110,7 +114,7 @@ def gradient_job(name: str) -> dict[str, Any]:
         "parameter": worst,
         "norm": relative_error(update.grad_norm, norm),
         "loss": abs(float(update.loss) / answer(plain, sums, [*samples(0), *samples(1)]).loss - 1),
-        "evaluation": max(distance(each, right) for each in found),
+        "evaluation": max(distance(each, right[number]) for each, number in zip(found, (MANY, FEW, FEW), strict=True)),
         "nothing": evaluate(cast(Pipeline, laid.model), [], losses.next_token),
         "training": all(module.training for module in laid.run.modules()),
         "computed": computed in (0, planned),  # 0: the embedding is on another stage
@@ -144,15 +148,10 @@ def groups_job(_: str) -> str:
     return told(lambda: StagedLearner(learner, laid))
 
 
-def evaluated(model: nn.Module, ranks: Ranks) -> list[dict[str, Any]]:
-    """The rows of a set with a metric, by next tokens and by a loss of several terms.
-
-    Its microbatches go through a pipeline in several times; in the last there are fewer than schedules need.
-    """
+def evaluated(model: nn.Module, ranks: Ranks, num_samples: int) -> list[dict[str, Any]]:
+    """The rows of a set with a metric, by next tokens and by a loss of several terms."""
     with_metric = build_terms(EvalConfig(metrics="tests.train.pipeline_jobs:confidence"), losses.next_token)
-    some = ([*samples(0), *samples(1)] * 4)[
-        :34
-    ]  # in twos: 8, 8 and 1 microbatches, or 8 and 1 on each of two data ranks
+    some = ([*samples(0), *samples(1)] * 4)[:num_samples]
     update = recipe().update
     return [evaluate_set(model, terms, some, update, ranks, SILENT) for terms in (with_metric, squares)]
 

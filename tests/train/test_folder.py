@@ -1,11 +1,8 @@
 """A run's folder: what it says of the run, that its recipe runs again, and what is refused."""
 
 import json
-import multiprocessing
 import os
-import signal
 import subprocess
-import time
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -14,12 +11,11 @@ import pytest
 import torch
 
 from megabatch import MegabatchError
-from megabatch.train import folder
+from megabatch.train import folder, starting
 from megabatch.train.config import Config
 from megabatch.train.console import Console
 from megabatch.train.ranks import Ranks
 from megabatch.train.recipe import load_config
-from tests.train.processes import CONTEXT
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 RECIPE = """
@@ -47,7 +43,8 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def begin(path: Path, config: Config, console: Console | None = None) -> None:
-    folder.begin(path, config, ALONE, console or Console(enabled=True, loss_digits=4))
+    is_new = not (path / "checkpoints" / "latest").exists()
+    starting.begin(path, config, ALONE, console or Console(enabled=True, loss_digits=4), is_new=is_new)
 
 
 def point_to_checkpoint(path: Path) -> None:
@@ -55,6 +52,10 @@ def point_to_checkpoint(path: Path) -> None:
     step.mkdir(parents=True)
     (step / "meta.json").write_text("{}")
     (path / "checkpoints" / "latest").write_text("step-1")
+
+
+def check(path: Path, config: Config) -> None:
+    starting.check_folder(path, config, ALONE)
 
 
 def line_of(call: Any, *arguments: Any, **named: Any) -> str:
@@ -135,92 +136,13 @@ def test_the_plan_and_all_that_was_said_stand_in_the_folder(recipe: Path, tmp_pa
     assert [line.partition("  ")[2] for line in said] == ["before the folder", "was there", "warning: of something"]
 
 
-@pytest.mark.parametrize("left", ["metrics.jsonl", "checkpoints", "config.toml"])
-def test_a_run_without_a_checkpoint_cannot_be_gone_on_with(tmp_path: Path, left: str) -> None:
-    (tmp_path / left).mkdir()
-    assert line_of(folder.check_folder, tmp_path, resume=False, ranks=ALONE) == (
-        f"{tmp_path} holds a run that stopped before its first checkpoint; choose another run.folder or delete it"
-    )
-    assert line_of(folder.check_folder, tmp_path, resume=True, ranks=ALONE) == (
-        f"{tmp_path} has no checkpoint to go on from; start in a new run.folder (run.save_every saves on the way)"
-    )
-
-
-@pytest.mark.parametrize("resume", [False, True])
-def test_a_run_that_has_learned_of_its_memory_begins_again(recipe: Path, tmp_path: Path, resume: bool) -> None:
-    run = tmp_path / "run"
-    begin(run, load_config(recipe, []))
-    (run / "microbatch.json").write_text('{"samples": 2, "tokens": 16}')
-    folder.check_folder(run, resume=resume, ranks=ALONE)
-    begin(run, load_config(recipe, [f"--run.resume={str(resume).lower()}"]))
-    point_to_checkpoint(run)
-    assert line_of(folder.check_folder, run, resume=False, ranks=ALONE).startswith(f"{run} already holds a run; ")
-
-
-def test_a_run_with_a_checkpoint_can(tmp_path: Path) -> None:
-    point_to_checkpoint(tmp_path)
-    assert line_of(folder.check_folder, tmp_path, resume=False, ranks=ALONE) == (
-        f"{tmp_path} already holds a run; go on with --run.resume=true, or choose another run.folder"
-    )
-    folder.check_folder(tmp_path, resume=True, ranks=ALONE)
-    (tmp_path / "environment.json").write_text("[")
-    line = line_of(folder.check_folder, tmp_path, resume=True, ranks=ALONE)
-    assert line.startswith(f"{tmp_path}/environment.json is damaged (JSONDecodeError: ")
-    assert line.endswith("); mend it, or delete it and go on")
-
-
-@pytest.mark.parametrize("line", [b'{"x": 1}', b"\xff", b'{"step": 2, "lo', b"[1]", b"[" * 100_000])
-def test_broken_metrics_are_refused_before_anything_is_written(tmp_path: Path, line: bytes) -> None:
-    point_to_checkpoint(tmp_path)
-    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
-    assert line_of(folder.check_folder, tmp_path, resume=True, ranks=ALONE) == (
-        f"{tmp_path}/metrics.jsonl is damaged (line 2 is no row with a step); mend or delete that line"
-    )
-
-
-def hold(path: Path, recipe: Path, overrides: list[str], held: Any) -> None:
-    """A process that begins a run, says so, and lives on with a worker of its own."""
-    begin(path, load_config(recipe, overrides), Console(enabled=False, loss_digits=4))
-    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(100,))
-    worker.start()
-    held.send(worker.pid)
-    time.sleep(100)
-
-
-@pytest.mark.slow
-def test_two_processes_never_write_to_one_run_and_a_killed_one_blocks_nobody(recipe: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    fresh, resumed = load_config(recipe, []), load_config(recipe, ["--run.resume=true"])
-    held, holder = CONTEXT.Pipe(duplex=False)
-    process = CONTEXT.Process(target=hold, args=(run, recipe, [], holder))
-    folder.check_folder(run, resume=False, ranks=ALONE)  # the other one is quicker from here on
-    process.start()
-    worker = held.recv()
-    try:
-        before = {path: path.read_bytes() for path in run.rglob("*")}
-        line = f"another process is writing to the run in {run}; wait for it, or choose another run.folder"
-        for resume, config in ((False, fresh), (True, resumed)):
-            assert line_of(begin, run, config) == line
-            assert line_of(folder.check_folder, run, resume=resume, ranks=ALONE) == line
-        assert {path: path.read_bytes() for path in run.rglob("*")} == before
-        process.kill()
-        process.join()
-        point_to_checkpoint(run)
-        assert line_of(begin, run, fresh).startswith(f"{run} already holds a run; ")
-        folder.check_folder(run, resume=True, ranks=ALONE)
-        begin(run, resumed)
-        assert len(folder.read_starts(run)) == 2
-    finally:
-        process.kill()
-        os.kill(worker, signal.SIGKILL)
-
-
-def test_a_folder_that_cannot_be_is_refused_and_one_that_can_is_not_made_yet(tmp_path: Path) -> None:
-    folder.check_folder(tmp_path / "a" / "b", resume=False, ranks=ALONE)
-    assert list(tmp_path.iterdir()) == []
+def test_a_folder_that_cannot_be_is_refused_and_one_that_can_is_not_made_yet(recipe: Path, tmp_path: Path) -> None:
+    config = load_config(recipe, [])
+    check(tmp_path / "a" / "b", config)
+    assert list(tmp_path.iterdir()) == [recipe]
     (tmp_path / "file").write_text("")
     for path, nearest in ((tmp_path / "file" / "run", tmp_path / "file"), (Path("/proc/run"), Path("/proc"))):
-        assert line_of(folder.check_folder, path, resume=False, ranks=ALONE) == (
+        assert line_of(check, path, config) == (
             f"run.folder is {path} and {nearest} is no folder to write to; choose another run.folder"
         )
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megabatch import MegabatchError
-from megabatch.train import folder
+from megabatch.train import folder, starting
 from megabatch.train.config import Config, ModelConfig, RunConfig, UpdateConfig
 from megabatch.train.console import Console
 from megabatch.train.ranks import FailedError, Meeting, join, meeting
@@ -182,7 +182,7 @@ def write_in_turn(met: Meeting, path: str) -> None:
     joined.on_main(lambda: Path(path).write_text(f"by {joined.rank}"), "it")
     assert Path(path).read_text() == "by 0"
     console = Console(enabled=joined.is_main, loss_digits=4)
-    folder.begin(Path(path).parent / "run", CONFIG, joined, console)
+    starting.begin(Path(path).parent / "run", CONFIG, joined, console, is_new=True)
     console.say("hello")
     joined.on_main(lambda: Path(path, "within a file").write_text(""), "something within a file")
 

@@ -16,7 +16,9 @@ from tests.train.test_checkpoint import reseal
 pytestmark = pytest.mark.slow
 
 Refuse = Callable[..., str]
-OF_THE_CLOCK = ("tokens_per_second", "samples_per_second", "memory_gib")
+OF_THE_CLOCK = (
+    "tokens_per_second", "samples_per_second", "memory_gib", "measured_slowest_over_mean", "slowest_rank",
+)  # fmt: skip
 
 
 def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -71,21 +73,21 @@ def states_of(checkpoint: Path, out: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_forty_updates_at_once_are_seventeen_and_twenty_three(bench: Bench, tmp_path: Path, kind: str) -> None:
+def test_fourteen_updates_at_once_are_eight_and_six(bench: Bench, tmp_path: Path, kind: str) -> None:
     values = {
         "run__max_epochs": 30,
-        "eval__every": 20,
+        "eval__every": 7,
         **KINDS[kind],
         **(mixture_of(bench) if kind == "mixture" else {}),
     }
     whole = tmp_path / "whole"
-    bench.train(run__folder=whole, **{**values, "run__max_steps": 40})
-    bench.train(**{**values, "run__max_steps": 17})
-    bench.train(**{**values, "run__max_steps": 40}, run__resume=True)
+    bench.train(run__folder=whole, **{**values, "run__max_steps": 14})
+    bench.train(**{**values, "run__max_steps": 8})
+    bench.train(**{**values, "run__max_steps": 14}, run__resume=True)
     assert timeless(bench.rows()) == timeless(bench.rows(whole))
-    assert len(bench.losses()) == 40
+    assert len(bench.losses()) == 14
     one, other = (
-        states_of(folder / "checkpoints" / "step-40", tmp_path / f"{number}.pt")
+        states_of(folder / "checkpoints" / "step-14", tmp_path / f"{number}.pt")
         for number, folder in enumerate((whole, bench.folder))
     )
     assert one.keys() == other.keys()
@@ -194,9 +196,3 @@ def test_a_checkpoint_has_what_was_learned_and_the_recipe_it_was_made_with(bench
     reseal(checkpoint)
     bench.train(run__max_steps=5, run__resume=True)
     assert [row["num_microbatches"] == 8 for row in bench.rows() if "loss" in row] == [False] * 3 + [True] * 2
-
-
-def test_without_a_checkpoint_there_is_nothing_to_resume(bench: Bench, refuse: Refuse) -> None:
-    assert refuse(run__resume=True, ranks=2) == (
-        f"{bench.folder} has no checkpoint to go on from; start in a new run.folder (run.save_every saves on the way)"
-    )

@@ -6,11 +6,13 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from datasets import Dataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megabatch.errors import MegabatchError
+from megabatch.train.data.stream import pack
 from tests.train.data_for_tests import ids_of, load, recipe, texts, updates_of, whole_updates, write_texts
 
 
@@ -220,3 +222,12 @@ def test_a_stream_of_a_saved_data_set_over_changed_rows_is_another(tmp_path):
     before = identity(["one", "two"])
     (tmp_path / "saved" / "cache-1234.arrow").write_text("what datasets has computed")
     assert identity(["one", "two"]) == before != identity(["one", "two and a half" * 9])
+
+
+def test_every_packed_row_has_a_name_of_its_own():
+    """By which it is left out, or put into a half of its update."""
+    named = [(f"sample {number}", dict.fromkeys(("input_ids", "labels"), torch.arange(9))) for number in range(8)]
+    names = [name for name, _ in pack(named, 20)]
+    assert len(names) > 2
+    assert len(set(names)) == len(names)
+    assert names[1] == "row 2 of the documents from sample 0 on"

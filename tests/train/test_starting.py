@@ -1,0 +1,154 @@
+"""A run begins, begins again, goes on, or is refused, by what its folder has; two never write to one folder."""
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megabatch.train import folder, starting
+from megabatch.train.console import Console
+from megabatch.train.naming import path_of
+from megabatch.train.recipe import load_config
+from tests.train.processes import CONTEXT
+from tests.train.test_folder import ALONE, RECIPE, begin, check, line_of, point_to_checkpoint
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE)
+    return path
+
+
+@pytest.mark.parametrize("left", ["metrics.jsonl", "checkpoints", "config.toml"])
+@pytest.mark.parametrize("resume", [False, True])
+def test_files_that_no_run_here_has_written_are_left_alone(
+    recipe: Path, tmp_path: Path, left: str, resume: bool
+) -> None:
+    (tmp_path / left).mkdir()
+    assert line_of(check, tmp_path, load_config(recipe, [f"--run.resume={str(resume).lower()}"])) == (
+        f"{tmp_path} has {left} of a run that environment.json does not know; choose another run.folder, or delete it"
+    )
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_that_has_made_no_update_begins(recipe: Path, tmp_path: Path, resume: bool) -> None:
+    """It has been evaluated, and something was left of a checkpoint."""
+    config = load_config(recipe, [f"--run.resume={str(resume).lower()}"])
+    check(tmp_path / "run", config)
+    for number in range(2):
+        begin(tmp_path / "run", config)
+        (tmp_path / "run" / "checkpoints" / f"step-{number}.tmp").mkdir(parents=True)
+        (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 0, "set": "held-out"}\n')
+        check(tmp_path / "run", config)
+    said = [line.partition("  ")[2] for line in (tmp_path / "run" / "log.txt").read_text().splitlines()]
+    assert said == ["nothing was saved yet: the run begins at update 0"] * (1 + resume)
+
+
+def test_a_run_that_has_made_updates_begins_again_if_it_is_told_to(recipe: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    begin(run, load_config(recipe, []))
+    (run / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 2, "set": "held-out"}\n')
+    assert line_of(check, run, load_config(recipe, [])) == (
+        f"{run} holds a run that has made 2 updates and saved none; begin it again with --run.resume=true, or choose "
+        "another run.folder"
+    )
+    console = Console(enabled=True, loss_digits=4)
+    begin(run, load_config(recipe, ["--run.resume=true", "--run.save_every=1", "--parallel.wrapper=ddp"]), console)
+    said = (run / "log.txt").read_text().splitlines()[-1]
+    assert said.endswith("  nothing was saved yet: the run begins at update 0, and makes 2 updates again")
+    for key, there, now in (("optim.lr", 0.001, 0.1), ("run.seed", 0, 1), ("data.pack_tokens", None, 16)):
+        assert line_of(check, run, load_config(recipe, ["--run.resume=true", f"--{key}={now}"])) == (
+            f"{run} holds a run of another recipe, which has made 2 updates and saved none: {key} is {there} there and "
+            f"{now} here; begin that again with `megabatch train {run}`, or choose another run.folder"
+        )
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_that_has_lost_its_checkpoints_never_begins_again(recipe: Path, tmp_path: Path, resume: bool) -> None:
+    console = Console(enabled=True, loss_digits=4)
+    begin(tmp_path, load_config(recipe, []), console)
+    for step in (3, 12):
+        console.say(f"saved {path_of(tmp_path, step)}")
+    console.say("resumed from something")
+    assert line_of(check, tmp_path, load_config(recipe, [f"--run.resume={str(resume).lower()}"])) == (
+        f"{tmp_path} has no checkpoint any more, and its run has saved step-12; put {tmp_path}/checkpoints back, or "
+        "choose another run.folder"
+    )
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_that_has_learned_of_its_memory_begins_again(recipe: Path, tmp_path: Path, resume: bool) -> None:
+    run = tmp_path / "run"
+    begin(run, load_config(recipe, []))
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    (run / "microbatch.json").write_text('{"samples": 2, "tokens": 16}')
+    config = load_config(recipe, [f"--run.resume={str(resume).lower()}"])
+    check(run, config)
+    begin(run, config)
+    point_to_checkpoint(run)
+    assert line_of(check, run, load_config(recipe, [])).startswith(f"{run} already holds a run; ")
+
+
+def test_a_run_with_a_checkpoint_is_gone_on_with(recipe: Path, tmp_path: Path) -> None:
+    point_to_checkpoint(tmp_path)
+    fresh, resumed = load_config(recipe, []), load_config(recipe, ["--run.resume=true"])
+    line = f"{tmp_path} already holds a run; go on with --run.resume=true, or choose another run.folder"
+    assert line_of(check, tmp_path, fresh) == line
+    check(tmp_path, resumed)
+    new = line_of(starting.begin, tmp_path, resumed, ALONE, Console(enabled=False, loss_digits=4), is_new=True)
+    assert new == line, "another process came first, and saved"
+    (tmp_path / "environment.json").write_text("[")
+    line = line_of(check, tmp_path, resumed)
+    assert line.startswith(f"{tmp_path}/environment.json is damaged (JSONDecodeError: ")
+    assert line.endswith("); mend it, or delete it and go on")
+
+
+@pytest.mark.parametrize("line", [b'{"x": 1}', b"\xff", b'{"step": 2, "lo', b"[1]", b"[" * 100_000])
+def test_broken_metrics_are_refused_before_anything_is_written(recipe: Path, tmp_path: Path, line: bytes) -> None:
+    point_to_checkpoint(tmp_path)
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
+    assert line_of(check, tmp_path, load_config(recipe, ["--run.resume=true"])) == (
+        f"{tmp_path}/metrics.jsonl is damaged (line 2 is no row with a step); mend or delete that line"
+    )
+
+
+def hold(path: Path, recipe: Path, overrides: list[str], held: Any) -> None:
+    """A process that begins a run, says so, and lives on with a worker of its own."""
+    begin(path, load_config(recipe, overrides), Console(enabled=False, loss_digits=4))
+    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(100,))
+    worker.start()
+    held.send(worker.pid)
+    time.sleep(100)
+
+
+@pytest.mark.slow
+def test_two_processes_never_write_to_one_run_and_a_killed_one_blocks_nobody(recipe: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    fresh, resumed = load_config(recipe, []), load_config(recipe, ["--run.resume=true"])
+    held, holder = CONTEXT.Pipe(duplex=False)
+    process = CONTEXT.Process(target=hold, args=(run, recipe, [], holder))
+    check(run, fresh)  # the other one is quicker from here on
+    process.start()
+    worker = held.recv()
+    try:
+        before = {path: path.read_bytes() for path in run.rglob("*")}
+        line = f"another process is writing to the run in {run}; wait for it, or choose another run.folder"
+        for config in (fresh, resumed):
+            assert line_of(begin, run, config) == line
+            assert line_of(check, run, config) == line
+        assert {path: path.read_bytes() for path in run.rglob("*")} == before
+        process.kill()
+        process.join()
+        point_to_checkpoint(run)
+        assert line_of(begin, run, fresh).startswith(f"{run} already holds a run; ")
+        check(run, resumed)
+        begin(run, resumed)
+        assert len(folder.read_starts(run)) == 2
+    finally:
+        process.kill()
+        os.kill(worker, signal.SIGKILL)
