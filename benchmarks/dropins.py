@@ -1,7 +1,8 @@
 """Loops of other libraries, and the same with exact updates: the error of the gradient, and seconds per update.
 
-A small GPT-2 in float64 on samples of uneven length; each update's gradient, as the optimizer gets it at a rate of
-zero, against plain torch's of the same samples at once. python -m benchmarks.dropins [--write]
+The error: a small GPT-2 in float64 on samples of uneven length; each update's gradient, as the optimizer gets it at a
+rate of zero, against plain torch's of the same samples at once. The seconds: those of `benchmarks.speed` on GSM8K, or
+on the standard library where there is no file of it; medians of runs in turns. python -m benchmarks.dropins [--write]
 """
 
 import argparse
@@ -9,9 +10,9 @@ import contextlib
 import io
 import logging
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from benchmarks import result
+from benchmarks.speed import data
+from benchmarks.speed.__main__ import GSM8K, Cell
+from benchmarks.speed.setting import FULL, QUICK, Setting
 from megabatch import losses
 from megabatch.batch import pad_right
 from megabatch.integrations.accelerate import learner
@@ -181,36 +185,64 @@ LOOPS: dict[str, tuple[Callable[[Gradients], None], Callable[[Gradients], None]]
     "Accelerate": (accumulated, learned),
     "Lightning": (lambda found: lightning(False, found), lambda found: lightning(True, found)),
 }
+CONTESTANTS = {
+    "Trainer": ("hf", "hf_exact"),
+    "Accelerate": ("accelerate", "accelerate_exact"),
+    "Lightning": ("lightning", "lightning_exact"),
+}
 
 
-def measured(loop: Callable[[Gradients], None], expected: Gradients) -> dict[str, float]:
-    """The worst error of an update, and seconds for each; the second of two runs, the first having warmed up."""
-    for _ in range(2):
-        found: Gradients = []
-        start = time.perf_counter()
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            loop(found)
-        seconds = (time.perf_counter() - start) / NUM_UPDATES
-    worst = max(error(*pair) for pair in zip(found, expected, strict=True))
-    return {"error": worst, "seconds_per_update": round(seconds, 4)}
+def worst_error(loop: Callable[[Gradients], None], expected: Gradients) -> float:
+    """Of all updates."""
+    found: Gradients = []
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        loop(found)
+    return max(error(*pair) for pair in zip(found, expected, strict=True))
+
+
+def timed(name: str, gsm8k: Path, repeats: int, setting: Setting) -> dict[str, dict[str, Any]]:
+    """The rows of `benchmarks.speed` of every contestant, on one process."""
+    samples = data.drawn(data.pool(name, FULL.max_microbatch_tokens, gsm8k, quick=setting == QUICK), setting)
+    cells = {each: Cell(name, 1, each, setting, samples) for pair in CONTESTANTS.values() for each in pair}
+    for _ in range(repeats):
+        for cell in cells.values():
+            cell.run()
+    return {each: cell.row() for each, cell in cells.items()}
+
+
+def line(name: str, row: dict[str, Any]) -> str:
+    """Of the table."""
+    seconds = f"{row['seconds_before']:12.2f}{row['seconds_after']:10.2f}" if "seconds_before" in row else ""
+    return f"{name:36}{row['error_before']:14.1e}{row['error_after']:10.1e}{seconds}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.dropins")
     parser.add_argument("--write", action="store_true", help="keep the result in benchmarks/results")
-    write = parser.parse_args().write
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--gsm8k", type=Path, default=GSM8K, help="a JSON object a line: question, answer")
+    parser.add_argument("--quick", action="store_true", help="tiny, to see that it works; its times say nothing")
+    asked = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     made = result.made_with(["transformers", "accelerate", "lightning"])
     expected = exact()
-    print(f"{'loop':36}{'error before':>14}{'after':>10}{'seconds before':>16}{'after':>8}")
-    rows: dict[str, Any] = {}
-    for name, (before, after) in LOOPS.items():
-        rows[name] = row = {"before": measured(before, expected), "after": measured(after, expected)}
-        errors, seconds = ([row[when][key] for when in row] for key in ("error", "seconds_per_update"))
-        print(f"{name:36}{errors[0]:14.1e}{errors[1]:10.1e}{seconds[0]:16.3f}{seconds[1]:8.3f}")
-    if write:
-        print(result.write(result.dated("dropins"), {"claim": str(__doc__).partition("\n")[0], "rows": rows} | made))
+    rows: dict[str, Any] = {
+        name: {"error_before": worst_error(before, expected), "error_after": worst_error(after, expected)}
+        for name, (before, after) in LOOPS.items()
+    }
+    data_set = "gsm8k" if asked.gsm8k.exists() else "stdlib"
+    speed = timed(data_set, asked.gsm8k, asked.repeats, QUICK if asked.quick else FULL)
+    for name, (before, after) in CONTESTANTS.items():
+        rows[name] |= {"seconds_before": speed[before]["seconds_per_update"],
+                       "seconds_after": speed[after]["seconds_per_update"]}  # fmt: skip
+    print(f"error of the gradient, and seconds of an update on {data.NAMES[data_set]}")
+    print(f"{'loop':36}{'error before':>14}{'after':>10}{'s before':>12}{'after':>10}")
+    for name, row in rows.items():
+        print(line(name, row))
+    if asked.write:
+        found = {"claim": str(__doc__).partition("\n")[0], "data": data_set, "rows": rows, "speed": speed}
+        print(result.write(result.dated("dropins"), found | made))
 
 
 if __name__ == "__main__":

@@ -29,9 +29,10 @@ def made_with(libraries: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def command() -> str:
-    """As it was typed; a program of this repository by its name."""
+    """As it was typed; a program of this repository by its name, and files elsewhere by theirs alone."""
     name = (getattr(sys.modules["__main__"], "__spec__", None) or sys).__dict__.get("name", sys.argv[0])
-    return " ".join(["python", "-m", str(name).removesuffix(".__main__"), *sys.argv[1:]])
+    typed = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
+    return " ".join(["python", "-m", str(name).removesuffix(".__main__"), *typed])
 
 
 def commit() -> str:

@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks import result
 from benchmarks.speed import data, table
 from benchmarks.speed.agreement import disagreeing
-from benchmarks.speed.contestants import CONTESTANTS
+from benchmarks.speed.contestants import CONTESTANTS, EVERYBODY
 from benchmarks.speed.setting import FULL, NUM_MEASURED, QUICK, Setting
 
 GSM8K = result.ROOT.parent / "shared" / "data" / "gsm8k_train.jsonl"
@@ -51,9 +51,7 @@ class Cell:
         """The warm-up costs an eighth as much again; in order of arrival samples are padded, and padding is masked."""
         lengths, size = [self.setting.length(len(ids)) for ids in self.samples], self.setting.micro_batch_size
         arrival = sum(size * max(lengths[start : start + size]) for start in range(0, len(lengths), size))
-        tokens = {"arrival": 1.2 * arrival, "packs": 2 * sum(lengths)}.get(
-            CONTESTANTS[self.contestant].cut, sum(lengths)
-        )
+        tokens = {"arrival": 1.2 * arrival, "packs": 2 * sum(lengths)}.get(EVERYBODY[self.contestant].cut, sum(lengths))
         return START_SECONDS + 1.12 * tokens / self.ranks / TOKENS_PER_SECOND
 
     @property
@@ -63,7 +61,7 @@ class Cell:
 
     def run(self) -> None:
         """Once more; the proof is made the first time."""
-        made_with = result.made_with(CONTESTANTS[self.contestant].libraries)
+        made_with = result.made_with(EVERYBODY[self.contestant].libraries)
         job = {"contestant": self.contestant, "setting": asdict(self.setting), "samples": self.samples,
                "proof": not self.found}  # fmt: skip
         with tempfile.TemporaryDirectory() as name:
@@ -75,7 +73,7 @@ class Cell:
 
     def row(self) -> dict[str, Any]:
         """What is written of it: the slowest rank's time, the largest rank's memory, everybody's tokens."""
-        who, proof = CONTESTANTS[self.contestant], self.found[0][0]["proof"]
+        who, proof = EVERYBODY[self.contestant], self.found[0][0]["proof"]
         updates = [each for ranks in self.found[:1] for rank in ranks for each in rank["updates"]]
         computed = sum(each["num_tokens"] for each in updates)
         repeats = [max(mean(rank, "seconds") for rank in ranks) for ranks in self.found]
@@ -137,15 +135,15 @@ def cells(asked: argparse.Namespace, setting: Setting, samples: Pools) -> Iterat
     for ranks in asked.ranks:
         for name, kinds in samples.items():
             for contestant in asked.only:
-                if name == "fixed" and CONTESTANTS[contestant].samples != "drawn":
+                if name == "fixed" and EVERYBODY[contestant].samples != "drawn":
                     continue  # rows of one length are in groups, and full, as they are
-                yield Cell(name, ranks, contestant, setting, kinds[CONTESTANTS[contestant].samples])
+                yield Cell(name, ranks, contestant, setting, kinds[EVERYBODY[contestant].samples])
 
 
 def left_out(asked: argparse.Namespace) -> dict[str, str]:
     """What is not there, and why; it is taken out of what was asked for."""
     reasons = {name: f"{', '.join(missing)} not installed" for name in asked.only
-               if (missing := CONTESTANTS[name].missing())}  # fmt: skip
+               if (missing := EVERYBODY[name].missing())}  # fmt: skip
     asked.only = [name for name in asked.only if name not in reasons]
     if "gsm8k" in asked.data and not asked.gsm8k.exists():
         asked.data.remove("gsm8k")
@@ -158,7 +156,7 @@ def left_out(asked: argparse.Namespace) -> dict[str, str]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--only", type=partial(names, CONTESTANTS), default=list(CONTESTANTS))
+    parser.add_argument("--only", type=partial(names, EVERYBODY), default=list(CONTESTANTS))
     parser.add_argument("--data", type=partial(names, data.NAMES), default=list(data.NAMES))
     parser.add_argument("--ranks", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2])
     parser.add_argument("--gsm8k", type=Path, default=GSM8K, help="a JSON object a line: question, answer")

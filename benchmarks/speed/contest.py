@@ -19,7 +19,7 @@ import torch
 import torch._dynamo  # the first optimizer would import it; here it is no contestant's memory
 import torch.distributed as dist
 
-from benchmarks.speed.contestants import CONTESTANTS
+from benchmarks.speed.contestants import EVERYBODY
 from benchmarks.speed.model import Sample, build, causal_loss, collate, optimizer_of, sample_of
 from benchmarks.speed.setting import LEAST_TOKENS, Setting
 from benchmarks.speed.task import Meter, Task, Train
@@ -28,7 +28,7 @@ from tests.memory.runs import memory_bytes
 
 
 def function_of(name: str) -> Train:
-    module, _, function = CONTESTANTS[name].function.partition(":")
+    module, _, function = EVERYBODY[name].function.partition(":")
     return getattr(importlib.import_module(f"benchmarks.speed.{module}"), function)
 
 
@@ -111,7 +111,7 @@ def main() -> None:
     if world > 1:
         dist.init_process_group("gloo")
     train, setting = function_of(job["contestant"]), Setting(**job["setting"])
-    for library in CONTESTANTS[job["contestant"]].libraries:
+    for library in EVERYBODY[job["contestant"]].libraries:
         importlib.import_module({"lightning": "lightning.pytorch"}.get(library, library))
     found = timed(train, job["samples"], setting, rank, world)
     if job["proof"]:

@@ -42,3 +42,9 @@ CONTESTANTS = {
     "trl": Contestant("TRL, packing", "trainers:trl", ("trl", *TRAINER), cut="packs"),
     "rectangles": Contestant("no padding at all", "loops:plain", samples="rectangles", weighs="microbatches"),
 }
+DROP_INS = {  # the same loops with exact updates in them; asked for by name
+    "hf_exact": Contestant("MegabatchTrainer", "dropins:trainer", TRAINER),
+    "accelerate_exact": Contestant("Accelerate, `learner`", "dropins:accelerate", ("accelerate",)),
+    "lightning_exact": Contestant("Lightning, `ExactUpdates`", "dropins:lightning", ("lightning",)),
+}
+EVERYBODY = CONTESTANTS | DROP_INS

@@ -14,10 +14,12 @@ from benchmarks.speed.data import NAMES
 README = result.ROOT / "README.md"
 START, END = "<!-- speed: python -m benchmarks.speed --table -->\n", "<!-- end of speed -->"
 LEGEND = """
+{runs}
 Seconds of an update, in brackets beside megabatch's; computed / real is tokens through the model over those of the
 samples, for each data set; memory is above what the process had before. *Slanted* rows put other samples into an
 update. A gradient is off where it is a mean of microbatches' means.
 """
+ONE_RUN = "One run of each, between which the same work differs by a tenth: smaller differences are none."
 Row = dict[str, Any]
 
 
@@ -54,7 +56,9 @@ def render(found: dict[str, Any]) -> str:
     """A table for each number of ranks, and how to read them."""
     rows = [with_drawn_tokens(row, found["rows"]) for row in found["rows"]]
     parts = [of_ranks([row for row in rows if row["ranks"] == ranks]) for ranks in sorted({r["ranks"] for r in rows})]
-    return "\n" + "\n".join(parts) + LEGEND + "\n"
+    repeats = max(len(row["repeats_seconds"]) for row in rows)
+    runs = ONE_RUN if repeats == 1 else f"Medians of {repeats} runs in turns."
+    return "\n" + "\n".join(parts) + LEGEND.format(runs=runs) + "\n"
 
 
 def with_drawn_tokens(row: Row, rows: Iterable[Row]) -> Row:

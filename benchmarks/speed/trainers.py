@@ -27,11 +27,11 @@ def accelerate(task: Task) -> None:
             optimizer.zero_grad()
 
 
-def hugging_face(task: Task, strategy: str = "sequential") -> None:
-    """transformers' Trainer over the drawn order: "sequential" is its default without the shuffling."""
+def hugging_face(task: Task, strategy: str = "sequential", trainer: Any = None, **given: Any) -> None:
+    """transformers' Trainer, or one like it, over the drawn order: "sequential" is the default but unshuffled."""
     from transformers import Trainer, TrainingArguments
 
-    class InOrder(Trainer):
+    class InOrder(trainer or Trainer):
         def _get_train_sampler(self, *arguments: Any) -> Any:
             sampler = super()._get_train_sampler(*arguments)
             sampler.shuffle = False  # of "batch_rebalance": an update keeps the samples that are drawn for it
@@ -42,7 +42,7 @@ def hugging_face(task: Task, strategy: str = "sequential") -> None:
             folder, train_sampling_strategy=strategy, gradient_accumulation_steps=task.setting.steps(task.world),
             per_device_train_batch_size=task.setting.micro_batch_size, **quiet(),
         )  # fmt: skip
-        InOrder(task.model, arguments, collate, task.samples, optimizers=moved_by(task)).train()
+        InOrder(task.model, arguments, collate, task.samples, optimizers=moved_by(task), **given).train()
 
 
 batch_rebalance = functools.partial(hugging_face, strategy="batch_rebalance")
