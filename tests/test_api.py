@@ -64,9 +64,16 @@ def without_annotations(function) -> str:
 
 
 def test_public_names():
-    modules = {name for name in vars(megabatch) if inspect.ismodule(getattr(megabatch, name))}
-    assert {name for name in vars(megabatch) if not name.startswith("_")} - modules == NAMES - {"losses"}
-    assert inspect.ismodule(megabatch.losses)
+    assert {name for name in dir(megabatch) if not name.startswith("_")} == NAMES == set(megabatch.__all__)
+    assert [name for name in NAMES if inspect.ismodule(getattr(megabatch, name))] == ["losses"]
+
+
+def test_modules_are_found_without_an_import_of_their_own_and_what_is_not_there_is_said():
+    assert inspect.ismodule(megabatch.batch)
+    with pytest.raises(AttributeError, match=r"^module 'megabatch' has no attribute 'verfy'$"):
+        _ = megabatch.verfy
+    with pytest.raises(ImportError, match="cannot import name 'verfy'"):
+        exec("from megabatch import verfy")
 
 
 @pytest.mark.parametrize("function", SIGNATURES, ids=lambda function: function.__qualname__)

@@ -1,11 +1,8 @@
-"""The documentation is true: the site builds, links lead somewhere, what is shown runs, and what is counted is so."""
+"""The documentation is true: what is shown runs, what is named is there, and what is counted is so."""
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
@@ -18,20 +15,22 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from accelerate.state import AcceleratorState, GradientState
-from markdown.extensions.toc import slugify
 from torch import Tensor
 
 from megabatch import Update, losses, verify
 from megabatch.train.cli import read_export
 from megabatch.train.config import Config
+from megabatch.train.doctor.command import read_folder
+from megabatch.train.init.command import read_arguments
 from megabatch.train.keys import known_keys, sections
+from megabatch.train.page.command import read_report, read_watch
 from megabatch.train.plan.asked import read_asked
 from megabatch.train.recipe import load_config
+from megabatch.train.shells import script_for
+from megabatch.train.usage import COMMANDS
 from tests.exact.full import RESULT
 from tests.exact.sparse import VOCABULARY, SparseLM
-from tests.test_api import NAMES
 from tests.train.test_docs import LEAST
 from tests.unit import failures
 
@@ -43,7 +42,6 @@ NOT_RUN = {  # page → the mark of its blocks that are not run here, and who ru
     "docs/parallelism.md": ("ranks", "needs two processes; tests/comm/test_document.py runs it on two"),
     "docs/integrations.md": ("example", "an excerpt of a file of examples/, which tests/test_examples.py runs"),
 }
-OTHER_NAMES = {"experts", "context", "pipeline.Pipeline", "pipeline.evaluate", "batch.Deferred", "simulate.simulate"}
 
 
 def blocks(page: str, language: str) -> list[tuple[str, str]]:
@@ -55,80 +53,6 @@ def of_all_pages(language: str) -> dict[str, str]:
     """Blocks of a language, by page and number."""
     found = {name: blocks(page, language) for name, page in READ.items()}
     return {f"{name}:{number}": block for name in found for number, (_, block) in enumerate(found[name])}
-
-
-# The site
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built where a warning is an error."""
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
-    quiet = {"NO_MKDOCS_2_WARNING": "1"}
-    ran = subprocess.run(command, cwd=ROOT, env=os.environ | quiet, capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    return folder
-
-
-@pytest.mark.slow
-def test_the_site_has_every_page(site: Path) -> None:
-    for name in PAGES:
-        page = Path(name).relative_to("docs").with_suffix("")
-        assert (site / ("index.html" if page.name == "index" else page / "index.html")).is_file()
-
-
-@pytest.mark.slow
-def test_the_reference_has_every_public_name_with_its_docstring(site: Path) -> None:
-    html = (site / "api" / "index.html").read_text(encoding="utf-8")
-    for name in NAMES | OTHER_NAMES:
-        _, found, rest = html.partition(f'id="megabatch.{name}" class="doc doc-heading"')
-        assert found, f"docs/api.md lacks ::: megabatch.{name}"
-        assert "<p>" in rest.partition("doc-heading")[0], f"{name} has no docstring"
-
-
-@pytest.mark.slow
-def test_links_out_of_the_docs_lead_to_a_copy_on_the_site(site: Path) -> None:
-    (link,) = re.findall(r'href="([^"]*result\.json[^"]*)"', (site / "exactness" / "index.html").read_text())
-    assert (site / "exactness" / link).resolve().read_bytes() == RESULT.read_bytes()
-
-
-@pytest.mark.slow
-def test_a_mark_of_the_tests_is_not_on_the_site(site: Path) -> None:
-    html = (site / "parallelism" / "index.html").read_text()
-    assert "notest" not in html
-    assert html.count('<div class="highlight"') == len(blocks(PAGES["docs/parallelism.md"], "python"))
-
-
-def test_every_page_but_the_decisions_is_in_the_navigation() -> None:
-    def leaves(entry: Any) -> Iterator[str]:
-        if isinstance(entry, str):
-            yield entry
-        else:
-            for each in entry.values() if isinstance(entry, dict) else entry:
-                yield from leaves(each)
-
-    navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
-    assert sorted(leaves(navigation)) == sorted(path.name for path in DOCS.glob("*.md"))
-
-
-@pytest.mark.parametrize("name", READ)
-def test_every_link_leads_somewhere(name: str) -> None:
-    prose = re.sub(r"^```.*?^```|`[^`\n]*`", "", READ[name], flags=re.DOTALL | re.MULTILINE)
-    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
-        path, _, anchor = target.partition("#")
-        if target.startswith(("https://", "http://")):
-            continue
-        page = ((ROOT / name).parent / path).resolve() if path else ROOT / name
-        assert page.exists(), f"{target} of {name}"
-        assert not anchor or anchor in headings(page), f"{target} of {name}"
-
-
-@cache
-def headings(page: Path) -> set[str]:
-    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
-    titles = {slugify(title, "-") for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
-    return titles | set(re.findall(r"^::: (\S+)$", text, re.MULTILINE))  # what mkdocstrings makes of a name
 
 
 # What the pages show
@@ -240,18 +164,23 @@ def commands() -> list[list[str]]:
 
 
 def test_there_are_commands() -> None:
-    assert {command[0] for command in commands()} == {"train", "plan", "verify", "export", "report"}
+    assert {command[0] for command in commands()} == {*COMMANDS}
 
 
 @pytest.mark.parametrize("command", commands(), ids=" ".join)
 def test_a_command_is_understood(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     verb, *rest = command
-    if verb == "export":
+    if verb == "init":
+        assert read_arguments(rest)[1].keys() in (set(), {"model", "data", "hardware"})
+    elif verb == "doctor":
+        read_folder(rest)
+    elif verb == "completion":
+        assert script_for(rest)
+    elif verb == "export":
         read_export(rest)
-    elif verb == "report":
-        assert rest[0] == "--compare"
-        assert len(rest) == 3
+    elif verb in ("report", "watch"):
+        (read_report if verb == "report" else read_watch)(rest)
     elif rest[0].endswith(".toml"):
         overrides = [word for word in rest[1:] if word != "--data.path=..."]
         load_config(Path(rest[0]), list(read_asked(overrides).overrides) if verb == "plan" else overrides)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import megabatch
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megabatch"
 MAX_LINES = 300
@@ -16,7 +18,7 @@ LIBRARY = [  # a module imports only modules above it
     "errors", "partition", "cost", "cut", "fit", "batch", "contract", "masks", "vocabulary", "losses", "rng", "context",
     "mesh", "alarm", "foreign", "hooks", "fusing", "precision", "wrapped", "plain", "ddp", "fsdp1", "fsdp2", "several",
     "shapes", "schedules", "stages", "sync", "gradient",
-    "sampler", "memory", "share", "run", "stepping", "update", "pause", "kept", "copies", "probe", "recovery",
+    "sampler", "memory", "share", "run", "stepping", "update", "pause", "kept", "copies", "probe", "taken", "recovery",
     "representations", "joint", "pipeline",
     "simulate.devices", "simulate.allocator", "simulate.traffic", "simulate.roofline", "simulate.record",
     "simulate.ledger", "simulate.shards", "simulate.replica", "simulate.fake", "simulate.simulated", "simulate.world",
@@ -93,11 +95,22 @@ def test_the_ground_floor_knows_no_torch(module):
     assert not [name for name in imported(TREES[file_of(module)]) if name.partition(".")[0] == "torch"]
 
 
-@pytest.mark.parametrize("module", ["__init__", *LIBRARY])
+@pytest.mark.parametrize("module", LIBRARY)
 def test_imports_stand_at_the_top(module):
     tree = TREES[file_of(module)]
     at_the_top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     assert imported(tree) == imported(ast.Module(at_the_top, []))
+
+
+def test_the_names_of_the_package_are_imported_when_they_are_asked_for_and_listed_for_type_checkers():
+    """Decision 31: the one place where TYPE_CHECKING is used, so that what needs no torch does not wait for it."""
+    listed = [node for node in ast.walk(TREES["__init__.py"]) if isinstance(node, ast.ImportFrom)]
+    seen = {alias.name: str(node.module) for node in listed for alias in node.names if alias.asname == alias.name}
+    imported_later = {name: f"megabatch.{module}" for name, module in megabatch._HOME.items()}
+    assert seen == imported_later | {"losses": "megabatch"}
+    assert set(megabatch.__all__) == set(seen)
+    checking = [path for path, tree in TREES.items() if "typing.TYPE_CHECKING" in imported(tree)]
+    assert checking == ["__init__.py"]
 
 
 @pytest.mark.parametrize("module", ["__init__", *(each for each in LIBRARY if each != "memory")])

@@ -139,7 +139,11 @@ TABLES: dict[str, dict[str, tuple[Any, ...]]] = {
     "refused": _one("refused", "C1", wrapper=tuple(WRAPPERS), world=ALL_WORLDS, sync=ALL_SYNCS),
 }  # fmt: skip
 WHOLE = ("odd", "refused")  # tables that are run whole wherever a table is run
-SAMPLED = {"other bits": TABLES["other bits"] | {"case": FEW_CASES}}  # what is sampled of a table, where that is less
+PROMISED = {  # of the wrappers beside the main ones: each promise, and each form of loss, once
+    "case": ("C1", "uneven-ranks", "empty-last-rank", "short-tail", "calls"),
+    "loss": ("weigh", "late", "terms", "metric"),
+}
+SAMPLED = {name: TABLES[name] | PROMISED for name in ("other bits", "other language")}  # what is sampled of a table
 
 
 @cache

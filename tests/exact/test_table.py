@@ -11,8 +11,8 @@ from tests.exact.wrappers import SYNCS as ALL_SYNCS
 from tests.exact.wrappers import WRAPPERS
 
 # A change to the tables changes these on purpose: the failing test prints them.
-NUM_CELLS = 791
-CELLS_SHA256 = "c8c052163db00ba0"
+NUM_CELLS = 687
+CELLS_SHA256 = "9971361b7b4c3545"
 
 
 def digest(cells: tuple[Cell, ...]) -> str:
