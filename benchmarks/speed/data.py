@@ -40,9 +40,12 @@ def functions(root: Path) -> Iterator[str]:
 
 
 def drawn(samples: Sequence[Ids], setting: Setting) -> list[Ids]:
-    """The samples of the measured updates, in their order: the same for all, and no other than chance chose."""
-    order = np.random.default_rng(0).permutation(len(samples))
-    return [samples[index] for index in order[: NUM_MEASURED * setting.update_size]]
+    """The samples of the measured updates, in their order, the same for all: by chance, one of each of as many parts as
+    there are to be samples, from the shortest part to the longest, so that few are as uneven as all."""
+    generator = np.random.default_rng(0)
+    by_length = sorted(range(len(samples)), key=lambda index: len(samples[index]))
+    chosen = [generator.choice(part) for part in np.array_split(by_length, NUM_MEASURED * setting.update_size)]
+    return [samples[index] for index in generator.permutation(chosen)]
 
 
 def grouped(samples: Sequence[Ids], setting: Setting) -> list[Ids]:
