@@ -6,6 +6,7 @@ set -euo pipefail
 
 recipe=${1:?usage: MEET_AT=... NODES=N launch/nodes.sh RECIPE [--section.key=value ...]}
 run=${RUN:-runs/$(basename "$recipe" .toml)} # on a disk that all of them see
+if [ -d "$recipe" ]; then run=$recipe; fi # a run to go on with
 shift
 exec torchrun --nnodes "${NODES:?how many machines}" --nproc-per-node "${PROCESSES:-gpu}" --max-restarts 3 \
     --rdzv-backend c10d --rdzv-endpoint "${MEET_AT:?the name of one machine}:${PORT:-29500}" --rdzv-id "$(basename "$run")" \

@@ -27,8 +27,12 @@ def work(given: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2 or not os.environ.get("WORKERS", "").isdecimal():
+        print("usage: WORKERS=N python launch/ray_train.py RECIPE [--section.key=value ...]", file=sys.stderr)
+        sys.exit(2)
     recipe, *overrides = sys.argv[1:]
     run = os.environ.get("RUN", f"runs/{Path(recipe).stem}")  # on a disk that all workers see
+    run = recipe if os.path.isdir(recipe) else run  # a run to go on with
     arguments = [recipe, f"--run.folder={run}", "--run.resume=true", *overrides]
     ray.init()
     TorchTrainer(

@@ -5,6 +5,7 @@ set -euo pipefail
 
 recipe=${1:?usage: launch/torchrun.sh RECIPE [--section.key=value ...]}
 run=${RUN:-runs/$(basename "$recipe" .toml)}
+if [ -d "$recipe" ]; then run=$recipe; fi # a run to go on with
 shift
 # A signal reaches every rank, which finishes its update and saves; torchrun kills who takes longer than this.
 exec torchrun --standalone --nproc-per-node "${PROCESSES:-auto}" --shutdown-timeout 600 \

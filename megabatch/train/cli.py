@@ -27,7 +27,7 @@ from megabatch.train.starting import gone_on_with
 from megabatch.train.stop import Stop
 from megabatch.train.tracking.sending import holds_the_end
 from megabatch.train.trainer import Trainer
-from megabatch.train.usage import ALONE, COMMANDS, USAGE, WITH_RECIPE
+from megabatch.train.usage import ALONE, COMMANDS, USAGE, WITH_RECIPE, parted
 from megabatch.train.verification import plain_config, verify_recipe
 
 MERGED = "--merged"  # of export
@@ -95,12 +95,14 @@ def with_recipe(name: str, arguments: list[str], met: Meeting) -> None:
 
 
 def train(config: Config, met: Meeting) -> None:
-    """Train to the end, or until a signal stops the run between two updates."""
+    """Train to the end, or until a signal stops the run between two updates; then with the status asked for."""
     stop, pulse = Stop(speaks=met.rank == 0), Pulse(met, config.run.answer_within_seconds)
     with stop.listening():
         ranks = join(met, config)
         with noting(config.run, ranks), pulse.beating():
             Trainer(gone_on_with(config, ranks), ranks, Course(stop, pulse, ranks)).fit()
+    if stop.agreed is not None and config.run.stopped_status:
+        raise FailedError(config.run.stopped_status)
 
 
 def config_of(recipe: Path, overrides: list[str]) -> Config:
@@ -143,7 +145,7 @@ def export_run(arguments: list[str]) -> None:
 def read_export(arguments: list[str]) -> tuple[Path, Path, int | str | None]:
     """The run, the folder to write, and the checkpoint: None for the best where one is kept, else the latest."""
     usage = "write: megabatch export RUN --to DIR [--step N|best|latest] [--merged]"
-    words = [part for argument in arguments if argument != MERGED for part in argument.split("=", 1)]
+    words = parted(argument for argument in arguments if argument != MERGED)
     given = dict(zip(words[1::2], words[2::2], strict=False))
     if words and not words[0].startswith("-") and "--to" not in given:
         raise MegabatchError(f"--to is missing; {usage}")

@@ -31,6 +31,7 @@ from megabatch.train.sums import Sum, first_told, problem_of, sums_of
 
 MICROBATCHES_A_CALL = 8  # of a rank; in each call gradients are reduced as in an update of its own
 OPEN, META = "open", "open.json"
+PARTS = ("model_config", "parameters", "data")  # of what makes a run this one, beside its settings
 DEALT = "the tokens at which attention counts as much as the rest"  # by which samples were dealt
 Call = Callable[[Sequence[Any], int], Mapping[str, Term]]  # adds samples to the open update, as the call of that number
 InCalls = Callable[[Sequence[Any], Call], Plan]  # makes the calls of an update; how it was cut
@@ -75,11 +76,12 @@ class Partial:
     """Makes the calls of an update; saves one that a signal stops inside, and goes on with it.
 
     Args:
+        identity: What makes the run this one; see `keeper.identity_of`.
         is_asked: Whether the run is to stop; collective.
     """
 
     def __init__(
-        self, config: Config, learner: Learner, updates: Updates, ranks: Ranks, console: Console,
+        self, config: Config, identity: Meta, learner: Learner, updates: Updates, ranks: Ranks, console: Console,
         is_asked: Callable[[], bool],
     ) -> None:  # fmt: skip
         self._is_used = config.checkpoint.partial
@@ -88,6 +90,7 @@ class Partial:
         self._learner, self._updates, self._ranks, self._console = learner, updates, ranks, console
         self._is_asked = is_asked
         self._circumstances = circumstances(config, ranks)
+        self._identity = {**identity["settings"], **{part: identity[part] for part in PARTS}}
         self._folder = checkpoints_of(Path(config.run.folder)) / OPEN
         self._left: dict[str, Any] = {}  # of the update that a former start of the run has left open
         self._calls = Calls([])
@@ -154,8 +157,11 @@ class Partial:
         return problem_of(self._folder, {name: Sum(**each) for name, each in meta["files"].items()}, self._ranks)
 
     def _made_for(self) -> dict[str, Any]:
-        """What must be the same for the update to go on; as JSON. A call's samples are places in what was dealt."""
-        return json.loads(json.dumps(self._circumstances | {DEALT: self._updates.even_tokens}))
+        """What must be the same for the update to go on; as JSON. A call's samples are places in what was dealt.
+
+        The run's identity, too: one that has no checkpoint may be begun again as another one, by another recipe.
+        """
+        return json.loads(json.dumps({**self._circumstances, DEALT: self._updates.even_tokens, **self._identity}))
 
     def _own_buffers(self) -> list[tuple[str, Tensor]]:
         """What a forward may move besides; this rank's parts."""

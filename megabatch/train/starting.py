@@ -9,6 +9,8 @@ import fcntl
 import json
 import os
 import re
+import socket
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from megabatch.train.optim import settings_of
 from megabatch.train.ranks import Ranks
 from megabatch.train.recipe import load_config
 from megabatch.train.shortage import has_learned
+from megabatch.train.tracking.sending import FILE_NAME as TRACKING
 
 LOCK = ".lock"
 SAVED = re.compile(rb"  saved .*(step-\d+)$")  # a line of the log
@@ -176,6 +179,32 @@ def lock(folder: Path) -> None:
         return
 
 
+def check_shared(folder: Path, ranks: Ranks) -> None:
+    """Raise on every rank where one does not see what the main rank writes there: a checkpoint is of all of them.
+
+    Looked for is a name that nobody has asked for before: a client of a network's disk may remember of any other one
+    that it was not there.
+    """
+    if ranks.size == 1:
+        return
+    mark = folder / f".seen-{ranks.gather(uuid.uuid4().hex)[0]}"
+    ranks.on_main(mark.touch, str(folder))
+    told = ranks.gather("" if mark.exists() else f"rank {ranks.rank} on {socket.gethostname()}")
+    ranks.on_main(lambda: mark.unlink(missing_ok=True), str(folder))
+    blind = [each for each in told if each]
+    if blind:
+        raise MegabatchError(
+            f"run.folder is {folder}, where {blind[0]} does not see what rank 0 writes, and a checkpoint has files of "
+            "every rank; name a folder on a disk that all hosts share"
+        )
+
+
+def is_other(folder: Path, recipe: str) -> bool:
+    """Whether the run there was last started with another recipe's text."""
+    path = folder / CONFIG
+    return path.is_file() and path.read_text(encoding="utf-8", errors="replace") != recipe
+
+
 def begin(folder: Path, config: Config, ranks: Ranks, console: Console, *, is_new: bool) -> None:
     """Make the folder, or go on in it: lock it, write the recipe, add this start, and log from here on; collective.
 
@@ -183,9 +212,10 @@ def begin(folder: Path, config: Config, ranks: Ranks, console: Console, *, is_ne
         is_new: Whether the run begins, at update 0, and does not go on from a checkpoint.
     """
     recipe, start = recipe_text(config), describe_start(ranks)
+    ranks.on_main(lambda: folder.mkdir(parents=True, exist_ok=True), str(folder))
+    check_shared(folder, ranks)
 
     def write() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         lock(folder)
         if is_new and has_checkpoint(folder):  # of another process, which came first
             raise already_there(folder)
@@ -193,6 +223,8 @@ def begin(folder: Path, config: Config, ranks: Ranks, console: Console, *, is_ne
         starts = read_starts(folder)
         if is_new and (starts or config.run.resume):
             made = num_made(folder)
+            if is_other(folder, recipe):
+                (folder / TRACKING).unlink(missing_ok=True)  # trackers keep the recipe that a run of theirs began with
             again = f", and makes {counted_updates(made)} again" if made else ""
             console.say(f"nothing was saved yet: the run begins at update 0{again}")
         replace_text(folder / ENVIRONMENT, json.dumps({"starts": [*starts, start]}, indent=1) + "\n")

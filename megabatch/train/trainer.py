@@ -57,7 +57,7 @@ class Trainer:
         saved = (self.learner, self.laid, self.average, self.updates, self.examiner.watch, self.chosen)
         self.keeper = Keeper(config, *saved, ranks, self.writer)
         self.profiler = Profiler(config.run.profile_steps, self.folder, enabled=ranks.is_main)
-        self.partial = Partial(config, self.learner, self.updates, ranks, self.console, course.is_asked)
+        self.partial = Partial(config, self.identity, self.learner, self.updates, ranks, self.console, course.is_asked)
         parts = (self.learner, self.loss_fn, self.laid, self.average, self.updates, self.partial)
         self.updating = Updating(config, *parts, ranks, self.console, counts_tokens=self.data.counts_tokens)
         first = self.updates.peek()

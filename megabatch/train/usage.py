@@ -1,5 +1,7 @@
 """Usage: the commands by name, and how they are written."""
 
+from collections.abc import Iterable
+
 USAGE = """usage: megabatch init [FILE] [--model NAME] [--data PATH] [--hardware "8 gpus"]   write a recipe
        megabatch train RECIPE [--section.key=value ...]       train; a run's folder as RECIPE goes on with it
        torchrun --nproc-per-node N -m megabatch train RECIPE [--section.key=value ...]
@@ -22,3 +24,8 @@ COMMANDS = ("init", "train", "plan", "verify", "export", "report", "watch", "doc
 WITH_RECIPE = ("train", "plan", "verify")
 ALONE = ("init", "verify", "export", "report", "watch", "completion")  # in one process
 SHELLS = ("bash", "zsh", "fish")
+
+
+def parted(arguments: Iterable[str]) -> list[str]:
+    """The arguments with ``--name=value`` in two; any other word stays whole, such as a folder's that has an = in it."""
+    return [part for each in arguments for part in (each.split("=", 1) if each.startswith("--") else [each])]

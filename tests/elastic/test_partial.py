@@ -1,5 +1,6 @@
 """A signal inside a long update: what is done of it is saved, and the run goes on there as if it had never ended."""
 
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,37 @@ def test_an_open_update_of_another_checkpoint_is_left_alone(bench: Bench, own: P
     assert not (bench.folder / "checkpoints" / "open").exists()
     assert bench.losses()[:2] == losses
     assert len(bench.losses()) == 3
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({}, None),
+        ({"run__seed": 1}, "run.seed was 0 and is 1"),
+        ({"update__global_batch_size": 40}, "update.global_batch_size was 50 and is 40"),
+        ({"loss__function": "megabatch.losses:next_token"}, "loss.function was "),
+    ],
+    ids=["the same run", "other samples", "fewer samples", "another loss"],
+)
+def test_a_run_that_lost_its_checkpoint_goes_on_with_no_other_runs_update(
+    bench: Bench, own: Path, tmp_path: Path, values: dict[str, Any], problem: str | None
+) -> None:
+    """Ended between the open update and the checkpoint before it: the folder may be begun in by another recipe."""
+    disturb(bench, place="within", step=1, signals=[signal.SIGTERM])
+    bench.train(**long(own))
+    (bench.path / "disturb.json").unlink()
+    checkpoints = bench.folder / "checkpoints"
+    shutil.rmtree(checkpoints / "step-0")
+    (checkpoints / "latest").unlink()
+    log = bench.folder / "log.txt"
+    log.write_text("".join(line for line in log.read_text().splitlines(True) if "step-0" not in line))
+    (end,) = bench.finish(**long(own, **values))
+    assert end.status == 0, end.err
+    assert ("update 1 goes on after 1 of 3 parts" in end.out) == (problem is None)
+    assert problem is None or f"update 1 begins again, which was left open: {problem}" in end.out + end.err
+    other = tmp_path / "other"
+    bench.train(run__folder=other, **long(own, **values))
+    assert timeless(bench.rows()) == timeless(bench.rows(other))
 
 
 MOVED = """

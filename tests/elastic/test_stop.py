@@ -50,6 +50,17 @@ def test_all_ranks_stop_after_the_same_update(
     assert timeless(bench.rows()) == timeless(bench.rows(whole))
 
 
+def test_a_stopped_run_ends_with_the_status_that_is_asked_for(bench: Bench, own: Path) -> None:
+    """As an operator's pods do, which start again what has failed, and only that."""
+    values = {"parallel__wrapper": "ddp", "run__after_update": f"{own}:after_update", "run__stopped_status": 143}
+    disturb(bench, place="after", step=2, ranks=[1], signals=[signal.SIGTERM])
+    ends = bench.finish(ranks=2, **values)
+    assert [(end.status, end.err) for end in ends] == [(143, "")] * 2
+    assert ends[0].out.splitlines()[-1].startswith("stopped by SIGTERM after update 2; ")
+    (bench.path / "disturb.json").unlink()
+    assert "resumed from" in bench.train(ranks=2, recipe=bench.folder)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_ends_a_run_at_once(bench: Bench, own: Path, number: signal.Signals) -> None:
     disturb(bench, place="after", step=2, signals=[number, number], seconds=1.5)

@@ -78,7 +78,7 @@ def test_it_says_how_it_is_used(name: str) -> None:
     assert re.search(r"usage: .*RECIPE \[--section\.key=value \.\.\.\]", done.stderr)
 
 
-@pytest.mark.parametrize(("name", "folder"), [("pytorchjob.yaml", "runs/recipe"), ("trainjob.yaml", "/runs/recipe")])
+@pytest.mark.parametrize(("name", "folder"), [("pytorchjob.yaml", ""), ("trainjob.yaml", "/work/")])
 def test_torchrun_reads_a_pods_command(monkeypatch: pytest.MonkeyPatch, name: str, folder: str) -> None:
     """As the operator has told it of the other pods, in variables."""
     from torch.distributed.run import get_args_parser
@@ -90,7 +90,8 @@ def test_torchrun_reads_a_pods_command(monkeypatch: pytest.MonkeyPatch, name: st
         asked = get_args_parser().parse_args(words)
         assert (torchrun, asked.nnodes, asked.nproc_per_node, asked.module) == ("torchrun", "2", "8", True)
         assert [asked.training_script, *asked.training_script_args] == [
-            "megabatch", "train", "recipe.toml", f"--run.folder={folder}", "--run.resume=true", "--run.save_every=50"
+            "megabatch", "train", f"{folder}recipe.toml", f"--run.folder={folder}runs/recipe", "--run.resume=true",
+            "--run.save_every=50", "--run.stopped_status=143",
         ]  # fmt: skip
     assert len(commands) == {"pytorchjob.yaml": 2, "trainjob.yaml": 1}[name]
 
@@ -100,6 +101,12 @@ def found(table: Any, key: str) -> list[dict[str, Any]]:
     inner = table.values() if isinstance(table, dict) else table if isinstance(table, list) else ()
     here = [table] if isinstance(table, dict) and key in table else []
     return here + [each for part in inner for each in found(part, key)]
+
+
+def written(job: dict[str, Any]) -> list[str]:
+    """What a TrainJob's command reads and writes."""
+    trainer = job["spec"]["trainer"]
+    return [each for each in [*trainer["command"], *trainer["args"]] if "recipe" in each]
 
 
 def without_quantities(table: Any) -> Any:
@@ -118,6 +125,11 @@ def test_kubeflows_own_models_know_every_key_of_a_trainjob() -> None:
 
     job = without_quantities(yaml.safe_load((LAUNCH / "trainjob.yaml").read_text()))
     assert TrainerV1alpha1TrainJob.model_validate(job).to_dict() == job
+    (pod,) = found(job, "terminationGracePeriodSeconds")
+    assert int(job["spec"]["trainer"]["env"][0]["value"]) < pod["terminationGracePeriodSeconds"]
+    ((mount,),) = [each["volumeMounts"] for each in pod["containers"]]
+    assert [mount["name"]] == [each["name"] for each in pod["volumes"]]
+    assert all(str(each).startswith(("/work/", "--run.folder=/work/")) for each in written(job))
     job["spec"]["trainer"]["numNode"] = 2  # what is not known is dropped
     assert TrainerV1alpha1TrainJob.model_validate(job).to_dict() != job
 

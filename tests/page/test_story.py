@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,9 +127,11 @@ def test_what_cannot_be_asked_for_is_one_line(tmp_path: Path, capsys) -> None:
         ((run, "--tee", "a"), "cannot read the arguments"),
         ((run, "--to", tmp_path / "none" / "page.html"), "is no folder; make it, or choose another --to"),
         ((run, "--to", tmp_path), "is a folder; --to names a file"),
+        ((run, "--to", tmp_path / "pipe"), "is no file that can be put in place of another"),  # nor is /dev/stdout
         ((run, "--to", "/dev/full/page.html"), "is no folder; make it, or choose another --to"),
         ((run, "--to", "/proc/page.html"), "cannot write /proc/page.html"),
     ]
+    os.mkfifo(tmp_path / "pipe")
     before = sorted(tmp_path.rglob("*"))
     for arguments, line in cases:
         status, text = report(capsys, *arguments)
@@ -185,6 +188,8 @@ def test_numbers_have_six_digits_and_nothing_else_is_one() -> None:
     [
         ("t  stopped by SIGINT after update 3; goes on\n", "stopped by SIGINT after update 3; goes on"),
         ("t  stopped by SIGINT after update 3\nt  resumed\nt  update    4  loss 1\n", ""),
+        ("t  stopped by SIGINT after update 3\nt  resumed from runs/a/checkpoints/step-3\nt  plan  4 updates\n", ""),
+        ("t  stopped by SIGINT after update 0\nt  nothing was saved yet: the run begins at update 0\n", ""),
         ("t  the data ran out after 1 epoch\nt  ── its completion ──\n", "the data ran out after 1 epoch"),
         ("", ""),
     ],

@@ -197,3 +197,8 @@ def test_bad_arguments_are_one_line(words: list[str]) -> None:
         MegabatchError, match=r"^cannot read the arguments '.*'; write: megabatch doctor \[--folder runs\]$"
     ):
         read_folder(words)
+
+
+@pytest.mark.parametrize("words", [["--folder", "runs/lr=1e-3"], ["--folder=runs/lr=1e-3"]])
+def test_a_folder_may_have_any_name(words: list[str]) -> None:
+    assert read_folder(words) == Path("runs/lr=1e-3")

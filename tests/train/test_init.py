@@ -113,6 +113,10 @@ REFUSED = {
     "fields",
     "--model small --data broken.jsonl --hardware cpu": "broken.jsonl has no row that can be read; name data with at "
     "least one",
+    "--model ~nobody-here/x --data stdlib --hardware cpu": "--model is '~nobody-here/x', and no user is known by that "
+    "name; write the whole path",
+    "--model small --data ~x.jsonl --hardware cpu": "data.path is '~x.jsonl', and no user is known by that name; write "
+    "the whole path",
     "--modle small": "cannot read the arguments 'recipe.toml --modle small'; write: megabatch init FILE --model small "
     '--data "corpus/*.txt" --hardware cpu',
     "--model small --model": "cannot read the arguments 'recipe.toml --model small --model'; write: megabatch init "
@@ -130,6 +134,12 @@ def test_a_bad_answer_is_one_line_and_nothing_is_written(folder: Path, words: st
         write_recipe(["recipe.toml", *words.split()])
     assert str(raised.value) == REFUSED[words]
     assert sorted(folder.iterdir()) == before
+
+
+def test_a_folder_of_the_users_is_written_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder))
+    tables = init("mine.toml", "--model", "~/tiny", "--data", "stdlib", "--hardware", "cpu")
+    assert tables["model"]["name"] == str(folder / "tiny")
 
 
 def test_nothing_is_overwritten(folder: Path) -> None:

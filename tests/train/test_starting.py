@@ -2,17 +2,22 @@
 
 import multiprocessing
 import os
+import shutil
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megabatch import MegabatchError
 from megabatch.train import folder, starting
 from megabatch.train.console import Console
 from megabatch.train.naming import path_of
+from megabatch.train.ranks import Ranks
 from megabatch.train.recipe import load_config
+from tests.train.on_ranks import on_ranks
 from tests.train.processes import CONTEXT
 from tests.train.test_folder import ALONE, RECIPE, begin, check, line_of, point_to_checkpoint
 
@@ -66,6 +71,41 @@ def test_a_run_that_has_made_updates_begins_again_if_it_is_told_to(recipe: Path,
             f"{run} holds a run of another recipe, which has made 2 updates and saved none: {key} is {there} there and "
             f"{now} here; begin that again with `megabatch train {run}`, or choose another run.folder"
         )
+
+
+def begin_apart(ranks: Ranks, tmp_path: Path, recipe: Path) -> str:
+    """Begin in a folder that each rank has on a disk of its own, but for the first two; what is raised."""
+    here = tmp_path / ("shared" if ranks.rank < 2 else "other")
+    here.mkdir(exist_ok=True)
+    os.chdir(here)
+    try:
+        starting.begin(Path("run"), load_config(recipe, []), ranks, Console(enabled=False, loss_digits=4), is_new=True)
+    except MegabatchError as error:
+        return str(error)
+    return ""
+
+
+def test_a_folder_that_a_rank_does_not_see_is_refused(recipe: Path, tmp_path: Path) -> None:
+    assert on_ranks(2, tmp_path, begin_apart, tmp_path, recipe) == ["", ""]
+    assert (tmp_path / "shared/run/environment.json").exists()
+    assert not list((tmp_path / "shared/run").glob(".seen*"))
+    shutil.rmtree(tmp_path / "shared/run")
+    line = (
+        f"run.folder is run, where rank 2 on {socket.gethostname()} does not see what rank 0 writes, and a checkpoint has "
+        "files of every rank; name a folder on a disk that all hosts share"
+    )
+    assert on_ranks(3, tmp_path, begin_apart, tmp_path, recipe) == [line] * 3
+    assert not list((tmp_path / "shared/run").iterdir())
+
+
+def test_trackers_forget_a_run_that_begins_again_by_another_recipe(recipe: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "run" / "tracking.json"
+    begin(tmp_path / "run", load_config(recipe, []))
+    kept.write_text("{}")
+    begin(tmp_path / "run", load_config(recipe, []))
+    assert kept.exists()
+    begin(tmp_path / "run", load_config(recipe, ["--optim.lr=0.5"]))
+    assert not kept.exists()
 
 
 @pytest.mark.parametrize("resume", [False, True])

@@ -53,6 +53,9 @@ class RunConfig(Section):
     torchrun starts again do so without being told."""
     answer_within_seconds: Positive | None = 60.0
     """A rank whose process has not answered for so long has stopped: it is named, and all end. None: nobody looks."""
+    stopped_status: Annotated[int, Field(ge=0, le=255)] = 0
+    """Exit status of a run that a signal has stopped before its end, when it is saved. Not 0, 143 say, where only what
+    has failed is started again, as Kubernetes does."""
     seed: Step = 0
     """Of weights, order of samples, held-out set and dropout."""
     device: Literal["cpu", "cuda"] | None = None

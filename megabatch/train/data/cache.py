@@ -21,7 +21,7 @@ from megabatch.train.config import DataConfig, SourceConfig
 from megabatch.train.console import Console
 from megabatch.train.data import stdlib
 from megabatch.train.data.hub import hub_builder
-from megabatch.train.data.places import place_of
+from megabatch.train.data.places import expanded, place_of
 from megabatch.train.data.samples import Sample, Skipped, samples_of
 from megabatch.train.data.stored import TokenizedSamples, is_whole, write_samples
 from megabatch.train.data.tokens import Tokens, sha256_of
@@ -200,7 +200,7 @@ def opened(request: Request, console: Console) -> TokenizedSamples:
 def cache_folder(config: DataConfig) -> Path:
     """Where tokenised data lies: data.cache, else megabatch's folder in the user's cache folder."""
     if config.cache is not None:
-        return Path(config.cache).expanduser()
+        return expanded(config.cache, "data.cache")
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "megabatch"
 

@@ -84,7 +84,7 @@ def only(names: list[str], key: str, what: str) -> str:
 
 def one_place(name: str, asked: Kind | None, key: str) -> Place:
     """What one name of ``path`` stands for."""
-    path = Path(name).expanduser()
+    path = expanded(name, f"{key}.path")
     if path.is_dir():
         return saved_place(path, asked, key)
     if path.exists():
@@ -94,6 +94,14 @@ def one_place(name: str, asked: Kind | None, key: str) -> Place:
     if asked is None and ending_of(name) not in KINDS and HUB_ID.fullmatch(name):
         return Place("hub", (name,))
     raise MegabatchError(f"{key}.path is {name!r}, and there is no such file{near(path)}; set it to what is to be read")
+
+
+def expanded(name: str, key: str) -> Path:
+    """The path, ~ being a user's own folder. ``key``: what is blamed where there is no such user."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        raise MegabatchError(f"{key} is {name!r}, and no user is known by that name; write the whole path") from None
 
 
 def saved_place(folder: Path, asked: Kind | None, key: str) -> Place:

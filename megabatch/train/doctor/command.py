@@ -15,6 +15,7 @@ from megabatch.train.doctor.proof import proof_of, wrappers
 from megabatch.train.help import EXAMPLE
 from megabatch.train.leaving import CRASHED
 from megabatch.train.ranks import PEER_GONE, FailedError, Meeting, Ranks, fail, join
+from megabatch.train.usage import parted
 
 Result = TypeVar("Result")
 SECONDS = 60.0  # for a stage; a GPU's first sum over ranks of many nodes takes a few
@@ -35,7 +36,7 @@ def examine(arguments: list[str], met: Meeting, seconds: float = SECONDS) -> Non
 
 def read_folder(arguments: list[str]) -> Path:
     """Where runs are written."""
-    words = [part for argument in arguments for part in argument.split("=", 1)]
+    words = parted(arguments)
     if words and (len(words) != 2 or words[0] != "--folder" or not words[1]):
         raise MegabatchError(
             f"cannot read the arguments {' '.join(arguments)!r}; write: megabatch doctor [--folder runs]"

@@ -14,6 +14,7 @@ from megabatch.train.init.look import STDLIB, look
 from megabatch.train.init.model import SMALL, read_model
 from megabatch.train.init.text import launch, recipe
 from megabatch.train.naming import write_new
+from megabatch.train.usage import parted
 
 Answer = TypeVar("Answer")
 
@@ -47,8 +48,7 @@ def write_recipe(arguments: list[str]) -> None:
 
 def read_arguments(arguments: list[str]) -> tuple[Path, dict[str, str]]:
     """The file to write, and the flags by name. Raises `MegabatchError` for anything else."""
-    parted = (argument.split("=", 1) if argument.startswith("--") else [argument] for argument in arguments)
-    words = [part for parts in parted for part in parts]
+    words = parted(arguments)
     files = [words.pop(0)] if words and not words[0].startswith("--") else []
     names, values = words[::2], words[1::2]
     if len(names) > len(values) or {*names} - {f"--{name}" for name in FLAGS} or len({*names}) < len(names):

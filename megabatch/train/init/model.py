@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megabatch.errors import MegabatchError, in_one_line
-from megabatch.train.data.places import HUB_ID
+from megabatch.train.data.places import HUB_ID, expanded
 
 SMALL = "small"
 CONTEXTS = ("max_position_embeddings", "n_positions", "n_ctx")  # as configs call them
@@ -24,11 +24,11 @@ def read_model(text: str) -> ModelAnswer:
     name = text.strip()
     if name == SMALL:
         return ModelAnswer(None)
-    folder = Path(name).expanduser()
+    folder = expanded(name, "--model")
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise MegabatchError(f"--model is the folder {name!r}, without a config.json; name one of save_pretrained")
-        return ModelAnswer(name, context_of(folder))
+        return ModelAnswer(str(folder), context_of(folder))  # a recipe's name is no shell's: it has no ~
     if not HUB_ID.fullmatch(name):
         raise MegabatchError(
             f"--model is {text!r}; write {SMALL}, a name of the hub (Qwen/Qwen3-0.6B), or a folder that "

@@ -21,6 +21,8 @@ def write_html(path: Path, data: Mapping[str, Any]) -> None:
     text = html_of(data)
     if not path.parent.is_dir():
         raise MegabatchError(f"{path.parent} is no folder; make it, or choose another --to")
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise MegabatchError(f"{path} is no file that can be put in place of another; choose another --to")
     if path.is_dir():
         raise MegabatchError(f"{path} is a folder; --to names a file, as report.html")
     try:

@@ -14,7 +14,8 @@ from megabatch.train.page import columns, cuts, timeline
 FIRST_KEYS = ("step", "loss", "grad_norm", "lr", "tokens_per_second", "samples_per_second", "memory_gib")
 FACTS = ("num_ranks", "devices", "megabatch", "torch", "python")  # of a start; no paths of the machine
 TAIL_BYTES = 16_384  # of log.txt, in which its end is looked for
-UPDATE, ENDED = "update ", ("stopped ", "the data ran out")  # how lines of the log begin
+GOES_ON = ("update ", "resumed from ", "nothing was saved yet")  # how lines of the log begin
+ENDED = ("stopped ", "the data ran out")
 PLANNED = re.compile(r"(\d+) updates? of ")
 Story = dict[str, Any]
 
@@ -102,8 +103,8 @@ def ended_of(folder: Path) -> str:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL_BYTES))
         lines = [line.partition("  ")[2] for line in file.read().decode("utf-8", "replace").splitlines()]
-    last = next((line for line in reversed(lines) if line.startswith((UPDATE, *ENDED))), "")
-    return "" if last.startswith(UPDATE) else last
+    last = next((line for line in reversed(lines) if line.startswith((*GOES_ON, *ENDED))), "")
+    return "" if last.startswith(GOES_ON) else last
 
 
 def start_of(folder: Path) -> dict[str, str]:
