@@ -3,8 +3,9 @@
 import contextlib
 import random
 import weakref
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
+from inspect import unwrap
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import optim
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch import gradient, rng
+from megabatch import gradient, masks, rng
 from megabatch.batch import Batch, Samples
 from megabatch.contract import Hooks, JointLoss, LossFunction
 from megabatch.copies import Copies, Longest, Sample, Subject
@@ -48,7 +49,7 @@ class Prober:
     ) -> None:
         self.optimizer: optim.Optimizer | None = None  # whose states are to have room; None: two for each parameter
         self.reducer, self._subject, self._memory_bytes = reducer, Subject(model, reducer, wide), memory_bytes
-        self._measured: tuple[weakref.ref[Any], Sample] | None = None  # a loss, and the longest sample it was given
+        self._measured: tuple[Callable[[], Any], Sample] | None = None  # a loss, and the longest sample it was given
         if memory_bytes is not None:
             require_positive("memory_bytes", memory_bytes)
         if cutter.is_auto:
@@ -78,8 +79,13 @@ class Prober:
                 )
 
     def share(self, cutter: Cutter, batch: Batch, hooks: Hooks, opened: OpenUpdate | None) -> Share:
-        """This rank's part of a call. Raises `PlanError` as `Cutter.share`, and where a later call of an update has a
-        sample for which the bound would be chosen anew."""
+        """This rank's part of a call. Raises `PlanError` as `Cutter.share`, where a later call of an update has a
+        sample for which the bound would be chosen anew, and where ranks see stretches of what a loss prepares."""
+        if cutter.ranks.context_degree > 1 and hooks.prepare not in (None, masks.noted):
+            raise PlanError(
+                "the loss has prepare=, which is given whole samples, and a cp axis gives the loss stretches of them; "
+                "prepare them in the collate function, or leave the cp axis out"
+            )
         bound = None if cutter.fit is None else cutter.fit.max_microbatch_tokens
         longest = max(cutter.samples(batch).lengths, default=0) if bound is not None and _has_gradients(opened) else 0
         if bound is not None and longest > bound:
@@ -109,8 +115,7 @@ class Prober:
             return cutter
         with self.copies(cutter, longest, loss_fn, opened) as copies:
             fit = self._fit(copies, longest, _most_rows(cutter, longest))
-        with contextlib.suppress(TypeError):  # of a callable of another kind
-            self._measured = weakref.ref(loss_fn), longest.sample
+        self._measured = referred(loss_fn), longest.sample
         return replace(cutter, fit=fit)
 
     @contextlib.contextmanager
@@ -135,20 +140,23 @@ class Prober:
     def longest(self, cutter: Cutter, batch: Batch, loss_fn: LossFunction) -> Longest | None:
         """The longest sample of all ranks, or of an earlier call; None where the bound need not be chosen for it."""
         ranks, told, failure, samples = self.reducer.ranks, [1.0, 0.0, 0.0, 0.0, 0.0], None, None
-        known = None if self._measured is None or self._measured[0]() is not loss_fn else self._measured[1]
+        known = None if self._measured is None or self._measured[0]() is not unwrap(loss_fn) else self._measured[1]
+        knowledge = -1.0 if self._measured is None else float(known is not None)
         try:
             samples = cutter.samples(batch)
-            told = [0.0, len(samples), max(samples.lengths, default=-1), sum(samples.lengths), known is not None]
+            told = [0.0, len(samples), max(samples.lengths, default=-1), sum(samples.lengths), knowledge]
         except Exception as error:  # whatever the user's length raises, the other ranks must hear of it
             failure = error
         failed, counts, lengths, sums, knows = zip(*ranks.exchange(told), strict=True)
         if any(failed):
             raise told_failure(ranks, failure)
         assert samples is not None  # only a failure leaves it out
-        if not _is_needed(cutter.fit, counts, lengths, knows=all(knows)):
+        if not _is_needed(cutter.fit, counts, lengths, knows=min(knows) > 0):
+            if cutter.fit is not None and max(knows) < 0 and max(lengths) == cutter.fit.longest_tokens:
+                self._measured = referred(loss_fn), self._offered(samples, int(max(lengths)))[0]  # as it was elsewhere
             return None
         longest, usual = self._offered(samples, int(max(lengths)))
-        if known is not None and all(knows) and known.num_tokens > longest.num_tokens:
+        if known is not None and min(knows) > 0 and known.num_tokens > longest.num_tokens:
             longest = known
         return Longest(longest, usual, int(max(counts)), max(sums))
 
@@ -227,6 +235,14 @@ class Prober:
                 f"model anew, and {GIVE_A_BOUND}"
             )
         raise told_failure(ranks, failure)
+
+
+def referred(loss_fn: LossFunction | JointLoss) -> Callable[[], Any]:
+    """Gives the loss for as long as it is there; what stands in its place, to watch it, is no other one."""
+    try:
+        return weakref.ref(unwrap(loss_fn))
+    except TypeError:  # of a callable of another kind
+        return lambda: None
 
 
 def _has_gradients(opened: OpenUpdate | None) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megabatch.batch import IGNORED_LABEL, Batch, Microbatch, Samples
-from megabatch.contract import JointLoss, LossFunction, Term, counted_weights, differentiable, terms_of, weigh_of
+from megabatch.contract import JointLoss, LossFunction, Term, counted_weights, differentiable, hooks_of, terms_of
 from megabatch.cut import plan
 from megabatch.double import Float64WithoutDropout, float64_copy, in_float64
 from megabatch.errors import PlanError
@@ -83,7 +83,7 @@ class _Witness:
     """A model, a loss and a batch, and every question that is put to them."""
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction, batch: Batch, micro_batch_size: int) -> None:
-        samples = Samples(batch)
+        samples = Samples(batch, part=hooks_of(loss_fn).prepare)
         if len(samples) < 2:
             raise PlanError(f"verify was given {len(samples)} samples; cutting needs at least 2")
         device = next(model.parameters()).device
@@ -184,7 +184,7 @@ class _Witness:
                 )
 
     def _counts_that_differ(self) -> Iterator[str]:
-        weigh = weigh_of(self.loss_fn)
+        weigh = hooks_of(self.loss_fn).weigh
         if weigh is None:
             return
         counted = counted_weights(weigh(self.everything))

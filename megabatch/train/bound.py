@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megabatch import CostModel, GradientAccumulator, errors
+from megabatch.batch import Deferred
 from megabatch.contract import LossFunction
 from megabatch.fit import Fit, Measured
 from megabatch.memory import HighWater, device_text
@@ -80,7 +81,10 @@ def kept_text(tokens: int, learned: errors.Bound | None) -> str:
 
 
 def circumstances(config: Config, ranks: Ranks) -> dict[str, object]:
-    """What the memory of a microbatch depends on, beside the model, the data and the size of an update."""
+    """What the memory of a microbatch depends on, beside the model, the data and the size of an update; collective.
+
+    The same on every rank, on devices of several kinds too: all of them choose anew, or none does.
+    """
     keys = {
         "update": ("memory", "sync", "accumulate_dtype"),
         "model": ("dtype", "compute_dtype", "attention", "activation_checkpointing", "compile"),
@@ -91,7 +95,8 @@ def circumstances(config: Config, ranks: Ranks) -> dict[str, object]:
     of_recipe = {
         f"{section}.{key}": getattr(getattr(config, section), key) for section in keys for key in keys[section]
     }
-    return {"device": device_text(ranks.device), "number of ranks": ranks.size, **of_recipe}
+    devices = sorted(set(ranks.gather(device_text(ranks.device))))
+    return {"device": " and ".join(devices), "number of ranks": ranks.size, **of_recipe}
 
 
 def fit_of(saved: Mapping[str, Any]) -> Fit:
@@ -107,17 +112,20 @@ def choose(
 ) -> Bound | None:
     """The bound, measured where it is still open, and updates dealt by what was measured; collective.
 
-    Nothing else is left behind.
+    Nothing else is left behind. One that a checkpoint kept is measured anew where the next update needs it; and what
+    it was measured with is remembered, for a larger update.
     """
     if bound is None:
         return None
+    with laid.losses():
+        gradient.choose_bound(longest(data, updates.peek()), loss_fn)
+    if gradient.fit is None:  # no sample is left
+        return bound
+    words = (*(bound.words if bound.fit is None else ()), f"update.{gradient.fit.explain()}")
     if bound.fit is None:
-        with laid.losses():
-            gradient.choose_bound(longest(data, updates.peek()), loss_fn)
-        if gradient.fit is None:  # no sample is left
-            return bound
-        words = (*bound.words, f"update.{gradient.fit.explain()}")
         bound = Bound(gradient.fit, bound.made_for, words, agreed(even_tokens(gradient.fit), gradient))
+    elif gradient.fit != bound.fit:  # a stream goes on with a longer sample than any before
+        bound = replace(bound, fit=gradient.fit, words=words)
     updates.deal_by(bound.even_tokens)
     dealt = () if updates.even_tokens is None else (dealt_text(updates.even_tokens),)
     return replace(bound, words=(*bound.words, *dealt))
@@ -129,11 +137,17 @@ def agreed(tokens: int | None, gradient: GradientAccumulator) -> int | None:
     return int(told) or None
 
 
-def longest(data: Data, samples: Sequence[Any]) -> list[Any]:
+def longest(data: Data, samples: Sequence[Any]) -> Sequence[Any]:
     """The next update's samples, the first of them exchanged for the longest of all, but of a stream."""
     if isinstance(data.train, Stream) or not samples:
-        return list(samples)
-    return [data.train[int(data.train.lengths.argmax())], *samples[1:]]
+        return samples
+    train, index = data.train, int(data.train.lengths.argmax())
+    if not isinstance(samples, Deferred):
+        return [train[index], *samples[1:]]
+    lengths = [int(train.lengths[index]), *samples.lengths[1:]]  # in the unit in which the samples' are told
+    return Deferred(
+        lambda asked: samples[asked] if asked else train[index], lengths, look_ahead=0, measured=samples.measured
+    )
 
 
 class Compared:

@@ -7,7 +7,7 @@ from megabatch import Learner
 from megabatch.contract import LossFunction
 from megabatch.errors import Bound as Learned
 from megabatch.fit import Fit
-from megabatch.train.bound import Bound, choose, saved_bound
+from megabatch.train.bound import Bound, choose, longest, saved_bound
 from megabatch.train.config import Config, UpdateConfig
 from megabatch.train.data.load import Data
 from megabatch.train.data.updates import Updates
@@ -64,6 +64,9 @@ def choose_rest(
         learner.gradient = accumulator_of(laid.model, config, found.fit, LAST)
         learner.gradient.learn(learned)
         learner.gradient.reserve_for(learner.optimizer)
+        if bound is not None:
+            with laid.losses():
+                learner.gradient.choose_bound(longest(data, batch), loss_fn)  # nothing: it remembers the sample
     if bound is not None and found.fit is not None:
         bound = bound.lowered(found.fit)
     line = f"update.sync {found.sync}: {found.why}"

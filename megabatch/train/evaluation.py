@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megabatch import Plan, context, losses, pipeline, plan
 from megabatch.batch import Microbatch, pad_right, sample_length, to_device
-from megabatch.contract import PAIR_NAME, LossFunction, Term, accumulation_dtype, differentiable, terms_of
+from megabatch.contract import PAIR_NAME, LossFunction, Term, accumulation_dtype, differentiable, hooks_of, terms_of
 from megabatch.errors import LossContractError, MegabatchError, PlanError
 from megabatch.pipeline import Pipeline
 from megabatch.shapes import equal_rows
@@ -172,12 +172,13 @@ def sum_terms(
     """
     sums: dict[str, Tensor] = {}
     loss_names: set[str] = set()
+    prepare = hooks_of(terms.loss).prepare or (lambda microbatch: microbatch)
     at_once = PER_STAGE * model.num_stages if isinstance(model, Pipeline) else 1
     with console.progress(f"evaluating {name}", len(own.samples), "samples") as advance:
         for start in range(0, len(own.microbatches), at_once):
             several = own.microbatches[start : start + at_once]
             taken = ([samples[own.samples[row]] for row in rows] or [samples[0]] for rows in several)
-            microbatches = [to_device(own_stretch(pad_right(each), ranks), ranks.device) for each in taken]
+            microbatches = [to_device(own_stretch(prepare(pad_right(each)), ranks), ranks.device) for each in taken]
             with torch.set_grad_enabled(start == 0 and not terms.of_tokens):  # only with it terms show a gradient
                 found = terms.of_all(model, microbatches)
             for rows, each in zip(several, found, strict=True):

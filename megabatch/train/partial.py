@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megabatch import Learner, MegabatchError, Plan, Term
+from megabatch.contract import LossFunction
 from megabatch.errors import in_one_line
 from megabatch.plain import local
 from megabatch.train.bound import circumstances
@@ -81,14 +82,14 @@ class Partial:
     """
 
     def __init__(
-        self, config: Config, identity: Meta, learner: Learner, updates: Updates, ranks: Ranks, console: Console,
-        is_asked: Callable[[], bool],
+        self, config: Config, identity: Meta, learner: Learner, loss_fn: LossFunction, updates: Updates, ranks: Ranks,
+        console: Console, is_asked: Callable[[], bool],
     ) -> None:  # fmt: skip
         self._is_used = config.checkpoint.partial
         if self._is_used:
             check_config(config)
         self._learner, self._updates, self._ranks, self._console = learner, updates, ranks, console
-        self._is_asked = is_asked
+        self._loss_fn, self._is_asked = loss_fn, is_asked
         self._circumstances = circumstances(config, ranks)
         self._identity = {**identity["settings"], **{part: identity[part] for part in PARTS}}
         self._folder = checkpoints_of(Path(config.run.folder)) / OPEN
@@ -102,6 +103,7 @@ class Partial:
         if not self._is_used:
             call(batch, 0)
             return cast(Plan, gradient.last_plan)
+        gradient.choose_bound(batch, self._loss_fn)  # of a stream it may have longer samples than any before
         plan = gradient.plan(batch)
         left, self._left = self._left, {}
         gradient.load_state_dict(left.get("update", {}))

@@ -10,8 +10,8 @@ from megabatch.contract import LossFunction, hooks_of
 
 
 def in_place_of(loss_fn: LossFunction, watched: Callable[[Any, Any], Any]) -> LossFunction:
-    """``watched``, which says of its weight what the loss says."""
-    for name, hook in hooks_of(loss_fn)._asdict().items():
+    """``watched``, which says of its data what the loss says, and by `inspect.unwrap` what it stands for."""
+    for name, hook in {**hooks_of(loss_fn)._asdict(), "__wrapped__": loss_fn}.items():
         setattr(watched, name, hook)
     return watched
 

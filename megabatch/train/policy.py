@@ -7,13 +7,13 @@ to fit. All that it is chosen from is the same on every rank.
 
 import json
 import math
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megabatch import GradientAccumulator, Plan
-from megabatch.batch import Deferred
 from megabatch.contract import LossFunction
 from megabatch.errors import MegabatchError, PlanError
 from megabatch.fit import Fit, in_gib
@@ -117,7 +117,7 @@ class Choosing:
         if self._reductions.num_shards == 1:
             return None
         num_microbatches, fit = self._num_microbatches(self._learner.gradient), self._learner.gradient.fit
-        if self._num_calls(num_microbatches) == num_microbatches:
+        if num_microbatches <= self._num_calls(num_microbatches):  # or none: the run is at its end
             return None
         if noted(self._config.run) is not None:
             return Found(self._own, f"a microbatch did not fit in memory ({LEARNED}), and it keeps less than {LAST}")
@@ -187,7 +187,7 @@ class Choosing:
     ) -> Taken:
         with self._laid.losses():
             found = taken(
-                sync, self._laid.model, samples_of(self._data, self._batch), self._loss_fn,
+                sync, self._laid.model, longest(self._data, self._batch), self._loss_fn,
                 optimizer=self._learner.optimizer, rows=rows, tokens=tokens, spare_bytes=spare_bytes,
                 memory_bytes=cap_of(self._config), accumulate_dtype=accumulation_of(self._config.update), budget=budget,
             )  # fmt: skip
@@ -196,9 +196,9 @@ class Choosing:
 
     def _free(self) -> tuple[float, str]:
         """What each rank has free, at the least, and why nothing can be measured, "" where it can; alike on all."""
-        free, problem = 0.0, ""
+        free, problem, num_sharing = 0.0, "", self._num_sharing
         try:
-            free = free_on(self._ranks.device) / self._ranks.size
+            free = free_on(self._ranks.device) / num_sharing
             check_measurable(self._ranks.device)
         except PlanError as error:
             problem = str(error)
@@ -206,6 +206,12 @@ class Choosing:
             problem = "the longest sample of a stream is not known"
         told = [json.loads(text) for text in self._ranks.gather(json.dumps([free, problem]))]
         return min(free for free, _ in told), next((problem for _, problem in told if problem), "")
+
+    @property
+    def _num_sharing(self) -> int:
+        """Ranks that share this one's memory: on a CPU those of its host."""
+        hosts = self._ranks.gather(socket.gethostname())
+        return hosts.count(socket.gethostname()) if self._ranks.device.type == "cpu" else 1
 
     def _num_microbatches(self, gradient: GradientAccumulator) -> int:
         """Of an update of the largest size, on the rank that has the most."""
@@ -242,11 +248,6 @@ def beside(fit: Fit, more_bytes: float) -> Fit | None:
         fit, max_microbatch_tokens=tokens, cost=cost, allowed_bytes=fit.allowed_bytes,
         outgrown_rows=None if is_lower else fit.outgrown_rows,
     )  # fmt: skip
-
-
-def samples_of(data: Data, batch: Sequence[Any]) -> Sequence[Any]:
-    """Samples to measure with; of those that are loaded when their microbatch comes, the longest of all alone."""
-    return longest(data, [None] if isinstance(batch, Deferred) and len(batch) else batch)
 
 
 def room(peak: float, limit: float) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import time
 from collections.abc import Generator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from megabatch.train.naming import replace_text
 from megabatch.train.ranks import Ranks
 
 LEARNED = "microbatch.json"
+SECONDS_TO_SEE = 90  # in which every host sees a file; clients of NFS look again after sixty at most
 
 
 @contextlib.contextmanager
@@ -60,6 +62,18 @@ def stated_words(update: UpdateConfig, learned: Bound | None) -> list[str]:
 def noted(run: RunConfig) -> Bound | None:
     """What a microbatch may hold in a run that goes on or begins again; None where its memory has sufficed."""
     return _read(Path(run.folder))
+
+
+def wait_for_learned(run: RunConfig, ranks: Ranks) -> None:
+    """Wait until all ranks read the same: a network's disk may show one host later than another what was written
+    there. Raises `MegabatchError` on every rank where it does not; collective."""
+    for _ in range(SECONDS_TO_SEE):
+        if len(set(ranks.gather(str(noted(run))))) == 1:
+            return
+        time.sleep(1.0)
+    raise MegabatchError(
+        f"ranks read different things in {Path(run.folder) / LEARNED}; name a run.folder on a disk that all hosts share"
+    )
 
 
 def has_learned(folder: Path) -> bool:

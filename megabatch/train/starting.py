@@ -34,7 +34,7 @@ from megabatch.train.naming import checkpoints_of, has_checkpoint, replace_text
 from megabatch.train.optim import settings_of
 from megabatch.train.ranks import Ranks
 from megabatch.train.recipe import load_config
-from megabatch.train.shortage import has_learned
+from megabatch.train.shortage import has_learned, wait_for_learned
 from megabatch.train.tracking.sending import FILE_NAME as TRACKING
 
 LOCK = ".lock"
@@ -53,6 +53,7 @@ def check_folder(folder: Path, config: Config, ranks: Ranks) -> None:
         check_free(folder, config, ranks.job)
 
     ranks.on_main(check, str(folder))
+    wait_for_learned(config.run, ranks)
 
 
 def check_free(folder: Path, config: Config, job: Job) -> None:

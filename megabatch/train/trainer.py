@@ -57,11 +57,12 @@ class Trainer:
         saved = (self.learner, self.laid, self.average, self.updates, self.examiner.watch, self.chosen)
         self.keeper = Keeper(config, *saved, ranks, self.writer)
         self.profiler = Profiler(config.run.profile_steps, self.folder, enabled=ranks.is_main)
-        self.partial = Partial(config, self.identity, self.learner, self.updates, ranks, self.console, course.is_asked)
+        parts = (self.identity, self.learner, self.loss_fn, self.updates, ranks, self.console)
+        self.partial = Partial(config, *parts, course.is_asked)
         parts = (self.learner, self.loss_fn, self.laid, self.average, self.updates, self.partial)
         self.updating = Updating(config, *parts, ranks, self.console, counts_tokens=self.data.counts_tokens)
         first = self.updates.peek()
-        self.plan = self.learner.gradient.plan(first if self.chosen.bound is None or given[0] else [])
+        self.plan = self.learner.gradient.plan(first if self.chosen.bound is None else [])
 
     def fit(self) -> None:
         """Start or resume, make update after update to the end or a signal, save; at the end report, write a sample."""

@@ -82,7 +82,7 @@ class Updating:
         if optim.lr_follows_batch is not None and learner.scheduler is not None:
             factor = rate_factor(optim, sizes_of(self._config.update), self._updates.size)
             follow(learner.optimizer, learner.scheduler, factor)
-        return learner.optimizer.param_groups[0]["lr"]
+        return float(learner.optimizer.param_groups[0]["lr"])  # torch takes a tensor, too
 
     def say(self, row: Mapping[str, Any]) -> None:
         """Say the row, and what is remarkable about its update. Collective."""

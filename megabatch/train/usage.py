@@ -27,5 +27,5 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 def parted(arguments: Iterable[str]) -> list[str]:
-    """The arguments with ``--name=value`` in two; any other word stays whole, such as a folder's that has an = in it."""
+    """The arguments with ``--name=value`` in two; any other word stays whole, such as a folder with an = in it."""
     return [part for each in arguments for part in (each.split("=", 1) if each.startswith("--") else [each])]

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from megabatch.train.meta import first_difference, read_meta
 from megabatch.train.ranks import Ranks
 from megabatch.train.shelf import Shelf
 from tests.train.conftest import NO_DROPOUT, Bench, write_pairs
+from tests.train.on_ranks import on_ranks
+from tests.train.test_dealing import rewrite
 
 pytestmark = pytest.mark.slow
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -66,6 +69,36 @@ def test_a_stream_goes_on_with_longer_samples(bench: Bench) -> None:
     whole = bench.train(**values, run__folder=bench.path / "whole", run__max_steps=5)
     assert whole.count("predicted peak") >= 2
     assert bench.losses() == pytest.approx(bench.losses(bench.path / "whole"), rel=1e-12)
+
+
+@pytest.mark.parametrize(("step", "partial"), [(3, False), (2, True)], ids=["at once", "later, in an update in calls"])
+def test_a_stream_goes_on_with_a_sample_longer_than_the_bound(bench: Bench, step: int, partial: bool) -> None:
+    """The bound of a run whose first samples were short has no room for one of the fourth update."""
+    write_pairs(bench.path / "data.jsonl", [("count: ", "a" * length) for length in [20] * 24 + [120] * 24])
+    values = {**AUTO, "data__streaming": True, "data__shuffle_window": 1, "optim__schedule": "constant", **NO_DROPOUT}
+    values |= {"eval__num_samples": 0, "checkpoint__partial": partial}
+    bench.train(**values, run__max_steps=step)
+    kept = read_meta(Shelf(bench.folder).choose(ALONE).path)["bound"]
+    rewrite(bench.folder, step, {**kept, "fit": kept["fit"] | {"max_microbatch_tokens": 60}})
+    said = bench.train(**values, run__resume=True)
+    lines = re.findall(r"update\.max_microbatch_tokens ([\d,]+): predicted peak", said)
+    assert len(lines) == 1
+    assert int(lines[0].replace(",", "")) > 120
+    assert len(bench.losses()) == 6
+
+
+def test_ranks_on_unlike_devices_choose_alike(tmp_path: Path) -> None:
+    (first, second) = on_ranks(2, tmp_path, circumstances_of)
+    assert first == second
+    assert first["device"] == "cpu, 1 GiB and cpu, 2 GiB"
+
+
+def circumstances_of(ranks: Ranks) -> dict[str, object]:
+    """On hosts of another size each."""
+    bound.device_text = lambda device: f"{device.type}, {ranks.rank + 1} GiB"
+    update = UpdateConfig(global_batch_size=8, max_microbatch_tokens="auto")
+    model = ModelConfig(config={"model_type": "gpt2"})
+    return bound.circumstances(Config(model=model, update=update, run=RunConfig(folder="runs/a")), ranks)
 
 
 def test_what_changes_a_microbatch_changes_the_bound() -> None:

@@ -9,6 +9,7 @@ from torch import nn
 
 from megabatch import GradientAccumulator
 from megabatch.losses import classification
+from megabatch.train.bound import longest
 from megabatch.train.config import EvalConfig
 from megabatch.train.console import Console
 from megabatch.train.data.load import load_data
@@ -114,6 +115,18 @@ def test_told_lengths_are_what_is_counted(way: str, tmp_path: Path) -> None:
         assert sizes == [len(rows) for rows in plan.microbatches]
         assert len(sizes) > 2
         assert max(sizes) > 1
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_bound_is_chosen_in_the_lengths_that_are_told(way: str, tmp_path: Path) -> None:
+    """The longest has 48 patches, and three rows in its image's first dim."""
+    config = config_of(tmp_path, "patches", {"micro_batch_size": None, "max_microbatch_tokens": "auto"}, **WAYS[way])
+    data = load(config)
+    updates, gradient = updates_of(config, data=data), GradientAccumulator(Linear())
+    gradient.choose_bound(longest(data, updates.peek()), classification)
+    assert gradient.fit is not None
+    assert gradient.fit.longest_tokens == 48
+    assert gradient.fit.max_microbatch_tokens >= gradient.plan(updates.peek()).num_tokens > 48
 
 
 def test_every_way_of_loading_makes_the_same_gradient(tmp_path: Path) -> None:

@@ -247,6 +247,14 @@ def test_a_run_that_ran_out_of_memory_keeps_least(bench: Bench) -> None:
     )
 
 
+def test_a_run_that_is_at_its_end_has_nothing_to_choose(bench: Bench) -> None:
+    values = {**SHARDED, "model__config__n_embd": 640}  # whose gradient is not slight
+    bench.train(ranks=2, **values)
+    said = bench.train(ranks=2, **values | {"update__micro_batch_size": 2, "run__resume": True})
+    assert "update.sync last" not in said
+    assert len(bench.losses()) == 6
+
+
 def test_a_stream_keeps_least_unless_it_is_packed(bench: Bench) -> None:
     values = {**SHARDED, "data__streaming": True, "optim__schedule": "constant", "eval__num_samples": 0, **WIDE}
     values["model__config__n_embd"] = 640  # more than is slight

@@ -91,8 +91,8 @@ def test_a_folder_that_a_rank_does_not_see_is_refused(recipe: Path, tmp_path: Pa
     assert not list((tmp_path / "shared/run").glob(".seen*"))
     shutil.rmtree(tmp_path / "shared/run")
     line = (
-        f"run.folder is run, where rank 2 on {socket.gethostname()} does not see what rank 0 writes, and a checkpoint has "
-        "files of every rank; name a folder on a disk that all hosts share"
+        f"run.folder is run, where rank 2 on {socket.gethostname()} does not see what rank 0 writes, and a checkpoint "
+        "has files of every rank; name a folder on a disk that all hosts share"
     )
     assert on_ranks(3, tmp_path, begin_apart, tmp_path, recipe) == [line] * 3
     assert not list((tmp_path / "shared/run").iterdir())

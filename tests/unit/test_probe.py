@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megabatch import GradientAccumulator, MegabatchError, losses
+from megabatch import GradientAccumulator, MegabatchError, loss, losses
 from megabatch.batch import Deferred
+from megabatch.contract import hooks_of
 from megabatch.errors import Bound
 from megabatch.fit import Fit
+from megabatch.train.passes import in_place_of
 from tests.exact.spikes import Spikes
 from tests.unit.failures.table import squares, weighed_squares
 
@@ -157,6 +159,31 @@ def test_the_longest_sample_is_kept_for_calls_with_more() -> None:
     assert [fit.longest_tokens for fit in fits] == [9] * 4
     assert [fit.max_microbatch_tokens for fit in fits] == [17, 17, 21 * 9 - 1, 21 * 9 - 1]
     assert fits[2] is fits[3]
+
+
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_what_watches_a_loss_is_no_other_loss(is_watched: bool) -> None:
+    """What a bound was chosen with is known to it, and to no other one."""
+
+    def watched(model: nn.Module, microbatch: Any) -> Any:
+        return weighed_squares(model, microbatch)
+
+    other = in_place_of(weighed_squares, watched) if is_watched else loss(weigh=hooks_of(weighed_squares).weigh)(watched)
+    gradient = GradientAccumulator(nn.Linear(1, 1).double())
+    gradient.choose_bound([{"x": torch.ones(9, 1).double()}], weighed_squares)
+    gradient.choose_bound([{"x": torch.ones(3, 1).double()}] * 20, other)
+    assert tokens_of(gradient) == (21 * 9 - 1 if is_watched else 17)
+
+
+@pytest.mark.parametrize("shown", [9, 8])
+def test_who_goes_on_with_a_fit_remembers_the_longest_sample_that_it_is_shown(shown: int) -> None:
+    first = GradientAccumulator(nn.Linear(1, 1).double())
+    first.choose_bound([{"x": torch.ones(9, 1).double()}], weighed_squares)
+    second = GradientAccumulator(nn.Linear(1, 1).double(), max_microbatch_tokens=first.fit)
+    second.choose_bound([{"x": torch.ones(shown, 1).double()}], weighed_squares)
+    assert second.fit is first.fit
+    second.choose_bound([{"x": torch.ones(3, 1).double()}] * 20, weighed_squares)
+    assert tokens_of(second) == (21 * 9 - 1 if shown == 9 else 17)
 
 
 def test_memory_alone_bounds_what_it_has_bounded() -> None:

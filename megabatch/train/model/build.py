@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 from transformers import PreTrainedModel
 
-from megabatch.contract import JointLoss, LossFunction, loss, weigh_of
+from megabatch.contract import JointLoss, LossFunction
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.pipeline import Pipeline
 from megabatch.train.config import Config, ModelConfig
@@ -30,6 +30,7 @@ from megabatch.train.model.stages import Stages, pipeline, stages_of, stages_tex
 from megabatch.train.model.tensor import NO_BORDERS, plain_terms, spread
 from megabatch.train.model.trial import probe_isolation, try_forward
 from megabatch.train.model.wrap import Wrapper, blocks_of, choose_wrapper, distribute, replicate
+from megabatch.train.passes import in_place_of
 from megabatch.train.ranks import Ranks
 
 VERSION_KEYS = ("transformers_version",)  # of a model's config; they say who wrote it and not what it is
@@ -162,7 +163,7 @@ def divide(model: nn.Module, config: Config, wrapper: Wrapper, mesh: DeviceMesh,
 
 
 def in_precision(loss_fn: LossFunction, config: ModelConfig, laid: Laid, device: torch.device) -> LossFunction:
-    """The loss, computed in model.compute_dtype; how its weight is counted from the data stays with it."""
+    """The loss, computed in model.compute_dtype; what it says of its data stays with it."""
     if laid.loss_parallel:
         loss_fn = plain_terms(loss_fn)
     if isinstance(loss_fn, JointLoss):
@@ -177,8 +178,7 @@ def in_precision(loss_fn: LossFunction, config: ModelConfig, laid: Laid, device:
         with computing(config, laid.wrapper.casts_as, device):
             return loss_fn(model, microbatch)
 
-    weigh = weigh_of(loss_fn)
-    return computed if weigh is None else loss(weigh=weigh)(computed)
+    return in_place_of(loss_fn, computed)
 
 
 def check_keys(config: ModelConfig) -> None:

@@ -15,10 +15,10 @@ from transformers import GenerationConfig
 from megabatch.errors import MegabatchError
 from megabatch.train.config import Config
 from megabatch.train.meta import first_difference, read_meta
-from megabatch.train.model.adapters import ADAPTER, MARK, WHOLE, adapt, merge, peft, whole_of
+from megabatch.train.model.adapters import ADAPTER, MARK, WHOLE, merge, peft, whole_of
 from megabatch.train.model.architecture import architecture_of, outline
 from megabatch.train.model.build import identity_of
-from megabatch.train.model.frozen import left_out, sealed
+from megabatch.train.model.frozen import choose_trained, left_out, sealed
 from megabatch.train.model.initial import fill
 from megabatch.train.model.quantized import dequantize, quantize
 from megabatch.train.model.source import fresh_source, load_whole, own_source
@@ -60,7 +60,7 @@ def adapter_of(config: Config, tensors: Mapping[str, Tensor], checkpoint: Path) 
         model = own_source(config.model, config.run.seed).model
     else:
         model = outline(config.model, architecture_of(config.model))
-    adapt(model, config.model)
+    choose_trained(model, config.model)
     return Adapter(model, config, trained_of(model, tensors, checkpoint))
 
 
@@ -82,7 +82,7 @@ def merged_model(model: nn.Module, config: Config, tensors: Mapping[str, Tensor]
     """The base with a checkpoint's adapters in its weights. Raises `MegabatchError` where the base is another."""
     if config.model.quantize is not None:
         quantize(model, config.model)
-    adapt(model, config.model)
+    choose_trained(model, config.model)
     check_base(model, config, checkpoint)
     parameters = dict(model.named_parameters())
     with torch.no_grad():

@@ -21,9 +21,10 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
-from megabatch.contract import LossFunction, loss, weigh_of
+from megabatch.contract import LossFunction
 from megabatch.errors import MegabatchError
 from megabatch.train.model.wrap import blocks_of
+from megabatch.train.passes import in_place_of
 
 FAMILIES = ("gpt2", "llama", "qwen2", "qwen3")  # whose gradients are compared with the plain model's
 GPT2_PLAN = {  # transformers has none
@@ -272,5 +273,4 @@ def plain_terms(loss_fn: LossFunction) -> LossFunction:
     def computed(model: Any, microbatch: Any) -> Any:
         return tree_map_only(DTensor, DTensor.full_tensor, loss_fn(model, microbatch))
 
-    weigh = weigh_of(loss_fn)
-    return computed if weigh is None else loss(weigh=weigh)(computed)
+    return in_place_of(loss_fn, computed)

@@ -53,6 +53,10 @@ UNWEIGHED_STRETCHES = (
     "sequences are cut over the mesh axis 'cp' and the loss does not say how its weight is counted, so a weight that "
     "counts samples would not be seen; give weigh=, see megabatch.loss"
 )
+PREPARED_STRETCHES = (
+    "the loss has prepare=, which is given whole samples, and a cp axis gives the loss stretches of them; prepare them "
+    "in the collate function, or leave the cp axis out"
+)
 WHOLE_WEIGHTS = (
     "weights of Deferred are of whole samples, and sequences are cut over the mesh axis 'cp'; leave weights out"
 )
@@ -189,6 +193,12 @@ def unweighed_stretches() -> str:
     return told(lambda: accumulator(mesh=mesh).forward_backward(TEXTS, squares))
 
 
+def prepared_stretches() -> str:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    prepared = loss(weigh=losses.count_targets, prepare=dict)(squares)
+    return told(lambda: accumulator(mesh=mesh).forward_backward(TEXTS, prepared))
+
+
 def weights_of_whole_samples() -> str:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     batch = Deferred(TEXTS.__getitem__, [4, 4], [3, 3])
@@ -287,6 +297,7 @@ JOBS: dict[str, tuple[Callable[[], str], list[str]]] = {  # what each rank is to
     "tensor parallel over one of two": (part_of_the_processes, on_both(f"PlanError: {ONE_OF_TWO}")),
     "FSDP1 in two ways": (fsdp1_in_two_ways, on_both(f"PlanError: {FSDP1_TWO_WAYS}")),
     "stretches without weigh": (unweighed_stretches, on_both(f"LossContractError: {UNWEIGHED_STRETCHES}")),
+    "stretches of what is prepared": (prepared_stretches, on_both(f"PlanError: {PREPARED_STRETCHES}")),
     "stretches of weights told": (weights_of_whole_samples, on_both(f"PlanError: {WHOLE_WEIGHTS}")),
     "models wrapped in two ways": (wrapped_in_two_ways, on_both(f"PlanError: {TWO_WAYS}")),
     "a mesh that is not the wrapper's": (mesh_differs, on_both(f"PlanError: {MESH_DIFFERS}")),
