@@ -115,11 +115,10 @@ class Advice:
         if self._every is None:
             return
         rows = read_rows(path) if self._ranks.is_main else []
-        mine = [[row[NOISE], row[SIGNAL], row["num_samples"]] for row in rows if NOISE in row]
-        self._scale, self._size = Scale(), 0
-        for noise, signal, size in json.loads(self._ranks.gather(json.dumps(mine))[0]):
+        mine = [[row[NOISE], row[SIGNAL]] for row in rows if NOISE in row]
+        self._scale, self._size = Scale(), self._updates.size
+        for noise, signal in json.loads(self._ranks.gather(json.dumps(mine))[0]):
             self._scale.add(Measured(noise, signal))
-            self._size = max(self._size, size)  # sizes never fall, but for the tail of an epoch
 
     def words(self) -> list[str]:
         """What is to be said at the end of a run."""

@@ -17,6 +17,7 @@ from megabatch.train.config import OptimConfig
 from megabatch.train.data.counts import NumUpdates
 from megabatch.train.optim import build_optimizer, decay_steps_of, groups_of, lr_factor, settings_of
 from tests.exact.launch import launch
+from tests.train.conftest import Bench
 from tests.train.jobs import OPTIMIZERS, WHOLE_ONLY, Tiny, config_of, lay, learner_of, move, resumes, text
 
 Make = Callable[..., Optimizer]
@@ -167,6 +168,18 @@ def test_a_function_of_ones_own_is_given_the_groups_the_rate_and_the_options() -
     config = OptimConfig(function=f"{__name__}:own", lr=0.5, weight_decay=0.2, options={"lr_of_vectors": 0.25})
     groups = build_optimizer(Tiny(), config).param_groups
     assert [(group["lr"], group["weight_decay"]) for group in groups] == [(0.5, 0.2), (0.25, 0.0)]
+
+
+def tensor_rate(groups: list[dict[str, Any]], *, lr: float, **options: Any) -> Optimizer:
+    """A rate as compiled steps want it."""
+    return torch.optim.AdamW(groups, lr=torch.tensor(lr), foreach=False, **options)
+
+
+@pytest.mark.slow
+def test_a_rate_that_is_a_tensor_is_written_as_a_number(bench: Bench) -> None:
+    bench.train(optim__function=f"{__name__}:tensor_rate", run__max_steps=3, run__manifest="true")
+    rates = [row["lr"] for row in bench.rows() if "lr" in row]
+    assert rates == pytest.approx([1e-2 / 3, 2e-2 / 3, 1e-2], rel=1e-6)
 
 
 CASES: list[tuple[dict[str, Any], str]] = [
