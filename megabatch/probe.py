@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from inspect import unwrap
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from torch import optim
@@ -140,7 +140,11 @@ class Prober:
     def longest(self, cutter: Cutter, batch: Batch, loss_fn: LossFunction) -> Longest | None:
         """The longest sample of all ranks, or of an earlier call; None where the bound need not be chosen for it."""
         ranks, told, failure, samples = self.reducer.ranks, [1.0, 0.0, 0.0, 0.0, 0.0], None, None
-        known = None if self._measured is None or self._measured[0]() is not unwrap(loss_fn) else self._measured[1]
+        known = (
+            None
+            if self._measured is None or self._measured[0]() is not unwrap(cast(Any, loss_fn))
+            else self._measured[1]
+        )
         knowledge = -1.0 if self._measured is None else float(known is not None)
         try:
             samples = cutter.samples(batch)
@@ -240,7 +244,7 @@ class Prober:
 def referred(loss_fn: LossFunction | JointLoss) -> Callable[[], Any]:
     """Gives the loss for as long as it is there; what stands in its place, to watch it, is no other one."""
     try:
-        return weakref.ref(unwrap(loss_fn))
+        return weakref.ref(unwrap(cast(Any, loss_fn)))
     except TypeError:  # of a callable of another kind
         return lambda: None
 

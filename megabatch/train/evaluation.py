@@ -172,7 +172,7 @@ def sum_terms(
     """
     sums: dict[str, Tensor] = {}
     loss_names: set[str] = set()
-    prepare = hooks_of(terms.loss).prepare or (lambda microbatch: microbatch)
+    prepare = hooks_of(terms.loss).prepare or as_it_is
     at_once = PER_STAGE * model.num_stages if isinstance(model, Pipeline) else 1
     with console.progress(f"evaluating {name}", len(own.samples), "samples") as advance:
         for start in range(0, len(own.microbatches), at_once):
@@ -186,6 +186,11 @@ def sum_terms(
                 add(sums, each, counted=bool(rows), device=ranks.device)
                 advance(len(rows))
     return gather(sums, loss_names, ranks)
+
+
+def as_it_is(microbatch: Microbatch) -> Microbatch:
+    """What a loss sees that prepares nothing."""
+    return microbatch
 
 
 def cut(samples: Sequence[Any], update: UpdateConfig, ranks: Ranks, chosen_tokens: int | None) -> Plan:

@@ -105,7 +105,9 @@ def trained(wrapper: str, sync: str, **bound: Any) -> tuple[dict[str, Any], Grad
 def run_job(name: str) -> dict[str, Any]:
     wrapper, _, sync = name.split(":")
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what earlier jobs of this process took is given back, and is no room for this one
+    ctypes.CDLL(None).malloc_trim(
+        0
+    )  # what earlier jobs of this process took is given back, and is no room for this one
     cap = int(resident_bytes()) + SPARE_BYTES
     moved, gradient = trained(wrapper, sync, max_microbatch_tokens="auto", memory_bytes=cap)
     fit = gradient.fit

@@ -35,7 +35,11 @@ def plain(model, microbatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "values"),
-    [(1, {}), (1, {"model__compute_dtype": "bfloat16", "model__dtype": "float32"}), (2, {"parallel__wrapper": "fsdp2"})],
+    [
+        (1, {}),
+        (1, {"model__compute_dtype": "bfloat16", "model__dtype": "float32"}),
+        (2, {"parallel__wrapper": "fsdp2"}),
+    ],
     ids=["plain", "mixed", "fsdp2"],
 )
 def test_training_and_evaluation(bench: Bench, tmp_path: Path, ranks: int, values: dict[str, Any]) -> None:
@@ -44,7 +48,7 @@ def test_training_and_evaluation(bench: Bench, tmp_path: Path, ranks: int, value
     for name in ("prepared", "plain"):
         of_one = {"loss__function": f"{own}:{name}", "run__folder": tmp_path / name, **NO_DROPOUT, **values}
         bench.train(ranks=ranks, run__max_steps=3, **of_one)
-    rows, expected = ([row for row in bench.rows(tmp_path / name)] for name in ("prepared", "plain"))
+    rows, expected = (bench.rows(tmp_path / name) for name in ("prepared", "plain"))
     for key in ("loss", "grad_norm", "eval_loss"):
         assert [row[key] for row in rows if key in row] == [row[key] for row in expected if key in row]
     assert any("eval_loss" in row for row in rows)

@@ -168,7 +168,9 @@ def test_what_watches_a_loss_is_no_other_loss(is_watched: bool) -> None:
     def watched(model: nn.Module, microbatch: Any) -> Any:
         return weighed_squares(model, microbatch)
 
-    other = in_place_of(weighed_squares, watched) if is_watched else loss(weigh=hooks_of(weighed_squares).weigh)(watched)
+    weigh = hooks_of(weighed_squares).weigh
+    assert weigh is not None
+    other = in_place_of(weighed_squares, watched) if is_watched else loss(weigh=weigh)(watched)
     gradient = GradientAccumulator(nn.Linear(1, 1).double())
     gradient.choose_bound([{"x": torch.ones(9, 1).double()}], weighed_squares)
     gradient.choose_bound([{"x": torch.ones(3, 1).double()}] * 20, other)
