@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from megabatch.contract import LossFunction
+from megabatch.fit import Fit
 from megabatch.train.completion import sample_completion
 from megabatch.train.config import Config
 from megabatch.train.console import Console
@@ -39,12 +40,12 @@ class Examiner:
         self.watch = Watch(config.eval, first.sets)
         self.step: int | None = None  # of the last evaluation
 
-    def evaluate(self, step: int, metrics: MetricsFile, console: Console, chosen_tokens: int | None = None) -> None:
+    def evaluate(self, step: int, metrics: MetricsFile, console: Console, fit: Fit | None = None) -> None:
         """Evaluate every set, write and say what was found, and tell the user's function; collective.
 
-        ``chosen_tokens``: what a microbatch holds where the recipe leaves it open.
+        ``fit``: what a microbatch holds where the recipe leaves it open.
         """
-        self.step = step
+        self.step, chosen_tokens = step, None if fit is None else fit.max_microbatch_tokens
         with self._weights(), self._laid.losses():
             event = replace(self._first, step=step)
             update = self._config.update

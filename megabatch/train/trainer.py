@@ -124,9 +124,7 @@ class Trainer:
         return self.config.eval.every is not None and self.learner.step % self.config.eval.every == 0
 
     def _evaluate(self) -> None:
-        fit = self.learner.gradient.fit
-        tokens = None if fit is None else fit.max_microbatch_tokens
-        self.examiner.evaluate(self.learner.step, self.metrics, self.console, tokens)
+        self.examiner.evaluate(self.learner.step, self.metrics, self.console, self.learner.gradient.fit)
 
     def _close(self) -> None:
         if self.examiner.step != self.learner.step and not (self._is_evaluated_in_turn() or self.course.is_stopped):
