@@ -186,18 +186,17 @@ class _Sums:
 def _summed(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *, wanted: tuple[bool, ...]) -> _Sums:
     sums = _Sums(hidden, weight, bias, wanted)
     with torch.autocast(hidden.device.type, enabled=False):
-        for rows in _chunks(labels, chunk_tokens(weight)):
+        for rows in _chunks(labels, chunk_tokens(*weight.shape)):
             sums.add(rows, hidden[rows], labels[rows])
     return sums
 
 
-def chunk_tokens(weight: Tensor) -> int:
+def chunk_tokens(num_classes: int, width: int) -> int:
     """Positions whose logits are made at once, for a weight [V, D].
 
     Half as many as there are columns: the weight's gradient is written to for every chunk, and its logits are then
     half as large as it is.
     """
-    num_classes, width = weight.shape
     return max(width // 2, MIN_CHUNK_LOGITS // num_classes)
 
 
@@ -230,7 +229,7 @@ def _fits(hidden: Any, head: nn.Linear, targets: Tensor, output_dtypes: set[torc
     dtype = _dtype_of_products(hidden)
     if not output_dtypes <= {torch.float32 if dtype in HALF_TYPES else dtype}:  # the total would be rounded
         return False
-    return hidden.shape[0] * hidden.shape[1] >= BREAK_EVEN * chunk_tokens(head.weight)
+    return hidden.shape[0] * hidden.shape[1] >= BREAK_EVEN * chunk_tokens(*head.weight.shape)
 
 
 def _go_together(floats: list[Tensor], targets: Tensor) -> bool:

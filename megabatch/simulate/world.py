@@ -36,7 +36,7 @@ class OnlyRank(DataRanks):
 
 @contextlib.contextmanager
 def world(axes: Mapping[str, int]) -> Generator[DeviceMesh | None]:
-    """This process as rank 0 of a mesh with these axes; one rank needs none. The process group ends with it.
+    """This process as rank 0 of a mesh with these axes; without any there is none. The process group ends with it.
 
     Raises `PlanError` where there is a process group, and for axes that are not known.
     """
@@ -48,7 +48,7 @@ def world(axes: Mapping[str, int]) -> Generator[DeviceMesh | None]:
             "this process has a process group, and a simulated one would take its place; simulate in a process of its "
             "own, or call torch.distributed.destroy_process_group() before"
         )
-    if num_ranks == 1:
+    if not axes:
         yield None
         return
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from megabatch import Plan, context, losses, pipeline, plan
 from megabatch.batch import Microbatch, pad_right, sample_length, to_device
@@ -30,6 +31,7 @@ Sums = dict[str, tuple[float, float]]  # name of a term → its total and its we
 
 OWN = "own"  # what eval.function's row has for the name of its set
 TAKEN = (PAIR_NAME, "accuracy", "perplexity")  # names that a metric cannot have: the rows have them already
+MOST_LOGITS = 2**28  # of a microbatch: half a GiB in bfloat16, three GiB with what is computed of them
 PER_STAGE = 4  # microbatches that a pipeline runs at once: its stages wait for a fifth of the time at most
 LARGEST_EXPONENT = 709  # of which float64 has the power of e
 
@@ -131,11 +133,12 @@ def evaluate_set(
     Returns {"set", "eval_loss", "eval_<term>", ...}: of several terms with a gradient, eval_loss is the sum, as in
     training. A quotient without weight is None. The model is in evaluation mode for that long and draws, if it does,
     the same at every evaluation; nothing else is changed. ``chosen_tokens``: what a microbatch holds where ``update``
-    leaves it open; a sample that is longer goes alone.
+    leaves it open; a sample that is longer goes alone. Where all logits are made, fewer tokens are taken at once.
     """
     terms = terms_fn if isinstance(terms_fn, Terms) else Terms(terms_fn)
     with evaluating(model, name, ranks.device):
-        own = cut(samples, update, ranks, chosen_tokens)
+        most = most_tokens(model) if terms.of_tokens else None
+        own = cut(samples, update, ranks, chosen_tokens, most)
         sums, loss_names = sum_terms(model, terms, samples, own, ranks, console, name)
     return row_of(name, terms, sums, loss_names)
 
@@ -193,12 +196,29 @@ def as_it_is(microbatch: Microbatch) -> Microbatch:
     return microbatch
 
 
-def cut(samples: Sequence[Any], update: UpdateConfig, ranks: Ranks, chosen_tokens: int | None) -> Plan:
-    """This rank's microbatches of a set, as many as any other's; under a pipeline all are filled up to one shape."""
+def most_tokens(model: nn.Module) -> int | None:
+    """Tokens of which a model makes all logits at once, which training does not; None: it has no vocabulary."""
+    config = next((each.config for each in model.modules() if isinstance(each, PreTrainedModel)), None)
+    num_classes = None if config is None else getattr(config.get_text_config(), "vocab_size", None)
+    return max(1, MOST_LOGITS // num_classes) if isinstance(num_classes, int) and num_classes > 0 else None
+
+
+def cut(
+    samples: Sequence[Any], update: UpdateConfig, ranks: Ranks, chosen_tokens: int | None, most: int | None = None
+) -> Plan:
+    """This rank's microbatches of a set, as many as any other's; under a pipeline all are filled up to one shape.
+
+    ``most``: tokens of a microbatch, or one sample, at most.
+    """
     lengths, rows, tokens = lengths_of(samples, update), update.micro_batch_size, update.max_microbatch_tokens
     if tokens == "auto":
         rows, tokens = (1, None) if chosen_tokens is None else (None, chosen_tokens)  # None: nothing to train on
         lengths = [min(each, tokens or each) for each in lengths]
+    if most is not None and tokens is not None:
+        tokens = min(tokens, most)
+        lengths = [min(each, tokens) for each in lengths]
+    if most is not None and rows is not None:
+        rows = min(rows, max(1, most // max(1, *lengths)))
     if ranks.layout.pp > 1 and tokens is not None:
         rows, tokens = equal_rows(lengths, tokens), None
     plans = plan(lengths, dp_degree=ranks.dp_degree, micro_batch_size=rows, max_microbatch_tokens=tokens)

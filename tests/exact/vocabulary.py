@@ -51,7 +51,7 @@ def run_job(name: str) -> dict[str, Any]:
 
     with (
         warnings.catch_warnings(),
-        patch.object(vocabulary, "chunk_tokens", lambda _: 2),
+        patch.object(vocabulary, "chunk_tokens", lambda *_: 2),
         patch.object(vocabulary, "cross_entropy_sum", counting),
     ):
         warnings.simplefilter("ignore")  # torch's own, about gloo and about one rank

@@ -168,7 +168,10 @@ def test_hardware_is_read_as_it_is_said() -> None:
     [
         ("GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)\nGPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-2)\n", 0, "2 h100"),
         ("GPU 0: NVIDIA GeForce RTX 4090 (UUID: GPU-1)\n", 0, "1 rtx4090"),
-        ("GPU 0: NVIDIA T4 (UUID: GPU-1)\n", 0, "1 gpu"),
+        ("GPU 0: NVIDIA T4 (UUID: GPU-a100b200)\n", 0, "1 gpu"),
+        ("GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-1)\n", 0, "1 a100-40g"),
+        ("GPU 0: NVIDIA A100-SXM4-80GB (UUID: GPU-1)\n", 0, "1 a100"),
+        ("GPU 0: NVIDIA GH200 480GB (UUID: GPU-1)\n", 0, "1 gpu"),
         ("No devices were found\n", 6, "cpu"),
     ],
 )

@@ -9,10 +9,10 @@ import pytest
 
 from megabatch import MegabatchError
 from megabatch.train.config import Config
-from megabatch.train.plan.asked import read_asked
+from megabatch.train.plan.asked import read_asked, split
 from megabatch.train.plan.choices import Choice, grid_of
 from megabatch.train.plan.command import plan_recipe
-from megabatch.train.plan.lines import command_line
+from megabatch.train.plan.lines import command_line, launcher
 from megabatch.train.plan.sizes import read_bytes, read_rate
 from tests.train.test_plan import LLAMA
 
@@ -55,6 +55,34 @@ def test_what_the_command_line_states_stays() -> None:
     assert {(each.micro_batch_size, each.sync, each.recompute) for each in grid.choices()} == {(3, "last", False)}
 
 
+@pytest.mark.parametrize(("cap", "sizes"), [(900, (1, 2, 4)), (150, (1,)), (50, (1,))])
+def test_a_cap_that_the_command_line_states_is_kept(cap: int, sizes: tuple[int, ...]) -> None:
+    values = config(global_batch_size=12, max_microbatch_tokens=cap)
+    grid = grid_of(values, {"update.max_microbatch_tokens"}, "fsdp2", 2, 150)
+    assert grid.micro_batch_sizes == sizes
+    assert grid_of(values, set(), "fsdp2", 2, 150).micro_batch_sizes == (1, 2, 4, 6)
+
+
+def test_an_override_in_two_words_is_one() -> None:
+    values, overrides, _ = split(["--update.sync", "last", "--world", "4", "--json", "--optim.lr=1", "--data.streaming"])
+    assert (values, overrides) == ({"world": "4"}, ["--update.sync=last", "--optim.lr=1", "--data.streaming"])
+
+
+@pytest.mark.parametrize(
+    ("world", "words"),
+    [
+        (1, "megabatch"),
+        (4, "torchrun --nproc-per-node 4 -m megabatch"),
+        (8, "torchrun --nproc-per-node 8 -m megabatch"),
+        (12, "torchrun --nnodes 2 --nproc-per-node 6 --rdzv-backend c10d"),
+        (16, "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --rdzv-id megabatch"),
+    ],
+)
+def test_the_command_starts_as_many_processes(world: int, words: str) -> None:
+    found = launcher(read_asked(["--world", str(world)]))
+    assert " ".join(found).startswith(words)
+
+
 def test_sizes_are_read_with_their_units() -> None:
     assert read_bytes("--memory", "80GiB") == 80 * 2**30
     assert read_bytes("--memory", "1.5 gb") == 1_500_000_000
@@ -78,12 +106,12 @@ def test_sizes_are_read_with_their_units() -> None:
         (["--chart", "plan.txt"], "--chart is 'plan.txt'; name a .png, .svg or .pdf file in a folder that is there"),
         (["--update.batch_size=3"], "unknown key update.batch_size on the command line; here it is update.micro_batch"),
         (["extra"], "cannot read the argument 'extra'; write --section.key=value"),
-        (["--world", "3", "--parallel.tp=2"], "parallel.tp is 2 and 3 processes were started; start a multiple of 2"),
+        (["--world", "3", "--parallel.tp=2"], "parallel.tp is 2 and --world is 3; give a multiple of 2"),
         (
             ["--world", "2", "--parallel.wrapper=ddp", "--parallel.dp_shard=2"],
             'parallel.wrapper is "ddp", which shards nothing',
         ),
-        (["--world", "2", "--parallel.cp=2"], "parallel.cp is 2, which the plan does not simulate; plan with it at 1"),
+        (["--world", "2", "--parallel.cp=2"], "parallel.cp is 2, which the plan does not simulate; plan with parallel.cp=1 and "),
         (["--data.max_sample_tokens=none"], "data.path is 'nowhere.jsonl', and there is no such file"),
         (["--optim.name=LBFGS"], "optim.name is 'LBFGS', which cannot be used"),
         (["--optim.name=Adafactor"], "optim.name is 'Adafactor', whose step looks at numbers, and a plan has none"),

@@ -151,7 +151,7 @@ def truth(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor | None
 @pytest.mark.parametrize("tokens_at_once", [1, 8])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "phi"])
 def test_bfloat16_is_no_coarser_than_logits_would_be(family, tokens_at_once, monkeypatch):
-    monkeypatch.setattr(vocabulary, "chunk_tokens", lambda weight: tokens_at_once)
+    monkeypatch.setattr(vocabulary, "chunk_tokens", lambda *_: tokens_at_once)
     model, batch = causal(family, torch.bfloat16), microbatch()
     exact = truth(model, batch)
     head = [name for name in exact if name.startswith("lm_head")]

@@ -65,6 +65,8 @@ def seen_hardware() -> str:
 
 def kind_of(name: str) -> str:
     """The device that a line of nvidia-smi names, where plan knows it, "gpu" else."""
-    letters = name.lower().replace(" ", "")
+    letters = name.partition("(UUID")[0].lower().replace(" ", "")
+    if "a100" in letters and "40gb" in letters:
+        return "a100-40g"
     found = [device for device in DEVICES if device in letters]
-    return found[0] if found else "gpu"
+    return found[0] if found and "gh200" not in letters else "gpu"

@@ -70,6 +70,8 @@ def split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str], bool]:
             if not given and (not waiting or waiting[0].startswith("--")):
                 raise MegabatchError(f"--{name} has no value; write --{name} VALUE")
             values[name] = text if given else waiting.pop(0)
+        elif argument.startswith("--") and not given and waiting and not waiting[0].startswith("--"):
+            overrides.append(f"{argument}={waiting.pop(0)}")  # as it is said again in the command that is printed
         else:
             overrides.append(argument)
     return values, overrides, as_json

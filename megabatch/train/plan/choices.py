@@ -72,7 +72,9 @@ class Grid:
         return None if found == choice else found
 
 
-def grid_of(config: Config, fixed: Collection[str], wrapped: str, dp_degree: int) -> Grid:
+def grid_of(
+    config: Config, fixed: Collection[str], wrapped: str, dp_degree: int, length_tokens: int | None = None
+) -> Grid:
     """What is open; a key that the command line states (``fixed``) is not.
 
     Args:
@@ -80,12 +82,16 @@ def grid_of(config: Config, fixed: Collection[str], wrapped: str, dp_degree: int
         fixed: Keys that the command line states.
         wrapped: A key of `REDUCTIONS`.
         dp_degree: Ranks that see different samples.
+        length_tokens: Of the longest sample.
     """
     samples_per_rank = -(-sizes_of(config.update).largest // dp_degree)
     syncs, costlier = REDUCTIONS[wrapped]
     if config.update.sync != "auto" and ("update.sync" in fixed or config.update.sync not in syncs):
         syncs, costlier = (config.update.sync,), ()
     sizes = micro_batch_sizes(config, fixed, samples_per_rank)
+    cap = config.update.max_microbatch_tokens
+    if "update.max_microbatch_tokens" in fixed and isinstance(cap, int) and length_tokens is not None:
+        sizes = tuple(size for size in sizes if size * length_tokens <= cap) or sizes[:1]
     recomputes = (False, True)
     if "model.activation_checkpointing" in fixed or config.model.function is not None:  # a module may not have it
         recomputes = (config.model.activation_checkpointing,)

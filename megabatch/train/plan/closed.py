@@ -18,6 +18,7 @@ from megabatch.train.model.precision import accumulation_of, dtype_of, is_mixed
 from megabatch.train.model.wrap import blocks_of
 from megabatch.train.optim import build_optimizer
 from megabatch.train.plan.choices import Choice
+from megabatch.vocabulary import chunk_tokens
 
 LEAST_KEPT = 12  # numbers per token and hidden feature that a layer keeps for backward; those measured keep 22
 RECOMPUTING, PLAIN = 6, 4  # flops per token and parameter, with and without a second forward
@@ -57,6 +58,16 @@ class Sizes:
     def num_backward(self) -> float:
         """Parameters of layers that have a backward, which may be kept for it from the forward."""
         return (self.num_parameters - self.num_root) * self.num_kept / max(self.num_layers, 1)
+
+    @property
+    def num_logit_tokens(self) -> int:
+        """Tokens whose logits are there at once at least: `losses.next_token` sums them in chunks."""
+        return chunk_tokens(self.num_vocabulary, self.num_hidden) if self.num_vocabulary else 0
+
+    @property
+    def head_bytes(self) -> int:
+        """Of a chunk's logits and of the gradient of the matrix that makes them, which no microbatch makes more."""
+        return 4 * self.num_vocabulary * (2 * self.num_logit_tokens + self.num_hidden)
 
     @property
     def is_sharded(self) -> bool:
@@ -126,13 +137,14 @@ def sizes_of_one(module: nn.Module) -> tuple[int, int]:
 
 
 def state_bytes(config: Config, dtype: torch.dtype) -> float:
-    """Bytes that the optimizer keeps per parameter, found by a step of a small matrix."""
+    """Bytes that the optimizer keeps per parameter, found by a step of a small matrix; and those of an average."""
     like = nn.Linear(64, 64, bias=False, dtype=dtype)
     like.weight.grad = torch.zeros_like(like.weight)
     optimizer = build_optimizer(like, config.optim)
     optimizer.step()
     kept = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    return sum(value.numel() * value.element_size() for value in kept if value.ndim) / like.weight.numel()
+    average = 0 if config.optim.ema_decay is None else max(dtype.itemsize, torch.float32.itemsize)
+    return sum(value.numel() * value.element_size() for value in kept if value.ndim) / like.weight.numel() + average
 
 
 def estimate(choice: Choice, sizes: Sizes, length_tokens: int, device: Device) -> Estimate:
@@ -165,11 +177,11 @@ def peak(choice: Choice, sizes: Sizes, tokens: int) -> float:
 
 
 def activations(choice: Choice, sizes: Sizes, tokens: int) -> float:
-    """What layers keep for backward, and the logits with their gradient in float32."""
+    """What layers keep for backward, and the logits with their gradient in float32, as few as are there at once."""
     features = tokens * sizes.num_hidden * sizes.compute_bytes
     least = LEAST_KEPT if sizes.num_trained == sizes.num_parameters else LEAST_KEPT // 2  # frozen matrices keep nothing
     each = features if choice.recompute else least * features
-    return sizes.num_kept * each + 2 * 4 * tokens * sizes.num_vocabulary
+    return sizes.num_kept * each + 2 * 4 * min(tokens, sizes.num_logit_tokens) * sizes.num_vocabulary
 
 
 def sent(choice: Choice, sizes: Sizes) -> int:

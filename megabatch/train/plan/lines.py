@@ -11,6 +11,7 @@ from megabatch.train.config import Config
 from megabatch.train.plan.asked import Asked
 from megabatch.train.plan.rows import Row
 
+MEETING = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500", "--rdzv-id", "megabatch")  # HOST: one of them
 Keys = dict[str, dict[str, Any]]  # section → key → value
 
 
@@ -44,9 +45,10 @@ def launcher(asked: Asked) -> Sequence[str]:
     """What starts the processes."""
     if asked.world == 1:
         return ["megabatch"]
-    per_node = asked.device.ranks_per_node
-    nodes = [] if asked.world <= per_node else ["--nnodes", str(-(-asked.world // per_node))]
-    return ["torchrun", *nodes, "--nproc-per-node", str(min(asked.world, per_node)), "-m", "megabatch"]
+    most = min(asked.world, asked.device.ranks_per_node)
+    per_node = next(number for number in range(most, 0, -1) if asked.world % number == 0)
+    nodes = [] if asked.world == per_node else ["--nnodes", str(asked.world // per_node), *MEETING]
+    return ["torchrun", *nodes, "--nproc-per-node", str(per_node), "-m", "megabatch"]
 
 
 def overrides(keys: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -69,7 +69,8 @@ class Search:
 
     def _hopeless(self, choice: Choice, guess: Estimate) -> Row | None:
         """Where the closed form, or what a run with less had in memory, is more than there is."""
-        least = max([guess.peak_bytes * CERTAIN, *(least_bytes(choice, row) for row in self.rows.values())])
+        fixed = self._subject.sizes.head_bytes
+        least = max([guess.peak_bytes * CERTAIN, *(least_bytes(choice, row, fixed) for row in self.rows.values())])
         if least <= self._limit_bytes:
             return None
         why = f"at least {gib_text(least)} alive at once, {gib_text(self._limit_bytes)} there"
@@ -93,13 +94,16 @@ class Search:
         return choice.micro_batch_size * self._subject.sample.length_tokens
 
 
-def least_bytes(choice: Choice, row: Row) -> int:
+def least_bytes(choice: Choice, row: Row, fixed_bytes: int = 0) -> int:
     """What a choice has alive at least, from the run of another that needs no more: that one's peak, with as many
-    activations as the larger microbatch has. 0 where the run says nothing of it."""
+    activations as the larger microbatch has. 0 where the run says nothing of it.
+
+    ``fixed_bytes``: of the activations, at most, what any microbatch has.
+    """
     if row.by != RUN or not choice.needs_as_much_as(row.choice):
         return 0
     gradients = row.at_peak.get("gradients", 0) + row.at_peak.get("unsharded gradients", 0)
     kept = gradients if choice.num_microbatches == 1 < row.choice.num_microbatches else 0  # from one to the next
     more = choice.micro_batch_size / row.choice.micro_batch_size - 1
-    grows = CERTAIN * row.at_peak.get("activations", 0)  # among them is a little that any microbatch has
+    grows = CERTAIN * max(0, row.at_peak.get("activations", 0) - fixed_bytes)
     return int(row.peak_bytes - kept + more * grows)

@@ -1,10 +1,11 @@
 """Subject: a recipe on so many ranks, and how a choice of it is run: its own model, wrapper, loss and optimizer."""
 
 import contextlib
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from megabatch.errors import MegabatchError
 from megabatch.simulate import Device, Replica, Simulated, simulate
 from megabatch.train.config import Config, ModelConfig, OptimConfig
 from megabatch.train.console import Console
+from megabatch.train.ema import Average
 from megabatch.train.layout import Layout, layout_of
 from megabatch.train.model.architecture import architecture_of, check_fit, outline
 from megabatch.train.model.build import check_keys, check_together, divide, prepare
@@ -34,6 +36,7 @@ from megabatch.train.plan.sample import LongestSample, longest_sample
 from megabatch.train.ranks import Ranks
 
 DATA_DEPENDENT = "DataDependentOutputException"  # of fake tensors
+NOT_STARTED = re.compile(r"\d+ process(es were| was) started; start")  # which is not what a plan is asked
 CPU = torch.device("cpu")  # where what is simulated says that it is
 
 
@@ -93,9 +96,15 @@ class Subject:
 
 
 def make_optimizer(config: OptimConfig, model: nn.Module) -> Optimizer:
-    """The recipe's optimizer. Raises `MegabatchError` for one that asks how large a number is, which no shape tells."""
+    """The recipe's optimizer, with the average of the weights where there is one.
+
+    Raises `MegabatchError` for one that asks how large a number is, which no shape tells.
+    """
     try:
-        return build_optimizer(model, config)
+        optimizer = build_optimizer(model, config)
+        if config.ema_decay is not None:
+            cast(Any, optimizer).average = Average(model, config.ema_decay)  # which is there for as long
+        return optimizer
     except MegabatchError as error:
         if DATA_DEPENDENT not in str(error):
             raise
@@ -107,8 +116,11 @@ def make_optimizer(config: OptimConfig, model: nn.Module) -> Optimizer:
 
 def subject_of(config: Config, asked: Asked, fixed: Collection[str], console: Console) -> Subject:
     """The recipe as so many ranks would run it. Raises `MegabatchError` for what does not go together."""
-    layout = layout_of(config.parallel, asked.world)
-    check_planned(config)
+    try:
+        layout = layout_of(config.parallel, asked.world)
+    except MegabatchError as error:
+        raise MegabatchError(NOT_STARTED.sub(f"--world is {asked.world}; give", str(error))) from None
+    check_planned(config, asked.world)
     check_keys(config.model)
     check_together(config, Ranks(0, asked.world, CPU, layout))
     sample = longest_sample(config, asked.length_tokens, console)
@@ -117,12 +129,12 @@ def subject_of(config: Config, asked: Asked, fixed: Collection[str], console: Co
     choose_trained(model, config.model)
     axes = axes_of(layout, wrapper, asked.world)
     wrapped = wrapped_as(wrapper, axes)
-    grid = grid_of(config, fixed, wrapped, layout.dp_degree(asked.world))
+    grid = grid_of(config, fixed, wrapped, layout.dp_degree(asked.world), sample.length_tokens)
     sizes = sizes_of(model, config, layout, wrapped, asked.world)
     return Subject(config, asked.device, wrapper, axes, sample, grid, sizes)
 
 
-def check_planned(config: Config) -> None:
+def check_planned(config: Config, world: int) -> None:
     """Raise for what a recipe may have and no plan is made of."""
     if config.model.quantize is not None:
         raise MegabatchError(
@@ -132,8 +144,8 @@ def check_planned(config: Config) -> None:
     for axis in ("cp", "pp"):
         if (degree := getattr(config.parallel, axis)) > 1:
             raise MegabatchError(
-                f"parallel.{axis} is {degree}, which the plan does not simulate; plan with it at 1, on as many ranks "
-                "fewer"
+                f"parallel.{axis} is {degree}, which the plan does not simulate; plan with parallel.{axis}=1 and "
+                f"--world {world // degree}"
             )
 
 
