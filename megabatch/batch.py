@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from megabatch.errors import PlanError, require_count
+from megabatch.leaves import clone
 
 Batch = Mapping[str, Tensor] | Sequence[Any]  # all samples of this rank
 Microbatch = Any  # what collate returns: a mapping of tensors unless the user's collate says otherwise
@@ -146,7 +147,7 @@ class Samples:
         if self._rows is not None:
             return {name: tensor[index].clone() for name, tensor in self._rows.items()}
         sample = self._list[index] if self.deferred is None else self._loaded(index)
-        return pytree.tree_map_only(Tensor, Tensor.clone, sample)
+        return clone(sample)
 
     def stand_in(self) -> Microbatch:
         """The last sample as a microbatch of its own."""
@@ -250,15 +251,6 @@ def _stack(name: str, values: list[Tensor]) -> Tensor:
     for row, value in zip(padded, values, strict=True):
         row[: len(value)] = value
     return padded
-
-
-def to_device(microbatch: Microbatch, device: torch.device) -> Microbatch:
-    """The microbatch, from the CPU to ``device``; copies from pinned memory do not wait."""
-
-    def move(leaf: Any) -> Any:
-        return leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) and leaf.device != device else leaf
-
-    return microbatch if device.type == "cpu" else pytree.tree_map(move, microbatch)
 
 
 def _checked_list(batch: Any) -> list[Any]:

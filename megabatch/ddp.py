@@ -1,9 +1,11 @@
 """DDP: averages what it reduces. What is equal on all ranks already is its own mean, so any policy is right."""
 
 import contextlib
-from collections.abc import Generator
+import weakref
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -13,6 +15,8 @@ from megabatch.mesh import DataRanks
 from megabatch.plain import Choice, PlainReducer
 from megabatch.precision import Wide
 from megabatch.wrapped import check_ddp_precision
+
+_KEPT = "megabatch: kept"  # on a node of autograd
 
 
 class DDPReducer(PlainReducer):
@@ -24,15 +28,15 @@ class DDPReducer(PlainReducer):
         super().__init__(model, ranks)
         check_ddp_precision(ddp)
         check_hooks(ddp)
-        _check_buckets(ddp, len(self.parameters))
+        _check_buckets(ddp, self.parameters)
         self.loss_factor = float(ranks.num_weighing)
         self._ddp, self._hooks = ddp, hooks_of(ddp)
         self._first_of_static_graph = bool(ddp.static_graph)
         self._went_through_ddp = False
         self._is_reducing = self._is_preparing = False  # in the microbatch that runs; before the model's own forward
         self._is_local = False  # gradients stay on their rank until the update ends
-        ddp.register_forward_pre_hook(self._note_forward)
-        ddp.module.register_forward_pre_hook(self._note_inside)
+        ddp.register_forward_pre_hook(_noting(self._note_forward))
+        ddp.module.register_forward_pre_hook(_noting(self._note_inside))
 
     def accumulate_in(self, wide: Wide) -> None:
         """DDP's buckets are of the parameters' dtype, so what is wider stays out of them and is summed here."""
@@ -116,11 +120,42 @@ class DDPReducer(PlainReducer):
             super().finish_update()
 
 
-def _check_buckets(ddp: DistributedDataParallel, num_trainable: int) -> None:
-    """Refuse where DDP reduces other parameters than those that are trained."""
+def _noting(method: Callable[..., None]) -> Callable[..., None]:
+    """The method as a hook, which a copy of the module does not take the reducer along with."""
+    reference = weakref.WeakMethod(method)
+
+    def note(*_: object) -> None:
+        if (alive := reference()) is not None:
+            alive()
+
+    return note
+
+
+def _check_buckets(ddp: DistributedDataParallel, trained: Sequence[nn.Parameter]) -> None:
+    """Refuse where DDP reduces other parameters than those that are trained: as many may have been exchanged."""
     num_reduced = cast(Any, ddp)._get_ddp_logging_data()["num_parameter_tensors"]
-    if num_reduced != num_trainable:
+    if num_reduced != len(trained):
         raise PlanError(
-            f"{num_trainable} parameters require a gradient but DDP reduces {num_reduced}; freeze and unfreeze before "
+            f"{len(trained)} parameters require a gradient but DDP reduces {num_reduced}; freeze and unfreeze before "
             "DistributedDataParallel(model), and let it ignore none that is trained"
         )
+    if not all(map(_is_reduced, trained)):
+        raise PlanError(
+            "a parameter that requires a gradient did not when the model was wrapped, and DDP does not reduce it; "
+            "freeze and unfreeze before DistributedDataParallel(model), and let it ignore none that is trained"
+        )
+
+
+def _is_reduced(parameter: nn.Parameter) -> bool:
+    """Whether DDP has a hook where autograd accumulates: it keeps that node, which otherwise ends with its graph.
+
+    DDP does not tell which parameters it was given, and what is written on a node is there for as long as the node is.
+    """
+    _node_of(parameter).metadata[_KEPT] = True
+    return _KEPT in _node_of(parameter).metadata
+
+
+def _node_of(parameter: nn.Parameter) -> Any:
+    """Where autograd accumulates its gradient."""
+    with torch.enable_grad():
+        return cast(Any, parameter.view_as(parameter)).grad_fn.next_functions[0][0]

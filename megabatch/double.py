@@ -9,10 +9,10 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
-from megabatch.batch import Microbatch, to_device
+from megabatch.batch import Microbatch
 from megabatch.errors import PlanError
+from megabatch.leaves import each_leaf, to_device
 from megabatch.stages import Pipeline
 
 LOW_PRECISION = (torch.float32, torch.bfloat16, torch.float16)
@@ -65,4 +65,4 @@ def in_float64(microbatch: Microbatch, device: torch.device) -> Microbatch:
     def to_float64(leaf: Any) -> Any:
         return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
-    return pytree.tree_map(to_float64, to_device(microbatch, device))
+    return each_leaf(to_device(microbatch, device), to_float64)

@@ -62,9 +62,10 @@ def _leaf(node: Any) -> Tensor | None:
 def scale(parameters: Sequence[nn.Parameter], factor: float | Tensor) -> None:
     """Multiply every gradient by ``factor``, in one pass."""
     for group in _groups(parameters):
+        own = factor
         if isinstance(factor, Tensor):  # foreach takes a scalar of its own precision; float64 is for float64 alone
-            factor = factor.to(torch.float64 if group[0].dtype == torch.float64 else torch.float32)
-        torch._foreach_mul_(group, factor)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+            own = factor.to(group[0].device, torch.float64 if group[0].dtype == torch.float64 else torch.float32)
+        torch._foreach_mul_(group, own)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
 def total_norm(parameters: Sequence[nn.Parameter], groups: Sequence[dist.ProcessGroup] = ()) -> Tensor:
@@ -109,13 +110,13 @@ def clip(
 
 
 def _groups(parameters: Sequence[nn.Parameter]) -> list[list[Tensor]]:
-    """Gradients that one foreach call can take: of one kind, on one device and mesh."""
+    """Gradients that one foreach call can take: of one kind and dtype, on one device and mesh."""
     groups: dict[object, list[Tensor]] = {}
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is not None:
             mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
-            groups.setdefault((mesh, gradient.device), []).append(gradient)
+            groups.setdefault((mesh, gradient.device, gradient.dtype), []).append(gradient)
     return list(groups.values())
 
 

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from megabatch import gradient, rng
-from megabatch.batch import Microbatch, to_device
+from megabatch.batch import Microbatch
 from megabatch.contract import JointLoss, Term, differentiable, terms_of
 from megabatch.errors import LossContractError, PlanError
+from megabatch.leaves import to_device
 from megabatch.mesh import DataRanks
 from megabatch.plain import PlainReducer
 from megabatch.representations import Encoded, differ, gather, in_order, keep, tell

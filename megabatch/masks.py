@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from megabatch.batch import Microbatch
 
-MASK = "attention_mask"
+MASK, POSITIONS = "attention_mask", "position_ids"
 RIGHT_PADDED = "megabatch: padded on the right"  # in a microbatch, beside its mask
 # What transformers' configs say of a model whose tokens are sent to experts, which may count them by the mask.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -19,14 +19,14 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 
 def noted(microbatch: Microbatch) -> Microbatch:
     """The microbatch, with a note where its mask does no more than leave out padding on the right; on the CPU."""
-    if not isinstance(microbatch, Mapping) or not _is_right_padded(microbatch.get(MASK)):
+    if not isinstance(microbatch, Mapping) or not _only_pads(microbatch):
         return microbatch
     return {**microbatch, RIGHT_PADDED: True}
 
 
 def without_needless(model: Any, microbatch: Mapping[str, Any]) -> dict[str, Any]:
     """The microbatch without the note, and without a mask that the model can do without."""
-    is_noted = microbatch.get(RIGHT_PADDED) or _is_right_padded(microbatch.get(MASK))
+    is_noted = microbatch.get(RIGHT_PADDED) or _only_pads(microbatch)
     needless = (RIGHT_PADDED, MASK) if is_noted and is_causal(model) else (RIGHT_PADDED,)
     return {name: value for name, value in microbatch.items() if name not in needless}
 
@@ -50,6 +50,12 @@ def is_causal(model: Any) -> bool:
 def _inside(model: Any) -> Any:
     """What DDP, FSDP1 or torch.compile have wrapped."""
     return getattr(model, "module", None) or getattr(model, "_orig_mod", None)
+
+
+def _only_pads(microbatch: Mapping[str, Any]) -> bool:
+    """Whether the mask does no more than leave out padding on the right. Beside positions it does: without a mask
+    transformers keeps documents apart where they begin anew, and with one it does not look."""
+    return POSITIONS not in microbatch and _is_right_padded(microbatch.get(MASK))
 
 
 def _is_right_padded(mask: Any) -> bool:

@@ -20,7 +20,7 @@ def mixing_module(model: nn.Module, loss_fn: LossFunction, batch: dict[str, Tens
     """
     together = _outputs(model, loss_fn, batch)
     for row in range(num_rows):
-        one = {name: value[row : row + 1] for name, value in batch.items()}
+        one = {name: value[row : row + 1] if isinstance(value, Tensor) else value for name, value in batch.items()}
         try:
             alone = _outputs(model, loss_fn, one)
         except Exception:  # a batch norm of one vector each, say

@@ -84,6 +84,7 @@ class _Witness:
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction, batch: Batch, micro_batch_size: int) -> None:
         samples = Samples(batch, part=hooks_of(loss_fn).prepare)
+        self._collated = Samples(batch)
         if len(samples) < 2:
             raise PlanError(f"verify was given {len(samples)} samples; cutting needs at least 2")
         device = next(model.parameters()).device
@@ -220,8 +221,9 @@ class _Witness:
         """A quotient that is a whole-numbered part of the mean that the model itself computes from the labels."""
         if len(whole.sums) != 1 or not isinstance(self.everything, Mapping) or "labels" not in self.everything:
             return
+        collated = in_float64(self._collated.take(range(self.rows)), next(self.model.parameters()).device)
         with torch.no_grad():
-            own = getattr(self.model(**self.everything), "loss", None) if self._takes_labels() else None
+            own = getattr(self.model(**collated), "loss", None) if self._takes_labels() else None
         if not isinstance(own, Tensor) or own.numel() != 1:
             return
         ((name, (total, weight)),) = whole.sums.items()

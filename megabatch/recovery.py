@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from megabatch import gradient
 from megabatch.alarm import is_out_of_memory, rank_of_process, whoever_runs
-from megabatch.batch import to_device
 from megabatch.contract import Term, Weigh, differentiable
 from megabatch.cut import halves
 from megabatch.errors import MegabatchError, Shortage, in_one_line
+from megabatch.leaves import to_device
 from megabatch.mesh import num_collectives
 from megabatch.plain import PlainReducer, local
 from megabatch.run import Turn

@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from megabatch.alarm import is_out_of_memory
-from megabatch.batch import Microbatch, to_device
+from megabatch.batch import Microbatch
 from megabatch.contract import Weigh
 from megabatch.cut import Plan, pad_with_stand_ins
 from megabatch.errors import LossContractError, MegabatchError, PlanError
+from megabatch.leaves import clone, to_device
 from megabatch.mesh import DataRanks
 from megabatch.plain import PlainReducer
 from megabatch.share import MAX_WEIGHED_TERMS, Share
@@ -133,7 +133,7 @@ def _stand_in(
         if any(failed):
             raise told_failure(ranks, failure)
         sent = next(each for each in offers if each is not None) if offer is None else offer
-        return lambda: pytree.tree_map_only(Tensor, Tensor.clone, sent)  # a new one, since a loss may write to it
+        return lambda: clone(sent)  # a new one, since a loss may write to it
     return mine if num_microbatches > len(share.plan.microbatches) else None
 
 

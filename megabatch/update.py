@@ -63,7 +63,7 @@ class Update:
 
     def with_norm(self, norm: Tensor) -> "Update":
         """The same update, its gradient's norm known."""
-        return replace(self, grad_norm=norm, finite=self.finite & torch.isfinite(norm))
+        return replace(self, grad_norm=norm, finite=self.finite & torch.isfinite(norm).to(self.finite.device))
 
 
 def weights_differ(where: str, counted: float, returned: float) -> LossContractError:
@@ -284,7 +284,7 @@ class OpenUpdate:
     def _scalar(self, value: float | Tensor) -> Tensor:
         # torch.full, since copying a number from the host would wait for the device.
         if isinstance(value, Tensor):
-            return value.to(self._dtype)
+            return value.to(self._device, self._dtype)
         return torch.full((), value, dtype=self._dtype, device=self._device)
 
 
@@ -296,5 +296,5 @@ def add_terms(sums: dict[str, Term], terms: Mapping[str, Term]) -> None:
 
 
 def _of(weights: Mapping[str, float], name: str) -> float | None:
-    """The weight of a term; what was counted without a name is the weight of the only differentiable term."""
-    return weights.get(name, weights.get(PAIR_NAME) if len(weights) == 1 else None)
+    """The weight of a term; what a call has counted without a name is the weight of the only differentiable term."""
+    return sum(found) if (found := [weights[each] for each in {name, PAIR_NAME} & weights.keys()]) else None

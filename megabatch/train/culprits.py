@@ -22,7 +22,8 @@ IsBad = Callable[[Sequence[Item]], bool]  # whether an update of these samples a
 
 
 def max_norm_of(update: UpdateConfig) -> float | None:
-    """What a gradient is clipped to. One that must be finite is looked at, even where it is never clipped."""
+    """What a gradient is clipped to. One that would be left out is looked at, even where it is never clipped; with
+    "raise" the next loss tells of the weights, and nothing is saved before (`Keeper`)."""
     return LARGEST_NORM if update.max_norm is None and update.on_nonfinite != "raise" else update.max_norm
 
 

@@ -15,13 +15,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from megabatch import Plan, context, losses, pipeline, plan
-from megabatch.batch import Microbatch, pad_right, sample_length, to_device
+from megabatch.batch import Microbatch, pad_right, sample_length
 from megabatch.contract import PAIR_NAME, LossFunction, Term, accumulation_dtype, differentiable, hooks_of, terms_of
 from megabatch.errors import LossContractError, MegabatchError, PlanError
+from megabatch.leaves import to_device
 from megabatch.pipeline import Pipeline
 from megabatch.shapes import equal_rows
 from megabatch.train.config import EvalConfig, UpdateConfig
 from megabatch.train.console import Console
+from megabatch.train.data.checks import OWN
 from megabatch.train.model.wrap import reshard
 from megabatch.train.own import Event, blamed, load_function
 from megabatch.train.ranks import Ranks
@@ -29,7 +31,6 @@ from megabatch.train.ranks import Ranks
 Row = dict[str, Any]
 Sums = dict[str, tuple[float, float]]  # name of a term → its total and its weight over a set
 
-OWN = "own"  # what eval.function's row has for the name of its set
 TAKEN = (PAIR_NAME, "accuracy", "perplexity")  # names that a metric cannot have: the rows have them already
 MOST_LOGITS = 2**28  # of a microbatch: half a GiB in bfloat16, three GiB with what is computed of them
 PER_STAGE = 4  # microbatches that a pipeline runs at once: its stages wait for a fifth of the time at most

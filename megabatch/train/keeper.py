@@ -4,9 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megabatch import Learner, MegabatchError
 from megabatch.errors import Bound as Learned
 from megabatch.pipeline import Pipeline
+from megabatch.plain import local
 from megabatch.train.checkpoint import load, states_of
 from megabatch.train.chosen import Chosen
 from megabatch.train.config import Config
@@ -52,8 +55,21 @@ class Keeper:
         is_best = self._keeps_best and self._watch.best_step == step
         if not in_turn and not is_best:
             return
+        self._check_finite(step)
         request = Request(step, states_of(self._state), self._meta(identity, in_turn), is_best, in_turn)
         self._writer.write_last(request) if last else self._writer.write(request)
+
+    def _check_finite(self, step: int) -> None:
+        """Raise before weights are saved that are not finite, where nobody has looked at the gradient; collective."""
+        if self._learner.max_norm is not None:
+            return
+        weights = [each for group in self._learner.optimizer.param_groups for each in group["params"]]
+        bad = sum(not bool(torch.isfinite(local(each.detach())).all()) for each in weights)
+        if any(self._ranks.sum([float(bad)])):
+            raise MegabatchError(
+                f"weights are not finite after update {step}, and are not saved: with update.max_norm = none no "
+                "gradient is looked at; set it, or lower optim.lr, and go on from the last checkpoint"
+            )
 
     def finish(self, identity: Mapping[str, Any]) -> None:
         """At the end of a run: save it unless it is saved; collective."""

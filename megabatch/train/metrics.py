@@ -66,7 +66,7 @@ class MetricsFile:
 
         def keep(row: Row) -> bool:
             due = row["step"] == 0 or (eval_every is not None and row["step"] % eval_every == 0)
-            return row["step"] <= step and (not is_evaluation(row) or due)
+            return row["step"] < step or (row["step"] == step and (due or not is_evaluation(row)))
 
         kept = [row for row in read_rows(self._path) if keep(row)]
         replace_text(self._path, "".join(json.dumps(row) + "\n" for row in kept))

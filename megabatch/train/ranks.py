@@ -5,6 +5,7 @@ breaks, or who are found waiting for it, end in silence. A line names its rank w
 """
 
 import contextlib
+import errno
 import hashlib
 import os
 import sys
@@ -30,6 +31,7 @@ from megabatch.train.patient import DISK_FULL
 
 ADDRESS = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun tells a process besides its RANK
 PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+UNSEEN = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)  # of a path that may not even be looked at
 FAILURE = "failure"  # key of the store: how many have seen that the run has failed
 SECONDS_TO_NOTICE = 3.0  # in which ranks see by themselves that one has failed, before they are ended
 SECONDS_TO_AGREE = 0.5  # in which ranks that fail the same way do so
@@ -201,6 +203,9 @@ def meeting() -> Generator[Meeting, None, None]:
     except (Exception, SystemExit) as error:  # SystemExit: of a user's function, which would leave the others waiting
         if isinstance(error, OSError) and error.errno in DISK_FULL:
             fail(met, f"megabatch: the disk is full ({error}); make room and go on with --run.resume=true", FAILED)
+        if isinstance(error, OSError) and error.errno in UNSEEN and error.filename is not None:
+            reason = f"cannot use {str(error.filename)[:200]} ({error.strerror})"
+            fail(met, f"megabatch: {reason}; allow it, or name another", FAILED)
         if not met.is_first(FAILURE):  # a collective whose peer has gone
             raise FailedError(FAILED) from None
         if met.store is None:

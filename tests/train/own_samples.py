@@ -27,6 +27,9 @@ def badly_measured():
 def held_out():
     return {"train": samples(), "held-out": samples()}
 
+def own():
+    return {"train": samples(), "own": samples()}
+
 def no_train():
     return {"training": samples()}
 

@@ -47,6 +47,14 @@ def once(config: DataConfig, *, source: SourceConfig | None = None, tokenizer: A
     return tokenize_once(source or config, "data", config, tokenizer or ByT5Tokenizer(), ALONE, console)
 
 
+def test_who_may_share_the_cache_is_the_umasks_matter(tmp_path: Path) -> None:
+    write(tmp_path / "data.jsonl", TEXTS)
+    once(config(tmp_path))
+    (entry,) = (tmp_path / "cache").glob("*/") if (tmp_path / "cache").is_dir() else ()
+    (tmp_path / "plain").mkdir()
+    assert entry.stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
 def entries(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "cache").iterdir())
 

@@ -72,6 +72,10 @@ REFUSED = {  # [data], [eval] -> what is said
         'data.function FILE:held_out returns a set named "held-out", and there is another of that name (held out of '
         "the training data); set eval.num_samples to 0",
     ),
+    "a set named own": (
+        {"function": "FILE:own"}, {"function": "FILE:fails"},
+        'data.function FILE:own returns a set named "own", which is the name of what eval.function finds; rename it',
+    ),
     "lengths of other samples": (
         {"function": "FILE:badly_measured"}, {},
         'the attribute lengths of "train" of data.function FILE:badly_measured is no list of 4 whole numbers; give one '
@@ -79,7 +83,7 @@ REFUSED = {  # [data], [eval] -> what is said
     ),
     "a function that fails": (
         {"function": "FILE:fails"}, {},
-        "data.function FILE:fails failed (ZeroDivisionError: no luck, at FILE:42); mend it there",
+        "data.function FILE:fails failed (ZeroDivisionError: no luck, at FILE:45); mend it there",
     ),
 }  # fmt: skip
 

@@ -99,8 +99,11 @@ def test_the_cut_drops_the_same_rows_of_every_set(tmp_path: Path) -> None:
     evaluations = [(row["step"], row["set"]) for row in rows if "set" in row]
     assert evaluations == [(step, name) for step in (0, 3, 6) for name in ("held-out", "code")]
     assert [row["step"] for row in rows if "set" not in row] == [1, 2, 3, 4, 5, 6, 7]
+    MetricsFile(tmp_path, enabled=True, tensorboard=False).cut(6, 4)  # evaluated otherwise from here on
+    evaluations = [row["step"] for row in read_rows(tmp_path / "metrics.jsonl") if "set" in row]
+    assert evaluations == [0, 0, 3, 3]
     MetricsFile(tmp_path, enabled=True, tensorboard=False).cut(4, None)
-    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0, 0, 1, 2, 3, 4]
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0, 0, 1, 2, 3, 3, 3, 4]
 
 
 def test_tensorboard_has_every_number_under_its_tag(tmp_path: Path) -> None:

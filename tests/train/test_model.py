@@ -151,6 +151,36 @@ def test_a_folder_that_is_no_model_gets_its_line(tmp_path: Path, capfd: pytest.C
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "model.safetensors", "a shard"])
+def test_weights_that_are_read_by_the_shard_get_their_line(tmp_path: Path, name: str) -> None:
+    model = AutoModelForCausalLM.from_config(architecture_of(recipe().model))
+    model.save_pretrained(tmp_path, max_shard_size="20KB" if name != "model.safetensors" else "1GB")
+    saved = saved_weights(str(tmp_path))
+    assert saved is not None
+    assert saved.fits(model)
+    if name == "a shard":
+        path = sorted(tmp_path.glob("model-*.safetensors"))[1]
+        path.unlink()
+        line = f"model.name is '{tmp_path}', whose model.safetensors.index.json lists {path.name}, which is not there;"
+    else:
+        path = tmp_path / name
+        path.write_text("{}")
+        line = f"cannot read {'' if name.endswith('json') else 'the weights in '}{path} ("
+    with pytest.raises(MegabatchError) as caught:
+        saved_weights(str(tmp_path))
+    assert str(caught.value).startswith(line)
+    assert str(caught.value).endswith("; copy or download it again")
+
+
+def test_weights_that_are_not_finite_get_their_line(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(architecture_of(recipe().model))
+    with torch.no_grad():
+        next(model.parameters()).fill_(torch.nan)
+    model.save_pretrained(tmp_path)
+    line = f"the model of model.name = {str(tmp_path)!r} gives logits that are not finite; choose weights that are whole"
+    assert refused({"name": str(tmp_path)}) == line
+
+
 def test_weights_of_another_size_get_their_line(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(architecture_of(recipe().model)).save_pretrained(tmp_path)
     text = (tmp_path / "config.json").read_text()

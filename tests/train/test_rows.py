@@ -55,9 +55,9 @@ def write_jsonl(path: Path, fields: list[dict[str, Any]]) -> Path:
     return path
 
 
-def write_csv(path: Path, delimiter: str) -> Path:
+def write_csv(path: Path, delimiter: str, **how: Any) -> Path:
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, delimiter=delimiter)
+        writer = csv.writer(file, delimiter=delimiter, **how)
         writer.writerows([list(FIELDS[0]), *(list(row.values()) for row in FIELDS)])
     return path
 
@@ -81,6 +81,9 @@ def written(folder: Path) -> dict[str, Path]:
     forms = [jsonl, listed, folder / "c.parquet", folder / "d", folder / "e", gz, listed_gz]
     forms += [write_csv(folder / "g.csv", ","), write_csv(folder / "h.tsv", "\t")]
     forms.append(write_gz(folder / "j.csv.gz", b"\xef\xbb\xbf" + (folder / "g.csv").read_bytes()))
+    quoted = write_csv(folder / "k.csv", ",", quoting=csv.QUOTE_ALL)
+    quoted.write_bytes(b"\xef\xbb\xbf" + quoted.read_bytes())
+    forms.append(quoted)
     return {path.name: path for path in forms}
 
 

@@ -131,6 +131,15 @@ def test_of_a_chat_the_assistants_turns_are_learned(
     assert sample["input_ids"].tolist() == tokenizer.apply_chat_template(CHAT)["input_ids"]
 
 
+@pytest.mark.parametrize("marks", [True, False])
+def test_a_chat_is_the_same_on_every_day(tmp_path: Path, chatty: dict[bool, Any], marks: bool) -> None:
+    """Of a template that asks for the date."""
+    tokenizer = AutoTokenizer.from_pretrained(chatty[marks].name_or_path)
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}\n" + chatty[marks].chat_template
+    (sample,) = samples(write(tmp_path / "a.jsonl", [{"messages": CHAT}]), tokenizer)
+    assert tokenizer.decode(sample["input_ids"]).startswith("01 Jan 2025\n<|start|>")
+
+
 def test_a_tokenizer_without_offsets_learns_the_same_turns(tmp_path: Path, chatty: dict[bool, Any]) -> None:
     for marks in (True, False):
         tokenizer = ByT5Tokenizer(chat_template=chatty[marks].chat_template)

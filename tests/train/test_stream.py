@@ -52,6 +52,15 @@ def word(ids):
     return bytes(each - 3 for each in ids if each > 2).decode().split()[0]
 
 
+@pytest.mark.parametrize("row", [{}, {"pack_tokens": 1200}])
+def test_a_sample_longer_than_the_models_positions_is_refused(tmp_path, row):
+    path = write_texts(tmp_path / "a.jsonl", ["a" * 10] * 9 + ["b" * 1100])
+    config = streaming(tmp_path, path=path, **row)
+    config = config.model_copy(update={"update": config.update.model_copy(update={"max_microbatch_tokens": 2000})})
+    with pytest.raises(MegabatchError, match=r"the sample .* has 1\d\d\d tokens and the model 1024 positions; raise the"):
+        order_of(config)
+
+
 def test_a_window_is_shuffled_and_no_more(files, tmp_path):
     order = order_of(streaming(tmp_path, path=files[0], size=1, epochs=2))
     names = [f"0:{index}" for index in range(30)]

@@ -5,9 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import BatchEncoding
 
 from megabatch import PlanError
-from megabatch.batch import Deferred, Samples, pad_right, sample_length, to_device
+from megabatch.batch import Deferred, Samples, pad_right, sample_length
+from megabatch.double import in_float64
+from megabatch.leaves import clone, to_device
 
 
 def equal(one, other) -> bool:
@@ -136,3 +139,32 @@ def test_nested_tensors_of_a_microbatch_are_moved():
     assert (moved["x"].device.type, moved["pair"][0].device.type) == ("meta", "meta")
     assert (moved["pair"][1], moved["number"]) == ("a word", 3)
     assert to_device(microbatch, torch.device("cpu"))["x"] is microbatch["x"]
+
+
+class Words(dict):
+    """A mapping that pytree takes for a leaf, as it takes those of transformers' tokenizers."""
+
+
+@pytest.mark.parametrize("kind", [BatchEncoding, Words])
+def test_mappings_of_other_kinds_are_moved_cloned_and_cast(kind):
+    microbatch = kind({"x": torch.ones(2), "inner": {"y": torch.ones(1)}, "name": "a"})
+    moved, cloned = to_device(microbatch, torch.device("meta")), clone(microbatch)
+    assert type(moved) is type(cloned) is kind
+    assert (moved["x"].device.type, moved["inner"]["y"].device.type, moved["name"]) == ("meta", "meta", "a")
+    assert microbatch["x"].device.type == "cpu"
+    cloned["x"] += 1
+    cloned["inner"]["y"] += 1
+    assert microbatch["x"].tolist() == [1, 1]
+    assert microbatch["inner"]["y"].tolist() == [1]
+    assert in_float64(microbatch, torch.device("cpu"))["x"].dtype == torch.float64
+
+
+def test_what_can_be_moved_is_moved():
+    class Graph:
+        def __init__(self, device: str) -> None:
+            self.device = device
+
+        def to(self, device: torch.device) -> "Graph":
+            return Graph(device.type)
+
+    assert to_device({"graph": Graph("cpu")}, torch.device("meta"))["graph"].device == "meta"

@@ -76,3 +76,12 @@ def test_drop():
     made = parameters()
     gradient.drop(made)
     assert all(parameter.grad is None for parameter in made)
+
+
+def test_each_dtype_is_scaled_in_its_own_precision():
+    ones = [*parameters(dtype=torch.float32), *parameters(dtype=torch.float64)]
+    before = [each.grad.clone() for each in ones]
+    factor = torch.tensor(1 / 3, dtype=torch.float64)
+    gradient.scale(ones, factor)
+    for one, was in zip(ones, before, strict=True):
+        assert torch.equal(one.grad, was * factor.to(was.dtype))

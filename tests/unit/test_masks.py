@@ -139,6 +139,21 @@ def test_what_wraps_a_model_is_looked_through() -> None:
     assert is_causal(torch.compile(model))
 
 
+def test_a_mask_beside_positions_is_no_needless_one() -> None:
+    """Without it transformers keeps documents apart where positions begin anew, and with it it does not look."""
+    packed = microbatch([[1, 1, 1, 1]]) | {"position_ids": torch.tensor([[0, 1, 0, 1]])}
+    model = model_of("llama")
+    assert noted(packed) is packed
+    assert "attention_mask" in without_needless(model, packed)
+    inputs = {name: value for name, value in packed.items() if name != "labels"}
+    with torch.no_grad():
+        logits, apart = model(**inputs).logits, model(**{**inputs, "attention_mask": None}).logits
+    assert not torch.allclose(logits, apart)
+    targets = packed["labels"][0, 1:]
+    expected = nn.functional.cross_entropy(logits[0, :-1], targets, reduction="sum")
+    assert torch.allclose(losses.next_token(model, packed)[0], expected)
+
+
 def test_what_is_on_a_device_was_seen_before_it_got_there() -> None:
     right, left = microbatch([[1, 1, 1, 0]]), microbatch([[0, 1, 1, 1]])
     assert noted(right)[RIGHT_PADDED]

@@ -233,6 +233,34 @@ def test_a_module_that_cannot_do_without_other_samples_is_named():
     assert in_pairs.causes[0].startswith("module '1' (BatchNorm1d) mixes the samples of a microbatch")
 
 
+class Own(nn.Module):
+    """A language model of one's own: no config, and no other arguments than it names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(64, 8), nn.Linear(8, 64)
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        return self.head(self.embedding(input_ids) * attention_mask[..., None])
+
+
+class Centred(Own):
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        hidden = self.embedding(input_ids)
+        return self.head(hidden - hidden.mean(0))
+
+
+@pytest.mark.parametrize("make", [Own, Centred])
+def test_batches_with_a_mask(make):
+    """Which a loss looks at beforehand: what it notes is for itself alone."""
+    samples = [{**each, "attention_mask": torch.ones_like(each["input_ids"])} for each in text()]
+    verification = verify(make(), losses.next_token, samples)
+    assert verification.ok == (make is Own), str(verification)
+    if not verification.ok:
+        assert "mixes the samples" in verification.causes[0] or "the same" in verification.causes[0]
+
+
 def test_a_loss_that_cannot_do_without_other_samples_is_named():
     """It raises after the model has run, so that no module is at fault."""
 

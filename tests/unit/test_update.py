@@ -121,3 +121,21 @@ def test_sums_are_kept_in_float64():
     update, _ = run(counting, micro_batch_size=1)
     assert float(update.terms["many"]) * 16 == 2**24 + 15
     assert update.loss.dtype == torch.float64
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_calls_that_count_a_term_by_its_name_and_without_one_add_up(first):
+    def named(model, microbatch):
+        return {"policy": squares(model, microbatch)}
+
+    def with_metric(model, microbatch):
+        return {"policy": squares(model, microbatch), "labels": (microbatch["labels"].sum(), count(microbatch))}
+
+    losses = loss(weigh=count)(with_metric), loss(weigh=lambda microbatch: {"policy": count(microbatch)})(named)
+    model, (_, whole) = model_of_integers(), run()
+    gradient = GradientAccumulator(model, micro_batch_size=3)
+    for part, loss_fn in zip((BATCH[:12], BATCH[12:]), (losses[first], losses[1 - first]), strict=True):
+        gradient.forward_backward(part, loss_fn)
+    update = gradient.finalize()
+    assert float(update.weight) == 16
+    assert same_bits(gradients(model), gradients(whole))

@@ -8,8 +8,8 @@ import json
 import os
 import platform
 import shutil
-import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,7 +27,7 @@ from megabatch.train.data.stored import TokenizedSamples, is_whole, write_sample
 from megabatch.train.data.tokens import Tokens, sha256_of
 from megabatch.train.ranks import Ranks
 
-FORMAT = 1  # raise it where the same rows give other samples
+FORMAT = 2  # raise it where the same rows give other samples
 SECONDS_OF_WAITING = 60.0  # after which ranks that wait hear that all is well; a collective gives up after half an hour
 SECONDS_OF_WRITING = 7 * 24 * 3600.0  # after which an unfinished entry is one that a killed run has left
 
@@ -133,7 +133,8 @@ def put(request: Request, console: Console, pulse: Callable[[], None]) -> None:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         remove_left_over(folder)
-        unfinished = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".unfinished", dir=folder.parent))
+        unfinished = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.unfinished")
+        unfinished.mkdir()  # readable for as many as the user lets, who may share it
         try:
             with console.progress(f"tokenising {request.key}", request.source.max_samples, "rows") as advance:
                 write_unchanged(request, unfinished, counted(named, advance, pulse), skipped)

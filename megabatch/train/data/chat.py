@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ from megabatch.train.data.tokens import Ids, Tokens, is_text
 
 Message = dict[str, Any]
 Span = tuple[int, int]  # characters of a conversation's text
+DAY = datetime(2025, 1, 1, tzinfo=UTC)  # what a template takes for today, so that data are the same on every day
 MARKS = re.compile(r"{%-?\s*generation\s*-?%}")
 
 
@@ -30,6 +32,7 @@ class ChatRows:
         self._field, self._key, self._tokens = field, key, tokens
         self._template = template_of(tokens.tokenizer, key)
         self._is_marked = MARKS.search(self._template) is not None
+        self._clock = {"strftime_now": DAY.strftime} if "strftime_now" in self._template else {}
 
     def read(self, row: Row) -> tuple[str, list[Message]]:
         messages = row.fields.get(self._field)
@@ -60,8 +63,9 @@ class ChatRows:
     def _marked(self, messages: list[Message]) -> tuple[str, list[Span]]:
         special = self._tokens.tokenizer.special_tokens_map
         texts, spans = render_jinja_template(
-            conversations=[messages], chat_template=self._template, return_assistant_tokens_mask=True, **special
-        )
+            conversations=[messages], chat_template=self._template, return_assistant_tokens_mask=True, **special,
+            **self._clock,
+        )  # fmt: skip
         return texts[0], cast(list[list[Span]], spans)[0]
 
     def _prefixed(self, name: str, messages: list[Message]) -> tuple[str, list[Span]]:
@@ -85,7 +89,7 @@ class ChatRows:
 
     def _render(self, messages: list[Message], *, prompt: bool = False) -> str:
         render = self._tokens.tokenizer.apply_chat_template
-        return cast(str, render(messages, tokenize=False, add_generation_prompt=prompt))
+        return cast(str, render(messages, tokenize=False, add_generation_prompt=prompt, **self._clock))
 
     def _tokens_of(self, text: str, spans: list[Span]) -> tuple[Ids, np.ndarray]:
         """Token ids [T] and which of them are learned [T]."""

@@ -6,6 +6,7 @@ from typing import Any
 from megabatch.errors import MegabatchError
 from megabatch.train.config import HELD_OUT, Config, DataConfig, SourceConfig
 
+OWN = "own"  # the set of what eval.function finds
 SOURCE_KEYS = [key for key in SourceConfig.model_fields if key != "weight"]
 TEXT_KEYS = [*SOURCE_KEYS, "mixture", "streaming", "pack_tokens", "max_sample_tokens", "broken_rows"]
 
@@ -33,8 +34,8 @@ def problems(config: Config) -> Iterator[str]:
         yield from look_ahead_problems(data)
     if data.pack_tokens == 1:
         yield "data.pack_tokens is 1, and in a row of one token there is nothing to predict; set at least 2"
-    if "own" in config.eval.sets and config.eval.function is not None:
-        yield 'eval.sets has a set named "own", which is the name of what eval.function finds; rename it'
+    if OWN in config.eval.sets and config.eval.function is not None:
+        yield f'eval.sets has a set named "{OWN}", which is the name of what eval.function finds; rename it'
     if HELD_OUT in config.eval.sets and config.eval.num_samples:
         yield (
             f'eval.sets has a set named "{HELD_OUT}", which is the name of what eval.num_samples='
@@ -77,8 +78,14 @@ def changed(data: DataConfig, keys: list[str]) -> list[str]:
     ]
 
 
-def check_fit(name: str, length_tokens: int, config: Config) -> None:
-    """Raise `MegabatchError` where a sample fits into no microbatch."""
+def check_fit(name: str, length_tokens: int, config: Config, positions: int | None = None) -> None:
+    """Raise `MegabatchError` where a sample fits into no microbatch, or not into the model's ``positions``."""
+    if positions is not None and length_tokens > positions:
+        raise MegabatchError(
+            f"the sample {name} has {length_tokens} tokens and the model {positions} positions; raise the positions in "
+            "model.config (max_position_embeddings or n_positions), or leave such samples out with "
+            "data.max_sample_tokens"
+        )
     cap, row_tokens = config.update.max_microbatch_tokens, config.data.pack_tokens
     if isinstance(cap, int) and length_tokens > cap:
         other = "leave such samples out with data.max_sample_tokens" if row_tokens is None else "lower data.pack_tokens"
@@ -88,15 +95,20 @@ def check_fit(name: str, length_tokens: int, config: Config) -> None:
         )
 
 
-def check_fits(samples: Any, config: Config) -> None:
-    """Raise `MegabatchError` where the longest of measured samples fits into no microbatch."""
+def check_fits(samples: Any, config: Config, positions: int | None = None) -> None:
+    """Raise `MegabatchError` where the longest of measured samples fits into no microbatch or not into the model."""
     longest = int(samples.lengths.argmax())
-    check_fit(samples.name(longest), int(samples.lengths[longest]), config)
+    check_fit(samples.name(longest), int(samples.lengths[longest]), config, positions)
 
 
 def check_new_sets(names: list[str], others: Mapping[str, Any], config: Config) -> None:
     """Raise `MegabatchError` where data.function returns a set whose name another has."""
     for name in names:
+        if name == OWN and config.eval.function is not None:
+            raise MegabatchError(
+                f'data.function {config.data.function} returns a set named "{OWN}", which is the name of what '
+                "eval.function finds; rename it"
+            )
         if name in others or (name == HELD_OUT and config.eval.num_samples):
             change = "set eval.num_samples to 0" if name == HELD_OUT else "rename one"
             raise MegabatchError(

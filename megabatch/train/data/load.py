@@ -19,6 +19,7 @@ from megabatch.train.data.pack import PackedSamples
 from megabatch.train.data.places import place_of
 from megabatch.train.data.stream import Stream
 from megabatch.train.data.tokens import Tokens
+from megabatch.train.model.architecture import architecture_of
 from megabatch.train.ranks import Ranks
 
 
@@ -129,14 +130,14 @@ def of_stream(read: Reading) -> Data:
     config, sources = read.config, sources_of(read.config)
     if read.tokenizer is None:
         raise MegabatchError("data is text, and the recipe has no tokenizer; set model.tokenizer")
-    stream = Stream(sources, config, read.tokenizer)
+    stream = Stream(sources, config, read.tokenizer, positions_of(config))
     held_out = stream.held_out()
     for name, sample in held_out:
-        check_fit(name, len(sample["input_ids"]), config)
+        check_fit(name, len(sample["input_ids"]), config, stream.positions)
     sets = {HELD_OUT: [sample for _, sample in held_out]} if held_out else {}
     others = read.sets()
     for samples in others.values():
-        check_fits(samples, config)
+        check_fits(samples, config, stream.positions)
     keys = ("shuffle_window", "max_sample_tokens", "pack_tokens")
     identity: dict[str, object] = {
         "sources": list(sources),
@@ -146,6 +147,14 @@ def of_stream(read: Reading) -> Data:
         "num_held_out": len(held_out),
     }
     return Data(stream, None, {**sets, **others}, identity, stream_texts(sources, config))
+
+
+def positions_of(config: Config) -> int | None:
+    """Of the recipe's model, by its config; None where that does not say."""
+    if config.model.function is not None:
+        return None
+    positions = getattr(architecture_of(config.model).get_text_config(), "max_position_embeddings", None)
+    return positions if isinstance(positions, int) else None
 
 
 def checked(

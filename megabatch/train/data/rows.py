@@ -149,7 +149,8 @@ def csv_rows(path: str) -> Rows:
     """A record a row, of which every value is text; the first record has the names of the fields."""
     csv.field_size_limit(MAX_CELL_BYTES)
     with open_bytes(path) as file:
-        text = (line.decode("utf-8", errors="surrogateescape") for line in file)  # half a surrogate is refused later
+        whole = (line.removeprefix(b"\xef\xbb\xbf") if number == 0 else line for number, line in enumerate(file))
+        text = (line.decode("utf-8", errors="surrogateescape") for line in whole)  # half a surrogate is refused later
         records = csv.reader(text, delimiter="\t" if ending_of(path) == ".tsv" else ",", strict=True)
         header = csv_header(records, path)
         for number, record in enumerate(csv_records(records), start=1):
@@ -169,7 +170,7 @@ def csv_header(records: Iterator[list[str]], path: str) -> list[str]:
         raise MegabatchError(
             f"the first line of {path} must name its fields, and is no record of csv ({error}); mend it"
         ) from None
-    header = [field.removeprefix("\ufeff").strip() for field in record]
+    header = [field.strip() for field in record]
     if not header or len(set(header)) < len(header):
         raise MegabatchError(f"the first line of {path} must name its fields, each once, and is {header}; add it")
     return header

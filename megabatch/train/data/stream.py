@@ -82,8 +82,10 @@ class Stream:
     By weight, an epoch ends where the source that is the first to be used up ends; the others go on in the next.
     """
 
-    def __init__(self, sources: dict[str, SourceConfig], config: Config, tokenizer: Any) -> None:
-        self.config, self.tokenizer = config, tokenizer
+    def __init__(
+        self, sources: dict[str, SourceConfig], config: Config, tokenizer: Any, positions: int | None = None
+    ) -> None:
+        self.config, self.tokenizer, self.positions = config, tokenizer, positions
         weights = [source.weight or 1.0 for source in sources.values()]
         self.shares = np.array(weights) / sum(weights)  # [sources]
         self.drawn = any(source.weight is not None for source in sources.values())
@@ -130,7 +132,7 @@ class Reader:
             named, ended = self._read_by_weight() if self._stream.drawn else self._read_in_turn()
             rows = pack(named, config.data.pack_tokens)
             for name, row in rows:
-                check_fit(name, len(row["input_ids"]), config)
+                check_fit(name, len(row["input_ids"]), config, self._stream.positions)
             order = self._random(SHUFFLE).permutation(len(rows))
             epoch, window = (start.epoch + 1, 0) if ended else (start.epoch, start.window + 1)
             self._place = Place(tuple(self._offsets), epoch, window, 0, self._source)

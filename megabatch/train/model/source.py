@@ -1,12 +1,13 @@
 """Source: where a model and its weights come from: a config, a folder or the hub, or a function of the user's own."""
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
@@ -41,7 +42,7 @@ class SavedWeights:
 
     def read(self, names: list[str], rows: slice | None) -> Tensor | None:
         for name in (name for name in names if name in self.files):
-            with safe_open(self.files[name], framework="pt") as file:
+            with opened(self.files[name]) as file:
                 return file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
         return None
 
@@ -54,7 +55,7 @@ class SavedWeights:
         return all(found.values())
 
     def shape(self, name: str) -> tuple[int, ...]:
-        with safe_open(self.files[name], framework="pt") as file:
+        with opened(self.files[name]) as file:
             return tuple(file.get_slice(name).get_shape())
 
 
@@ -132,14 +133,44 @@ def saved_weights(name: str) -> SavedWeights | None:
     """The safetensors files of a folder or a hub id; None where it has none."""
     with quiet():
         if (index := file_of(name, INDEX_FILE)) is not None:
-            placed: dict[str, str] = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
-            paths = {file: file_of(name, file) for file in set(placed.values())}
-            return SavedWeights({tensor: cast(str, paths[file]) for tensor, file in placed.items()})
+            placed = placed_by(Path(index))
+            paths = {file: listed(name, file) for file in set(placed.values())}
+            return SavedWeights({tensor: paths[file] for tensor, file in placed.items()})
         whole = file_of(name, WHOLE_FILE)
     if whole is None:
         return None
-    with safe_open(whole, framework="pt") as file:
+    with opened(whole) as file:
         return SavedWeights(dict.fromkeys(file.keys(), whole))
+
+
+def placed_by(index: Path) -> dict[str, str]:
+    """The file of each tensor."""
+    try:
+        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise MegabatchError(f"cannot read {index} ({in_one_line(error)}); copy or download it again") from None
+
+
+def listed(name: str, file: str) -> str:
+    """The path of a file that an index lists."""
+    path = file_of(name, file)
+    if path is None:
+        raise MegabatchError(
+            f"model.name is {name!r}, whose {INDEX_FILE} lists {file}, which is not there; copy or download it again"
+        )
+    return path
+
+
+@contextlib.contextmanager
+def opened(path: str) -> Generator[Any]:
+    """A file of weights. Raises `MegabatchError` where it cannot be read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise MegabatchError(
+            f"cannot read the weights in {path} ({in_one_line(error)}); copy or download it again"
+        ) from None
 
 
 def file_of(name: str, file: str) -> str | None:

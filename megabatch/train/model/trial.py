@@ -24,6 +24,9 @@ def try_forward(model: nn.Module, config: ModelConfig, device: torch.device) -> 
         one, other = (logits_of(model, torch.tensor([[0, last % vocab_size]], device=device)) for last in (0, 1))
     except Exception as error:  # whatever its layers raise for what they cannot run
         raise refused(config, error) from None
+    if not bool(torch.isfinite(one).all()):
+        key = "model.config" if config.name is None else f"model.name = {config.name!r}"
+        raise MegabatchError(f"the model of {key} gives logits that are not finite; choose weights that are whole")
     if not are_close(one[:, 0], other[:, 0]):
         key = "model.config" if config.name is None else f"model.name = {config.name!r}"
         raise MegabatchError(

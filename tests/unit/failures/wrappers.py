@@ -130,6 +130,16 @@ def unfrozen_after_ddp() -> nn.Module:
     return ddp
 
 
+def exchanged_after_ddp() -> nn.Module:
+    """As many parameters are trained as were, and others."""
+    model = layers()
+    model[1].requires_grad_(False)
+    ddp = DistributedDataParallel(model)
+    model[0].requires_grad_(False)
+    model[1].requires_grad_(True)
+    return ddp
+
+
 def unfrozen_later(wrap: Callable[[nn.Module], nn.Module]) -> None:
     model = layers()
     model[0].requires_grad_(False)
@@ -213,6 +223,12 @@ FAILURES = {
         "4 parameters require a gradient but DDP reduces 2; freeze and unfreeze before "
         "DistributedDataParallel(model), and let it ignore none that is trained",
         lambda: accumulator(unfrozen_after_ddp()),
+    ),
+    "exchanged after DDP": Failure(
+        PlanError,
+        "a parameter that requires a gradient did not when the model was wrapped, and DDP does not reduce it; freeze and "
+        "unfreeze before DistributedDataParallel(model), and let it ignore none that is trained",
+        lambda: accumulator(exchanged_after_ddp()),
     ),
     "DDP.join": Failure(
         PlanError,

@@ -1,0 +1,42 @@
+"""What is in a microbatch, whatever it is made of: moved, cloned, or anything else that is done to every leaf."""
+
+import copy
+from collections.abc import Callable, MutableMapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+def to_device(microbatch: Any, device: torch.device) -> Any:
+    """The microbatch, from the CPU to ``device``; copies from pinned memory do not wait."""
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf if leaf.device == device else leaf.to(device, non_blocking=True)
+        return leaf.to(device) if callable(getattr(leaf, "to", None)) else leaf  # graphs and the like
+
+    return microbatch if device.type == "cpu" else each_leaf(microbatch, move)
+
+
+def clone(microbatch: Any) -> Any:
+    """The microbatch with tensors of its own, which may be written to."""
+    return each_leaf(microbatch, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
+
+
+def each_leaf(value: Any, function: Callable[[Any], Any]) -> Any:
+    """The value, of the same kind, with what the function makes of every leaf.
+
+    Mappings that torch's pytree does not know, as transformers' tokenizers return them, are no leaves.
+    """
+
+    def apply(leaf: Any) -> Any:
+        if not isinstance(leaf, MutableMapping):
+            return function(leaf)
+        made = copy.copy(cast(MutableMapping[Any, Any], leaf))
+        for name, inner in leaf.items():
+            made[name] = each_leaf(inner, function)
+        return made
+
+    return pytree.tree_map(apply, value)
