@@ -27,6 +27,10 @@ def samples(bad=()):
 def loss(model, microbatch):
     return (model(microbatch["x"]).squeeze(-1) - 1).square().sum(), len(microbatch["y"])
 
+def with_a_root(model, microbatch):
+    total, weight = loss(model, microbatch)
+    return total + (0 * model.weight.sum()).sqrt(), weight  # of which the value is 0 and the derivative none
+
 def without_token(model, microbatch):
     from megabatch import losses
     total, weight = losses.next_token(model, microbatch)
@@ -115,6 +119,23 @@ def test_an_update_that_is_not_finite_ends_the_run_unless_it_is_told_not_to(tmp_
     assert train(tmp_path, [5], "raise") == 2
     assert "was not stepped: the loss is not finite on data rank 0 of 1" in capsys.readouterr().err
     assert not (tmp_path / "run" / "skipped.jsonl").exists()
+
+
+@pytest.mark.parametrize("how", ["raise", "skip_update"])
+def test_weights_that_are_not_finite_are_never_saved(tmp_path, capsys, how):
+    """Of a gradient that nobody looks at, where it is not clipped, and whose loss is finite."""
+    given = ["--update.max_norm=none", f"--loss.function={tmp_path}/own.py:with_a_root", "--run.save_every=1"]
+    status = train(tmp_path, [], how, "--run.max_steps=2", *given)
+    said = capsys.readouterr()
+    assert not (tmp_path / "run" / "checkpoints" / "step-1").exists() or how == "skip_update"
+    if how == "raise":
+        assert (status, said.err) == (2, (
+            "megabatch: weights are not finite after update 1, and are not saved: with update.max_norm = none no "
+            "gradient is looked at; set it, or lower optim.lr, and go on from the last checkpoint\n"
+        ))  # fmt: skip
+    else:
+        assert status == 0
+        assert "2 updates not finite, 2 skipped whole" in said.out
 
 
 @pytest.mark.slow

@@ -110,6 +110,16 @@ def test_without_the_extra_one_line_says_what_to_install(bench: Bench, name: str
     assert done.stderr == f'megabatch: {name} is not installed; pip install "megabatch[train]"\n'
 
 
+@pytest.mark.parametrize("key", ["data.path", "model.name", "model.tokenizer"])
+def test_a_path_that_cannot_even_be_looked_at_gets_its_line(bench: Bench, key: str) -> None:
+    name = "/" + "x" * 300
+    (end,) = bench.finish(**{key.replace(".", "__"): name})
+    assert end.status == 2
+    assert end.err.count("\n") == 1, end.err
+    assert "File name too long" in end.err
+    assert not bench.folder.exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
