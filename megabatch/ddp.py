@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.errors import MegabatchError, PlanError
@@ -151,6 +152,8 @@ def _is_reduced(parameter: nn.Parameter) -> bool:
 
     DDP does not tell which parameters it was given, and what is written on a node is there for as long as the node is.
     """
+    if is_fake(parameter):  # of a simulated model, which has no DDP
+        return True
     _node_of(parameter).metadata[_KEPT] = True
     return _KEPT in _node_of(parameter).metadata
 

@@ -12,7 +12,7 @@ from megabatch.contract import LossFunction, differentiable, terms_of
 TOLERANCE = 1e-6  # relative; the shape of a batch changes the last bits of a matrix product
 
 
-def mixing_module(model: nn.Module, loss_fn: LossFunction, batch: dict[str, Tensor], num_rows: int) -> str | None:
+def mixing_module(model: nn.Module, loss_fn: LossFunction, batch: dict[str, Any], num_rows: int) -> str | None:
     """Name of the first module whose output for a row depends on the rows beside it, or that does not run without them.
 
     Runs ``batch`` (samples in dim 0 of each tensor) whole and row by row, and compares what each module returned.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megabatch.alarm import is_out_of_memory
 from megabatch.batch import Microbatch

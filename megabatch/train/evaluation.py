@@ -12,17 +12,16 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from megabatch import Plan, context, losses, pipeline, plan
-from megabatch.batch import Microbatch, pad_right, sample_length
+from megabatch import Plan, context, losses, pipeline
+from megabatch.batch import Microbatch, pad_right
 from megabatch.contract import PAIR_NAME, LossFunction, Term, accumulation_dtype, differentiable, hooks_of, terms_of
 from megabatch.errors import LossContractError, MegabatchError, PlanError
 from megabatch.leaves import to_device
 from megabatch.pipeline import Pipeline
-from megabatch.shapes import equal_rows
 from megabatch.train.config import EvalConfig, UpdateConfig
 from megabatch.train.console import Console
+from megabatch.train.cutting import cut, most_tokens
 from megabatch.train.data.checks import OWN
 from megabatch.train.model.wrap import reshard
 from megabatch.train.own import Event, blamed, load_function
@@ -32,7 +31,6 @@ Row = dict[str, Any]
 Sums = dict[str, tuple[float, float]]  # name of a term → its total and its weight over a set
 
 TAKEN = (PAIR_NAME, "accuracy", "perplexity")  # names that a metric cannot have: the rows have them already
-MOST_LOGITS = 2**28  # of a microbatch: half a GiB in bfloat16, three GiB with what is computed of them
 PER_STAGE = 4  # microbatches that a pipeline runs at once: its stages wait for a fifth of the time at most
 LARGEST_EXPONENT = 709  # of which float64 has the power of e
 
@@ -197,49 +195,10 @@ def as_it_is(microbatch: Microbatch) -> Microbatch:
     return microbatch
 
 
-def most_tokens(model: nn.Module) -> int | None:
-    """Tokens of which a model makes all logits at once, which training does not; None: it has no vocabulary."""
-    config = next((each.config for each in model.modules() if isinstance(each, PreTrainedModel)), None)
-    num_classes = None if config is None else getattr(config.get_text_config(), "vocab_size", None)
-    return max(1, MOST_LOGITS // num_classes) if isinstance(num_classes, int) and num_classes > 0 else None
-
-
-def cut(
-    samples: Sequence[Any], update: UpdateConfig, ranks: Ranks, chosen_tokens: int | None, most: int | None = None
-) -> Plan:
-    """This rank's microbatches of a set, as many as any other's; under a pipeline all are filled up to one shape.
-
-    ``most``: tokens of a microbatch, or one sample, at most.
-    """
-    lengths, rows, tokens = lengths_of(samples, update), update.micro_batch_size, update.max_microbatch_tokens
-    if tokens == "auto":
-        rows, tokens = (1, None) if chosen_tokens is None else (None, chosen_tokens)  # None: nothing to train on
-        lengths = [min(each, tokens or each) for each in lengths]
-    if most is not None and tokens is not None:
-        tokens = min(tokens, most)
-        lengths = [min(each, tokens) for each in lengths]
-    if most is not None and rows is not None:
-        rows = min(rows, max(1, most // max(1, *lengths)))
-    if ranks.layout.pp > 1 and tokens is not None:
-        rows, tokens = equal_rows(lengths, tokens), None
-    plans = plan(lengths, dp_degree=ranks.dp_degree, micro_batch_size=rows, max_microbatch_tokens=tokens)
-    return plans[ranks.dp_rank]
-
-
 def own_stretch(microbatch: Microbatch, ranks: Ranks) -> Microbatch:
     """What this rank sees of a microbatch: all of it, or its stretch of each sequence."""
     cp = ranks.layout.cp
     return microbatch if cp == 1 else context.stretch(microbatch, ranks.layout.cp_rank(ranks.rank), cp)
-
-
-def lengths_of(samples: Sequence[Any], update: UpdateConfig) -> list[int]:
-    """Tokens of each sample, by which the set is cut; 1 each where only samples are counted and are not at hand."""
-    known = getattr(samples, "lengths", None)
-    if known is not None:
-        return [int(length) for length in known]
-    if update.max_microbatch_tokens is None and not isinstance(samples, list):
-        return [1] * len(samples)
-    return [sample_length(sample) for sample in samples]
 
 
 def add(sums: dict[str, Tensor], terms: Mapping[str, Term], *, counted: bool, device: torch.device) -> None:

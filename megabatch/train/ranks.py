@@ -291,11 +291,9 @@ def choose_device(asked: str | None) -> torch.device:
         raise MegabatchError('run.device is "cuda" and torch sees no GPU; set it to "cpu" or leave it out')
     if asked == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    index, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if index >= num_gpus:
-        raise MegabatchError(
-            f"{index + 1} or more processes were started on a host with {num_gpus} GPU{'' if num_gpus == 1 else 's'}; "
-            'start one for each, or set run.device to "cpu"'
-        )
+    index, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if index >= there:
+        started = f"{index + 1} or more processes were started on a host whose GPUs are {there}"
+        raise MegabatchError(f'{started}; start one for each, or set run.device to "cpu"')
     torch.cuda.set_device(index)
     return torch.device("cuda", index)

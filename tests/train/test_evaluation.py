@@ -15,13 +15,11 @@ from megabatch import MegabatchError, losses
 from megabatch.batch import pad_right
 from megabatch.train.config import EvalConfig, UpdateConfig
 from megabatch.train.console import Console
+from megabatch.train.cutting import MOST_LOGITS, cut, most_tokens
 from megabatch.train.evaluation import (
-    MOST_LOGITS,
     build_terms,
-    cut,
     evaluate,
     evaluate_set,
-    most_tokens,
     next_token_terms,
     perplexity_of,
 )
@@ -68,12 +66,12 @@ def plain_count(samples: list[dict[str, Tensor]]) -> dict[str, Any]:
         ({"max_microbatch_tokens": 40}, None, None, [4, 2]),
         ({"max_microbatch_tokens": 40}, None, 20, [2, 2, 2]),
         ({"max_microbatch_tokens": 40}, None, 100, [4, 2]),
-        ({}, 40, 20, [2, 2, 2]),
-        ({}, 40, 5, [1] * 6),
+        ({"max_microbatch_tokens": "auto"}, 40, 20, [2, 2, 2]),
+        ({"max_microbatch_tokens": "auto"}, 40, 5, [1] * 6),
     ],
 )
 def test_where_all_logits_are_made_fewer_tokens_are_taken_at_once(
-    update: dict[str, int], chosen: int | None, most: int | None, expected: list[int]
+    update: dict[str, Any], chosen: int | None, most: int | None, expected: list[int]
 ) -> None:
     samples = [{"input_ids": torch.arange(10)}] * 6
     found = cut(samples, UpdateConfig(global_batch_size=4, **update), ALONE, chosen, most)

@@ -14,6 +14,7 @@ from megabatch import MegabatchError
 from megabatch.train.console import Console
 from megabatch.train.model.architecture import architecture_of
 from megabatch.train.model.build import Laid, build
+from megabatch.train.model.source import saved_weights
 from megabatch.train.model.wrap import Wrapper, choose_wrapper
 from megabatch.train.ranks import Ranks
 from tests.train.model_recipes import FAMILIES, LLAMA, recipe
@@ -177,7 +178,9 @@ def test_weights_that_are_not_finite_get_their_line(tmp_path: Path) -> None:
     with torch.no_grad():
         next(model.parameters()).fill_(torch.nan)
     model.save_pretrained(tmp_path)
-    line = f"the model of model.name = {str(tmp_path)!r} gives logits that are not finite; choose weights that are whole"
+    line = (
+        f"the model of model.name = {str(tmp_path)!r} gives logits that are not finite; choose weights that are whole"
+    )
     assert refused({"name": str(tmp_path)}) == line
 
 

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megabatch import MegabatchError
 from megabatch.train.config import UpdateConfig
-from megabatch.train.evaluation import cut
+from megabatch.train.cutting import cut
 from megabatch.train.layout import Layout
 from megabatch.train.model.build import check_together
 from megabatch.train.model.export import export

@@ -116,8 +116,6 @@ def test_a_large_vocabulary_is_counted_by_the_chunks_that_are_there_at_once(reci
     what = subject(recipe, 2, parallel__wrapper="fsdp2", model__config__vocab_size=2**16)
     with runner(what, 2**40) as run:
         rows = run([choice for choice in what.grid.choices() if choice.fused])
-    logits = 8 * rows[-1].microbatch_tokens * 2**16  # in float32, with their gradient
-    assert max(row.peak_bytes for row in rows) < logits
     for row in rows:
         guess = estimate(row.choice, what.sizes, what.sample.length_tokens, what.device)
         assert guess.peak_bytes * CERTAIN <= row.peak_bytes

@@ -55,7 +55,7 @@ def test_what_the_command_line_states_stays() -> None:
     assert {(each.micro_batch_size, each.sync, each.recompute) for each in grid.choices()} == {(3, "last", False)}
 
 
-@pytest.mark.parametrize(("cap", "sizes"), [(900, (1, 2, 4)), (150, (1,)), (50, (1,))])
+@pytest.mark.parametrize(("cap", "sizes"), [(899, (1, 2, 4)), (150, (1,)), (50, (1,))])
 def test_a_cap_that_the_command_line_states_is_kept(cap: int, sizes: tuple[int, ...]) -> None:
     values = config(global_batch_size=12, max_microbatch_tokens=cap)
     grid = grid_of(values, {"update.max_microbatch_tokens"}, "fsdp2", 2, 150)
@@ -64,7 +64,9 @@ def test_a_cap_that_the_command_line_states_is_kept(cap: int, sizes: tuple[int, 
 
 
 def test_an_override_in_two_words_is_one() -> None:
-    values, overrides, _ = split(["--update.sync", "last", "--world", "4", "--json", "--optim.lr=1", "--data.streaming"])
+    values, overrides, _ = split(
+        ["--update.sync", "last", "--world", "4", "--json", "--optim.lr=1", "--data.streaming"]
+    )
     assert (values, overrides) == ({"world": "4"}, ["--update.sync=last", "--optim.lr=1", "--data.streaming"])
 
 
@@ -75,7 +77,10 @@ def test_an_override_in_two_words_is_one() -> None:
         (4, "torchrun --nproc-per-node 4 -m megabatch"),
         (8, "torchrun --nproc-per-node 8 -m megabatch"),
         (12, "torchrun --nnodes 2 --nproc-per-node 6 --rdzv-backend c10d"),
-        (16, "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --rdzv-id megabatch"),
+        (
+            16,
+            "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --rdzv-id megabatch",
+        ),
     ],
 )
 def test_the_command_starts_as_many_processes(world: int, words: str) -> None:
@@ -111,7 +116,7 @@ def test_sizes_are_read_with_their_units() -> None:
             ["--world", "2", "--parallel.wrapper=ddp", "--parallel.dp_shard=2"],
             'parallel.wrapper is "ddp", which shards nothing',
         ),
-        (["--world", "2", "--parallel.cp=2"], "parallel.cp is 2, which the plan does not simulate; plan with parallel.cp=1 and "),
+        (["--world", "2", "--parallel.cp=2"], "parallel.cp is 2, which the plan does not simulate; plan with"),
         (["--data.max_sample_tokens=none"], "data.path is 'nowhere.jsonl', and there is no such file"),
         (["--optim.name=LBFGS"], "optim.name is 'LBFGS', which cannot be used"),
         (["--optim.name=Adafactor"], "optim.name is 'Adafactor', whose step looks at numbers, and a plan has none"),

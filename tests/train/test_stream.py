@@ -57,7 +57,9 @@ def test_a_sample_longer_than_the_models_positions_is_refused(tmp_path, row):
     path = write_texts(tmp_path / "a.jsonl", ["a" * 10] * 9 + ["b" * 1100])
     config = streaming(tmp_path, path=path, **row)
     config = config.model_copy(update={"update": config.update.model_copy(update={"max_microbatch_tokens": 2000})})
-    with pytest.raises(MegabatchError, match=r"the sample .* has 1\d\d\d tokens and the model 1024 positions; raise the"):
+    with pytest.raises(
+        MegabatchError, match=r"the sample .* has 1\d\d\d tokens and the model 1024 positions; raise the"
+    ):
         order_of(config)
 
 

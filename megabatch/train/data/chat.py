@@ -16,6 +16,7 @@ from megabatch.train.data.tokens import Ids, Tokens, is_text
 
 Message = dict[str, Any]
 Span = tuple[int, int]  # characters of a conversation's text
+TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 DAY = datetime(2025, 1, 1, tzinfo=UTC)  # what a template takes for today, so that data are the same on every day
 MARKS = re.compile(r"{%-?\s*generation\s*-?%}")
 
@@ -30,9 +31,8 @@ class ChatRows:
     def __init__(self, field: str, key: str, tokens: Tokens) -> None:
         self.fields = {"messages_field": field}
         self._field, self._key, self._tokens = field, key, tokens
-        self._template = template_of(tokens.tokenizer, key)
+        self._template = dated(template_of(tokens.tokenizer, key))
         self._is_marked = MARKS.search(self._template) is not None
-        self._clock = {"strftime_now": DAY.strftime} if "strftime_now" in self._template else {}
 
     def read(self, row: Row) -> tuple[str, list[Message]]:
         messages = row.fields.get(self._field)
@@ -63,9 +63,8 @@ class ChatRows:
     def _marked(self, messages: list[Message]) -> tuple[str, list[Span]]:
         special = self._tokens.tokenizer.special_tokens_map
         texts, spans = render_jinja_template(
-            conversations=[messages], chat_template=self._template, return_assistant_tokens_mask=True, **special,
-            **self._clock,
-        )  # fmt: skip
+            conversations=[messages], chat_template=self._template, return_assistant_tokens_mask=True, **special
+        )
         return texts[0], cast(list[list[Span]], spans)[0]
 
     def _prefixed(self, name: str, messages: list[Message]) -> tuple[str, list[Span]]:
@@ -89,7 +88,7 @@ class ChatRows:
 
     def _render(self, messages: list[Message], *, prompt: bool = False) -> str:
         render = self._tokens.tokenizer.apply_chat_template
-        return cast(str, render(messages, tokenize=False, add_generation_prompt=prompt, **self._clock))
+        return cast(str, render(messages, tokenize=False, add_generation_prompt=prompt, chat_template=self._template))
 
     def _tokens_of(self, text: str, spans: list[Span]) -> tuple[Ids, np.ndarray]:
         """Token ids [T] and which of them are learned [T]."""
@@ -108,6 +107,11 @@ class ChatRows:
         pieces = self._tokens.ids_of([text[start:end] for start, end in pairwise(cuts)])
         learned = [np.full(len(ids), index % 2 == 1) for index, ids in enumerate(pieces)]
         return np.concatenate(pieces), np.concatenate(learned)
+
+
+def dated(template: str) -> str:
+    """The template, for which today is `DAY`."""
+    return TODAY.sub(lambda found: repr(DAY.strftime(found[2])), template)
 
 
 def message_of(message: Any, name: str) -> Message:

@@ -47,8 +47,9 @@ def launcher(asked: Asked) -> Sequence[str]:
         return ["megabatch"]
     most = min(asked.world, asked.device.ranks_per_node)
     per_node = next(number for number in range(most, 0, -1) if asked.world % number == 0)
-    nodes = [] if asked.world == per_node else ["--nnodes", str(asked.world // per_node), *MEETING]
-    return ["torchrun", *nodes, "--nproc-per-node", str(per_node), "-m", "megabatch"]
+    per_host = ["--nproc-per-node", str(per_node)]
+    hosts = [] if asked.world == per_node else ["--nnodes", str(asked.world // per_node), *MEETING]
+    return ["torchrun", *hosts[:2], *per_host, *hosts[2:], "-m", "megabatch"]
 
 
 def overrides(keys: Mapping[str, Any], prefix: str = "") -> list[str]:

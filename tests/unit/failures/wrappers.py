@@ -226,8 +226,8 @@ FAILURES = {
     ),
     "exchanged after DDP": Failure(
         PlanError,
-        "a parameter that requires a gradient did not when the model was wrapped, and DDP does not reduce it; freeze and "
-        "unfreeze before DistributedDataParallel(model), and let it ignore none that is trained",
+        "a parameter that requires a gradient did not when the model was wrapped, and DDP does not reduce it; freeze "
+        "and unfreeze before DistributedDataParallel(model), and let it ignore none that is trained",
         lambda: accumulator(exchanged_after_ddp()),
     ),
     "DDP.join": Failure(
