@@ -84,7 +84,7 @@ class OpenUpdate:
         self._device = reducer.device
         self._dtype = accumulation_dtype(reducer.device)
         self._divisors: dict[str, float] = {}  # by weighed term, from the first call
-        self._announced: dict[str, float] = {}  # weights over all ranks, of the weighed calls
+        self._announced: list[dict[str, float]] = []  # weights over all ranks, by call
         self._all_announced = True
         self._differentiable: set[str] = set()  # names of the terms that have carried a gradient
         self._sums: dict[str, Term] = {}
@@ -122,8 +122,7 @@ class OpenUpdate:
             self._stepping.open_call(agreement, self._num_calls)
         if self._num_calls == 1:
             self._divisors = {name: weight or 1.0 for name, weight in agreement.weights.items()}
-        for name, weight in agreement.weights.items():
-            self._announced[name] = self._announced.get(name, 0.0) + weight
+        self._announced.append(dict(agreement.weights))  # by call: one may count a term by its name, and one without
         self._all_announced &= bool(agreement.weights)
         self.num_samples += agreement.num_samples
         self.num_tokens += agreement.num_tokens
@@ -232,9 +231,10 @@ class OpenUpdate:
         if not terms:
             return 0.0
         if len(terms) > 1:  # each total has had its own divisor, in the only call
-            return None if any(self._announced.values()) else 0.0
+            return None if any(any(each.values()) for each in self._announced) else 0.0
         divisor = _of(self._divisors, terms[0]) or 1.0
-        known = weight if weight is not None else _of(self._announced, terms[0]) if self._all_announced else None
+        counted = [_of(each, terms[0]) for each in self._announced] if self._all_announced else [None]
+        known = weight if weight is not None else None if None in counted else sum(each or 0.0 for each in counted)
         if known is None and self._device.type != "cpu":  # reading it would wait for the device
             return torch.where(whole > 0, divisor / whole, 0.0)
         known = float(whole) if known is None else known
@@ -296,5 +296,5 @@ def add_terms(sums: dict[str, Term], terms: Mapping[str, Term]) -> None:
 
 
 def _of(weights: Mapping[str, float], name: str) -> float | None:
-    """The weight of a term; what a call has counted without a name is the weight of the only differentiable term."""
-    return sum(found) if (found := [weights[each] for each in {name, PAIR_NAME} & weights.keys()]) else None
+    """The weight of a term; what was counted without a name is the weight of the only differentiable term."""
+    return weights.get(name, weights.get(PAIR_NAME) if len(weights) == 1 else None)
