@@ -230,7 +230,7 @@ def test_shards_are_refused(layout: str, wrapper: str) -> None:
 
 def test_no_plan_is_made() -> None:
     with pytest.raises(MegabatchError, match=r"^model\.quantize is 'nf4', whose layers the plan does not simulate"):
-        check_planned(four_bit_recipe())
+        check_planned(four_bit_recipe(), 1)
 
 
 def test_without_bitsandbytes_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
