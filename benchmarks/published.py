@@ -8,6 +8,8 @@ measured on a GPU. ``--report`` writes benchmarks/results/published_*.json.
 """
 
 import argparse
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from megabatch.train.plan.sizes import GIB
 from megabatch.train.plan.subject import Subject, subject_of
 from megabatch.train.recipe import load_config
 
+PROCESSES = 2  # each takes a core, and half a GiB
 ARGUMENTS = ["--world", "8", "--device", "a100-80g", "--memory", "80GiB"]
 OPTIMIZERS = {
     "AdamW": ["--optim.options.fused=false", "--optim.options.foreach=true"],
@@ -102,6 +105,12 @@ def row(model: str, optimizer: str, microbatches: int) -> dict[str, Any]:
     }
 
 
+def quiet_row(case: tuple[str, str, int]) -> dict[str, Any]:
+    """One case, in a process that has others before and after it."""
+    with quiet():
+        return row(*case)
+
+
 def line(found: dict[str, Any]) -> str:
     """A row of the table."""
     published = " or ".join("out of memory" if each is None else f"{each} GB" for each in found["published_gb"])
@@ -117,13 +126,13 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="write the result file")
     report = parser.parse_args().report
     print("model          optimizer    microbatches         fits   peak GiB reserved   published")
+    models = ("codellama-34b", "mixtral-8x7b")
+    cases = [(model, optimizer, number) for model in models for optimizer in OPTIMIZERS for number in RUN[optimizer]]
     rows: list[dict[str, Any]] = []
-    with quiet():
-        for model in ("codellama-34b", "mixtral-8x7b"):
-            for optimizer in OPTIMIZERS:
-                for microbatches in RUN[optimizer]:
-                    rows.append(row(model, optimizer, microbatches))
-                    print(line(rows[-1]), flush=True)
+    with ProcessPoolExecutor(PROCESSES, get_context("spawn")) as processes:
+        for found in processes.map(quiet_row, cases):
+            rows.append(found)
+            print(line(found), flush=True)
     if report:
         print(result.write(result.dated("published"), of(rows)))
 
