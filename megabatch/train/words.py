@@ -74,6 +74,9 @@ def schedule_text(config: Config, num_updates: NumUpdates) -> str:
 def end_text(config: Config, num_updates: NumUpdates, step: int, num_samples: int | None, watch: Watch) -> str:
     """Why the run ended after ``step`` updates, and which evaluation was the best."""
     why = why_ended(config, num_updates, step, num_samples, stopped_early=watch.should_stop)
+    asked = config.run.max_steps
+    if asked is not None and step < asked and not watch.should_stop:
+        why = f"{why}\nrun.max_steps = {asked} is not reached: raise run.max_epochs, which is {config.run.max_epochs}"
     if watch.best is None:
         return why
     return f"{why}\nlowest loss on {watch.name}: {watch.best:.4f}, after update {watch.best_step}"

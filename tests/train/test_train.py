@@ -163,3 +163,10 @@ def test_the_held_out_loss_is_the_same_where_a_rank_has_less_to_evaluate(bench: 
     alone, split = ([row for row in bench.rows(folder) if "eval_loss" in row] for folder in (tmp_path / "alone", None))
     assert [row["eval_loss"] for row in split] == pytest.approx([row["eval_loss"] for row in alone], rel=1e-12)
     assert [row["num_target_tokens"] for row in split] == [row["num_target_tokens"] for row in alone]
+
+
+def test_a_number_of_updates_that_the_data_do_not_have_is_said(bench: Bench) -> None:
+    said = bench.train(run__max_steps=9)
+    assert "the data ran out after 1 epoch" in said
+    assert "run.max_steps = 9 is not reached: raise run.max_epochs, which is 1\n" in said
+    assert "is not reached" not in bench.train(run__folder=bench.path / "two", run__max_steps=2)
