@@ -93,11 +93,11 @@ def check_product(parallel: ParallelConfig, num_ranks: int) -> None:
         return
     shown = [axis for axis, degree in said.items() if degree > 1] or ["dp_replicate", "dp_shard"]
     names, numbers = (" x ".join(each) for each in (shown, [str(said[axis]) for axis in shown]))
-    there = f"{num_ranks} process{' was' if num_ranks == 1 else 'es were'}"
+    there = f"there {'is 1 process' if num_ranks == 1 else f'are {num_ranks} processes'}"
     expected = f"{product}" if is_whole else f"a multiple of {product}"
     raise MegabatchError(
-        f"parallel.{names} is {numbers}{f' = {product}' if len(shown) > 1 else ''} and {there} "
-        f"started; start {expected}, or change a degree"
+        f"parallel.{names} is {numbers}{f' = {product}' if len(shown) > 1 else ''} and {there}; "
+        f"take {expected}, or change a degree"
     )
 
 

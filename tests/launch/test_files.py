@@ -78,7 +78,7 @@ def test_it_says_how_it_is_used(name: str) -> None:
     assert re.search(r"usage: .*RECIPE \[--section\.key=value \.\.\.\]", done.stderr)
 
 
-@pytest.mark.parametrize(("name", "folder"), [("pytorchjob.yaml", ""), ("trainjob.yaml", "/work/")])
+@pytest.mark.parametrize(("name", "folder"), [("pytorchjob.yaml", ""), ("trainjob.yaml", "/data/")])
 def test_torchrun_reads_a_pods_command(monkeypatch: pytest.MonkeyPatch, name: str, folder: str) -> None:
     """As the operator has told it of the other pods, in variables."""
     from torch.distributed.run import get_args_parser
@@ -129,7 +129,7 @@ def test_kubeflows_own_models_know_every_key_of_a_trainjob() -> None:
     assert int(job["spec"]["trainer"]["env"][0]["value"]) < pod["terminationGracePeriodSeconds"]
     ((mount,),) = [each["volumeMounts"] for each in pod["containers"]]
     assert [mount["name"]] == [each["name"] for each in pod["volumes"]]
-    assert all(str(each).startswith(("/work/", "--run.folder=/work/")) for each in written(job))
+    assert all(str(each).startswith(("/data/", "--run.folder=/data/")) for each in written(job))
     job["spec"]["trainer"]["numNode"] = 2  # what is not known is dropped
     assert TrainerV1alpha1TrainJob.model_validate(job).to_dict() != job
 

@@ -9,13 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from megabatch import MegabatchError, losses
 from megabatch.batch import pad_right
 from megabatch.train.config import EvalConfig, UpdateConfig
 from megabatch.train.console import Console
-from megabatch.train.cutting import MOST_LOGITS, cut, most_tokens
 from megabatch.train.evaluation import (
     build_terms,
     evaluate,
@@ -55,36 +53,6 @@ def plain_count(samples: list[dict[str, Tensor]]) -> dict[str, Any]:
         "eval_accuracy": num_found / num_targets if num_targets else None,
         "eval_learned": num_learned / len(samples) if samples else None,
     }
-
-
-@pytest.mark.parametrize(
-    ("update", "chosen", "most", "expected"),
-    [
-        ({"micro_batch_size": 3}, None, None, [3, 3]),
-        ({"micro_batch_size": 3}, None, 20, [2, 2, 2]),
-        ({"micro_batch_size": 3}, None, 5, [1] * 6),  # a sample that is longer goes alone
-        ({"max_microbatch_tokens": 40}, None, None, [4, 2]),
-        ({"max_microbatch_tokens": 40}, None, 20, [2, 2, 2]),
-        ({"max_microbatch_tokens": 40}, None, 100, [4, 2]),
-        ({"max_microbatch_tokens": "auto"}, 40, 20, [2, 2, 2]),
-        ({"max_microbatch_tokens": "auto"}, 40, 5, [1] * 6),
-    ],
-)
-def test_where_all_logits_are_made_fewer_tokens_are_taken_at_once(
-    update: dict[str, Any], chosen: int | None, most: int | None, expected: list[int]
-) -> None:
-    samples = [{"input_ids": torch.arange(10)}] * 6
-    found = cut(samples, UpdateConfig(global_batch_size=4, **update), ALONE, chosen, most)
-    assert sorted(map(len, found.microbatches), reverse=True) == expected
-
-
-def test_the_most_tokens_are_those_of_so_many_logits() -> None:
-    config = LlamaConfig(
-        vocab_size=2**16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
-    )
-    with torch.device("meta"):
-        assert most_tokens(nn.Sequential(LlamaForCausalLM(config))) == MOST_LOGITS // 2**16 == 4096
-    assert most_tokens(Tiny()) is None
 
 
 def plain_squares(samples: list[dict[str, Tensor]]) -> dict[str, Any]:

@@ -17,12 +17,12 @@ from megabatch.train.ranks import Ranks
 CPU = torch.device("cpu")
 COPIES = 'which DDP cannot have; set the wrapper to "fsdp2", or to "replicate" for copies'
 REFUSED: list[tuple[int, dict[str, Any], str]] = [
-    (1, {"tp": 2}, "parallel.tp is 2 and 1 process was started; start a multiple of 2, or change a degree"),
-    (8, {"tp": 3}, "parallel.tp is 3 and 8 processes were started; start a multiple of 3, or change a degree"),
-    (2, {"tp": 2, "cp": 2}, "parallel.cp x tp is 2 x 2 = 4 and 2 processes were started; start a multiple of 4"),
-    (8, {"dp_replicate": 2, "dp_shard": 2}, "parallel.dp_replicate x dp_shard is 2 x 2 = 4 and 8 processes "
-     "were started; start 4, or change a degree"),
-    (2, {"dp_replicate": 1, "dp_shard": 1}, "parallel.dp_replicate x dp_shard is 1 x 1 = 1 and 2 "),
+    (1, {"tp": 2}, "parallel.tp is 2 and there is 1 process; take a multiple of 2, or change a degree"),
+    (8, {"tp": 3}, "parallel.tp is 3 and there are 8 processes; take a multiple of 3, or change a degree"),
+    (2, {"tp": 2, "cp": 2}, "parallel.cp x tp is 2 x 2 = 4 and there are 2 processes; take a multiple of 4"),
+    (8, {"dp_replicate": 2, "dp_shard": 2}, "parallel.dp_replicate x dp_shard is 2 x 2 = 4 and there are 8 "
+     "processes; take 4, or change a degree"),
+    (2, {"dp_replicate": 1, "dp_shard": 1}, "parallel.dp_replicate x dp_shard is 1 x 1 = 1 and there are 2 "),
     (4, {"pp": 2, "cp": 2}, "parallel.cp is 2 and parallel.pp 2, which do not go together; set one of them to 1"),
     (4, {"pp": 2, "tp": 2, "loss_parallel": True}, "parallel.loss_parallel is set and parallel.pp is 2, where logits "
      "that are cut do not leave their stage; leave loss_parallel out"),

@@ -112,31 +112,6 @@ def test_what_a_run_says_of_larger_choices_is_never_too_much(recipe: Path) -> No
     assert all(least <= row.peak_bytes for row, least in said)
 
 
-def test_a_large_vocabulary_is_counted_by_the_chunks_that_are_there_at_once(recipe: Path) -> None:
-    what = subject(recipe, 2, parallel__wrapper="fsdp2", model__config__vocab_size=2**16)
-    with runner(what, 2**40) as run:
-        rows = run([choice for choice in what.grid.choices() if choice.fused])
-    for row in rows:
-        guess = estimate(row.choice, what.sizes, what.sample.length_tokens, what.device)
-        assert guess.peak_bytes * CERTAIN <= row.peak_bytes
-
-
-def test_an_average_of_the_weights_is_counted(recipe: Path) -> None:
-    values = {"parallel__wrapper": "fsdp2", "model__config__hidden_size": 256}
-    without, with_it = (planned(recipe, 2, **values, **more) for more in ({}, {"optim__ema_decay": 0.99}))
-    of_parameters = 4 * subject(recipe, 2, **values).sizes.num_parameters / 2
-    for a, b in zip(without, with_it, strict=True):
-        if a.by == b.by == RUN:
-            assert b.peak_bytes - a.peak_bytes == pytest.approx(of_parameters, rel=0.05)
-    assert any(row.by == RUN for row in without)
-
-
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
-def test_a_wrapper_on_one_rank_sends_nothing(recipe: Path, wrapper: str) -> None:
-    rows = planned(recipe, 1, parallel__wrapper=wrapper)
-    assert {row.sent_bytes for row in rows if row.by == RUN} == {0}
-
-
 def test_holding_back_costs_memory_and_saves_traffic(recipe: Path) -> None:
     wide = {"model__config__hidden_size": 128, "model__config__num_hidden_layers": 3, "update__micro_batch_size": 1}
     rows = {

@@ -111,7 +111,7 @@ def test_sizes_are_read_with_their_units() -> None:
         (["--chart", "plan.txt"], "--chart is 'plan.txt'; name a .png, .svg or .pdf file in a folder that is there"),
         (["--update.batch_size=3"], "unknown key update.batch_size on the command line; here it is update.micro_batch"),
         (["extra"], "cannot read the argument 'extra'; write --section.key=value"),
-        (["--world", "3", "--parallel.tp=2"], "parallel.tp is 2 and --world is 3; give a multiple of 2"),
+        (["--world", "3", "--parallel.tp=2"], "parallel.tp is 2 and there are 3 processes; take a multiple of 2"),
         (
             ["--world", "2", "--parallel.wrapper=ddp", "--parallel.dp_shard=2"],
             'parallel.wrapper is "ddp", which shards nothing',

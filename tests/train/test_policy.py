@@ -13,7 +13,6 @@ import torch
 from megabatch import CostModel, Plan
 from megabatch.fit import Fit, Measured
 from megabatch.train.config import Config, ModelConfig, RunConfig, UpdateConfig
-from megabatch.train.gradient import in_keys
 from megabatch.train.meta import POSITIONS, TITLES, read_meta
 from megabatch.train.policy import AUTO, LAST, Policy, beside, saved_policy
 from megabatch.train.ranks import Ranks
@@ -224,15 +223,6 @@ def test_a_policy_that_cannot_be_is_refused_by_its_key(
     refuse: Callable[..., str], values: dict[str, Any], line: str
 ) -> None:
     assert refuse(ranks=2, update__micro_batch_size=1, **values) == line
-
-
-def test_the_librarys_words_are_a_recipes() -> None:
-    assert in_keys("give max_microbatch_tokens= or micro_batch_size=, for shards give sync='last'") == (
-        "give update.max_microbatch_tokens= or update.micro_batch_size=, for shards give update.sync='last'"
-    )
-    assert in_keys("no_sync, update.sync and synchronize stay; memory_bytes is for") == (
-        "no_sync, update.sync and synchronize stay; update.memory is for"
-    )
 
 
 def test_a_run_that_ran_out_of_memory_keeps_least(bench: Bench) -> None:

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from megabatch import MegabatchError
-from megabatch.train import folder, starting
+from megabatch.train import folder, shortage, starting
 from megabatch.train.console import Console
 from megabatch.train.naming import path_of
 from megabatch.train.ranks import Ranks
@@ -96,6 +97,32 @@ def test_a_folder_that_a_rank_does_not_see_is_refused(recipe: Path, tmp_path: Pa
     )
     assert on_ranks(3, tmp_path, begin_apart, tmp_path, recipe) == [line] * 3
     assert not list((tmp_path / "shared/run").iterdir())
+
+
+def wait_apart(ranks: Ranks, tmp_path: Path, recipe: Path, seconds: float) -> str:
+    """Wait for what rank 0 has learned, which rank 1 sees so many seconds later; what is raised."""
+    shortage.SECONDS_TO_SEE = 2
+    here = tmp_path / f"{seconds}" / f"{ranks.rank}"
+    (here / "run").mkdir(parents=True)
+    os.chdir(here)
+    learned = Path("run/microbatch.json").absolute()
+    text = '{"samples": 1, "tokens": 20}'
+    if ranks.rank:
+        threading.Timer(seconds, learned.write_text, [text]).start()
+    else:
+        learned.write_text(text)
+    config = load_config(recipe, ["--run.folder=run"])
+    try:
+        shortage.wait_for_learned(config.run, ranks)
+    except MegabatchError as error:
+        return str(error)
+    return str(shortage.noted(config.run))
+
+
+def test_ranks_wait_for_what_one_of_them_has_learned(recipe: Path, tmp_path: Path) -> None:
+    assert on_ranks(2, tmp_path, wait_apart, tmp_path, recipe, 0.5) == ["Bound(samples=1, tokens=20)"] * 2
+    line = "ranks read different things in run/microbatch.json; name a run.folder on a disk that all hosts share"
+    assert on_ranks(2, tmp_path, wait_apart, tmp_path, recipe, 30.0) == [line] * 2
 
 
 def test_trackers_forget_a_run_that_begins_again_by_another_recipe(recipe: Path, tmp_path: Path) -> None:

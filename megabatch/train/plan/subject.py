@@ -1,11 +1,10 @@
 """Subject: a recipe on so many ranks, and how a choice of it is run: its own model, wrapper, loss and optimizer."""
 
 import contextlib
-import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,7 +35,6 @@ from megabatch.train.plan.sample import LongestSample, longest_sample
 from megabatch.train.ranks import Ranks
 
 DATA_DEPENDENT = "DataDependentOutputException"  # of fake tensors
-NOT_STARTED = re.compile(r"\d+ process(es were| was) started; start")  # which is not what a plan is asked
 CPU = torch.device("cpu")  # where what is simulated says that it is
 
 
@@ -55,9 +53,16 @@ class Subject:
     def simulated(self, choice: Choice) -> Simulated:
         """An update of rank 0. Raises `MegabatchError` for what cannot be simulated."""
         config = chosen(self.config, choice, self.device)
+        averages: list[Average] = []  # of the weights, which are there for as long as the update
+
+        def make(model: nn.Module) -> Optimizer:
+            if config.optim.ema_decay is not None:
+                averages.append(Average(model, config.optim.ema_decay))
+            return make_optimizer(config.optim, model)
+
         return simulate(
             partial(self.make_model, config, choice),
-            partial(make_optimizer, config.optim),
+            make,
             partial(self.sample.microbatch, choice.micro_batch_size),
             self.loss_fn(config),
             axes=self.axes,
@@ -96,15 +101,9 @@ class Subject:
 
 
 def make_optimizer(config: OptimConfig, model: nn.Module) -> Optimizer:
-    """The recipe's optimizer, with the average of the weights where there is one.
-
-    Raises `MegabatchError` for one that asks how large a number is, which no shape tells.
-    """
+    """The recipe's optimizer. Raises `MegabatchError` for one that asks how large a number is, which no shape tells."""
     try:
-        optimizer = build_optimizer(model, config)
-        if config.ema_decay is not None:
-            cast(Any, optimizer).average = Average(model, config.ema_decay)  # which is there for as long
-        return optimizer
+        return build_optimizer(model, config)
     except MegabatchError as error:
         if DATA_DEPENDENT not in str(error):
             raise
@@ -116,10 +115,7 @@ def make_optimizer(config: OptimConfig, model: nn.Module) -> Optimizer:
 
 def subject_of(config: Config, asked: Asked, fixed: Collection[str], console: Console) -> Subject:
     """The recipe as so many ranks would run it. Raises `MegabatchError` for what does not go together."""
-    try:
-        layout = layout_of(config.parallel, asked.world)
-    except MegabatchError as error:
-        raise MegabatchError(NOT_STARTED.sub(f"--world is {asked.world}; give", str(error))) from None
+    layout = layout_of(config.parallel, asked.world)
     check_planned(config, asked.world)
     check_keys(config.model)
     check_together(config, Ranks(0, asked.world, CPU, layout))

@@ -11,9 +11,8 @@ from torch.distributed.fsdp import ShardingStrategy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch import GradientAccumulator, Learner, loss, losses
-from megabatch.batch import Deferred
-from tests.unit.failures import auto
+from megabatch import GradientAccumulator, Learner, loss
+from tests.unit.failures import auto, stretches
 from tests.unit.failures.contract import DISAGREE
 from tests.unit.failures.table import SAMPLES, accumulator, here, linear, squares, told, weighed_squares
 from tests.unit.failures.wrappers import fsdp1
@@ -49,18 +48,6 @@ TWO_WAYS = (
     "over the same ranks"
 )
 FSDP1_TWO_WAYS = "FSDP1 shards parts of the model over different ranks or in different ways; use one for all"
-UNWEIGHED_STRETCHES = (
-    "sequences are cut over the mesh axis 'cp' and the loss does not say how its weight is counted, so a weight that "
-    "counts samples would not be seen; give weigh=, see megabatch.loss"
-)
-PREPARED_STRETCHES = (
-    "the loss has prepare=, which is given whole samples, and a cp axis gives the loss stretches of them; prepare them "
-    "in the collate function, or leave the cp axis out"
-)
-WHOLE_WEIGHTS = (
-    "weights of Deferred are of whole samples, and sequences are cut over the mesh axis 'cp'; leave weights out"
-)
-TEXTS = [{"input_ids": torch.arange(4), "labels": torch.arange(4)} for _ in range(2)]
 OTHER_SAMPLES = (
     "ranks along cp, tp or pp of data rank 0 were given different samples, or cut them otherwise; give them the same: "
     "deal samples over the data axes only (UpdateSampler's dp_rank and dp_degree)"
@@ -188,23 +175,6 @@ def fsdp1_in_two_ways() -> str:
     return told(lambda: accumulator(fsdp1(nn.Sequential(linear(), inner))))
 
 
-def unweighed_stretches() -> str:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    return told(lambda: accumulator(mesh=mesh).forward_backward(TEXTS, squares))
-
-
-def prepared_stretches() -> str:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    prepared = loss(weigh=losses.count_targets, prepare=dict)(squares)
-    return told(lambda: accumulator(mesh=mesh).forward_backward(TEXTS, prepared))
-
-
-def weights_of_whole_samples() -> str:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    batch = Deferred(TEXTS.__getitem__, [4, 4], [3, 3])
-    return told(lambda: accumulator(mesh=mesh).forward_backward(batch, losses.next_token))
-
-
 def wrapped_in_two_ways() -> str:
     return told(lambda: accumulator([linear(), DistributedDataParallel(linear())]))
 
@@ -296,13 +266,11 @@ JOBS: dict[str, tuple[Callable[[], str], list[str]]] = {  # what each rank is to
     "another cut along tp": (other_cut, on_both(f"PlanError: {OTHER_SAMPLES}")),
     "tensor parallel over one of two": (part_of_the_processes, on_both(f"PlanError: {ONE_OF_TWO}")),
     "FSDP1 in two ways": (fsdp1_in_two_ways, on_both(f"PlanError: {FSDP1_TWO_WAYS}")),
-    "stretches without weigh": (unweighed_stretches, on_both(f"LossContractError: {UNWEIGHED_STRETCHES}")),
-    "stretches of what is prepared": (prepared_stretches, on_both(f"PlanError: {PREPARED_STRETCHES}")),
-    "stretches of weights told": (weights_of_whole_samples, on_both(f"PlanError: {WHOLE_WEIGHTS}")),
     "models wrapped in two ways": (wrapped_in_two_ways, on_both(f"PlanError: {TWO_WAYS}")),
     "a mesh that is not the wrapper's": (mesh_differs, on_both(f"PlanError: {MESH_DIFFERS}")),
     "a parameter unused at last": (parameter_unused_at_last, on_both(f"MegabatchError: {UNUSED}")),
     "a parameter unused and found": (parameter_unused_and_found, on_both("nothing")),
+    **{name: (run, on_both(text)) for name, (run, text) in stretches.JOBS.items()},
     **auto.JOBS,
 }  # fmt: skip
 
