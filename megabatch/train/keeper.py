@@ -64,7 +64,8 @@ class Keeper:
         if self._learner.max_norm is not None:
             return
         weights = [each for group in self._learner.optimizer.param_groups for each in group["params"]]
-        bad = sum(not bool(torch.isfinite(local(each.detach())).all()) for each in weights)
+        finite = [torch.isfinite(local(each.detach())).all().to(self._ranks.device) for each in weights]
+        bad = bool(finite) and not torch.stack(finite).all()  # where the device is waited for, once
         if any(self._ranks.sum([float(bad)])):
             raise MegabatchError(
                 f"weights are not finite after update {step}, and are not saved: with update.max_norm = none no "

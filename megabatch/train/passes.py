@@ -1,8 +1,10 @@
 """Passes: a loss's forward and its backward, as they are seen from outside of the library and of any wrapper."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch.autograd import Variable
 
@@ -25,6 +27,15 @@ def around_backward(total: Tensor, begins: Callable[[], object], ends: Callable[
         cast(Any, Variable)._execution_engine.queue_callback(ends)
 
     total.register_hook(begin)
+
+
+def now(device: torch.device) -> Any:
+    """A mark of the host's clock, or on the device's stream, where it computes: nothing waits for it."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def total_of(returned: Any) -> Tensor | None:

@@ -6,7 +6,6 @@ of the last backward, before the wait for what DDP still sends. Nothing waits fo
 
 import os
 import socket
-import time
 from collections import deque
 from statistics import fmean
 from typing import Any
@@ -17,7 +16,7 @@ from megabatch import Learner, Plan
 from megabatch.contract import LossFunction
 from megabatch.train.metrics import Sums
 from megabatch.train.model.wrap import Wrapper
-from megabatch.train.passes import around_backward, in_place_of, total_of
+from megabatch.train.passes import around_backward, in_place_of, now, total_of
 from megabatch.train.ranks import Ranks
 
 WINDOW, SLOW_IN = 10, 8  # updates that are looked back at, and in how many of them a rank is slow that is spoken of
@@ -29,12 +28,12 @@ class Spans:
     """Spans of time on this rank: of the host's clock where that computes, else of the device's stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
+        self._device, self._is_cuda = device, device.type == "cuda"
         self._spans: list[tuple[Any, Any]] = []  # from, to
 
     def begin(self) -> None:
         """A span begins, and has no length until it ends."""
-        self._spans.append((self._now(), None))
+        self._spans.append((now(self._device), None))
 
     def end(self) -> None:
         """The last span ends here, if it does not end later."""
@@ -42,7 +41,7 @@ class Spans:
         if self._is_cuda and end is not None:
             end.record()  # once more, in place of a new event for each microbatch
         else:
-            self._spans[-1] = (start, self._now())
+            self._spans[-1] = (start, now(self._device))
 
     def take(self) -> float:
         """Seconds of all spans, which are forgotten. The host has waited for what the device did in them."""
@@ -50,13 +49,6 @@ class Spans:
         if self._is_cuda:
             return sum(float(start.elapsed_time(end)) for start, end in spans) / 1000
         return sum(end - start for start, end in spans)
-
-    def _now(self) -> Any:
-        if not self._is_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
 
 class Work:

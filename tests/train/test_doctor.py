@@ -17,8 +17,9 @@ from megabatch.errors import MegabatchError
 from megabatch.train.doctor import proof
 from megabatch.train.doctor.command import examine, read_folder
 from megabatch.train.doctor.deadline import Deadline
-from megabatch.train.doctor.facts import Facts, device_finding, memory_finding, num_seen_by_driver, version_finding
+from megabatch.train.doctor.facts import Facts, device_finding, memory_finding, version_finding
 from megabatch.train.doctor.places import folder_finding, hub_finding, unreachable
+from megabatch.train.init.hardware import seen_gpus
 from megabatch.train.ranks import Meeting, Ranks
 from tests.train.on_ranks import on_ranks
 from tests.train.processes import CONTEXT, Run, rank_environment
@@ -162,11 +163,11 @@ def test_a_gpu_is_one_ranks_and_memory_is_the_least() -> None:
 
 def test_a_driver_that_torch_does_not_see_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert num_seen_by_driver() == 0
+    assert seen_gpus() == []
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA T4 (UUID: GPU-1)'\n")
     program.chmod(0o755)
-    assert num_seen_by_driver() == 1
+    assert len(seen_gpus()) == 1
     found = device_finding([replace(FACTS, device="cpu: x", device_id="")], CPU)
     assert (found.level, found.text.endswith("sees none: install torch for CUDA")) == ("warn", True)
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from megabatch.errors import MegabatchError
 from megabatch.train.config import HELD_OUT, Config, DataConfig, SourceConfig
+from megabatch.train.model.architecture import too_long
 
 OWN = "own"  # the set of what eval.function finds
 SOURCE_KEYS = [key for key in SourceConfig.model_fields if key != "weight"]
@@ -81,11 +82,7 @@ def changed(data: DataConfig, keys: list[str]) -> list[str]:
 def check_fit(name: str, length_tokens: int, config: Config, positions: int | None = None) -> None:
     """Raise `MegabatchError` where a sample fits into no microbatch, or not into the model's ``positions``."""
     if positions is not None and length_tokens > positions:
-        raise MegabatchError(
-            f"the sample {name} has {length_tokens} tokens and the model {positions} positions; raise the positions in "
-            "model.config (max_position_embeddings or n_positions), or leave such samples out with "
-            "data.max_sample_tokens"
-        )
+        raise too_long(f"the sample {name}", length_tokens, positions)
     cap, row_tokens = config.update.max_microbatch_tokens, config.data.pack_tokens
     if isinstance(cap, int) and length_tokens > cap:
         other = "leave such samples out with data.max_sample_tokens" if row_tokens is None else "lower data.pack_tokens"

@@ -19,7 +19,7 @@ from megabatch.train.data.pack import PackedSamples
 from megabatch.train.data.places import place_of
 from megabatch.train.data.stream import Stream
 from megabatch.train.data.tokens import Tokens
-from megabatch.train.model.architecture import architecture_of
+from megabatch.train.model.architecture import architecture_of, positions_of
 from megabatch.train.ranks import Ranks
 
 
@@ -130,7 +130,8 @@ def of_stream(read: Reading) -> Data:
     config, sources = read.config, sources_of(read.config)
     if read.tokenizer is None:
         raise MegabatchError("data is text, and the recipe has no tokenizer; set model.tokenizer")
-    stream = Stream(sources, config, read.tokenizer, positions_of(config))
+    positions = None if config.model.function is not None else positions_of(architecture_of(config.model))
+    stream = Stream(sources, config, read.tokenizer, positions)
     held_out = stream.held_out()
     for name, sample in held_out:
         check_fit(name, len(sample["input_ids"]), config, stream.positions)
@@ -147,14 +148,6 @@ def of_stream(read: Reading) -> Data:
         "num_held_out": len(held_out),
     }
     return Data(stream, None, {**sets, **others}, identity, stream_texts(sources, config))
-
-
-def positions_of(config: Config) -> int | None:
-    """Of the recipe's model, by its config; None where that does not say."""
-    if config.model.function is not None:
-        return None
-    positions = getattr(architecture_of(config.model).get_text_config(), "max_position_embeddings", None)
-    return positions if isinstance(positions, int) else None
 
 
 def checked(

@@ -2,10 +2,8 @@
 
 import json
 import platform
-import shutil
 import socket
-import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -16,11 +14,11 @@ import megabatch
 from megabatch.memory import free_bytes
 from megabatch.train.doctor.finding import Finding
 from megabatch.train.folder import counted, device_name, version_of
+from megabatch.train.init.hardware import seen_gpus
 from megabatch.train.plan.sizes import GIB, gib_text
 from megabatch.train.ranks import Ranks
 
 SCARCE_BYTES = GIB  # of a device's memory: less than that is free for no model worth training
-SECONDS_TO_LOOK = 5.0
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ def device_finding(facts: Sequence[Facts], device: torch.device) -> Finding:
             return Finding(
                 "fail", "devices", f"ranks {places.index(place)} and {rank} share one GPU of {place[0]}; start fewer"
             )
-    unseen = num_seen_by_driver() if device.type == "cpu" else 0
+    unseen = len(seen_gpus()) if device.type == "cpu" else 0
     if unseen:
         return Finding(
             "warn",
@@ -109,15 +107,3 @@ def memory_finding(facts: Sequence[Facts]) -> Finding:
     if free < SCARCE_BYTES:
         return Finding("warn", "memory", f"{gib_text(free)} free {where}; end what else runs there")
     return Finding("ok", "memory", f"{gib_text(free)} free, the least, {where}")
-
-
-def num_seen_by_driver(run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run) -> int:
-    """GPUs that NVIDIA's driver has, which torch may not have been built for."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return 0
-    try:
-        done = run([program, "-L"], capture_output=True, text=True, timeout=SECONDS_TO_LOOK, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU ") for line in done.stdout.splitlines())

@@ -51,16 +51,21 @@ def device_of(word: str) -> str | None:
 
 
 def seen_hardware() -> str:
-    """What nvidia-smi sees on this machine, as `read_hardware` reads it; torch, which knows too, takes seconds."""
+    """What this machine has, as `read_hardware` reads it."""
+    names = seen_gpus()
+    return f"{len(names)} {kind_of(names[0])}" if names else "cpu"
+
+
+def seen_gpus() -> list[str]:
+    """The lines of nvidia-smi, one for each GPU that the driver has; torch, which may see fewer, takes seconds."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return "cpu"
+        return []
     try:
         done = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=SECONDS_TO_LOOK, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return "cpu"
-    names = [line for line in done.stdout.splitlines() if line.startswith("GPU ")]
-    return f"{len(names)} {kind_of(names[0])}" if done.returncode == 0 and names else "cpu"
+        return []
+    return [line for line in done.stdout.splitlines() if line.startswith("GPU ")] if done.returncode == 0 else []
 
 
 def kind_of(name: str) -> str:

@@ -112,16 +112,25 @@ def check_sizes(architecture: PreTrainedConfig) -> None:
             )
 
 
+def positions_of(architecture: PreTrainedConfig) -> int | None:
+    """How many tokens of a sample the model can tell apart by their place; None where its config does not say."""
+    positions = getattr(architecture.get_text_config(), "max_position_embeddings", None)
+    return positions if isinstance(positions, int) else None
+
+
+def too_long(sample: str, num_tokens: int, positions: int) -> MegabatchError:
+    """The error for a sample that goes beyond the model's positions."""
+    return MegabatchError(
+        f"{sample} has {num_tokens} tokens and the model {positions} positions; raise the positions in model.config "
+        "(max_position_embeddings or n_positions), or leave such samples out with data.max_sample_tokens"
+    )
+
+
 def check_fit(architecture: PreTrainedConfig, longest_tokens: int | None, tokenizer: Any) -> None:
     """Raise where the model has no embedding for a token or a position of the data."""
-    text = architecture.get_text_config()
-    positions = getattr(text, "max_position_embeddings", None)
-    if isinstance(positions, int) and longest_tokens is not None and longest_tokens > positions:
-        raise MegabatchError(
-            f"a sample has {longest_tokens} tokens and the model {positions} positions; raise the positions in "
-            "model.config (max_position_embeddings or n_positions), or leave such samples out with "
-            "data.max_sample_tokens"
-        )
+    text, positions = architecture.get_text_config(), positions_of(architecture)
+    if positions is not None and longest_tokens is not None and longest_tokens > positions:
+        raise too_long("a sample", longest_tokens, positions)
     num_tokens = 0 if tokenizer is None else len(tokenizer)
     if num_tokens > text.vocab_size:
         raise MegabatchError(

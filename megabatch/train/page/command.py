@@ -9,6 +9,7 @@ from megabatch.train.comparison import Comparison, compare
 from megabatch.train.console import Console
 from megabatch.train.page.html import FILE_NAME, write_html
 from megabatch.train.page.story import read_run
+from megabatch.train.usage import parted
 
 REPORT = "write: megabatch report --compare RUN RUN [--to FILE.html], or megabatch report RUN [--to FILE.html]"
 WATCH = "write: megabatch watch RUN [--port N]"
@@ -71,7 +72,7 @@ def read_watch(arguments: Sequence[str]) -> tuple[Path, int]:
 
 def without_option(arguments: Sequence[str], option: str, usage: str) -> tuple[list[str], str | None]:
     """The arguments without the option, and its value, given as ``--to FILE`` or ``--to=FILE``, once."""
-    words = [part for each in arguments for part in (each.split("=", 1) if each.startswith(f"{option}=") else [each])]
+    words = parted(arguments)
     if option not in words:
         return words, None
     place = words.index(option)

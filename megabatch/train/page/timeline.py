@@ -5,7 +5,6 @@ device inside the update, and no tensor is touched. A mark says what begins; its
 """
 
 import json
-import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +18,7 @@ from megabatch import Learner, Plan
 from megabatch.contract import LossFunction
 from megabatch.train.journal import Journal
 from megabatch.train.partial import Call, InCalls
-from megabatch.train.passes import around_backward, in_place_of, total_of
+from megabatch.train.passes import around_backward, in_place_of, now, total_of
 from megabatch.train.ranks import Ranks
 
 FILE_NAME = "timeline.jsonl"
@@ -33,23 +32,18 @@ class Marks:
     """What began when, on this rank."""
 
     def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
+        self._device = device
         self._kinds: list[str] = []
         self._times: list[Any] = []
 
     def add(self, kind: str) -> None:
         """Something begins now: on the device, where it comes to what was asked of it so far."""
         self._kinds.append(kind)
-        self._times.append(self._event() if self._is_cuda else time.perf_counter())
-
-    def _event(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        self._times.append(now(self._device))
 
     def spans(self) -> tuple[list[str], list[float]]:
         """Kinds, and milliseconds at which each begins and the last one ends. Waits for the device."""
-        if self._is_cuda:
+        if self._device.type == "cuda":
             self._times[-1].synchronize()
             starts = [float(self._times[0].elapsed_time(each)) for each in self._times]
         else:
