@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -61,9 +62,10 @@ def processor() -> str:
     )
 
 
-def dated(name: str) -> Path:
-    """Where today's result of a benchmark on the CPU is written."""
-    return RESULTS / f"{name}_cpu_{datetime.date.today():%Y-%m-%d}.json"
+def dated(name: str, hardware: str = "cpu") -> Path:
+    """Where today's result of a benchmark is written; ``hardware`` is what the device calls itself."""
+    letters = re.sub(r"[^a-z0-9]+", "-", hardware.lower().removeprefix("nvidia ")).strip("-")
+    return RESULTS / f"{name}_{letters}_{datetime.date.today():%Y-%m-%d}.json"
 
 
 def write(path: Path, result: dict[str, Any]) -> Path:

@@ -1,13 +1,18 @@
-"""The benchmark of speed: what it writes, and that contestants make the updates that they are said to make."""
+"""Benchmarks: what those of speed and of GPUs write, and that contestants make the updates they are said to make."""
 
 import argparse
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from benchmarks import hardware, needless_pass, result
+from benchmarks.llama import llama
 from benchmarks.speed import table
 from benchmarks.speed.__main__ import left_out
 from benchmarks.speed.agreement import disagreeing
@@ -122,3 +127,76 @@ def test_the_readme_has_the_newest_result():
     text = table.README.read_text().partition(table.START)[2].partition(table.END)[0]
     newest = table.newest()
     assert text == (table.render(json.loads(newest.read_text())) if newest else "")
+
+
+def benchmark(name: str, out: Path, *words: str) -> subprocess.CompletedProcess:
+    """One of those for a GPU, small."""
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--out", str(out), *words]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+
+
+@pytest.mark.slow
+def test_steps_with_and_without_a_pass_have_the_same_gradient(tmp_path):
+    done = benchmark("needless_pass", tmp_path / "found.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert set(found["gradients_differ"]) == {"torchtune", "megabatch"}
+    assert max(found["gradients_differ"].values()) <= found["tolerance"] <= 1e-5
+    assert found["gradients_agree"]
+    assert list(found["rows"]) == ["plain", "torchtune", "pass", "megabatch", "foreach_pass"]
+    assert min(row["ms"] for row in found["rows"].values()) > 0
+    assert found["hardware"] == "cpu"
+    assert "the 8B numbers are not measured here" in found["not_measured"]
+    assert found["not_measured"] in done.stdout
+
+
+def test_a_wrong_gradient_is_seen():
+    torch.manual_seed(0)
+    size = needless_pass.SIZES["quick"]
+    model = llama(size.shape, size.tokens, size.dtype, torch.device("cpu"))
+    ways = needless_pass.ways_of(model, needless_pass.batch_of(size))
+
+    def wrong() -> None:
+        ways["plain"]()
+        for parameter in model.parameters():
+            parameter.grad *= 1.001
+
+    found = needless_pass.differences(model, {**ways, "torchtune": wrong})
+    assert found["torchtune"] == pytest.approx(1e-3, rel=1e-2)
+    assert found["megabatch"] < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("--rows", "0"), ("--tokens", "1"), ("--repeats", "many"), ("--nothing",)])
+def test_bad_arguments_end_with_status_2(tmp_path, words):
+    done = benchmark("needless_pass", tmp_path / "found.json", *words)
+    assert done.returncode == 2
+    assert words[0] in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_result_is_named_by_its_hardware_and_date():
+    assert re.fullmatch(r"speed_cpu_\d{4}-\d\d-\d\d\.json", result.dated("speed").name)
+    named = result.dated("needless_pass", "NVIDIA H100 80GB HBM3").name
+    assert re.fullmatch(r"needless_pass_h100-80gb-hbm3_\d{4}-\d\d-\d\d\.json", named)
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100-PCIE-40GB", 312),
+        ("NVIDIA H200", 989),
+        ("NVIDIA GeForce RTX 4090", 165),
+        ("NVIDIA H100 PCIe", None),  # the same letters, and slower
+        ("NVIDIA H200 NVL", None),
+        ("Tesla T4", None),
+        ("cpu", None),
+    ],
+)
+def test_the_peak_is_that_of_the_device_or_none_with_a_reason(name, teraflops):
+    peak, why = hardware.peak_flops(name, torch.bfloat16)
+    assert peak == (None if teraflops is None else teraflops * 1e12)
+    assert why
