@@ -1,18 +1,21 @@
 """Benchmarks: what those of speed and of GPUs write, and that contestants make the updates they are said to make."""
 
 import argparse
+import itertools
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from benchmarks import hardware, needless_pass, result
-from benchmarks.llama import llama
+from benchmarks import hardware, needless_pass, result, throughput
+from benchmarks.llama import flops_per_token, llama, sizes_of
 from benchmarks.speed import table
 from benchmarks.speed.__main__ import left_out
 from benchmarks.speed.agreement import disagreeing
@@ -168,9 +171,60 @@ def test_a_wrong_gradient_is_seen():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [("--rows", "0"), ("--tokens", "1"), ("--repeats", "many"), ("--nothing",)])
-def test_bad_arguments_end_with_status_2(tmp_path, words):
-    done = benchmark("needless_pass", tmp_path / "found.json", *words)
+def test_the_trainer_and_a_loop_by_hand_are_timed(tmp_path):
+    done = benchmark("throughput", tmp_path / "found.json", "--repeats", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert set(found["rows"]) == {"megabatch", "by_hand"}
+    for row in found["rows"].values():
+        assert len(row["runs"]) == 2
+        assert row["tokens_per_second"] > 0
+        assert row["mfu"] is None
+        for each in row["runs"]:
+            assert each["first_loss"] == pytest.approx(math.log(found["size"]["shape"]["vocabulary"]), abs=0.1)
+    speeds = [found["rows"][name]["tokens_per_second"] for name in ("megabatch", "by_hand")]
+    assert found["ratio"] == pytest.approx(speeds[0] / speeds[1])
+    assert found["peak_flops_per_second"] is None
+    assert "no peak is known" in found["peak_from"]
+    assert "the 1B numbers are not measured here" in found["not_measured"]
+    assert found["not_measured"] in done.stdout
+
+
+def test_a_loop_by_hand_counts_the_tokens_of_an_update(tmp_path, monkeypatch):
+    """And the trainer's samples are the rows that it takes."""
+    size = throughput.SIZES["quick"]
+    drawn = torch.randint(size.shape.vocabulary, (size.updates * size.update_rows, size.tokens)).numpy()
+    np.save(tmp_path / throughput.ROWS, drawn)
+    ticks = itertools.count()
+    monkeypatch.setattr("benchmarks.hardware.seconds_now", lambda: 2.0 * next(ticks))
+    throughput.loop(size, tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "run" / throughput.METRICS).read_text().splitlines()]
+    assert [line["tokens_per_second"] for line in lines] == [4 * 32 / 2] * size.updates
+    assert [sample["input_ids"].tolist() for sample in throughput.rows(str(tmp_path))] == drawn.tolist()
+
+
+def test_arithmetic_per_token():
+    tied, apart = throughput.SIZES["1b"], needless_pass.SIZES["8b"]
+    assert sizes_of(tied.shape) == (1_235_814_400, 1_235_814_400)
+    assert sizes_of(apart.shape) == (8_030_261_248, 8_030_261_248 - 128_256 * 4096)
+    assert flops_per_token(tied.shape, 2048) == 6 * 1_235_814_400 + 12 * 16 * 2048 * 2048
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("needless_pass", ("--rows", "0")),
+        ("needless_pass", ("--tokens", "1")),
+        ("needless_pass", ("--repeats", "many")),
+        ("needless_pass", ("--nothing",)),
+        ("throughput", ("--updates", "1")),
+        ("throughput", ("--micro-rows", "3")),
+        ("throughput", ("--repeats", "-1")),
+    ],
+)
+def test_bad_arguments_end_with_status_2(tmp_path, name, words):
+    done = benchmark(name, tmp_path / "found.json", *words)
     assert done.returncode == 2
     assert words[0] in done.stderr
     assert not list(tmp_path.iterdir())
