@@ -10,7 +10,7 @@ from megabatch.errors import PlanError
 from megabatch.simulate.devices import device_named
 from megabatch.train.init.hardware import kind_of
 
-OTHER_RATES = ("pcie", "nvl", "mig")  # slower than what devices.py lists under the name
+OTHER_RATES = ("pcie", "nvl", "laptop")  # slower than what devices.py lists under the name, but for the A100
 
 
 def device() -> torch.device:
@@ -53,7 +53,8 @@ def peak_flops(hardware: str, dtype: torch.dtype) -> tuple[float | None, str]:
     """The most that a device computes in a second, as `megabatch.simulate.devices` has it; None, and why, without."""
     if hardware == "cpu":
         return None, "no peak is known of this CPU"
-    if any(word in hardware.lower() for word in OTHER_RATES) and "a100" not in hardware.lower():
+    named = hardware.lower()
+    if "mig" in named or ("a100" not in named and any(word in named for word in OTHER_RATES)):
         return None, f"{hardware} is slower than the device of that name in megabatch/simulate/devices.py"
     try:
         found = device_named(kind_of(hardware))
