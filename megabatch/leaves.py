@@ -10,14 +10,25 @@ from torch.utils import _pytree as pytree
 
 
 def to_device(microbatch: Any, device: torch.device) -> Any:
-    """The microbatch, from the CPU to ``device``; copies from pinned memory do not wait."""
+    """The microbatch, from the CPU to ``device``; to a GPU through pinned memory, so that the host does not wait."""
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return leaf if leaf.device == device else leaf.to(device, non_blocking=True)
+            return leaf if leaf.device == device else _pinned(leaf, device).to(device, non_blocking=True)
         return leaf.to(device) if callable(getattr(leaf, "to", None)) else leaf  # graphs and the like
 
     return microbatch if device.type == "cpu" else each_leaf(microbatch, move)
+
+
+def _pinned(leaf: Tensor, device: torch.device) -> Tensor:
+    """The tensor, pinned where it can be: a copy from other memory waits for all that the GPU has been given.
+
+    Torch keeps the pinned memory until the GPU has read it.
+    """
+    is_plain = type(leaf) is Tensor and leaf.layout == torch.strided and not leaf.requires_grad
+    if device.type != "cuda" or leaf.device.type != "cpu" or not is_plain or leaf.is_pinned():
+        return leaf
+    return torch.empty(leaf.shape, dtype=leaf.dtype, pin_memory=True).copy_(leaf)  # of a view its own numbers alone
 
 
 def clone(microbatch: Any) -> Any:

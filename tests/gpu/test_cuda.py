@@ -1,0 +1,65 @@
+"""What only a GPU can show: an update makes the host wait nowhere, and its gradient is that of the CPU."""
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megabatch import GradientAccumulator, losses
+from megabatch.leaves import to_device
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU, and torch's CPU never waits")
+LENGTHS = (3, 9, 5, 12, 4, 7, 2)
+
+
+@pytest.fixture
+def waiting_is_an_error() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def model_of(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(40, 16), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 40)).to(dtype)
+
+
+def samples() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    texts = [torch.randint(40, (length,), generator=generator) for length in LENGTHS]
+    return [{"input_ids": each, "labels": each} for each in texts]
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    gradient = GradientAccumulator(model, max_microbatch_tokens=24)
+    gradient.forward_backward(samples()[:3], losses.next_token)
+    gradient.forward_backward(samples()[3:], losses.next_token)
+    gradient.finalize(max_norm=1.0)
+    return [each.grad for each in model.parameters() if each.grad is not None]
+
+
+def test_the_gradient_is_that_of_the_cpu() -> None:
+    model = model_of(torch.float64)
+    there = gradients(copy.deepcopy(model).cuda())
+    for mine, expected in zip(there, gradients(model), strict=True):
+        assert float((mine.cpu() - expected).norm() / expected.norm()) <= 1e-12
+
+
+def test_the_host_does_not_wait(request: pytest.FixtureRequest) -> None:
+    model = model_of(torch.float32).cuda()
+    gradients(model)  # what is made once may wait
+    request.getfixturevalue("waiting_is_an_error")
+    gradients(model)
+
+
+def test_a_copy_does_not_wait(waiting_is_an_error: None) -> None:
+    ids = torch.arange(1 << 20).view(1 << 10, -1)
+    microbatch = {"turned": ids.T, "places": torch.arange(1 << 10).expand(1 << 10, -1), "some": ids[:, ::100]}
+    moved = to_device(microbatch, torch.device("cuda"))
+    torch.cuda.set_sync_debug_mode("default")
+    for name, value in microbatch.items():
+        assert torch.equal(moved[name].cpu(), value)
