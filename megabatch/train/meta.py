@@ -127,7 +127,11 @@ def check_same(checkpoint: Path, saved: Meta, here: Meta) -> None:
         difference = first_difference(saved[part], here[part])
         if difference is not None:
             key, there, now = difference
-            change = f"set {key} to {there}" if part == "derived" else "resume with the recipe it was made with"
+            change = (
+                f"where it is not set it follows from run.max_epochs and the data: set {key} to {there}"
+                if part == "derived"
+                else "resume with the recipe it was made with"
+            )
             raise MegabatchError(
                 f"{checkpoint} is of another {kind}: {title}{key} is {there} there and {now} here; "
                 f"{change}, or start in a new run.folder"

@@ -24,6 +24,7 @@ def plan_text(
         *data.words,
         *laid.words,
         *notes(config, num_updates, data),
+        *few_samples(config, num_ranks),
         f"wrapper {laid.wrapper.name}: {laid.wrapper.reason}",
         *chosen,
         f"the next update{' on rank 0' if num_ranks > 1 else ''}: {cut}",
@@ -58,6 +59,18 @@ def notes(config: Config, num_updates: NumUpdates, data: Data) -> list[str]:
     if not data.sets:
         lines.append("no sample is held out, and nothing is evaluated (eval.num_samples: at most a tenth of the data)")
     return lines
+
+
+def few_samples(config: Config, num_ranks: int) -> list[str]:
+    """What becomes of ranks for which an update has no sample."""
+    parallel, least = config.parallel, min(sizes_of(config.update).sizes)
+    num_data_ranks = num_ranks // (parallel.cp * parallel.tp * parallel.pp)
+    if least >= num_data_ranks:
+        return []
+    return [
+        f"an update of {count(least, 'sample')} has none for some of the {num_data_ranks} data ranks, which only wait "
+        "(update.global_batch_size)"
+    ]
 
 
 def schedule_text(config: Config, num_updates: NumUpdates) -> str:

@@ -227,7 +227,7 @@ def here(**parts: Any) -> dict[str, Any]:
         "model": identity,
         "data": {"fingerprint": "ab", "samples": 45},
         "settings": {"run.seed": 0},
-        "derived": {},
+        "derived": {"optim.decay_steps": 120},
     }
     return meta.describe(**(given | parts))
 
@@ -262,6 +262,13 @@ def test_another_run_is_refused_by_what_says_most(tmp_path: Path, parts: dict[st
     meta.check_same(tmp_path, here(), json.loads(json.dumps(here())))
     assert line_of(meta.check_same, tmp_path, here(), here(**parts)) == (
         f"{tmp_path} is of {line}; resume with the recipe it was made with, or start in a new run.folder"
+    )
+
+
+def test_a_schedule_that_follows_from_the_data_is_said_to(tmp_path: Path) -> None:
+    assert line_of(meta.check_same, tmp_path, here(), here(derived={"optim.decay_steps": 240})) == (
+        f"{tmp_path} is of another recipe: optim.decay_steps is 120 there and 240 here; where it is not set it follows "
+        "from run.max_epochs and the data: set optim.decay_steps to 120, or start in a new run.folder"
     )
 
 

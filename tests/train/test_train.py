@@ -74,6 +74,12 @@ def test_the_plan_is_said_before_the_first_update(bench: Bench) -> None:
     assert said.index("plan  wrapper ddp: ") < said.index("gradient accumulation steps (derived): ")
     assert said.index("gradient accumulation steps (derived): ") < said.index("update    1  loss ")
     assert "real tokens/s" in said
+    assert "data ranks" not in said
+
+
+def test_ranks_without_a_sample_are_spoken_of(bench: Bench) -> None:
+    said = bench.train(run__max_steps=1, ranks=3, update__global_batch_size=2)
+    assert "plan  an update of 2 samples has none for some of the 3 data ranks, which only wait" in said
 
 
 def test_only_the_main_rank_speaks(bench: Bench) -> None:
