@@ -56,9 +56,19 @@ def render(found: dict[str, Any]) -> str:
     """A table for each number of ranks, and how to read them."""
     rows = [with_drawn_tokens(row, found["rows"]) for row in found["rows"]]
     parts = [of_ranks([row for row in rows if row["ranks"] == ranks]) for ranks in sorted({r["ranks"] for r in rows})]
+    return "\n" + "\n".join(parts) + LEGEND.format(runs=runs_text(rows)) + "\n"
+
+
+def runs_text(rows: list[Row]) -> str:
+    """How often each was run, and how far apart the same work came out."""
     repeats = max(len(row["repeats_seconds"]) for row in rows)
-    runs = ONE_RUN if repeats == 1 else f"Medians of {repeats} runs in turns."
-    return "\n" + "\n".join(parts) + LEGEND.format(runs=runs) + "\n"
+    if repeats == 1:
+        return ONE_RUN
+    apart = [(max(each) - min(each)) / statistics.median(each) for each in (row["repeats_seconds"] for row in rows)]
+    return (
+        f"Medians of {repeats} runs in turns. Runs of the same work differ by {statistics.median(apart):.0%} (one row by "
+        f"{max(apart):.0%}): smaller\ndifferences are none."
+    )
 
 
 def with_drawn_tokens(row: Row, rows: Iterable[Row]) -> Row:
