@@ -65,9 +65,10 @@ def runs_text(rows: list[Row]) -> str:
     if repeats == 1:
         return ONE_RUN
     apart = [(max(each) - min(each)) / statistics.median(each) for each in (row["repeats_seconds"] for row in rows)]
+    usual, most = statistics.median(apart), max(apart)
     return (
-        f"Medians of {repeats} runs in turns. Runs of the same work differ by {statistics.median(apart):.0%} (one row by "
-        f"{max(apart):.0%}): smaller\ndifferences are none."
+        f"Medians of {repeats} runs in turns. Runs of the same work differ by {usual:.0%} (one row by {most:.0%}): "
+        "smaller\ndifferences are none."
     )
 
 
