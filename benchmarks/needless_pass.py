@@ -45,7 +45,7 @@ class Size(NamedTuple):
 
 
 SIZES = {
-    # 2,048 tokens: some 50 GiB, and too few for losses.next_token to cut its logits, so that all losses are alike.
+    # 2,048 tokens: an estimated 50 GiB, and too few for losses.next_token to cut its logits: all losses are alike.
     "8b": Size(Shape(128_256, 4096, 14336, 32, 32, 8), 1, 2048, torch.bfloat16, 20),
     "small": Size(Shape(8192, 512, 1536, 6, 8, 4), 1, 128, torch.float32, 9),
     "quick": Size(Shape(384, 32, 96, 2, 4, 2), 2, 48, torch.float32, 2),

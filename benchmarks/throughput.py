@@ -6,7 +6,7 @@ model, in float32 and computed in bfloat16 by autocast, the same rows of random 
 same rows at a time. Tokens a second are from the end of an update to the end of the next, a process's the median after
 the first few updates, and here the median of processes.
 
-    python -m benchmarks.throughput            # on a GPU of 80 GiB: 1.2B; on the CPU a small one, two minutes
+    python -m benchmarks.throughput            # on a GPU of 80 GiB: 1.2B; on the CPU a small one, a minute
 
 The share of the device's arithmetic (MFU) is PaLM's, appendix B: (6 N + 12 L D T) x tokens a second / peak, with N
 parameters without the input's embedding (a tied matrix is the head's, and counts), L layers, D hidden features and T
@@ -35,8 +35,6 @@ ADAMW = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 ROWS, METRICS = "rows.npy", "metrics.jsonl"
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 FORMULA = "(6 * parameters_without_input + 12 * layers * hidden * tokens) * tokens_per_second / peak_flops_per_second"
-
-
 ASKED = ("tokens", "update_rows", "micro_rows", "updates", "repeats")
 
 

@@ -28,7 +28,7 @@ def _pinned(leaf: Tensor, device: torch.device) -> Tensor:
     is_plain = type(leaf) is Tensor and leaf.layout == torch.strided and not leaf.requires_grad
     if device.type != "cuda" or leaf.device.type != "cpu" or not is_plain or leaf.is_pinned():
         return leaf
-    return torch.empty(leaf.shape, dtype=leaf.dtype, pin_memory=True).copy_(leaf)  # of a view its own numbers alone
+    return torch.empty_like(leaf, pin_memory=True).copy_(leaf)  # of a view its own numbers alone; channels stay last
 
 
 def clone(microbatch: Any) -> Any:

@@ -90,6 +90,15 @@ def test_the_table_has_a_line_for_each(rows):
     assert text.count("exact |") == sum(CONTESTANTS[row["contestant"]].weighs == "targets" for row in rows)
 
 
+def test_the_table_says_how_far_runs_are_apart():
+    runs = [[2.0, 2.2, 1.8], [1.0, 1.5, 1.0], [4.0, 4.0, 4.4]]
+    assert table.runs_text([{"repeats_seconds": each} for each in runs]) == (
+        "Medians of 3 runs in turns. Runs of the same work differ by 20% (one row by 50%): smaller\n"
+        "differences are none."
+    )
+    assert table.runs_text([{"repeats_seconds": [2.0]}]) == table.ONE_RUN
+
+
 def made(name: str, **values: object) -> dict:
     """A row by hand."""
     who = CONTESTANTS[name]

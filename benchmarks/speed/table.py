@@ -19,7 +19,7 @@ Seconds of an update, in brackets beside megabatch's; computed / real is tokens 
 samples, for each data set; memory is above what the process had before. *Slanted* rows put other samples into an
 update. A gradient is off where it is a mean of microbatches' means.
 """
-ONE_RUN = "One run of each, between which the same work differs by a tenth: smaller differences are none."
+ONE_RUN = "One run of each, which does not say how far runs of the same work differ."
 Row = dict[str, Any]
 
 

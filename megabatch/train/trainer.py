@@ -109,7 +109,7 @@ class Trainer:
     def _say_plan(self) -> None:
         said = self.chosen.said(self.config.update, self.learner.gradient.learned)
         plan, num_updates = self.chosen.policy.shown(self.plan), self.updates.num_updates
-        text = words.plan_text(self.config, self.laid, self.data, self.ranks.size, plan, num_updates, said)
+        text = words.plan_text(self.config, self.laid, self.data, self.ranks, plan, num_updates, said)
         self.console.say(text)
         for line in self.laid.warnings:
             self.console.warn(line)

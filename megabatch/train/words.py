@@ -10,24 +10,25 @@ from megabatch.train.data.load import Data
 from megabatch.train.model.build import Laid
 from megabatch.train.model.wrap import Wrapper
 from megabatch.train.optim import decay_steps_of
+from megabatch.train.ranks import Ranks
 from megabatch.train.watch import Watch
 
 
 def plan_text(
-    config: Config, laid: Laid, data: Data, num_ranks: int, plan: Plan, num_updates: NumUpdates, chosen: Sequence[str]
+    config: Config, laid: Laid, data: Data, ranks: Ranks, plan: Plan, num_updates: NumUpdates, chosen: Sequence[str]
 ) -> str:
     """The plan of the run and of its next update, before it starts; ``chosen``: what is to be said of its bound."""
     cut, *others = plan.explain().splitlines()
     updates = "updates until the stream ends," if num_updates.of_run is None else count(num_updates.of_run, "update")
     lines = [
-        f"{updates} of {sizes_of(config.update)} (update.global_batch_size) on {count(num_ranks, 'rank')}",
+        f"{updates} of {sizes_of(config.update)} (update.global_batch_size) on {count(ranks.size, 'rank')}",
         *data.words,
         *laid.words,
         *notes(config, num_updates, data),
-        *few_samples(config, num_ranks),
+        *few_samples(config, ranks.dp_degree),
         f"wrapper {laid.wrapper.name}: {laid.wrapper.reason}",
         *chosen,
-        f"the next update{' on rank 0' if num_ranks > 1 else ''}: {cut}",
+        f"the next update{' on rank 0' if ranks.size > 1 else ''}: {cut}",
         *others,
         f"gradient accumulation steps (derived): {plan.num_microbatches}",
     ]
@@ -61,14 +62,13 @@ def notes(config: Config, num_updates: NumUpdates, data: Data) -> list[str]:
     return lines
 
 
-def few_samples(config: Config, num_ranks: int) -> list[str]:
+def few_samples(config: Config, dp_degree: int) -> list[str]:
     """What becomes of ranks for which an update has no sample."""
-    parallel, least = config.parallel, min(sizes_of(config.update).sizes)
-    num_data_ranks = num_ranks // (parallel.cp * parallel.tp * parallel.pp)
-    if least >= num_data_ranks:
+    least = min(sizes_of(config.update).sizes)
+    if least >= dp_degree:
         return []
     return [
-        f"an update of {count(least, 'sample')} has none for some of the {num_data_ranks} data ranks, which only wait "
+        f"an update of {count(least, 'sample')} has none for some of the {dp_degree} data ranks, which only wait "
         "(update.global_batch_size)"
     ]
 

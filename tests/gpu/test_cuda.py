@@ -58,8 +58,10 @@ def test_the_host_does_not_wait(request: pytest.FixtureRequest) -> None:
 
 def test_a_copy_does_not_wait(waiting_is_an_error: None) -> None:
     ids = torch.arange(1 << 20).view(1 << 10, -1)
-    microbatch = {"turned": ids.T, "places": torch.arange(1 << 10).expand(1 << 10, -1), "some": ids[:, ::100]}
+    images = torch.rand(4, 3, 64, 64).to(memory_format=torch.channels_last)
+    microbatch = {"turned": ids.T, "places": ids[:1].expand(1 << 10, -1), "some": ids[:, ::100], "images": images}
     moved = to_device(microbatch, torch.device("cuda"))
     torch.cuda.set_sync_debug_mode("default")
     for name, value in microbatch.items():
         assert torch.equal(moved[name].cpu(), value)
+    assert moved["images"].is_contiguous(memory_format=torch.channels_last)

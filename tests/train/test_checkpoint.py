@@ -243,10 +243,7 @@ def here(**parts: Any) -> dict[str, Any]:
             {"model": {"parameters": {"w": ["float32", 3]}}},
             "another model: model.config.n_embd is 16 there and missing here",
         ),
-        (
-            {"data": {"fingerprint": "cd", "samples": 9}},
-            "another data set: data: samples is 45 there and 9 here",
-        ),
+        ({"data": {"fingerprint": "cd", "samples": 9}}, "another data set: data: samples is 45 there and 9 here"),
         (
             {"data": {"fingerprint": "cd", "samples": 45}},
             "another data set: data: fingerprint is ab there and cd here",
