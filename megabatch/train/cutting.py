@@ -12,7 +12,7 @@ from megabatch.shapes import equal_rows
 from megabatch.train.config import UpdateConfig
 from megabatch.train.ranks import Ranks
 
-MOST_LOGITS = 2**28  # of a microbatch: half a GiB in bfloat16, three GiB with what is computed of them
+MOST_LOGITS = 2**28  # of a microbatch: half a GiB in bfloat16, two and a half with what is computed of them
 
 
 def cut(
