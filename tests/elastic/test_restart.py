@@ -51,7 +51,8 @@ def test_torchrun_starts_a_run_again_that_goes_on_bit_for_bit(bench: Bench, tmp_
     said = done.stdout.splitlines()
     assert sum(line.startswith("nothing was saved yet: the run begins at update 0") for line in said) == 1
     assert said.count(f"resumed from {bench.folder}/checkpoints/step-3") == 1
-    assert done.stderr.count("lost another rank, which was killed or ran out of memory") == 2
+    said_so = done.stderr.count("lost another rank, which was killed or ran out of memory")
+    assert said_so in (1, 2)  # torchrun may stop a rank before it has spoken
     assert timeless(bench.rows()) == timeless(bench.rows(whole))
     one, other = (
         states_of(run / "checkpoints" / "step-6", tmp_path / f"{number}.pt")
