@@ -11,13 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megabatch import gradient, pause, way
 from megabatch.alarm import Alarm
+from megabatch.apart import check_collate
 from megabatch.batch import Batch, Collate, Length, Microbatch
 from megabatch.contract import Hooks, JointLoss, LossFunction, Term, Weigh, hooks_of, terms_given
 from megabatch.cost import CostModel
 from megabatch.cut import Plan, check_bounds
 from megabatch.errors import Bound, MegabatchError, check_positive
 from megabatch.fit import Fit, fit_or_bound
-from megabatch.precision import Wide, no_float16_autocast
+from megabatch.precision import Wide
 from megabatch.probe import Prober
 from megabatch.run import Agreement, Turn, agree, turns, with_stand_ins
 from megabatch.share import Cutter, Share
@@ -45,7 +46,7 @@ class GradientAccumulator:
         cost: Seconds and bytes of a microbatch, by which samples are cut and plans are priced; "auto" measures it.
         sync: "last" reduces gradients once per call, "every" with each microbatch, "replica_last" (for HSDP)
             reduce-scatters with each and all-reduces once per call; "auto" is what suits the wrapper.
-        collate: Makes a microbatch of a list of samples; the default pads on the right.
+        collate: Makes a microbatch of a list of samples; the default pads on the right. `rows.OneRow` pads nothing.
         length: Tokens of a sample; the default is the size of dim 0 of its first tensor.
         accumulate_dtype: What gradients are added in, torch.float32 for bfloat16 parameters; rounded to theirs in
             `finalize`, after the norm and the clip. None: each parameter's own.
@@ -82,6 +83,7 @@ class GradientAccumulator:
         self._cutter = Cutter(*bounds, collate, length, choice, ranks, self._reducer.one_shape, cost, fit)
         self._prober = Prober(model, self._reducer, self._wide, self._cutter, memory_bytes)
         self._alarm = Alarm(ranks, self._reducer.device)
+        check_collate(collate, self._reducer, self._alarm)
         self._remembered: Callable[[], Microbatch | None] = lambda: None  # a sample of an earlier call
         self._was_finite: Tensor | bool = True  # the update that it was in
         self._stepping: StepInBackward | None = None
@@ -174,7 +176,7 @@ class GradientAccumulator:
         self.last_plan = planned = with_stand_ins(share.plan, agreement.num_microbatches)
         self._running = True
         try:
-            with no_float16_autocast(self._reducer.models), self._reducer.fused():
+            with way.around(self.model, self._reducer, agreement, self._cutter.collate):
                 yield share, agreement, self._open
             self._running = False
             self.last_plan, self._cutter = planned.in_parts(share.parts), self._cutter.learn(share)

@@ -200,8 +200,8 @@ class Samples:
 
 def sample_length(sample: Any) -> int:
     """Tokens of a sample: the size of dim 0 of its first tensor, 1 for a scalar."""
-    name, value = next(iter(_fields(sample).items()))
-    first = _tensor(name, value)
+    name, value = next(iter(fields_of(sample).items()))
+    first = tensor_of(name, value)
     return first.shape[0] if first.ndim else 1
 
 
@@ -212,14 +212,14 @@ def pad_right(samples: list[Mapping[str, Any]]) -> dict[str, Tensor]:
     their other dims differ.
     """
     for sample in samples:
-        if _fields(sample).keys() != samples[0].keys():
+        if fields_of(sample).keys() != samples[0].keys():
             raise PlanError(
                 f"samples of one batch have the keys {list(samples[0])} and {list(sample)}; give all the same"
             )
-    return {name: _stack(name, [_tensor(name, sample[name]) for sample in samples]) for name in samples[0]}
+    return {name: _stack(name, [tensor_of(name, sample[name]) for sample in samples]) for name in samples[0]}
 
 
-def _fields(sample: Any) -> Mapping[str, Any]:
+def fields_of(sample: Any) -> Mapping[str, Any]:
     if not isinstance(sample, Mapping) or not sample:
         raise PlanError(
             f"a sample is {'empty' if sample == {} else f'a {type(sample).__name__}'}; expected a mapping of tensors. "
@@ -228,7 +228,7 @@ def _fields(sample: Any) -> Mapping[str, Any]:
     return cast(Mapping[str, Any], sample)
 
 
-def _tensor(name: str, value: Any) -> Tensor:
+def tensor_of(name: str, value: Any) -> Tensor:
     try:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):

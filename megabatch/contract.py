@@ -4,6 +4,7 @@
 counts, and never divides: the update's loss is the sum of the totals over the sum of the weights.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
@@ -15,6 +16,7 @@ from megabatch.errors import LossContractError
 
 EXPECTED = "return (total, weight): the sum over the microbatch and the count it is divided by"
 PAIR_NAME = "loss"  # the name of a pair that the loss returned on its own
+WEIGHT_TOLERANCE = 1e-6  # relative: one target in a million is seen, float32's rounding of a sum is not
 
 
 class Term(NamedTuple):
@@ -62,15 +64,27 @@ def loss(*, weigh: Weigh, prepare: Prepare | None = None) -> Callable[[F], F]:
     ``weigh(microbatch)`` sees the collated microbatch on the CPU and returns the weight that the loss will return
     for it (a number or a scalar tensor), or a mapping of term names to weights where the loss has several terms.
     ``prepare(microbatch)`` gives what the loss, and ``weigh``, will see in its place: for what is quickly seen on the
-    CPU and slowly on a device.
+    CPU and slowly on a device. A function that says so already is left as it is; what comes back is another.
     """
 
     def attach(function: F) -> F:
+        if weigh_of(function) is not None:  # a ready-made loss, which others go on using
+            function = _another(function)
         cast(Any, function).weigh = weigh
         cast(Any, function).prepare = prepare
         return function
 
     return attach
+
+
+def _another(function: F) -> F:
+    """One that does the same."""
+
+    @functools.wraps(function)
+    def run(*given: Any, **named: Any) -> Any:
+        return function(*given, **named)
+
+    return cast(F, run)
 
 
 def weigh_of(loss_fn: LossFunction | JointLoss) -> Weigh | None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from megabatch.cost import CostModel
 from megabatch.errors import Bound, PlanError, require_count
-from megabatch.partition import deal, pack
+from megabatch.partition import best_fit, deal, pack
 
 # Without a measured cost, one more microbatch is worth a sixteenth of what the cap says the hardware takes at once.
 LAUNCH_SHARE = 16
@@ -31,6 +31,7 @@ class Plan:
     peak_bytes: float | None = None
     num_split: int = 0  # microbatches that did not fit in memory and were run in parts
     one_shape: bool = False  # whether each is filled up to the most samples and the longest of all, as in a pipeline
+    padded: bool = True  # whether samples are filled up to the longest of their microbatch
 
     @property
     def num_microbatches(self) -> int:
@@ -44,7 +45,7 @@ class Plan:
 
     @property
     def padded_tokens(self) -> int:
-        """Tokens that go through the model: rows times the longest row, without stand-ins."""
+        """Tokens that go through the model: rows times the longest row where they are padded, without stand-ins."""
         cut = [rows for rows in self.microbatches if rows]
         if self.one_shape:
             return len(cut) * max(map(len, cut), default=0) * max(self.lengths, default=0)
@@ -57,7 +58,12 @@ class Plan:
 
     def tokens_of(self, rows: Sequence[int]) -> int:
         """Tokens that samples take together, with their padding."""
-        return len(rows) * max((self.lengths[row] for row in rows), default=0)
+        lengths = self.lengths_of(rows)
+        return len(lengths) * max(lengths, default=0) if self.padded else sum(lengths)
+
+    def lengths_of(self, rows: Sequence[int]) -> list[int]:
+        """Real tokens of some samples."""
+        return [self.lengths[row] for row in rows]
 
     def bound_of(self, parts: Sequence[Sequence[int]]) -> Bound:
         """What holds each of some microbatches."""
@@ -122,6 +128,17 @@ def plan(
     return plans
 
 
+def unpadded(lengths: Sequence[int], plan: Plan, max_microbatch_tokens: int | None) -> Plan:
+    """The plan of one rank's samples where nothing is padded: as few microbatches as best fit finds under the cap.
+
+    Without a cap samples are counted, and stay as they were cut.
+    """
+    if max_microbatch_tokens is not None:
+        rows = best_fit([max(1, length) for length in lengths], max_microbatch_tokens)
+        plan = replace(plan, microbatches=tuple(map(tuple, rows)))
+    return replace(plan, padded=False)
+
+
 def _count(number: int, noun: str, plural: str) -> str:
     return f"{number} {noun}{'' if number == 1 else plural}"
 
@@ -165,12 +182,19 @@ def check_bounds(
 
 def priced(plan: Plan, cost: CostModel) -> Plan:
     """The plan with what it costs, stand-ins left out."""
-    shapes = [(len(rows), max(plan.lengths[row] for row in rows)) for rows in plan.microbatches if rows]
+    cut = [rows for rows in plan.microbatches if rows]
     return replace(
         plan,
-        seconds=sum(cost.seconds(*shape) for shape in shapes),
-        peak_bytes=max((cost.peak_bytes(*shape) for shape in shapes), default=0.0),
+        seconds=sum(_seconds(plan.lengths_of(rows), cost, padded=plan.padded) for rows in cut),
+        peak_bytes=max((cost.peak_bytes(1, plan.tokens_of(rows)) for rows in cut), default=0.0),
     )
+
+
+def _seconds(lengths: Sequence[int], cost: CostModel, *, padded: bool) -> float:
+    """Of one microbatch. Not padded, each sample costs what its own tokens do."""
+    if padded:
+        return cost.seconds(len(lengths), max(lengths))
+    return cost.seconds_per_microbatch + sum(map(cost.sample_seconds, lengths))
 
 
 def check_lengths(lengths: Sequence[int], max_microbatch_tokens: int | None) -> None:

@@ -36,8 +36,7 @@ def is_causal(model: Any) -> bool:
 
     So say its config and every layer with attention. Of other models nothing is known.
     """
-    while not hasattr(model, "config") and isinstance(inner := _inside(model), nn.Module):
-        model = inner
+    model = with_config(model)
     config = getattr(model, "config", None)
     if not isinstance(model, nn.Module) or config is None or getattr(config, "is_encoder_decoder", True):
         return False
@@ -47,9 +46,14 @@ def is_causal(model: Any) -> bool:
     return bool(said) and all(each is True for each in said)
 
 
-def _inside(model: Any) -> Any:
-    """What DDP, FSDP1 or torch.compile have wrapped."""
-    return getattr(model, "module", None) or getattr(model, "_orig_mod", None)
+def with_config(model: Any) -> Any:
+    """The model of transformers that DDP, FSDP1 or torch.compile have wrapped; the innermost, where there is none."""
+    while not hasattr(model, "config"):
+        inner = getattr(model, "module", None) or getattr(model, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            break
+        model = inner
+    return model
 
 
 def _only_pads(microbatch: Mapping[str, Any]) -> bool:

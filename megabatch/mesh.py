@@ -46,7 +46,7 @@ class DataRanks:
     the first ``degree`` rows are of different samples, the first ``num_weighing`` of different targets.
     """
 
-    data_groups: Sequence[dist.ProcessGroup] = ()
+    data_groups: Sequence[dist.ProcessGroup] = ()  # the inner axis first, so that rows come in the order of ranks
     context_groups: Sequence[dist.ProcessGroup] = ()
     tensor_groups: Sequence[dist.ProcessGroup] = ()
     pipeline_groups: Sequence[dist.ProcessGroup] = ()
@@ -63,7 +63,8 @@ class DataRanks:
     def of_mesh(cls, mesh: DeviceMesh) -> "DataRanks":
         """Along the axes of a mesh, by their names. Raises `PlanError` for names that are not known."""
         check_axes(mesh)
-        return cls(*(groups_of(mesh, axes) for axes in (DATA_AXES, CONTEXT_AXES, ("tp",), ("pp",))))
+        data, *others = (groups_of(mesh, axes) for axes in (DATA_AXES, CONTEXT_AXES, ("tp",), ("pp",)))
+        return cls(data[::-1], *others)
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:

@@ -1,4 +1,4 @@
-"""Integers into bins: `deal` balances shares over ranks, `pack` fills microbatches under a cap.
+"""Integers into bins: `deal` balances shares over ranks, `pack` fills microbatches under a cap, `best_fit` to the brim.
 
 Both are pure and deterministic: every rank computes the same answer from the same lengths.
 """
@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 
+BLOCK_BITS = 10  # of the numbers that one word of a Spaces holds
 Size = Callable[[int, int], float]  # (rows, longest length) -> price of a microbatch
 
 
@@ -94,3 +95,63 @@ def _starts(longest: Sequence[int], limits: Sequence[int], price: Size) -> list[
         starts.append(queue[0][0])
         best.append(cost(starts[end], end))
     return starts
+
+
+class Spaces:
+    """A set of whole numbers that finds its least member of at least so much, in time that does not grow with it."""
+
+    def __init__(self, largest: int) -> None:
+        self._words = [0] * ((largest >> BLOCK_BITS) + 1)
+        self._used = 0  # which words are not zero
+
+    def add(self, number: int) -> None:
+        """Put a number in."""
+        self._words[number >> BLOCK_BITS] |= 1 << (number & ((1 << BLOCK_BITS) - 1))
+        self._used |= 1 << (number >> BLOCK_BITS)
+
+    def remove(self, number: int) -> None:
+        """Take a number out that is in it."""
+        block = number >> BLOCK_BITS
+        self._words[block] ^= 1 << (number & ((1 << BLOCK_BITS) - 1))
+        if not self._words[block]:
+            self._used ^= 1 << block
+
+    def at_least(self, number: int) -> int | None:
+        """The least member of at least ``number``, if there is one."""
+        block = number >> BLOCK_BITS
+        within = self._words[block] >> (number & ((1 << BLOCK_BITS) - 1))
+        if within:
+            return number + lowest_bit(within)
+        above = self._used >> (block + 1)
+        if not above:
+            return None
+        block += 1 + lowest_bit(above)
+        return (block << BLOCK_BITS) + lowest_bit(self._words[block])
+
+
+def lowest_bit(number: int) -> int:
+    """Place of the lowest set bit."""
+    return (number & -number).bit_length() - 1
+
+
+def best_fit(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
+    """Item numbers of each row: the longest first, each into the fullest row that has room for it; O(n log n)."""
+    spaces = Spaces(row_tokens)
+    rows_with: dict[int, list[list[int]]] = {}  # by the room that is left in them
+    rows: list[list[int]] = []
+    for item in sorted(range(len(lengths)), key=lambda item: (-lengths[item], item)):
+        length = lengths[item]
+        space = spaces.at_least(length)
+        if space is None:
+            space, row = row_tokens, []
+            rows.append(row)
+        else:
+            row = rows_with[space].pop()
+            if not rows_with[space]:
+                spaces.remove(space)
+        row.append(item)
+        if left := space - length:
+            if not rows_with.setdefault(left, []):
+                spaces.add(left)
+            rows_with[left].append(row)
+    return rows

@@ -14,12 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from megabatch.batch import IGNORED_LABEL, Batch, Microbatch, Samples
-from megabatch.contract import JointLoss, LossFunction, Term, counted_weights, differentiable, hooks_of, terms_of
+from megabatch.contract import (
+    WEIGHT_TOLERANCE,
+    JointLoss,
+    LossFunction,
+    Term,
+    counted_weights,
+    differentiable,
+    hooks_of,
+    terms_of,
+)
 from megabatch.cut import plan
 from megabatch.double import Float64WithoutDropout, float64_copy, in_float64
 from megabatch.errors import PlanError
 from megabatch.mixing import failing_module, mixing_module, terms_of_routers
-from megabatch.update import WEIGHT_TOLERANCE
 
 # Below this share of the whole gradient a parameter's is nothing but rounding, and its error is measured by the whole.
 NEGLIGIBLE = 1e-6

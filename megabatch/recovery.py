@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megabatch import gradient
 from megabatch.alarm import is_out_of_memory, rank_of_process, whoever_runs
-from megabatch.contract import Term, Weigh, differentiable
+from megabatch.contract import WEIGHT_TOLERANCE, Term, Weigh, differentiable
 from megabatch.cut import halves
 from megabatch.errors import MegabatchError, Shortage, in_one_line
 from megabatch.leaves import to_device
@@ -24,7 +24,7 @@ from megabatch.mesh import num_collectives
 from megabatch.plain import PlainReducer, local
 from megabatch.run import Turn
 from megabatch.share import Share
-from megabatch.update import WEIGHT_TOLERANCE, OpenUpdate
+from megabatch.update import OpenUpdate
 
 AGAIN = "so that it cannot run again in parts"
 Rows = tuple[int, ...]  # samples of the batch
@@ -180,10 +180,11 @@ class Recovery:
         plan, who = self._share.plan, whoever_runs(self._reducer.ranks.num_all)
         bound = plan.bound_of(halves(rows)) if len(rows) > 1 else None
         if bound is not None:
-            what = f"microbatch {turn.index} ({len(rows)} samples, {plan.tokens_of(rows)} tokens with padding), {why}"
+            tokens = f"{plan.tokens_of(rows)} tokens{' with padding' if plan.padded else ''}"
+            what = f"microbatch {turn.index} ({len(rows)} samples, {tokens}), {why}"
             change = f"start again with micro_batch_size={bound.samples}"
-            if (tokens := max(bound.tokens, *plan.lengths)) < plan.tokens_of(rows):  # a cap holds the longest sample
-                change += f" or max_microbatch_tokens={tokens}"
+            if (most := max(bound.tokens, *plan.lengths)) < plan.tokens_of(rows):  # a cap holds the longest sample
+                change += f" or max_microbatch_tokens={most}"
         else:
             what = f"sample {rows[0]} of its batch alone ({plan.tokens_of(rows)} tokens)" if rows else "a stand-in"
             change = "shorten the sample, checkpoint activations, or shard the model over more ranks"

@@ -12,8 +12,10 @@ from megabatch.cut import Plan
 from megabatch.errors import Bound, LossContractError, PlanError
 from megabatch.fit import Fit
 from megabatch.mesh import DataRanks
+from megabatch.rows import OneRow, check_weights
 from megabatch.shapes import equal_rows
 
+MAX_COMPARED = 8  # samples of a row whose weights are held against those of each alone
 MAX_WEIGHED_TERMS = 8  # the message between ranks has a fixed size
 
 
@@ -45,7 +47,8 @@ class Share:
             return cut[index] if cut else ()
         if self.samples.deferred is None:
             return cut[-1]
-        return (last,) * (len(cut[-1]) if last in cut[-1] else 1)
+        several = self.plan.padded and last in cut[-1]  # in one row it may be longer than those it would stand for
+        return (last,) * (len(cut[-1]) if several else 1)
 
     def part(self, rows: tuple[int, ...], weigh: Weigh | None) -> tuple[Microbatch, dict[str, float], dict[str, float]]:
         """Some samples as a microbatch on the CPU, with what is counted or told of its weight, and what is weighed."""
@@ -111,6 +114,8 @@ class Cutter:
             lengths = [min(each, tokens) for each in lengths]  # a sample that is longer goes alone
         cost = self.cost or (self.fit and self.fit.cost)
         (plan,) = cut.plan(lengths, micro_batch_size=rows, max_microbatch_tokens=tokens, cost=cost)
+        if isinstance(self.collate, OneRow):
+            plan = cut.unpadded(lengths, plan, tokens)
         sync, reason = self.choice
         plan = replace(plan, lengths=tuple(samples.lengths), one_shape=self.one_shape, sync=sync, reason=reason)
         return plan if cost is None else cut.priced(plan, cost)
@@ -153,7 +158,21 @@ class Cutter:
                 )
             whole = Samples(batch, self.collate, self.length).take(plan.microbatches[0])
             context.check_weights(whole, weigh, self.ranks.context_degree)
+        self._check_rows(samples, plan, weigh)
         return collated(samples, plan, weigh)
+
+    def _check_rows(self, samples: Samples, plan: Plan, weigh: Weigh | None) -> None:
+        """Raise `LossContractError` where samples lie in one row and a weight may count rows."""
+        if not isinstance(self.collate, OneRow) or not plan.microbatches:
+            return
+        if weigh is None:
+            raise LossContractError(
+                "samples lie in one row and the loss does not say how its weight is counted, so a weight that counts "
+                "rows would not be seen; give weigh=, see megabatch.loss, or leave OneRow out"
+            )
+        together = next((rows for rows in plan.microbatches if len(rows) > 1), ())
+        if together and (samples.deferred is None or samples.deferred.weights is None):
+            check_weights(samples, together[:MAX_COMPARED], weigh)
 
 
 def collated(samples: Samples, plan: Plan, weigh: Weigh | None) -> Share:

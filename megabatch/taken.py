@@ -8,7 +8,7 @@ import torch
 from torch import optim
 
 from megabatch.alarm import Alarm
-from megabatch.batch import Batch
+from megabatch.batch import Batch, Collate
 from megabatch.contract import LossFunction
 from megabatch.fit import Measured, Space, next_rows
 from megabatch.memory import Budget
@@ -41,7 +41,7 @@ class Taken:
 def taken(
     policy: str, model: Any, batch: Batch, loss_fn: LossFunction, *, optimizer: optim.Optimizer, rows: int,
     tokens: int | None = None, spare_bytes: float = 0.0, memory_bytes: float | None = None,
-    accumulate_dtype: torch.dtype | None = None, budget: Budget | None = None,
+    accumulate_dtype: torch.dtype | None = None, budget: Budget | None = None, collate: Collate | None = None,
 ) -> Taken | None:  # fmt: skip
     """What a microbatch of ``rows`` samples takes, each as long as the longest, or of fewer that have ``tokens``.
 
@@ -53,7 +53,7 @@ def taken(
     wide = Wide(reducer.parameters, accumulate_dtype)
     reducer.accumulate_in(wide)
     choice = choose_policy(reducer, policy)
-    cutter = Cutter(None, None, None, None, choice, reducer.ranks, reducer.one_shape, cost=None)
+    cutter = Cutter(None, None, collate, None, choice, reducer.ranks, reducer.one_shape, cost=None)
     prober = Prober(model, reducer, wide, cutter, memory_bytes)
     prober.optimizer = optimizer
     with Alarm(reducer.ranks, reducer.device).listening():

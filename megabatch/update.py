@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch.contract import PAIR_NAME, Term, accumulation_dtype, differentiable
+from megabatch.contract import PAIR_NAME, WEIGHT_TOLERANCE, Term, accumulation_dtype, differentiable
 from megabatch.errors import LossContractError, MegabatchError
 from megabatch.plain import PlainReducer
 from megabatch.precision import refuse_float16
@@ -24,7 +24,6 @@ from megabatch.stepping import StepInBackward
 MAX_TERMS = 16  # the message between devices has a fixed size, so that no rank can wait for a longer one
 NUMBERS = ("num_samples", "num_tokens", "num_microbatches", "_num_calls", "_counted")
 KEPT = (*NUMBERS, "_divisors", "_announced", "_all_announced")  # of an open update, in its state
-WEIGHT_TOLERANCE = 1e-6  # relative: one target in a million is seen, float32's rounding of a sum is not
 
 
 @dataclass(frozen=True)

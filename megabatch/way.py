@@ -1,15 +1,19 @@
 """How a call is run: microbatch by microbatch, through representations, or through a pipeline; and how all ends."""
 
 import contextlib
+from collections.abc import Generator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from megabatch import gradient, joint, pipeline
+from megabatch.apart import watched
+from megabatch.batch import Collate
 from megabatch.contract import JointLoss, LossFunction, Term, Weigh, terms_of, weigh_of
 from megabatch.errors import PlanError
 from megabatch.plain import PlainReducer
+from megabatch.precision import no_float16_autocast
 from megabatch.recovery import Recovery
 from megabatch.run import Agreement, Turn, turns
 from megabatch.share import Share
@@ -49,6 +53,13 @@ def close(opened: OpenUpdate, reducer: PlainReducer, weight: float | None, max_n
 def filled(reducer: PlainReducer, share: Share, agreement: Agreement) -> Agreement:
     """The agreement, with the stand-ins that a pipeline's schedule needs besides."""
     return pipeline.filled(reducer, share, agreement) if isinstance(reducer, PipelineReducer) else agreement
+
+
+@contextlib.contextmanager
+def around(model: Any, reducer: PlainReducer, agreement: Agreement, collate: Collate | None) -> Generator[None]:
+    """Surrounds a call."""
+    with no_float16_autocast(reducer.models), reducer.fused(), watched(model, collate, agreement.num_microbatches):
+        yield
 
 
 def check_open_loop(reducer: PlainReducer, weigh: Weigh | None) -> None:

@@ -23,6 +23,7 @@ from tests.unit.failures import (
     numbers,
     pipeline,
     precision,
+    rows,
     saved,
     sizes,
     two_ranks,
@@ -48,6 +49,7 @@ ALONE = {
         auto,
         memory,
         vocabulary,
+        rows,
         saved,
     )
     for name, failure in part.FAILURES.items()

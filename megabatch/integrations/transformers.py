@@ -17,6 +17,7 @@ from megabatch.errors import LossContractError, MegabatchError, PlanError, in_on
 from megabatch.integrations import means
 from megabatch.integrations.arguments import refuse
 from megabatch.integrations.dealing import DealtBatches
+from megabatch.rows import OneRow
 from megabatch.update import Update
 from megabatch.vocabulary import HALF_TYPES
 
@@ -62,6 +63,11 @@ class MegabatchTrainer(Trainer):
     ) -> None:
         super().__init__(*positional, **arguments)
         refuse(self.args, self.accelerator)
+        if isinstance(self.data_collator, OneRow):
+            raise PlanError(
+                "MegabatchTrainer cannot keep data_collator=OneRow(), with which Trainer evaluates too; leave it "
+                "out, or use GradientAccumulator"
+            )
         if isinstance(self.train_dataset, IterableDataset) and self.args.world_size > 1:
             raise PlanError(
                 "MegabatchTrainer cannot deal an IterableDataset to several processes; give a dataset with a length"

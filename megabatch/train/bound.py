@@ -86,7 +86,7 @@ def circumstances(config: Config, ranks: Ranks) -> dict[str, object]:
     The same on every rank, on devices of several kinds too: all of them choose anew, or none does.
     """
     keys = {
-        "update": ("memory", "sync", "accumulate_dtype"),
+        "update": ("memory", "sync", "accumulate_dtype", "one_row"),
         "model": ("dtype", "compute_dtype", "attention", "activation_checkpointing", "compile"),
         "optim": ("name", "function", "ema_decay"),
         "data": ("look_ahead",),

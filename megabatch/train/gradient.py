@@ -1,19 +1,24 @@
 """Gradient: the accumulator that computes an update's gradient, as the recipe says."""
 
+import contextlib
 import re
+from contextlib import AbstractContextManager
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from megabatch import GradientAccumulator
 from megabatch.errors import PlanError
 from megabatch.fit import Fit
+from megabatch.rows import OneRow
 from megabatch.train.config import Config
-from megabatch.train.model.precision import accumulation_of
+from megabatch.train.model.precision import accumulation_of, computing
 from megabatch.train.plan.sizes import read_bytes
 from megabatch.train.shortage import noted
 
 KEYS = {  # what the library calls a setting → what a recipe does
     "memory_bytes": "update.memory",
+    "OneRow": "update.one_row",
     **{
         name: f"update.{name}"
         for name in ("sync", "micro_batch_size", "max_microbatch_tokens", "accumulate_dtype", "fuse_accumulation")
@@ -28,19 +33,34 @@ def accumulator_of(model: nn.Module, config: Config, fit: Fit | None, sync: str 
     Raises `PlanError`, in the recipe's words, for settings that this model cannot have.
     """
     try:
-        gradient = GradientAccumulator(
-            model,
-            micro_batch_size=config.update.micro_batch_size,
-            max_microbatch_tokens=config.update.max_microbatch_tokens if fit is None else fit,
-            memory_bytes=cap_of(config),
-            sync=sync or config.update.sync,
-            accumulate_dtype=accumulation_of(config.update),
-            fuse_accumulation=config.update.fuse_accumulation,
-        )
+        with trying(model, config):
+            gradient = GradientAccumulator(
+                model,
+                micro_batch_size=config.update.micro_batch_size,
+                max_microbatch_tokens=config.update.max_microbatch_tokens if fit is None else fit,
+                memory_bytes=cap_of(config),
+                sync=sync or config.update.sync,
+                accumulate_dtype=accumulation_of(config.update),
+                fuse_accumulation=config.update.fuse_accumulation,
+                collate=collate_of(config),
+            )
     except PlanError as error:
         raise PlanError(in_keys(str(error))) from error
     gradient.learn(noted(config.run))
     return gradient
+
+
+def collate_of(config: Config) -> OneRow | None:
+    """What makes microbatches of samples; None: they are padded."""
+    return OneRow() if config.update.one_row else None
+
+
+def trying(model: nn.Module, config: Config) -> AbstractContextManager[object]:
+    """Surrounds the making of an accumulator that tries the model, which may compute under autocast alone."""
+    if not config.update.one_row:
+        return contextlib.nullcontext()
+    name = "fsdp2" if isinstance(model, FSDPModule) else "plain"
+    return computing(config.model, name, next(model.parameters()).device)
 
 
 def cap_of(config: Config) -> int | None:

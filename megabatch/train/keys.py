@@ -40,6 +40,7 @@ FOREIGN_KEYS = {  # name elsewhere -> where it is here
     **dict.fromkeys(("dataset", "dataset_name", "dataset_path", "train_file", "data_files"), "here it is data.path"),
     **dict.fromkeys(("max_seq_length", "max_length", "cutoff_len"), "here it is data.max_sample_tokens"),
     **dict.fromkeys(("packing", "sample_packing", "seq_len", "sequence_len"), "here it is data.pack_tokens"),
+    **dict.fromkeys(("padding_free",), "here it is update.one_row"),
     **dict.fromkeys(("report_to",), "here it is tracking.trackers"),
     **dict.fromkeys(("run_name", "wandb_name"), "here it is tracking.name"),
     **dict.fromkeys(("wandb_project", "mlflow_experiment_name"), "here it is tracking.project"),

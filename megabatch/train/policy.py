@@ -25,7 +25,7 @@ from megabatch.train.bound import Bound, circumstances, longest
 from megabatch.train.config import Config
 from megabatch.train.data.load import Data
 from megabatch.train.data.stream import Stream
-from megabatch.train.gradient import accumulator_of, cap_of
+from megabatch.train.gradient import accumulator_of, cap_of, collate_of
 from megabatch.train.meta import first_difference, read_meta
 from megabatch.train.model.build import Laid
 from megabatch.train.model.precision import accumulation_of
@@ -190,6 +190,7 @@ class Choosing:
                 sync, self._laid.model, longest(self._data, self._batch), self._loss_fn,
                 optimizer=self._learner.optimizer, rows=rows, tokens=tokens, spare_bytes=spare_bytes,
                 memory_bytes=cap_of(self._config), accumulate_dtype=accumulation_of(self._config.update), budget=budget,
+                collate=collate_of(self._config),
             )  # fmt: skip
         assert found is not None  # an update of several microbatches has a sample
         return found

@@ -115,8 +115,8 @@ def draw_points(axes: Axes, steps: list[int], values: list[float], color: str, l
 def draw_cut(axes: Axes, plan: Plan, unit: str) -> None:
     """A bar a microbatch: real tokens below, padding above, the number of samples on top."""
     microbatches = [rows for rows in plan.microbatches if rows]
-    real = [sum(plan.lengths[row] for row in rows) for rows in microbatches]
-    padded = [len(rows) * max(plan.lengths[row] for row in rows) for rows in microbatches]
+    real = [sum(plan.lengths_of(rows)) for rows in microbatches]
+    padded = [plan.tokens_of(rows) for rows in microbatches]
     if unit == "samples":
         real = padded = [len(rows) for rows in microbatches]
     places = range(1, len(microbatches) + 1)

@@ -13,6 +13,7 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from megabatch import losses
 from megabatch.integrations.transformers import MegabatchTrainer
+from megabatch.rows import OneRow
 from tests.exact import models, oracle
 from tests.exact.foreign import as_torchrun, sums
 from tests.integrations.ragged import DTYPES, NUM_SAMPLES, collate, samples, tensors
@@ -245,6 +246,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "dispatch": {"accelerator_config": {"dispatch_batches": True}},
     "seedable": {"accelerator_config": {"use_seedable_sampler": False}},
     "accumulation": {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}},
+    "collator": {},
 }
 
 
@@ -254,7 +256,8 @@ def refusals() -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         for name, changed in REFUSED.items():
             try:
-                MegabatchTrainer(models.gpt2(), arguments(folder, **changed), train_dataset=samples())
+                collator = OneRow() if name == "collator" else None
+                MegabatchTrainer(models.gpt2(), arguments(folder, **changed), collator, samples())
                 said[name] = "nothing"
             except Exception as error:
                 said[name] = f"{type(error).__name__}: {error}"

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megabatch.partition import Spaces, best_fit
 from megabatch.train.data.mixture import Joined, TokenizedPart
-from megabatch.train.data.pack import PackedSamples, Spaces, best_fit, pack_samples
+from megabatch.train.data.pack import PackedSamples, pack_samples
 
 IGNORED = -100
 documents_of = st.lists(st.integers(1, 70), min_size=1, max_size=40)
@@ -116,7 +117,7 @@ def first_fit_rows(lengths, row_tokens):
 @settings(max_examples=100)
 def test_rows_are_as_full_as_the_textbook_fills_them(drawn):
     lengths, row_tokens = drawn
-    rows = best_fit(np.array(lengths), row_tokens)
+    rows = best_fit(lengths, row_tokens)
     expected, rooms = first_fit_rows(lengths, row_tokens)
     assert sorted(item for row in rows for item in row) == list(range(len(lengths)))
     assert len(rows) == len(expected)

@@ -28,6 +28,10 @@ class UpdateConfig(Section):
     first update and kept with the checkpoint."""
     memory: str | None = None
     """What "auto" may use of each rank's device: "20GiB". None: nine tenths of what is free."""
+    one_row: bool = False
+    """Lay the samples of a microbatch in one row, one after another, so that nothing is padded: with model.attention =
+    "flash_attention_2" or "flex_attention". Others compute the whole row against itself, which takes longer than
+    padding does."""
     sync: Literal["auto", "last", "every", "replica_last"] = "auto"
     """When ranks sum their gradients: with the last microbatch, with every one, across replicas with the last one only
     (hsdp). "auto": of what fits in memory that which sends least, chosen before the first update and kept with the

@@ -12,70 +12,9 @@ import numpy as np
 import torch
 
 from megabatch.batch import IGNORED_LABEL
+from megabatch.partition import best_fit
 from megabatch.train.data.mixture import Measured, View
 from megabatch.train.data.samples import Sample
-
-BLOCK_BITS = 10  # of the numbers that one word of a Spaces holds
-
-
-class Spaces:
-    """A set of whole numbers that finds its least member of at least so much, in time that does not grow with it."""
-
-    def __init__(self, largest: int) -> None:
-        self._words = [0] * ((largest >> BLOCK_BITS) + 1)
-        self._used = 0  # which words are not zero
-
-    def add(self, number: int) -> None:
-        """Put a number in."""
-        self._words[number >> BLOCK_BITS] |= 1 << (number & ((1 << BLOCK_BITS) - 1))
-        self._used |= 1 << (number >> BLOCK_BITS)
-
-    def remove(self, number: int) -> None:
-        """Take a number out that is in it."""
-        block = number >> BLOCK_BITS
-        self._words[block] ^= 1 << (number & ((1 << BLOCK_BITS) - 1))
-        if not self._words[block]:
-            self._used ^= 1 << block
-
-    def at_least(self, number: int) -> int | None:
-        """The least member of at least ``number``, if there is one."""
-        block = number >> BLOCK_BITS
-        within = self._words[block] >> (number & ((1 << BLOCK_BITS) - 1))
-        if within:
-            return number + lowest_bit(within)
-        above = self._used >> (block + 1)
-        if not above:
-            return None
-        block += 1 + lowest_bit(above)
-        return (block << BLOCK_BITS) + lowest_bit(self._words[block])
-
-
-def lowest_bit(number: int) -> int:
-    """Place of the lowest set bit."""
-    return (number & -number).bit_length() - 1
-
-
-def best_fit(lengths: np.ndarray, row_tokens: int) -> list[list[int]]:
-    """Item numbers of each row: the longest first, each into the fullest row that has room for it; O(n log n)."""
-    spaces = Spaces(row_tokens)
-    rows_with: dict[int, list[list[int]]] = {}  # by the room that is left in them
-    rows: list[list[int]] = []
-    for item in np.argsort(-lengths, kind="stable").tolist():
-        length = int(lengths[item])
-        space = spaces.at_least(length)
-        if space is None:
-            space, row = row_tokens, []
-            rows.append(row)
-        else:
-            row = rows_with[space].pop()
-            if not rows_with[space]:
-                spaces.remove(space)
-        row.append(item)
-        if left := space - length:
-            if not rows_with.setdefault(left, []):
-                spaces.add(left)
-            rows_with[left].append(row)
-    return rows
 
 
 def cut(lengths: np.ndarray, row_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -111,7 +50,7 @@ def pack_samples(samples: Sequence[Sample], row_tokens: int) -> list[Sample]:
         piece_of(samples[index], begin, size)
         for index, begin, size in zip(document.tolist(), start.tolist(), length.tolist(), strict=True)
     ]
-    return [row_of([pieces[piece] for piece in row]) for row in best_fit(length, row_tokens)]
+    return [row_of([pieces[piece] for piece in row]) for row in best_fit(length.tolist(), row_tokens)]
 
 
 class PackedSamples(View):
@@ -122,7 +61,8 @@ class PackedSamples(View):
         self.row_tokens = row_tokens
         self.num_documents = len(documents)
         self._document, self._start, self._length = cut(documents.lengths, row_tokens)  # [pieces] each
-        rows = best_fit(self._length, row_tokens) if together else [[piece] for piece in range(len(self._document))]
+        lengths = self._length.tolist()
+        rows = best_fit(lengths, row_tokens) if together else [[piece] for piece in range(len(lengths))]
         self._pieces = np.fromiter((piece for row in rows for piece in row), np.int64, len(self._document))
         self._ends = np.cumsum([len(row) for row in rows], dtype=np.int64)  # [rows], into pieces
         totals = np.cumsum([0, *self._length[self._pieces]], dtype=np.int64)

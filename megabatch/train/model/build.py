@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from megabatch.contract import JointLoss, LossFunction
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.pipeline import Pipeline
-from megabatch.train.config import Config, ModelConfig
+from megabatch.train.config import Config, LossConfig, ModelConfig
 from megabatch.train.console import Console
 from megabatch.train.model.adapters import begun, check_layout
 from megabatch.train.model.architecture import architecture_of, check_attention, check_fit, outline
@@ -207,6 +207,11 @@ def check_together(config: Config, ranks: Ranks) -> None:
         raise MegabatchError(
             f"update.fuse_accumulation is set and model.compute_dtype is {config.model.compute_dtype!r}, in which no "
             "gradient is added as it is computed; leave one of them out"
+        )
+    if config.update.one_row and config.loss != LossConfig():
+        raise MegabatchError(
+            f"update.one_row is true and loss.function is {config.loss.function!r}, which may look at samples one by "
+            "one; leave one of them out"
         )
     if config.model.function is not None and ranks.layout.cp > 1:
         raise MegabatchError(

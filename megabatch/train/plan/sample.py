@@ -8,24 +8,33 @@ import torch
 from torch import Tensor
 
 from megabatch.errors import MegabatchError
+from megabatch.rows import OneRow
 from megabatch.train.config import Config
 from megabatch.train.console import Console
 from megabatch.train.data.load import load_data
 from megabatch.train.model.tokenizer import load_tokenizer
 from megabatch.train.ranks import Ranks
 
+Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # shapes and types, by name
+
 
 @dataclass(frozen=True)
 class LongestSample:
     """The shapes and types of a sample's tensors."""
 
-    fields: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    fields: Fields  # of a microbatch of one, without its first dim
     length_tokens: int
     source: str  # of the length, in words
+    one_row: bool = False  # whether the samples of a microbatch lie one after another
 
     def microbatch(self, num_samples: int) -> dict[str, Tensor]:
         """So many of it, zeros, as the library collates samples of one length: name → [B, ...]."""
-        return {name: torch.zeros(num_samples, *shape, dtype=dtype) for name, (shape, dtype) in self.fields.items()}
+        if not self.one_row:
+            return {name: torch.zeros(num_samples, *shape, dtype=dtype) for name, (shape, dtype) in self.fields.items()}
+        return {
+            name: torch.zeros(1, num_samples * shape[0], *shape[1:], dtype=dtype)
+            for name, (shape, dtype) in self.fields.items()
+        }
 
 
 def longest_sample(config: Config, length_tokens: int | None, console: Console) -> LongestSample:
@@ -48,7 +57,7 @@ def longest_sample(config: Config, length_tokens: int | None, console: Console) 
 def of_tokens(length_tokens: int, source: str, config: Config) -> LongestSample:
     """A sample of text, as the trainer's are; packed rows tell positions too."""
     names = ["input_ids", "labels", *(["position_ids"] if config.data.pack_tokens is not None else [])]
-    return LongestSample(dict.fromkeys(names, ((length_tokens,), torch.long)), length_tokens, source)
+    return sample_of(dict.fromkeys(names, ((length_tokens,), torch.long)), length_tokens, source, config)
 
 
 def of_function(config: Config, console: Console) -> LongestSample:
@@ -57,7 +66,17 @@ def of_function(config: Config, console: Console) -> LongestSample:
     number = int(samples.lengths.argmax())
     tensors = {name: torch.as_tensor(value) for name, value in samples[number].items()}
     fields = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-    return LongestSample(fields, int(samples.lengths[number]), "the longest of data.function")
+    return sample_of(fields, int(samples.lengths[number]), "the longest of data.function", config)
+
+
+def sample_of(fields: Fields, length_tokens: int, source: str, config: Config) -> LongestSample:
+    """With the fields that it has in a row, where samples lie in one."""
+    if not config.update.one_row:
+        return LongestSample(fields, length_tokens, source)
+    made = {"attention_mask": torch.ones}  # of zeros it would hide all
+    row = OneRow()([{name: made.get(name, torch.zeros)(shape, dtype=dtype) for name, (shape, dtype) in fields.items()}])
+    fields = {name: (tuple(value.shape[1:]), value.dtype) for name, value in row.items()}
+    return LongestSample(fields, length_tokens, source, one_row=True)
 
 
 def measured(config: Config, console: Console) -> int:

@@ -1,0 +1,35 @@
+"""Samples in one row over several ranks: the gradient is that of samples apart, and a fault is its own rank's."""
+
+import pytest
+
+from tests.exact.launch import launch_by_world, values
+from tests.exact.rows import LENGTHS
+
+pytestmark = pytest.mark.slow
+GRADIENTS = ["gradient:ddp:2:last", "gradient:ddp:3:every", "gradient:fsdp2:2:every", "gradient:hsdp:4:replica_last"]
+FAULTS = ["fault:ddp:2:last", "fault:hsdp:4:replica_last", "fault:hsdp-foreign:4:every", "fault:fsdp1-hybrid:4:every"]
+STAND_IN = "stand-in:ddp:2:last"
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return launch_by_world("tests.exact.rows:run_job", [*GRADIENTS, *FAULTS, STAND_IN], tmp_path_factory.mktemp("rows"))
+
+
+@pytest.mark.parametrize("job", GRADIENTS)
+def test_the_gradient_is_that_of_samples_apart(results, job: str) -> None:
+    for found in values(results[job]):
+        assert found["error"] <= 1e-12
+        assert found["tokens"] == sum(LENGTHS)
+        assert found["padding"] == 0
+
+
+@pytest.mark.parametrize("job", FAULTS)
+def test_a_fault_is_its_own_ranks(results, job: str) -> None:
+    world = int(job.split(":")[2])
+    for found in values(results[job]):
+        assert found["problems"] == [f"the loss is not finite on data rank {rank} of {world}" for rank in range(world)]
+
+
+def test_a_stand_in_holds_no_more_than_a_microbatch(results) -> None:
+    assert max(found["most"] for found in values(results[STAND_IN])) <= 16

@@ -1,0 +1,221 @@
+"""Samples that cannot lie in one row, and models in which they would see each other."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megabatch import GradientAccumulator, LossContractError, PlanError, loss, losses
+from megabatch.batch import Deferred
+from megabatch.rows import OneRow
+from tests.unit.failures.table import Failure, linear
+
+THREE = torch.ones(3, dtype=torch.long)
+SAMPLE = {"input_ids": THREE, "labels": THREE}
+NO_BEGINNING = (
+    "position_ids of a sample do not begin with 0, their least, by which samples of a row are kept apart; let them "
+    "begin with 0, or leave OneRow out"
+)
+COUNTS_ROWS = (
+    "weigh counts 1 in samples of one row and 2 in the same one by one; under OneRow count positions (of shift_labels, "
+    "say), not rows"
+)
+MASKED = (
+    "the loss gives the model an attention_mask, past_key_values, or more than the tokens by place, with which its "
+    "attention does not go by position_ids; leave them out"
+)
+SIZES = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def model_of(family: str, **sizes: Any) -> Any:
+    config = AutoConfig.for_model(family, **{**SIZES, **sizes}, use_cache=False)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def small() -> Any:
+    return model_of("gpt_neox", intermediate_size=24)
+
+
+def accumulator(model: Any) -> GradientAccumulator:
+    return GradientAccumulator(model, micro_batch_size=2, collate=OneRow())
+
+
+def run(*samples: Mapping[str, Any], loss_fn: Any = losses.next_token) -> object:
+    return accumulator(small()).forward_backward(list(samples), loss_fn)
+
+
+def headless() -> None:
+    model = small()
+    nn.init.zeros_(model.get_output_embeddings().weight)
+    accumulator(model)
+
+
+def by_tokens(model: Any, row: Any) -> Any:
+    logits = model(input_ids=row["input_ids"]).logits
+    return logits.sum(), losses.count_targets(row)
+
+
+def with_cache(model: Any, row: Any) -> Any:
+    logits = model(input_ids=row["input_ids"], position_ids=row["position_ids"], use_cache=True).logits
+    return logits.sum(), losses.count_targets(row)
+
+
+@loss(weigh=lambda row: len(row["input_ids"]))
+def by_rows(model: Any, row: Any) -> Any:
+    return model(**row).logits.sum(), len(row["input_ids"])
+
+
+def with_mask(model: Any, row: Any) -> Any:
+    mask = torch.ones_like(row["input_ids"])
+    logits = model(row["input_ids"], attention_mask=mask, position_ids=row["position_ids"]).logits
+    return logits.sum(), losses.count_targets(row)
+
+
+def with_mask_by_place(model: Any, row: Any) -> Any:
+    mask = torch.ones_like(row["input_ids"])
+    return model(row["input_ids"], mask, position_ids=row["position_ids"]).logits.sum(), losses.count_targets(row)
+
+
+def by_parts(model: Any, row: Any) -> Any:
+    states = model.base_model(input_ids=row["input_ids"]).last_hidden_state
+    return model.get_output_embeddings()(states).sum(), losses.count_targets(row)
+
+
+def of_llama4() -> Any:
+    sizes = {"intermediate_size": 24, "intermediate_size_mlp": 24, "num_key_value_heads": 2, "num_local_experts": 2}
+    return model_of("llama4_text", **sizes, head_dim=8, pad_token_id=None, bos_token_id=None, eos_token_id=None)
+
+
+class WithoutPositions(nn.Module):
+    """Knows its tokens alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = AutoConfig.for_model("gpt_neox", **SIZES)
+        self.embedding = nn.Embedding(40, 40)
+
+    def forward(self, input_ids: Any) -> Any:
+        return self.embedding(input_ids)
+
+
+FAILURES = {
+    "a sample without tokens, in one row": Failure(
+        PlanError,
+        "a sample has no input_ids [T], along which samples lie in one row; leave OneRow out",
+        lambda: run({"x": THREE}),
+    ),
+    "keys that differ, in one row": Failure(
+        PlanError,
+        "samples of one batch have the keys ['input_ids', 'position_ids', 'shift_labels'] and ['input_ids', "
+        "'position_ids']; give all the same",
+        lambda: run({"input_ids": THREE, "labels": THREE}, {"input_ids": THREE}),
+    ),
+    "a label of a whole sample, in one row": Failure(
+        PlanError,
+        "'labels' of a sample has the shape () and its input_ids (3,); in one row everything runs along input_ids. "
+        "Leave OneRow out",
+        lambda: run({"input_ids": THREE, "labels": 1}),
+    ),
+    "hidden tokens, in one row": Failure(
+        PlanError,
+        "a sample has an attention_mask with zeros, or with position_ids beside it, which one row cannot say; cut "
+        "hidden tokens away and leave the mask out, or leave OneRow out",
+        lambda: run({"input_ids": THREE, "labels": THREE, "attention_mask": torch.tensor([1, 1, 0])}),
+    ),
+    "positions that go on, in one row": Failure(
+        PlanError,
+        NO_BEGINNING,
+        lambda: run({"input_ids": THREE, "labels": THREE, "position_ids": torch.tensor([3, 4, 5])}),
+    ),
+    "positions below the first, in one row": Failure(
+        PlanError,
+        NO_BEGINNING,
+        lambda: run({"input_ids": THREE, "labels": THREE, "position_ids": torch.tensor([0, 1, -1])}),
+    ),
+    "several models, in one row": Failure(
+        PlanError,
+        "OneRow is for one model whose sequences are whole and which is no Pipeline; give one model, or leave the cp "
+        "and pp axes or OneRow out",
+        lambda: accumulator([linear(), linear()]),
+    ),
+    "a model of no tokens, in one row": Failure(
+        PlanError,
+        "OneRow is given a model that is not one of transformers; leave it out",
+        lambda: accumulator(linear()),
+    ),
+    "a model of no positions, in one row": Failure(
+        PlanError,
+        "OneRow tries the model on input_ids and position_ids, and it does not run (TypeError: "
+        "WithoutPositions.forward() got an unexpected keyword argument 'position_ids'); mend that, or leave OneRow out",
+        lambda: accumulator(WithoutPositions()),
+    ),
+    "a model whose head is zero": Failure(
+        PlanError,
+        "OneRow tries whether samples of a row see each other, and this model's output does not depend on earlier "
+        "tokens, so that it says nothing (an output head of zeros?); leave OneRow out",
+        headless,
+    ),
+    "a loss that counts rows": Failure(
+        LossContractError,
+        COUNTS_ROWS,
+        lambda: run(SAMPLE, SAMPLE, loss_fn=by_rows),
+    ),
+    "a loss that counts rows, of samples that are not read": Failure(
+        LossContractError,
+        COUNTS_ROWS,
+        lambda: accumulator(small()).forward_backward(Deferred([SAMPLE, SAMPLE].__getitem__, (3, 3)), by_rows),
+    ),
+    "a loss that does not weigh, in one row": Failure(
+        LossContractError,
+        "samples lie in one row and the loss does not say how its weight is counted, so a weight that counts rows "
+        "would not be seen; give weigh=, see megabatch.loss, or leave OneRow out",
+        lambda: run(SAMPLE, loss_fn=lambda model, row: (model(**row).logits.sum(), 1)),
+    ),
+    "a loss that keeps positions to itself": Failure(
+        LossContractError,
+        "the loss calls the model without position_ids, by which the samples of a row are kept apart; hand them on by "
+        "name",
+        lambda: run(SAMPLE, loss_fn=loss(weigh=losses.count_targets)(by_tokens)),
+    ),
+    "a mask, in one row": Failure(
+        LossContractError,
+        MASKED,
+        lambda: run(SAMPLE, loss_fn=loss(weigh=losses.count_targets)(with_mask)),
+    ),
+    "a mask by place, in one row": Failure(
+        LossContractError,
+        MASKED,
+        lambda: run(SAMPLE, loss_fn=loss(weigh=losses.count_targets)(with_mask_by_place)),
+    ),
+    "a loss that calls a part of the model, in one row": Failure(
+        LossContractError,
+        "the loss does not call the model that it is given (a part of it, perhaps), so that nobody sees whether "
+        "samples of a row are kept apart; call the model itself, or leave OneRow out",
+        lambda: run(SAMPLE, loss_fn=loss(weigh=losses.count_targets)(by_parts)),
+    ),
+    "a model that goes by places, in one row": Failure(
+        PlanError,
+        "OneRow is given and the model's config has attention_chunk_size, by which attention goes by the place in a "
+        "row and not by position_ids; leave OneRow out",
+        lambda: accumulator(of_llama4()),
+    ),
+    "a cache, in one row": Failure(
+        LossContractError,
+        "the model makes a cache, with which its attention does not go by position_ids; set model.config.use_cache = "
+        "False",
+        lambda: run(SAMPLE, loss_fn=loss(weigh=losses.count_targets)(with_cache)),
+    ),
+    "types that differ, in one row": Failure(
+        PlanError,
+        "'input_ids' of samples is int64 (3,) and int32 (3,); in one row give all the same but the length",
+        lambda: run({"input_ids": THREE}, {"input_ids": THREE.int()}),
+    ),
+    "a model whose samples see each other": Failure(
+        PlanError,
+        "OneRow is given and the model's attention crosses samples: those in one row see each other; choose an "
+        "attention that goes by position_ids (with use_cache = False, in transformers), or leave OneRow out",
+        lambda: accumulator(model_of("bloom", n_layer=1, n_head=2)),
+    ),
+}

@@ -1,0 +1,230 @@
+"""Samples in one row: what is in it, which models keep them apart, and the gradient, which is that of samples apart."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megabatch import GradientAccumulator, JointLoss, LossContractError, PlanError, loss, losses, plan
+from megabatch.batch import Deferred
+from megabatch.cut import unpadded
+from megabatch.rows import OneRow
+from tests.unit.test_masks import CAUSAL
+
+APART = ("llama", "mistral", "qwen2", "qwen3", "gpt_neox", "phi", "gemma", "gpt2")
+TOLERANCE = {"gpt2": 1e-12, "gpt_neox": 1e-12, "phi": 1e-12}  # others have norms that go down to float32
+LENGTHS = (3, 7, 5, 1, 2, 6)
+NO_TARGET = -100
+NUM_TRIALS = 5  # forwards of a trial
+
+
+def model_of(family: str, attention: str = "sdpa", **more: Any) -> Any:
+    torch.manual_seed(0)
+    keys = {**CAUSAL.get(family, {}), "use_cache": False, **more}
+    config = AutoConfig.for_model(family, **keys, attn_implementation=attention)
+    return AutoModelForCausalLM.from_config(config).double()
+
+
+def tokens_of(model: Any) -> list[int]:
+    """Those of each forward from here on."""
+    seen: list[int] = []
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].numel()))
+    return seen
+
+
+def samples(lengths: tuple[int, ...] = LENGTHS) -> list[dict[str, Tensor]]:
+    """Texts with prompts of two tokens, from which nothing is learned."""
+    generator = torch.Generator().manual_seed(1)
+    texts = [torch.randint(1, 40, (length,), generator=generator) for length in lengths]
+    return [{"input_ids": each, "labels": torch.cat([torch.full_like(each[:2], -100), each[2:]])} for each in texts]
+
+
+def uncut(model: nn.Module, given: list[dict[str, Tensor]]) -> list[Tensor]:
+    """Each sample by itself, in plain torch, over the number of all targets."""
+    model.zero_grad()
+    num_targets = sum(int((each["labels"][1:] != NO_TARGET).sum()) for each in given)
+    for each in given:
+        logits = model(input_ids=each["input_ids"][None]).logits[0, :-1]
+        total = nn.functional.cross_entropy(logits, each["labels"][1:], ignore_index=NO_TARGET, reduction="sum")
+        (total / num_targets).backward()
+    return taken(model)
+
+
+def taken(model: nn.Module) -> list[Tensor]:
+    return [torch.zeros_like(each) if each.grad is None else each.grad.clone() for each in model.parameters()]
+
+
+def error(found: list[Tensor], expected: list[Tensor]) -> float:
+    """The largest relative one of a parameter."""
+    return max(float((a - b).norm() / max(float(b.norm()), 1e-300)) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_row_has_samples_one_after_another() -> None:
+    row = OneRow()([{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, {"input_ids": [8, 9], "labels": [8, 9]}])
+    assert {name: value.tolist() for name, value in row.items()} == {
+        "input_ids": [[5, 6, 7, 8, 9]],
+        "position_ids": [[0, 1, 2, 0, 1]],
+        "shift_labels": [[6, 7, -100, 9, -100]],
+    }
+
+
+def test_what_runs_along_the_tokens_lies_in_the_row_too() -> None:
+    ones, weights = torch.ones(2, dtype=torch.long), torch.tensor([[0.5, 1.0], [2.0, 3.0]])
+    row = OneRow()([{"input_ids": ones, "attention_mask": ones, "weights": weights}] * 2)
+    assert row.keys() == {"input_ids", "position_ids", "weights"}  # a mask of ones says nothing
+    assert row["weights"].shape == (1, 4, 2)
+    packed = OneRow()([{"input_ids": ones, "position_ids": torch.tensor([0, 0])}] * 2)
+    assert packed["position_ids"].tolist() == [[0, 0, 0, 0]]  # of documents that were packed before
+
+
+def test_targets_that_are_shifted_stay() -> None:
+    sample = {"input_ids": [5, 6, 7], "labels": [5, 6, 7], "shift_labels": [7, -100, 8]}
+    assert OneRow()([sample])["shift_labels"].tolist() == [[7, -100, 8]]  # which next_token reads where both are given
+
+
+@given(st.lists(st.integers(0, 90), min_size=1, max_size=60), st.integers(90, 300))
+@settings(max_examples=100)
+def test_microbatches_are_full(lengths: list[int], cap: int) -> None:
+    found = unpadded(lengths, plan(lengths, max_microbatch_tokens=cap)[0], cap)
+    assert sorted(row for rows in found.microbatches for row in rows) == list(range(len(lengths)))
+    held = [sum(lengths[row] for row in rows) for rows in found.microbatches]
+    taken_up = [sum(max(1, lengths[row]) for row in rows) for rows in found.microbatches]
+    assert [found.tokens_of(rows) for rows in found.microbatches] == held
+    assert max(held) <= cap
+    assert (found.padded_tokens, found.padding) == (sum(lengths), 0.0)
+    assert all(a + b > cap for index, a in enumerate(taken_up) for b in taken_up[:index])  # no two would go into one
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", [*APART, "window", "checkpointed"])
+def test_the_gradient_is_that_of_samples_apart(family: str, attention: str) -> None:
+    window = {"sliding_window": 3} if family == "window" else {}  # shorter than a sample
+    model = model_of({"window": "mistral", "checkpointed": "gpt2"}.get(family, family), attention, **window)
+    if family == "checkpointed":
+        model.train().activation_checkpointing_enable()
+    expected = uncut(model, samples())
+    computed = tokens_of(model)
+    gradient = GradientAccumulator(model, max_microbatch_tokens=12, collate=OneRow())
+    gradient.forward_backward(samples(), losses.next_token)
+    update = gradient.finalize()
+    assert error(taken(model), expected) <= TOLERANCE.get(family, 1e-6)
+    assert (update.num_microbatches, int(update.weight)) == (2, sum(max(0, length - 2) for length in LENGTHS))
+    assert computed[NUM_TRIALS:] == [12, 12]
+    assert gradient.last_plan is not None
+    assert gradient.last_plan.padded_tokens == sum(LENGTHS)
+
+
+def test_deferred_samples_and_several_calls() -> None:
+    model, given_ = model_of("gpt2"), samples()
+    expected = uncut(model, given_)
+    gradient = GradientAccumulator(model, max_microbatch_tokens=8, collate=OneRow())
+    gradient.forward_backward(Deferred(given_[:3].__getitem__, LENGTHS[:3]), losses.next_token)
+    gradient.forward_backward(given_[3:], losses.next_token)
+    gradient.finalize()
+    assert error(taken(model), expected) <= 1e-12
+
+
+def test_the_bound_is_measured_in_rows() -> None:
+    model, given_ = model_of("gpt2"), samples()
+    expected = uncut(model, given_)
+    gradient = GradientAccumulator(model, collate=OneRow())
+    gradient.forward_backward(given_, losses.next_token)
+    gradient.finalize()
+    assert gradient.fit is not None
+    assert error(taken(model), expected) <= 1e-12
+
+
+def test_a_trial_leaves_the_model_as_it_was() -> None:
+    model = model_of("gpt2").train()
+    model.get_submodule("transformer.h.0").eval()  # a part that its owner keeps so
+    modes, state = [each.training for each in model.modules()], torch.get_rng_state()
+    GradientAccumulator(model, micro_batch_size=2, collate=OneRow())
+    assert [each.training for each in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(each.grad is None for each in model.parameters())
+
+
+def weakly(model: Any) -> Any:
+    """The model, in bfloat16, whose attention adds next to nothing to its logits."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("attention.dense.weight"):
+            parameter.data.mul_(0.1)
+    return model.bfloat16()
+
+
+BLOOM = {"vocab_size": 40, "hidden_size": 16, "n_layer": 1, "n_head": 2}
+SEEING = {
+    "opt": lambda: model_of("opt"),
+    "bloom": lambda: model_of("bloom", "eager", **BLOOM),
+    "bloom, weakly": lambda: weakly(model_of("bloom", "eager", **BLOOM)),
+    "a cache": lambda: model_of("gpt2", use_cache=True),
+}
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_models_whose_samples_see_each_other_are_refused(name: str) -> None:
+    with pytest.raises(PlanError, match="those in one row see each other"):
+        GradientAccumulator(SEEING[name](), micro_batch_size=2, collate=OneRow())
+
+
+def test_a_model_that_knows_no_positions_is_refused() -> None:
+    model = model_of("mamba", "eager", vocab_size=40, hidden_size=16, state_size=4, num_hidden_layers=1)
+    with pytest.raises(PlanError, match="OneRow"):
+        GradientAccumulator(model, micro_batch_size=2, collate=OneRow())
+
+
+def test_a_cache_that_comes_later_is_refused() -> None:
+    model = model_of("gpt2")
+    gradient = GradientAccumulator(model, micro_batch_size=2, collate=OneRow())
+    model.config.use_cache = True  # for generate(), say
+    with pytest.raises(LossContractError, match="the model makes a cache"):
+        gradient.forward_backward(samples(), losses.next_token)
+    model.config.use_cache = False
+    gradient.forward_backward([], losses.next_token)  # calls no model
+    gradient.forward_backward(samples(), losses.next_token)
+    assert model(input_ids=torch.ones(1, 2, dtype=torch.long)).logits.shape == (1, 2, 40)  # outside of a call
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_compiled_model_is_watched_too(*, in_place: bool) -> None:
+    model = model_of("gpt2")
+    expected = uncut(model, samples())
+    compiled: Any = model
+    if in_place:
+        model.compile(backend="eager")
+    else:
+        compiled = torch.compile(model, backend="eager")
+    gradient = GradientAccumulator(compiled, max_microbatch_tokens=12, collate=OneRow())
+    for _ in range(2):
+        gradient.forward_backward(samples(), losses.next_token)
+        gradient.finalize()
+        assert error(taken(model), expected) <= 1e-12
+
+
+def test_weights_that_float32_rounds_are_accepted() -> None:
+    given = [{**each, "weights": torch.full((len(each["input_ids"]),), 0.1)} for each in samples()]
+
+    @loss(weigh=lambda row: row["weights"].sum())
+    def weighted(model: Any, row: Any) -> Any:
+        logits = model(input_ids=row["input_ids"], position_ids=row["position_ids"]).logits
+        return (logits.logsumexp(-1) * row["weights"]).sum(), row["weights"].sum()
+
+    gradient = GradientAccumulator(model_of("gpt2"), max_microbatch_tokens=24, collate=OneRow())
+    gradient.forward_backward(given, weighted)
+    assert gradient.finalize().problem() is None
+
+
+def test_a_joint_loss_is_refused() -> None:
+    def encode(model: Any, microbatch: Any) -> Tensor:
+        return model(**{name: microbatch[name] for name in ("input_ids", "position_ids")}).logits.mean(1)
+
+    def total(found: Tensor) -> tuple[Tensor, int]:
+        return found.square().sum(), len(found)
+
+    gradient = GradientAccumulator(model_of("gpt2"), micro_batch_size=3, collate=OneRow())
+    with pytest.raises(LossContractError, match="give weigh="):
+        gradient.forward_backward(samples(), JointLoss(encode, total))
