@@ -59,3 +59,13 @@ def test_a_loss_says_how_its_weight_is_counted():
 
     assert weigh_of(counted) is len
     assert weigh_of(uncounted) is None
+
+
+def test_a_loss_that_counts_already_is_left_as_it_is():
+    @loss(weigh=len)
+    def counted(model, microbatch):
+        return model, microbatch
+
+    again = loss(weigh=sum)(counted)
+    assert (weigh_of(counted), weigh_of(again)) == (len, sum)
+    assert again("model", "microbatch") == ("model", "microbatch")
