@@ -15,9 +15,7 @@ Writes benchmarks/results/needless_pass_*.json. Ends with status 1 where gradien
 """
 
 import argparse
-import statistics
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,13 +25,11 @@ from torch import Tensor, nn
 
 from benchmarks import hardware, result
 from benchmarks.llama import Shape, llama
+from benchmarks.turns import TOLERANCES, Way, difference, gradients, medians
 from megabatch import GradientAccumulator, losses
 from megabatch.batch import IGNORED_LABEL
 
-WARMUP = 2
-TOLERANCES = {torch.bfloat16: 0.05, torch.float32: 1e-5}  # relative; rounding adds up over layers
 Batch = dict[str, Tensor]
-Way = Callable[[], None]
 
 
 class Size(NamedTuple):
@@ -104,33 +100,8 @@ def ways_of(model: nn.Module, batch: Batch) -> dict[str, Way]:
 def differences(model: nn.Module, ways: dict[str, Way]) -> dict[str, float]:
     """Of gradients from the plain step's, relative."""
     ways["plain"]()
-    expected = [each.grad.to("cpu", copy=True) for each in model.parameters()]  # the device has no room for two
+    expected = gradients(model)
     return {name: difference(model, ways[name], expected) for name in ("torchtune", "megabatch")}
-
-
-def difference(model: nn.Module, way: Way, expected: list[Tensor]) -> float:
-    """Norm of the difference over the norm of what is expected, a tensor at a time."""
-    way()
-    apart, whole = 0.0, 0.0
-    for parameter, each in zip(model.parameters(), expected, strict=True):
-        wanted = each.to(parameter.device, torch.float32, copy=True)
-        whole += float(wanted.square().sum(dtype=torch.float64))
-        apart += float(wanted.sub_(parameter.grad).square_().sum(dtype=torch.float64))
-    return (apart / whole) ** 0.5
-
-
-def medians(ways: dict[str, Way], repeats: int) -> dict[str, dict[str, Any]]:
-    """Milliseconds of each way, taken in turns."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for repeat in range(WARMUP + repeats):
-        for name in list(ways)[:: -1 if repeat % 2 else 1]:
-            start = hardware.seconds_now()
-            ways[name]()
-            times[name].append(1000 * (hardware.seconds_now() - start))
-    return {
-        name: {"ms": round(statistics.median(each[WARMUP:]), 3), "repeats_ms": [round(ms, 3) for ms in each[WARMUP:]]}
-        for name, each in times.items()
-    }
 
 
 def measured(size: Size) -> dict[str, Any]:

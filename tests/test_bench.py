@@ -180,6 +180,20 @@ def test_a_wrong_gradient_is_seen():
 
 
 @pytest.mark.slow
+def test_samples_in_one_row_are_timed_beside_padded_ones(tmp_path):
+    done = benchmark("one_row", tmp_path / "found.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert list(found["rows"]) == ["padded, sdpa", "one row, sdpa"]
+    padded, in_row = found["rows"].values()
+    assert padded["padding"] > 0 == in_row["padding"]
+    assert padded["times_padded"] == 1
+    assert found["gradients_differ"]["one row, sdpa"] <= found["tolerance"] <= 1e-5
+    assert found["left_out"]["flex_attention"] == "it has no backward on the CPU"
+    assert "the 1B numbers are not measured here" in found["not_measured"]
+
+
+@pytest.mark.slow
 def test_the_trainer_and_a_loop_by_hand_are_timed(tmp_path):
     done = benchmark("throughput", tmp_path / "found.json", "--repeats", "2")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -227,6 +241,7 @@ def test_arithmetic_per_token():
         ("needless_pass", ("--tokens", "1")),
         ("needless_pass", ("--repeats", "many")),
         ("needless_pass", ("--nothing",)),
+        ("one_row", ("--repeats", "0")),
         ("throughput", ("--updates", "1")),
         ("throughput", ("--micro-rows", "3")),
         ("throughput", ("--repeats", "-1")),

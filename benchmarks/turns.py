@@ -1,0 +1,44 @@
+"""Several ways to one gradient in one process: how far they are apart, and what each takes, in turns."""
+
+import statistics
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import hardware
+
+WARMUP = 2
+TOLERANCES = {torch.bfloat16: 0.05, torch.float32: 1e-5}  # relative; rounding adds up over layers
+Way = Callable[[], None]  # leaves a gradient, or does something to it
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    """On the CPU, as a device may have no room for two."""
+    return [each.grad.to("cpu", copy=True) for each in model.parameters() if each.grad is not None]
+
+
+def difference(model: nn.Module, way: Way, expected: list[Tensor]) -> float:
+    """Norm of the difference of a way's gradient over the norm of what is expected, a tensor at a time."""
+    way()
+    apart, whole = 0.0, 0.0
+    for parameter, each in zip(model.parameters(), expected, strict=True):
+        wanted = each.to(parameter.device, torch.float32, copy=True)
+        whole += float(wanted.square().sum(dtype=torch.float64))
+        apart += float(wanted.sub_(parameter.grad).square_().sum(dtype=torch.float64))
+    return (apart / whole) ** 0.5
+
+
+def medians(ways: Mapping[str, Way], repeats: int) -> dict[str, dict[str, Any]]:
+    """Milliseconds of each way, taken in turns."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for repeat in range(WARMUP + repeats):
+        for name in list(ways)[:: -1 if repeat % 2 else 1]:
+            start = hardware.seconds_now()
+            ways[name]()
+            times[name].append(1000 * (hardware.seconds_now() - start))
+    return {
+        name: {"ms": round(statistics.median(each[WARMUP:]), 3), "repeats_ms": [round(ms, 3) for ms in each[WARMUP:]]}
+        for name, each in times.items()
+    }
