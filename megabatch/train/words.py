@@ -13,6 +13,8 @@ from megabatch.train.optim import decay_steps_of
 from megabatch.train.ranks import Ranks
 from megabatch.train.watch import Watch
 
+ATTENTION_BY_ROWS = ("flash_attention_2", "flex_attention")  # which compute nothing between the samples of a row
+
 
 def plan_text(
     config: Config, laid: Laid, data: Data, ranks: Ranks, plan: Plan, num_updates: NumUpdates, chosen: Sequence[str]
@@ -59,6 +61,10 @@ def notes(config: Config, num_updates: NumUpdates, data: Data) -> list[str]:
         lines.append(f"an epoch has {count(data.epoch_size, 'sample')}, fewer than an update should have")
     if not data.sets:
         lines.append("no sample is held out, and nothing is evaluated (eval.num_samples: at most a tenth of the data)")
+    if config.update.one_row and config.model.attention not in ATTENTION_BY_ROWS:
+        lines.append(
+            "update.one_row takes longer than padding does, unless model.attention is " + " or ".join(ATTENTION_BY_ROWS)
+        )
     return lines
 
 
