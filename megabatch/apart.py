@@ -16,6 +16,7 @@ from megabatch.mesh import DataRanks
 from megabatch.plain import PlainReducer
 from megabatch.rows import OneRow
 from megabatch.run import told_failure
+from megabatch.stepping import StepInBackward
 
 NUM_FIRST, NUM_SECOND = 5, 6  # tokens of the two samples of a trial
 LEAST_SHARE = 1 / 1000  # of what a sample does to the one behind it where nothing keeps them apart
@@ -62,6 +63,11 @@ def watched(model: Any, collate: object, num_microbatches: int) -> Generator[Non
     if not isinstance(collate, OneRow) or not num_microbatches:
         yield
         return
+    if _steps_in_backward(model):
+        raise PlanError(
+            "OneRow is given and an optimizer steps in backward, before it is known that the loss has called the "
+            "model; leave one of them out"
+        )
     is_called = False
 
     def check(model: nn.Module, placed: tuple[Any, ...], named: Mapping[str, Any]) -> None:
@@ -79,6 +85,11 @@ def watched(model: Any, collate: object, num_microbatches: int) -> Generator[Non
             "the loss does not call the model that it is given (a part of it, perhaps), so that nobody sees whether "
             "samples of a row are kept apart; call the model itself, or leave OneRow out"
         )
+
+
+def _steps_in_backward(model: nn.Module) -> bool:
+    hooks = (cast(Any, each)._post_accumulate_grad_hooks or {} for each in model.parameters())
+    return any(isinstance(getattr(hook, "__self__", None), StepInBackward) for each in hooks for hook in each.values())
 
 
 def _check_given(model: nn.Module, placed: tuple[Any, ...], named: Mapping[str, Any]) -> None:

@@ -88,6 +88,12 @@ def of_llama4() -> Any:
     return model_of("llama4_text", **sizes, head_dim=8, pad_token_id=None, bos_token_id=None, eos_token_id=None)
 
 
+def stepping() -> None:
+    gradient = accumulator(model := small())
+    gradient.step_in_backward(torch.optim.AdamW(model.parameters()))
+    gradient.forward_backward([SAMPLE], losses.next_token)
+
+
 class WithoutPositions(nn.Module):
     """Knows its tokens alone."""
 
@@ -194,6 +200,12 @@ FAILURES = {
         "the loss does not call the model that it is given (a part of it, perhaps), so that nobody sees whether "
         "samples of a row are kept apart; call the model itself, or leave OneRow out",
         lambda: run(SAMPLE, loss_fn=loss(weigh=losses.count_targets)(by_parts)),
+    ),
+    "an optimizer that steps in backward, in one row": Failure(
+        PlanError,
+        "OneRow is given and an optimizer steps in backward, before it is known that the loss has called the model; "
+        "leave one of them out",
+        stepping,
     ),
     "a model that goes by places, in one row": Failure(
         PlanError,
