@@ -15,7 +15,7 @@ Writes benchmarks/results/needless_pass_*.json. Ends with status 1 where gradien
 """
 
 import argparse
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,10 +25,11 @@ from torch import Tensor, nn
 
 from benchmarks import hardware, result
 from benchmarks.llama import Shape, llama
-from benchmarks.turns import TOLERANCES, Way, difference, gradients, medians
+from benchmarks.turns import TOLERANCES, Way, difference, gradients, medians, write
 from megabatch import GradientAccumulator, losses
 from megabatch.batch import IGNORED_LABEL
 
+CLAIM = "with one microbatch an update has no pass over the gradients"
 Batch = dict[str, Tensor]
 
 
@@ -152,17 +153,8 @@ def said(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Run, print and write the result beside what it was measured with."""
     name, size, out = asked()
-    torch.set_num_threads(1)
-    claim = "with one microbatch an update has no pass over the gradients"
-    made_with = {**result.made_with(["transformers"]), **hardware.facts(), "threads": 1}
-    found = {"claim": claim, **made_with, "not_measured": hardware.not_measured(name, "8b"), **measured(size)}
-    print(said(found), *[found["not_measured"]] * bool(found["not_measured"]), sep="\n")
-    if out is not None:
-        print(result.write(out, found))
-    if not found["gradients_agree"]:
-        sys.exit("the gradients disagree: the times above are of different updates")
+    write(partial(measured, size), said, out, claim=CLAIM, not_measured=hardware.not_measured(name, "8b"))
 
 
 if __name__ == "__main__":

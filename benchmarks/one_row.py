@@ -11,8 +11,7 @@ Writes benchmarks/results/one_row_*.json. Ends with status 1 where gradients dis
 """
 
 import argparse
-import functools
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,10 +22,11 @@ from transformers.utils import is_flash_attn_2_available
 from benchmarks import hardware, result
 from benchmarks.llama import Shape, llama
 from benchmarks.speed import data
-from benchmarks.turns import TOLERANCES, Way, difference, gradients, medians
+from benchmarks.turns import TOLERANCES, Way, difference, gradients, medians, write
 from megabatch import GradientAccumulator, losses
 from megabatch.rows import OneRow
 
+CLAIM = "attention that takes sequences of several lengths at once needs no padding"
 PADDED = "padded, sdpa"
 ATTENTIONS = ("sdpa", "flex_attention", "flash_attention_2")  # of rows
 
@@ -75,7 +75,7 @@ def ways_of(model: Any, size: Size, samples: list[dict[str, Tensor]]) -> tuple[d
         accumulators[name] = GradientAccumulator(
             model, max_microbatch_tokens=size.max_microbatch_tokens, collate=collate
         )
-        ways[name] = functools.partial(update, model, attention, accumulators[name], samples)
+        ways[name] = partial(update, model, attention, accumulators[name], samples)
     return ways, accumulators
 
 
@@ -141,17 +141,8 @@ def said(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Run, print and write the result beside what it was measured with."""
     name, size, out = asked()
-    torch.set_num_threads(1)
-    claim = "attention that takes sequences of several lengths at once needs no padding"
-    made_with = {**result.made_with(["transformers"]), **hardware.facts(), "threads": 1}
-    found = {"claim": claim, **made_with, "not_measured": hardware.not_measured(name, "1b"), **measured(size)}
-    print(said(found), *[found["not_measured"]] * bool(found["not_measured"]), sep="\n")
-    if out is not None:
-        print(result.write(out, found))
-    if not found["gradients_agree"]:
-        sys.exit("the gradients disagree: the times above are of different updates")
+    write(partial(measured, size), said, out, claim=CLAIM, not_measured=hardware.not_measured(name, "1b"))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""Several ways to one gradient in one process: how far they are apart, and what each takes, in turns."""
+"""Several ways to one gradient in one process: how far they are apart, what each takes, in turns, and the result."""
 
 import statistics
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks import hardware
+from benchmarks import hardware, result
 
 WARMUP = 2
 TOLERANCES = {torch.bfloat16: 0.05, torch.float32: 1e-5}  # relative; rounding adds up over layers
@@ -42,3 +44,18 @@ def medians(ways: Mapping[str, Way], repeats: int) -> dict[str, dict[str, Any]]:
         name: {"ms": round(statistics.median(each[WARMUP:]), 3), "repeats_ms": [round(ms, 3) for ms in each[WARMUP:]]}
         for name, each in times.items()
     }
+
+
+def write(
+    measured: Callable[[], dict[str, Any]], said: Callable[[dict[str, Any]], str], out: Path | None, *, claim: str,
+    not_measured: str | None,
+) -> None:  # fmt: skip
+    """Measure, print, and write it beside what it was measured with; status 1 where gradients disagree."""
+    torch.set_num_threads(1)
+    made_with = {**result.made_with(["transformers"]), **hardware.facts(), "threads": 1}
+    found = {"claim": claim, **made_with, "not_measured": not_measured, **measured()}
+    print(said(found), *[not_measured] * bool(not_measured), sep="\n")
+    if out is not None:
+        print(result.write(out, found))
+    if not found["gradients_agree"]:
+        sys.exit("the gradients disagree: the times above are of different updates")

@@ -211,12 +211,17 @@ def pad_right(samples: list[Mapping[str, Any]]) -> dict[str, Tensor]:
     Returns ``{name: [B, longest, ...]}``, or ``[B]`` for scalars. Raises `PlanError` where the samples' keys or
     their other dims differ.
     """
+    check_keys(samples)
+    return {name: _stack(name, [tensor_of(name, sample[name]) for sample in samples]) for name in samples[0]}
+
+
+def check_keys(samples: Sequence[Mapping[str, Any]]) -> None:
+    """Raise `PlanError` where samples are no mappings of the same names."""
     for sample in samples:
         if fields_of(sample).keys() != samples[0].keys():
             raise PlanError(
                 f"samples of one batch have the keys {list(samples[0])} and {list(sample)}; give all the same"
             )
-    return {name: _stack(name, [tensor_of(name, sample[name]) for sample in samples]) for name in samples[0]}
 
 
 def fields_of(sample: Any) -> Mapping[str, Any]:

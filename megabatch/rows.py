@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch.batch import IGNORED_LABEL, Samples, fields_of, tensor_of
+from megabatch.batch import IGNORED_LABEL, Samples, check_keys, tensor_of
 from megabatch.contract import WEIGHT_TOLERANCE, Weigh, counted_weights
 from megabatch.errors import LossContractError, PlanError
 
@@ -36,6 +36,7 @@ class OneRow:
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """The samples one after another. Raises `PlanError` for what cannot lie in a row."""
+        check_keys(samples)
         rows = [_row(sample) for sample in samples]
         for row in rows:
             _check_alike(row, rows[0])
@@ -57,7 +58,7 @@ def check_weights(samples: Samples, rows: Sequence[int], weigh: Weigh) -> None:
 
 def _row(sample: Mapping[str, Any]) -> dict[str, Tensor]:
     """One sample's part of the row, each tensor along its tokens."""
-    row = {name: tensor_of(name, value) for name, value in fields_of(sample).items()}
+    row = {name: tensor_of(name, value) for name, value in sample.items()}
     ids = row.get("input_ids")
     if ids is None or ids.ndim != 1:
         raise PlanError("a sample has no input_ids [T], along which samples lie in one row; leave OneRow out")
@@ -87,8 +88,6 @@ def _row(sample: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def _check_alike(row: Mapping[str, Tensor], first: Mapping[str, Tensor]) -> None:
     """Raise `PlanError` where samples differ in more than their length."""
-    if row.keys() != first.keys():
-        raise PlanError(f"samples of one batch have the keys {list(first)} and {list(row)}; give all the same")
     for name, value in row.items():
         if (value.dtype, value.shape[1:]) != (first[name].dtype, first[name].shape[1:]):
             kinds = [f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}" for each in (first[name], value)]

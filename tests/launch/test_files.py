@@ -60,7 +60,7 @@ def test_shellcheck_has_nothing_against_it(name: str) -> None:
 def test_slurm_knows_every_option(tmp_path: Path) -> None:
     """sbatch's own list of options; where there is a controller, `sbatch --test-only launch/slurm.sbatch` says more."""
     if shutil.which("sbatch") is None:
-        pytest.skip("sbatch is not installed here; apt-get install slurm-client")
+        pytest.skip("sbatch is a program of the system, which pip does not install: apt-get install slurm-client")
     (tmp_path / "slurm.conf").write_text("ClusterName=none\nSlurmctldHost=localhost\nNodeName=localhost\n")
     environ = os.environ | {"SLURM_CONF": str(tmp_path / "slurm.conf")}  # without which sbatch does not even help
     told = subprocess.run(["sbatch", "--help"], env=environ, capture_output=True, text=True, check=True).stdout

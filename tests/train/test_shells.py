@@ -68,7 +68,7 @@ def folder(tmp_path: Path) -> Path:
 def completed(shell: str, line: str, folder: Path) -> set[str]:
     """What the shell offers; of a word with an equals sign the value."""
     if shutil.which(shell) is None:
-        pytest.skip(f"{shell} is not installed here; apt-get install {shell}")
+        pytest.skip(f"{shell} is a program of the system, which pip does not install: apt-get install {shell}")
     (folder / "script").write_text(script_for([shell]))
     environ = {"LINE": line, "PATH": os.environ["PATH"], "HOME": str(folder), "LANG": "C.UTF-8"}
     done = subprocess.run(

@@ -114,8 +114,7 @@ FAILURES = {
     ),
     "keys that differ, in one row": Failure(
         PlanError,
-        "samples of one batch have the keys ['input_ids', 'position_ids', 'shift_labels'] and ['input_ids', "
-        "'position_ids']; give all the same",
+        "samples of one batch have the keys ['input_ids', 'labels'] and ['input_ids']; give all the same",
         lambda: run({"input_ids": THREE, "labels": THREE}, {"input_ids": THREE}),
     ),
     "a label of a whole sample, in one row": Failure(
