@@ -124,7 +124,7 @@ class Recovery:
     def _part(self, turn: Turn, rows: Rows) -> Turn:
         try:
             microbatch, counted, weighed = self._share.part(rows, self._weigh)
-            microbatch = to_device(microbatch, self._reducer.device)
+            microbatch = self._share.samples.owned(microbatch, to_device(microbatch, self._reducer.device))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
