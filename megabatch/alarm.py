@@ -7,6 +7,7 @@ with it, for which nobody waits long.
 
 import contextlib
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -19,7 +20,13 @@ from torch._C._distributed_c10d import Store
 from megabatch.errors import Bound, MegabatchError, Shortage, in_one_line
 from megabatch.mesh import DataRanks, groups_of_process
 
-ON_THE_CPU = "DefaultCPUAllocator: can't allocate memory"
+NO_MEMORY = re.compile(  # where the type of an error does not say it
+    r"DefaultCPUAllocator: can't allocate memory|MPS backend out of memory"
+    r"|(CUDA|HIP|XPU)( driver)? error: out of memory|Triton Error \[\w+\]: out of memory"
+    r"|\b(CU|HIP)\w+_STATUS_ALLOC_FAILED|CUDNN_STATUS_INTERNAL_ERROR_(DEVICE|HOST)_ALLOCATION_FAILED"
+    r"|miopenStatusAllocFailed|(cuda|hip) failure:? ?\d* ?'out of memory'",  # the last of NCCL and RCCL
+    re.IGNORECASE,
+)
 NUMBER, TOLD, HEARD = "megabatch: alarms", "megabatch: out of memory", "megabatch: heard"  # keys of the store
 STORE_FAILS = (RuntimeError, ValueError)  # it went away with the rank that held it, or with the process group
 SECONDS_TO_LOOK = 0.5  # from one look into the store to the next
@@ -164,7 +171,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     Torch's schedules of pipelines wrap what they meet.
     """
     first = _first_cause(error)
-    return isinstance(error, RuntimeError) and (isinstance(first, torch.OutOfMemoryError) or ON_THE_CPU in str(first))
+    if not isinstance(error, RuntimeError):
+        return False
+    if isinstance(first, torch.AcceleratorError):
+        return "out of memory" in str(first)
+    return isinstance(first, torch.OutOfMemoryError) or NO_MEMORY.search(str(first)) is not None
+
+
+def is_of_backend(error: BaseException) -> bool:
+    """Whether it comes of a message between ranks, which may have been half sent."""
+    return isinstance(_first_cause(error), dist.DistBackendError)
 
 
 def _first_cause(error: BaseException) -> BaseException:
