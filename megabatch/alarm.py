@@ -1,4 +1,6 @@
-"""A rank that runs out of memory where others wait for it tells them, and all leave with its words.
+"""A rank that cannot go on where others wait for it tells them, and all leave with its words.
+
+Memory ran out, or DDP waits for a gradient that never comes.
 
 A collective that one rank has left half-way cannot be called back, so the update is lost and the processes with it. The
 others hear of it from the store by which they found each other. Its host may be gone or frozen, so only threads speak
@@ -7,6 +9,7 @@ with it, for which nobody waits long.
 
 import contextlib
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -19,8 +22,14 @@ from torch._C._distributed_c10d import Store
 from megabatch.errors import Bound, MegabatchError, Shortage, in_one_line
 from megabatch.mesh import DataRanks, groups_of_process
 
-ON_THE_CPU = "DefaultCPUAllocator: can't allocate memory"
-NUMBER, TOLD, HEARD = "megabatch: alarms", "megabatch: out of memory", "megabatch: heard"  # keys of the store
+NO_MEMORY = re.compile(  # where the type of an error does not say it
+    r"DefaultCPUAllocator: can't allocate memory|MPS backend out of memory"
+    r"|(CUDA|HIP|XPU)( driver)? error: out of memory|Triton Error \[\w+\]: out of memory"
+    r"|\b(CU|HIP)\w+_STATUS_ALLOC_FAILED|CUDNN_STATUS_INTERNAL_ERROR_(DEVICE|HOST)_ALLOCATION_FAILED"
+    r"|miopenStatusAllocFailed|(cuda|hip) failure:? ?\d* ?'out of memory'",  # the last of NCCL and RCCL
+    re.IGNORECASE,
+)
+NUMBER, TOLD, HEARD = "megabatch: alarms", "megabatch: told", "megabatch: heard"  # keys of the store
 STORE_FAILS = (RuntimeError, ValueError)  # it went away with the rank that held it, or with the process group
 SECONDS_TO_LOOK = 0.5  # from one look into the store to the next
 SECONDS_TO_ANSWER = 1.0  # which the store has
@@ -78,9 +87,10 @@ class Alarm:
         """Why this rank cannot go on, told to the others where it is the first to know."""
         if is_out_of_memory(error):
             error = self._shortage(error)
-        if isinstance(error, MegabatchError) and error.shortage is not None:
+        if isinstance(error, MegabatchError) and (error.shortage is not None or error.strands_others):
             if self._heard is None:
-                told = json.dumps([str(error), error.shortage])
+                who = "" if error.shortage else f"{whoever_runs(self._ranks.num_all)}: "
+                told = json.dumps([f"{who}{error}", error.shortage])
                 self._in_a_thread(lambda: self._tell(told), SECONDS_TO_HEAR + SECONDS_TO_ANSWER)
                 _abort()  # nothing of this process keeps the others then
             return error
@@ -124,12 +134,14 @@ class Alarm:
             store.add(self._key(HEARD), 1)
 
     def _leaving(self, told: str) -> MegabatchError:
-        """The words of the rank that ran out of memory, as an error. Collectives that wait on a device are broken."""
+        """The words of the rank that cannot go on, as an error. Collectives that wait on a device are broken."""
         if self._device.type != "cpu":
             _abort()
-        text, (rank, samples, bound) = json.loads(told)
+        text, shortage = json.loads(told)
         heard = MegabatchError(text)
-        heard.shortage = Shortage(rank, tuple(samples), None if bound is None else Bound(*bound))
+        if shortage is not None:
+            rank, samples, bound = shortage
+            heard.shortage = Shortage(rank, tuple(samples), None if bound is None else Bound(*bound))
         return heard
 
     def _in_a_thread(self, work: Callable[[], None], seconds: float) -> None:
@@ -164,7 +176,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     Torch's schedules of pipelines wrap what they meet.
     """
     first = _first_cause(error)
-    return isinstance(error, RuntimeError) and (isinstance(first, torch.OutOfMemoryError) or ON_THE_CPU in str(first))
+    if not isinstance(error, RuntimeError):
+        return False
+    if isinstance(first, torch.AcceleratorError):
+        return "out of memory" in str(first)
+    return isinstance(first, torch.OutOfMemoryError) or NO_MEMORY.search(str(first)) is not None
+
+
+def is_of_backend(error: BaseException) -> bool:
+    """Whether it comes of a message between ranks, which may have been half sent."""
+    return isinstance(_first_cause(error), dist.DistBackendError)
 
 
 def _first_cause(error: BaseException) -> BaseException:

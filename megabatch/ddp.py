@@ -64,7 +64,8 @@ class DDPReducer(PlainReducer):
             )
 
     def _note_forward(self, *_: object) -> None:
-        self._went_through_ddp = self._is_preparing = True
+        self._is_preparing = True
+        self._went_through_ddp |= torch.is_grad_enabled()  # without, DDP prepares no reduction
 
     def _note_inside(self, *_: object) -> None:
         self._is_preparing = False
@@ -102,23 +103,33 @@ class DDPReducer(PlainReducer):
         if self._is_local:
             return
         if not self._went_through_ddp:
-            raise MegabatchError(
-                "the loss did not call the DDP model, so no gradient was reduced; call the model that it is given, "
-                "not model.module"
+            raise _stranding(
+                MegabatchError(
+                    "the loss did not call the DDP model with gradients on, so no gradient was reduced; call the "
+                    "model that it is given, not model.module"
+                )
             )
         # A bucket with a parameter that the last microbatch did not use is never reduced, without any error.
         try:
             self._ddp._check_reducer_finalized()  # pyright: ignore[reportPrivateUsage]
         except RuntimeError:
-            raise MegabatchError(
-                "DDP left gradients unreduced: a parameter that requires a gradient was not used in the last "
-                "microbatch; wrap with DistributedDataParallel(..., find_unused_parameters=True)"
+            raise _stranding(
+                MegabatchError(
+                    "DDP left gradients unreduced: a parameter that requires a gradient was not used in the last "
+                    "microbatch; wrap with DistributedDataParallel(..., find_unused_parameters=True)"
+                )
             ) from None
 
     def finish_update(self) -> None:
         """DDP has reduced, unless gradients are wider than its buckets."""
         if self._is_local:
             super().finish_update()
+
+
+def _stranding(error: MegabatchError) -> MegabatchError:
+    """An error of this rank, for whose buckets the others may wait."""
+    error.strands_others = True
+    return error
 
 
 def _noting(method: Callable[..., None]) -> Callable[..., None]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megabatch import gradient
-from megabatch.alarm import is_out_of_memory, rank_of_process, whoever_runs
+from megabatch.alarm import is_of_backend, is_out_of_memory, rank_of_process, whoever_runs
 from megabatch.contract import WEIGHT_TOLERANCE, LossFunction, Term, differentiable, takes_divisor, weigh_of
 from megabatch.cut import halves
 from megabatch.errors import MegabatchError, Shortage, in_one_line
@@ -135,7 +135,8 @@ class Recovery:
         """Raise where a microbatch that did not fit cannot run in parts."""
         ranks, why = self._reducer.ranks, None
         now = self._num_collectives()
-        if ranks.num_all > 1 and (not self._reducer.runs_alone or now is None or now != before.num_collectives):
+        sent = now is None or now != before.num_collectives or is_of_backend(error)
+        if ranks.num_all > 1 and (sent or not self._reducer.runs_alone):
             why = f"in which ranks wait for each other, {AGAIN}"
         elif not self._reducer.runs_alone:
             why = f"in which {self._reducer.wrapper} reduces, {AGAIN}"

@@ -1,4 +1,4 @@
-"""Processes of which one runs out of memory where the others wait for it, and what each of them says when it ends."""
+"""Processes of which one cannot go on where the others wait for it, and what each of them says when it ends."""
 
 import json
 import os
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import GradientAccumulator
 from megabatch.pipeline import Pipeline
@@ -39,6 +40,9 @@ class Job:
         if self.wrapper == "pp":
             self._pipelined(when)
             return
+        if self.wrapper in ("unused", "passed-by"):
+            self._unreduced()
+            return
         wrapper = "plain" if self.wrapper.startswith("messages") else self.wrapper
         values = ("bits", wrapper, str(self.world), self.sync, "C1", "list", "weigh", "two-samples")
         this = SpikedRun(Cell.parse(":".join((*values, "forward_backward", "no-clip"))))
@@ -49,6 +53,22 @@ class Job:
         bound = {"micro_batch_size": self.size} if self.size else {}  # none: it is chosen by measuring
         gradient = GradientAccumulator(this.model, mesh=this.mesh, sync=self.sync, **bound)
         gradient.forward_backward(this.batch(this.updates()[0][0]), this.loss_fn())
+        gradient.finalize()
+
+    def _unreduced(self) -> None:
+        """DDP waits for a gradient that the last microbatch of one rank does not give."""
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]), bucket_cap_mb=1e-5)
+        model.module.forward = lambda x, both: model.module[0](x) + (model.module[1](x) if both else 0.0)
+        is_culprit, numbers = dist.get_rank() == self.culprit, iter(range(4))
+
+        def loss_fn(given: nn.Module, microbatch: Any) -> Any:
+            at_fault = is_culprit and next(numbers) == 3
+            called = given.module if at_fault and self.wrapper == "passed-by" else given
+            return called(microbatch["x"], not at_fault).sum(), len(microbatch["x"])
+
+        gradient = GradientAccumulator(model, micro_batch_size=1, sync=self.sync)
+        gradient.forward_backward({"x": torch.ones(4, 3)}, loss_fn)
         gradient.finalize()
 
     def _pipelined(self, when: Any) -> None:

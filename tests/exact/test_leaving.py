@@ -1,4 +1,4 @@
-"""Memory runs out where ranks wait for each other: all end by themselves, and all name the one that it was."""
+"""A rank cannot go on where the others wait for it: all end by themselves, and all name the one that it was."""
 
 import json
 import os
@@ -9,15 +9,24 @@ from pathlib import Path
 import pytest
 
 from tests.unit.failures.memory import LEAVING
+from tests.unit.failures.two_ranks import UNUSED
+from tests.unit.failures.wrappers import DDP_PASSED_BY
 
 pytestmark = pytest.mark.slow
+UNREDUCED = {  # what DDP waits for, by the job of `tests.exact.leaving`
+    "unused:2:last:1:backward:3:0": UNUSED,
+    "unused:2:every:1:backward:3:1": UNUSED,
+    "unused:3:last:1:backward:3:2": UNUSED,
+    "unused:3:last:1:backward:3:0": UNUSED,
+    "passed-by:3:last:1:backward:3:1": DDP_PASSED_BY,
+}
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("leaving")
-    (folder / "jobs.json").write_text(json.dumps(list(LEAVING)))
+    (folder / "jobs.json").write_text(json.dumps([*LEAVING, *UNREDUCED]))
     quiet = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "FATAL"}
     command = [sys.executable, "-m", "tests.exact.leaving", str(folder)]
     ran = subprocess.run(command, env=os.environ | quiet, cwd=ROOT, capture_output=True, text=True, timeout=600)
@@ -31,3 +40,13 @@ def test_all_leave_and_name_the_one(results, job: str) -> None:
     assert ended, "a process was still there"
     assert [each[:2] for each in told] == [["MegabatchError", LEAVING[job]]] * len(told)
     assert all(each[2] == told[0][2] is not None for each in told), "what to start again with"
+
+
+@pytest.mark.parametrize("job", UNREDUCED)
+def test_what_one_rank_left_unreduced_is_said_on_all(results, job: str) -> None:
+    ended, told = results[job]["ended"], results[job]["told"]
+    assert ended, "a process was still there"
+    world, culprit = int(job.split(":")[1]), int(job.split(":")[-1])
+    heard = f"rank {culprit} of {world}: {UNREDUCED[job]}"
+    expected = [UNREDUCED[job] if rank == culprit else heard for rank in range(world)]
+    assert told == [["MegabatchError", text, None] for text in expected]

@@ -34,6 +34,10 @@ KEEPS_A_STATE = (
     "DDP has the communication hook 'powerSGD_hook', which keeps a state, so what it does to one update may depend on "
     "others; leave the hook out, or give one without state that averages"
 )
+DDP_PASSED_BY = (
+    "the loss did not call the DDP model with gradients on, so no gradient was reduced; call the model that it is "
+    "given, not model.module"
+)
 UNSHARDED = (
     "parameter '{}' is not sharded, so FSDP2 would leave its gradient unreduced; call fully_shard on the root too, "
     "and reshard() after an evaluation"
@@ -157,9 +161,18 @@ def joined() -> None:
         gradient.forward_backward(SAMPLES, squares)
 
 
-def ddp_passed_by() -> None:
-    gradient = accumulator(DistributedDataParallel(linear()))
-    gradient.forward_backward(SAMPLES, lambda model, microbatch: squares(model.module, microbatch))
+def ddp_passed_by(num_models: int = 1, *, teacher: bool = False) -> None:
+    """The gradient goes past the last model's wrapper; a teacher's forward without gradients goes through it."""
+    models = [DistributedDataParallel(linear()) for _ in range(num_models)]
+
+    def loss_fn(_: Any, microbatch: Any) -> Any:
+        if teacher:
+            with torch.no_grad():
+                models[-1](microbatch["x"])
+        called = [*models[:-1], models[-1].module]
+        return sum(squares(each, microbatch)[0] for each in called), len(microbatch["x"])
+
+    accumulator(models if num_models > 1 else models[0]).forward_backward(SAMPLES, loss_fn)
 
 
 def reduced_in_bfloat16() -> nn.Module:
@@ -238,9 +251,12 @@ FAILURES = {
     ),
     "DDP passed by": Failure(
         MegabatchError,
-        "the loss did not call the DDP model, so no gradient was reduced; call the model that it is given, "
-        "not model.module",
+        DDP_PASSED_BY,
         ddp_passed_by,
+    ),
+    "DDP passed by, a teacher through it": Failure(MegabatchError, DDP_PASSED_BY, lambda: ddp_passed_by(teacher=True)),
+    "DDP passed by, two models": Failure(
+        MegabatchError, DDP_PASSED_BY, lambda: ddp_passed_by(num_models=2, teacher=True)
     ),
     "unfrozen later": Failure(PlanError, CHANGED, lambda: unfrozen_later(lambda model: model)),
     "unfrozen later, FSDP2": Failure(
