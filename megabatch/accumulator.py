@@ -20,6 +20,7 @@ from megabatch.errors import Bound, MegabatchError, check_positive
 from megabatch.fit import Fit, fit_or_bound
 from megabatch.precision import Wide
 from megabatch.probe import Prober
+from megabatch.rank_agreement import check_rank_agreement
 from megabatch.run import Agreement, Turn, agree, turns, with_stand_ins
 from megabatch.share import Cutter, Share
 from megabatch.stepping import StepInBackward
@@ -78,6 +79,7 @@ class GradientAccumulator:
         self._reducer.accumulate_in(self._wide)
         self.ranks = ranks = self._reducer.ranks  # those that work on an update
         choice = choose_policy(self._reducer, sync)
+        check_rank_agreement(self._reducer, choice[0], accumulate_dtype)
         if fuse_accumulation:
             self._reducer.fuse(choice[0])
         self._cutter = Cutter(*bounds, collate, length, choice, ranks, self._reducer.one_shape, cost, fit)

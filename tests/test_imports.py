@@ -17,7 +17,7 @@ MAX_LINES_OF = {"accumulator.py": 252}  # the heart
 LIBRARY = [  # a module imports only modules above it
     "errors", "partition", "cost", "cut", "fit", "leaves", "batch", "contract", "masks", "vocabulary", "losses", "rng",
     "rows", "context", "mesh", "alarm", "foreign", "hooks", "fusing", "precision", "wrapped", "plain", "ddp", "fsdp1",
-    "fsdp2", "several", "shapes", "schedules", "stages", "sync", "gradient",
+    "fsdp2", "rank_agreement", "several", "shapes", "schedules", "stages", "sync", "gradient",
     "sampler", "memory", "share", "run", "stepping", "update", "pause", "kept", "copies", "probe", "taken", "recovery",
     "representations", "joint", "pipeline",
     "simulate.devices", "simulate.allocator", "simulate.traffic", "simulate.roofline", "simulate.record",
