@@ -18,7 +18,7 @@ LIBRARY = [  # a module imports only modules above it
     "errors", "partition", "cost", "cut", "fit", "leaves", "batch", "contract", "masks", "vocabulary", "losses", "rng",
     "rows", "context", "mesh", "alarm", "foreign", "hooks", "fusing", "precision", "wrapped", "plain", "ddp", "fsdp1",
     "fsdp2", "rank_agreement", "several", "shapes", "schedules", "stages", "sync", "gradient",
-    "sampler", "memory", "share", "run", "stepping", "update", "pause", "kept", "copies", "probe", "taken", "recovery",
+    "sampler", "memory", "share", "run", "optimizer_trial", "stepping", "update", "pause", "kept", "copies", "probe", "taken", "recovery",
     "representations", "joint", "pipeline",
     "simulate.devices", "simulate.allocator", "simulate.traffic", "simulate.roofline", "simulate.record",
     "simulate.ledger", "simulate.shards", "simulate.replica", "simulate.fake", "simulate.simulated", "simulate.world",
