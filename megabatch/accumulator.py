@@ -24,6 +24,7 @@ from megabatch.ownership import Ownership, Receipt, identity_of
 from megabatch.padding import Padding
 from megabatch.precision import Wide
 from megabatch.probe import Prober
+from megabatch.rank_agreement import check_rank_agreement
 from megabatch.run import Agreement, Turn, agree, turns, with_stand_ins
 from megabatch.share import Cutter, Share
 from megabatch.stepping import StepInBackward
@@ -86,6 +87,7 @@ class GradientAccumulator:
         self._reducer.accumulate_in(self._wide)
         self.ranks = ranks = self._reducer.ranks  # those that work on an update
         choice = choose_policy(self._reducer, sync)
+        check_rank_agreement(self._reducer, choice[0], accumulate_dtype)
         if fuse_accumulation:
             self._reducer.fuse(choice[0])
         pad = Padding(self._reducer.models, padding, names_collate=collate is not None)

@@ -115,7 +115,8 @@ def scale(parameters: Sequence[nn.Parameter], factor: float | Tensor) -> None:
     for group in _groups(parameters):
         own = factor
         if isinstance(factor, Tensor):  # foreach takes a scalar of its own precision; float64 is for float64 alone
-            own = factor.to(group[0].device, torch.float64 if group[0].dtype == torch.float64 else torch.float32)
+            is_double = group[0].dtype in (torch.float64, torch.complex128)
+            own = factor.to(group[0].device, torch.float64 if is_double else torch.float32)
         torch._foreach_mul_(group, own)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
@@ -124,9 +125,9 @@ def total_norm(parameters: Sequence[nn.Parameter], groups: Sequence[dist.Process
 
     ``groups`` are of ranks that hold further parts of the gradient, which no DTensor tells of.
     """
-    norms = [_full(torch.nn.utils.get_total_norm(group)) for group in _groups(parameters)]
+    norms = [_full(torch.nn.utils.get_total_norm(list(map(_values, group)))) for group in _groups(parameters)]
     if not norms and not groups:
-        return torch.zeros(())
+        return torch.zeros((), device=parameters[0].device)
     if not norms:
         norms = [torch.zeros((), dtype=parameters[0].dtype, device=parameters[0].device)]
     if len(norms) == 1 and not groups:
@@ -169,6 +170,11 @@ def _groups(parameters: Sequence[nn.Parameter]) -> list[list[Tensor]]:
             mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
             groups.setdefault((mesh, gradient.device, gradient.dtype), []).append(gradient)
     return list(groups.values())
+
+
+def _values(gradient: Tensor) -> Tensor:
+    """What is not zero in a sparse gradient, each element once; a dense one as it is."""
+    return gradient.coalesce().values() if gradient.layout == torch.sparse_coo else gradient
 
 
 def _full(norm: Tensor) -> Tensor:

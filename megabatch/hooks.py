@@ -125,9 +125,9 @@ def _gradients(trial: int, rank: int, num_ranks: int) -> list[Tensor]:
     own = torch.Generator().manual_seed(1 + trial + NUM_TRIALS * rank)
     made: list[Tensor] = []
     for shape in SHAPES:
-        first = torch.randint(num_ranks, shape, generator=shared)
-        sign = torch.randint(2, shape, generator=shared) * 2 - 1
-        size = torch.empty(shape, dtype=torch.float64).uniform_(*SPREAD, generator=own).exp2()
+        first = torch.randint(num_ranks, shape, generator=shared, device="cpu")
+        sign = torch.randint(2, shape, generator=shared, device="cpu") * 2 - 1
+        size = torch.empty(shape, dtype=torch.float64, device="cpu").uniform_(*SPREAD, generator=own).exp2()
         made.append(torch.where((rank - first) % num_ranks < 2, sign * size, 0.0))
     return made
 

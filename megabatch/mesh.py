@@ -105,7 +105,7 @@ class DataRanks:
         """Everyone's numbers, by a message between hosts: a row per rank."""
         if not self._cpu_groups:
             return [list(numbers)]
-        return _gather(torch.tensor([list(numbers)], dtype=torch.float64), self._cpu_groups).tolist()
+        return _gather(torch.tensor([list(numbers)], dtype=torch.float64, device="cpu"), self._cpu_groups).tolist()
 
     def exchange_objects(self, value: Any) -> list[Any]:
         """Everyone's object, in the same order as the rows of `exchange`."""

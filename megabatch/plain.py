@@ -19,6 +19,7 @@ from megabatch.mesh import DataRanks
 from megabatch.precision import Wide, refuse_float16
 
 Choice = tuple[str, str]  # a policy, "last", "every" or "replica_last", and why
+NO_GRADIENT, DENSE = range(2)  # layouts of a gradient
 CHANGED = (
     "parameters were frozen, unfrozen, added or replaced since the GradientAccumulator was made; make a new one "
     "(and wrap the model anew) after such a change"
@@ -117,7 +118,7 @@ class PlainReducer:
     def finish_update(self) -> None:
         """After the last call: gradients are summed over ranks from here on."""
         with torch.no_grad():
-            self._give_zeros_where_others_have_a_gradient()
+            self._agree_on_layouts()
             gradients = [each.grad for each in map(_replicated, self.parameters) if each.grad is not None]
             for group in self.ranks.groups:
                 works = [dist.all_reduce(local(gradient), group=group, async_op=True) for gradient in gradients]
@@ -127,13 +128,18 @@ class PlainReducer:
     def discard(self) -> None:
         """Drop what an update that failed half-way has left, outside of ``p.grad``."""
 
-    def _give_zeros_where_others_have_a_gradient(self) -> None:
+    def _agree_on_layouts(self) -> None:
+        """Let ranks sum gradients of one layout: zeros where only others have one, dense where layouts differ."""
         if self.ranks.num_weighing == 1:
             return
-        has_gradient = self.ranks.exchange([parameter.grad is not None for parameter in self.parameters])
-        for parameter, *flags in zip(self.parameters, *has_gradient, strict=True):
-            if parameter.grad is None and any(flags):
-                parameter.grad = torch.zeros_like(parameter, dtype=self._wide.dtype_of(parameter))
+        layouts = self.ranks.exchange([_layout(parameter.grad) for parameter in self.parameters])
+        for parameter, *seen in zip(self.parameters, *layouts, strict=True):
+            found = {int(layout) for layout in seen} - {NO_GRADIENT}
+            sparse_dims = max(found) - DENSE if len(found) == 1 else 0
+            if found and parameter.grad is None:
+                parameter.grad = _zeros_of(parameter, sparse_dims, self._wide.dtype_of(parameter))
+            elif parameter.grad is not None and parameter.grad.layout != torch.strided and not sparse_dims:
+                parameter.grad = parameter.grad.to_dense()
 
     def _refuse_replica_last(self, policy: str) -> None:
         if policy == "replica_last":
@@ -164,6 +170,24 @@ def _name_of(hook: object) -> str:
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, on the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _layout(gradient: Tensor | None) -> int:
+    """`NO_GRADIENT`, `DENSE`, or for a sparse one (COO) that many more as it has sparse dimensions."""
+    if gradient is None:
+        return NO_GRADIENT
+    return DENSE + (gradient.sparse_dim() if gradient.layout == torch.sparse_coo else 0)
+
+
+def _zeros_of(parameter: nn.Parameter, sparse_dims: int, dtype: torch.dtype) -> Tensor:
+    """Zeros for a gradient, dense, or sparse in the first ``sparse_dims`` dimensions."""
+    if not sparse_dims:
+        return torch.zeros_like(parameter, dtype=dtype)
+    index = torch.empty(sparse_dims, 0, dtype=torch.int64, device=parameter.device)
+    values = torch.empty(0, *parameter.shape[sparse_dims:], dtype=dtype, device=parameter.device)
+    return torch.sparse_coo_tensor(
+        index, values, parameter.shape, device=parameter.device, check_invariants=True, is_coalesced=True
+    )
 
 
 def _replicated(parameter: nn.Parameter) -> nn.Parameter:

@@ -112,7 +112,9 @@ def in_order(tensor: Tensor, order: list[int]) -> Tensor:
     """The rows of a tensor in another order, in memory of their own."""
     if order == list(range(len(order))):
         return tensor.clone()
-    index = torch.tensor(order, pin_memory=tensor.device.type == "cuda")  # a copy from there does not wait
+    index = torch.tensor(
+        order, device="cpu", pin_memory=tensor.device.type == "cuda"
+    )  # a copy from there does not wait
     return tensor.index_select(0, index.to(tensor.device, non_blocking=True))
 
 

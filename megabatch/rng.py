@@ -52,4 +52,4 @@ def _which(device: torch.device) -> tuple[torch.device, ...]:
 
 
 def _known(state: Tensor | None) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8) if state is None else state
+    return torch.empty(0, dtype=torch.uint8, device="cpu") if state is None else state

@@ -240,7 +240,11 @@ def _keep_unsharded(stage: nn.Module) -> None:
 def nothing_of(output: Any) -> Tensor:
     """Zero, with a graph that goes back through all of an output."""
     found = [each for each in pytree.tree_leaves(output) if isinstance(each, Tensor) and each.requires_grad]
-    return torch.stack([each.sum() * 0.0 for each in found]).sum() if found else torch.zeros((), requires_grad=True)
+    return (
+        torch.stack([each.sum() * 0.0 for each in found]).sum()
+        if found
+        else torch.zeros((), requires_grad=True, device="cpu")
+    )
 
 
 class PipelineReducer(SeveralReducer):

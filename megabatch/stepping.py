@@ -13,10 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from megabatch.errors import MegabatchError, PlanError, in_one_line
 from megabatch.fsdp2 import FSDP2Reducer
+from megabatch.optimizer_trial import LEAVE_OUT, check_optimizer, check_step_hooks, step_alone
 from megabatch.plain import PlainReducer
 from megabatch.run import Agreement
-
-LEAVE_OUT = "or leave step_in_backward() out"
 
 
 class StepInBackward:
@@ -30,16 +29,17 @@ class StepInBackward:
     checkpoint. An update without weight, or one whose loss raises, moves nothing.
 
     Args:
-        optimizer: Any that looks at one parameter at a time and keeps its state by parameter.
+        optimizer: Any that looks at one parameter at a time and keeps its state by parameter; a copy of it is tried.
         reducer: Of a plain model on one rank, or of FSDP2, HSDP or the replicate built on FSDP2.
 
-    Raises `PlanError` for another wrapper or an optimizer that looks at several parameters at once.
+    Raises `PlanError` for another wrapper, an optimizer that looks at several parameters at once or counts its steps by
+    itself, and one with step hooks.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, reducer: PlainReducer) -> None:
         _check_reducer(reducer)
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise PlanError(f"LBFGS looks at all parameters at once, not at one in its turn; take another, {LEAVE_OUT}")
+        check_step_hooks(optimizer)
+        check_optimizer(optimizer)
         self._optimizer = optimizer
         self._parameters = reducer.parameters
         self._groups: dict[int, dict[str, Any]] = {}  # the optimizer's, by id of the parameter
@@ -63,6 +63,7 @@ class StepInBackward:
                 "the loss has no weigh, and an optimizer that steps in backward cannot wait for the weight; count it "
                 f"with @megabatch.loss(weigh=...), {LEAVE_OUT}"
             )
+        check_step_hooks(self._optimizer)
         self._last, self._has_weight = agreement.num_microbatches - 1, any(agreement.weights.values())
         self._groups = {id(each): group for group in self._optimizer.param_groups for each in group["params"]}
 
@@ -116,20 +117,8 @@ class StepInBackward:
             return
         parameter.grad = gradient.to(parameter.dtype)
         del gradient
-        alone = group | {"params": [parameter]}
-        before = _marks(alone)
-        groups, self._optimizer.param_groups = self._optimizer.param_groups, [alone]
-        try:
-            self._optimizer.step()
-        finally:
-            self._optimizer.param_groups = groups
-        parameter.grad = None
         self._num_stepped += 1
-        if _marks(alone) != before:
-            raise PlanError(
-                f"{type(self._optimizer).__name__} writes to its parameter groups in a step, so that it cannot step "
-                f"parameter by parameter; take another optimizer, {LEAVE_OUT}"
-            )
+        step_alone(self._optimizer, group, parameter)
 
     def _failure(self, error: Exception) -> Exception:
         if not self._num_stepped:
@@ -138,11 +127,6 @@ class StepInBackward:
             f"the last backward failed after the optimizer had stepped {self._num_stepped} of {len(self._parameters)} "
             f"parameters, so the model is between two updates; go back to a checkpoint ({in_one_line(error)})"
         )
-
-
-def _marks(group: dict[str, Any]) -> dict[str, object]:
-    """What changes where something is written to a parameter group."""
-    return {name: (id(value), value._version if isinstance(value, Tensor) else None) for name, value in group.items()}
 
 
 def _check_reducer(reducer: PlainReducer) -> None:

@@ -15,12 +15,12 @@ PACKAGE = ROOT / "megabatch"
 LIBRARY = [  # a module imports only modules above it
     "errors", "partition", "cost", "cut", "fit", "leaves", "batch", "contract", "masks", "padding", "vocabulary",
     "losses", "rng", "rows", "context", "mesh", "alarm", "foreign", "hooks", "fusing", "precision", "wrapped",
-    "plain", "ddp", "fsdp1", "fsdp2", "several", "shapes", "schedules", "stages", "sync", "gradient", "sampler",
-    "memory", "share", "ownership", "run", "stepping", "update", "pause", "kept", "copies", "probe", "taken",
-    "recovery", "representations", "joint", "pipeline", "simulate.devices", "simulate.allocator", "simulate.traffic",
-    "simulate.roofline", "simulate.record", "simulate.ledger", "simulate.shards", "simulate.replica", "simulate.fake",
-    "simulate.simulated", "simulate.world", "simulate.update", "simulate", "apart", "way", "accumulator", "learner",
-    "mixing", "double", "proof", "experts",
+    "plain", "ddp", "fsdp1", "fsdp2", "rank_agreement", "several", "shapes", "schedules", "stages", "sync",
+    "gradient", "sampler", "memory", "share", "ownership", "run", "optimizer_trial", "stepping", "update", "pause",
+    "kept", "copies", "probe", "taken", "recovery", "representations", "joint", "pipeline", "simulate.devices",
+    "simulate.allocator", "simulate.traffic", "simulate.roofline", "simulate.record", "simulate.ledger",
+    "simulate.shards", "simulate.replica", "simulate.fake", "simulate.simulated", "simulate.world", "simulate.update",
+    "simulate", "apart", "way", "accumulator", "learner", "mixing", "double", "proof", "experts",
 ]  # fmt: skip
 WITHOUT_TORCH = LIBRARY[:5]
 OUTSIDE = {"environ", "getenv", "putenv", "open", "read_text", "read_bytes", "write_text", "write_bytes"}

@@ -85,3 +85,21 @@ def test_each_dtype_is_scaled_in_its_own_precision():
     gradient.scale(ones, factor)
     for one, was in zip(ones, before, strict=True):
         assert torch.equal(one.grad, was * factor.to(was.dtype))
+
+
+def test_complex128_keeps_its_digits() -> None:
+    numbers = torch.randn(64, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    mine, theirs = (nn.Parameter(torch.zeros(64, dtype=torch.complex128)) for _ in range(2))
+    mine.grad, theirs.grad = (torch.view_as_complex(numbers.clone()) for _ in range(2))
+    gradient.clip([mine], 0.1)
+    nn.utils.clip_grad_norm_([theirs], 0.1)
+    torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-15, atol=0)
+
+
+def test_the_norm_of_a_sparse_gradient_counts_each_row_once() -> None:
+    mine, theirs = (nn.Parameter(torch.zeros(4, 2)) for _ in range(2))
+    values = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    mine.grad = torch.sparse_coo_tensor([[0, 2, 0]], values, (4, 2), check_invariants=True)
+    theirs.grad = mine.grad.to_dense()
+    assert torch.equal(gradient.clip([mine], 1.0), nn.utils.clip_grad_norm_([theirs], 1.0))
+    torch.testing.assert_close(mine.grad.to_dense(), theirs.grad)

@@ -40,15 +40,6 @@ def test_what_must_be_known_before_the_step_is_refused() -> None:
     )
 
 
-def test_an_optimizer_that_looks_at_several_parameters_is_refused() -> None:
-    model = new_tower()
-    with pytest.raises(PlanError) as raised:
-        stepping(model, torch.optim.LBFGS(model.parameters()))
-    assert (
-        str(raised.value) == f"LBFGS looks at all parameters at once, not at one in its turn; take another, {LEAVE_OUT}"
-    )
-
-
 @pytest.mark.parametrize("kept", ["a number", "a tensor"])
 def test_an_optimizer_that_counts_its_steps_in_the_group_is_refused(kept: str) -> None:
     class Counting(torch.optim.SGD):

@@ -30,6 +30,28 @@ def stepping(update: Callable[[Any], Any], model: nn.Module | None = None, kind:
     update(gradient)
 
 
+class Counting(torch.optim.SGD):
+    """Moves less with each step, by a count of its own."""
+
+    def step(self, closure: Any = None) -> None:
+        self.count = getattr(self, "count", 0) + 1
+        for parameter in (each for group in self.param_groups for each in group["params"] if each.grad is not None):
+            parameter.grad /= self.count
+        super().step()
+
+
+class Waiting(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None: ...
+
+
+def hooked(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    def log(*_: object) -> None: ...
+
+    optimizer = torch.optim.SGD(parameters, lr=lr)
+    optimizer.register_step_post_hook(log)
+    return optimizer
+
+
 def twice(gradient: Any) -> None:
     gradient.forward_backward(SAMPLES, weighed_squares)
     gradient.forward_backward(SAMPLES, weighed_squares)
@@ -58,12 +80,24 @@ class Repeated(nn.Module):
         return x
 
 
-class Counting(torch.optim.SGD):
-    """Keeps a number in its parameter groups."""
+class CountingInGroups(torch.optim.SGD):
+    """Keeps a number in its parameter groups, once it is told to."""
+
+    counts = True
 
     def step(self, closure: Any = None) -> None:
         super().step()
-        self.param_groups[0]["steps"] = self.param_groups[0].get("steps", 0) + 1
+        if self.counts:
+            self.param_groups[0]["steps"] = self.param_groups[0].get("steps", 0) + 1
+
+
+def counting_later() -> None:
+    gradient = accumulator(linear())
+    optimizer = CountingInGroups(gradient.model.parameters(), lr=0.1)
+    optimizer.counts = False
+    gradient.step_in_backward(optimizer)
+    optimizer.counts = True
+    gradient.forward_backward(SAMPLES, weighed_squares)
 
 
 def half_total() -> None:
@@ -127,8 +161,27 @@ FAILURES = {
     ),
     "a total in float16": Failure(PlanError, f"the total of 'loss' is torch.float16; {UNDERFLOW}", half_total),
     "LBFGS in backward": Failure(
-        PlanError, f"LBFGS looks at all parameters at once, not at one in its turn; take another, {LEAVE_OUT}",
+        PlanError,
+        "LBFGS failed when a copy was tried on small parameters, together and one by one (TypeError: LBFGS.step() "
+        f"missing 1 required positional argument: 'closure'); take another optimizer, {LEAVE_OUT}",
         lambda: stepping(twice, kind=torch.optim.LBFGS),
+    ),
+    "a count of steps in backward": Failure(
+        PlanError,
+        "Counting counts its steps by itself, or keeps something else that is not of one parameter, so that it cannot "
+        f"step parameter by parameter; take another optimizer, {LEAVE_OUT}",
+        lambda: stepping(twice, kind=Counting),
+    ),
+    "a step in backward that moves nothing": Failure(
+        PlanError,
+        "Waiting moved nothing in 3 steps of a copy on small parameters, so that nobody knows whether it can step "
+        f"parameter by parameter; take another optimizer, {LEAVE_OUT}",
+        lambda: stepping(twice, kind=Waiting),
+    ),
+    "a hook of the step in backward": Failure(
+        PlanError,
+        f"SGD has the step hook 'log', which would run once for each parameter; remove the hook, {LEAVE_OUT}",
+        lambda: stepping(twice, kind=hooked),
     ),
     "two calls and a step in backward": Failure(
         PlanError,
@@ -167,11 +220,17 @@ FAILURES = {
         lambda: stepping(lambda gradient: gradient.forward_backward(SAMPLES, weighed_squares), Repeated()),
     ),
     "an optimizer that counts in its groups": Failure(
+        PlanError,
+        "CountingInGroups writes to its parameter groups in a step, so that it cannot step parameter by parameter; "
+        f"take another optimizer, {LEAVE_OUT}",
+        lambda: stepping(twice, kind=CountingInGroups),
+    ),
+    "an optimizer that counts in its groups later": Failure(
         MegabatchError,
         "the last backward failed after the optimizer had stepped 1 of 2 parameters, so the model is between two "
-        "updates; go back to a checkpoint (PlanError: Counting writes to its parameter groups in a step, so that it "
-        f"cannot step parameter by parameter; take another optimizer, {LEAVE_OUT})",
-        lambda: stepping(lambda gradient: gradient.forward_backward(SAMPLES, weighed_squares), kind=Counting),
+        "updates; go back to a checkpoint (PlanError: CountingInGroups writes to its parameter groups in a step, so "
+        f"that it cannot step parameter by parameter; take another optimizer, {LEAVE_OUT})",
+        counting_later,
     ),
     "verify a joint loss": Failure(
         PlanError,

@@ -54,6 +54,17 @@ OTHER_SAMPLES = (
 )
 
 
+OTHER_DTYPE = (
+    "ranks sum the gradients of different models or settings: parameter 'weight' is (1, 1) torch.float64 trained on "
+    "rank 0, and parameter 'weight' is (1, 1) torch.float32 trained on rank 1; make the model, freeze it and choose "
+    "sync and accumulate_dtype alike on all ranks"
+)
+OTHER_WEIGHTS_OF_MODEL = (
+    "parameter 'weight' has other weights on rank 0 than on rank 1, and no wrapper broadcasts them; seed all ranks "
+    "alike before the model is made, load one checkpoint on all, or wrap the model with DistributedDataParallel"
+)
+
+
 def keys_differ() -> str:
     batch = [SAMPLES[0], here({"y": SAMPLES[0]["x"]}, SAMPLES[1])]
     return told(lambda: accumulator().forward_backward(batch, weighed_squares))
@@ -185,6 +196,16 @@ def mesh_differs() -> str:
     return told(lambda: accumulator(ddp, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))))
 
 
+def another_dtype() -> str:
+    return told(lambda: accumulator(linear().to(here(torch.float32, torch.float64))))
+
+
+def other_weights() -> str:
+    model = linear()
+    model.weight.data += here(1, 0)
+    return told(lambda: accumulator(model))
+
+
 class Fork(nn.Module):
     """Its second layer sits out where the sample says so."""
 
@@ -267,6 +288,8 @@ JOBS: dict[str, tuple[Callable[[], str], list[str]]] = {  # what each rank is to
     "tensor parallel over one of two": (part_of_the_processes, on_both(f"PlanError: {ONE_OF_TWO}")),
     "FSDP1 in two ways": (fsdp1_in_two_ways, on_both(f"PlanError: {FSDP1_TWO_WAYS}")),
     "models wrapped in two ways": (wrapped_in_two_ways, on_both(f"PlanError: {TWO_WAYS}")),
+    "a model of another dtype": (another_dtype, on_both(f"PlanError: {OTHER_DTYPE}")),
+    "a model of other weights": (other_weights, on_both(f"PlanError: {OTHER_WEIGHTS_OF_MODEL}")),
     "a mesh that is not the wrapper's": (mesh_differs, on_both(f"PlanError: {MESH_DIFFERS}")),
     "a parameter unused at last": (parameter_unused_at_last, on_both(f"MegabatchError: {UNUSED}")),
     "a parameter unused and found": (parameter_unused_and_found, on_both("nothing")),

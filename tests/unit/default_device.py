@@ -1,0 +1,56 @@
+"""An update while torch makes tensors on the meta device unless it is told otherwise: jobs for any number of ranks."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from megabatch import GradientAccumulator, PlanError, loss
+
+
+@loss(weigh=lambda microbatch: len(microbatch["x"]))
+def squares(model: nn.Module, microbatch: Any) -> tuple[Tensor, int]:
+    return (model(microbatch["x"]) ** 2).sum(), len(microbatch["x"])
+
+
+class Table(nn.Module):
+    """A sparse table that the first rank alone uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.scale = nn.Parameter(torch.ones(4, 1).double()), nn.Parameter(torch.ones(1).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if dist.get_rank() == 0:
+            x = x + functional.embedding(x[:, 0].long(), self.table, sparse=True)
+        return x * self.scale
+
+
+def averaging(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """As DDP does by itself, under a name that is not known."""
+    summed = dist.all_reduce(bucket.buffer() / dist.get_world_size(), async_op=True).get_future()
+    return summed.then(lambda future: future.value()[0])
+
+
+def run_job(name: str) -> str:
+    torch.manual_seed(dist.get_rank() if name == "differ" else 0)
+    model: nn.Module = Table() if name == "sparse" else nn.Linear(1, 1).double()
+    if name in ("ddp", "hook"):
+        model = DistributedDataParallel(model)
+    if isinstance(model, DistributedDataParallel) and name == "hook":
+        model.register_comm_hook(None, averaging)
+    batch = {"x": torch.arange(3).double()[:, None]}
+    with torch.device("meta"):
+        try:
+            gradient = GradientAccumulator(model, micro_batch_size=2)
+        except PlanError as error:
+            return "right" if "has other weights on rank 0 than on rank 1" in str(error) else str(error)
+        gradient.forward_backward(batch, squares)
+        update = gradient.finalize(max_norm=1.0)
+    assert update.grad_norm is not None
+    clipped = torch.stack([each.grad.to_dense().norm() for each in model.parameters() if each.grad is not None]).norm()
+    torch.testing.assert_close(clipped, torch.minimum(update.grad_norm, clipped.new_ones(())), rtol=1e-5, atol=0)
+    return "right"

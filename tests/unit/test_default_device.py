@@ -1,0 +1,33 @@
+"""Messages and norms say where their tensors are, whatever torch.set_default_device says."""
+
+import pytest
+import torch
+from torch import nn
+
+from megabatch import gradient
+from tests.exact.launch import launch, values
+
+
+@pytest.fixture
+def _meta():
+    torch.set_default_device("meta")
+    yield
+    torch.set_default_device(None)
+
+
+@pytest.mark.usefixtures("_meta")
+def test_norm_and_clip_on_a_cpu() -> None:
+    parameter = nn.Parameter(torch.ones(4, device="cpu"))
+    assert gradient.total_norm([parameter]).device.type == "cpu"  # there is no gradient
+    parameter.grad = torch.ones(4, device="cpu")
+    assert float(gradient.clip([parameter], 1.0)) == 2.0
+    assert float(gradient.total_norm([parameter])) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_messages_and_sums_over_ranks(world: int, tmp_path) -> None:
+    jobs = ["plain", "ddp", "hook", "sparse", "differ"]
+    found = launch(world, "tests.unit.default_device:run_job", jobs, tmp_path)
+    for name in jobs:
+        for value in values(found[name]):
+            assert value == "right", name
