@@ -211,7 +211,10 @@ def test_the_shipped_recipe_of_mixtral_has_it() -> None:
 def test_a_run_has_the_router_loss_beside_the_next_token(bench: Bench, ranks: int) -> None:
     """Its rows have both terms; its evaluation the cross-entropy alone."""
     keys = {**MIXTRAL, "max_position_embeddings": 256}
-    model: dict[str, Any] = {"model__dtype": "float32", **{f"model__config__{key}": value for key, value in keys.items()}}
+    model: dict[str, Any] = {
+        "model__dtype": "float32",
+        **{f"model__config__{key}": value for key, value in keys.items()},
+    }
     text = bench.recipe.read_text()
     bench.recipe.write_text(text[: text.index("[model.config]")] + text[text.index("[data]") :])
     rows: dict[object, list[dict[str, Any]]] = {}

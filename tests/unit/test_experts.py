@@ -1,6 +1,7 @@
 """The balance of sequences and the biases of experts, on one process and on models of transformers."""
 
 import copy
+from unittest.mock import ANY, Mock
 
 import pytest
 import torch
@@ -9,14 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers.models.mixtral import MixtralConfig, MixtralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from megabatch import GradientAccumulator, JointLoss, PlanError, experts, loss, losses, verify, vocabulary
@@ -163,7 +158,7 @@ def test_verify_passes_a_balance_per_sequence():
     assert found.ok, str(found)
 
 
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "gpt_oss")
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss")
 
 
 def family(model_type: str) -> nn.Module:
@@ -174,6 +169,7 @@ def family(model_type: str) -> nn.Module:
     return AutoModelForCausalLM.from_config(config).eval()
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_the_router_loss_of_one_sequence_is_that_of_transformers(model_type):
     model, ids, keep = family(model_type), torch.arange(1, 8)[None], mask(5, 7)[:1]
@@ -196,25 +192,23 @@ def test_the_router_loss_is_exact_in_every_family(model_type):
 
 
 def test_a_row_of_padding_alone_is_no_sequence():
-    model, loss_fn = mixtral(), experts.next_token_with_balance(0.5)
-    batch = collated(2)
-    empty = {key: torch.cat([value, torch.full_like(value[:1], fill)]) for (key, value), fill in zip(
-        batch.items(), (0, -100, 0), strict=True
-    )}  # fmt: skip
-    assert {name: int(weight) for name, weight in loss_fn.weigh(empty).items()} == {
-        name: int(weight) for name, weight in loss_fn.weigh(batch).items()
-    }
+    model, loss_fn, batch = mixtral(), experts.next_token_with_balance(0.5), collated()
+    nothing = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    empty = {key: torch.cat([each, torch.full_like(each[:1], nothing[key])]) for key, each in batch.items()}
+    assert {**loss_fn.weigh(empty)} == {**loss_fn.weigh(batch)} == {"next_token": ANY, "balance": len(batch["labels"])}
     with torch.no_grad():
         one, other = loss_fn(model, batch), loss_fn(model, empty)
     assert float(one["balance"].total) == pytest.approx(float(other["balance"].total), rel=1e-6)
 
 
-def test_a_model_that_sums_in_its_head_does_so_beside_a_router_loss(monkeypatch):
-    """And its logits are those of `next_token`."""
-    model, batch = mixtral(), collated()
-    terms = experts.next_token_with_balance(0.5)(model, batch)
+def test_the_head_sums_beside_a_router_loss(monkeypatch):
+    model, batch, loss_fn = mixtral(), collated(), experts.next_token_with_balance(0.5)
+    terms = loss_fn(model, batch)
+    summed = Mock(wraps=vocabulary.cross_entropy_sum)
+    monkeypatch.setattr(vocabulary, "cross_entropy_sum", summed)
     monkeypatch.setattr(vocabulary, "MIN_CHUNK_LOGITS", 1)
-    in_head = experts.next_token_with_balance(0.5)(model, batch)
+    in_head = loss_fn(model, batch)
+    assert summed.call_count == 1
     for name, (total, weight) in terms.items():
         assert torch.allclose(total, in_head[name].total, rtol=1e-5)
         assert weight == in_head[name].weight
