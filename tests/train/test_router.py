@@ -22,12 +22,14 @@ from megabatch.train.data.updates import Updates
 from megabatch.train.gradient import accumulator_of
 from megabatch.train.model.build import build, in_precision
 from megabatch.train.model.tokenizer import load_tokenizer
+from megabatch.train.plan.rows import RUN
 from megabatch.train.ranks import Ranks
 from megabatch.train.recipe import load_config
 from megabatch.train.router import router_coefficient, router_words, train_with_router
 from tests.train.conftest import Bench
 from tests.train.model_recipes import FAMILIES, recipe
 from tests.train.on_ranks import on_ranks
+from tests.train.test_plan import LLAMA, planned, subject
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 SILENT = Console(enabled=False, loss_digits=4)
@@ -204,6 +206,17 @@ def test_what_does_not_go_with_it_is_refused(tmp_path: Path, name: str) -> None:
 def test_the_shipped_recipe_of_mixtral_has_it() -> None:
     config = load_config(Path(__file__).parents[2] / "recipes" / "mixtral-8x7b.toml", [])
     assert config.loss.router_loss == 0.02
+
+
+@pytest.mark.slow
+def test_a_plan_has_it(tmp_path: Path) -> None:
+    path = tmp_path / "mixtral.toml"
+    text = LLAMA.replace('"llama"', '"mixtral"').replace("[data]", "num_local_experts = 4\n\n[data]")
+    path.write_text('[model]\ndtype = "bfloat16"\n' + text)  # fake experts have no other
+    with_it = {"loss__router_loss": COEFFICIENT}
+    assert subject(path, 2, **with_it).router == COEFFICIENT
+    assert subject(path, 2).router is None
+    assert any(row.by == RUN and row.fits == "yes" for row in planned(path, 2, parallel__wrapper="fsdp2", **with_it))
 
 
 @pytest.mark.slow
