@@ -1,10 +1,11 @@
 """Mixtures of experts: a router loss that no cut changes, and expert biases that follow an update's whole load.
 
 The router loss of Switch is a product of two means over the tokens of a batch, so that it depends on the cut. The same
-product within each sequence is a sum over sequences, exact under every cut.
+product within each sequence is a sum over sequences, exact under every cut: `next_token_with_balance` has both terms.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -12,13 +13,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
 from torch.utils import _pytree as pytree
 
+from megabatch import losses, masks
 from megabatch.accumulator import GradientAccumulator
-from megabatch.errors import MegabatchError, PlanError, require_positive
-from megabatch.losses import HALF_TYPES
+from megabatch.batch import IGNORED_LABEL, Microbatch
+from megabatch.contract import LossFunction, Term, loss
+from megabatch.errors import LossContractError, MegabatchError, PlanError, require_positive
 from megabatch.stages import Pipeline
 from megabatch.update import OpenUpdate
+from megabatch.vocabulary import HALF_TYPES, summing
+
+COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")  # what configs of transformers call it
+TOKENS = "megabatch: tokens"  # in a microbatch: which positions are, [B, T]; not for the model
 
 SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda logits: logits.softmax(-1),
@@ -27,7 +35,12 @@ SCORES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def sequence_balance(
-    router_logits: Tensor | Sequence[Tensor], attention_mask: Tensor, *, top_k: int, scores: str = "softmax"
+    router_logits: Tensor | Sequence[Tensor],
+    attention_mask: Tensor,
+    *,
+    top_k: int,
+    scores: str = "softmax",
+    pool_layers: bool = False,
 ) -> Tensor:
     """How unevenly each sequence loads the experts, summed over sequences and layers: a total, its weight is B.
 
@@ -38,17 +51,23 @@ def sequence_balance(
     Of a sequence of n tokens in one layer it is ``sum over experts of f * p``, with f = E / (top_k * n) times the
     tokens that have the expert among their ``top_k``, and p the mean of its scores: 1 where the load is even, at most
     E / top_k. A sequence without tokens gives 0. Raises `PlanError` for shapes that do not fit.
+
+    ``pool_layers``: f and p are means over the tokens of all layers, and there is one product per sequence instead of
+    one per layer. Times ``top_k`` this is `load_balancing_loss_func` of transformers for that sequence.
     """
     if scores not in SCORES:
         raise PlanError(f"scores is {scores!r}; expected one of {', '.join(SCORES)}")
     layers = [router_logits] if isinstance(router_logits, Tensor) else list(router_logits)
     if not layers:
         raise PlanError("router_logits has no layers; ask the model for them (output_router_logits=True)")
-    each = [_layer_balance(logits, attention_mask, top_k, SCORES[scores]) for logits in layers]
-    return torch.stack([total.to(each[0].device) for total in each]).sum()
+    loads, shares = zip(*(_means(logits, attention_mask, top_k, SCORES[scores]) for logits in layers), strict=True)
+    device = layers[0].device  # of the first layer: others may be elsewhere
+    load, share = (torch.stack([each.to(device) for each in means]) for means in (loads, shares))  # [layers, B, E]
+    return (load.mean(0) * share.mean(0)).sum() if pool_layers else (load * share).sum()
 
 
-def _layer_balance(logits: Tensor, mask: Tensor, top_k: int, scores: Callable[[Tensor], Tensor]) -> Tensor:
+def _means(logits: Tensor, mask: Tensor, top_k: int, scores: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Of each sequence the load of every expert, 1 where it is even, and its mean score: [B, E] each."""
     num_experts = logits.shape[-1]
     if logits.numel() != mask.numel() * num_experts or mask.ndim != 2:
         raise PlanError(
@@ -60,8 +79,114 @@ def _layer_balance(logits: Tensor, mask: Tensor, top_k: int, scores: Callable[[T
     kept = mask.to(logits).unsqueeze(-1)  # [B, T, 1]
     chosen = torch.zeros_like(logits).scatter(-1, logits.topk(top_k).indices, 1.0)  # [B, T, E]
     num_tokens = kept.sum(1).clamp(min=1)  # [B, 1]
-    load = (chosen * kept).sum(1) * num_experts / (top_k * num_tokens)  # [B, E]
-    return (load * (scores(logits) * kept).sum(1) / num_tokens).sum()
+    load = (chosen * kept).sum(1) * num_experts / (top_k * num_tokens)
+    return load, (scores(logits) * kept).sum(1) / num_tokens
+
+
+def next_token_with_balance(
+    coefficient: float | None = None, *, top_k: int | None = None, scores: str = "softmax"
+) -> LossFunction:
+    """`losses.next_token` and a router loss per sequence, for mixtures of experts: two terms, exact under every cut.
+
+    - ``"next_token"``: the cross-entropy, over its targets.
+    - ``"balance"``: ``coefficient * top_k * sequence_balance(..., pool_layers=True)``, over the sequences that have a
+      token. For one sequence it is the router loss that transformers adds (``router_aux_loss_coef`` times
+      `load_balancing_loss_func`). For several it is the mean of theirs, where transformers multiplies means over all
+      tokens of whatever batch the model sees.
+
+    The microbatch is that of `losses.next_token`, by names. A row is a sequence, also where documents are packed in
+    it. Its ``attention_mask`` [B, T] says what is padding; without one every position counts. The model is asked for
+    ``output_router_logits``; its own ``aux_loss`` is not used.
+
+    Args:
+        coefficient: None: ``router_aux_loss_coef`` (or ``aux_loss_coef``) of the model's config.
+        top_k: Experts of a token. None: ``num_experts_per_tok`` of the model's config.
+        scores: See `sequence_balance`.
+
+    Make the loss once and give the same one to every call. Raises `PlanError` in a call where the config lacks one of
+    these or the model returns no router logits, and `LossContractError` where those carry no gradient.
+    """
+    if coefficient is not None and not 0 <= coefficient < math.inf:
+        raise PlanError(f"coefficient is {coefficient!r}; expected a finite number, not negative")
+
+    @loss(weigh=_count_targets_and_sequences, prepare=masks.noted)
+    def next_token_with_balance(model: nn.Module, microbatch: Microbatch) -> dict[str, Term]:
+        factor = _from_config(model, COEFFICIENTS, "coefficient") if coefficient is None else coefficient
+        experts_per_token = int(_from_config(model, ("num_experts_per_tok",), "top_k") if top_k is None else top_k)
+        next_token, router_logits = _forward(model, microbatch)
+        sequences = _real_tokens(microbatch).to(router_logits[0].device)
+        balance = sequence_balance(router_logits, sequences, top_k=experts_per_token, scores=scores, pool_layers=True)
+        counts = _count_targets_and_sequences(microbatch)
+        return {
+            "next_token": Term(next_token, counts["next_token"]),
+            "balance": Term(factor * experts_per_token * balance, counts["balance"]),
+        }
+
+    return next_token_with_balance
+
+
+def with_tokens(sample: Any) -> Any:
+    """A sample of text that says which of its positions are tokens, once it is padded: for data without a mask.
+
+    `next_token_with_balance` reads it and the model does not get it, so that the model goes on without a mask.
+    """
+    if not isinstance(sample, Mapping) or "input_ids" not in sample or "attention_mask" in sample:
+        return sample
+    named = cast(Mapping[str, Any], sample)
+    return {**named, TOKENS: torch.ones(len(named["input_ids"]), dtype=torch.bool)}
+
+
+def _forward(model: nn.Module, microbatch: Microbatch) -> tuple[Tensor, Sequence[Tensor]]:
+    """The summed cross-entropy, and what the routers gave, [B * T, E] per layer."""
+    targets = losses.next_targets(microbatch)  # [B, T - 1], or [B, T]
+    left_out = (TOKENS, "labels", "shift_labels")
+    given = masks.without_needless(model, {name: each for name, each in microbatch.items() if name not in left_out})
+    with summing(model, targets) as summed:
+        output: Any = model(**given, output_router_logits=True)
+    router_logits = getattr(output, "router_logits", None)
+    if not router_logits:
+        raise PlanError(
+            f"the model returned a {type(output).__name__} without router_logits; give one that returns them when it "
+            "is called with output_router_logits=True, or losses.next_token"
+        )
+    total = output.logits
+    if not summed.is_there:
+        logits = total.float() if total.dtype in HALF_TYPES else total
+        logits = logits[:, : targets.shape[1]].flatten(0, 1)  # [B * T, V]
+        total = cross_entropy(logits, targets.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+    if total.requires_grad and not any(each.requires_grad for each in router_logits):
+        raise LossContractError(
+            "router_logits carry no gradient, so the balance trains nothing; checkpoint activations with "
+            "use_reentrant=False, unfreeze the routers or what is before them, or take losses.next_token"
+        )
+    return total, router_logits
+
+
+def _real_tokens(microbatch: Microbatch) -> Tensor:
+    """Which positions are tokens, [B, T]."""
+    for name in (TOKENS, masks.MASK):
+        if isinstance(mask := microbatch.get(name), Tensor):
+            return mask
+    return torch.ones_like(microbatch["labels" if "labels" in microbatch else "shift_labels"])
+
+
+def _count_targets_and_sequences(microbatch: Microbatch) -> dict[str, Tensor]:
+    has_tokens = (_real_tokens(microbatch) != 0).flatten(1).any(1)  # [B]
+    return {"next_token": losses.count_targets(microbatch), "balance": has_tokens.sum()}
+
+
+def _from_config(model: nn.Module, names: Sequence[str], argument: str) -> float:
+    value = config_value(model, names)
+    if value is None:
+        raise PlanError(f"the config of {type(model).__name__} has no {names[0]}; say {argument}=")
+    return value
+
+
+def config_value(model: nn.Module, names: Sequence[str]) -> float | None:
+    """The first of ``names`` that the config of a model of transformers has, wrapped or not; None: it has none."""
+    config: Any = getattr(masks.with_config(model), "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return next((found for name in names if (found := getattr(text, name, None)) is not None), None)
 
 
 class ExpertBias:

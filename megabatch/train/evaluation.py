@@ -92,14 +92,15 @@ def build_terms(
 
 def next_token_terms(model: Any, microbatch: Microbatch) -> dict[str, Term]:
     """The loss `losses.next_token`, and how many of its targets the model finds likeliest, in one forward."""
-    outputs: list[Any] = []
+    outputs: list[Tensor] = []
 
-    def remember(*inputs: Any, **named: Any) -> Any:
-        outputs.append(model(*inputs, **named))
-        return outputs[0]
+    def remember(*inputs: Any, **named: Any) -> Tensor:
+        output = model(*inputs, **named)
+        outputs.append(output if isinstance(output, Tensor) else output.logits)
+        return outputs[0]  # alone: a router loss beside it is trained on and not evaluated
 
     loss = losses.next_token(cast(nn.Module, remember), microbatch)
-    logits: Tensor = outputs[0] if isinstance(outputs[0], Tensor) else outputs[0].logits  # [B, T, V]
+    logits = outputs[0]  # [B, T, V]
     targets = losses.next_targets(microbatch)  # [B, T - 1], or [B, T] of a stretch
     found = logits[:, : targets.shape[1]].argmax(-1) == targets  # an ignored label is no token
     return {PAIR_NAME: loss, "accuracy": Term(found.sum(), loss.weight)}

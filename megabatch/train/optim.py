@@ -54,6 +54,7 @@ def settings_of(config: Config) -> dict[str, object]:
         "model.freeze": config.model.freeze,
         "model.lora": config.model.lora,
         "loss.function": config.loss.function,
+        "loss.router_loss": None if config.loss.router_loss == "auto" else config.loss.router_loss,
         **{
             f"update.{key}": getattr(config.update, key)
             for key in ("global_batch_size", "tail", "max_norm", "accumulate_dtype")

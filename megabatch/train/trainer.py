@@ -24,6 +24,7 @@ from megabatch.train.partial import Partial
 from megabatch.train.profile import Profiler
 from megabatch.train.ranks import Ranks
 from megabatch.train.report import write_report
+from megabatch.train.router import train_with_router
 from megabatch.train.shelf import resumed_from
 from megabatch.train.starting import begin, check_folder
 from megabatch.train.updating import Updating
@@ -45,7 +46,8 @@ class Trainer:
         self.data = load_data(config, tokenizer, ranks, self.console)
         self.updates = Updates(self.data, config, ranks)
         self.laid = build(config, ranks, self.console, self.data.longest_tokens, tokenizer)
-        self.loss_fn = in_precision(loss_fn, config.model, self.laid, ranks.device)
+        with_router = train_with_router(loss_fn, config, self.laid, self.updates)
+        self.loss_fn = in_precision(with_router, config.model, self.laid, ranks.device)
         given = self.chosen.given
         self.learner = build_learner(self.laid.model, self.laid.base, config, self.updates.num_updates, *given)
         self.average = None if config.optim.ema_decay is None else Average(self.laid.base, config.optim.ema_decay)

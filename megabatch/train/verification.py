@@ -15,6 +15,7 @@ from megabatch.train.model.build import build
 from megabatch.train.model.tokenizer import load_tokenizer
 from megabatch.train.own import load_function
 from megabatch.train.ranks import Ranks
+from megabatch.train.router import train_with_router
 
 MAX_SAMPLES = 8  # run whole, in float64
 NUM_SHOWN = 12  # parameters, the worst first
@@ -25,7 +26,8 @@ def verify_recipe(config: Config, ranks: Ranks) -> Verification:
     console = Console(enabled=True, loss_digits=4)
     tokenizer = load_tokenizer(config.model)
     data = load_data(config, tokenizer, ranks, console)
-    batch = Updates(data, config, ranks).peek()[:MAX_SAMPLES]
+    updates = Updates(data, config, ranks)
+    batch = updates.peek()[:MAX_SAMPLES]
     if len(batch) < 2:
         raise MegabatchError(
             f"the first update has {len(batch)} sample; cutting needs at least 2: set update.global_batch_size"
@@ -36,7 +38,8 @@ def verify_recipe(config: Config, ranks: Ranks) -> Verification:
         console.say("adapters begin with zeros, where half of their gradient is zero: they are given small numbers")
     console.say(words_of_batch(batch, laid.base))
     torch.manual_seed(config.run.seed)
-    verification = verify(laid.base, load_function(config.loss.function, "loss.function"), batch)
+    loss_fn = train_with_router(load_function(config.loss.function, "loss.function"), config, laid, updates)
+    verification = verify(laid.base, loss_fn, updates.peek()[:MAX_SAMPLES])
     console.say(words_of_verification(verification))
     return verification
 

@@ -1,6 +1,7 @@
 """The balance of sequences and the biases of experts, on one process and on models of transformers."""
 
 import copy
+from unittest.mock import ANY, Mock
 
 import pytest
 import torch
@@ -9,10 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers.models.mixtral import MixtralConfig, MixtralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from megabatch import GradientAccumulator, JointLoss, PlanError, experts, loss, losses, verify
+from megabatch import GradientAccumulator, JointLoss, PlanError, experts, loss, losses, verify, vocabulary
 from megabatch.double import Float64WithoutDropout, float64_copy
 from tests.exact import oracle
 from tests.exact.experts import EXPERTS, TOP_K, VOCABULARY, balance_of_one, loads, samples, sparse_lm, unbalanced
@@ -154,6 +156,62 @@ def test_verify_names_a_router_loss(term, loss_fn):
 def test_verify_passes_a_balance_per_sequence():
     found = verify(mixtral(), per_sequence, samples(0, 4), micro_batch_size=3)
     assert found.ok, str(found)
+
+
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss")
+
+
+def family(model_type: str) -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"num_experts": EXPERTS, "num_local_experts": EXPERTS, "num_experts_per_tok": TOP_K, "pad_token_id": 0}
+    widths = {"num_key_value_heads": 1, "head_dim": 8, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
+    config = AutoConfig.for_model(model_type, **{**SIZES, **sizes, **widths, "initializer_range": 0.5})
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_the_router_loss_of_one_sequence_is_that_of_transformers(model_type):
+    model, ids, keep = family(model_type), torch.arange(1, 8)[None], mask(5, 7)[:1]
+    labels = ids.masked_fill(keep == 0, -100)
+    expected = model(input_ids=ids, attention_mask=keep, output_router_logits=True)
+    with_loss = model(input_ids=ids, attention_mask=keep, labels=labels, output_router_logits=True)
+    terms = experts.next_token_with_balance()(model, {"input_ids": ids, "attention_mask": keep, "labels": labels})
+    coefficient = model.config.router_aux_loss_coef
+    assert coefficient > 0
+    assert float(terms["balance"].total) == pytest.approx(float(coefficient * expected.aux_loss), rel=1e-6)
+    mean = terms["next_token"].total / terms["next_token"].weight + terms["balance"].total
+    assert float(mean) == pytest.approx(float(with_loss.loss), rel=1e-6)
+    assert terms["balance"].weight == 1
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_the_router_loss_is_exact_in_every_family(model_type):
+    found = verify(family(model_type), experts.next_token_with_balance(0.5), samples(0, 5), micro_batch_size=2)
+    assert found.ok, str(found)
+
+
+def test_a_row_of_padding_alone_is_no_sequence():
+    model, loss_fn, batch = mixtral(), experts.next_token_with_balance(0.5), collated()
+    nothing = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    empty = {key: torch.cat([each, torch.full_like(each[:1], nothing[key])]) for key, each in batch.items()}
+    assert {**loss_fn.weigh(empty)} == {**loss_fn.weigh(batch)} == {"next_token": ANY, "balance": len(batch["labels"])}
+    with torch.no_grad():
+        one, other = loss_fn(model, batch), loss_fn(model, empty)
+    assert float(one["balance"].total) == pytest.approx(float(other["balance"].total), rel=1e-6)
+
+
+def test_the_head_sums_beside_a_router_loss(monkeypatch):
+    model, batch, loss_fn = mixtral(), collated(), experts.next_token_with_balance(0.5)
+    terms = loss_fn(model, batch)
+    summed = Mock(wraps=vocabulary.cross_entropy_sum)
+    monkeypatch.setattr(vocabulary, "cross_entropy_sum", summed)
+    monkeypatch.setattr(vocabulary, "MIN_CHUNK_LOGITS", 1)
+    in_head = loss_fn(model, batch)
+    assert summed.call_count == 1
+    for name, (total, weight) in terms.items():
+        assert torch.allclose(total, in_head[name].total, rtol=1e-5)
+        assert weight == in_head[name].weight
 
 
 def test_verify_does_not_blame_the_routers_for_a_mean():

@@ -12,6 +12,10 @@ class LossConfig(Section):
 
     function: Function = "megabatch.losses:next_token"
     """(model, microbatch) -> (total, weight), or several named ones; see megabatch.loss."""
+    router_loss: Rate | Literal["auto", "off"] = "auto"
+    """Coefficient of a router loss in a mixture of experts: the mean over sequences of what transformers adds for each.
+    "auto": router_aux_loss_coef of the model's config where that has output_router_logits = true, else none. "off":
+    none."""
 
 
 class UpdateConfig(Section):

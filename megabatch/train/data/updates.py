@@ -4,7 +4,7 @@ With every update comes the state after it, so that a run goes on after the last
 others have been read; neither their number nor that of ranks changes what is trained on.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import asdict
 from itertools import chain, islice
@@ -209,6 +209,7 @@ class Updates:
         self._ahead: Ahead | None = None  # read by peek(): the next one, and the rest
         self._ids: Sequence[int | str] = ()
         self.even_tokens: int | None = None  # by which they are dealt
+        self.change: Callable[[Any], Any] | None = None  # what is done to each sample before it is trained on
 
     @property
     def epochs(self) -> float | None:
@@ -250,13 +251,13 @@ class Updates:
             if first is None:
                 return self._nothing_left()
             self._ahead = (received(first), deliveries)
-        return self._ahead[0].samples
+        return self._changed(self._ahead[0].samples)
 
     def __iter__(self) -> Iterator[Sequence[Any]]:
         for delivery in self._deliveries():
             self._before, self._state = self._state, delivery.state
             self._ahead, self._ids = None, delivery.ids
-            yield delivery.samples
+            yield self._changed(delivery.samples)
 
     def give_back(self) -> None:
         """Let the update that was handed out last be the next one still, for a run that goes on later."""
@@ -280,6 +281,17 @@ class Updates:
             first, rest = self._ahead
             return chain([first], map(received, rest))
         return map(received, self._source.deliveries(self._state))
+
+    def _changed(self, batch: Sequence[Any]) -> Sequence[Any]:
+        """The samples of an update, each changed; those that are loaded later, then."""
+        if (change := self.change) is None:
+            return batch
+        if not isinstance(batch, Deferred):
+            return [change(sample) for sample in batch]
+        return Deferred(
+            lambda index: change(batch[index]), batch.lengths, batch.weights, look_ahead=batch.look_ahead,
+            measured=batch.measured,
+        )  # fmt: skip
 
     def _nothing_left(self) -> list[Any]:
         if not self._state["updates"]:

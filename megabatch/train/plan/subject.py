@@ -33,6 +33,7 @@ from megabatch.train.plan.choices import Choice, Grid, grid_of
 from megabatch.train.plan.closed import Sizes, sizes_of
 from megabatch.train.plan.sample import LongestSample, longest_sample
 from megabatch.train.ranks import Ranks
+from megabatch.train.router import router_coefficient, with_router_loss
 
 DATA_DEPENDENT = "DataDependentOutputException"  # of fake tensors
 CPU = torch.device("cpu")  # where what is simulated says that it is
@@ -49,6 +50,7 @@ class Subject:
     sample: LongestSample
     grid: Grid
     sizes: Sizes
+    router: float | None = None  # coefficient of the router loss
 
     def simulated(self, choice: Choice) -> Simulated:
         """An update of rank 0. Raises `MegabatchError` for what cannot be simulated."""
@@ -89,7 +91,7 @@ class Subject:
         loss_fn = load_function(config.loss.function, "loss.function")
         if isinstance(loss_fn, JointLoss):
             raise MegabatchError("loss.function is a JointLoss, of which no plan is made; plan with a loss of samples")
-
+        loss_fn = with_router_loss(loss_fn, self.router)
         if config.parallel.loss_parallel:
             loss_fn = plain_terms(loss_fn)
 
@@ -127,7 +129,8 @@ def subject_of(config: Config, asked: Asked, fixed: Collection[str], console: Co
     wrapped = wrapped_as(wrapper, axes)
     grid = grid_of(config, fixed, wrapped, layout.dp_degree(asked.world), sample.length_tokens)
     sizes = sizes_of(model, config, layout, wrapped, asked.world)
-    return Subject(config, asked.device, wrapper, axes, sample, grid, sizes)
+    router = router_coefficient(config, model, load_function(config.loss.function, "loss.function"))
+    return Subject(config, asked.device, wrapper, axes, sample, grid, sizes, router)
 
 
 def check_planned(config: Config, world: int) -> None:

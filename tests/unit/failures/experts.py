@@ -1,13 +1,15 @@
 """What mixtures of experts refuse."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
+from transformers import MixtralConfig, MixtralForCausalLM
 
-from megabatch import GradientAccumulator, MegabatchError, PlanError, experts
+from megabatch import GradientAccumulator, LossContractError, MegabatchError, PlanError, experts
 from tests.exact.experts import samples, sparse_lm, unbalanced
 from tests.unit.failures.pipeline import pipeline
 from tests.unit.failures.table import Failure, linear
@@ -49,7 +51,51 @@ def sharded() -> nn.Module:
     return model
 
 
+def mixtral() -> nn.Module:
+    sizes = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4}
+    return MixtralForCausalLM(MixtralConfig(**sizes, **heads)).train()
+
+
+def next_token_with_balance(model: nn.Module, *coefficient: float, **settings: int) -> object:
+    ids = torch.arange(6)[None]
+    return experts.next_token_with_balance(*coefficient, **settings)(model, {"input_ids": ids, "labels": ids})
+
+
+def head_alone() -> nn.Module:
+    model = mixtral()
+    model.model.requires_grad_(False)
+    return model
+
+
+class Plain(nn.Linear):
+    def forward(self, input_ids: Tensor, **_: object) -> SimpleNamespace:
+        return SimpleNamespace(logits=super().forward(input_ids[..., None].float()))
+
+
 FAILURES = {
+    "a coefficient below 0": Failure(
+        PlanError,
+        "coefficient is -1; expected a finite number, not negative",
+        lambda: experts.next_token_with_balance(-1),
+    ),
+    "a router loss without a coefficient": Failure(
+        PlanError,
+        "the config of Plain has no router_aux_loss_coef; say coefficient=",
+        lambda: next_token_with_balance(Plain(1, 9)),
+    ),
+    "a model without router logits": Failure(
+        PlanError,
+        "the model returned a SimpleNamespace without router_logits; give one that returns them when it is called with "
+        "output_router_logits=True, or losses.next_token",
+        lambda: next_token_with_balance(Plain(1, 9), 0.1, top_k=2),
+    ),
+    "router logits without gradient": Failure(
+        LossContractError,
+        "router_logits carry no gradient, so the balance trains nothing; checkpoint activations with "
+        "use_reentrant=False, unfreeze the routers or what is before them, or take losses.next_token",
+        lambda: next_token_with_balance(head_alone(), 0.1),
+    ),
     "experts without biases": Failure(
         PlanError,
         "no module of the model has a tensor 'e_score_correction_bias'; say name=, that of the bias of its routers",
