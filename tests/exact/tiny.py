@@ -27,6 +27,7 @@ SIZES: dict[str, dict[str, Any]] = {
            "pad_token_id": 0, "decoder_start_token_id": 0},
     "bart": ENCODER_DECODER,
     "vit": IMAGE,
+    **{kind: {} for kind in ("clip", "convnext", "resnet", "swin", "wav2vec2", "whisper")},
 }  # fmt: skip
 GROUPED_KINDS = ("mistral", "qwen3", "gemma2", "gemma3_text", "mixtral", "qwen3_moe", "granite", "cohere", "olmo2")
 
@@ -38,4 +39,5 @@ def tiny(kind: str, task: str = "CausalLM", **config: Any) -> nn.Module:
     sizes = SIZES.get(kind, GROUPED if kind in GROUPED_KINDS else TEXT)
     torch.manual_seed(3)
     made = transformers.AutoConfig.for_model(kind, **(sizes | config))
-    return getattr(transformers, f"AutoModelFor{task}").from_config(made).double().train()
+    factory = getattr(transformers, f"AutoModelFor{task}" if task else "AutoModel")
+    return factory.from_config(made).double().train()
