@@ -474,3 +474,83 @@ def default_device_meta(user: User) -> None:
 def sampler_that_is_not_told_its_rank(user: User) -> None:
     """Every rank would train on every sample."""
     UpdateSampler([1] * 8, global_batch_size=8)
+
+
+# No false refusals.
+
+
+@right(1, 2, 3)
+def mask_of_bools_of_other_lengths(user: User) -> None:
+    """False is what a mask is padded with."""
+    model = nn.Embedding(VOCABULARY, 1).double()
+    torch.manual_seed(1)
+    nn.init.normal_(model.weight)
+    reference = copy.deepcopy(model)
+
+    @loss(weigh=lambda batch: batch["counts"].sum())
+    def where_it_counts(model: nn.Module, batch: Sample) -> tuple[Tensor, Tensor]:
+        return (model(batch["input_ids"]).squeeze(-1)[batch["counts"]] ** 2).sum(), batch["counts"].sum()
+
+    samples = texts(counts=lambda number, ids: ids % 2 == 0)
+    user.update(model, user.part(samples), where_it_counts)
+    ids, counts = (torch.cat([sample[key] for sample in samples]) for key in ("input_ids", "counts"))
+    (reference(ids[counts]) ** 2).mean().backward()
+    user.expect(model, reference)
+
+
+@right(1, 2, 3)
+def labels_of_bools_of_one_length(user: User) -> None:
+    torch.manual_seed(1)
+    model, batch = nn.Linear(4, 3).double(), numbers() | {"labels": torch.arange(24).reshape(8, 3) % 5 < 2}
+    reference = copy.deepcopy(model)
+
+    @loss(weigh=lambda batch: batch["labels"].numel())
+    def several_classes(model: nn.Module, batch: Sample) -> tuple[Tensor, int]:
+        logits, labels = model(batch["x"]), batch["labels"]
+        total = F.binary_cross_entropy_with_logits(logits, labels.double(), reduction="sum")
+        return total, labels.numel()
+
+    user.update(model, user.part(as_samples(batch)), several_classes)
+    F.binary_cross_entropy_with_logits(reference(batch["x"]), batch["labels"].double()).backward()
+    user.expect(model, reference)
+
+
+@right(1, 2)
+def numbers_as_labels_of_other_lengths(user: User) -> None:
+    """A loss of the user's own leaves out -100."""
+    model = regressor()
+    reference = copy.deepcopy(model)
+
+    @loss(weigh=lambda batch: (batch["labels"] != -100).sum())
+    def series(model: nn.Module, batch: Sample) -> tuple[Tensor, Tensor]:
+        real = batch["labels"] != -100
+        return ((model(batch["x"]) - batch["labels"])[real] ** 2).sum(), real.sum()
+
+    drawn = torch.Generator().manual_seed(5)
+    samples = [
+        {"x": torch.randn(n, 4, generator=drawn).double(), "labels": torch.rand(n, 1, generator=drawn).double()}
+        for n in LENGTHS
+    ]
+    user.update(model, user.part(samples), series)
+    mean_square(reference, *samples)
+    user.expect(model, reference)
+
+
+@right(1)
+def embeddings_in_place_of_tokens(user: User) -> None:
+    model = tiny("gpt2", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    reference, ids = copy.deepcopy(model), torch.arange(40).reshape(8, 5) + 1
+    batch = {"inputs_embeds": torch.randn(8, 5, 16).double(), "labels": ids}
+    user.update(model, user.rows(batch), losses.next_token)
+    mean_next_token(reference, batch)
+    user.expect(model, reference)
+
+
+@right(1, 2)
+def checkpointed_language_model(user: User) -> None:
+    model = tiny("gpt2", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    reference, samples = copy.deepcopy(model), texts(labels=itself)
+    model.gradient_checkpointing_enable()
+    user.update(model, user.part(samples), losses.next_token)
+    mean_next_token(reference, padded(samples, labels=-100))
+    user.expect(model, reference)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 from megabatch import LossContractError, loss
 from tests.exact.inputs import Sample, User, mean_square, numbers, refused, regressor, right, squares
@@ -245,3 +246,72 @@ def complex_model_clipped(user: User) -> None:
     mean_square(lambda x: reference(x).abs(), batch)
     nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
     user.expect(model, reference)
+
+
+# No false refusals.
+
+
+class Reversed(torch.autograd.Function):
+    """Turns a gradient round, and looks at it."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -0.5 * gradient
+
+
+def reversal(model: nn.Module, batch: Sample) -> Tensor:
+    return ((model[1:](Reversed.apply(model[0](batch["x"]))) - batch["labels"]) ** 2).sum()
+
+
+def penalty(model: nn.Module, batch: Sample) -> Tensor:
+    """A penalty on the gradient at inputs, which carry one."""
+    x = batch["x"].clone().requires_grad_()
+    outputs = model(x)
+    (slope,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)
+    return ((outputs - batch["labels"]) ** 2).sum() + (slope**2).sum()
+
+
+def checkpointed(reentrant: bool) -> Any:
+    def run(model: nn.Module, batch: Sample) -> Tensor:
+        x = batch["x"].clone().requires_grad_()
+        return ((checkpoint(model, x, use_reentrant=reentrant) - batch["labels"]) ** 2).sum()
+
+    return run
+
+
+def without_gradients(model: nn.Module, batch: Sample) -> Tensor:
+    """What the model itself says without gradients is its target."""
+    with torch.no_grad():
+        target = model(batch["x"] + 1)
+    return ((model(batch["x"]) - target) ** 2).sum()
+
+
+def functional(model: nn.Module, batch: Sample) -> Tensor:
+    outputs = torch.func.functional_call(model, dict(model.named_parameters()), (batch["x"],))
+    return ((outputs - batch["labels"]) ** 2).sum()
+
+
+FINE = {
+    "reversal": reversal, "penalty": penalty, "checkpointed": checkpointed(False), "reentrant": checkpointed(True),
+    "without_gradients": without_gradients, "functional": functional,
+}  # fmt: skip
+
+
+@right(1, 2, 3, **FINE)
+def unusual_loss(user: User, variant: Any) -> None:
+    """Whether its weight is counted or not."""
+    batch = numbers()
+    for counted in (True, False):
+        model = regressor()
+        reference = copy.deepcopy(model)
+
+        def loss_fn(model: nn.Module, batch: Sample) -> tuple[Tensor, int]:
+            return variant(model, batch), len(batch["x"])
+
+        user.update(model, user.rows(batch), loss(weigh=lambda batch: len(batch["x"]))(loss_fn) if counted else loss_fn)
+        (variant(reference, batch) / 8).backward()
+        user.expect(model, reference)

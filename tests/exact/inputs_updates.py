@@ -240,3 +240,53 @@ def gradients_that_share_memory(user: User, variant: tuple[int, float | None]) -
     for parameter, gradient in zip(reference.parameters(), gradients, strict=True):
         parameter.grad = gradient if max_norm is None else gradient * (max_norm / (norm + 1e-6))
     user.expect(model, reference)
+
+
+# No false refusals.
+
+
+def evaluated(accumulator: Any, model: nn.Module, optimizer: Any, user: User) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(numbers(5)["x"])
+    model.train()
+
+
+def logged(accumulator: Any, model: nn.Module, optimizer: Any, user: User) -> None:
+    torch.stack([each.grad.norm() for each in model.parameters() if each.grad is not None])
+    copy.deepcopy(model), model.state_dict(), optimizer.state_dict(), accumulator.state_dict()
+
+
+def other_model_trained(accumulator: Any, model: nn.Module, optimizer: Any, user: User) -> None:
+    user.update(regressor(), user.rows(numbers(5)), losses.mse)
+
+
+def slopes_asked(accumulator: Any, model: nn.Module, optimizer: Any, user: User) -> None:
+    torch.autograd.grad(model(numbers(5)["x"]).sum(), list(model.parameters()))
+
+
+@right(1, 2, 3, evaluated=evaluated, logged=logged, other_model=other_model_trained, slopes=slopes_asked)
+def harmless_between_calls(user: User, variant: Callable[..., None]) -> None:
+    model = regressor()
+    reference, accumulator = copy.deepcopy(model), user.accumulator(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for seed in (2, 3):
+        accumulator.forward_backward(user.rows(numbers(seed)), losses.mse)
+        variant(accumulator, model, optimizer, user)
+    accumulator.finalize()
+    mean_square(reference, numbers(2), numbers(3))
+    user.expect(model, reference)
+
+
+@right(1)
+def deepcopy_of_a_closed_accumulator(user: User) -> None:
+    accumulator = user.accumulator(regressor())
+    accumulator.forward_backward(numbers(3), losses.mse)
+    accumulator.finalize()
+    twin = copy.deepcopy(accumulator)
+    reference = copy.deepcopy(twin.model)
+    reference.zero_grad()
+    twin.forward_backward(numbers(), losses.mse)
+    twin.finalize()
+    mean_square(reference, numbers())
+    user.expect(twin.model, reference)
