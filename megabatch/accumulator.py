@@ -1,9 +1,11 @@
 """GradientAccumulator: the open update, from plan to gradient. It knows no optimizer, schedule, data source or file."""
 
 import contextlib
+import copy
 from collections.abc import Callable, Generator, Mapping
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -16,8 +18,10 @@ from megabatch.batch import Batch, Collate, Length, Microbatch
 from megabatch.contract import Hooks, JointLoss, LossFunction, Term, Weigh, hooks_of, terms_given
 from megabatch.cost import CostModel
 from megabatch.cut import Plan, check_bounds
-from megabatch.errors import Bound, MegabatchError, check_positive
+from megabatch.errors import Bound, MegabatchError, PlanError, check_positive
 from megabatch.fit import Fit, fit_or_bound
+from megabatch.ownership import Ownership, Receipt, identity_of
+from megabatch.padding import Padding
 from megabatch.precision import Wide
 from megabatch.probe import Prober
 from megabatch.run import Agreement, Turn, agree, turns, with_stand_ins
@@ -25,6 +29,8 @@ from megabatch.share import Cutter, Share
 from megabatch.stepping import StepInBackward
 from megabatch.sync import Models, choose_policy, reducer_for
 from megabatch.update import OpenUpdate, Update
+
+LOST = "an update was lost when one of its calls failed or its gradient was taken, with what its other calls had given"
 
 
 class GradientAccumulator:
@@ -47,6 +53,7 @@ class GradientAccumulator:
         sync: "last" reduces gradients once per call, "every" with each microbatch, "replica_last" (for HSDP)
             reduce-scatters with each and all-reduces once per call; "auto" is what suits the wrapper.
         collate: Makes a microbatch of a list of samples; the default pads on the right. `rows.OneRow` pads nothing.
+        padding: What the default pads a key with, ``{key: value}``, in place of what `Padding` would.
         length: Tokens of a sample; the default is the size of dim 0 of its first tensor.
         accumulate_dtype: What gradients are added in, torch.float32 for bfloat16 parameters; rounded to theirs in
             `finalize`, after the norm and the clip. None: each parameter's own.
@@ -67,6 +74,7 @@ class GradientAccumulator:
         sync: str = "auto",
         collate: Collate | None = None,
         length: Length | None = None,
+        padding: Mapping[str, float] | None = None,
         accumulate_dtype: torch.dtype | None = None,
         fuse_accumulation: bool = False,
     ) -> None:
@@ -80,17 +88,21 @@ class GradientAccumulator:
         choice = choose_policy(self._reducer, sync)
         if fuse_accumulation:
             self._reducer.fuse(choice[0])
-        self._cutter = Cutter(*bounds, collate, length, choice, ranks, self._reducer.one_shape, cost, fit)
+        pad = Padding(self._reducer.models, padding, names_collate=collate is not None)
+        self._cutter = Cutter(*bounds, collate, length, choice, ranks, self._reducer.one_shape, cost, fit, padding=pad)
         self._prober = Prober(model, self._reducer, self._wide, self._cutter, memory_bytes)
         self._alarm = Alarm(ranks, self._reducer.device)
         check_collate(collate, self._reducer, self._alarm)
-        self._remembered: Callable[[], Microbatch | None] = lambda: None  # a sample of an earlier call
+        self._ownership = Ownership(self._reducer)
+        self._remembered: WeakKeyDictionary[Any, Callable[[], Microbatch | None]] = WeakKeyDictionary()  # by loss
         self._was_finite: Tensor | bool = True  # the update that it was in
         self._stepping: StepInBackward | None = None
         self.steps_in_backward = False  # before `finalize` could scale a gradient
         self._open: OpenUpdate | None = None
+        self._is_lost = False  # an update of which calls had been made, until finalize() or discard() says so
         self._running = False  # inside a call, between its first microbatch and its last
         self._turn: Turn | None = None  # the microbatch that waits for its backward
+        self._untried: tuple[Share, Receipt] | None = None  # of an open loop, before its first backward
         self.last_plan: Plan | None = None
         self.fit = self._cutter.fit  # the bound that was chosen, and why, where none was given
 
@@ -139,16 +151,20 @@ class GradientAccumulator:
         ``loss_fn(model, microbatch)`` returns ``(total, weight)`` or a mapping of names to such pairs. The first call
         after `finalize` drops the gradients there. Raises `PlanError` for the batch, `LossContractError` for the loss.
         """
+        self._check_open()
         self.choose_bound(batch, loss_fn)
-        with self._alarm.listening(), self._call(batch, hooks_of(loss_fn)) as (share, agreement, opened):
-            sums = way.run(self.model, loss_fn, share, agreement, self._reducer, opened)
+        with self._alarm.listening(), self._call(batch, hooks_of(loss_fn), loss_fn) as (share, agreement, opened):
+            sums = way.run(self.model, loss_fn, share, agreement, self._reducer, opened, self._ownership)
         return {name: Term(total, torch.as_tensor(weight, dtype=total.dtype)) for name, (total, weight) in sums.items()}
 
     def microbatches(self, batch: Batch, weigh: Weigh | None = None) -> Generator[Microbatch, None, None]:
         """The same as an open loop: yields each microbatch on the device; call `backward` once in the body."""
         way.check_open_loop(self._reducer, weigh)
-        with self._alarm.listening(), self._call(batch, Hooks(weigh)) as (share, agreement, opened):
+        self._check_open()
+        body = GradientAccumulator.microbatches if weigh is None else weigh  # the body of the loop has no name
+        with self._alarm.listening(), self._call(batch, Hooks(weigh), body) as (share, agreement, opened):
             opened.open_call(agreement)
+            self._untried = share, Receipt.of(self._reducer.accumulating)
             with contextlib.closing(turns(share, agreement, weigh, self._reducer, self._reducer.device)) as each:
                 for turn in each:
                     self._turn = turn
@@ -159,17 +175,16 @@ class GradientAccumulator:
                     del turn  # with its microbatch
 
     @contextlib.contextmanager
-    def _call(self, batch: Batch, hooks: Hooks) -> Generator[tuple[Share, Agreement, OpenUpdate]]:
+    def _call(self, batch: Batch, hooks: Hooks, loss_fn: object) -> Generator[tuple[Share, Agreement, OpenUpdate]]:
         """Surrounds one call, prepared and agreed on; what it leaves half-way is forgotten with its update."""
-        if self._running:
-            raise MegabatchError("microbatches() was called inside its own loop; finish one call before the next")
+        key = identity_of(loss_fn)
         made = partial(self._prober.share, self._cutter, batch, hooks, self._open)
-        share, agreement = agree(self.ranks, made, hooks.weigh, self._recalled)
+        share, agreement = agree(self._reducer, made, hooks.weigh, partial(self._recalled, key))
         agreement = way.filled(self._reducer, share, agreement)
         if len(share.samples) and self.ranks.num_all > 1:
-            self._remembered, self._was_finite = share.samples.last().stand_in, True
+            self._remembered[key], self._was_finite = share.samples.last().stand_in, True
+        self._reducer.check_unchanged()
         if self._open is None:
-            self._reducer.check_unchanged()
             gradient.drop(self._reducer.parameters)
             self._wide.begin()
             self._open = OpenUpdate(self._reducer, self._stepping)
@@ -178,17 +193,36 @@ class GradientAccumulator:
         try:
             with way.around(self.model, self._reducer, agreement, self._cutter.collate):
                 yield share, agreement, self._open
+            if self._stepping is None:
+                self._ownership.leave()
             self._running = False
             self.last_plan, self._cutter = planned.in_parts(share.parts), self._cutter.learn(share)
         finally:
             if self._running:  # the loss raised, or the loop was left early
+                self._is_lost = self._open.has_earlier_calls
                 self._abandon()
 
-    def _recalled(self) -> Microbatch | None:
-        """What may stand in for a rank without samples: nothing times a gradient that is not finite is not finite."""
+    def _check_open(self) -> None:
+        """Raise `MegabatchError` where a call cannot add to the update."""
+        if self._running:
+            raise MegabatchError("microbatches() was called inside its own loop; finish one call before the next")
+        if self._is_lost:
+            raise MegabatchError(f"{LOST}; discard() it, and give its samples again")
+        try:
+            self._ownership.check()
+        except MegabatchError:
+            self._open, self._is_lost = None, True  # the gradients are another's
+            self._wide.discard()
+            raise
+
+    def _recalled(self, key: object) -> Microbatch | None:
+        """A dummy microbatch for a rank without samples, of an earlier call with the same loss.
+
+        Nothing times a gradient that is not finite is not finite.
+        """
         if not self._was_finite:  # waits for the device, where a rank has no sample
-            self._remembered, self._was_finite = lambda: None, True
-        return self._remembered()
+            self._remembered, self._was_finite = WeakKeyDictionary(), True
+        return self._remembered.get(key, lambda: None)()
 
     def backward(self, total: Tensor | Mapping[str, Any], weight: Tensor | float | None = None) -> None:
         """Differentiate one microbatch of the open loop; ``weight`` may be left out where ``weigh`` counted it.
@@ -199,7 +233,12 @@ class GradientAccumulator:
             raise MegabatchError(
                 "backward() belongs once in the body of a loop over microbatches(); there is none to run"
             )
-        self._open.backward_once(terms_given(total, weight, self._turn.weighed), self._turn)
+        terms = terms_given(total, weight, self._turn.weighed)
+        if self._untried is not None:
+            share, receipt = self._untried
+            self._ownership.check_loss(None, receipt, terms, share)
+            self._untried = None
+        self._open.backward_once(terms, self._turn)
         self._turn = None
 
     def finalize(self, *, max_norm: float | None = None, weight: float | None = None) -> Update:
@@ -211,15 +250,20 @@ class GradientAccumulator:
         returned as another raises `LossContractError` here on the CPU; on a device, where looking would wait, it
         makes ``update.finite`` false.
         """
+        if self._is_lost:
+            self.discard()
+            raise MegabatchError(f"{LOST}; give its samples again")
         if self._open is None or self._running:
             raise MegabatchError(
                 "finalize() closes the update that forward_backward() opened; none is open, "
                 "and one that was left half-way is forgotten"
             )
         check_positive(max_norm=max_norm, weight=weight)
+        self._check_open()
         if self._stepping is not None:
             self._stepping.check_finalize(max_norm, weight)
         opened, self._open = self._open, None
+        self._ownership.release()
         try:
             with self._alarm.listening():
                 update = way.close(opened, self._reducer, weight, max_norm)
@@ -241,12 +285,30 @@ class GradientAccumulator:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with a saved update in place of the open one. Raises `PlanError` for one of other ranks or models."""
-        self._abandon()
+        self.discard()
         self._open = pause.reopened(state, self._reducer, self._wide, self._stepping)
+        if self._open is not None:
+            self._ownership.leave()
+
+    def discard(self) -> None:
+        """Forget the open update and its gradient, whole or half-way; nothing happens where none is open."""
+        self._is_lost = False
+        self._abandon()
+
+    def __getstate__(self) -> Any:
+        raise PlanError(
+            "a GradientAccumulator cannot be pickled; save its state_dict(), and make a new one for the model"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "GradientAccumulator":
+        made = memo[id(self)] = object.__new__(type(self))
+        vars(made).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        return made
 
     def _abandon(self) -> None:
         """An update happens whole or not at all: forget what was accumulated."""
-        self._open, self._turn, self._running = None, None, False
+        self._open, self._turn, self._untried, self._running = None, None, None, False
+        self._ownership.release()
         self._reducer.discard()
         self._wide.discard()
         gradient.drop(self._reducer.parameters)

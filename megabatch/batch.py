@@ -6,20 +6,21 @@ A deferred batch is a list whose samples are loaded when their microbatch comes.
 """
 
 import math
+import re
 import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from numbers import Real
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from megabatch.errors import PlanError, require_count
-from megabatch.leaves import clone
+from megabatch.leaves import clone, each_leaf
 
 Batch = Mapping[str, Tensor] | Sequence[Any]  # all samples of this rank
 Microbatch = Any  # what collate returns: a mapping of tensors unless the user's collate says otherwise
@@ -27,6 +28,7 @@ Collate = Callable[[list[Any]], Microbatch]
 Length = Callable[[Any], int]
 
 IGNORED_LABEL = -100  # torch's cross-entropy ignores it by default
+LABELS = re.compile(r"(^|_)(labels?|label_ids)(_|$)")  # keys of labels: labels, shift_labels, label_ids, chosen_labels
 
 
 class Deferred(Sequence[Any]):
@@ -84,14 +86,20 @@ class Samples:
         collate: Collate | None = None,
         length: Length | None = None,
         part: Callable[[Microbatch], Microbatch] | None = None,
+        pad: "Pad | None" = None,
     ) -> None:
-        """``part`` is what the loss sees of a microbatch on this rank, where that is not what was collated."""
+        """``part`` is what the loss sees of a microbatch on this rank, where that is not what was collated.
+
+        ``pad`` collates samples where there is no ``collate``, and checks what either has made; None pads as
+        `pad_right` does.
+        """
         self.deferred = batch if isinstance(batch, Deferred) else None
         self._rows = _checked_rows(batch) if isinstance(batch, Mapping) else None
         self._list = [] if self._rows is not None or self.deferred is not None else _checked_list(batch)
         self._collate = collate
         self._length = length
         self._part = part
+        self._pad = pad
         self._kept: dict[int, Any] = {}  # the last sample of a deferred batch, once it is loaded
         self._loading = threading.Lock()  # one thread at a time loads and collates
         self.lengths: list[int] = self._measure(length)
@@ -108,12 +116,24 @@ class Samples:
     def _take(self, indices: Sequence[int]) -> Microbatch:
         if self._rows is None:
             get = self._list.__getitem__ if self.deferred is None else self._loaded
-            return (self._collate or pad_right)([get(index) for index in indices])
-        rows: slice | Tensor = torch.tensor(indices)
+            return self._collated([get(index) for index in indices])
+        rows: slice | Tensor = torch.tensor(indices, device="cpu")
         if list(indices) == list(range(indices[0], indices[0] + len(indices))):
             rows = slice(indices[0], indices[0] + len(indices))  # a view, where a copy would say the same
         taken = {name: tensor[rows] for name, tensor in self._rows.items()}
-        return taken if self._collate is None else self._collate(_split(taken))
+        if self._collate is not None:
+            return self._collated(_split(taken))
+        if self._pad is not None:
+            self._pad.check(taken)
+        return taken
+
+    def _collated(self, samples: list[Any]) -> Microbatch:
+        if self._collate is None:
+            return pad_right(samples) if self._pad is None else self._pad(samples)
+        made = self._collate(samples)
+        if self._pad is not None:
+            self._pad.check(made)
+        return made
 
     def in_turn(self, microbatches: Sequence[Sequence[int]]) -> Generator[Microbatch]:
         """Each of ``microbatches`` when it is asked for; of a deferred batch, the next are made while it is used.
@@ -138,9 +158,9 @@ class Samples:
         if self.deferred is not None:
             return self  # of a deferred batch there is no more in memory
         if self._rows is None:
-            return Samples(self._list[-1:], self._collate, self._length, self._part)
+            return Samples(self._list[-1:], self._collate, self._length, self._part, self._pad)
         rows = {name: tensor[-1:].clone() for name, tensor in self._rows.items()}
-        return Samples(rows, self._collate, self._length, self._part)
+        return Samples(rows, self._collate, self._length, self._part, self._pad)
 
     def one(self, index: int) -> Any:
         """The sample at ``index``, on its own memory, as an element of a list of samples."""
@@ -153,11 +173,31 @@ class Samples:
         """The last sample as a microbatch of its own."""
         return self.take([len(self) - 1])
 
-    def shared(self, microbatch: Microbatch) -> list[Tensor]:
-        """The tensors by which the batch can be written to: of a mapping, of which a microbatch may be a view, and
-        those of a microbatch that the user's collate has made, which may be the samples' own."""
-        own = [] if self._collate is None else pytree.tree_leaves(microbatch)
-        return [*(self._rows or {}).values(), *(leaf for leaf in own if isinstance(leaf, Tensor))]
+    def owned(self, microbatch: Microbatch, moved: Microbatch) -> Microbatch:
+        """``moved``, the microbatch on its device, on memory of its own, so that a loss may write to it.
+
+        Rows of a mapping and what the user's collate returns may be the caller's own tensors.
+        """
+        if self._rows is None and self._collate is None:
+            return moved
+        kept: set[int] = set()
+        each_leaf(microbatch, lambda leaf: kept.add(id(leaf)) or leaf)
+        return each_leaf(moved, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) and id(leaf) in kept else leaf)
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens, without padding; samples where none has a length, as images."""
+        return sum(self.lengths) if self._has_lengths else len(self)
+
+    def held(self) -> object:
+        """The batch, as far as it is in memory."""
+        return self._list if self._rows is None else self._rows
+
+    def keys(self) -> set[tuple[str, ...]]:
+        """The keys of samples, each set once; none of a deferred batch, whose samples are not there."""
+        if self._rows is not None:
+            return {tuple(sorted(self._rows))}
+        return {tuple(sorted(map(str, sample))) for sample in self._list if isinstance(sample, Mapping)}
 
     def fingerprint(self) -> int:
         """A number that nearly always differs where the samples do: of all lengths, and of what the last one holds."""
@@ -191,11 +231,35 @@ class Samples:
             told = enumerate(self.deferred.lengths)
             return [require_count(f"the length of sample {index}", length, least=0) for index, length in told]
         if self._rows is None:
-            return [int((length or sample_length)(sample)) for sample in self._list]
-        if length is not None:
-            return [int(length(sample)) for sample in _split(self._rows)]
-        first = next(iter(self._rows.values()))
-        return [first.shape[1] if first.ndim > 1 else 1] * len(first)
+            lengths = [int((length or sample_length)(sample)) for sample in self._list]
+        elif length is not None:
+            lengths = [int(length(sample)) for sample in _split(self._rows)]
+        else:
+            first = next(iter(self._rows.values()))
+            lengths = [first.shape[1] if first.ndim > 1 else 1] * len(first)
+        if length is None and 0 in lengths:
+            raise PlanError(
+                f"sample {lengths.index(0)} of the batch has length 0; leave it out, or give length= if it has tokens "
+                "elsewhere"
+            )
+        return lengths
+
+    @property
+    def _has_lengths(self) -> bool:
+        """Whether lengths count tokens: of images, [C, H, W] and of one shape, dim 0 counts nothing."""
+        if self.deferred is not None or self._length is not None or len(set(self.lengths)) > 1 or not len(self):
+            return True
+        first = self._list[0] if self._rows is None else {name: value[0] for name, value in self._rows.items()}
+        value = next(iter(fields_of(first).values()))
+        return not (isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 2)
+
+
+class Pad(Protocol):
+    """Makes a microbatch of samples of unequal lengths, and checks a microbatch that was made otherwise."""
+
+    def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Tensor]: ...
+
+    def check(self, microbatch: Microbatch) -> None: ...
 
 
 def sample_length(sample: Any) -> int:
@@ -205,14 +269,31 @@ def sample_length(sample: Any) -> int:
     return first.shape[0] if first.ndim else 1
 
 
-def pad_right(samples: list[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Stack samples, padding dim 0 on the right to the longest: ``labels`` with -100, other keys with 0.
+def pad_right(samples: list[Mapping[str, Any]], fills: Mapping[str, float] | None = None) -> dict[str, Tensor]:
+    """Stack samples, padding dim 0 on the right to the longest: labels with -100, other keys with 0.
+
+    Labels are the keys ``labels``, ``label``, ``label_ids`` and such as ``shift_labels`` or ``labels_of_words``.
+
+    Args:
+        samples: Mappings of tensors (or numbers) with the same keys.
+        fills: What to pad a key with instead.
 
     Returns ``{name: [B, longest, ...]}``, or ``[B]`` for scalars. Raises `PlanError` where the samples' keys or
-    their other dims differ.
+    their other dims differ, and where the dtype of a key cannot hold what it is padded with.
     """
     check_keys(samples)
-    return {name: _stack(name, [tensor_of(name, sample[name]) for sample in samples]) for name in samples[0]}
+    columns = columns_of(samples)
+    return {name: stacked(name, values, (fills or {}).get(name)) for name, values in columns.items()}
+
+
+def columns_of(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Tensor]]:
+    """The tensors of each key, one per sample."""
+    return {name: [tensor_of(name, sample[name]) for sample in samples] for name in samples[0]}
+
+
+def is_label(name: str) -> bool:
+    """Whether a key of a sample holds labels, by its name."""
+    return LABELS.search(name) is not None and "mask" not in name
 
 
 def check_keys(samples: Sequence[Mapping[str, Any]]) -> None:
@@ -235,12 +316,15 @@ def fields_of(sample: Any) -> Mapping[str, Any]:
 
 def tensor_of(name: str, value: Any) -> Tensor:
     try:
-        return torch.as_tensor(value)
+        made = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         raise PlanError(f"{name!r} of a sample is a {type(value).__name__}; expected a tensor, or numbers") from None
+    _check_layout(f"{name!r} of a sample", made)
+    return made
 
 
-def _stack(name: str, values: list[Tensor]) -> Tensor:
+def stacked(name: str, values: list[Tensor], fill: float | None = None) -> Tensor:
+    """One key of samples as [B, longest, ...]."""
     first = values[0]
     if any(value.dtype != first.dtype for value in values):
         raise PlanError(
@@ -251,11 +335,32 @@ def _stack(name: str, values: list[Tensor]) -> Tensor:
     if any(value.shape[1:] != first.shape[1:] or value.ndim != first.ndim for value in values):
         shapes = sorted({tuple(value.shape) for value in values})
         raise PlanError(f"{name!r} has the shapes {shapes}; only dim 0 is padded, the others must agree")
-    fill = IGNORED_LABEL if name == "labels" else 0
+    fill = (IGNORED_LABEL if is_label(name) else 0) if fill is None else fill
+    if not _holds(first.dtype, fill):
+        raise PlanError(
+            f"{name!r} has samples of unequal lengths and the dtype {first.dtype}, which cannot hold the padding value "
+            f"{fill}; give it as torch.long, say, or another value in padding="
+        )
     padded = first.new_full((len(values), max(len(value) for value in values), *first.shape[1:]), fill)
     for row, value in zip(padded, values, strict=True):
         row[: len(value)] = value
     return padded
+
+
+def _holds(dtype: torch.dtype, number: float) -> bool:
+    """Whether a dtype holds a number as it is, to its own rounding."""
+    if dtype == torch.bool:
+        return number in (0, 1)
+    if dtype.is_floating_point or dtype.is_complex:
+        return abs(number) <= torch.finfo(dtype).max or not math.isfinite(number)
+    info = torch.iinfo(dtype)
+    return info.min <= number <= info.max and number == int(number)
+
+
+def _check_layout(what: str, tensor: Tensor) -> None:
+    if tensor.layout != torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise PlanError(f"{what} is a {kind} tensor; give dense ones, or collate= and length= of your own")
 
 
 def _checked_list(batch: Any) -> list[Any]:
@@ -276,6 +381,7 @@ def _checked_rows(batch: Mapping[str, Any]) -> dict[str, Tensor]:
         if not isinstance(value, Tensor) or value.ndim == 0:
             kind = "a scalar" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise PlanError(f"{name!r} of the batch is {kind}; expected a tensor with samples in dim 0")
+        _check_layout(f"{name!r} of the batch", value)
     sizes = {name: len(value) for name, value in batch.items()}
     if len(set(sizes.values())) > 1:
         raise PlanError(f"the tensors of the batch differ in dim 0: {sizes}; expected one row per sample in each")

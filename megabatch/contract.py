@@ -5,6 +5,7 @@ counts, and never divides: the update's loss is the sum of the totals over the s
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
@@ -65,6 +66,11 @@ def loss(*, weigh: Weigh, prepare: Prepare | None = None) -> Callable[[F], F]:
     for it (a number or a scalar tensor), or a mapping of term names to weights where the loss has several terms.
     ``prepare(microbatch)`` gives what the loss, and ``weigh``, will see in its place: for what is quickly seen on the
     CPU and slowly on a device. A function that says so already is left as it is; what comes back is another.
+
+    A loss that runs a backward of its own, chunk by chunk say, cannot be scaled by what is done to its total. It takes
+    the divisor: ``loss_fn(model, microbatch, divisor)`` returns ``(total / divisor, weight)``, having divided what it
+    differentiates. The divisor is a number, or with several terms a mapping of their names to numbers: the weight of
+    the update over all ranks (over their number, where the wrapper averages), and infinite in a dummy microbatch.
     """
 
     def attach(function: F) -> F:
@@ -90,6 +96,14 @@ def _another(function: F) -> F:
 def weigh_of(loss_fn: LossFunction | JointLoss) -> Weigh | None:
     """The counting function that `loss` attached, if any."""
     return cast(Weigh | None, getattr(loss_fn, "weigh", None))
+
+
+def takes_divisor(loss_fn: LossFunction | JointLoss) -> bool:
+    """Whether a loss divides by itself: it has a parameter named ``divisor``, as `loss` says."""
+    try:
+        return "divisor" in inspect.signature(cast(Callable[..., Any], loss_fn)).parameters
+    except (TypeError, ValueError):  # written in C, or a JointLoss
+        return False
 
 
 class Hooks(NamedTuple):
@@ -163,6 +177,8 @@ def _term(source: str, pair: Any) -> Term:
         raise LossContractError(
             f"the total of {source} has shape {tuple(total.shape)}; sum it to a scalar, and {EXPECTED}"
         )
+    if total.is_complex():
+        raise LossContractError(f"the total of {source} is complex ({total.dtype}); return a real one, total.real say")
     return Term(total.reshape(()), _weight(f"the weight of {source}", weight))
 
 

@@ -13,11 +13,10 @@ from torch.utils import _pytree as pytree
 
 from megabatch import gradient
 from megabatch.alarm import is_out_of_memory, rank_of_process, whoever_runs
-from megabatch.contract import LossFunction, differentiable, hooks_of, terms_of, weigh_of
+from megabatch.contract import LossFunction, hooks_of, weigh_of
 from megabatch.cut import Plan
 from megabatch.errors import Bound, MegabatchError, PlanError, Shortage, in_one_line
 from megabatch.fit import Measured, Space, Timed
-from megabatch.kept import Foreign
 from megabatch.memory import GIVE_A_BOUND, Budget, bytes_to_come, measuring, timing
 from megabatch.plain import PlainReducer
 from megabatch.precision import Wide, no_float16_autocast
@@ -55,7 +54,6 @@ class Subject:
 
     def __init__(self, model: Any, reducer: PlainReducer, wide: Wide) -> None:
         self.model, self.reducer, self.wide = model, reducer, wide
-        self.foreign = Foreign(reducer.parameters)
 
     @property
     def waits(self) -> bool:
@@ -67,7 +65,6 @@ class Subject:
         self.reducer.discard()
         self.wide.discard()
         gradient.drop(self.reducer.parameters)
-        self.foreign.put_back()
 
 
 class Copies:
@@ -91,7 +88,7 @@ class Copies:
             share = self._share(sample, rows)
             self._subject.wide.begin()
             with measuring(reducer.device) as needed:
-                self._run(share, is_first=True)
+                self._run(share)
             self._subject.forget()
             own_bytes = self._own_bytes(share, rows)
         before = self.budget.used + bytes_to_come(self._optimizer, reducer.parameters)
@@ -110,10 +107,10 @@ class Copies:
             seconds = math.inf
             with self._heard(sample, rows):
                 share = self._share(sample, rows)
-                for is_first in (True, False):  # the better of two: what else the machine does only adds
+                for _ in range(2):  # the better of two: what else the machine does only adds
                     self._subject.wide.begin()
                     with timing(self._subject.reducer.device) as took:
-                        self._run(share, is_first=is_first)
+                        self._run(share)
                     self._subject.forget()
                     seconds = min(seconds, took.seconds / NUM_RUN)
             slowest = max(told for (told,) in self._subject.reducer.ranks.exchange([seconds]))
@@ -131,8 +128,8 @@ class Copies:
         cut = tuple(tuple(range(index * rows, (index + 1) * rows)) for index in range(NUM_RUN))
         return collated(samples, Plan(cut, tuple(samples.lengths), sync=self._cutter.choice[0]), hooks.weigh)
 
-    def _run(self, share: Share, *, is_first: bool) -> None:
-        """One update; ``is_first`` of its kind, in which the loss may reach what it has not reached before."""
+    def _run(self, share: Share) -> None:
+        """One update."""
         reducer, weigh = self._subject.reducer, weigh_of(self._loss_fn)
         # One microbatch more is announced and not run, so that DDP, which would rebuild its buckets, does not reduce.
         # Where it is to find unused parameters it keeps the buckets, and forgets those it found when it reduces.
@@ -147,9 +144,7 @@ class Copies:
             contextlib.closing(turns(share, agreement, weigh, reducer, reducer.device)) as each,
         ):
             for turn in itertools.islice(each, num_run):
-                terms = terms_of(self._loss_fn(self._subject.model, turn.microbatch))
-                if is_first:
-                    self._subject.foreign.note([terms[name].total for name in differentiable(terms)])
+                terms = opened.terms_of(self._loss_fn, self._subject.model, turn)
                 opened.backward(terms, turn)
                 del turn, terms  # with its microbatch
 

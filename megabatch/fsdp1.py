@@ -21,6 +21,7 @@ class FSDP1Reducer(PlainReducer):
     """Reduces increments as FSDP2 does, divided by the ranks, which ``loss_factor`` undoes."""
 
     wrapper = "FSDP1"
+    forwards_meet = True
     may_pause = False
 
     def __init__(self, model: nn.Module, fsdp: FullyShardedDataParallel, ranks: DataRanks) -> None:

@@ -4,7 +4,7 @@ Told to sum, it divides nowhere, and any policy is right.
 """
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -22,6 +22,7 @@ class FSDP2Reducer(PlainReducer):
     """Reduce-scatters where parameters are sharded, all-reduces where they are replicated."""
 
     wrapper = "FSDP2 without replicas"
+    forwards_meet = True
 
     def __init__(self, model: nn.Module, modules: list[FSDPModule], ranks: DataRanks) -> None:
         super().__init__(model, ranks)
@@ -51,6 +52,13 @@ class FSDP2Reducer(PlainReducer):
             raise PlanError(CHANGED)
         if all(group.is_sharded for group in self._groups):
             super().check_unchanged()
+        else:
+            self.check_parameters()
+
+    @property
+    def accumulating(self) -> Sequence[nn.Parameter]:
+        managed = [each for group in self._groups for each in group.fsdp_params]
+        return [*self.parameters, *(each._unsharded_param for each in managed if hasattr(each, "_unsharded_param"))]
 
     @property
     def runs_alone(self) -> bool:

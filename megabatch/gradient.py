@@ -1,7 +1,7 @@
 """What is done to ``p.grad``: drop, scale, norm, clip, over plain tensors and DTensors alike."""
 
 from collections.abc import Generator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,62 @@ def drop(parameters: Sequence[nn.Parameter]) -> None:
         parameter.grad = None
 
 
+def separate(parameters: Sequence[nn.Parameter]) -> None:
+    """Give every gradient memory of its own: what is done to one in place would else be done to another.
+
+    Autograd hands two parameters one tensor where a model uses their sum: ``x + (pos[None] + kind[None])``.
+    """
+    starts: set[int] = set()
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None or gradient.layout != torch.strided:
+            continue
+        own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        start = own.data_ptr()
+        if start in starts:
+            parameter.grad = gradient.clone()
+        elif start:
+            starts.add(start)
+
+
 def leaves(totals: Sequence[Tensor]) -> Generator[Tensor]:
     """Every leaf that carries a gradient and that a total depends on, as far as the graph tells."""
     for node in _graph(totals):
         if (leaf := _leaf(node)) is not None:
             yield leaf
+
+
+def unscaled_function(totals: Sequence[Tensor]) -> str | None:
+    """The name of a function on the way to a total whose backward does not look at the gradient that it is given.
+
+    Only functions of the user's own that return scalars or vectors are asked, as losses are. Each is asked for two
+    gradients, of which one undoes what the other may have scaled in place.
+    """
+    pending: list[Any] = [torch.autograd.graph.get_gradient_edge(total).node for total in totals]
+    seen: set[Any] = set()
+    while pending:
+        node = pending.pop()
+        if node in seen or any(len(each.shape) > 1 for each in node._input_metadata):
+            continue
+        seen.add(node)
+        pending.extend(before for before, _ in node.next_functions if before is not None)
+        if not isinstance(node, torch.autograd.function.BackwardCFunction):
+            continue
+        function: Any = cast(Any, type(node))._forward_cls
+        if not function.__module__.startswith("torch."):
+            twice, half = (_backward_of(node, scale) for scale in (2.0, 0.5))
+            if any(bool(one.any()) and torch.equal(one, other) for one, other in zip(twice, half, strict=True)):
+                return str(function.__name__)
+    return None
+
+
+@torch.no_grad()
+def _backward_of(node: Any, scale: float) -> list[Tensor]:
+    """What a function gives its inputs for a gradient of ``scale``, copied."""
+    given = [torch.full(each.shape, scale, dtype=each.dtype, device=each.device) for each in node._input_metadata]
+    found = node.apply(*given)
+    tensors = [found] if isinstance(found, Tensor) else [each for each in found if isinstance(each, Tensor)]
+    return [each.detach().clone() for each in tensors]
 
 
 def functions_beside(totals: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[str]:

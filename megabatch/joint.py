@@ -156,6 +156,7 @@ def _backward(call: Call, encodings: list[Encoded], gradients: Sequence[Sequence
             if not turn.is_stand_in:
                 drifted |= differ(encoded.leaves, leaves)
             _differentiate(leaves, [None if of_leaf is None else of_leaf[turn.index] for of_leaf in gradients], turn)
+            gradient.separate(call.reducer.accumulating)
             del turn, leaves  # with the microbatch and its graph, before the next is made
     return drifted
 

@@ -36,6 +36,19 @@ def clone(microbatch: Any) -> Any:
     return each_leaf(microbatch, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
 
 
+def memory_of(microbatch: Any) -> set[int]:
+    """Where the tensors of a microbatch lie."""
+    found: set[int] = set()
+
+    def note(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.numel():
+            found.add(leaf.untyped_storage().data_ptr())
+        return leaf
+
+    each_leaf(microbatch, note)
+    return found - {0}
+
+
 def each_leaf(value: Any, function: Callable[[Any], Any]) -> Any:
     """The value, of the same kind, with what the function makes of every leaf.
 

@@ -1,15 +1,17 @@
 """Attention masks that change nothing: in a causal model no token sees the padding on its right.
 
-Without one torch takes its fast ways through attention, and nothing waits for a device to look at it.
+Without one torch takes its fast ways through attention, and nothing waits for a device to look at it. What is computed
+at a masked position does change, so no target may lie there.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
-from megabatch.batch import Microbatch
+from megabatch.batch import IGNORED_LABEL, Microbatch
+from megabatch.errors import LossContractError
 
 MASK, POSITIONS = "attention_mask", "position_ids"
 RIGHT_PADDED = "megabatch: padded on the right"  # in a microbatch, beside its mask
@@ -17,9 +19,29 @@ RIGHT_PADDED = "megabatch: padded on the right"  # in a microbatch, beside its m
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
+def next_targets(microbatch: Mapping[str, Any]) -> Tensor:
+    """What each position predicts: ``shift_labels`` [B, T], or ``labels`` but the first of each row [B, T - 1].
+
+    Raises `LossContractError` where the microbatch has neither.
+    """
+    shifted: Any = microbatch.get("shift_labels")
+    found: Any = microbatch.get("labels") if shifted is None else shifted
+    if not isinstance(found, Tensor) or found.ndim != 2 or found.is_floating_point():
+        seen = "no labels" if found is None else f"labels that are {_kind(found)}"
+        raise LossContractError(
+            f"the samples have {seen} (their keys: {', '.join(map(str, microbatch))}); next_token wants labels [B, T] "
+            "of whole numbers, or shift_labels"
+        )
+    return found[:, 1:] if shifted is None else found
+
+
+def _kind(value: Any) -> str:
+    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
 def noted(microbatch: Microbatch) -> Microbatch:
     """The microbatch, with a note where its mask does no more than leave out padding on the right; on the CPU."""
-    if not isinstance(microbatch, Mapping) or not _only_pads(microbatch):
+    if not isinstance(microbatch, Mapping) or not _only_pads(cast(Mapping[str, Any], microbatch)):
         return microbatch
     return {**microbatch, RIGHT_PADDED: True}
 
@@ -59,7 +81,16 @@ def with_config(model: Any) -> Any:
 def _only_pads(microbatch: Mapping[str, Any]) -> bool:
     """Whether the mask does no more than leave out padding on the right. Beside positions it does: without a mask
     transformers keeps documents apart where they begin anew, and with one it does not look."""
-    return POSITIONS not in microbatch and _is_right_padded(microbatch.get(MASK))
+    mask = microbatch.get(MASK)
+    return POSITIONS not in microbatch and _is_right_padded(mask) and not _hides_targets(cast(Tensor, mask), microbatch)
+
+
+def _hides_targets(mask: Tensor, microbatch: Mapping[str, Any]) -> bool:
+    """Whether a masked position predicts something, as where labels are copied from padded input_ids."""
+    targets = next_targets(microbatch)
+    if targets.device != mask.device or len(targets) != len(mask) or targets.shape[1] > mask.shape[1]:
+        return True  # it is not known
+    return bool((targets[mask[:, : targets.shape[1]] == 0] != IGNORED_LABEL).any())
 
 
 def _is_right_padded(mask: Any) -> bool:

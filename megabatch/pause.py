@@ -22,7 +22,7 @@ PLACEMENTS = {each.__name__: each for each in (Partial, Replicate)}  # other way
 
 
 def state_of(opened: OpenUpdate | None, reducer: PlainReducer) -> dict[str, Any]:
-    """The update as it stands: numbers, texts, and the tensors that it goes on adding to. Waits for the device.
+    """The update as it stands: numbers, texts, and copies of this rank's gradients. Waits for the device.
 
     Raises `PlanError` for a wrapper that keeps gradients elsewhere, and where an optimizer has stepped already.
     """
@@ -37,7 +37,7 @@ def state_of(opened: OpenUpdate | None, reducer: PlainReducer) -> dict[str, Any]
     return {
         "ranks": reducer.ranks.num_all,
         "update": opened.state_dict(),
-        "gradients": {index: local(cast(Tensor, each.grad)).detach() for index, each in having.items()},
+        "gradients": {index: local(cast(Tensor, each.grad)).detach().clone() for index, each in having.items()},
         "layouts": {index: [list(each.shape), _axes(each)] for index, each in having.items()},
     }
 

@@ -5,8 +5,8 @@ gradients come out summed over data and context ranks, in every wrapper and unde
 """
 
 import contextlib
-from collections.abc import Generator
-from typing import cast
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ class PlainReducer:
     wrapper = "no wrapper"
     loss_factor = 1.0
     one_shape = False  # whether microbatches are filled up to the largest of a call
+    forwards_meet = False  # whether ranks wait for each other in every module that is called
     may_pause = True  # whether all of an open update's gradient is in ``p.grad`` between two calls
     is_counting: bool | None = None  # the microbatch that runs: False for a stand-in
     fusing: Fusing | None = None  # of linear layers that add to their gradients themselves
@@ -38,6 +39,7 @@ class PlainReducer:
     def __init__(self, model: nn.Module, ranks: DataRanks) -> None:
         self.ranks = ranks
         self.parameters = trainable(model)
+        self._dtypes = [each.dtype for each in self.parameters]
         self.device = next(model.parameters()).device  # of what the model reads
         self.norm_groups: list[dist.ProcessGroup] = []  # ranks that hold parts of the gradient which no DTensor tells
         self._wide = Wide(self.parameters, None)
@@ -54,11 +56,31 @@ class PlainReducer:
         now = trainable(self._model)
         if len(now) != len(self.parameters) or any(a is not b for a, b in zip(now, self.parameters, strict=True)):
             raise PlanError(CHANGED)
+        self.check_parameters()
+
+    def check_parameters(self) -> None:
+        """Raise `PlanError` for parameters that were cast, and those with hooks that would see single microbatches."""
+        for parameter, dtype in zip(self.parameters, self._dtypes, strict=True):
+            if parameter.dtype != dtype:
+                raise PlanError(
+                    f"parameters were cast from {dtype} to {parameter.dtype} since the GradientAccumulator was made; "
+                    "make a new one after such a change"
+                )
+            for hook in _foreign_hooks(parameter):
+                raise PlanError(
+                    f"a parameter of shape {tuple(parameter.shape)} has the hook {_name_of(hook)}, which would see the "
+                    "gradients of single microbatches; remove it, and work on p.grad after finalize()"
+                )
 
     @property
     def runs_alone(self) -> bool:
         """Whether the microbatch that runs needs no other rank, so that it can be run again in parts."""
         return self.ranks.num_all == self.ranks.degree
+
+    @property
+    def accumulating(self) -> Sequence[nn.Parameter]:
+        """The parameters in whose ``grad`` autograd adds up."""
+        return self.parameters
 
     @property
     def may_add(self) -> bool:
@@ -124,6 +146,19 @@ class PlainReducer:
 def trainable(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that get a gradient."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _foreign_hooks(parameter: nn.Parameter) -> Iterator[object]:
+    """Hooks on a parameter's gradient that are neither torch's nor ours."""
+    hooks = cast(Any, parameter)
+    for hook in [*(hooks._backward_hooks or {}).values(), *(hooks._post_accumulate_grad_hooks or {}).values()]:
+        home = getattr(getattr(hook, "func", hook), "__module__", None) or ""
+        if home.partition(".")[0] not in ("torch", "megabatch"):
+            yield hook
+
+
+def _name_of(hook: object) -> str:
+    return repr(getattr(hook, "__qualname__", type(hook).__name__))
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megabatch import gradient
 from megabatch.alarm import is_out_of_memory, rank_of_process, whoever_runs
-from megabatch.contract import WEIGHT_TOLERANCE, Term, Weigh, differentiable
+from megabatch.contract import WEIGHT_TOLERANCE, LossFunction, Term, differentiable, takes_divisor, weigh_of
 from megabatch.cut import halves
 from megabatch.errors import MegabatchError, Shortage, in_one_line
 from megabatch.leaves import to_device
@@ -36,7 +36,6 @@ class Before(NamedTuple):
 
     gradients: list[tuple[nn.Parameter, Tensor, int]]  # those that were there, with the number of writes to each
     num_collectives: int | None  # that this process has begun
-    shared: list[tuple[Tensor, int]]  # by which the batch can be written to, with the number of writes to each
 
 
 class PartError(Exception):
@@ -46,8 +45,9 @@ class PartError(Exception):
 class Recovery:
     """Runs the microbatches of a call, and those that do not fit in memory in parts. Notes the parts in the share."""
 
-    def __init__(self, share: Share, weigh: Weigh | None, reducer: PlainReducer, opened: OpenUpdate) -> None:
-        self._share, self._weigh, self._reducer, self._opened = share, weigh, reducer, opened
+    def __init__(self, share: Share, loss_fn: LossFunction, reducer: PlainReducer, opened: OpenUpdate) -> None:
+        self._share, self._weigh, self._reducer, self._opened = share, weigh_of(loss_fn), reducer, opened
+        self._is_divided = takes_divisor(loss_fn)
 
     def run(self, turn: Turn, work: Work) -> list[dict[str, Term]]:
         """The sums of a microbatch, or of its parts. Raises `MegabatchError` where it can run in no way."""
@@ -70,7 +70,7 @@ class Recovery:
             raise PartError(f"{beside[0]} is beside the way to the gradients that are still missing")
 
     def _run(self, turn: Turn, rows: Rows, work: Work) -> list[dict[str, Term]]:
-        before = self._before(turn)
+        before = self._before()
         self._opened.taking_back.clear()
         try:
             sums = work(turn)
@@ -99,12 +99,11 @@ class Recovery:
     def _added_elsewhere(self) -> Counter[str]:
         return Counter(what for what, _ in self._opened.taking_back)
 
-    def _before(self, turn: Turn) -> Before:
+    def _before(self) -> Before:
         # With an optimizer that steps in backward nothing runs again, and a gradient is to be freed where it steps.
         parameters = [] if self._opened.steps_in_backward else self._reducer.parameters
         existing = [(each, found, found._version) for each in parameters if (found := each.grad) is not None]
-        shared = [(each, _num_writes(each)) for each in self._share.samples.shared(turn.microbatch)]
-        return Before(existing, self._num_collectives(), shared)
+        return Before(existing, self._num_collectives())
 
     def _num_collectives(self) -> int | None:
         return num_collectives() if self._reducer.ranks.num_all > 1 else 0
@@ -125,7 +124,7 @@ class Recovery:
     def _part(self, turn: Turn, rows: Rows) -> Turn:
         try:
             microbatch, counted, weighed = self._share.part(rows, self._weigh)
-            microbatch = to_device(microbatch, self._reducer.device)
+            microbatch = self._share.samples.owned(microbatch, to_device(microbatch, self._reducer.device))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -144,10 +143,10 @@ class Recovery:
             why = f"and an optimizer steps in backward, {AGAIN}"
         elif len({each.device for each in self._reducer.parameters}) > 1:
             why = f"whose parameters are on several devices, {AGAIN}"
-        elif any(_num_writes(each) != number for each, number in before.shared):
-            why = f"and the loss has written to the batch, {AGAIN}"
-        elif _share_memory([found for _, found, _ in before.gradients]):  # and their count of writes
+        elif _share_writes([found for _, found, _ in before.gradients]):
             why = f"whose gradients are views of one tensor, {AGAIN}"
+        elif self._is_divided:
+            why = f"whose loss may run a backward of its own, {AGAIN}"
         elif self._reducer.fusing is not None and self._reducer.fusing.is_half_added:
             why = f"which had added a part of a weight's gradient, {AGAIN}"
         elif not self._lacking(turn, _received(before)):  # a backward inside of it may have begun all of them
@@ -193,11 +192,8 @@ class Recovery:
         return failure
 
 
-def _num_writes(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # which has none
-
-
-def _share_memory(tensors: Sequence[Tensor]) -> bool:
+def _share_writes(tensors: Sequence[Tensor]) -> bool:
+    """Whether writes to one count for another, as in DDP's buckets."""
     dense = [local(tensor) for tensor in tensors if tensor.layout == torch.strided]
     return len({tensor.untyped_storage().data_ptr() for tensor in dense}) < len(dense)
 

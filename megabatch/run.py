@@ -22,6 +22,8 @@ from megabatch.mesh import DataRanks
 from megabatch.plain import PlainReducer
 from megabatch.share import MAX_WEIGHED_TERMS, Share
 
+NUM_TOLD = 8  # numbers of `Told` before the weights
+
 
 @dataclass(frozen=True)
 class Agreement:
@@ -44,12 +46,13 @@ class Told(NamedTuple):
     has_sample: float
     names_hash: float  # of the weighed terms
     fingerprint: float  # of the samples and their cut, where other ranks must have the same
+    keys_hash: float  # of the keys of samples, where all must have the same; below 0 where samples differ
     weights: list[float]
 
     @classmethod
     def of(cls, row: list[float]) -> "Told":
-        failed, microbatches, samples, tokens, has_sample, names_hash, fingerprint, *weights = row
-        return cls(failed, microbatches, samples, tokens, has_sample, names_hash, fingerprint, weights)
+        failed, microbatches, samples, tokens, has_sample, names_hash, fingerprint, keys_hash, *weights = row
+        return cls(failed, microbatches, samples, tokens, has_sample, names_hash, fingerprint, keys_hash, weights)
 
 
 @dataclass(frozen=True)
@@ -67,13 +70,15 @@ class Turn:
 
 
 def agree(
-    ranks: DataRanks, make_share: Callable[[], Share], weigh: Weigh | None, remembered: Callable[[], Microbatch | None]
-) -> tuple[Share, Agreement]:
+    reducer: PlainReducer, make_share: Callable[[], Share], weigh: Weigh | None,
+    remembered: Callable[[], Microbatch | None],
+) -> tuple[Share, Agreement]:  # fmt: skip
     """Prepare this rank's share and tell the others, in one message between hosts; with one rank, in none.
 
-    ``remembered`` gives a sample of an earlier call as a microbatch, if there was one. A failure on any rank is
-    raised on all of them, so that none is left waiting.
+    ``remembered`` gives a sample of an earlier call with this loss as a microbatch, if there was one. A failure on any
+    rank is raised on all of them, so that none is left waiting.
     """
+    ranks = reducer.ranks
     share, failure, has_sample = None, None, False
     try:
         share = make_share()
@@ -85,6 +90,12 @@ def agree(
         raise told_failure(ranks, failure)
     assert share is not None  # only a failure leaves it out
     _check_same_samples(ranks, told)
+    keys = {each.keys_hash for each in told} - {0.0}
+    if reducer.forwards_meet and (len(keys) > 1 or min(keys, default=0.0) < 0):
+        raise PlanError(
+            f"samples have other keys on other ranks, or on one rank, and with {reducer.wrapper} ranks wait for each "
+            "other in every submodule; give all samples of a call the same keys, an image of zeros say"
+        )
     if len({each.names_hash for each in told if each.num_microbatches}) > 1:
         raise LossContractError("weigh names other terms on other ranks; name the same terms everywhere")
     num_microbatches = int(max(each.num_microbatches for each in told))
@@ -161,7 +172,9 @@ def turns(
             with reducer.microbatch(share.plan.sync, last=last):
                 reducer.is_counting = not is_stand_in
                 try:
-                    yield Turn(to_device(microbatch, device), index, counted, weighed, is_stand_in)
+                    moved = share.samples.owned(microbatch, to_device(microbatch, device))
+                    yield Turn(moved, index, counted, weighed, is_stand_in)
+                    del moved
                 finally:
                     reducer.is_counting = None
             del microbatch  # before the next is made
@@ -177,14 +190,16 @@ def with_stand_ins(plan: Plan, num_microbatches: int) -> Plan:
 def _message(share: Share | None, ranks: DataRanks, has_sample: bool) -> list[float]:
     """The fields of `Told`, in one row of a fixed length."""
     if share is None:
-        return [1.0] + [0.0] * (6 + MAX_WEIGHED_TERMS)
+        return [1.0] + [0.0] * (NUM_TOLD - 1 + MAX_WEIGHED_TERMS)
     sums = share.weight_sums()
     names_hash = zlib.crc32("\n".join(sums).encode()) if sums else 0
     cut = repr(share.plan.microbatches).encode()
     fingerprint = zlib.crc32(cut, share.samples.fingerprint()) if ranks.num_all > ranks.degree else 0
-    counts = [0, len(share.plan.microbatches), len(share.samples), share.plan.num_tokens]
+    keys = (share.samples.keys() if ranks.num_all > 1 else None) or {()}
+    keys_hash = zlib.crc32(repr(sorted(keys)).encode()) * (1 if len(keys) < 2 else -1)
+    counts = [0, len(share.plan.microbatches), len(share.samples), share.samples.num_tokens]
     rest = [0.0] * (MAX_WEIGHED_TERMS - len(sums))
-    return [*map(float, [*counts, has_sample, names_hash, fingerprint]), *sums.values(), *rest]
+    return [*map(float, [*counts, has_sample, names_hash, fingerprint, keys_hash]), *sums.values(), *rest]
 
 
 def _one_line(failure: Exception) -> str:

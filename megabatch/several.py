@@ -29,6 +29,7 @@ class SeveralReducer(PlainReducer):
         self.ranks, self.device, self.loss_factor = first.ranks, first.device, first.loss_factor
         self.norm_groups = first.norm_groups
         self._reducers, self._frozen = list(reducers), frozen
+        self.forwards_meet = any(each.forwards_meet for each in reducers)
         self.may_pause = all(each.may_pause for each in reducers)
         self.models = [*(model for reducer in reducers for model in reducer.models), *frozen]
 
@@ -42,6 +43,10 @@ class SeveralReducer(PlainReducer):
             reducer.check_unchanged()
         if any(map(trainable, self._frozen)):
             raise PlanError(CHANGED)
+
+    @property
+    def accumulating(self) -> Sequence[nn.Parameter]:
+        return [parameter for reducer in self._reducers for parameter in reducer.accumulating]
 
     @property
     def runs_alone(self) -> bool:

@@ -11,7 +11,9 @@ from megabatch.cost import CostModel
 from megabatch.cut import Plan
 from megabatch.errors import Bound, LossContractError, PlanError
 from megabatch.fit import Fit
+from megabatch.leaves import clone, memory_of
 from megabatch.mesh import DataRanks
+from megabatch.padding import Padding
 from megabatch.rows import OneRow, check_weights
 from megabatch.shapes import equal_rows
 
@@ -90,6 +92,7 @@ class Cutter:
     cost: CostModel | None  # what the user says a microbatch costs
     fit: Fit | None = None  # the bound that was chosen where none was given
     learned: Bound | None = None  # from microbatches that did not fit in memory
+    padding: Padding | None = None  # how samples become microbatches where there is no collate
 
     @property
     def is_auto(self) -> bool:
@@ -100,7 +103,7 @@ class Cutter:
         """The batch seen as samples, its microbatches as the loss is to see them."""
         if self.ranks.context_degree > 1:
             prepare = partial(context.stretch, index=self.ranks.context_rank, degree=self.ranks.context_degree)
-        return Samples(batch, self.collate, self.length, prepare)
+        return Samples(batch, self.collate, self.length, prepare, self.padding)
 
     def plan(self, samples: Samples) -> Plan:
         """How they are cut into microbatches."""
@@ -156,7 +159,7 @@ class Cutter:
                     "weights of Deferred are of whole samples, and sequences are cut over the mesh axis 'cp'; leave "
                     "weights out"
                 )
-            whole = Samples(batch, self.collate, self.length).take(plan.microbatches[0])
+            whole = Samples(batch, self.collate, self.length, pad=self.padding).take(plan.microbatches[0])
             context.check_weights(whole, weigh, self.ranks.context_degree)
         self._check_rows(samples, plan, weigh)
         return collated(samples, plan, weigh)
@@ -182,12 +185,19 @@ def collated(samples: Samples, plan: Plan, weigh: Weigh | None) -> Share:
     if samples.deferred is not None and (told := samples.deferred.weights) is not None:
         sums = (sum(told[row] for row in rows) for rows in plan.microbatches)
         return Share(samples, plan, (), tuple(map(counted_weights, sums)))
-    taken = map(samples.take, plan.microbatches)
-    kept = tuple(taken) if samples.deferred is None else ()
-    weights = tuple(counted_weights(weight) for weight in map(weigh, kept or taken))
+    kept = _kept(samples, plan) if samples.deferred is None else ()
+    weights = tuple(counted_weights(weigh(each)) for each in kept or map(samples.take, plan.microbatches))
     names = [sorted(each) for each in weights]
     if any(each != names[0] for each in names):
         raise LossContractError(f"weigh names the terms {names}; name the same terms for each microbatch")
     if names and len(names[0]) > MAX_WEIGHED_TERMS:
         raise LossContractError(f"weigh names {len(names[0])} terms; at most {MAX_WEIGHED_TERMS} are supported")
     return Share(samples, plan, kept, weights)
+
+
+def _kept(samples: Samples, plan: Plan) -> tuple[Microbatch, ...]:
+    """Every microbatch, on memory of its own: a collate function may fill the same buffer again."""
+    kept = list(map(samples.take, plan.microbatches[:2]))
+    if len(kept) == 2 and not memory_of(kept[0]).isdisjoint(memory_of(kept[1])):
+        return tuple(clone(samples.take(rows)) for rows in plan.microbatches)
+    return (*kept, *map(samples.take, plan.microbatches[2:]))

@@ -12,6 +12,7 @@ from megabatch.batch import Batch, Collate
 from megabatch.contract import LossFunction
 from megabatch.fit import Measured, Space, next_rows
 from megabatch.memory import Budget
+from megabatch.padding import Padding
 from megabatch.precision import Wide
 from megabatch.probe import Prober
 from megabatch.share import Cutter
@@ -53,7 +54,8 @@ def taken(
     wide = Wide(reducer.parameters, accumulate_dtype)
     reducer.accumulate_in(wide)
     choice = choose_policy(reducer, policy)
-    cutter = Cutter(None, None, collate, None, choice, reducer.ranks, reducer.one_shape, cost=None)
+    pad = Padding(reducer.models)
+    cutter = Cutter(None, None, collate, None, choice, reducer.ranks, reducer.one_shape, cost=None, padding=pad)
     prober = Prober(model, reducer, wide, cutter, memory_bytes)
     prober.optimizer = optimizer
     with Alarm(reducer.ranks, reducer.device).listening():

@@ -5,16 +5,27 @@ of the whole update's weight is one factor, known when the update closes; for a 
 """
 
 import contextlib
+import copy
 import math
 import zlib
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from megabatch.contract import PAIR_NAME, WEIGHT_TOLERANCE, Term, accumulation_dtype, differentiable
+from megabatch import gradient
+from megabatch.contract import (
+    PAIR_NAME,
+    WEIGHT_TOLERANCE,
+    LossFunction,
+    Term,
+    accumulation_dtype,
+    differentiable,
+    takes_divisor,
+    terms_of,
+)
 from megabatch.errors import LossContractError, MegabatchError
 from megabatch.plain import PlainReducer
 from megabatch.precision import refuse_float16
@@ -42,6 +53,14 @@ class Update:
     num_microbatches: int  # of each rank
     reports: Tensor = field(repr=False)  # [ranks, 4 + terms]: what each rank told of itself, see OpenUpdate
 
+    def __str__(self) -> str:
+        """One line. Waits for the device."""
+        counts = f"{self.num_samples} samples, {self.num_tokens} tokens, {self.num_microbatches} microbatches"
+        norm = "" if self.grad_norm is None else f", grad_norm {float(self.grad_norm):.4g}"
+        terms = "".join(f", {name} {float(value):.6g}" for name, value in self.terms.items() if len(self.terms) > 1)
+        verdict = "finite" if bool(self.finite) else "NOT finite"
+        return f"loss {float(self.loss):.6g} over weight {float(self.weight):.10g}{terms}, {counts}{norm}, {verdict}"
+
     def problem(self) -> MegabatchError | None:
         """What is wrong, in one line; None where nothing is, or only weight is missing. Waits for the device."""
         reports = self.reports.tolist()
@@ -56,6 +75,12 @@ class Update:
                 return weights_differ(where, counted, returned)
             if not all(map(math.isfinite, totals)):
                 return MegabatchError(f"the loss is not finite on {where}")
+        for name, total in zip(self.terms, self.reports[:, 4:].sum(0).tolist(), strict=False):
+            if self.reports.shape[1] > 5 and math.isinf(float(self.terms[name])):
+                return LossContractError(
+                    f"the term {name!r} has the weight 0 in this update and the total {total:.6g}, which nothing "
+                    "divides; return a total of 0 where there is nothing to count, or count what it sums"
+                )
         if self.grad_norm is not None and not torch.isfinite(self.grad_norm):
             return MegabatchError(f"the loss is finite but the norm of the gradient is {float(self.grad_norm)}")
         return None
@@ -79,7 +104,7 @@ class OpenUpdate:
     def __init__(self, reducer: PlainReducer, stepping: StepInBackward | None = None) -> None:
         self._ranks = reducer.ranks
         self._stepping = stepping
-        self._loss_factor = reducer.loss_factor
+        self._reducer = reducer
         self._device = reducer.device
         self._dtype = accumulation_dtype(reducer.device)
         self._divisors: dict[str, float] = {}  # by weighed term, from the first call
@@ -96,6 +121,11 @@ class OpenUpdate:
         self.is_continued = False  # from a state: what others have counted of it is not here
 
     @property
+    def has_earlier_calls(self) -> bool:
+        """Whether a call before the one that runs has given a gradient."""
+        return self.is_continued or self._num_calls > 1
+
+    @property
     def steps_in_backward(self) -> bool:
         """Whether an optimizer steps in the last backward."""
         return self._stepping is not None
@@ -104,13 +134,13 @@ class OpenUpdate:
         """Where it stands between two calls, in numbers and texts. Waits for the device."""
         sums = {name: [float(term.total), float(term.weight)] for name, term in self._sums.items()}
         found = {"sums": sums, "differ": bool(self._differ), "differentiable": sorted(self._differentiable)}
-        return found | {name: vars(self)[name] for name in KEPT}
+        return found | {name: copy.deepcopy(vars(self)[name]) for name in KEPT}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Stand where a state was taken, on the same rank."""
         self._sums = {name: Term(self._scalar(total), weight) for name, (total, weight) in state["sums"].items()}
         self._differ, self._differentiable = state["differ"], set(state["differentiable"])
-        vars(self).update({name: state[name] for name in KEPT}, is_continued=True)
+        vars(self).update({name: copy.deepcopy(state[name]) for name in KEPT}, is_continued=True)
 
     def open_call(self, agreement: Agreement) -> None:
         """Take in what the ranks agreed on for the next call."""
@@ -119,13 +149,33 @@ class OpenUpdate:
         self._num_calls += 1
         if self._stepping is not None:
             self._stepping.open_call(agreement, self._num_calls)
-        if self._num_calls == 1:
-            self._divisors = {name: weight or 1.0 for name, weight in agreement.weights.items()}
+        if self._num_calls == 1:  # of several terms there is no other call, and one without weight has no gradient
+            nothing = 1.0 if len(agreement.weights) < 2 else math.inf
+            self._divisors = {name: weight or nothing for name, weight in agreement.weights.items()}
         self._announced.append(dict(agreement.weights))  # by call: one may count a term by its name, and one without
         self._all_announced &= bool(agreement.weights)
         self.num_samples += agreement.num_samples
         self.num_tokens += agreement.num_tokens
         self.num_microbatches += agreement.num_microbatches
+
+    def terms_of(self, loss_fn: LossFunction, model: Any, turn: Turn) -> dict[str, Term]:
+        """What the loss returns for a microbatch, undivided. Raises `LossContractError`."""
+        if not takes_divisor(loss_fn):
+            return terms_of(loss_fn(model, turn.microbatch))
+        if not self._divisors:
+            raise LossContractError(
+                "the loss takes the divisor, which has to be known before its first microbatch; say how it is counted "
+                "with @megabatch.loss(weigh=...)"
+            )
+        scale = math.inf if turn.is_stand_in else 1 / self._loss_factor
+        own = {name: each * scale for name, each in self._divisors.items()}
+        divisor = own if len(own) > 1 else next(iter(own.values()))
+        divided = terms_of(cast(Any, loss_fn)(model, turn.microbatch, divisor=divisor))
+        if turn.is_stand_in:
+            return divided
+        factors = {name: _of(own, name) or 1.0 for name in divided}
+        return {name: Term(total * factors[name], weight) if total.requires_grad else Term(total, weight)
+                for name, (total, weight) in divided.items()}  # fmt: skip
 
     def backward(self, terms: Mapping[str, Term], turn: Turn) -> dict[str, Term]:
         """Differentiate one microbatch; returns its sums, detached."""
@@ -134,7 +184,12 @@ class OpenUpdate:
             sums = self.add(terms, turn)  # which may raise, and then no parameter is to have moved
             with contextlib.nullcontext() if self._stepping is None else self._stepping.backward(turn.index):
                 objective.backward(inputs=None if turn.wanted is None else list(turn.wanted))
+        gradient.separate(self._reducer.accumulating)
         return sums
+
+    @property
+    def _loss_factor(self) -> float:
+        return self._reducer.loss_factor
 
     def backward_once(self, terms: Mapping[str, Term], turn: Turn) -> None:
         """The same where nobody takes back what a backward that fails has added: the update is lost then."""
@@ -210,6 +265,8 @@ class OpenUpdate:
         has_weight = weights[:num_own] > 0
         loss = torch.where(has_weight, quotients[:num_own], 0.0).sum() / has_weight.any()  # 0 / 0 without any weight
         agree = ~rows[:, 0].any() & (rows[:, 3] == rows[0, 3]).all()
+        if num_own > 1:
+            agree = agree & ~torch.isinf(quotients[:num_own]).any()  # a total, and nothing to divide it by
         whole = weights[0] if num_own else torch.zeros_like(loss)
         update = Update(
             loss=loss,
@@ -277,7 +334,7 @@ class OpenUpdate:
 
     def _vector(self, values: list[float | Tensor]) -> Tensor:
         if self._device.type == "cpu":
-            return torch.tensor([float(value) for value in values], dtype=self._dtype)
+            return torch.tensor([float(value) for value in values], dtype=self._dtype, device="cpu")
         return torch.stack([self._scalar(value) for value in values])
 
     def _scalar(self, value: float | Tensor) -> Tensor:

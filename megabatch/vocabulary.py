@@ -63,7 +63,8 @@ def summing(model: Any, targets: Tensor) -> Generator[Summed]:
     """While it is open, a call of the model may give a scalar for its logits; what is yielded says whether it has.
 
     The scalar is the summed cross-entropy of ``targets`` [B, T], -100 where there is none: entry t is what position t
-    predicts. Later positions predict nothing. Raises `MegabatchError` where the model returns anything else.
+    predicts. For another number of positions there are logits as ever. Raises `MegabatchError` where the model returns
+    anything else.
     """
     summed, found = Summed(), _found(model)
     if found is None:
@@ -224,7 +225,7 @@ def _fits(hidden: Any, head: nn.Linear, targets: Tensor, output_dtypes: set[torc
     bias = cast(Tensor | None, head.bias)
     if not _go_together([hidden, head.weight] if bias is None else [hidden, head.weight, bias], targets):
         return False
-    if hidden.ndim != 3 or targets.ndim != 2 or len(hidden) != len(targets) or hidden.shape[1] < targets.shape[1]:
+    if hidden.ndim != 3 or targets.ndim != 2 or hidden.shape[:2] != targets.shape:
         return False
     dtype = _dtype_of_products(hidden)
     if not output_dtypes <= {torch.float32 if dtype in HALF_TYPES else dtype}:  # the total would be rounded

@@ -10,8 +10,9 @@ import torch
 from megabatch import gradient, joint, pipeline
 from megabatch.apart import watched
 from megabatch.batch import Collate
-from megabatch.contract import JointLoss, LossFunction, Term, Weigh, terms_of, weigh_of
+from megabatch.contract import JointLoss, LossFunction, Term, Weigh, takes_divisor, weigh_of
 from megabatch.errors import PlanError
+from megabatch.ownership import Ownership
 from megabatch.plain import PlainReducer
 from megabatch.precision import no_float16_autocast
 from megabatch.recovery import Recovery
@@ -23,16 +24,18 @@ from megabatch.update import OpenUpdate, Update, add_terms
 
 def run(
     model: Any, loss_fn: LossFunction | JointLoss, share: Share, agreement: Agreement,
-    reducer: PlainReducer, opened: OpenUpdate,
+    reducer: PlainReducer, opened: OpenUpdate, ownership: Ownership,
 ) -> dict[str, Term]:  # fmt: skip
     """Add a call's gradient to the open update; returns its sums."""
+    if takes_divisor(loss_fn) and isinstance(reducer, PipelineReducer):
+        raise PlanError("a loss that takes the divisor cannot run through a Pipeline; give one that returns its sum")
     if isinstance(loss_fn, JointLoss):
         if isinstance(reducer, PipelineReducer):
             raise PlanError("a JointLoss cannot run through a Pipeline; give a loss that sums over samples")
         return joint.run(loss_fn, model, share, agreement, reducer, opened)
     if isinstance(reducer, PipelineReducer):
         return pipeline.run(share, agreement, weigh_of(loss_fn), loss_fn, reducer, opened)
-    return _one_by_one(model, loss_fn, share, agreement, reducer, opened)
+    return _one_by_one(model, loss_fn, share, agreement, reducer, opened, ownership)
 
 
 def close(opened: OpenUpdate, reducer: PlainReducer, weight: float | None, max_norm: float | None) -> Update:
@@ -71,15 +74,18 @@ def check_open_loop(reducer: PlainReducer, weigh: Weigh | None) -> None:
 
 def _one_by_one(
     model: Any, loss_fn: LossFunction, share: Share, agreement: Agreement,
-    reducer: PlainReducer, opened: OpenUpdate,
+    reducer: PlainReducer, opened: OpenUpdate, ownership: Ownership,
 ) -> dict[str, Term]:  # fmt: skip
     opened.open_call(agreement)
     sums: dict[str, Term] = {}
     weigh = weigh_of(loss_fn)
-    recovery = Recovery(share, weigh, reducer, opened)
+    recovery = Recovery(share, loss_fn, reducer, opened)
 
     def work(turn: Turn) -> dict[str, Term]:
-        terms = terms_of(loss_fn(model, turn.microbatch))
+        receipt = ownership.receipt(loss_fn)
+        terms = opened.terms_of(loss_fn, model, turn)
+        if receipt is not None:
+            ownership.check_loss(loss_fn, receipt, terms, share)
         if turn.is_part:
             recovery.check_reach(terms, turn)
         return opened.backward(terms, turn)

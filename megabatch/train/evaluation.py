@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megabatch import Plan, context, losses, pipeline
-from megabatch.batch import Microbatch, pad_right
+from megabatch.batch import Microbatch
 from megabatch.contract import PAIR_NAME, LossFunction, Term, accumulation_dtype, differentiable, hooks_of, terms_of
 from megabatch.errors import LossContractError, MegabatchError, PlanError
 from megabatch.leaves import to_device
+from megabatch.padding import Padding
 from megabatch.pipeline import Pipeline
 from megabatch.train.config import EvalConfig, UpdateConfig
 from megabatch.train.console import Console
@@ -174,13 +175,13 @@ def sum_terms(
     """
     sums: dict[str, Tensor] = {}
     loss_names: set[str] = set()
-    prepare = hooks_of(terms.loss).prepare or as_it_is
+    prepare, pad = hooks_of(terms.loss).prepare or as_it_is, Padding([model])
     at_once = PER_STAGE * model.num_stages if isinstance(model, Pipeline) else 1
     with console.progress(f"evaluating {name}", len(own.samples), "samples") as advance:
         for start in range(0, len(own.microbatches), at_once):
             several = own.microbatches[start : start + at_once]
             taken = ([samples[own.samples[row]] for row in rows] or [samples[0]] for rows in several)
-            microbatches = [to_device(own_stretch(prepare(pad_right(each)), ranks), ranks.device) for each in taken]
+            microbatches = [to_device(own_stretch(prepare(pad(each)), ranks), ranks.device) for each in taken]
             with torch.set_grad_enabled(start == 0 and not terms.of_tokens):  # only with it terms show a gradient
                 found = terms.of_all(model, microbatches)
             for rows, each in zip(several, found, strict=True):

@@ -14,6 +14,7 @@ from tests.comm import document
 from tests.comm.counting import Collectives
 from tests.exact import models
 from tests.exact.wrappers import WRAPPERS, Wrapped, mesh_of, parameters_of, wrap
+from tests.unit.small import unseen
 
 WIDTH, LENGTH, ROWS = 48, 8, 2  # the smallest thing that is gathered is larger than a message
 BUCKET_MB = 0.05  # so that DDP makes several buckets
@@ -143,7 +144,7 @@ def order_of_ddp(name: str) -> list[str]:
     """The job "order:ddp": what happens in the last backward of an update, in its order."""
     model, gradient = accumulator("ddp", "last")
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _: collectives.seen.append(("gradient", 0)))
+        parameter.register_post_accumulate_grad_hook(unseen(lambda _: collectives.seen.append(("gradient", 0))))
     for _ in range(2):
         with Collectives() as collectives:
             gradient.forward_backward(batch(3 * ROWS), squares)

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megabatch import GradientAccumulator, PlanError, loss
 from tests.exact.launch import launch
 from tests.exact.precision import CASES, SUMMED, SYNCS, WORLDS, Counter, gradients, language_error, new_model
+from tests.unit.small import unseen
 
 UNDERFLOW = "dividing the loss by the update's weight before backward underflows in float16; use bfloat16"
 
@@ -121,7 +122,7 @@ def test_no_gradient_in_bfloat16_waits_for_the_end_of_the_backward() -> None:
     def total(model, microbatch):
         if not narrow:
             for parameter in model.parameters():
-                parameter.register_post_accumulate_grad_hook(look)
+                parameter.register_post_accumulate_grad_hook(unseen(look))
         return model(microbatch["x"].bfloat16()).sum(), 1.0
 
     gradient = GradientAccumulator(model, micro_batch_size=1, accumulate_dtype=torch.float32)

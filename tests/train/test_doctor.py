@@ -23,6 +23,7 @@ from megabatch.train.init.hardware import seen_gpus
 from megabatch.train.ranks import Meeting, Ranks
 from tests.train.on_ranks import on_ranks
 from tests.train.processes import CONTEXT, Run, rank_environment
+from tests.unit.small import unseen
 
 CPU = torch.device("cpu")
 FACTS = Facts("one", "H100", "GPU-1", 2.0**36, {"python": "3.11", "torch": "2.13", "NCCL": None})
@@ -54,7 +55,7 @@ def wrong_on_one(model: nn.Module) -> nn.Module:
     """DDP, and a rank whose gradient a bug has changed a little; the loss is what it was."""
     wrapped = nn.parallel.DistributedDataParallel(model)
     if dist.get_rank() == 1:
-        wrapped.module.head.bias.register_hook(lambda gradient: gradient * (1 + 1e-9))
+        wrapped.module.head.bias.register_hook(unseen(lambda gradient: gradient * (1 + 1e-9)))
     return wrapped
 
 

@@ -34,13 +34,6 @@ class Twice(Net):
         return self.second(self.second(self.first(x)))
 
 
-class Hooked(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first.weight.register_hook(lambda gradient: 2 * gradient)
-        self.second.weight.register_post_accumulate_grad_hook(lambda weight: None)
-
-
 class Watched(Net):
     """Its modules are looked at, its weights are not."""
 
@@ -131,10 +124,3 @@ def with_torch_func(model: nn.Module, microbatch: Any) -> Tensor:
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own
         model(forward_ad.make_dual(x, torch.ones_like(x)))
     return total_of(model, microbatch)
-
-
-def kept_twice(model: nn.Module, microbatch: Any) -> Tensor:
-    """Differentiated once by the loss itself."""
-    total = total_of(model, microbatch)
-    total.backward(retain_graph=True)
-    return total

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megabatch import GradientAccumulator, PlanError
+from megabatch import GradientAccumulator, MegabatchError, PlanError
 from megabatch.batch import pad_right
 from tests.unit import small
 from tests.unit.small import expected, gradients, model_of_integers, same_bits, samples, squares, weighed
@@ -185,6 +185,10 @@ def test_a_loss_that_raises_leaves_nothing_behind(breaks_at, calls_before):
     with pytest.raises(ArithmeticError, match="the loss broke"):
         gradient.forward_backward(BATCH, BreaksAt(breaks_at))
     assert gradients(model) == [None, None, None]
+    if calls_before:  # what they gave is lost, and nobody is to go on without it
+        for verb in (lambda: gradient.forward_backward(BATCH, weighed), gradient.finalize):
+            with pytest.raises(MegabatchError, match="an update was lost"):
+                verb()
     gradient.forward_backward(BATCH, weighed)
     assert float(gradient.finalize().weight) == 16
     assert same_bits(gradients(model), expected(model, BATCH))

@@ -17,7 +17,6 @@ from tests.unit.linear_layers import (
     AgainTwice,
     Copied,
     Functional,
-    Hooked,
     Net,
     OneByOne,
     Parts,
@@ -25,7 +24,6 @@ from tests.unit.linear_layers import (
     Turned,
     Twice,
     Watched,
-    kept_twice,
     looks_inside,
     penalised,
     total_of,
@@ -61,7 +59,6 @@ ALL = 2 * 7  # two layers in all microbatches but the first
 CASES = {
     "plain": (Net, total_of, ALL),
     "used twice": (Twice, total_of, 3 * 7),
-    "hooks on weights": (Hooked, total_of, 0),
     "a hook on a module": (Watched, total_of, ALL),
     "used past the layer": (Functional, total_of, ALL),
     "a forward of its own": (Replaced, total_of, 7),
@@ -74,7 +71,6 @@ CASES = {
     "a gradient of a gradient": (Net, penalised, None),
     "backwards for others": (Net, looks_inside, ALL),
     "torch.func": (Net, with_torch_func, ALL),
-    "a graph that is kept": (Net, kept_twice, 2 * 15),
 }
 
 

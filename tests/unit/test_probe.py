@@ -98,22 +98,6 @@ def test_an_embedding_that_has_seen_a_long_sequence_has_not() -> None:
     assert torch.equal(gradients(dynamic, losses.next_token, batch), expected)
 
 
-@pytest.mark.parametrize("before", [None, 3.0])
-def test_a_tensor_of_the_loss_keeps_its_gradient(before: float | None) -> None:
-    found: list[float] = []
-    for bound in ({"max_microbatch_tokens": ALL}, {}):
-        outside = torch.ones(1, dtype=torch.float64, requires_grad=True)
-        outside.grad = None if before is None else torch.full((1,), before, dtype=torch.float64)
-
-        def scaled(model: nn.Module, microbatch: Any, outside: Tensor = outside) -> tuple[Tensor, int]:
-            return (model(microbatch["x"]) * outside).square().sum(), len(microbatch["x"])
-
-        gradients(linear, scaled, samples(6), **bound)
-        assert outside.grad is not None
-        found.append(outside.grad.item())
-    assert found[0] == found[1]
-
-
 def test_a_frozen_parameter_that_is_no_number_has_not_moved() -> None:
     model = nn.Linear(8, 1).double()
     model.register_parameter("unused", nn.Parameter(torch.full((2,), float("nan")), requires_grad=False))

@@ -15,6 +15,7 @@ from tests.exact.experts import samples as sparse_samples
 from tests.exact.experts import sparse_lm, unbalanced
 from tests.exact.spikes import Spikes
 from tests.unit.failures.table import SAMPLES, linear, squares, weighed_squares
+from tests.unit.small import unseen
 
 TEXTS = [{"x": torch.full((length,), float(length), dtype=torch.float64)} for length in (8, 6, 4, 4, 2, 2)]
 OUT = {0: ("backward", 0)}  # of the first forward's backward, when the later layer has its gradient
@@ -193,7 +194,7 @@ def test_a_gradient_is_freed_where_an_optimizer_steps_in_backward():
     gradient = GradientAccumulator(model, micro_batch_size=2)
     gradient.step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
     model.first.weight.register_post_accumulate_grad_hook(
-        lambda _: alive.append([each() is not None for each in noted])
+        unseen(lambda _: alive.append([each() is not None for each in noted]))
     )
     gradient.forward_backward(SAMPLES, noting)
     assert alive == [[], [False]]
@@ -212,3 +213,26 @@ def test_experts_are_counted_once():
         found.append(bias.update())
         assert gradient.last_plan.num_split == len(when)
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@pytest.mark.parametrize("collate", [None, list], ids=["a mapping", "samples"])
+def test_a_loss_that_writes_to_its_microbatch_runs_again_in_parts(collate: Any) -> None:
+    """What it is given is its own, so that the parts see the batch as it was."""
+
+    def doubling(model: nn.Module, microbatch: Any) -> tuple[Tensor, int]:
+        for each in microbatch if isinstance(microbatch, list) else [microbatch]:
+            each["x"].mul_(2)
+        x = microbatch["x"] if collate is None else torch.stack([each["x"] for each in microbatch])
+        return squares(model, {"x": x})
+
+    given = [{"x": each["x"].clone()} for each in SAMPLES]
+    batch = given if collate else {"x": torch.stack([each["x"] for each in given])}
+    made = Two(), Two()
+    gradients = [GradientAccumulator(model, micro_batch_size=2, collate=collate) for model in made]
+    made[0].spikes.set(OUT)
+    for gradient in gradients:
+        gradient.forward_backward(batch, doubling)
+        gradient.finalize()
+    assert gradients[0].last_plan.num_split == 1
+    check_same(*made)
+    assert all(torch.equal(mine["x"], each["x"]) for mine, each in zip(given, SAMPLES, strict=True))

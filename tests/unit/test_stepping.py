@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from megabatch import GradientAccumulator, Learner, MegabatchError, loss
 from tests.exact.launch import launch
 from tests.exact.stepping import OPTIMIZERS, Trained, new_model
+from tests.unit.small import unseen
 from tests.unit.tower import moved, new_tower, parameters_of, rows, square, stepping
 
 SHARDED = {
@@ -72,7 +73,7 @@ class Watched(torch.optim.SGD):
         self.gradients: list[weakref.ref[Tensor]] = []
         self.num_bytes: list[int] = []
         for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(self.note)
+            parameter.register_post_accumulate_grad_hook(unseen(lambda each: self.note(each)))
 
     def note(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -204,7 +205,7 @@ def test_a_backward_that_fails_between_two_parameters_says_so() -> None:
     def fail(_: Tensor) -> None:
         raise InterruptedError("out of memory")
 
-    model.layers[0].weight.register_hook(fail)
+    model.layers[0].weight.register_hook(unseen(fail))
     with pytest.raises(MegabatchError) as raised:
         gradient.forward_backward({"x": rows(4)["x"].abs()}, square)
     text = str(raised.value)

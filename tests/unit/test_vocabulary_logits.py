@@ -8,7 +8,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
-from megabatch import losses, vocabulary
+from megabatch import LossContractError, losses, vocabulary
 from tests.unit.heads import B, T, V, causal, compare, error, gradients, microbatch, plain, summed
 
 
@@ -74,9 +74,9 @@ def test_a_hook_before_the_model_is_no_hindrance():
 
 
 def test_kept_logits_are_logits():
-    """A model that is asked for fewer gives them."""
+    """A model that is asked for fewer gives them, and they are not those of the labels."""
     model, batch = causal("gpt2"), microbatch()
-    with pytest.raises(ValueError, match="batch_size"):
+    with pytest.raises(LossContractError, match="a position for each label"):
         losses.next_token(model, batch | {"logits_to_keep": 3})
 
 

@@ -16,8 +16,6 @@ from tests.unit.failures.shortages import (
     tied,
     views_of_a_bucket,
     weighed_together,
-    written,
-    written_to_samples,
 )
 from tests.unit.failures.table import Failure
 
@@ -52,12 +50,6 @@ FAILURES = {
     ),
     "out of memory with parameters on several devices": Failure(
         MegabatchError, AGAIN.format("whose parameters are on several devices"), several_devices
-    ),
-    "out of memory in a loss that writes to the batch": Failure(
-        MegabatchError, AGAIN.format("and the loss has written to the batch"), written
-    ),
-    "out of memory in a loss that writes to samples": Failure(
-        MegabatchError, AGAIN.format("and the loss has written to the batch"), written_to_samples
     ),
     "out of memory under a weight that does not add up": Failure(
         MegabatchError, AGAIN.format("whose weight is not the sum of its samples'"), weighed_together

@@ -145,25 +145,6 @@ def stepping() -> None:
     gradient.forward_backward(SAMPLES, weighed_squares)
 
 
-def written() -> None:
-    def doubling(model: nn.Module, microbatch: Any) -> Any:
-        microbatch["x"].mul_(2)
-        return squares(model, microbatch)
-
-    rows = {"x": torch.stack([sample["x"] for sample in SAMPLES])}
-    accumulator(Two({1: ("forward", 0)})).forward_backward(rows, doubling)
-
-
-def written_to_samples() -> None:
-    def doubling(model: nn.Module, samples: Any) -> Any:
-        for sample in samples:
-            sample["x"].mul_(2)
-        return squares(model, {"x": torch.stack([sample["x"] for sample in samples])})
-
-    own = [{"x": sample["x"].clone()} for sample in SAMPLES]
-    accumulator(Two({1: ("forward", 0)}), collate=list).forward_backward(own, doubling)
-
-
 def weighed_together() -> None:
     update(loss(weigh=lambda microbatch: len(microbatch["x"]) ** 2)(lambda *given: (squares(*given)[0], 4.0)))
 
