@@ -1,0 +1,265 @@
+"""Input mutations of models, optimizers and ranks."""
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from megabatch import Learner, MegabatchError, PlanError, loss, losses
+from tests.exact.inputs import Sample, User, mean_square, numbers, refused, regressor, right, squares
+from tests.exact.wrappers import wrap
+
+# Optimizers.
+
+
+class OwnCount(torch.optim.Optimizer):
+    """Divides by its number of steps, which it counts itself."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        for parameter in self._trained():
+            parameter.sub_(parameter.grad / self.steps)
+
+    def _trained(self) -> list[Tensor]:
+        return [each for group in self.param_groups for each in group["params"] if each.grad is not None]
+
+
+class ByGlobalNorm(OwnCount):
+    """Divides by the norm of all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        norm = torch.stack([each.grad.norm() for each in self._trained()]).norm()
+        for parameter in self._trained():
+            parameter.sub_(parameter.grad / norm)
+
+
+@refused(PlanError, "step_in_backward", 1, own_count=OwnCount, global_norm=ByGlobalNorm)
+def steps_in_backward(user: User, variant: type[torch.optim.Optimizer]) -> None:
+    model = regressor()
+    accumulator = user.accumulator(model)
+    accumulator.step_in_backward(variant(model.parameters()))
+    accumulator.forward_backward(numbers(), losses.mse)
+    accumulator.finalize()
+
+
+@right(1)
+def adamw_steps_in_backward(user: User) -> None:
+    model, batch = regressor(), numbers()
+    reference = copy.deepcopy(model)
+    accumulator, optimizer = user.accumulator(model), torch.optim.AdamW(reference.parameters(), lr=0.1)
+    accumulator.step_in_backward(torch.optim.AdamW(model.parameters(), lr=0.1))
+    for _ in range(2):
+        accumulator.forward_backward(batch, losses.mse)
+        accumulator.finalize()
+        reference.zero_grad()
+        mean_square(reference, batch)
+        optimizer.step()
+    user.expect_equal(dict(model.named_parameters()), dict(reference.named_parameters()))
+
+
+@refused(PlanError, "ReduceLROnPlateau", 1)
+def schedule_that_wants_a_metric(user: User) -> None:
+    model = regressor()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    learner = Learner(model, optimizer, user.accumulator(model), scheduler=schedule)
+    learner.forward_backward(numbers(), losses.mse)
+    learner.optim_step()
+
+
+# The model.
+
+
+@refused(PlanError, "TorchScript", 1)
+def scripted_model(user: User) -> None:
+    user.update(torch.jit.script(regressor()), numbers(), losses.mse)
+
+
+@refused(MegabatchError, "GradientAccumulator", 1, 2, half=torch.float16, bfloat16=torch.bfloat16)
+def cast_after_the_accumulator_was_made(user: User, variant: torch.dtype) -> None:
+    model = regressor().float()
+    accumulator = user.accumulator(model)
+    model.to(variant)
+    batch = user.rows(numbers())
+    batch = batch and {"x": batch["x"].to(variant), "labels": batch["labels"].float()}
+    counted = loss(weigh=lambda batch: len(batch["x"]))
+    accumulator.forward_backward(batch, counted(lambda m, b: squares(lambda x: m(x).float(), b)))
+    accumulator.finalize()
+
+
+class Embedded(nn.Module):
+    """A sparse embedding, which only samples with an index of 0 or more use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embedding, self.head = nn.Embedding(7, 4, sparse=True), nn.Linear(4, 1)
+
+    def forward(self, index: Tensor) -> Tensor:
+        used = index >= 0
+        hidden = self.head.weight.new_ones(len(index), 4)
+        if used.any():
+            hidden = torch.where(used[:, None], self.embedding(index.clamp(min=0)), hidden)
+        return self.head(hidden)
+
+
+@right(2, 3)
+def sparse_embedding_that_one_rank_does_not_use(user: User) -> None:
+    model = Embedded().double()
+    reference = copy.deepcopy(model)
+    index = torch.tensor([1, 2, 3, 1, 6, -1, -1, -1])  # the last rank's are the last 3
+    batch = {"index": index, "labels": numbers()["labels"]}
+    user.update(model, user.rows(batch), losses.mse)
+    F.mse_loss(reference(index), batch["labels"]).backward()
+    for each in (model, reference):
+        each.embedding.weight.grad = each.embedding.weight.grad.to_dense()
+    user.expect(model, reference)
+
+
+# Ranks.
+
+
+class Branched(nn.Module):
+    """A branch that only samples with images, or with a flag, take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.text, self.image, self.head = nn.Linear(4, 5), nn.Linear(6, 5), nn.Linear(5, 1)
+
+    def forward(self, x: Tensor, images: Tensor | None = None) -> Tensor:
+        hidden = self.text(x)
+        return self.head(hidden if images is None else hidden + self.image(images))
+
+
+@refused(MegabatchError, "find_unused_parameters", 2, 3)
+def branch_that_some_ranks_do_not_take_under_ddp(user: User) -> None:
+    model = DistributedDataParallel(Branched().double())
+    takes = user.rank == 0
+
+    @loss(weigh=lambda batch: len(batch["x"]))
+    def some(model: nn.Module, batch: Sample) -> tuple[Tensor, int]:
+        images = batch["x"].new_ones(len(batch["x"]), 6) if takes else None
+        return squares(lambda x: model(x, images), batch)
+
+    user.update(model, user.rows(numbers()), some)
+
+
+@refused(PlanError, "keys", 2, 3)
+def images_on_one_rank_under_fsdp2(user: User) -> None:
+    model = Branched().double()
+    fully_shard(model.image)
+    fully_shard(model)
+    batch = user.rows(numbers())
+    if user.rank == 0:
+        batch["images"] = torch.ones(len(batch["x"]), 6).double()
+    counted = loss(weigh=lambda batch: len(batch["x"]))
+    user.update(model, batch, counted(lambda m, b: squares(lambda x: m(x, b.get("images")), b)))
+
+
+@refused(MegabatchError, "model.module", 2, 3)
+def gradient_past_ddp(user: User) -> None:
+    """A forward without gradients through DDP, and the forward with them past it."""
+    model = DistributedDataParallel(regressor())
+
+    @loss(weigh=lambda batch: len(batch["x"]))
+    def past(model: nn.Module, batch: Sample) -> tuple[Tensor, int]:
+        with torch.no_grad():
+            model(batch["x"])
+        return squares(model.module, batch)
+
+    user.update(model, user.rows(numbers()), past)
+
+
+@right(2, 3)
+def teacher_forward_through_ddp(user: User) -> None:
+    """No false refusal: the same forward without gradients, and the other through DDP too."""
+    model, batch = DistributedDataParallel(regressor()), numbers()
+    reference = copy.deepcopy(model.module)
+
+    @loss(weigh=lambda batch: len(batch["x"]))
+    def taught(model: nn.Module, batch: Sample) -> tuple[Tensor, int]:
+        with torch.no_grad():
+            teacher = model(batch["x"])
+        return squares(model, batch | {"labels": batch["labels"] + teacher})
+
+    user.update(model, user.rows(batch), taught)
+    with torch.no_grad():
+        labels = batch["labels"] + reference(batch["x"])
+    mean_square(reference, batch | {"labels": labels})
+    user.expect(model, reference)
+
+
+def other_seeds(model: nn.Module, rank: int) -> None:
+    torch.manual_seed(rank)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+
+
+def other_frozen_layers(model: nn.Module, rank: int) -> None:
+    model[1 + rank % 2].requires_grad_(False)
+
+
+def frozen_layers_of_other_sizes(model: nn.Module, rank: int) -> None:
+    model[3 * (rank % 2)].requires_grad_(False)
+
+
+def other_dtypes(model: nn.Module, rank: int) -> None:
+    model.to(torch.float32 if rank else torch.float64)
+
+
+@refused(PlanError, "rank", 2, 3, seeds=other_seeds, frozen=other_frozen_layers,
+         frozen_sizes=frozen_layers_of_other_sizes, dtypes=other_dtypes)  # fmt: skip
+def plain_ranks_with_other_models(user: User, variant: Callable[[nn.Module, int], None]) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)).double()
+    variant(model, user.rank)
+    dtype, batch = model[0].weight.dtype, user.rows(numbers())
+    user.update(model, batch and {key: value.to(dtype) for key, value in batch.items()}, losses.mse)
+
+
+@refused(PlanError, "sync", 2, 3)
+def ddp_ranks_with_other_sync(user: User) -> None:
+    model = DistributedDataParallel(regressor())
+    user.update(model, user.rows(numbers()), losses.mse, sync="last" if user.rank else "every")
+
+
+@right(2, 3)
+def plain_ranks_with_other_sync(user: User) -> None:
+    """No false refusal: a plain model is summed once per update, whatever sync is."""
+    model, batch = regressor(), numbers()
+    reference = copy.deepcopy(model)
+    user.update(model, user.rows(batch), losses.mse, sync="last" if user.rank else "every")
+    mean_square(reference, batch)
+    user.expect(model, reference)
+
+
+@right(2, 3, plain="plain", ddp="ddp", fsdp2="fsdp2")
+def no_samples_of_the_second_loss(user: User, variant: str) -> None:
+    """The ranks after the first have samples of the first loss only, whose keys are others."""
+    model, batch = regressor(), numbers()
+    reference = copy.deepcopy(model)
+    model = fully_shard(model) if variant == "fsdp2" else wrap(model, variant)
+    accumulator = user.accumulator(model)
+
+    @loss(weigh=lambda batch: len(batch["observed"]))
+    def other(model: nn.Module, batch: Sample) -> tuple[Tensor, int]:
+        return (model(batch["observed"]) ** 2).sum(), len(batch["observed"])
+
+    accumulator.forward_backward(user.rows(batch), losses.mse)
+    accumulator.forward_backward({"observed": numbers(3)["x"]} if user.rank == 0 else [], other)
+    accumulator.finalize()
+    total = F.mse_loss(reference(batch["x"]), batch["labels"], reduction="sum")
+    ((total + (reference(numbers(3)["x"]) ** 2).sum()) / 16).backward()
+    user.expect(model, reference)

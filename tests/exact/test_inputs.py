@@ -1,0 +1,48 @@
+"""What users do wrong or oddly is right or is refused, in one line and on every rank."""
+
+import pytest
+
+from tests.exact import inputs
+from tests.exact.launch import Run, launch_all
+
+pytestmark = pytest.mark.slow
+TOLERANCE = 1e-12
+LEAST_ROWS = 60
+WAIT_SECONDS = 4.0  # for a rank that never comes; where all is right, none waits
+TIMEOUT_SECONDS = 240.0
+ROWS = inputs.table()
+JOBS = {world: [f"{name}:{world}" for name, row in ROWS.items() if world in row.worlds] for world in inputs.ALL}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What each job found, by rank; all rows of a world size in one spawn."""
+    folder = tmp_path_factory.mktemp("inputs")
+    runs = [
+        Run(world, jobs, folder / str(world), max_failures=len(jobs), group_timeout_seconds=WAIT_SECONDS)
+        for world, jobs in JOBS.items()
+    ]
+    found = launch_all("tests.exact.inputs:run_job", runs, folder, timeout_seconds=TIMEOUT_SECONDS)
+    return {job: ranks for run in found for job, ranks in run.items()}
+
+
+@pytest.mark.parametrize("job", [job for jobs in JOBS.values() for job in jobs])
+def test_right_or_refused(results, job: str) -> None:
+    row = ROWS[job.rsplit(":", 1)[0]]
+    for rank, result in enumerate(results[job]):
+        assert "error" not in result, result["error"]
+        value, where = result["value"], f"on rank {rank}"
+        if row.refused is None:
+            assert "raised" not in value, f"{where}: {value['traceback']}"
+            assert 0 <= value["error"] <= TOLERANCE, f"{where}: {value['parameter']} is off by {value['error']:.1e}"
+            continue
+        assert "raised" in value, f"{where}: nothing was refused; {value['parameter']} is off by {value['error']:.1e}"
+        assert row.refused.__name__ in value["raised"], f"{where}: {value['traceback']}"
+        assert len(value["text"].splitlines()) == 1, f"{where}: {value['text']}"
+        assert row.fragment in value["text"], f"{where}: {value['text']}"
+
+
+def test_the_table_is_large_and_a_third_of_it_runs_on_several_ranks() -> None:
+    assert len(ROWS) >= LEAST_ROWS
+    several = [row for row in ROWS.values() if {2, 3} <= set(row.worlds)]
+    assert 3 * len(several) >= len(ROWS)
