@@ -17,8 +17,10 @@ from megabatch.errors import PlanError
 from megabatch.leaves import each_leaf, to_device
 from megabatch.stages import Pipeline
 
-DOUBLE = dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), torch.float64)
-DOUBLE |= dict.fromkeys((torch.complex64, torch.complex32), torch.complex128)
+DOUBLE = {
+    **dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), torch.float64),
+    **dict.fromkeys((torch.complex64, torch.complex32), torch.complex128),
+}
 IN_PLACE = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
 AS_THEY_ARE = ("__get__", "__set__", "backward", "grad")  # which speak of the tensors themselves
 
@@ -103,7 +105,7 @@ def float64_copy(model: nn.Module) -> nn.Module:
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:  # the weight of weight_norm: deepcopy refuses it
                 memo[id(leaf)] = leaf.detach().clone()
             elif isinstance(leaf, DTensor) and states:
-                memo[id(leaf)] = nn.Parameter(leaf.detach().full_tensor(), leaf.requires_grad)
+                memo[id(leaf)] = nn.Parameter(cast(DTensor, leaf.detach()).full_tensor(), leaf.requires_grad)
     sharded = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
     try:
         for module, kind in sharded:  # FSDP2 puts a class of its own in place of the module's, which is not copied
@@ -147,7 +149,7 @@ def _forget(module: nn.Module) -> None:
     """Take from the copy of a module what FSDP2 had put there."""
     for name in [name for name in vars(module) if name.startswith("__composable_api")]:
         del vars(module)[name]
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+    for hooks in (cast(Any, module)._forward_pre_hooks, cast(Any, module)._forward_hooks):
         for key, hook in list(hooks.items()):
             if str(getattr(hook, "__module__", None)).startswith("torch.distributed.fsdp"):
                 del hooks[key]

@@ -36,17 +36,13 @@ def _differs(models: Sequence[nn.Module], loss: Loss, step: float, generator: to
             if not line.leaves:  # the loss has not called the models themselves
                 continue
             try:
-                slopes = torch.autograd.grad(base, line.leaves, allow_unused=True)
+                found = torch.autograd.grad(base, line.leaves, materialize_grads=True)
             except RuntimeError:  # reentrant checkpoints have no gradient of chosen inputs
                 return False
-            along = [
-                (slope * each).sum() for slope, each in zip(slopes, line.directions, strict=True) if slope is not None
-            ]
-            sizes = [
-                (slope * each).norm() for slope, each in zip(slopes, line.directions, strict=True) if slope is not None
-            ]
-            del slopes
-            expected, size = float(sum(along)), float(torch.stack(sizes).norm()) if sizes else 0.0
+            slopes = [(slope * each).flatten() for slope, each in zip(found, line.directions, strict=True)]
+            expected = float(sum(each.sum() for each in slopes))
+            size = float(torch.stack([each.norm() for each in slopes]).norm())
+            del found, slopes
             try:
                 wide, narrow = (_central(line, tape, loss, each) for each in (step, step / 2))
             except IndexError:  # another way through the loss

@@ -8,6 +8,7 @@ import contextlib
 import inspect
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from megabatch import fsdp2, losses, masks, rng
 from megabatch.accumulator import GradientAccumulator
@@ -37,8 +39,13 @@ from megabatch.update import add_terms
 
 # Below this share of the whole gradient a parameter's is nothing but rounding, and its error is measured by the whole.
 NEGLIGIBLE = 1e-6
+Bound = dict[str, Any]  # of a microbatch, as GradientAccumulator is told it
 PRECISION = ("accumulate_dtype", "memory_bytes")  # options that the float64 copy does without
-OWN_LOSS = {losses.next_token: masks.is_causal, losses.classification: lambda model: True}  # whose mean a model has too
+# Losses whose mean a model of transformers may compute by itself, and of which models.
+OWN_LOSS: dict[LossFunction, Callable[[nn.Module], bool]] = {
+    losses.next_token: masks.is_causal,
+    losses.classification: lambda model: isinstance(model, nn.Module),
+}
 OF_FSDP2 = ("gradient_divide_factor", "force_sum_reduction_for_comms", "reduce_scatter_unused_params")  # set by it
 OF_THE_LOSS = (
     "the backward of the loss does not give the gradient of what it returns (it ignores grad_output, or runs its own "
@@ -57,7 +64,10 @@ class Verification:
 
     def __str__(self) -> str:
         verdict = "exact" if self.ok else "NOT exact"
-        return "\n".join([f"{verdict}: worst relative error of a gradient {self.worst:.1e}", *self.causes])
+        measured = f"worst relative error of a gradient {self.worst:.1e}"
+        return "\n".join(
+            [f"{verdict}: {'no gradient was compared' if math.isnan(self.worst) else measured}", *self.causes]
+        )
 
 
 def verify(
@@ -100,7 +110,7 @@ def verify(
         )
     tokens = options.pop("max_microbatch_tokens", None)
     tokens = tokens if tokens is None or isinstance(tokens, int) else getattr(tokens, "max_microbatch_tokens", None)
-    first = {"micro_batch_size": micro_batch_size} if tokens is None else {"max_microbatch_tokens": tokens}
+    first: Bound = {"micro_batch_size": micro_batch_size} if tokens is None else {"max_microbatch_tokens": tokens}
     check_bounds(first.get("micro_batch_size"), first.get("max_microbatch_tokens"))
     models = [model] if isinstance(model, nn.Module) else list(model)
     with _as_before(models), torch.compiler.set_stance("force_eager"):
@@ -129,7 +139,7 @@ class _Proof:
     """A model, a loss and a batch, and every question that is put to them."""
 
     def __init__(
-        self, model: Models, loss_fn: LossFunction, batch: Batch, first: Mapping[str, int],
+        self, model: Models, loss_fn: LossFunction, batch: Batch, first: Bound,
         options: Mapping[str, Any], gradient: GradientAccumulator,
     ) -> None:  # fmt: skip
         self.loss_fn, self.first = loss_fn, first
@@ -149,11 +159,12 @@ class _Proof:
         self.device = next(self.root.parameters()).device
         self.takes_divisor = "divisor" in _names(loss_fn)
         self._hooked = [pair for each in models for pair in each.named_parameters()]
-        self._outside: list[tuple[int, ...]] = []  # shapes of what is trained and not the model's
+        self._outside: dict[int, Tensor] | None = None  # what is trained and neither the model's nor the batch's
         self._drawn = rng.note(self.device)
         self._kept = [Kept(module) for each in {*copies, *alike} for module in each.modules()]
         self._foreign = Foreign(self.root.parameters())
         self._cutter = gradient._cutter  # pyright: ignore[reportPrivateUsage]
+        self._given_batch = batch
         self._batch = batch if isinstance(batch, Deferred) else in_float64(batch, torch.device("cpu"))
         shares = ranks.exchange_objects(list(batch) if isinstance(batch, Deferred) else self._batch)[: ranks.degree]
         with _caused():
@@ -198,13 +209,20 @@ class _Proof:
         worst = _worst(dict(enumerate(self.ranks.exchange_objects(worst))))
         return Verification(not causes, worst, errors, tuple(causes))
 
-    def terms(self, microbatch: Microbatch, divisor: float = 1.0) -> dict[str, Term]:
-        """What the loss says of a microbatch, by the copy without a wrapper."""
-        more = (divisor,) if self.takes_divisor else ()
+    def terms(self, microbatch: Microbatch, divisors: Mapping[str, float] | None = None) -> dict[str, Term]:
+        """What the loss says of a microbatch, by the copy without a wrapper; what it divides is made a sum again."""
+        named: dict[str, Any] = {}
+        own: Mapping[str, float] = {}
+        if self.takes_divisor:
+            own = divisors or dict.fromkeys(self._weighed(microbatch), 1.0)
+            named["divisor"] = own if len(own) > 1 else next(iter(own.values()), 1.0)
         with _caused():
-            returned = cast(Any, self.loss_fn)(self.given, clone(microbatch), *more)
+            returned = cast(Any, self.loss_fn)(self.given, clone(microbatch), **named)
         terms = terms_of(returned)
-        return {name: Term(total * divisor, weight) for name, (total, weight) in terms.items()} if more else terms
+        for name in terms if own else ():
+            divided = own.get(name, next(iter(own.values())))
+            terms[name] = Term(terms[name].total * divided, terms[name].weight)
+        return terms
 
     def whole(self, scale: float = 1.0) -> _Measured:
         """Plain torch: the backward of ``scale`` times the quotient, of the batch whole."""
@@ -215,8 +233,7 @@ class _Proof:
         if not quotient.requires_grad:
             raise _CauseError(NOTHING)
         self._foreign.note([quotient])
-        known = set(map(id, self.root.parameters()))
-        self._outside = [tuple(each.shape) for each in leaves([quotient]) if id(each) not in known]
+        self._note_outside(quotient)
         (quotient * scale).backward()
         gradients = {
             name: torch.zeros_like(each) if each.grad is None else each.grad / scale for name, each in self._named
@@ -225,12 +242,12 @@ class _Proof:
 
     def quotient(self) -> tuple[Tensor, dict[str, Term]]:
         """The loss of the update, and its sums."""
-        divisor = 1.0
-        if self.takes_divisor:
-            divisor = sum(sum(self.weighed(each).values()) for each in self.microbatches())
+        divisors: Counter[str] = Counter()
+        for microbatch in self.microbatches() if self.takes_divisor else ():
+            divisors.update(self._weighed(microbatch))
         sums: dict[str, Term] = {}
         for microbatch in self.microbatches():
-            add_terms(sums, self.terms(microbatch, divisor))
+            add_terms(sums, self.terms(microbatch, divisors))
         parts: list[Tensor] = []
         found: dict[str, Term] = {}
         for name in differentiable(sums):
@@ -244,10 +261,10 @@ class _Proof:
             parts.append(total / max(weight, 1e-300))
         return torch.stack(parts).sum() if parts else torch.zeros(()), found
 
-    def accumulated(self, bound: Mapping[str, int], sync: str) -> _Measured:
+    def accumulated(self, bound: Bound, sync: str) -> _Measured:
         """The accumulator's own update, on the copy that is wrapped."""
         with self._state_put_back(), _caused():
-            gradient = GradientAccumulator(self.wrapped, **self.options | bound | {"sync": sync})
+            gradient = self._accumulator(bound, sync)
             self._check_runs(gradient)
             try:
                 own = gradient.forward_backward(self._batch, self.loss_fn)
@@ -295,9 +312,13 @@ class _Proof:
         """The samples of one, to be looked at."""
         return next(self.microbatches())
 
-    def weighed(self, microbatch: Microbatch) -> dict[str, float]:
+    def _weighed(self, microbatch: Microbatch) -> dict[str, float]:
         weigh = hooks_of(self.loss_fn).weigh
         return {} if weigh is None else counted_weights(weigh(microbatch))
+
+    def _accumulator(self, bound: Bound, sync: str) -> GradientAccumulator:
+        options: dict[str, Any] = {**self.options, **bound, "sync": sync}
+        return GradientAccumulator(self.wrapped, **options)
 
     @property
     def _models(self) -> list[nn.Module]:
@@ -318,21 +339,21 @@ class _Proof:
     def _take(self, samples: Samples, rows: Sequence[int]) -> Microbatch:
         return in_float64(clone(samples.take(rows)), self.device)
 
-    def _ways(self) -> list[tuple[Mapping[str, int], str]]:
+    def _ways(self) -> list[tuple[Bound, str]]:
         """Bounds and policies: every cut under the first policy, and a cut under each other."""
         most = max(self.sizes)
         ragged = 3 if most > 3 and most % 2 == 0 else 2
-        bounds = [self.first]
-        bounds += [bound for size in (1, ragged, most) if (bound := {"micro_batch_size": size}) not in bounds]
+        sizes = {size: {"micro_batch_size": size} for size in (1, ragged, most)}
+        bounds = [self.first, *(bound for bound in sizes.values() if bound != self.first)]
         asked = self.options.get("sync", "auto")
         with _caused():
-            reducer = GradientAccumulator(self.wrapped, **self.options | bounds[0])._reducer  # pyright: ignore[reportPrivateUsage]
+            reducer = self._accumulator(self.first, asked)._reducer  # pyright: ignore[reportPrivateUsage]
             policies = {choose_policy(reducer, asked)[0]: asked}
         for each in POLICIES if asked == "auto" else ():
             with contextlib.suppress(PlanError):
                 policies.setdefault(choose_policy(reducer, each)[0], each)
         first, *others = policies.values()
-        return [(bound, first) for bound in bounds] + [(bounds[0], each) for each in others]
+        return [(bound, first) for bound in bounds] + [(sizes[1], each) for each in others]
 
     @contextlib.contextmanager
     def _state_put_back(self) -> Generator[None]:
@@ -421,9 +442,16 @@ class _Proof:
         own = ", ".join(repr(name.rpartition(".")[2]) for name in names if name.rpartition(".")[0] == modules[0])
         return f"the state of module {modules[0]!r} ({self._kind(modules[0])}: {own})"
 
+    def _note_outside(self, quotient: Tensor) -> None:
+        """Leaves that the loss reaches time and again; inputs that it lets carry a gradient are new every time."""
+        known = {id(each) for each in (*self.root.parameters(), *pytree.tree_leaves(self._given_batch))}
+        found = {id(each): each for each in leaves([quotient]) if id(each) not in known}
+        before = found if self._outside is None else self._outside
+        self._outside = {key: each for key, each in before.items() if key in found}
+
     def _foreign_tensors(self) -> Iterator[str]:
         if self._outside:
-            shapes = ", ".join(map(str, self._outside))
+            shapes = ", ".join(str(tuple(each.shape)) for each in self._outside.values())
             yield (
                 f"the loss reaches trainable tensors that are not the model's (of shape {shapes}); call the model that "
                 "the loss is given, and give what else is trained as a model too: [model, head]"
@@ -537,8 +565,8 @@ class _Proof:
                 "it is divided, perhaps by a number of steps; return the sum, undivided"
             )
             return
-        compares = OWN_LOSS.get(cast(Any, inspect.unwrap(self.loss_fn)), lambda _: False)
-        if _apart(own, quotient) and compares(self._models[0]):
+        compares = OWN_LOSS.get(inspect.unwrap(self.loss_fn))
+        if _apart(own, quotient) and compares is not None and compares(self._models[0]):
             yield (
                 f"the loss is {quotient:.6g} and the model's own, of the same batch with its labels, is {own:.6g}: "
                 "they see other inputs or other targets (a mask that is left out where masked positions have labels, "
