@@ -27,6 +27,7 @@ MAX_LOOKED_AT = 256  # samples of a rank among which they are chosen
 MAX_NUMEL = 2**20  # of a parameter whose gradient is compared
 MAX_COMPARED = 2**12  # elements of it
 MAX_DEPTH = 5  # of objects whose attributes are put back
+OTHERS = {"torch", "accelerate", "datasets", "megabatch"}  # whose objects a user's loss does not write to by itself
 MAX_ENTRIES = 1000  # of a container whose entries are put back one by one
 LEFT_ALONE = (
     nn.Module,
@@ -379,7 +380,7 @@ class Remembered:
         self._undo: list[Callable[[], Any]] = []
         self._seen = {id(each): each for each in leave}
         for each in objects:
-            self._note(each, MAX_DEPTH)
+            self._note(vars(each), MAX_DEPTH)
 
     def put_back(self) -> None:
         for undo in self._undo:
@@ -411,7 +412,7 @@ class Remembered:
             self._undo.append(partial(_refill, value, value.update, set(cast(Any, value))))
         elif isinstance(value, tuple):
             inner = value
-        elif hasattr(value, "__dict__"):
+        elif hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in OTHERS:
             self._undo.append(partial(_put_back_entries, vars(value), dict(vars(value))))
             inner = vars(value).values()
         if len(cast(Any, inner)) <= MAX_ENTRIES:
