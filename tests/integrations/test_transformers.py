@@ -58,7 +58,7 @@ def test_a_checkpoint_of_trainer_goes_on_to_the_same_weights(results, world):
 @pytest.mark.parametrize("job", ["refused/sum", "refused/means"])
 def test_a_loss_that_is_no_mean_over_its_targets_is_refused(results, world, job):
     for found in values(results(world)[job]):
-        assert found.startswith("LossContractError: the loss of two samples is no mean over their ")
+        assert found.startswith("LossContractError: the loss of 2 samples is no mean over their ")
         assert found.endswith("or say in count_targets() what it is a mean over")
 
 

@@ -257,7 +257,7 @@ def refusals() -> dict[str, str]:
         for name, changed in REFUSED.items():
             try:
                 collator = OneRow() if name == "collator" else None
-                MegabatchTrainer(models.gpt2(), arguments(folder, **changed), collator, samples())
+                MegabatchTrainer(models.gpt2(), arguments(folder, **changed), collator, samples()).train()
                 said[name] = "nothing"
             except Exception as error:
                 said[name] = f"{type(error).__name__}: {error}"
