@@ -90,8 +90,10 @@ class GradientAccumulator:
         check_rank_agreement(self._reducer, choice[0], accumulate_dtype)
         if fuse_accumulation:
             self._reducer.fuse(choice[0])
-        pad = Padding(self._reducer.models, padding, names_collate=collate is not None)
-        self._cutter = Cutter(*bounds, collate, length, choice, ranks, self._reducer.one_shape, cost, fit, padding=pad)
+        self._padding = Padding(self._reducer.models, padding, names_collate=collate is not None)
+        self._cutter = Cutter(
+            *bounds, collate, length, choice, ranks, self._reducer.one_shape, cost, fit, padding=self._padding
+        )
         self._prober = Prober(model, self._reducer, self._wide, self._cutter, memory_bytes)
         self._alarm = Alarm(ranks, self._reducer.device)
         check_collate(collate, self._reducer, self._alarm)
@@ -193,7 +195,7 @@ class GradientAccumulator:
         self.last_plan = planned = with_stand_ins(share.plan, agreement.num_microbatches)
         self._running = True
         try:
-            with way.around(self.model, self._reducer, agreement, self._cutter.collate):
+            with way.around(self.model, self._reducer, agreement, self._cutter.collate, self._padding):
                 yield share, agreement, self._open
             if self._stepping is None:
                 self._ownership.leave()

@@ -193,11 +193,11 @@ class Samples:
         """The batch, as far as it is in memory."""
         return self._list if self._rows is None else self._rows
 
-    def keys(self) -> set[tuple[str, ...]]:
+    def keys(self) -> list[tuple[str, ...]]:
         """The keys of samples, each set once; none of a deferred batch, whose samples are not there."""
         if self._rows is not None:
-            return {tuple(sorted(self._rows))}
-        return {tuple(sorted(map(str, sample))) for sample in self._list if isinstance(sample, Mapping)}
+            return [tuple(sorted(self._rows))] if len(self) else []
+        return sorted({tuple(sorted(map(str, sample))) for sample in self._list if isinstance(sample, Mapping)})
 
     def fingerprint(self) -> int:
         """A number that nearly always differs where the samples do: of all lengths, and of what the last one holds."""

@@ -4,8 +4,9 @@ A model of transformers tells its pad token and whether it reads an attention ma
 `pad_right` says what they get.
 """
 
+import contextlib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from megabatch.batch import Microbatch, check_keys, columns_of, stacked
-from megabatch.errors import PlanError
+from megabatch.errors import LossContractError, PlanError
 from megabatch.masks import MASK, POSITIONS, is_causal, with_config
 
 IDS = "input_ids"
@@ -48,7 +49,9 @@ class Padding:
             if isinstance(fill, bool) or not isinstance(cast(object, fill), int | float):
                 raise PlanError(f"padding= says {fill!r} for {name!r}; expected a number")
         self._fills = dict(fills or {})
-        self._models = [inner for model in models if hasattr(inner := with_config(model), "config")]
+        self._called = list(models)
+        self._models = [inner for model in self._called if hasattr(inner := with_config(model), "config")]
+        self._needs_mask = False  # whether samples were padded that only a mask tells from others
 
     def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Tensor]:
         """The samples as one microbatch, ``{name: [B, longest, ...]}``. Raises `PlanError` as `pad_right`."""
@@ -60,10 +63,31 @@ class Padding:
         ragged = {name for name, values in columns.items() if len({each.shape for each in values}) > 1}
         made = {name: stacked(name, values, self._fill(name, name in ragged)) for name, values in columns.items()}
         main = next((name for name in self._main_inputs if name in ragged), None)
-        if main is not None and MASK not in made and self._takes_mask:
-            made[MASK] = _mask(columns[main], made[main])
+        if main is not None and self._takes_mask:
+            self._needs_mask = True
+            made.setdefault(MASK, _mask(columns[main], made[main]))
         self.check(made)
         return made
+
+    @contextlib.contextmanager
+    def watched(self) -> Generator[None]:
+        """Surrounds a call. Raises `LossContractError` where the loss keeps the mask from a model that needs it."""
+
+        def look(model: nn.Module, placed: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+            if self._needs_mask and len(placed) < 2 and named.get(MASK) is None:
+                raise LossContractError(
+                    f"samples are padded and the loss gives {type(with_config(model)).__name__} no attention_mask, so "
+                    'that it takes padding for tokens; hand microbatch["attention_mask"] on, which is made where '
+                    "samples have none"
+                )
+
+        models = [each for each in self._called if self._takes_mask and isinstance(each, nn.Module)]
+        hooks = [each.register_forward_pre_hook(look, with_kwargs=True) for each in models]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def check(self, microbatch: Microbatch) -> None:
         """Raise `PlanError` for tokens that the model has not, and padding that it would take for tokens."""

@@ -85,7 +85,7 @@ def agree(
         has_sample = len(share.samples) > 0 or remembered() is not None
     except Exception as error:  # whatever the user's collate or weigh raises, the other ranks must hear of it
         failure = error
-    told = list(map(Told.of, ranks.exchange(_message(share, ranks, has_sample))))
+    told = list(map(Told.of, ranks.exchange(_message(share, reducer, has_sample))))
     if any(each.failed for each in told):
         raise told_failure(ranks, failure)
     assert share is not None  # only a failure leaves it out
@@ -187,16 +187,17 @@ def with_stand_ins(plan: Plan, num_microbatches: int) -> Plan:
     return replace(plan, microbatches=pad_with_stand_ins(plan.microbatches, num_microbatches))
 
 
-def _message(share: Share | None, ranks: DataRanks, has_sample: bool) -> list[float]:
+def _message(share: Share | None, reducer: PlainReducer, has_sample: bool) -> list[float]:
     """The fields of `Told`, in one row of a fixed length."""
     if share is None:
         return [1.0] + [0.0] * (NUM_TOLD - 1 + MAX_WEIGHED_TERMS)
     sums = share.weight_sums()
     names_hash = zlib.crc32("\n".join(sums).encode()) if sums else 0
     cut = repr(share.plan.microbatches).encode()
-    fingerprint = zlib.crc32(cut, share.samples.fingerprint()) if ranks.num_all > ranks.degree else 0
-    keys = (share.samples.keys() if ranks.num_all > 1 else None) or {()}
-    keys_hash = zlib.crc32(repr(sorted(keys)).encode()) * (1 if len(keys) < 2 else -1)
+    shares_samples = reducer.ranks.num_all > reducer.ranks.degree
+    fingerprint = zlib.crc32(cut, share.samples.fingerprint()) if shares_samples else 0
+    keys = share.samples.keys() if reducer.forwards_meet else ()
+    keys_hash = zlib.crc32(repr(keys).encode()) * (1 if len(keys) == 1 else -1) if keys else 0
     counts = [0, len(share.plan.microbatches), len(share.samples), share.samples.num_tokens]
     rest = [0.0] * (MAX_WEIGHED_TERMS - len(sums))
     return [*map(float, [*counts, has_sample, names_hash, fingerprint, keys_hash]), *sums.values(), *rest]

@@ -13,6 +13,7 @@ from megabatch.batch import Collate
 from megabatch.contract import JointLoss, LossFunction, Term, Weigh, takes_divisor, weigh_of
 from megabatch.errors import PlanError
 from megabatch.ownership import Ownership
+from megabatch.padding import Padding
 from megabatch.plain import PlainReducer
 from megabatch.precision import no_float16_autocast
 from megabatch.recovery import Recovery
@@ -59,9 +60,16 @@ def filled(reducer: PlainReducer, share: Share, agreement: Agreement) -> Agreeme
 
 
 @contextlib.contextmanager
-def around(model: Any, reducer: PlainReducer, agreement: Agreement, collate: Collate | None) -> Generator[None]:
+def around(
+    model: Any, reducer: PlainReducer, agreement: Agreement, collate: Collate | None, padding: Padding
+) -> Generator[None]:
     """Surrounds a call."""
-    with no_float16_autocast(reducer.models), reducer.fused(), watched(model, collate, agreement.num_microbatches):
+    with (
+        no_float16_autocast(reducer.models),
+        reducer.fused(),
+        watched(model, collate, agreement.num_microbatches),
+        padding.watched(),
+    ):
         yield
 
 
