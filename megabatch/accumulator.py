@@ -182,7 +182,11 @@ class GradientAccumulator:
     def _call(self, batch: Batch, hooks: Hooks, loss_fn: object) -> Generator[tuple[Share, Agreement, OpenUpdate]]:
         """Surrounds one call, prepared and agreed on; what it leaves half-way is forgotten with its update."""
         key = identity_of(loss_fn)
-        made = partial(self._prober.share, self._cutter, batch, hooks, self._open)
+
+        def made() -> Share:  # what it raises is raised on all ranks
+            self._check_gradients()
+            return self._prober.share(self._cutter, batch, hooks, self._open)
+
         share, agreement = agree(self._reducer, made, hooks.weigh, partial(self._recalled, key))
         agreement = way.filled(self._reducer, share, agreement)
         if len(share.samples) and self.ranks.num_all > 1:
@@ -212,6 +216,9 @@ class GradientAccumulator:
             raise MegabatchError("microbatches() was called inside its own loop; finish one call before the next")
         if self._is_lost:
             raise MegabatchError(f"{LOST}; discard() it, and give its samples again")
+
+    def _check_gradients(self) -> None:
+        """Raise `MegabatchError` where the open update is not as its last call has left it; it is lost then."""
         try:
             self._ownership.check()
         except MegabatchError:
@@ -266,14 +273,21 @@ class GradientAccumulator:
         self._check_open()
         if self._stepping is not None:
             self._stepping.check_finalize(max_norm, weight)
-        opened, self._open = self._open, None
+        opened, taken = self._open, None
+        try:
+            self._ownership.check()
+        except MegabatchError as error:
+            opened.is_taken, taken = True, error  # which the other ranks hear in the message of the end
+        self._open = None
         self._ownership.release()
         try:
             with self._alarm.listening():
                 update = way.close(opened, self._reducer, weight, max_norm)
-        except MegabatchError:
+                if taken is not None:
+                    raise taken
+        except MegabatchError as error:
             self._abandon()
-            raise
+            raise (taken or error) from None
         self._wide.finish()
         self._was_finite = update.finite
         return update
@@ -305,6 +319,11 @@ class GradientAccumulator:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GradientAccumulator":
+        if self._open is not None or self.ranks.num_all > 1:
+            why = "while an update is open; finalize() it before" if self._open is not None else "among several ranks"
+            raise MegabatchError(
+                f"there is no copy of a GradientAccumulator {why}, or make a new one for the copied model"
+            )
         made = memo[id(self)] = object.__new__(type(self))
         vars(made).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
         return made
