@@ -48,7 +48,7 @@ COUNTS = {  # name of the setting -> what is called with a bad value
     "micro_batch_size": lambda value: GradientAccumulator(linear(), micro_batch_size=value),
     "max_microbatch_tokens": lambda value: GradientAccumulator(linear(), max_microbatch_tokens=value),
     "global_batch_size": lambda value: sampler(global_batch_size=value),
-    "dp_degree": lambda value: sampler(dp_degree=value),
+    "dp_degree": lambda value: sampler(dp_rank=0, dp_degree=value),
 }
 BAD_COUNTS = [0, -1, 2.0, float("nan"), "8", True]
 
@@ -94,6 +94,11 @@ FAILURES = {
     ),
     "a rank that is not there": Failure(
         PlanError, "dp_rank is 2; expected 0 to 1 with dp_degree=2", lambda: sampler(dp_rank=2, dp_degree=2)
+    ),
+    "a rank of nobody knows how many": Failure(
+        PlanError,
+        "dp_rank is 1 and dp_degree is None; give both, or neither, to take them from the process group",
+        lambda: sampler(dp_rank=1),
     ),
     "an empty data set": Failure(PlanError, "the data set is empty; give at least one sample", lambda: sampler(())),
     "a tail that is everything": Failure(
