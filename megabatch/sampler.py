@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megabatch.cost import CostModel
+from megabatch.cost import CostModel, check_cost
 from megabatch.cut import check_lengths
 from megabatch.errors import PlanError, require_count
 from megabatch.mesh import DataRanks
@@ -93,6 +93,7 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
         if not len(lengths):
             raise PlanError("the data set is empty; give at least one sample")
         check_lengths(lengths, None)
+        check_cost(cost)
         self._lengths = in_few_bytes(lengths)  # [number of ids]
         self.cost = cost
         self._order = order or self._shuffled

@@ -41,6 +41,7 @@ BOTH = NEITHER.replace("neither", "both")
 TOO_LONG = (
     "sample 1 has 9 tokens, more than max_microbatch_tokens=8 allows; raise it to 9 or shorten the sample"
 )  # fmt: skip
+COST = "cost is 'auto'; expected a CostModel, or leave it out: with max_microbatch_tokens=\"auto\" it is measured"
 LONG_SAMPLES = [{"x": torch.ones(length, 1, dtype=torch.float64)} for length in (8, 9)]
 NOTHING_TO_TRAIN = "no parameter of the model requires a gradient; unfreeze what is to be trained"
 
@@ -75,6 +76,18 @@ FAILURES = {
         PlanError, TOO_LONG, lambda: update(batch=LONG_SAMPLES, micro_batch_size=None, max_microbatch_tokens=8)
     ),
     "a length longer than the cap": Failure(PlanError, TOO_LONG, lambda: plan([8, 9], max_microbatch_tokens=8)),
+    "two lengths longer than the cap": Failure(
+        PlanError, TOO_LONG.replace("1 has 9", "2 has 12").replace("to 9", "to 12"),
+        lambda: plan([8, 9, 12, 10], max_microbatch_tokens=8),
+    ),
+    **{
+        f"a cost that is a word, {name}": Failure(PlanError, COST, work)
+        for name, work in {
+            "plan": lambda: plan([1], micro_batch_size=1, cost="auto"),
+            "sampler": lambda: sampler(cost="auto"),
+            "accumulator": lambda: accumulator(cost="auto"),
+        }.items()
+    },
     "a negative length": Failure(
         PlanError,
         "the length of sample 1 is -3; it counts things and must be a whole number of at least 0",
