@@ -16,7 +16,7 @@ from megabatch.alarm import Alarm
 from megabatch.apart import check_collate
 from megabatch.batch import Batch, Collate, Length, Microbatch
 from megabatch.contract import Hooks, JointLoss, LossFunction, Term, Weigh, hooks_of, terms_given
-from megabatch.cost import CostModel
+from megabatch.cost import CostModel, check_cost
 from megabatch.cut import Plan, check_bounds
 from megabatch.errors import Bound, MegabatchError, PlanError, check_positive
 from megabatch.fit import Fit, fit_or_bound
@@ -50,7 +50,8 @@ class GradientAccumulator:
             in the first `forward_backward` from a few small measured updates, which leave nothing behind; see `Fit`.
             The ``fit`` of another accumulator: "auto", from there on.
         memory_bytes: What this rank may use on its device, for "auto"; None: nine tenths of what is free there.
-        cost: Seconds and bytes of a microbatch, by which samples are cut and plans are priced; "auto" measures it.
+        cost: Seconds and bytes of a microbatch, by which samples are cut and plans are priced. None: what was measured
+            to choose the bound, or relative defaults where a bound is given.
         sync: "last" reduces gradients once per call, "every" with each microbatch, "replica_last" (for HSDP)
             reduce-scatters with each and all-reduces once per call; "auto" is what suits the wrapper.
         collate: Makes a microbatch of a list of samples; the default pads on the right. `rows.OneRow` pads nothing.
@@ -81,6 +82,7 @@ class GradientAccumulator:
     ) -> None:
         fit, tokens = fit_or_bound(max_microbatch_tokens)
         bounds = check_bounds(micro_batch_size, tokens)
+        check_cost(cost)
         self.model = model
         self._reducer = reducer_for(model, mesh)
         self._wide = Wide(self._reducer.parameters, accumulate_dtype)
