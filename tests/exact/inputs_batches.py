@@ -311,7 +311,7 @@ def mse_of_other_lengths(user: User) -> None:
 @refused(LossContractError, "shape", 1, 2)
 def classes_in_the_second_dim(user: User) -> None:
     """torch's own order of a segmentation, [B, C, H, W], with as many classes as columns."""
-    batch = {"x": torch.randn(8, 1, 3, 3).double(), "labels": torch.randint(3, (8, 3, 3))}
+    batch = {"x": torch.randn(8, 1, 5, 3).double(), "labels": torch.randint(3, (8, 5, 3))}
     user.update(nn.Conv2d(1, 3, 3, padding=1).double(), user.rows(batch), losses.classification)
 
 
@@ -351,7 +351,7 @@ def sparse_rows(user: User, variant: Callable[[Tensor], Tensor]) -> None:
     user.update(regressor(), batch | {"x": variant(batch["x"])}, losses.mse)
 
 
-@refused(PlanError, "list of samples", 1, jagged=torch.jagged, strided=torch.strided)
+@refused(PlanError, "dense", 1, jagged=torch.jagged, strided=torch.strided)
 def nested_rows(user: User, variant: torch.layout) -> None:
     rows = [torch.randn(n, 4).double() for n in LENGTHS]
     batch = {"x": torch.nested.nested_tensor(rows, layout=variant), "labels": torch.randn(8, 1).double()}
@@ -470,10 +470,16 @@ def default_device_meta(user: User) -> None:
     user.expect(model, reference)
 
 
-@refused(PlanError, "dp_rank", 2, 3)
+@right(2, 3)
 def sampler_that_is_not_told_its_rank(user: User) -> None:
-    """Every rank would train on every sample."""
-    UpdateSampler([1] * 8, global_batch_size=8)
+    """The process group says whose share it is: else every rank would train on every sample."""
+    model, batch = regressor(), numbers()
+    reference = copy.deepcopy(model)
+    (share,) = UpdateSampler([1] * 8, global_batch_size=8)
+    user.update(model, [as_samples(batch)[index] for index in share], losses.mse)
+    mean_square(reference, batch)
+    user.expect(model, reference)
+    assert len(share) < 8, "every rank has every sample"
 
 
 # No false refusals.
