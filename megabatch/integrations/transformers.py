@@ -95,10 +95,7 @@ class MegabatchTrainer(Trainer):
             )
         owner = _owner(super().training_step)
         if owner is not Trainer and not hasattr(self, "maybe_activation_offload_context"):
-            raise PlanError(
-                f"MegabatchTrainer cannot keep {owner.__name__}.training_step; train with {owner.__name__} alone, or "
-                "override compute_loss"
-            )
+            raise PlanError(f"MegabatchTrainer cannot keep {owner.__name__}.training_step; train with {owner.__name__}")
         self._num_updates = 0
         return super().train(*positional, **named)
 
@@ -166,7 +163,7 @@ class MegabatchTrainer(Trainer):
             cast(Any, self.optimizer).train()
         gradient = self._accumulator(model)
         self._try_loss(model)
-        with getattr(self, "maybe_activation_offload_context", contextlib.nullcontext()):  # TRL's
+        with self._offloading():
             for batch in self._calls():
                 gradient.forward_backward(batch, cast(LossFunction, self._loss_fn))
         self._update = update = gradient.finalize(max_norm=self.args.max_grad_norm or None)
@@ -205,6 +202,11 @@ class MegabatchTrainer(Trainer):
         model = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
         is_named = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         return self._loss_shifts_labels or (is_named and not getattr(model.config, "is_encoder_decoder", False))
+
+    def _offloading(self) -> contextlib.AbstractContextManager[Any]:
+        """What the training_step of TRL's trainers does, where ours stands in its place."""
+        is_replaced = _owner(super().training_step) is not Trainer
+        return cast(Any, self).maybe_activation_offload_context if is_replaced else contextlib.nullcontext()
 
     @property
     def _is_collated(self) -> bool:
