@@ -96,6 +96,11 @@ class MegabatchTrainer(Trainer):
         owner = _owner(super().training_step)
         if owner is not Trainer and not hasattr(self, "maybe_activation_offload_context"):
             raise PlanError(f"MegabatchTrainer cannot keep {owner.__name__}.training_step; train with {owner.__name__}")
+        if getattr(self, "calculate_KL", False):  # 0 before the first step, so that no trial would tell
+            raise PlanError(
+                "MegabatchTrainer cannot keep KTOTrainer's KL term, which couples the samples of a microbatch; set "
+                "loss_type='apo_zero_unpaired', or train with KTOTrainer"
+            )
         self._num_updates = 0
         return super().train(*positional, **named)
 
@@ -330,8 +335,10 @@ class MegabatchTrainer(Trainer):
     def _run_trial(self, model: nn.Module, samples: list[Any], collate: Callable[[list[Any]], Microbatch]) -> None:
         is_half = self.accelerator.mixed_precision == "bf16" or next(model.parameters()).dtype in HALF_TYPES
         tokens, size = self._max_microbatch_tokens, self.args.per_device_train_batch_size
-        if tokens is not None:
-            size = tokens // max(map(self._length, samples)) if isinstance(tokens, int) else 2
+        if isinstance(tokens, int):
+            size = tokens // max(map(self._length, samples))
+        if isinstance(tokens, str) or (size > 1 and getattr(model, "is_gradient_checkpointing", False)):
+            size = 2  # what fits is not known, or only in train mode
 
         def mean(model: nn.Module, microbatch: Microbatch) -> Any:
             with self.compute_loss_context_manager():
@@ -341,7 +348,7 @@ class MegabatchTrainer(Trainer):
         tried = trial.Trial(
             model, samples, collate, self._prepare_inputs, mean,
             losses.count_targets if is_next_token else self.count_targets,
-            size=size, one_row=tokens is None and size == 1, tolerance=5e-2 if is_half else 1e-3,
+            size=size, one_row=size == 1 and tokens is None, tolerance=5e-2 if is_half else 1e-3,
         )  # fmt: skip
         if is_next_token:
             prepare = cast(Any, losses.next_token).prepare
