@@ -334,6 +334,7 @@ class MegabatchTrainer(Trainer):
 
     def _run_trial(self, model: nn.Module, samples: list[Any], collate: Callable[[list[Any]], Microbatch]) -> None:
         is_half = self.accelerator.mixed_precision == "bf16" or next(model.parameters()).dtype in HALF_TYPES
+        rounding = 5e-2 if is_half else 1e-3 if self.args.device.type == "cpu" else 1e-2  # TF32
         tokens, size = self._max_microbatch_tokens, self.args.per_device_train_batch_size
         if isinstance(tokens, int):
             size = tokens // max(map(self._length, samples))
@@ -348,7 +349,7 @@ class MegabatchTrainer(Trainer):
         tried = trial.Trial(
             model, samples, collate, self._prepare_inputs, mean,
             losses.count_targets if is_next_token else self.count_targets,
-            size=size, one_row=size == 1 and tokens is None, tolerance=5e-2 if is_half else 1e-3,
+            size=size, one_row=size == 1 and tokens is None, tolerance=rounding,
         )  # fmt: skip
         if is_next_token:
             prepare = cast(Any, losses.next_token).prepare
