@@ -81,7 +81,7 @@ def sampler(num_samples: int) -> Row:
     lengths = np.random.default_rng(0).integers(1, 8192, num_samples)
     Path("/proc/self/clear_refs").write_text("5")
     before, start = memory_bytes("VmRSS"), time.perf_counter()
-    made = UpdateSampler(lengths, global_batch_size=512, dp_degree=8)
+    made = UpdateSampler(lengths, global_batch_size=512, dp_rank=0, dp_degree=8)
     updates = iter(made)
     next(updates)
     started = time.perf_counter()
@@ -111,7 +111,7 @@ def cut(lengths: np.ndarray, num_samples: int, cap_tokens: int) -> Row:
 
 def dealt(lengths: np.ndarray, ranks: int, size: int, num_updates: int = 3) -> Row:
     """The slowest rank over the mean, of updates drawn from the lengths, and the CPU time of one rank that plans."""
-    own = UpdateSampler(lengths, global_batch_size=size, dp_degree=ranks)
+    own = UpdateSampler(lengths, global_batch_size=size, dp_rank=0, dp_degree=ranks)
     updates = UpdateSampler(lengths, global_batch_size=size)
     cost, over, planned, times = CostModel(), [], [], []
     for samples, _ in zip(updates, range(num_updates), strict=False):

@@ -19,10 +19,8 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
 schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=20)  # in updates, however many processes
 texts = [torch.tensor(list(part.encode())) for part in inspect.getsource(calendar).split("\n\n") if len(part) > 20]
 samples = [{"input_ids": text, "labels": text} for text in texts]
-mine = {"dp_rank": accelerator.process_index, "dp_degree": accelerator.num_processes}
-loader = DataLoader(  # not prepared: the sampler deals
-    samples, batch_sampler=UpdateSampler([len(text) for text in texts], global_batch_size=16, **mine), collate_fn=list
-)
+sampler = UpdateSampler([len(text) for text in texts], global_batch_size=16)  # each process its share
+loader = DataLoader(samples, batch_sampler=sampler, collate_fn=list)  # not prepared: the sampler deals
 model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
 exact = learner(accelerator, model, optimizer, scheduler=schedule, max_norm=1.0, max_microbatch_tokens=4096)
 for _ in range(2):

@@ -18,7 +18,7 @@ config = LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_
 model = DistributedDataParallel(LlamaForCausalLM(config))
 optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
 texts = [torch.tensor(list(part.encode())) for part in inspect.getsource(calendar).split("\n\n") if len(part) > 20]
-sampler = UpdateSampler([len(text) for text in texts], global_batch_size=16, dp_rank=rank, dp_degree=num_ranks)
+sampler = UpdateSampler([len(text) for text in texts], global_batch_size=16)  # each rank its share
 gradient = GradientAccumulator(model, max_microbatch_tokens=2048)
 for batch in DataLoader([{"input_ids": t, "labels": t} for t in texts], batch_sampler=sampler, collate_fn=list):
     gradient.forward_backward(batch, losses.next_token)

@@ -20,7 +20,7 @@ for module in [*model.model.layers, model]:  # a layer at a time is whole
     fully_shard(module)
 optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
 texts = [torch.tensor(list(part.encode())) for part in inspect.getsource(calendar).split("\n\n") if len(part) > 20]
-sampler = UpdateSampler([len(text) for text in texts], global_batch_size=16, dp_rank=rank, dp_degree=num_ranks)
+sampler = UpdateSampler([len(text) for text in texts], global_batch_size=16)  # each rank its share
 learner = Learner(model, optimizer, GradientAccumulator(model, max_microbatch_tokens=2048), max_norm=1.0)
 for batch in DataLoader([{"input_ids": t, "labels": t} for t in texts], batch_sampler=sampler, collate_fn=list):
     learner.forward_backward(batch, losses.next_token)

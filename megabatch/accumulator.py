@@ -16,7 +16,7 @@ from megabatch.alarm import Alarm
 from megabatch.apart import check_collate
 from megabatch.batch import Batch, Collate, Length, Microbatch
 from megabatch.contract import Hooks, JointLoss, LossFunction, Term, Weigh, hooks_of, terms_given
-from megabatch.cost import CostModel
+from megabatch.cost import CostModel, check_cost
 from megabatch.cut import Plan, check_bounds
 from megabatch.errors import Bound, MegabatchError, PlanError, check_positive
 from megabatch.fit import Fit, fit_or_bound
@@ -50,7 +50,8 @@ class GradientAccumulator:
             in the first `forward_backward` from a few small measured updates, which leave nothing behind; see `Fit`.
             The ``fit`` of another accumulator: "auto", from there on.
         memory_bytes: What this rank may use on its device, for "auto"; None: nine tenths of what is free there.
-        cost: Seconds and bytes of a microbatch, by which samples are cut and plans are priced; "auto" measures it.
+        cost: Seconds and bytes of a microbatch, by which samples are cut and plans are priced. None: what was measured
+            to choose the bound, or relative defaults where a bound is given.
         sync: "last" reduces gradients once per call, "every" with each microbatch, "replica_last" (for HSDP)
             reduce-scatters with each and all-reduces once per call; "auto" is what suits the wrapper.
         collate: Makes a microbatch of a list of samples; the default pads on the right. `rows.OneRow` pads nothing.
@@ -81,6 +82,7 @@ class GradientAccumulator:
     ) -> None:
         fit, tokens = fit_or_bound(max_microbatch_tokens)
         bounds = check_bounds(micro_batch_size, tokens)
+        check_cost(cost)
         self.model = model
         self._reducer = reducer_for(model, mesh)
         self._wide = Wide(self._reducer.parameters, accumulate_dtype)
@@ -182,7 +184,11 @@ class GradientAccumulator:
     def _call(self, batch: Batch, hooks: Hooks, loss_fn: object) -> Generator[tuple[Share, Agreement, OpenUpdate]]:
         """Surrounds one call, prepared and agreed on; what it leaves half-way is forgotten with its update."""
         key = identity_of(loss_fn)
-        made = partial(self._prober.share, self._cutter, batch, hooks, self._open)
+
+        def made() -> Share:  # what it raises is raised on all ranks
+            self._check_gradients()
+            return self._prober.share(self._cutter, batch, hooks, self._open)
+
         share, agreement = agree(self._reducer, made, hooks.weigh, partial(self._recalled, key))
         agreement = way.filled(self._reducer, share, agreement)
         if len(share.samples) and self.ranks.num_all > 1:
@@ -212,6 +218,9 @@ class GradientAccumulator:
             raise MegabatchError("microbatches() was called inside its own loop; finish one call before the next")
         if self._is_lost:
             raise MegabatchError(f"{LOST}; discard() it, and give its samples again")
+
+    def _check_gradients(self) -> None:
+        """Raise `MegabatchError` where the open update is not as its last call has left it; it is lost then."""
         try:
             self._ownership.check()
         except MegabatchError:
@@ -266,14 +275,21 @@ class GradientAccumulator:
         self._check_open()
         if self._stepping is not None:
             self._stepping.check_finalize(max_norm, weight)
-        opened, self._open = self._open, None
+        opened, taken = self._open, None
+        try:
+            self._ownership.check()
+        except MegabatchError as error:
+            opened.is_taken, taken = True, error  # which the other ranks hear in the message of the end
+        self._open = None
         self._ownership.release()
         try:
             with self._alarm.listening():
                 update = way.close(opened, self._reducer, weight, max_norm)
-        except MegabatchError:
+                if taken is not None:
+                    raise taken
+        except MegabatchError as error:
             self._abandon()
-            raise
+            raise (taken or error) from None
         self._wide.finish()
         self._was_finite = update.finite
         return update
@@ -305,6 +321,11 @@ class GradientAccumulator:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GradientAccumulator":
+        if self._open is not None or self.ranks.num_all > 1:
+            why = "while an update is open; finalize() it before" if self._open is not None else "among several ranks"
+            raise MegabatchError(
+                f"there is no copy of a GradientAccumulator {why}, or make a new one for the copied model"
+            )
         made = memo[id(self)] = object.__new__(type(self))
         vars(made).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
         return made

@@ -184,6 +184,11 @@ class Samples:
         each_leaf(microbatch, lambda leaf: kept.add(id(leaf)) or leaf)
         return each_leaf(moved, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) and id(leaf) in kept else leaf)
 
+    def expect(self, microbatch: Microbatch) -> None:
+        """Note the microbatch that runs next, on the CPU."""
+        if self._pad is not None:
+            self._pad.expect(microbatch)
+
     @property
     def num_tokens(self) -> int:
         """Real tokens, without padding; samples where none has a length, as images."""
@@ -260,6 +265,8 @@ class Pad(Protocol):
     def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Tensor]: ...
 
     def check(self, microbatch: Microbatch) -> None: ...
+
+    def expect(self, microbatch: Microbatch) -> None: ...
 
 
 def sample_length(sample: Any) -> int:
@@ -360,7 +367,10 @@ def _holds(dtype: torch.dtype, number: float) -> bool:
 def _check_layout(what: str, tensor: Tensor) -> None:
     if tensor.layout != torch.strided or tensor.is_nested:
         kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-        raise PlanError(f"{what} is a {kind} tensor; give dense ones, or collate= and length= of your own")
+        raise PlanError(
+            f"{what} is a {kind} tensor; give dense ones, as a list of samples where lengths differ, or collate= and "
+            "length= of your own"
+        )
 
 
 def _checked_list(batch: Any) -> list[Any]:

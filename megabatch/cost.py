@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from megabatch.errors import PlanError
+
 
 @dataclass(frozen=True)
 class CostModel:
@@ -33,3 +35,11 @@ class CostModel:
     def peak_bytes(self, rows: int, longest: int) -> float:
         """Memory that one microbatch of ``rows`` x ``longest`` padded tokens needs at its peak."""
         return self.bytes_fixed + rows * longest * self.bytes_per_token
+
+
+def check_cost(cost: object) -> None:
+    """Raise `PlanError` for what is neither a `CostModel` nor None."""
+    if cost is not None and not isinstance(cost, CostModel):
+        raise PlanError(
+            f'cost is {cost!r}; expected a CostModel, or leave it out: with max_microbatch_tokens="auto" it is measured'
+        )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megabatch.cost import CostModel
+from megabatch.cost import CostModel, check_cost
 from megabatch.errors import Bound, PlanError, require_count
 from megabatch.partition import best_fit, deal, pack
 
@@ -111,6 +111,7 @@ def plan(
     must be given. Raises `PlanError` for anything that cannot be planned.
     """
     check_bound(micro_batch_size, max_microbatch_tokens)
+    check_cost(cost)
     require_count("dp_degree", dp_degree)
     check_lengths(lengths, max_microbatch_tokens)
     price = cost or CostModel(seconds_per_microbatch=(max_microbatch_tokens or 0) / LAUNCH_SHARE)
@@ -198,18 +199,18 @@ def _seconds(lengths: Sequence[int], cost: CostModel, *, padded: bool) -> float:
 
 
 def check_lengths(lengths: Sequence[int], max_microbatch_tokens: int | None) -> None:
-    """Raise `PlanError` where a length is no count or does not fit under the cap."""
+    """Raise `PlanError` where a length is no count, or the longest does not fit under the cap."""
     most = math.inf if max_microbatch_tokens is None else max_microbatch_tokens
     if _are_counts(lengths) and _largest(lengths) <= most:
         return
     for sample, length in enumerate(lengths):
-        if type(length) is not int or length < 0:
-            require_count(f"the length of sample {sample}", length, least=0)
-        if max_microbatch_tokens is not None and length > max_microbatch_tokens:
-            raise PlanError(
-                f"sample {sample} has {length} tokens, more than max_microbatch_tokens={max_microbatch_tokens} "
-                f"allows; raise it to {length} or shorten the sample"
-            )
+        require_count(f"the length of sample {sample}", length, least=0)
+    sample = max(range(len(lengths)), key=lengths.__getitem__, default=0)
+    if len(lengths) and (length := lengths[sample]) > most:
+        raise PlanError(
+            f"sample {sample} has {length} tokens, more than max_microbatch_tokens={max_microbatch_tokens} allows; "
+            f"raise it to {length} or shorten the sample"
+        )
 
 
 def _are_counts(lengths: Sequence[int]) -> bool:

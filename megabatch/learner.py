@@ -24,6 +24,8 @@ class Learner:
         gradient: Computes the gradient of an update.
         scheduler: Stepped once per update that was stepped.
         max_norm: Clips each update's gradient to this norm.
+
+    Raises `PlanError` for a scheduler that is stepped with a metric.
     """
 
     def __init__(
@@ -35,6 +37,11 @@ class Learner:
         scheduler: optim.lr_scheduler.LRScheduler | None = None,
         max_norm: float | None = None,
     ) -> None:
+        if isinstance(getattr(scheduler, "scheduler", scheduler), optim.lr_scheduler.ReduceLROnPlateau):
+            raise PlanError(
+                "ReduceLROnPlateau is stepped with a metric, and the Learner steps its scheduler with none; leave "
+                "scheduler out and call scheduler.step(metric) yourself"
+            )
         self.model = model
         self.optimizer = optimizer
         self.gradient = gradient

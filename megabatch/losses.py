@@ -80,7 +80,8 @@ def classification(model: nn.Module, microbatch: Microbatch) -> Term:
             "the number of a class for each, or give a loss of your own"
         )
     logits = _logits(_run(model, microbatch))  # [B, ..., C]
-    if logits.shape[:-1] != labels.shape:
+    is_square = logits.ndim > 3 and logits.shape[2:] == labels.shape[1:]  # classes may be in dim 1, as torch has them
+    if logits.shape[:-1] != labels.shape or is_square:
         raise LossContractError(
             f"the model returns logits of shape {tuple(logits.shape)} for labels of shape {tuple(labels.shape)}; "
             "classification wants the classes in the last dim: [*labels.shape, C]"

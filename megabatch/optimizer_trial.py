@@ -35,7 +35,8 @@ Group = dict[str, Any]
 
 def check_step_hooks(optimizer: Optimizer) -> None:
     """Raise `PlanError` for hooks of a step, which would run once for each parameter."""
-    own = [getattr(optimizer, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post")]
+    both = optimizer, getattr(optimizer, "optimizer", None)  # the one inside, where Accelerate has wrapped it
+    own = [getattr(each, f"_optimizer_step_{when}_hooks", {}) for each in both for when in ("pre", "post")]
     for hooks in (*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks):
         for hook in hooks.values():
             raise PlanError(

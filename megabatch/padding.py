@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from megabatch.batch import Microbatch, check_keys, columns_of, stacked
 from megabatch.errors import LossContractError, PlanError
@@ -27,7 +28,7 @@ class Padding:
     - ``input_ids`` and keys that end with it are padded with the model's pad token, where its config has one. A model
       that looks for its pad token, as the decoders that classify do, gets no other.
     - An ``attention_mask`` [B, T] is made where samples of unequal lengths have none and the model needs it: one that
-      takes a mask and is not known to be causal.
+      takes a mask and is not known to be causal. None is made beside ``position_ids``, which tell documents apart.
     - Labels are padded with -100, everything else with 0; see `pad_right`.
 
     Args:
@@ -51,7 +52,8 @@ class Padding:
         self._fills = dict(fills or {})
         self._called = list(models)
         self._models = [inner for model in self._called if hasattr(inner := with_config(model), "config")]
-        self._needs_mask = False  # whether samples were padded that only a mask tells from others
+        self._masks = WeakTensorKeyDictionary()  # of microbatches in which only these tell padding from tokens
+        self._expects_mask = False  # in the microbatch that runs
 
     def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Tensor]:
         """The samples as one microbatch, ``{name: [B, longest, ...]}``. Raises `PlanError` as `pad_right`."""
@@ -63,18 +65,22 @@ class Padding:
         ragged = {name for name, values in columns.items() if len({each.shape for each in values}) > 1}
         made = {name: stacked(name, values, self._fill(name, name in ragged)) for name, values in columns.items()}
         main = next((name for name in self._main_inputs if name in ragged), None)
-        if main is not None and self._takes_mask:
-            self._needs_mask = True
-            made.setdefault(MASK, _mask(columns[main], made[main]))
+        if main is not None and POSITIONS not in made and self._takes_mask:
+            self._masks[made.setdefault(MASK, _mask(columns[main], made[main]))] = True
         self.check(made)
         return made
+
+    def expect(self, microbatch: Microbatch) -> None:
+        """Note the microbatch that runs next, before it is moved."""
+        mask = microbatch.get(MASK) if isinstance(microbatch, Mapping) else None
+        self._expects_mask = isinstance(mask, Tensor) and mask in self._masks
 
     @contextlib.contextmanager
     def watched(self) -> Generator[None]:
         """Surrounds a call. Raises `LossContractError` where the loss keeps the mask from a model that needs it."""
 
         def look(model: nn.Module, placed: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-            if self._needs_mask and len(placed) < 2 and named.get(MASK) is None:
+            if self._expects_mask and len(placed) < 2 and named.get(MASK) is None:
                 raise LossContractError(
                     f"samples are padded and the loss gives {type(with_config(model)).__name__} no attention_mask, so "
                     'that it takes padding for tokens; hand microbatch["attention_mask"] on, which is made where '
@@ -86,6 +92,7 @@ class Padding:
         try:
             yield
         finally:
+            self._expects_mask = False
             for hook in hooks:
                 hook.remove()
 

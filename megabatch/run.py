@@ -172,6 +172,7 @@ def turns(
             with reducer.microbatch(share.plan.sync, last=last):
                 reducer.is_counting = not is_stand_in
                 try:
+                    share.samples.expect(microbatch)
                     moved = share.samples.owned(microbatch, to_device(microbatch, device))
                     yield Turn(moved, index, counted, weighed, is_stand_in)
                     del moved

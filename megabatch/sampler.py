@@ -4,16 +4,19 @@ The samples of an update follow from (seed, epoch, position) alone. How many ran
 them, so a run may go on with another number of ranks.
 """
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from megabatch.cost import CostModel
+from megabatch.cost import CostModel, check_cost
 from megabatch.cut import check_lengths
 from megabatch.errors import PlanError, require_count
+from megabatch.mesh import DataRanks
 from megabatch.partition import deal
 
 TAILS = ("step", "drop", "carry")
@@ -37,13 +40,17 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
     The shares of all ranks are disjoint, make up the update, differ in size by at most one, and are balanced by
     cost. A share may be empty, so give the DataLoader ``collate_fn=list``.
 
+    Where every rank of the process group has a share, the first iteration is collective: the ranks compare their first
+    update, once.
+
     Args:
         lengths: Tokens of each sample of the data set.
         global_batch_size: Samples of an update over all ranks; it need not divide by anything. Or a function that gives
             them for each update, by what was handed out before it: ``lambda seen: 64 if seen.tokens < 50e6 else 256``.
         seed: With the epoch, decides the order of the samples.
-        dp_rank: Which share is this rank's.
-        dp_degree: Number of ranks that see different samples.
+        dp_rank: Which share is this rank's. None: the rank in the process group, or 0 without one.
+        dp_degree: Number of ranks that see different samples; give it with ``dp_rank`` where the model is cut over
+            ranks too (cp, tp or pp). None: all ranks of the process group, or 1 without one.
         tail: What becomes of an epoch's last samples that do not fill an update: "step" makes a short update of
             them, "drop" leaves them out, "carry" begins the next epoch's first update with them.
         cost: Balances shares by seconds; by default by length. It may be set later, as an attribute, and is the same on
@@ -51,7 +58,8 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
         order: The sample ids of an epoch, in order, by its number: any of the data set's, the same in every process,
             and equally many in every epoch. By default all of them, shuffled by seed and epoch.
 
-    Raises `PlanError` for a size, a rank, a tail or an order that cannot be.
+    Raises `PlanError` for a size, a rank, a tail or an order that cannot be, and on all ranks where their first updates
+    are not the same.
     """
 
     def __init__(
@@ -60,14 +68,21 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
         *,
         global_batch_size: int | Callable[[Seen], int],
         seed: int = 0,
-        dp_rank: int = 0,
-        dp_degree: int = 1,
+        dp_rank: int | None = None,
+        dp_degree: int | None = None,
         tail: str = "step",
         cost: CostModel | None = None,
         order: Callable[[int], Sequence[int]] | None = None,
     ) -> None:
         self._given, self._seen = global_batch_size, Seen()
         size = self._size
+        if dp_rank is None and dp_degree is None:
+            dp_rank, dp_degree = _place_in_group()
+        if dp_rank is None or dp_degree is None:
+            raise PlanError(
+                f"dp_rank is {dp_rank} and dp_degree is {dp_degree}; give both, or neither, to take them from the "
+                "process group"
+            )
         self._dp_degree = require_count("dp_degree", dp_degree)
         self._dp_rank = require_count("dp_rank", dp_rank, least=0)
         self._seed = require_count("seed", seed, least=0)
@@ -78,6 +93,7 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
         if not len(lengths):
             raise PlanError("the data set is empty; give at least one sample")
         check_lengths(lengths, None)
+        check_cost(cost)
         self._lengths = in_few_bytes(lengths)  # [number of ids]
         self.cost = cost
         self._order = order or self._shuffled
@@ -90,9 +106,11 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
                 'tail="drop" would leave no update; use tail="step" or a smaller global_batch_size'
             )
         self._tail = tail
+        self._compared: list[bool] = []  # with the other ranks; copies know it too
         self._consumed = 0  # samples since the first epoch began; a dropped tail counts as consumed
 
     def __iter__(self) -> Iterator[list[int]]:
+        self._compare_ranks()
         for start, stop in self._spans():
             yield self.share(self._ids(start, stop).tolist())
 
@@ -114,10 +132,7 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
 
     def share(self, samples: Sequence[int]) -> list[int]:
         """This rank's part of an update's sample ids."""
-        lengths: list[int] = self._lengths[np.asarray(samples, dtype=np.int64)].tolist()
-        price = float if self.cost is None else self.cost.sample_seconds
-        shares = deal([price(length) for length in lengths], self._dp_degree)
-        return [samples[index] for index in shares[self._dp_rank]]
+        return [samples[index] for index in self._shares(samples)[self._dp_rank]]
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream of samples stands, whatever the number of ranks.
@@ -148,6 +163,32 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
         """Samples of the next update."""
         given = self._given
         return require_count("global_batch_size", given(self._seen) if callable(given) else given)
+
+    def _shares(self, samples: Sequence[int]) -> list[list[int]]:
+        """Every rank's part of an update, by position."""
+        lengths: list[int] = self._lengths[np.asarray(samples, dtype=np.int64)].tolist()
+        price = float if self.cost is None else self.cost.sample_seconds
+        return deal([price(length) for length in lengths], self._dp_degree)
+
+    def _compare_ranks(self) -> None:
+        """Raise on all ranks where their shares are not of one update, or one of them is dealt twice."""
+        _, num_ranks = _place_in_group()
+        is_worker = torch.utils.data.get_worker_info() is not None  # which cannot speak for its rank
+        if self._compared or num_ranks == 1 or num_ranks != self._dp_degree or is_worker:
+            return
+        self._compared.append(True)
+        ids: list[int] = next((self._ids(*span).tolist() for span in copy(self)._spans()), [])
+        first = repr((self._consumed, ids, self._shares(ids))).encode()
+        mine = zlib.crc32(first, zlib.crc32(self._lengths.tobytes()))
+        told = DataRanks([dist.group.WORLD]).exchange([self._dp_rank, mine])  # pyright: ignore[reportArgumentType]
+        dp_ranks = [int(each) for each, _ in told]
+        if sorted(dp_ranks) != list(range(num_ranks)):
+            raise PlanError(f"the ranks have dp_rank {dp_ranks}; expected each of 0 to {num_ranks - 1} once")
+        if others := [other for other, (_, update) in enumerate(told) if update != told[0][1]]:
+            raise PlanError(
+                f"the first update of rank {others[0]} is not that of rank 0; give every rank's UpdateSampler the same "
+                "lengths, global_batch_size, seed, order, tail, cost and state"
+            )
 
     def _spans(self) -> Iterator[tuple[int, int]]:
         """Where each update of this epoch begins and ends in the endless stream; the state is that after it."""
@@ -201,6 +242,13 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
         if ids.min() < 0 or ids.max() > last:
             outside = ids[(ids < 0) | (ids > last)]
             raise PlanError(f"order({epoch}) gives the sample id {outside[0]}; the data set has the ids 0 to {last}")
+
+
+def _place_in_group() -> tuple[int, int]:
+    """Rank and number of ranks; those of a process alone without a process group."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
 
 
 def in_few_bytes(lengths: Sequence[int]) -> np.ndarray:

@@ -27,7 +27,7 @@ from megabatch.mesh import AXES, CONTEXT_AXES, DATA_AXES, DataRanks, check_axes
 from megabatch.plain import Choice, PlainReducer, trainable
 from megabatch.several import SeveralReducer
 from megabatch.stages import Pipeline, PipelineReducer
-from megabatch.wrapped import check_dtensors, refuse_unknown
+from megabatch.wrapped import check_dtensors, check_tied, refuse_torchscript, refuse_unknown
 
 POLICIES = ("auto", "last", "every", "replica_last")
 Models = nn.Module | Sequence[nn.Module]
@@ -47,6 +47,8 @@ def reducer_for(model: Models, mesh: DeviceMesh | None) -> PlainReducer:
     models = [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, list | tuple) else []
     if not models or not all(isinstance(cast(object, each), nn.Module) for each in models):
         raise PlanError(f"model is a {type(model).__name__}; expected a torch.nn.Module, or a list of them")
+    for each in models:
+        refuse_torchscript(each)
     trained = [each for each in models if trainable(each)]
     if not trained:
         raise PlanError("no parameter of the model requires a gradient; unfreeze what is to be trained")
@@ -59,6 +61,7 @@ def reducer_for(model: Models, mesh: DeviceMesh | None) -> PlainReducer:
 
 def _reducer_of_one(model: nn.Module, mesh: DeviceMesh | None) -> PlainReducer:
     refuse_foreign(model)
+    check_tied(model)
     wrapper = getattr(model, "_orig_mod", model)  # torch.compile keeps what it compiled here
     modules = [module for module in wrapper.modules() if isinstance(module, FSDPModule)]
     if isinstance(wrapper, DistributedDataParallel):

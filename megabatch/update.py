@@ -33,6 +33,7 @@ from megabatch.run import Agreement, Turn
 from megabatch.stepping import StepInBackward
 
 MAX_TERMS = 16  # the message between devices has a fixed size, so that no rank can wait for a longer one
+TAKEN = 2.0  # in place of whether weights differ
 NUMBERS = ("num_samples", "num_tokens", "num_microbatches", "_num_calls", "_counted")
 KEPT = (*NUMBERS, "_divisors", "_announced", "_all_announced")  # of an open update, in its state
 
@@ -71,6 +72,8 @@ class Update:
             )
         for rank, (differ, counted, returned, _, *totals) in enumerate(reports):
             where = f"data rank {rank} of {len(reports)}"
+            if differ == TAKEN:
+                return MegabatchError(f"the gradient of {where} was dropped or written to between two calls")
             if differ:
                 return weights_differ(where, counted, returned)
             if not all(map(math.isfinite, totals)):
@@ -113,6 +116,7 @@ class OpenUpdate:
         self._differentiable: set[str] = set()  # names of the terms that have carried a gradient
         self._sums: dict[str, Term] = {}
         self._differ: bool | Tensor = False
+        self.is_taken = False  # whether its gradient on this rank is no longer what its calls have left
         # What a microbatch adds elsewhere: what it is of, and what takes it back should the microbatch fail.
         self.taking_back: list[tuple[str, Callable[[], object]]] = []
         self._failed: int | None = None  # the microbatch of an open loop whose backward has failed
@@ -279,8 +283,9 @@ class OpenUpdate:
             num_microbatches=self.num_microbatches,
             reports=rows[:, : 4 + num_own],
         )
-        if self._device.type == "cpu" and isinstance(problem := update.problem(), LossContractError):
-            raise problem
+        if self._device.type == "cpu" and (problem := update.problem()) is not None:
+            if isinstance(problem, LossContractError) or bool((rows[:, 0] == TAKEN).any()):
+                raise problem
         return update, self._missing_factor(own, whole, weight)
 
     def _missing_factor(self, terms: list[str], whole: Tensor, weight: float | None) -> float | Tensor | None:
@@ -328,7 +333,12 @@ class OpenUpdate:
         if len(names) > MAX_TERMS:
             raise LossContractError(f"the loss returned {len(names)} terms; at most {MAX_TERMS} are supported")
         returned = sum(self._sums[name].weight for name in self._differentiable)
-        head = [self._differ, self._counted, returned, float(zlib.crc32("\n".join([*names, rest]).encode()))]
+        head = [
+            TAKEN if self.is_taken else self._differ,
+            self._counted,
+            returned,
+            float(zlib.crc32("\n".join([*names, rest]).encode())),
+        ]
         totals, weights = [self._sums[name].total for name in names], [self._sums[name].weight for name in names]
         return self._vector([*head, *totals, *weights, *[0.0] * (2 * (MAX_TERMS - len(names)))])
 

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.errors import PlanError
+from megabatch.masks import with_config
 from megabatch.precision import Wide, check_reduction, refuse_float16
 
 
@@ -31,6 +32,38 @@ def refuse_unknown(model: nn.Module) -> None:
                 "the model was given to torch.distributed._composable.replicate, which is built on DDP; wrap with "
                 "DistributedDataParallel(model), or with replicate of torch.distributed._composable.replicate_with_fsdp"
             )
+
+
+def refuse_torchscript(model: nn.Module) -> None:
+    """Refuse a model that takes no hooks."""
+    for module in (model, getattr(model, "module", None)):  # DDP's own
+        if isinstance(module, torch.jit.ScriptModule):
+            raise PlanError(
+                "the model is a TorchScript module, which takes no hooks to watch its forward; give the "
+                "torch.nn.Module that it was made of, under torch.compile if you like"
+            )
+
+
+def check_tied(model: nn.Module) -> None:
+    """Refuse embeddings of a transformers model that are to be one parameter and were sharded as two."""
+    inner = with_config(model)
+    config = getattr(inner, "config", None)
+    text = getattr(config, "get_text_config", None)
+    configs = [config, text() if callable(text) else None]
+    if not any(getattr(each, "tie_word_embeddings", False) is True for each in configs):
+        return
+    try:
+        ends = inner.get_input_embeddings(), inner.get_output_embeddings()
+    except (AttributeError, NotImplementedError):  # a model without them
+        return
+    first, last = (getattr(each, "weight", None) for each in ends)
+    are_two = first is not last and first is not None and last is not None
+    if are_two and any(isinstance(each, DTensor) and each.requires_grad for each in (first, last)):
+        raise PlanError(
+            "the config says tie_word_embeddings, but sharding has made two parameters of the input and the output "
+            "embeddings, each with a part of the gradient; set config.tie_word_embeddings = False before the model is "
+            "made, or shard it so that both stay one parameter"
+        )
 
 
 def check_dtensors(model: nn.Module) -> None:

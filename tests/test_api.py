@@ -31,7 +31,7 @@ SIGNATURES = {
     Learner.optim_step: "(self)",
     Learner.state_dict: "(self)",
     Learner.load_state_dict: "(self, state)",
-    UpdateSampler: "(lengths, *, global_batch_size, seed=0, dp_rank=0, dp_degree=1, tail='step', cost=None, "
+    UpdateSampler: "(lengths, *, global_batch_size, seed=0, dp_rank=None, dp_degree=None, tail='step', cost=None, "
     "order=None)",
     UpdateSampler.state_dict: "(self)",
     UpdateSampler.load_state_dict: "(self, state)",

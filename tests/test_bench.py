@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import hardware, needless_pass, result, throughput
+from benchmarks import hardware, memory, needless_pass, result, throughput
 from benchmarks.llama import flops_per_token, llama, sizes_of
 from benchmarks.speed import table
 from benchmarks.speed.__main__ import left_out
@@ -278,3 +278,12 @@ def test_the_peak_is_that_of_the_device_or_none_with_a_reason(name, teraflops):
     peak, why = hardware.peak_flops(name, torch.bfloat16)
     assert peak == (None if teraflops is None else teraflops * 1e12)
     assert why
+
+
+def test_the_committed_memory_is_of_the_runs_that_are_measured_and_is_what_it_is_said_to_be():
+    (path,) = result.RESULTS.glob("memory_cpu_*.json")
+    found = json.loads(path.read_text())
+    ratios = {row["run"]: row["ratio"] for row in found["rows"]}
+    assert (found["claim"], list(ratios)) == (memory.CLAIM, list(map(str, memory.RUNS)))
+    for name, ratio in ratios.items():
+        assert (0.95 if ":float32:" in name else 0.85) < ratio <= 1.0, name

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from megabatch.accumulator import GradientAccumulator
 from megabatch.contract import JointLoss, LossFunction
@@ -45,6 +46,10 @@ class ExactUpdates:
         lightning.batches_per_update = require_count("batches_per_update", batches_per_update)
         self._gradient: GradientAccumulator | None = None
         self._samples: list[Any] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The module without what makes its gradients, which a copy makes anew."""
+        return cast(Any, super()).__getstate__() | {"_gradient": None, "_samples": []}
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
         """A batch to train on stays where it is: its microbatches are moved."""
@@ -94,6 +99,11 @@ class ExactUpdates:
             )
         if isinstance(optimizer, list) or isinstance(schedule, list):
             raise PlanError("configure_optimizers() gives several optimizers or schedules; give one of each")
+        if isinstance(schedule, ReduceLROnPlateau):
+            raise PlanError(
+                "ReduceLROnPlateau is stepped with a metric, and updates have none; step it yourself, in "
+                "on_validation_epoch_end, or give another schedule"
+            )
         # The plain module: in manual optimization Lightning's DDP reduces nothing by itself.
         made = GradientAccumulator(cast(nn.Module, self), **lightning.cut)
         made.reserve_for(optimizer.optimizer)

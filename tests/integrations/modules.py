@@ -1,6 +1,7 @@
 """Jobs that train by Lightning, and what plain torch says of the same samples."""
 
 import os
+import pickle
 import tempfile
 import warnings
 from typing import Any
@@ -34,6 +35,12 @@ class Model(ExactUpdates, LightningModule):
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.0)
         return [optimizer], [torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=10)]
+
+
+class Plateau(Model):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=1e-2)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), "monitor": "loss"}]
 
 
 class Recorder(Callback):
@@ -86,6 +93,7 @@ def exactness(dtype: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         ran = trainer(folder, recorder)
         ran.fit(module, loader())
+    copied = pickle.loads(pickle.dumps(module))
     expected, gradients = by_hand(DTYPES[dtype], dist.get_world_size())
     pairs = zip(recorder.gradients, gradients, strict=True)
     return {
@@ -93,18 +101,20 @@ def exactness(dtype: str) -> dict[str, Any]:
         "global_step": ran.global_step, "expected": len(expected),
         "losses": max(abs(a - b) / b for a, b in zip(recorder.losses, expected, strict=True)),
         "schedule": module.lr_schedulers().last_epoch, "strategy": type(ran.strategy).__name__,
+        "saved": all(map(torch.equal, copied.parameters(), module.parameters())),
     }  # fmt: skip
 
 
 def refusals() -> dict[str, str]:
     said: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name, (collate, settings) in {
-            "batch": (oracle.collate, {}),
-            "precision": (list, {"precision": "16-true"}),
+        for name, (model, collate, settings) in {
+            "batch": (Model, oracle.collate, {}),
+            "precision": (Model, list, {"precision": "16-true"}),
+            "schedule": (Plateau, list, {}),
         }.items():
             try:
-                trainer(folder, **settings).fit(Model(torch.float32), loader(collate))
+                trainer(folder, **settings).fit(model(torch.float32), loader(collate))
                 said[name] = "nothing"
             except Exception as error:
                 said[name] = f"{type(error).__name__}: {error}"

@@ -20,7 +20,8 @@ SIZE, SEED = 8, 2  # samples of an update, over all ranks
 
 def order() -> list[list[dict[str, Any]]]:
     """The samples of each update, whichever rank has them."""
-    alone = UpdateSampler([len(each["labels"]) for each in samples()], global_batch_size=SIZE, seed=SEED)
+    lengths = [len(each["labels"]) for each in samples()]
+    alone = UpdateSampler(lengths, global_batch_size=SIZE, seed=SEED, dp_rank=0, dp_degree=1)
     return [[samples()[index] for index in ids] for ids in alone]
 
 
@@ -34,8 +35,7 @@ def prepared(dtype: torch.dtype) -> tuple[Any, ...]:
 
 def loader() -> DataLoader:
     given = tensors(samples())
-    ranks = {"dp_rank": dist.get_rank(), "dp_degree": dist.get_world_size()}
-    sampler = UpdateSampler([len(each["labels"]) for each in given], global_batch_size=SIZE, seed=SEED, **ranks)
+    sampler = UpdateSampler([len(each["labels"]) for each in given], global_batch_size=SIZE, seed=SEED)
     return DataLoader(given, batch_sampler=sampler, collate_fn=list)
 
 

@@ -22,6 +22,7 @@ def test_updates_are_exact_and_the_schedule_moves_once_with_each(results, world,
         assert found["losses"] <= (1e-6 if dtype == "float64" else 1e-4)  # Lightning keeps float32
         assert found["global_step"] == found["schedule"] == found["expected"] == {1: 4, 2: 2}[world]
         assert found["strategy"] == STRATEGY[world]
+        assert found["saved"]
 
 
 def test_what_cannot_be_exact_is_refused(results, world):
@@ -30,4 +31,5 @@ def test_what_cannot_be_exact_is_refused(results, world):
         assert said["batch"] == (
             "PlanError: a batch is a dict; expected a list of samples: give the DataLoader collate_fn=list"
         )
+        assert said["schedule"].startswith("PlanError: ReduceLROnPlateau is stepped with a metric")
         assert said["precision"].startswith("PlanError: the Trainer has precision='16-true', which loses small grad")

@@ -24,6 +24,7 @@ def test_norm_and_clip_on_a_cpu() -> None:
     assert float(gradient.total_norm([parameter])) == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_messages_and_sums_over_ranks(world: int, tmp_path) -> None:
     jobs = ["plain", "ddp", "hook", "sparse", "differ"]

@@ -5,6 +5,7 @@ import pytest
 from tests.exact.launch import launch, values
 from tests.unit.rank_agreement import ALIKE, MODELS
 
+pytestmark = pytest.mark.slow
 SEEN = {  # in the error on every rank, beside the numbers of the ranks
     "other seeds": "parameter '0.weight' has other weights on rank 0",
     "other seeds, bfloat16": "parameter '0.weight' has other weights on rank 0",

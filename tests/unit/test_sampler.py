@@ -221,7 +221,7 @@ def test_a_sample_takes_ten_bytes():
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
-        sampler = UpdateSampler(lengths, global_batch_size=64, dp_degree=8)
+        sampler = UpdateSampler(lengths, global_batch_size=64, dp_rank=0, dp_degree=8)
         next(iter(sampler))
         after, _ = tracemalloc.get_traced_memory()
     finally:

@@ -5,6 +5,8 @@ import pytest
 from tests.exact.launch import launch, values
 from tests.unit.sparse_gradients import JOBS, USES, use_of
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):

@@ -8,6 +8,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import GradientAccumulator
+from tests.unit.failures.wrappers import language_model, mesh, sharded_ends, tensor_parallel_ends
 from tests.unit.small import expected, gradients, model_of_integers, same_bits, samples, squares, weighed
 
 pytestmark = [
@@ -119,3 +120,11 @@ def test_after_a_loss_that_raised_the_next_update_is_exact(wrapper, policy, brea
         gradient.forward_backward(BATCH, weighed)
         gradient.finalize()
         assert is_exact(model)
+
+
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize(
+    "make", [lambda: tensor_parallel_ends(tied_again=True), lambda: sharded_ends(together=True), language_model]
+)
+def test_tied_embeddings_that_stay_one_parameter_are_taken(make) -> None:
+    GradientAccumulator(make(), mesh=mesh("dp", "tp"), micro_batch_size=1)

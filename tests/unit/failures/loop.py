@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from megabatch import MegabatchError, PlanError
+from megabatch import Learner, MegabatchError, PlanError
 from tests.exact.spikes import Spikes
 from tests.unit.failures.table import SAMPLES, Failure, accumulator, linear, squares
 
@@ -118,7 +118,19 @@ def finalize(**settings) -> None:
     gradient.finalize(**settings)
 
 
+def plateau() -> None:
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    Learner(model, optimizer, accumulator(model), scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+
+
 FAILURES = {
+    "a schedule that is stepped with a metric": Failure(
+        PlanError,
+        "ReduceLROnPlateau is stepped with a metric, and the Learner steps its scheduler with none; leave scheduler "
+        "out and call scheduler.step(metric) yourself",
+        plateau,
+    ),
     "no backward in the body": Failure(MegabatchError, "backward() was not called for microbatch 0", no_backward),
     "backward twice": Failure(MegabatchError, NONE_TO_RUN, backward_twice),
     "backward again after it has failed": Failure(MegabatchError, LOST, lambda: backward_again(at_once=True)),

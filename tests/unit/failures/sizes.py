@@ -41,6 +41,7 @@ BOTH = NEITHER.replace("neither", "both")
 TOO_LONG = (
     "sample 1 has 9 tokens, more than max_microbatch_tokens=8 allows; raise it to 9 or shorten the sample"
 )  # fmt: skip
+COST = "cost is 'auto'; expected a CostModel, or leave it out: with max_microbatch_tokens=\"auto\" it is measured"
 LONG_SAMPLES = [{"x": torch.ones(length, 1, dtype=torch.float64)} for length in (8, 9)]
 NOTHING_TO_TRAIN = "no parameter of the model requires a gradient; unfreeze what is to be trained"
 
@@ -48,7 +49,7 @@ COUNTS = {  # name of the setting -> what is called with a bad value
     "micro_batch_size": lambda value: GradientAccumulator(linear(), micro_batch_size=value),
     "max_microbatch_tokens": lambda value: GradientAccumulator(linear(), max_microbatch_tokens=value),
     "global_batch_size": lambda value: sampler(global_batch_size=value),
-    "dp_degree": lambda value: sampler(dp_degree=value),
+    "dp_degree": lambda value: sampler(dp_rank=0, dp_degree=value),
 }
 BAD_COUNTS = [0, -1, 2.0, float("nan"), "8", True]
 
@@ -75,6 +76,18 @@ FAILURES = {
         PlanError, TOO_LONG, lambda: update(batch=LONG_SAMPLES, micro_batch_size=None, max_microbatch_tokens=8)
     ),
     "a length longer than the cap": Failure(PlanError, TOO_LONG, lambda: plan([8, 9], max_microbatch_tokens=8)),
+    "two lengths longer than the cap": Failure(
+        PlanError, TOO_LONG.replace("1 has 9", "2 has 12").replace("to 9", "to 12"),
+        lambda: plan([8, 9, 12, 10], max_microbatch_tokens=8),
+    ),
+    **{
+        f"a cost that is a word, {name}": Failure(PlanError, COST, work)
+        for name, work in {
+            "plan": lambda: plan([1], micro_batch_size=1, cost="auto"),
+            "sampler": lambda: sampler(cost="auto"),
+            "accumulator": lambda: accumulator(cost="auto"),
+        }.items()
+    },
     "a negative length": Failure(
         PlanError,
         "the length of sample 1 is -3; it counts things and must be a whole number of at least 0",
@@ -94,6 +107,11 @@ FAILURES = {
     ),
     "a rank that is not there": Failure(
         PlanError, "dp_rank is 2; expected 0 to 1 with dp_degree=2", lambda: sampler(dp_rank=2, dp_degree=2)
+    ),
+    "a rank of nobody knows how many": Failure(
+        PlanError,
+        "dp_rank is 1 and dp_degree is None; give both, or neither, to take them from the process group",
+        lambda: sampler(dp_rank=1),
     ),
     "an empty data set": Failure(PlanError, "the data set is empty; give at least one sample", lambda: sampler(())),
     "a tail that is everything": Failure(

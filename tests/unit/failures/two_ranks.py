@@ -1,5 +1,6 @@
 """What two ranks are told: a fault of one is heard by both, in the same words, and none waits for the other."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch.distributed.fsdp import ShardingStrategy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch import GradientAccumulator, Learner, loss
+from megabatch import CostModel, GradientAccumulator, Learner, UpdateSampler, loss
+from megabatch.mesh import num_collectives
 from tests.unit.failures import auto, stretches
 from tests.unit.failures.contract import DISAGREE
 from tests.unit.failures.table import SAMPLES, accumulator, here, linear, squares, told, weighed_squares
@@ -26,6 +28,10 @@ OTHER_TERMS = (
     "finalize(); give the same everywhere"
 )
 OTHER_WEIGHTS = "weigh names other terms on other ranks; name the same terms everywhere"
+OTHER_UPDATE = (
+    "the first update of rank 1 is not that of rank 0; give every rank's UpdateSampler the same lengths, "
+    "global_batch_size, seed, order, tail, cost and state"
+)
 NEGATIVE = "what weigh counts is -1.0; a weight must be finite and not negative"
 NO_INPUT = "the batch is a NoneType; expected a mapping of tensors with samples in dim 0, or a list of samples"
 UNUSED = (
@@ -63,6 +69,26 @@ OTHER_WEIGHTS_OF_MODEL = (
     "parameter 'weight' has other weights on rank 0 than on rank 1, and no wrapper broadcasts them; seed all ranks "
     "alike before the model is made, load one checkpoint on all, or wrap the model with DistributedDataParallel"
 )
+
+
+def iterated(**settings: Any) -> str:
+    """The first update of a sampler; what this rank is told, or how many samples it has of it."""
+    sampler = UpdateSampler([3, 1, 4, 1, 5], **{"global_batch_size": 5, **settings})
+    return told(lambda: next(iter(sampler)))
+
+
+def dealt_by_the_group() -> str:
+    """Without a word of ranks, each sample is on one of them, in every update, compared once."""
+    sampler = UpdateSampler(range(1, 12), global_batch_size=4)
+    shares, messages = list(sampler), num_collectives()
+    shares += list(sampler)
+    assert num_collectives() == messages
+    both: list[Any] = [None, None]
+    dist.all_gather_object(both, shares)
+    epoch = [sorted(one + other) for one, other in zip(*both, strict=True)]
+    assert [len(update) for update in epoch] == 2 * [4, 4, 3]
+    assert [sorted(itertools.chain(*epoch[first : first + 3])) for first in (0, 3)] == 2 * [list(range(11))]
+    return told(lambda: None)
 
 
 def keys_differ() -> str:
@@ -267,6 +293,17 @@ JOBS: dict[str, tuple[Callable[[], str], list[str]]] = {  # what each rank is to
     ),
     "a collate that runs out of memory": (
         collate_runs_out_of_memory, on_both("PlanError: data rank 1 of 2: OutOfMemoryError: CUDA out of memory."),
+    ),
+    "samplers without a word of ranks": (dealt_by_the_group, on_both("nothing")),
+    "samplers of other seeds": (lambda: iterated(seed=here(1, 0)), on_both(f"PlanError: {OTHER_UPDATE}")),
+    "samplers of other sizes": (lambda: iterated(global_batch_size=here(4, 5)), on_both(f"PlanError: {OTHER_UPDATE}")),
+    "samplers of other costs": (
+        lambda: iterated(cost=here(CostModel(seconds_per_token=0.0, seconds_per_pair=0.0), None)),
+        on_both(f"PlanError: {OTHER_UPDATE}"),
+    ),
+    "samplers of one share": (
+        lambda: iterated(dp_rank=0, dp_degree=2),
+        on_both("PlanError: the ranks have dp_rank [0, 0]; expected each of 0 to 1 once"),
     ),
     "a negative weight": (weigh_is_negative, heard("LossContractError", NEGATIVE)),
     "weigh names other terms": (weigh_names_differ, on_both(f"LossContractError: {OTHER_WEIGHTS}")),

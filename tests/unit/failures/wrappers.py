@@ -16,7 +16,9 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from megabatch import MegabatchError, PlanError, losses, verify
 from tests.unit.failures.table import SAMPLES, Failure, accumulator, linear, squares
@@ -179,11 +181,61 @@ def reduced_in_bfloat16() -> nn.Module:
     return fully_shard(linear(), mesh=mesh("dp"), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
 
 
+def language_model() -> Any:
+    config = AutoConfig.for_model(
+        "llama", vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config)
+
+
+def tensor_parallel_ends(*, tied_again: bool = False) -> nn.Module:
+    """Each end is replaced by a parameter of its own."""
+    model, plan = language_model(), {"model.embed_tokens": RowwiseParallel(), "lm_head": ColwiseParallel()}
+    parallelize_module(model, mesh("dp", "tp")["tp"], plan)
+    if tied_again:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    return model
+
+
+def sharded_ends(*, together: bool) -> nn.Module:
+    model = language_model()
+    ends = [model.model.embed_tokens, model.lm_head]
+    for each in [ends] if together else ends[:1]:
+        fully_shard(each, mesh=mesh("dp"))
+    return fully_shard(model, mesh=mesh("dp"))
+
+
+def torchscript() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is old
+        return torch.jit.script(linear())
+
+
 def unnamed() -> DeviceMesh:
     return init_device_mesh("cpu", (1,))
 
 
+UNTIED = (
+    "the config says tie_word_embeddings, but sharding has made two parameters of the input and the output embeddings, "
+    "each with a part of the gradient; set config.tie_word_embeddings = False before the model is made, or shard it so "
+    "that both stay one parameter"
+)
+TORCHSCRIPT = (
+    "the model is a TorchScript module, which takes no hooks to watch its forward; give the "
+    "torch.nn.Module that it was made of, under torch.compile if you like"
+)
 FAILURES = {
+    "tied embeddings that tensor parallelism unties": Failure(
+        PlanError, UNTIED, lambda: accumulator(tensor_parallel_ends(), mesh=mesh("dp", "tp"))
+    ),
+    "tied embeddings that FSDP2 unties": Failure(
+        PlanError, UNTIED, lambda: accumulator(sharded_ends(together=False))
+    ),
+    "TorchScript": Failure(PlanError, TORCHSCRIPT, lambda: accumulator(torchscript())),
+    "TorchScript in DDP": Failure(
+        PlanError, TORCHSCRIPT, lambda: accumulator(DistributedDataParallel(torchscript()))
+    ),
     "DataParallel": Failure(
         PlanError, UNKNOWN.format("DataParallel"), lambda: accumulator(nn.DataParallel(linear()))
     ),
