@@ -13,17 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import cross_entropy
 from torch.utils import _pytree as pytree
 
 from megabatch import losses, masks
 from megabatch.accumulator import GradientAccumulator
-from megabatch.batch import IGNORED_LABEL, Microbatch
+from megabatch.batch import Microbatch
 from megabatch.contract import LossFunction, Term, loss
 from megabatch.errors import LossContractError, MegabatchError, PlanError, require_positive
 from megabatch.stages import Pipeline
 from megabatch.update import OpenUpdate
-from megabatch.vocabulary import HALF_TYPES, summing
+from megabatch.vocabulary import HALF_TYPES
 
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")  # what configs of transformers call it
 TOKENS = "megabatch: tokens"  # in a microbatch: which positions are, [B, T]; not for the model
@@ -116,10 +115,9 @@ def next_token_with_balance(
         next_token, router_logits = _forward(model, microbatch)
         sequences = _real_tokens(microbatch).to(router_logits[0].device)
         balance = sequence_balance(router_logits, sequences, top_k=experts_per_token, scores=scores, pool_layers=True)
-        counts = _count_targets_and_sequences(microbatch)
         return {
-            "next_token": Term(next_token, counts["next_token"]),
-            "balance": Term(factor * experts_per_token * balance, counts["balance"]),
+            "next_token": next_token,
+            "balance": Term(factor * experts_per_token * balance, _count_sequences(microbatch)),
         }
 
     return next_token_with_balance
@@ -136,30 +134,22 @@ def with_tokens(sample: Any) -> Any:
     return {**named, TOKENS: torch.ones(len(named["input_ids"]), dtype=torch.bool)}
 
 
-def _forward(model: nn.Module, microbatch: Microbatch) -> tuple[Tensor, Sequence[Tensor]]:
-    """The summed cross-entropy, and what the routers gave, [B * T, E] per layer."""
-    targets = losses.next_targets(microbatch)  # [B, T - 1], or [B, T]
-    left_out = (TOKENS, "labels", "shift_labels")
-    given = masks.without_needless(model, {name: each for name, each in microbatch.items() if name not in left_out})
-    with summing(model, targets) as summed:
-        output: Any = model(**given, output_router_logits=True)
+def _forward(model: nn.Module, microbatch: Microbatch) -> tuple[Term, Sequence[Tensor]]:
+    """The next token's term, and what the routers gave, [B * T, E] per layer."""
+    given = {name: value for name, value in microbatch.items() if name != TOKENS}
+    term, output = losses.next_token_beside(model, given, output_router_logits=True)
     router_logits = getattr(output, "router_logits", None)
     if not router_logits:
         raise PlanError(
             f"the model returned a {type(output).__name__} without router_logits; give one that returns them when it "
             "is called with output_router_logits=True, or losses.next_token"
         )
-    total = output.logits
-    if not summed.is_there:
-        logits = total.float() if total.dtype in HALF_TYPES else total
-        logits = logits[:, : targets.shape[1]].flatten(0, 1)  # [B * T, V]
-        total = cross_entropy(logits, targets.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
-    if total.requires_grad and not any(each.requires_grad for each in router_logits):
+    if term.total.requires_grad and not any(each.requires_grad for each in router_logits):
         raise LossContractError(
             "router_logits carry no gradient, so the balance trains nothing; checkpoint activations with "
             "use_reentrant=False, unfreeze the routers or what is before them, or take losses.next_token"
         )
-    return total, router_logits
+    return term, router_logits
 
 
 def _real_tokens(microbatch: Microbatch) -> Tensor:
@@ -170,9 +160,13 @@ def _real_tokens(microbatch: Microbatch) -> Tensor:
     return torch.ones_like(microbatch["labels" if "labels" in microbatch else "shift_labels"])
 
 
+def _count_sequences(microbatch: Microbatch) -> Tensor:
+    """Rows that have a token."""
+    return (_real_tokens(microbatch) != 0).flatten(1).any(1).sum()
+
+
 def _count_targets_and_sequences(microbatch: Microbatch) -> dict[str, Tensor]:
-    has_tokens = (_real_tokens(microbatch) != 0).flatten(1).any(1)  # [B]
-    return {"next_token": losses.count_targets(microbatch), "balance": has_tokens.sum()}
+    return {"next_token": losses.count_targets(microbatch), "balance": _count_sequences(microbatch)}
 
 
 def _from_config(model: nn.Module, names: Sequence[str], argument: str) -> float:

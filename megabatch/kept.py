@@ -3,14 +3,16 @@
 import math
 import struct
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._flat_param import FlatParameter
 from torch.nn.parallel import DistributedDataParallel
 
+from megabatch import gradient
 from megabatch.plain import local
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}  # its tables of parameters, buffers, modules and hooks
@@ -45,6 +47,24 @@ class Kept:
             vars(self._module)[name] = _as_it_was(each, copied)
         if self._syncs is not None:
             cast(DistributedDataParallel, self._module).require_forward_param_sync = self._syncs
+
+
+class Foreign:
+    """Gradients of trainable tensors that a loss reaches and that are not the model's."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._known = set(map(id, parameters))
+        self._noted: dict[int, tuple[Tensor, Tensor | None, Any]] = {}
+
+    def note(self, totals: Sequence[Tensor]) -> None:
+        """Before a backward from ``totals``."""
+        for leaf in gradient.leaves(totals):
+            if id(leaf) not in self._known | self._noted.keys() and not isinstance(leaf, FlatParameter):
+                self._noted[id(leaf)] = leaf, leaf.grad, _copied(leaf.grad)
+
+    def put_back(self) -> None:
+        for leaf, found, copied in self._noted.values():
+            leaf.grad = _as_it_was(found, copied)
 
 
 @torch.no_grad()

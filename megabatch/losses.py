@@ -38,19 +38,28 @@ def next_token(model: nn.Module, microbatch: Microbatch) -> Term:
     Raises `LossContractError` for labels and logits that do not fit, for an encoder-decoder, and for a model that
     returns an auxiliary loss, which would be left out.
     """
+    term, output = next_token_beside(model, microbatch)
+    if getattr(output, "aux_loss", None) is not None:
+        raise LossContractError(
+            "the model returns an auxiliary loss of its routers (output_router_logits), which next_token leaves out; "
+            "give experts.next_token_with_balance(), or set model.config.output_router_logits = False"
+        )
+    return term
+
+
+def next_token_beside(model: nn.Module, microbatch: Microbatch, **asked: Any) -> tuple[Term, Any]:
+    """The term of `next_token`, and the output of the model, which is called with ``asked`` too.
+
+    The output's logits may be that sum in place of logits.
+    """
     targets = next_targets(microbatch)  # [B, T], or [B, T - 1] where the last position predicts nothing
     num_positions = targets.shape[1] + ("shift_labels" not in microbatch)
     _check_decoder(model)
     with summing(model, F.pad(targets, (0, num_positions - targets.shape[1]), value=IGNORED_LABEL)) as summed:
-        output = _run(model, masks.without_needless(model, microbatch))
+        output = _run(model, masks.without_needless(model, microbatch), **asked)
         predicted = _logits(output)  # [B, T, V]; a scalar where it is summed
-    if getattr(output, "aux_loss", None) is not None:
-        raise LossContractError(
-            "the model returns an auxiliary loss of its routers (output_router_logits), which next_token leaves out; "
-            "give experts.next_token_with_balance, or set model.config.output_router_logits = False"
-        )
     if summed.is_there:
-        return Term(predicted, count_targets(microbatch))
+        return Term(predicted, count_targets(microbatch)), output
     if predicted.ndim != 3 or predicted.shape[:2] != (len(targets), num_positions):
         raise LossContractError(
             f"the model returns logits of shape {tuple(predicted.shape)} for labels of shape "
@@ -58,7 +67,7 @@ def next_token(model: nn.Module, microbatch: Microbatch) -> Term:
             "front labels of -100)"
         )
     logits = predicted[:, : targets.shape[1]]  # [B, T or T - 1, V]
-    return Term(_cross_entropy(logits.flatten(0, 1), targets.flatten()), count_targets(microbatch))
+    return Term(_cross_entropy(logits.flatten(0, 1), targets.flatten()), count_targets(microbatch)), output
 
 
 def count_labels(microbatch: Microbatch) -> Tensor:
@@ -133,8 +142,8 @@ def _labels(microbatch: Microbatch) -> Tensor:
     return labels
 
 
-def _run(model: nn.Module, microbatch: Microbatch) -> Any:
-    """The model's output for everything but targets: a lone input by position, several by name."""
+def _run(model: nn.Module, microbatch: Microbatch, **asked: Any) -> Any:
+    """The model's output for everything but targets: a lone input by position, several by name, ``asked`` by name."""
     inputs = {name: value for name, value in microbatch.items() if name not in TARGETS}
     decodes = getattr(getattr(with_config(model), "config", None), "is_encoder_decoder", False) is True
     if decodes and not any(name.startswith("decoder_") for name in inputs):
@@ -143,7 +152,7 @@ def _run(model: nn.Module, microbatch: Microbatch) -> Any:
             "make them with model.prepare_decoder_input_ids_from_labels(labels), or give a loss of your own"
         )
     lone = len(inputs) == 1 and next(iter(inputs)) != "inputs_embeds"
-    return model(*inputs.values()) if lone else model(**inputs)
+    return model(*inputs.values(), **asked) if lone else model(**inputs, **asked)
 
 
 def _logits(output: Any) -> Tensor:

@@ -53,16 +53,19 @@ def without_needless(model: Any, microbatch: Mapping[str, Any]) -> dict[str, Any
     return {name: value for name, value in microbatch.items() if name not in needless}
 
 
-def is_causal(model: Any) -> bool:
+def is_causal(model: Any, *, with_experts: bool = False) -> bool:
     """Whether no token of a model of transformers sees a later one, nor a mask does more than hide some.
 
-    So say its config and every layer with attention. Of other models nothing is known.
+    So say its config and every layer with attention. Of other models nothing is known. ``with_experts``: also of a
+    model that sends tokens to experts, which may count them by the mask.
     """
     model = with_config(model)
     config = getattr(model, "config", None)
     if not isinstance(model, nn.Module) or config is None or getattr(config, "is_encoder_decoder", True):
         return False
-    if getattr(config, "use_bidirectional_attention", None) or any(getattr(config, each, None) for each in EXPERTS):
+    if getattr(config, "use_bidirectional_attention", None):
+        return False
+    if not with_experts and any(getattr(config, each, None) for each in EXPERTS):
         return False
     said = [each for module in model.modules() if (each := vars(module).get("is_causal")) is not None]
     return bool(said) and all(each is True for each in said)

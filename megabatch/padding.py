@@ -28,7 +28,8 @@ class Padding:
     - ``input_ids`` and keys that end with it are padded with the model's pad token, where its config has one. A model
       that looks for its pad token, as the decoders that classify do, gets no other.
     - An ``attention_mask`` [B, T] is made where samples of unequal lengths have none and the model needs it: one that
-      takes a mask and is not known to be causal. None is made beside ``position_ids``, which tell documents apart.
+      takes a mask and is not known to be causal. Beside ``position_ids`` a causal model with experts gets none: with a
+      mask transformers no longer keeps packed documents apart.
     - Labels are padded with -100, everything else with 0; see `pad_right`.
 
     Args:
@@ -65,7 +66,7 @@ class Padding:
         ragged = {name for name, values in columns.items() if len({each.shape for each in values}) > 1}
         made = {name: stacked(name, values, self._fill(name, name in ragged)) for name, values in columns.items()}
         main = next((name for name in self._main_inputs if name in ragged), None)
-        if main is not None and POSITIONS not in made and self._takes_mask:
+        if main is not None and self._takes_mask and not (POSITIONS in made and self._is_causal):
             self._masks[made.setdefault(MASK, _mask(columns[main], made[main]))] = True
         self.check(made)
         return made
@@ -173,6 +174,11 @@ class Padding:
     def _takes_mask(self) -> bool:
         """Whether a model needs a mask to leave padding out, and takes one."""
         return any(_reads(model, MASK) and not is_causal(model) for model in self._models)
+
+    @cached_property
+    def _is_causal(self) -> bool:
+        """Whether padding on the right is seen by no token, whatever experts count."""
+        return all(is_causal(model, with_experts=True) for model in self._models)
 
     @cached_property
     def _main_inputs(self) -> list[str]:

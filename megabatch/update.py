@@ -283,9 +283,9 @@ class OpenUpdate:
             num_microbatches=self.num_microbatches,
             reports=rows[:, : 4 + num_own],
         )
-        if self._device.type == "cpu" and (problem := update.problem()) is not None:
-            if isinstance(problem, LossContractError) or bool((rows[:, 0] == TAKEN).any()):
-                raise problem
+        problem = update.problem() if self._device.type == "cpu" else None
+        if problem is not None and (isinstance(problem, LossContractError) or bool((rows[:, 0] == TAKEN).any())):
+            raise problem
         return update, self._missing_factor(own, whole, weight)
 
     def _missing_factor(self, terms: list[str], whole: Tensor, weight: float | None) -> float | Tensor | None:

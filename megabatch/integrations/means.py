@@ -28,7 +28,7 @@ def times_count(mean: Mean, count: Count) -> LossFunction:
     def total_and_count(model: nn.Module, microbatch: Microbatch) -> Term:
         weight = count(microbatch)
         found = mean(model, own_entries(microbatch))
-        return Term(torch.where(torch.as_tensor(weight > 0), found, 0.0) * weight, weight)
+        return Term(torch.where(torch.as_tensor(weight > 0, device=found.device), found, 0.0) * weight, weight)
 
     return total_and_count
 

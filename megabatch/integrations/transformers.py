@@ -95,9 +95,11 @@ class MegabatchTrainer(Trainer):
             )
         owner = _owner(super().training_step)
         if owner is not Trainer and not hasattr(self, "maybe_activation_offload_context"):
+            raise PlanError(f"MegabatchTrainer cannot keep {owner.__name__}.training_step; train with {owner.__name__}")
+        if getattr(self, "calculate_KL", False):  # 0 before the first step, so that no trial would tell
             raise PlanError(
-                f"MegabatchTrainer cannot keep {owner.__name__}.training_step; train with {owner.__name__} alone, or "
-                "override compute_loss"
+                "MegabatchTrainer cannot keep KTOTrainer's KL term, which couples the samples of a microbatch; set "
+                "loss_type='apo_zero_unpaired', or train with KTOTrainer"
             )
         self._num_updates = 0
         return super().train(*positional, **named)
@@ -166,7 +168,7 @@ class MegabatchTrainer(Trainer):
             cast(Any, self.optimizer).train()
         gradient = self._accumulator(model)
         self._try_loss(model)
-        with getattr(self, "maybe_activation_offload_context", contextlib.nullcontext()):  # TRL's
+        with self._offloading():
             for batch in self._calls():
                 gradient.forward_backward(batch, cast(LossFunction, self._loss_fn))
         self._update = update = gradient.finalize(max_norm=self.args.max_grad_norm or None)
@@ -205,6 +207,11 @@ class MegabatchTrainer(Trainer):
         model = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
         is_named = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         return self._loss_shifts_labels or (is_named and not getattr(model.config, "is_encoder_decoder", False))
+
+    def _offloading(self) -> contextlib.AbstractContextManager[Any]:
+        """What the training_step of TRL's trainers does, where ours stands in its place."""
+        is_replaced = _owner(super().training_step) is not Trainer
+        return cast(Any, self).maybe_activation_offload_context if is_replaced else contextlib.nullcontext()
 
     @property
     def _is_collated(self) -> bool:
@@ -327,9 +334,12 @@ class MegabatchTrainer(Trainer):
 
     def _run_trial(self, model: nn.Module, samples: list[Any], collate: Callable[[list[Any]], Microbatch]) -> None:
         is_half = self.accelerator.mixed_precision == "bf16" or next(model.parameters()).dtype in HALF_TYPES
+        rounding = 5e-2 if is_half else 1e-3 if self.args.device.type == "cpu" else 1e-2  # TF32
         tokens, size = self._max_microbatch_tokens, self.args.per_device_train_batch_size
-        if tokens is not None:
-            size = tokens // max(map(self._length, samples)) if isinstance(tokens, int) else 2
+        if isinstance(tokens, int):
+            size = tokens // max(map(self._length, samples))
+        if isinstance(tokens, str) or (size > 1 and getattr(model, "is_gradient_checkpointing", False)):
+            size = 2  # what fits is not known, or only in train mode
 
         def mean(model: nn.Module, microbatch: Microbatch) -> Any:
             with self.compute_loss_context_manager():
@@ -339,7 +349,7 @@ class MegabatchTrainer(Trainer):
         tried = trial.Trial(
             model, samples, collate, self._prepare_inputs, mean,
             losses.count_targets if is_next_token else self.count_targets,
-            size=size, one_row=tokens is None and size == 1, tolerance=5e-2 if is_half else 1e-3,
+            size=size, one_row=size == 1 and tokens is None, tolerance=rounding,
         )  # fmt: skip
         if is_next_token:
             prepare = cast(Any, losses.next_token).prepare

@@ -315,7 +315,8 @@ def _blamed(whose: str) -> Generator[None]:
     except MegabatchError:
         raise
     except Exception as error:
-        raise LossContractError(f"{whose} failed: {in_one_line(error)}") from error
+        instead = "; check_loss=False leaves the trial out" if isinstance(error, torch.OutOfMemoryError) else ""
+        raise LossContractError(f"{whose} failed: {in_one_line(error)}{instead}") from error
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import ShardingStrategy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch import CostModel, GradientAccumulator, Learner, UpdateSampler, loss
+from megabatch import CostModel, GradientAccumulator, Learner, UpdateSampler, loss, verify
 from megabatch.mesh import num_collectives
 from tests.unit.failures import auto, stretches
 from tests.unit.failures.contract import DISAGREE
@@ -42,6 +42,7 @@ EXPERT_AXIS = (
     "mesh axis 'ep' has 2 ranks; experts on ranks of their own are not supported: keep every expert on every rank, or "
     "shard them with dp_shard or tp"
 )
+ALONG_CP = "verify was given a mesh with a cp axis, whose ranks see stretches of samples; leave it out"
 MESH_DIFFERS = (
     "the mesh has 2 data and context ranks but the wrapper reduces over 1, or over others; give both the same mesh"
 )
@@ -191,6 +192,11 @@ def expert_axis() -> str:
     return told(lambda: accumulator(mesh=mesh))
 
 
+def verify_along_cp() -> str:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+    return told(lambda: verify(linear(), weighed_squares, SAMPLES, mesh=mesh))
+
+
 def other_samples() -> str:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     batch = [{"x": sample["x"] + here(1, 0)} for sample in SAMPLES]
@@ -327,6 +333,7 @@ JOBS: dict[str, tuple[Callable[[], str], list[str]]] = {  # what each rank is to
     "models wrapped in two ways": (wrapped_in_two_ways, on_both(f"PlanError: {TWO_WAYS}")),
     "a model of another dtype": (another_dtype, on_both(f"PlanError: {OTHER_DTYPE}")),
     "a model of other weights": (other_weights, on_both(f"PlanError: {OTHER_WEIGHTS_OF_MODEL}")),
+    "verify with a cp axis": (verify_along_cp, on_both(f"PlanError: {ALONG_CP}")),
     "a mesh that is not the wrapper's": (mesh_differs, on_both(f"PlanError: {MESH_DIFFERS}")),
     "a parameter unused at last": (parameter_unused_at_last, on_both(f"MegabatchError: {UNUSED}")),
     "a parameter unused and found": (parameter_unused_and_found, on_both("nothing")),
