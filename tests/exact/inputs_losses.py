@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from megabatch import LossContractError, loss
+from megabatch import LossContractError, loss, losses
 from tests.exact.inputs import Sample, User, mean_square, numbers, refused, regressor, right, squares
 from tests.exact.wrappers import wrap
 
@@ -142,8 +142,10 @@ def _outside(kind: str) -> tuple[nn.Module, Any, Any]:
     if kind == "head":
         model, head = nn.Linear(4, 3).double(), nn.Linear(3, 1).double()
         return model, head, lambda model, batch: squares(lambda x: head(model(x)), batch)
-    value = nn.Parameter(torch.tensor(0.7).double())
-    if kind == "temperature":
+    value = torch.tensor(0.7).double().requires_grad_()
+    if kind != "plain_tensor":
+        value = nn.Parameter(value.detach())
+    if kind in ("temperature", "plain_tensor"):
         return model, value, lambda model, batch: squares(lambda x: model(x) / value.exp(), batch)
 
     def learned(model: nn.Module, batch: Sample) -> tuple[Tensor, int]:
@@ -153,7 +155,17 @@ def _outside(kind: str) -> tuple[nn.Module, Any, Any]:
     return model, value, learned
 
 
-@refused(LossContractError, "[model, ", 1, 2, 3, head="head", temperature="temperature", learned_weight="weight")
+@refused(
+    LossContractError,
+    "[model, ",
+    1,
+    2,
+    3,
+    head="head",
+    temperature="temperature",
+    learned_weight="weight",
+    plain_tensor="plain_tensor",
+)
 def trained_outside_of_the_model(user: User, variant: str) -> None:
     model, _, loss_fn = _outside(variant)
     user.update(model, user.rows(numbers()), loss(weigh=lambda batch: len(batch["x"]))(loss_fn))
@@ -315,3 +327,27 @@ def unusual_loss(user: User, variant: Any) -> None:
         user.update(model, user.rows(batch), loss(weigh=lambda batch: len(batch["x"]))(loss_fn) if counted else loss_fn)
         (variant(reference, batch) / 8).backward()
         user.expect(model, reference)
+
+
+class Clamped(nn.Module):
+    """Clamps the gradient of an activation, as recurrent networks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = regressor()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layers[0](x)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
+        return self.layers[1:](hidden)
+
+
+@right(1, 2, 3)
+def clamped_gradient_of_an_activation(user: User) -> None:
+    """It sees what it would see of the uncut batch, where the weight is counted before the backward."""
+    model, batch = Clamped(), numbers()
+    reference = copy.deepcopy(model)
+    user.update(model, user.rows(batch), losses.mse)
+    mean_square(reference, batch)
+    user.expect(model, reference)
