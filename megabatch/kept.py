@@ -18,6 +18,8 @@ from megabatch.plain import local
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}  # its tables of parameters, buffers, modules and hooks
 WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel)  # whose attributes say what they have reduced
 OF_TORCH = "__composable_api"  # where fully_shard and replicate keep their own, in the user's modules
+# Hooks by which a model of transformers returns router_logits stay; without this flag they would be laid twice.
+OF_HOOKS = "_output_capturing_hooks_installed"
 CONTAINERS = (dict, OrderedDict, defaultdict, Counter, set, list)
 
 
@@ -86,6 +88,7 @@ def _own(module: nn.Module) -> dict[str, Any]:
         name: each
         for name, each in vars(module).items()
         if name not in OF_EVERY_MODULE
+        and name != OF_HOOKS
         and not name.startswith(OF_TORCH)
         and not (isinstance(each, Tensor) and each.requires_grad)
     }

@@ -195,6 +195,16 @@ def test_the_router_loss_is_exact_in_every_family(model_type):
     assert found.ok, str(found)
 
 
+def test_router_logits_come_once_per_layer_after_a_measured_bound():
+    """transformers lays the hooks that find them in the first forward, which here is a measurement."""
+    model, batch = mixtral(), samples(0, 5)
+    gradient = GradientAccumulator(model, max_microbatch_tokens="auto", memory_bytes=2**31)
+    gradient.forward_backward(batch, per_sequence)
+    gradient.finalize()
+    found = model(input_ids=batch[0]["input_ids"][None], output_router_logits=True)
+    assert len(found.router_logits) == SIZES["num_hidden_layers"]
+
+
 def test_a_row_of_padding_alone_is_no_sequence():
     model, loss_fn, batch = mixtral(), experts.next_token_with_balance(0.5), collated()
     nothing = {"input_ids": 0, "labels": -100, "attention_mask": 0}
