@@ -32,6 +32,7 @@ class PlainReducer:
     loss_factor = 1.0
     one_shape = False  # whether microbatches are filled up to the largest of a call
     may_pause = True  # whether all of an open update's gradient is in ``p.grad`` between two calls
+    gathered = 0  # hash of what was gathered in this update, which is the same on all ranks
     is_counting: bool | None = None  # the microbatch that runs: False for a stand-in
     fusing: Fusing | None = None  # of linear layers that add to their gradients themselves
 
