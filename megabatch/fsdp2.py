@@ -4,12 +4,15 @@ Told to sum, it divides nowhere, and any policy is right.
 """
 
 import contextlib
-from collections.abc import Generator, Sequence
+import weakref
+import zlib
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, cast
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import _dynamo_disable  # pyright: ignore[reportPrivateUsage]
 
 from megabatch.errors import PlanError
 from megabatch.mesh import DataRanks
@@ -41,6 +44,14 @@ class FSDP2Reducer(PlainReducer):
             if hasattr(module, "set_reduce_scatter_unused_params"):
                 # Ranks that used different parameters would else reduce one's gradient into another's.
                 module.set_reduce_scatter_unused_params(True, recurse=False)
+        self._is_running = False
+        for number, module in enumerate(modules):  # before FSDP2's own hook, which gathers
+            cast(nn.Module, module).register_forward_pre_hook(_noting_gather(self, number), prepend=True)
+
+    def note_gather(self, number: int) -> None:
+        """Take in that a module's parameters are gathered: a rank at another module would be sent the wrong ones."""
+        if self._is_running and any(group.is_sharded for group in param_groups([self._modules[number]])):
+            self.gathered = zlib.crc32(number.to_bytes(4), self.gathered)
 
     def accumulate_in(self, wide: Wide) -> None:
         check_wide(self._modules, wide, self.parameters)
@@ -86,16 +97,20 @@ class FSDP2Reducer(PlainReducer):
     @contextlib.contextmanager
     def microbatch(self, policy: str, *, last: bool) -> Generator[None]:
         self._set(reduce=last or policy != "last", all_reduce=last or policy == "every", last=last)
+        self._is_running = True
         try:
             with self._handing_over_wide():
                 yield
         finally:
+            self._is_running = False
             self._set(reduce=True, all_reduce=True, last=True)
 
     def finish_update(self) -> None:
-        """Nothing is left to do: FSDP2 has reduced."""
+        """FSDP2 has reduced."""
+        self.gathered = 0
 
     def discard(self) -> None:
+        self.gathered = 0
         # zero_grad does not reach what was accumulated unsharded, and reset_iter_state of torch 2.13 leaves it too.
         for module in self._modules:
             state = cast(Any, module)._get_fsdp_state()
@@ -131,6 +146,18 @@ class FSDP2Reducer(PlainReducer):
             if self._has_replicas:  # last, since the former sets it too
                 module.set_requires_all_reduce(all_reduce, recurse=False)
             module.set_is_last_backward(last)
+
+
+def _noting_gather(reducer: FSDP2Reducer, number: int) -> Callable[..., None]:
+    """A hook of a module, which a copy of the module does not take the reducer along with."""
+    reference = weakref.ref(reducer)
+
+    @_dynamo_disable
+    def note(*_: object) -> None:
+        if (alive := reference()) is not None:
+            alive.note_gather(number)
+
+    return note
 
 
 def _keeps_in_place(managed: Any) -> bool:

@@ -34,6 +34,7 @@ class PlainReducer:
     one_shape = False  # whether microbatches are filled up to the largest of a call
     forwards_meet = False  # whether ranks wait for each other in every module that is called
     may_pause = True  # whether all of an open update's gradient is in ``p.grad`` between two calls
+    gathered = 0  # hash of what was gathered in this update, which is the same on all ranks
     is_counting: bool | None = None  # the microbatch that runs: False for a stand-in
     fusing: Fusing | None = None  # of linear layers that add to their gradients themselves
 

@@ -59,6 +59,10 @@ class SeveralReducer(PlainReducer):
     def keeps(self, policy: str) -> list[nn.Parameter]:
         return [parameter for reducer in self._reducers for parameter in reducer.keeps(policy)]
 
+    @property
+    def gathered(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return hash(tuple(reducer.gathered for reducer in self._reducers))
+
     def choose(self, policy: str) -> Choice:
         choices = dict(reducer.choose(policy) for reducer in self._reducers)
         if len(choices) > 1:  # a plain model beside a sharded one: it is summed once, whatever the policy

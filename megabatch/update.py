@@ -67,8 +67,8 @@ class Update:
         reports = self.reports.tolist()
         if len({names_hash for _, _, _, names_hash, *_ in reports}) > 1:
             return LossContractError(
-                "ranks differ in the names of the loss's terms, in which of them carry a gradient, or in what they "
-                "gave to finalize(); give the same everywhere"
+                "ranks differ in the names of the loss's terms, in which of them carry a gradient, in what they gave "
+                "to finalize(), or in the FSDP modules that their forwards went through; give the same everywhere"
             )
         for rank, (differ, counted, returned, _, *totals) in enumerate(reports):
             where = f"data rank {rank} of {len(reports)}"
@@ -105,7 +105,7 @@ class OpenUpdate:
     """This rank's sums of the update that is being accumulated, and the divisors of its terms."""
 
     def __init__(self, reducer: PlainReducer, stepping: StepInBackward | None = None) -> None:
-        self._ranks = reducer.ranks
+        self._ranks, self._reducer = reducer.ranks, reducer
         self._stepping = stepping
         self._reducer = reducer
         self._device = reducer.device
@@ -260,7 +260,8 @@ class OpenUpdate:
         if weight is not None and len(own) > 1:
             raise LossContractError(f"weight= replaces one divisor, but the loss has the terms {own}")
         names = [*own, *sorted(self._sums.keys() - self._differentiable)]
-        rows = self._ranks.gather(self._report(names, f"{own} {weight} {max_norm}"))  # [ranks, 4 + 2 * MAX_TERMS]
+        rest = f"{own} {weight} {max_norm} {self._reducer.gathered}"
+        rows = self._ranks.gather(self._report(names, rest))  # [ranks, 4 + 2 * MAX_TERMS]
         totals, weights = rows[:, 4 : 4 + 2 * len(names)].sum(0).reshape(2, -1)  # [terms], [terms]
         if weight is not None:
             weights = torch.cat([torch.full_like(weights[:1], weight), weights[1:]])

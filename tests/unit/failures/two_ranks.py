@@ -24,8 +24,8 @@ CAP = "sample 1 has 9 tokens, more than max_microbatch_tokens=8 allows; raise it
 COUNTED = f"weigh counted 7 from the data but the loss returned the weight 4 on data rank 1 of 2; {DISAGREE}"
 NOT_FINITE = "the loss is not finite on data rank 1 of 2"
 OTHER_TERMS = (
-    "ranks differ in the names of the loss's terms, in which of them carry a gradient, or in what they gave to "
-    "finalize(); give the same everywhere"
+    "ranks differ in the names of the loss's terms, in which of them carry a gradient, in what they gave to "
+    "finalize(), or in the FSDP modules that their forwards went through; give the same everywhere"
 )
 OTHER_WEIGHTS = "weigh names other terms on other ranks; name the same terms everywhere"
 OTHER_UPDATE = (
@@ -264,6 +264,32 @@ def parameter_unused_at_last() -> str:
     return text
 
 
+class Branches(nn.Module):
+    """Takes one of two layers of the same size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList([linear(), linear()]), linear()
+        for module in (*self.layers, self):
+            fully_shard(module)
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        return self.head(self.layers[which](x))
+
+
+def another_branch(*, several: bool = False) -> str:
+    """Each rank gathers the layer that it goes through, and so is sent a half of the other."""
+    models = [Branches(), *([Branches()] if several else [])]
+
+    def loss_fn(_: Any, microbatch: Any) -> tuple[Tensor, int]:
+        outputs = [model(microbatch["x"], dist.get_rank()) for model in models]
+        return (sum(outputs) ** 2).sum(), len(microbatch["x"])
+
+    gradient = accumulator(models if several else models[0])
+    gradient.forward_backward(SAMPLES, loss_fn)
+    return told(gradient.finalize)
+
+
 def parameter_unused_and_found() -> str:
     """With find_unused_parameters the gradient is that of both ranks' samples."""
     model, reference = Fork(), Fork()
@@ -336,6 +362,10 @@ JOBS: dict[str, tuple[Callable[[], str], list[str]]] = {  # what each rank is to
     "verify with a cp axis": (verify_along_cp, on_both(f"PlanError: {ALONG_CP}")),
     "a mesh that is not the wrapper's": (mesh_differs, on_both(f"PlanError: {MESH_DIFFERS}")),
     "a parameter unused at last": (parameter_unused_at_last, on_both(f"MegabatchError: {UNUSED}")),
+    "another branch, FSDP2": (another_branch, on_both(f"LossContractError: {OTHER_TERMS}")),
+    "another branch, two models in FSDP2": (
+        lambda: another_branch(several=True), on_both(f"LossContractError: {OTHER_TERMS}"),
+    ),
     "a parameter unused and found": (parameter_unused_and_found, on_both("nothing")),
     **{name: (run, on_both(text)) for name, (run, text) in stretches.JOBS.items()},
     **auto.JOBS,
