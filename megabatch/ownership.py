@@ -4,6 +4,7 @@ Everything here is on the host: identities and counts of writes, no numbers.
 """
 
 import gc
+import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -40,15 +41,14 @@ class Receipt(NamedTuple):
         return cls(
             parameters,
             gradients,
-            [_num_writes(each) for each in gradients if each is not None],
-            [_num_writes(each) for each in parameters],
+            _num_writes([each for each in gradients if each is not None]),
+            _num_writes(parameters),
             [each.requires_grad for each in parameters],
         )
 
     def has_same_gradients(self, now: "Receipt") -> bool:
         """Whether no gradient was replaced or written to since."""
-        same = all(one is other for one, other in zip(self.gradients, now.gradients, strict=True))
-        return same and self.gradient_writes == now.gradient_writes
+        return all(map(operator.is_, self.gradients, now.gradients)) and self.gradient_writes == now.gradient_writes
 
 
 class Ownership:
@@ -164,5 +164,8 @@ def identity_of(loss_fn: Any) -> Any:
     return found
 
 
-def _num_writes(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # which has none
+def _num_writes(tensors: Sequence[Tensor]) -> list[int]:
+    try:
+        return [each._version for each in tensors]
+    except RuntimeError:  # one that was made in inference mode counts none
+        return [0 if each.is_inference() else each._version for each in tensors]

@@ -5,7 +5,7 @@ gradients come out summed over data and context ranks, in every wrapper and unde
 """
 
 import contextlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, cast
 
 import torch
@@ -62,15 +62,18 @@ class PlainReducer:
 
     def check_parameters(self) -> None:
         """Raise `PlanError` for parameters that were cast, and those with hooks that would see single microbatches."""
-        for parameter, dtype in zip(self.parameters, self._dtypes, strict=True):
-            if parameter.dtype != dtype:
+        dtypes = [each.dtype for each in self.parameters]
+        if dtypes != self._dtypes:
+            was, now = next((was, now) for was, now in zip(self._dtypes, dtypes, strict=True) if was != now)
+            raise PlanError(
+                f"parameters were cast from {was} to {now} since the GradientAccumulator was made; make a new one "
+                "after such a change"
+            )
+        for parameter in self.parameters:
+            hooks = cast(Any, parameter)
+            if (hooks._backward_hooks or hooks._post_accumulate_grad_hooks) and (names := _foreign_hooks(hooks)):
                 raise PlanError(
-                    f"parameters were cast from {dtype} to {parameter.dtype} since the GradientAccumulator was made; "
-                    "make a new one after such a change"
-                )
-            for hook in _foreign_hooks(parameter):
-                raise PlanError(
-                    f"a parameter of shape {tuple(parameter.shape)} has the hook {_name_of(hook)}, which would see the "
+                    f"a parameter of shape {tuple(parameter.shape)} has the hook {names[0]}, which would see the "
                     "gradients of single microbatches; remove it, and work on p.grad after finalize()"
                 )
 
@@ -155,17 +158,12 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def _foreign_hooks(parameter: nn.Parameter) -> Iterator[object]:
-    """Hooks on a parameter's gradient that are neither torch's nor ours."""
-    hooks = cast(Any, parameter)
-    for hook in [*(hooks._backward_hooks or {}).values(), *(hooks._post_accumulate_grad_hooks or {}).values()]:
-        home = getattr(getattr(hook, "func", hook), "__module__", None) or ""
-        if home.partition(".")[0] not in ("torch", "megabatch"):
-            yield hook
-
-
-def _name_of(hook: object) -> str:
-    return repr(getattr(hook, "__qualname__", type(hook).__name__))
+def _foreign_hooks(parameter: Any) -> list[str]:
+    """Names of hooks on a parameter's gradient that are neither torch's nor ours."""
+    hooks = [*(parameter._backward_hooks or {}).values(), *(parameter._post_accumulate_grad_hooks or {}).values()]
+    homes = {hook: getattr(getattr(hook, "func", hook), "__module__", None) or "" for hook in hooks}
+    foreign = [hook for hook, home in homes.items() if home.partition(".")[0] not in ("torch", "megabatch")]
+    return [repr(getattr(hook, "__qualname__", type(hook).__name__)) for hook in foreign]
 
 
 def local(tensor: Tensor) -> Tensor:
