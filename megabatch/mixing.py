@@ -1,30 +1,34 @@
-"""What mixes the samples of a microbatch, or cannot do without the others: modules, and terms made of routers."""
+"""What mixes the samples of a microbatch, or cannot do without the others: modules, padding, and terms of routers."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
-from megabatch.contract import LossFunction, differentiable, terms_of
+from megabatch.batch import IGNORED_LABEL
+from megabatch.contract import differentiable, terms_of
 
 TOLERANCE = 1e-6  # relative; the shape of a batch changes the last bits of a matrix product
+Run = Callable[[Any], Any]  # the loss of a microbatch, by the model that is looked at
 
 
-def mixing_module(model: nn.Module, loss_fn: LossFunction, batch: dict[str, Any], num_rows: int) -> str | None:
+def mixing_module(model: nn.Module, run: Run, batch: dict[str, Any], num_rows: int) -> str | None:
     """Name of the first module whose output for a row depends on the rows beside it, or that does not run without them.
 
     Runs ``batch`` (samples in dim 0 of each tensor) whole and row by row, and compares what each module returned.
     Rows that are only in another order, as those that experts are given, are right again in what is around them.
     """
-    together = _outputs(model, loss_fn, batch)
+    together = _outputs(model, run, batch)
     for row in range(num_rows):
         one = {name: value[row : row + 1] if isinstance(value, Tensor) else value for name, value in batch.items()}
         try:
-            alone = _outputs(model, loss_fn, one)
+            alone = _outputs(model, run, one)
         except Exception:  # a batch norm of one vector each, say
-            return failing_module(model, loss_fn, [one])
+            return failing_module(model, run, [one])
         both = [name for name in together if name in alone]
         differs = {name: _differs(together[name], alone[name], row, num_rows) for name in both}
         for name, mixes in differs.items():
@@ -39,7 +43,7 @@ def _around(name: str) -> list[str]:
     return [".".join(parts[:end]) for end in range(1, len(parts))]
 
 
-def failing_module(model: nn.Module, loss_fn: LossFunction, microbatches: list[Any]) -> str | None:
+def failing_module(model: nn.Module, run: Run, microbatches: list[Any]) -> str | None:
     """Name of the innermost module that was running when a microbatch raised; None where none was."""
     entered: list[str] = []
 
@@ -52,18 +56,55 @@ def failing_module(model: nn.Module, loss_fn: LossFunction, microbatches: list[A
     named = [(name, module) for name, module in model.named_modules() if name]
     handles = [module.register_forward_pre_hook(enter(name)) for name, module in named]
     handles += [module.register_forward_hook(leave) for _, module in named]
-    try:
-        for microbatch in microbatches:
-            loss_fn(model, microbatch)
-    except Exception:  # whatever it was, the caller has seen it
-        return entered[-1] if entered else None
-    finally:
-        for handle in handles:
-            handle.remove()
+    with _removed(handles):
+        try:
+            for microbatch in microbatches:
+                run(microbatch)
+        except Exception:  # whatever it was, the caller has seen it
+            return entered[-1] if entered else None
     return None
 
 
-def terms_of_routers(model: nn.Module, loss_fn: LossFunction, microbatch: Any) -> set[str]:
+def padding_that_counts(run: Run, alone: Mapping[str, Any], padded: Mapping[str, Any], pad_token: int | None) -> str:
+    """Why a sample has another loss with padding beside it, in words; empty where it has the same.
+
+    ``alone`` is a microbatch of one sample, ``padded`` is the same where it lies beside a longer one.
+    """
+    one, other = (terms_of(run(dict(each))) for each in (alone, padded))
+    if all(_near(a, b) for name in one for a, b in zip(one[name], other.get(name, one[name]), strict=True)):
+        return ""
+    grown = {
+        name: value
+        for name, value in padded.items()
+        if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] > cast(Tensor, alone[name]).shape[1]
+    }
+    if not grown:
+        return ""
+    found = ", ".join(f"{name!r} with {_filling(value)}" for name, value in grown.items())
+    lengths = next((cast(Tensor, alone[name]).shape[1], value.shape[1]) for name, value in grown.items())
+    hints = []
+    if "input_ids" in padded and pad_token is not None and _filling(padded["input_ids"]) != pad_token:
+        hints.append(f"the model's pad token is {pad_token}: pad 'input_ids' with it")
+    if "input_ids" in padded and "attention_mask" not in padded:
+        hints.append("the microbatch has no 'attention_mask': give one, where the model looks at padding")
+    targets = [name for name, value in grown.items() if "label" in name and _filling(value) != IGNORED_LABEL]
+    hints += [f"{name!r} counts as targets where it is not {IGNORED_LABEL}" for name in targets]
+    change = "; ".join(hints) or "leave padding out of the loss, or pad with what it ignores (collate=)"
+    return (
+        f"padding changes the loss of a sample: one of length {lengths[0]} has another when it is padded to "
+        f"{lengths[1]} ({found}); {change}"
+    )
+
+
+def _filling(padded: Tensor) -> float | int:
+    return padded[0, -1].flatten()[-1].item()
+
+
+def _near(one: Any, other: Any) -> bool:
+    return abs(float(one) - float(other)) <= 1e-9 * max(abs(float(one)), abs(float(other)))
+
+
+def terms_of_routers(model: nn.Module, run: Run, microbatch: Any) -> set[str]:
     """Names of the loss's terms that are made of what the model tells of its routers: their logits, or their loss.
 
     That a router works on the hidden states does not count: `aux_loss` and `router_logits` of an output are looked at.
@@ -78,12 +119,8 @@ def terms_of_routers(model: nn.Module, loss_fn: LossFunction, microbatch: Any) -
             output.router_logits = tuple(cast(Tensor, each).view_as(each) for each in logits)
             told.extend(each for each in output.router_logits if each.requires_grad)
 
-    handles = [module.register_forward_hook(note) for module in model.modules()]
-    try:
-        terms = terms_of(loss_fn(model, microbatch))
-    finally:
-        for handle in handles:
-            handle.remove()
+    with _removed([module.register_forward_hook(note) for module in model.modules()]):
+        terms = terms_of(run(microbatch))
     return {name for name in differentiable(terms) if _reaches(terms[name].total, told)}
 
 
@@ -92,7 +129,7 @@ def _reaches(total: Tensor, told: list[Tensor]) -> bool:
     return any(bool(each.any()) for each in found)
 
 
-def _outputs(model: nn.Module, loss_fn: LossFunction, microbatch: Any) -> dict[str, Tensor]:
+def _outputs(model: nn.Module, run: Run, microbatch: Any) -> dict[str, Tensor]:
     """First tensor that each module returned in its first call, innermost and earliest first."""
     outputs: dict[str, Tensor] = {}
 
@@ -105,13 +142,18 @@ def _outputs(model: nn.Module, loss_fn: LossFunction, microbatch: Any) -> dict[s
         return hook
 
     handles = [module.register_forward_hook(keep(name)) for name, module in model.named_modules() if name]
+    with _removed(handles), torch.no_grad():
+        run(microbatch)
+    return outputs
+
+
+@contextlib.contextmanager
+def _removed(handles: list[RemovableHandle]) -> Generator[None]:
     try:
-        with torch.no_grad():
-            loss_fn(model, microbatch)
+        yield
     finally:
         for handle in handles:
             handle.remove()
-    return outputs
 
 
 def _differs(together: Tensor, alone: Tensor, row: int, num_rows: int) -> bool | None:

@@ -1,0 +1,174 @@
+"""Whether backward gives the slope that a loss has, by central differences in float64."""
+
+import contextlib
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+STEPS = (1e-4, 1e-5, 1e-6)  # relative to the size of what is moved; each in a direction of its own
+OFFSET = 1e-3  # from where the model stands, since a loss may have a kink just there
+TOLERANCE = 1e-3
+READS = ("detach", "item", "tolist", "numpy")  # what leaves the graph
+Loss = Callable[[], Tensor]
+
+
+def follows_its_loss(models: Sequence[nn.Module], loss: Loss) -> bool:
+    """Whether ``loss()`` changes as its backward says, along a random direction.
+
+    What the models return is moved, so that what happens inside of them does not count (a quantized layer has no
+    slope); or their parameters, where the loss calls only parts of them. What a loss detaches stays as it is. True
+    where differences tell nothing: a loss is not to be blamed for a kink.
+    """
+    generator = torch.Generator().manual_seed(0)
+    return not all(_differs(models, loss, step, generator) for step in STEPS)
+
+
+def _differs(models: Sequence[nn.Module], loss: Loss, step: float, generator: torch.Generator) -> bool:
+    tape = _Tape()
+    for line in (_Outputs(models, generator), _Parameters(models, generator)):
+        with line.moved(), torch.enable_grad():
+            with tape:
+                base = loss()
+            if not line.leaves:  # the loss has not called the models themselves
+                continue
+            try:
+                found = torch.autograd.grad(base, line.leaves, materialize_grads=True)
+            except RuntimeError:  # reentrant checkpoints have no gradient of chosen inputs
+                return False
+            slopes = [(slope * each).flatten() for slope, each in zip(found, line.directions, strict=True)]
+            expected = float(sum(each.sum() for each in slopes))
+            size = float(torch.stack([each.norm() for each in slopes]).norm())
+            del found, slopes
+            try:
+                wide, narrow = (_central(line, tape, loss, each) for each in (step, step / 2))
+            except IndexError:  # another way through the loss
+                return False
+        if tape.is_unsure:
+            return False
+        off, rounding = abs(narrow - expected), 1e-13 * abs(float(base.detach())) / step
+        return off > TOLERANCE * max(size, abs(narrow)) + rounding and abs(wide - narrow) < off / 10
+    return False
+
+
+def _central(line: "_Line", tape: "_Tape", loss: Loss, step: float) -> float:
+    values: list[float] = []
+    for at in (step, -step):
+        line.move(at)
+        tape.begin_again()
+        with tape:
+            found = loss()
+        values.append(float(found.detach()))
+    return (values[0] - values[1]) / (2 * step)
+
+
+class _Line:
+    """A straight line through the point at which a loss is looked at."""
+
+    def __init__(self, models: Sequence[nn.Module], generator: torch.Generator) -> None:
+        self._models, self._generator = models, generator
+        self.leaves: list[Tensor] = []
+        self.directions: list[Tensor] = []
+
+    def moved(self) -> contextlib.AbstractContextManager[None]:
+        """Surrounds all looks at the loss; begins near the point where the model stands."""
+        raise NotImplementedError
+
+    def move(self, at: float) -> None:
+        """Go so many steps from where it begins."""
+        raise NotImplementedError
+
+    def _random(self, like: Tensor) -> Tensor:
+        """Of the size of its numbers."""
+        finite = like.detach()[torch.isfinite(like.detach())]
+        size = float(finite.square().mean().sqrt()) if finite.numel() else 0.0
+        found = torch.randn(like.shape, dtype=torch.float64, generator=self._generator).to(like.device)
+        return found * (size or 1.0)
+
+
+class _Outputs(_Line):
+    """Moves what the models return where it carries a gradient."""
+
+    def __init__(self, models: Sequence[nn.Module], generator: torch.Generator) -> None:
+        super().__init__(models, generator)
+        self._offsets: list[Tensor] = []
+        self._at: float | None = None  # None: the first look
+        self._number = 0
+
+    @contextlib.contextmanager
+    def moved(self) -> Generator[None]:
+        handles = [each.register_forward_hook(self._move_output) for each in self._models]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def move(self, at: float) -> None:
+        self._at, self._number = at, 0
+
+    def _move_output(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
+        return pytree.tree_map(self._move_leaf, output) if torch.is_grad_enabled() else output
+
+    def _move_leaf(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or not leaf.requires_grad:
+            return leaf
+        if self._at is not None:
+            number, self._number = self._number, self._number + 1
+            return leaf + self._offsets[number] + self._at * self.directions[number]
+        self._offsets.append(OFFSET * self._random(leaf))
+        self.directions.append(self._random(leaf))
+        self.leaves.append(torch.zeros_like(leaf, requires_grad=True))
+        return leaf + self._offsets[-1] + self.leaves[-1]
+
+
+class _Parameters(_Line):
+    """Moves the parameters that are trained."""
+
+    @contextlib.contextmanager
+    def moved(self) -> Generator[None]:
+        trained = [each for model in self._models for each in model.parameters() if each.requires_grad]
+        self.leaves = [each for each in dict.fromkeys(trained) if each.is_floating_point()]
+        self._own = [each.detach().clone() for each in self.leaves]
+        self._begin = [each + OFFSET * self._random(each) for each in self._own]
+        self.directions = [self._random(each) for each in self._own]
+        self.move(0.0)
+        try:
+            yield
+        finally:
+            self._set(self._own)
+
+    def move(self, at: float) -> None:
+        self._set([each + at * direction for each, direction in zip(self._begin, self.directions, strict=True)])
+
+    @torch.no_grad()
+    def _set(self, values: Sequence[Tensor]) -> None:
+        for parameter, value in zip(self.leaves, values, strict=True):
+            parameter.copy_(value)
+
+
+class _Tape(TorchFunctionMode):
+    """Remembers what is read out of the graph in a first look, and gives it again in each that follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._read: list[Any] = []
+        self._number: int | None = None  # of the next to give; None: the first look
+        self.is_unsure = False  # whether trained parameters were used without a gradient, which is not remembered
+
+    def begin_again(self) -> None:
+        self._number = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not torch.is_grad_enabled():
+            self.is_unsure |= any(isinstance(each, nn.Parameter) and each.requires_grad for each in args)
+        elif getattr(func, "__name__", "") in READS or func == torch.Tensor.data.__get__:  # pyright: ignore[reportAttributeAccessIssue]
+            if self._number is None:
+                self._read.append(found := func(*args, **(kwargs or {})))
+                return found
+            self._number += 1
+            return self._read[self._number - 1]
+        return func(*args, **(kwargs or {}))
