@@ -123,6 +123,25 @@ def float64_copy(model: nn.Module) -> nn.Module:
     return made if model.training else made.train()  # in training, what was frozen by eval() stays so
 
 
+def stay_in_float64(model: nn.Module) -> None:
+    """Let modules be in `Float64WithoutDropout` where backward runs them again, as checkpoints do: there no mode is."""
+    mode, entered = Float64WithoutDropout(), list[nn.Module]()
+
+    def enter(module: nn.Module, *_: Any) -> None:
+        if not torch._C._is_torch_function_mode_enabled():  # pyright: ignore[reportPrivateUsage]
+            mode.__enter__()
+            entered.append(module)
+
+    def leave(module: nn.Module, *_: Any) -> None:
+        if entered and entered[-1] is module:
+            entered.pop()
+            mode.__exit__(None, None, None)
+
+    for module in model.modules():
+        module.register_forward_pre_hook(enter, prepend=True)
+        module.register_forward_hook(leave, always_call=True)
+
+
 def _check_copied(model: nn.Module, *, is_sharded: bool) -> None:
     kind = "a Pipeline" if isinstance(model, Pipeline) else None
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -35,6 +36,8 @@ def _differs(models: Sequence[nn.Module], loss: Loss, step: float, generator: to
                 base = loss()
             if not line.leaves:  # the loss has not called the models themselves
                 continue
+            if any(isinstance(each, DTensor) for each in line.leaves):
+                return False
             try:
                 found = torch.autograd.grad(base, line.leaves, materialize_grads=True)
             except RuntimeError:  # reentrant checkpoints have no gradient of chosen inputs

@@ -85,10 +85,10 @@ def padding_that_counts(run: Run, alone: Mapping[str, Any], padded: Mapping[str,
     hints = []
     if "input_ids" in padded and pad_token is not None and _filling(padded["input_ids"]) != pad_token:
         hints.append(f"the model's pad token is {pad_token}: pad 'input_ids' with it")
-    if "input_ids" in padded and "attention_mask" not in padded:
-        hints.append("the microbatch has no 'attention_mask': give one, where the model looks at padding")
     targets = [name for name, value in grown.items() if "label" in name and _filling(value) != IGNORED_LABEL]
     hints += [f"{name!r} counts as targets where it is not {IGNORED_LABEL}" for name in targets]
+    if "input_ids" in padded and "attention_mask" not in padded and not hints:
+        hints.append("the microbatch has no 'attention_mask', and the model looks at padding: give one")
     change = "; ".join(hints) or "leave padding out of the loss, or pad with what it ignores (collate=)"
     return (
         f"padding changes the loss of a sample: one of length {lengths[0]} has another when it is padded to "

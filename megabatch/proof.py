@@ -26,13 +26,14 @@ from megabatch.accumulator import GradientAccumulator
 from megabatch.batch import IGNORED_LABEL, Batch, Deferred, Microbatch, Samples
 from megabatch.contract import JointLoss, LossFunction, Term, counted_weights, differentiable, hooks_of, terms_of
 from megabatch.cut import check_bounds
-from megabatch.double import Float64WithoutDropout, float64_copy, in_float64, unwrapped, wrapped_alike
+from megabatch.double import Float64WithoutDropout, float64_copy, in_float64, stay_in_float64, unwrapped, wrapped_alike
 from megabatch.errors import MegabatchError, PlanError, in_one_line
 from megabatch.finite_difference import follows_its_loss
 from megabatch.gradient import leaves
 from megabatch.kept import Foreign, Kept
 from megabatch.leaves import clone
 from megabatch.mixing import failing_module, mixing_module, padding_that_counts, terms_of_routers
+from megabatch.plain import local
 from megabatch.stages import Pipeline
 from megabatch.sync import POLICIES, Models, choose_policy
 from megabatch.update import add_terms
@@ -41,10 +42,10 @@ from megabatch.update import add_terms
 NEGLIGIBLE = 1e-6
 Bound = dict[str, Any]  # of a microbatch, as GradientAccumulator is told it
 PRECISION = ("accumulate_dtype", "memory_bytes")  # options that the float64 copy does without
-# Losses whose mean a model of transformers may compute by itself, and of which models.
-OWN_LOSS: dict[LossFunction, Callable[[nn.Module], bool]] = {
-    losses.next_token: masks.is_causal,
-    losses.classification: lambda model: isinstance(model, nn.Module),
+# Losses whose mean a model of transformers computes by itself, and the condition on the model.
+OWN_LOSS: dict[LossFunction, Callable[[Any], bool]] = {
+    losses.next_token: lambda model: type(masks.with_config(model)).__name__.endswith(("CausalLM", "LMHeadModel")),
+    losses.classification: lambda _: True,
 }
 OF_FSDP2 = ("gradient_divide_factor", "force_sum_reduction_for_comms", "reduce_scatter_unused_params")  # set by it
 OF_THE_LOSS = (
@@ -152,6 +153,8 @@ class _Proof:
         models = [model] if isinstance(model, nn.Module) else list(model)
         copies = [float64_copy(each) for each in models]
         alike = [wrapped_alike(one, each) for one, each in zip(copies, models, strict=True)]
+        for each in {*copies, *alike}:
+            stay_in_float64(each)
         single = isinstance(model, nn.Module)
         self.given: Any = copies[0] if single else copies
         self.wrapped: Any = alike[0] if single else alike
@@ -235,9 +238,7 @@ class _Proof:
         self._foreign.note([quotient])
         self._note_outside(quotient)
         (quotient * scale).backward()
-        gradients = {
-            name: torch.zeros_like(each) if each.grad is None else each.grad / scale for name, each in self._named
-        }
+        gradients = {name: _whole_gradient(each) / scale for name, each in self._named}
         return _Measured(gradients, sums, len(self.shares))
 
     def quotient(self) -> tuple[Tensor, dict[str, Term]]:
@@ -497,7 +498,7 @@ class _Proof:
         seen: dict[int, str] = {}
         for name, parameter in self._named:
             if parameter.grad is not None:
-                first = seen.setdefault(parameter.grad.untyped_storage().data_ptr(), name)
+                first = seen.setdefault(local(parameter.grad).untyped_storage().data_ptr(), name)
                 if first != name:
                     return (
                         f"the gradients of {first!r} and {name!r} share memory, so that what is added to one is added "
