@@ -30,11 +30,10 @@ from megabatch.double import Float64WithoutDropout, float64_copy, in_float64, st
 from megabatch.errors import MegabatchError, PlanError, in_one_line
 from megabatch.finite_difference import follows_its_loss
 from megabatch.gradient import leaves
-from megabatch.kept import Foreign, Kept
+from megabatch.kept import Foreign
 from megabatch.leaves import clone
 from megabatch.mixing import failing_module, mixing_module, padding_that_counts, terms_of_routers
 from megabatch.plain import local
-from megabatch.stages import Pipeline
 from megabatch.sync import POLICIES, Models, choose_policy
 from megabatch.update import add_terms
 
@@ -105,10 +104,6 @@ def verify(
             "verify was given a JointLoss, which sees all samples at once however they are cut; compare it with the "
             "loss of all representations yourself"
         )
-    if isinstance(model, Pipeline):
-        raise PlanError(
-            "verify was given a Pipeline, of which it cannot make a copy; verify the model before it is cut"
-        )
     tokens = options.pop("max_microbatch_tokens", None)
     tokens = tokens if tokens is None or isinstance(tokens, int) else getattr(tokens, "max_microbatch_tokens", None)
     first: Bound = {"micro_batch_size": micro_batch_size} if tokens is None else {"max_microbatch_tokens": tokens}
@@ -164,7 +159,9 @@ class _Proof:
         self._hooked = [pair for each in models for pair in each.named_parameters()]
         self._outside: dict[int, Tensor] | None = None  # what is trained and neither the model's nor the batch's
         self._drawn = rng.note(self.device)
-        self._kept = [Kept(module) for each in {*copies, *alike} for module in each.modules()]
+        modules = [module for each in {*copies, *alike} for module in each.modules()]
+        named = [(module, name, each) for module in modules for name, each in module.named_buffers(recurse=False)]
+        self._buffers = [(module, name, each, each.detach().clone()) for module, name, each in named]
         self._foreign = Foreign(self.root.parameters())
         self._cutter = gradient._cutter  # pyright: ignore[reportPrivateUsage]
         self._given_batch = batch
@@ -361,8 +358,13 @@ class _Proof:
         try:
             yield
         finally:
-            for each in self._kept:
-                each.put_back()
+            self._put_back()
+
+    @torch.no_grad()
+    def _put_back(self) -> None:
+        """Let every buffer be the one it was, and hold what it held."""
+        for module, name, each, before in self._buffers:
+            setattr(module, name, each.copy_(before))
 
     def _cut(self, gradient: GradientAccumulator) -> Iterator[Microbatch]:
         """This rank's microbatches, as the accumulator cuts them."""
@@ -424,8 +426,7 @@ class _Proof:
 
     def _is_same(self, whole: _Measured, scale: float) -> bool:
         """Whether the gradient is the first one again, from where everything stood then."""
-        for each in self._kept:
-            each.put_back()
+        self._put_back()
         rng.put_back(self._drawn)
         return not _worst(_relative_errors(self.whole(scale).gradients, whole.gradients))
 

@@ -36,7 +36,7 @@ SIGNATURES = {
     UpdateSampler.state_dict: "(self)",
     UpdateSampler.load_state_dict: "(self, state)",
     megabatch.plan: "(lengths, *, dp_degree=1, micro_batch_size=None, max_microbatch_tokens=None, cost=None)",
-    megabatch.verify: "(model, loss_fn, batch, *, micro_batch_size=1, tolerance=1e-09)",
+    megabatch.verify: "(model, loss_fn, batch, *, micro_batch_size=1, tolerance=1e-09, **options)",
     megabatch.loss: "(*, weigh, prepare=None)",
     megabatch.Term: "(total, weight)",
     megabatch.JointLoss: "(encode, loss)",

@@ -23,7 +23,7 @@ LIBRARY = [  # a module imports only modules above it
     "simulate.devices", "simulate.allocator", "simulate.traffic", "simulate.roofline", "simulate.record",
     "simulate.ledger", "simulate.shards", "simulate.replica", "simulate.fake", "simulate.simulated", "simulate.world",
     "simulate.update", "simulate", "apart", "way", "accumulator",
-    "learner", "mixing", "double", "proof", "experts",
+    "learner", "mixing", "double", "finite_difference", "proof", "experts",
 ]  # fmt: skip
 WITHOUT_TORCH = LIBRARY[:5]
 OUTSIDE = {"environ", "getenv", "putenv", "open", "read_text", "read_bytes", "write_text", "write_bytes"}

@@ -118,23 +118,27 @@ def by_hand(model, batch):
     return total + COEFFICIENT * load_balancing_loss_func(found.router_logits, EXPERTS, TOP_K), count
 
 
+@loss(weigh=lambda batch: {"loss": losses.count_targets(batch), "router": batch["attention_mask"].sum()})
 def named(model, batch):
     found, pair = outputs(model, batch)
     count = batch["attention_mask"].sum()
     return {"loss": pair, "router": (COEFFICIENT * found.aux_loss * count, count)}
 
 
+@loss(weigh=lambda batch: {"loss": losses.count_targets(batch), "router": 1})
 def named_and_not_counted(model, batch):
     found, pair = outputs(model, batch)
     return {"loss": pair, "router": (COEFFICIENT * found.aux_loss, 1)}
 
 
+@loss(weigh=lambda batch: {"loss": losses.count_targets(batch), "balance": len(batch["labels"])})
 def per_sequence(model, batch):
     found, pair = outputs(model, batch)
     total = experts.sequence_balance(found.router_logits, batch["attention_mask"], top_k=TOP_K)
     return {"loss": pair, "balance": (COEFFICIENT * total, len(batch["labels"]))}
 
 
+@loss(weigh=per_sequence.weigh)
 def mean_with_a_balance(model, batch):
     """A mean of means, beside a term of the routers that is as it should be."""
     terms = per_sequence(model, batch)

@@ -2,13 +2,15 @@
 
 import copy
 import re
+import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megabatch import loss, losses, verify
+from megabatch import cut, loss, losses, verify
 from tests.unit.language import CNN, gpt2, images, llama, text
 
 TOLERANCE = 1e-9
@@ -147,7 +149,7 @@ def test_catches(name, micro_batch_size):
     verification = verify(model(), loss_fn, batch(), micro_batch_size=micro_batch_size)
     assert not verification.ok
     assert verification.causes[0].startswith(beginning), verification.causes
-    assert str(verification).startswith("NOT exact: worst relative error of a gradient")
+    assert str(verification).startswith("NOT exact: ")
 
 
 def test_errors_are_by_parameter_and_relative():
@@ -167,17 +169,6 @@ def test_the_tolerance_is_the_callers():
     model, loss_fn, batch = EXACT["GPT-2"]
     strict = verify(model(), loss_fn, batch(), tolerance=0.0)
     assert strict.ok == (strict.worst == 0.0)
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_the_model_is_left_as_it_was(training):
-    model = CNN(nn.BatchNorm2d(4)).train(training)
-    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    verify(model, losses.classification, images())
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert all(parameter.grad is None and parameter.dtype == torch.float32 for parameter in model.parameters())
-    assert model.training == training
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_labels_that_cannot_be_ignored_are_left_alone():
@@ -273,3 +264,356 @@ def test_a_loss_that_cannot_do_without_other_samples_is_named():
     verification = verify(nn.Sequential(nn.Linear(3, 1)), in_pairs, {"x": torch.randn(6, 3)}, micro_batch_size=2)
     assert not verification.ok
     assert "is no sum" in " ".join(verification.causes)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_is_left_as_it_was(training):
+    """Its numbers and its very tensors, its gradients, its hooks and what is drawn next."""
+    model = CNN(nn.BatchNorm2d(4)).train(training)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    tensors = [(id(each), id(each.grad), each.data_ptr(), each._version) for each in model.parameters()]
+    hooks = [len(hooks) for module in model.modules() for name, hooks in vars(module).items() if "hooks" in name]
+    verify(model, losses.classification, images())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert [(id(each), id(each.grad), each.data_ptr(), each._version) for each in model.parameters()] == tensors
+    assert all(bool((each.grad == 1).all()) and each.dtype == torch.float32 for each in model.parameters())
+    assert [
+        len(hooks) for module in model.modules() for name, hooks in vars(module).items() if "hooks" in name
+    ] == hooks
+    assert all(module.training == training for module in model.modules())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+VECTORS = {"x": torch.randn(6, 4), "labels": torch.randn(6, 1)}
+CLASSES = {"x": torch.randn(6, 4), "labels": torch.arange(6) % 3}
+CLASS_WEIGHT = torch.tensor([1.0, 2.0, 3.0])  # float32
+
+
+def two_layers():
+    return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+
+
+class Squares(torch.autograd.Function):
+    """A sum of squared errors with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx, predictions, labels):
+        ctx.save_for_backward(predictions, labels)
+        return (predictions - labels).square().sum()
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        predictions, labels = ctx.saved_tensors
+        return 2 * grad_output * (predictions - labels), None
+
+
+class GradientInForward(Squares):
+    """As chunked losses do that are written for a loop that never scales what they return."""
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return Squares.backward(ctx, torch.ones_like(grad_output))
+
+
+class HalfAGradient(Squares):
+    """Scaled as it should be, of another number than it returned."""
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return Squares.backward(ctx, grad_output / 2)
+
+
+class Rounded(torch.autograd.Function):
+    """A straight-through estimator."""
+
+    @staticmethod
+    def forward(ctx, features):
+        return (8 * features).round() / 8
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return grad_output
+
+
+class Quantized(nn.Linear):
+    def forward(self, features):
+        return super().forward(Rounded.apply(features))
+
+
+def by(squares, call=lambda model, x: model(x)):
+    """A loss that is computed by such a function, of what ``call`` makes of the model."""
+    return lambda model, batch: (squares.apply(call(model, batch["x"]), batch["labels"]), len(batch["x"]))
+
+
+def layer_by_layer(model, x):
+    for layer in model:
+        x = layer(x)
+    return x
+
+
+def steps_itself(model, batch):
+    total = (model(batch["x"]) - batch["labels"]).square().sum()
+    total.backward(retain_graph=True)
+    return total, len(batch["x"])
+
+
+def with_a_teacher(model, batch):
+    with torch.no_grad():
+        targets = layer_by_layer(model, batch["x"]).tanh()
+    return (layer_by_layer(model, batch["x"]) - targets).square().sum(), len(batch["x"])
+
+
+def policy_gradient(model, batch):
+    """Its value is the same everywhere, and its gradient is meant."""
+    found = model(batch["x"])
+    return ((found - found.detach()).exp() * batch["labels"]).sum(), len(batch["x"])
+
+
+@loss(weigh=lambda batch: len(batch["x"]))
+def divided_by_itself(model, batch, divisor):
+    """Its gradient is computed in the forward, divided there."""
+    return GradientInForward.apply(model(batch["x"]) / divisor**0.5, batch["labels"] / divisor**0.5), len(batch["x"])
+
+
+BACKWARD = "the backward of the loss does not give the gradient of what it returns"
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [by(GradientInForward), by(HalfAGradient), by(HalfAGradient, layer_by_layer), steps_itself],
+    ids=["ignores grad_output", "another scale", "another scale, by its layers", "its own backward"],
+)
+def test_a_gradient_that_is_not_that_of_the_loss(loss_fn):
+    verification = verify(two_layers(), loss_fn, VECTORS)
+    assert not verification.ok
+    assert any(
+        cause.startswith((BACKWARD, "gradients changed while", "the backward of")) for cause in verification.causes
+    )
+
+
+MEANT = {
+    "a right function": (two_layers, by(Squares)),
+    "by its layers": (two_layers, by(Squares, layer_by_layer)),
+    "a policy gradient": (two_layers, policy_gradient),
+    "a teacher that is the model": (two_layers, with_a_teacher),
+    "a straight-through estimator": (lambda: nn.Sequential(nn.Linear(4, 3), Quantized(3, 1)), losses.mse),
+    "a kink": (lambda: nn.Linear(4, 1), lambda model, batch: (model(batch["x"] * 0).relu().sum(), len(batch["x"]))),
+    "hidden in a list of models": (
+        lambda: list(two_layers()), lambda models, batch: losses.mse(nn.Sequential(*models), batch),
+    ),
+    "inputs that carry a gradient": (
+        two_layers, lambda model, batch: losses.mse(model, {**batch, "x": batch["x"].requires_grad_()}),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MEANT)
+def test_what_is_meant_is_not_blamed(name):
+    model, loss_fn = MEANT[name]
+    verification = verify(model(), loss_fn, VECTORS)
+    assert verification.ok, str(verification)
+
+
+def old_weight_norm():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is a newer one
+        model = nn.utils.weight_norm(nn.Linear(4, 1))
+    model(VECTORS["x"])  # its weight is no leaf any more
+    return model
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 1, dtype=torch.complex64))
+
+    def forward(self, x):
+        return (x.to(self.weight.dtype) @ self.weight).abs()
+
+
+def weighted(model, batch):
+    total = F.cross_entropy(model(batch["x"]), batch["labels"], weight=CLASS_WEIGHT, reduction="sum")
+    return total, CLASS_WEIGHT[batch["labels"]].sum()
+
+
+def checkpointed():
+    model = llama()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is called otherwise in later versions
+        model.gradient_checkpointing_enable()
+    return model
+
+
+RUNS = {  # models and losses that a float64 copy has to be made for with care
+    "old weight_norm": (old_weight_norm, losses.mse, VECTORS),
+    "complex numbers": (Complex, losses.mse, VECTORS),
+    "a class weight in float32": (lambda: nn.Linear(4, 3), weighted, CLASSES),
+    "dropout inside of an LSTM": (
+        lambda: nn.LSTM(2, 3, num_layers=2, dropout=0.5, batch_first=True),
+        lambda model, batch: (model(batch["x"].reshape(-1, 2, 2))[0].square().sum(), len(batch["x"])), VECTORS,
+    ),
+    "dropout inside of attention": (
+        lambda: nn.MultiheadAttention(2, 1, dropout=0.5, batch_first=True),
+        lambda model, batch: (model(*[batch["x"].reshape(-1, 2, 2)] * 3)[0].square().sum(), len(batch["x"])), VECTORS,
+    ),
+    "bfloat16": (lambda: nn.Linear(4, 1).bfloat16(), losses.mse, VECTORS),
+    "checkpoints": (checkpointed, losses.next_token, text()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_it_runs(name):
+    model, loss_fn, batch = RUNS[name]
+    verification = verify(model(), loss_fn, batch)
+    assert verification.ok, str(verification)
+
+
+def test_a_module_whose_state_moves_is_named():
+    model = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3))
+    verification = verify(model, losses.classification, CLASSES)
+    assert "the state of module 'parametrizations.weight.0' (_SpectralNorm: '_u', '_v') moves" in verification.causes[0]
+
+
+class Pair(nn.Module):
+    """Autograd hands its parameters views of one gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place, self.kind = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.head(torch.tanh(x + (self.place[None] + self.kind[None])))
+
+
+def test_gradients_that_share_memory():
+    """Right, or named; by the very sums of the accumulator."""
+    verification = verify(Pair(), losses.mse, VECTORS)
+    assert verification.ok or "share memory" in verification.causes[0]
+
+
+def clamped():
+    model = nn.Linear(4, 1)
+    model.weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+    return model
+
+
+def outside(model, batch):
+    return losses.mse(lambda x: OUTSIDE(model(x)), batch)
+
+
+@loss(weigh=lambda batch: {"loss": len(batch["x"]), "penalty": 0})
+def unweighed_penalty(model, batch):
+    found = model(batch["x"])
+    return {"loss": ((found - batch["labels"]).square().sum(), len(found)), "penalty": (found.pow(4).sum(), 0)}
+
+
+OUTSIDE = nn.Linear(1, 1)
+REFUSED = {  # model, loss, batch, options, part of a cause
+    "a hook on a parameter": (clamped, losses.mse, VECTORS, {}, "hook"),
+    "a head outside of the model": (lambda: nn.Linear(4, 1), outside, VECTORS, {}, "not the model's"),
+    "a term without weight": (lambda: nn.Linear(4, 1), unweighed_penalty, VECTORS, {}, "'penalty'"),
+    "nothing to train": (lambda: nn.Linear(4, 1).requires_grad_(False), losses.mse, VECTORS, {}, "no parameter"),
+    "an option that is refused": (lambda: nn.Linear(4, 1), losses.mse, VECTORS, {"sync": "replica_last"}, "for HSDP"),
+    "a cap below the longest": (llama, losses.next_token, text(), {"max_microbatch_tokens": 8}, "more than max_"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_accumulator_refuses_is_a_cause(name):
+    model, loss_fn, batch, options, part = REFUSED[name]
+    verification = verify(model(), loss_fn, batch, **options)
+    assert not verification.ok
+    assert any(part in cause for cause in verification.causes), verification.causes
+    assert OUTSIDE.weight.grad is None
+
+
+def masked_text():
+    """Filled up to one length, labels and all, as tokenizers do it."""
+    tokens = torch.randint(1, 40, (3, 9), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(9) < torch.tensor([[4], [6], [9]])).long()
+    return {"input_ids": tokens * mask, "attention_mask": mask, "labels": tokens * mask}
+
+
+def test_the_models_own_loss_is_another():
+    """Where a mask is left out although masked positions have labels; right, or named."""
+    verification = verify(llama(), losses.next_token, masked_text())
+    assert verification.ok or "and the model's own" in verification.causes[0]
+
+
+def test_a_router_loss_that_is_left_out():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = MixtralConfig(
+        vocab_size=40, num_key_value_heads=2, num_local_experts=4, output_router_logits=True, **sizes
+    )
+    verification = verify(MixtralForCausalLM(config), losses.next_token, text())
+    assert not verification.ok
+    assert "router" in verification.causes[0]
+
+
+class LastToken(nn.Module):
+    """Looks for the last token that is not its padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(64, 8), nn.Linear(8, 3)
+
+    def forward(self, input_ids):
+        last = (input_ids != 63).cumsum(1).argmax(1)
+        return self.head(self.embedding(input_ids)[torch.arange(len(input_ids)), last])
+
+
+class Average(LastToken):
+    def forward(self, input_ids):
+        return self.head(self.embedding(input_ids).mean(1))
+
+
+@pytest.mark.parametrize("model", [LastToken, Average])
+def test_padding_that_counts_is_named(model):
+    samples = [{"input_ids": torch.arange(1, length), "labels": torch.tensor(length % 3)} for length in (4, 7, 9)]
+    verification = verify(model(), losses.classification, samples)
+    assert verification.causes[0].startswith(
+        "padding changes the loss of a sample: one of length 3 has another when it is padded to 8 ('input_ids' with 0)"
+    )
+
+
+def padded_with_63(samples):
+    longest = max(len(each["input_ids"]) for each in samples)
+    rows = [F.pad(each["input_ids"], (0, longest - len(each["input_ids"])), value=63) for each in samples]
+    return {"input_ids": torch.stack(rows), "labels": torch.stack([each["labels"] for each in samples])}
+
+
+def test_options_are_the_accumulators():
+    samples = [{"input_ids": torch.arange(1, length), "labels": torch.tensor(length % 3)} for length in (4, 7, 9)]
+    assert verify(LastToken(), losses.classification, samples, collate=padded_with_63).ok
+    assert verify(LastToken(), losses.classification, samples, collate=padded_with_63, max_microbatch_tokens=16).ok
+    assert verify(nn.Linear(4, 1).bfloat16(), losses.mse, VECTORS, accumulate_dtype=torch.float32).ok
+    with pytest.raises(TypeError, match="colate"):
+        verify(LastToken(), losses.classification, samples, colate=padded_with_63)
+
+
+PLANTED = {  # in the library, of one process: where, what stands there, what is planted, how it is seen
+    "a gradient that is not scaled": ("megabatch.gradient.scale", lambda parameters, factor: None),
+    "microbatches that are dropped": (
+        "megabatch.cut.plan",
+        lambda *given, plan=cut.plan, **named: [
+            replace(each, microbatches=each.microbatches[:1]) for each in plan(*given, **named)
+        ],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_fault_of_the_library_is_seen(name, monkeypatch):
+    """It is the accumulator that is verified: with none of these faults the same call is exact."""
+
+    def late(model, batch):  # its weight is known when all is done
+        return (model(batch["x"]) - batch["labels"]).square().sum(), len(batch["x"])
+
+    assert verify(two_layers(), late, VECTORS).ok
+    monkeypatch.setattr(*PLANTED[name])
+    assert not verify(two_layers(), late, VECTORS).ok

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import ShardingStrategy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch import GradientAccumulator, Learner, loss
+from megabatch import GradientAccumulator, Learner, loss, verify
 from tests.unit.failures import auto, stretches
 from tests.unit.failures.contract import DISAGREE
 from tests.unit.failures.table import SAMPLES, accumulator, here, linear, squares, told, weighed_squares
@@ -36,6 +36,7 @@ EXPERT_AXIS = (
     "mesh axis 'ep' has 2 ranks; experts on ranks of their own are not supported: keep every expert on every rank, or "
     "shard them with dp_shard or tp"
 )
+ALONG_CP = "verify was given a mesh with a cp axis, whose ranks see stretches of samples; leave it out"
 MESH_DIFFERS = (
     "the mesh has 2 data and context ranks but the wrapper reduces over 1, or over others; give both the same mesh"
 )
@@ -154,6 +155,11 @@ def expert_axis() -> str:
     return told(lambda: accumulator(mesh=mesh))
 
 
+def verify_along_cp() -> str:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+    return told(lambda: verify(linear(), weighed_squares, SAMPLES, mesh=mesh))
+
+
 def other_samples() -> str:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     batch = [{"x": sample["x"] + here(1, 0)} for sample in SAMPLES]
@@ -267,6 +273,7 @@ JOBS: dict[str, tuple[Callable[[], str], list[str]]] = {  # what each rank is to
     "tensor parallel over one of two": (part_of_the_processes, on_both(f"PlanError: {ONE_OF_TWO}")),
     "FSDP1 in two ways": (fsdp1_in_two_ways, on_both(f"PlanError: {FSDP1_TWO_WAYS}")),
     "models wrapped in two ways": (wrapped_in_two_ways, on_both(f"PlanError: {TWO_WAYS}")),
+    "verify with a cp axis": (verify_along_cp, on_both(f"PlanError: {ALONG_CP}")),
     "a mesh that is not the wrapper's": (mesh_differs, on_both(f"PlanError: {MESH_DIFFERS}")),
     "a parameter unused at last": (parameter_unused_at_last, on_both(f"MegabatchError: {UNUSED}")),
     "a parameter unused and found": (parameter_unused_and_found, on_both("nothing")),

@@ -273,9 +273,9 @@ FAILURES = {
         "parallelism 'tp', and shard over data axes with fully_shard",
         lambda: accumulator(sharded_by_hand()),
     ),
-    "verify a sharded model": Failure(
+    "verify a model of FSDP1": Failure(
         PlanError,
-        "verify was given a model that is sharded or cut into stages; verify it before that is done",
-        lambda: verify(fully_shard(linear(), mesh=mesh("dp")), losses.mse, SAMPLES),
+        "verify was given a model of FSDP1, of which it cannot make a copy; verify the model before that is done",
+        lambda: verify(fsdp1(linear()), losses.mse, SAMPLES),
     ),
 }  # fmt: skip
