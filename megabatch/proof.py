@@ -30,7 +30,6 @@ from megabatch.double import Float64WithoutDropout, float64_copy, in_float64, st
 from megabatch.errors import MegabatchError, PlanError, in_one_line
 from megabatch.finite_difference import follows_its_loss
 from megabatch.gradient import leaves
-from megabatch.kept import Foreign
 from megabatch.leaves import clone
 from megabatch.mixing import failing_module, mixing_module, padding_that_counts, terms_of_routers
 from megabatch.plain import local
@@ -162,7 +161,7 @@ class _Proof:
         modules = [module for each in {*copies, *alike} for module in each.modules()]
         named = [(module, name, each) for module in modules for name, each in module.named_buffers(recurse=False)]
         self._buffers = [(module, name, each, each.detach().clone()) for module, name, each in named]
-        self._foreign = Foreign(self.root.parameters())
+        self._others: dict[int, tuple[Tensor, Tensor | None, Tensor | None]] = {}  # leaves, and gradients they had
         self._cutter = gradient._cutter  # pyright: ignore[reportPrivateUsage]
         self._given_batch = batch
         self._batch = batch if isinstance(batch, Deferred) else in_float64(batch, torch.device("cpu"))
@@ -175,7 +174,10 @@ class _Proof:
 
     def close(self) -> None:
         """Put back the gradients of what is not the model's."""
-        self._foreign.put_back()
+        for leaf, found, copied in self._others.values():
+            leaf.grad = found
+            if found is not None and copied is not None:
+                found.copy_(copied)
 
     def verification(self, tolerance: float) -> Verification:
         """The answer, the same on every rank."""
@@ -232,7 +234,6 @@ class _Proof:
             raise _CauseError(OF_THE_LOSS)
         if not quotient.requires_grad:
             raise _CauseError(NOTHING)
-        self._foreign.note([quotient])
         self._note_outside(quotient)
         (quotient * scale).backward()
         gradients = {name: _whole_gradient(each) / scale for name, each in self._named}
@@ -446,10 +447,13 @@ class _Proof:
 
     def _note_outside(self, quotient: Tensor) -> None:
         """Leaves that the loss reaches time and again; inputs that it lets carry a gradient are new every time."""
-        known = {id(each) for each in (*self.root.parameters(), *pytree.tree_leaves(self._given_batch))}
+        known = set(map(id, self.root.parameters()))
         found = {id(each): each for each in leaves([quotient]) if id(each) not in known}
+        for key, leaf in found.items():
+            self._others.setdefault(key, (leaf, leaf.grad, None if leaf.grad is None else leaf.grad.clone()))
         before = found if self._outside is None else self._outside
-        self._outside = {key: each for key, each in before.items() if key in found}
+        inputs = set(map(id, pytree.tree_leaves(self._given_batch)))
+        self._outside = {key: each for key, each in before.items() if key in found and key not in inputs}
 
     def _foreign_tensors(self) -> Iterator[str]:
         if self._outside:
