@@ -53,7 +53,7 @@ def words_of_batch(batch: Batch, model: nn.Module) -> str:
     """What is compared."""
     num_parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return (
-        f"comparing the gradient of {len(batch)} samples whole with that of the same samples one by one, "
+        f"comparing the gradient of {len(batch)} samples whole with that of the same samples cut in several ways, "
         f"over {num_parameters:,} parameters in float64, dropout off"
     )
 
