@@ -29,8 +29,8 @@ def follows_its_loss(models: Sequence[nn.Module], loss: Loss) -> bool:
 
 
 def _differs(models: Sequence[nn.Module], loss: Loss, step: float, generator: torch.Generator) -> bool:
-    tape = _Tape()
     for line in (_Outputs(models, generator), _Parameters(models, generator)):
+        tape = _Tape()
         with line.moved(), torch.enable_grad():
             with tape:
                 base = loss()
@@ -48,7 +48,7 @@ def _differs(models: Sequence[nn.Module], loss: Loss, step: float, generator: to
             del found, slopes
             try:
                 wide, narrow = (_central(line, tape, loss, each) for each in (step, step / 2))
-            except IndexError:  # another way through the loss
+            except Exception:  # whatever a loss raises that goes another way than the first time
                 return False
         if tape.is_unsure:
             return False

@@ -416,7 +416,15 @@ def test_a_loss_that_takes_the_divisor():
     assert verification.ok or "'divisor'" in verification.causes[0]
 
 
+def with_a_metric(model, batch):
+    """What it detaches is of several shapes, and it calls the layers of the model."""
+    found = layer_by_layer(model, batch["x"])
+    errors = (found - batch["labels"]).square()
+    return {"loss": (errors.sum(), len(found)), "largest": (found.detach().abs().amax() + found.detach()[0, 0], 1)}
+
+
 MEANT = {
+    "a metric, by its layers": (two_layers, with_a_metric),
     "a right function": (two_layers, by(Squares)),
     "by its layers": (two_layers, by(Squares, layer_by_layer)),
     "a policy gradient": (two_layers, policy_gradient),
