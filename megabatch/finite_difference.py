@@ -84,9 +84,10 @@ class _Line:
         """Go so many steps from where it begins."""
         raise NotImplementedError
 
+    @torch.no_grad()
     def _random(self, like: Tensor) -> Tensor:
         """Of the size of its numbers."""
-        finite = like.detach()[torch.isfinite(like.detach())]
+        finite = like[torch.isfinite(like)]
         size = float(finite.square().mean().sqrt()) if finite.numel() else 0.0
         found = torch.randn(like.shape, dtype=torch.float64, generator=self._generator).to(like.device)
         return found * (size or 1.0)

@@ -398,10 +398,21 @@ def with_a_kink(model, batch):
 BACKWARD = "the backward of the loss does not give the gradient of what it returns"
 
 
+def detaches_and_halves(model, batch):
+    found = model(batch["x"])
+    return HalfAGradient.apply(found, batch["labels"]) + (found - found.detach()).sum(), len(found)
+
+
 @pytest.mark.parametrize(
     "loss_fn",
-    [by(GradientInForward), by(HalfAGradient), by(HalfAGradient, layer_by_layer), steps_itself],
-    ids=["ignores grad_output", "another scale", "another scale, by its layers", "its own backward"],
+    [detaches_and_halves, by(GradientInForward), by(HalfAGradient), by(HalfAGradient, layer_by_layer), steps_itself],
+    ids=[
+        "another scale, and detaches",
+        "ignores grad_output",
+        "another scale",
+        "another scale, by its layers",
+        "its own backward",
+    ],
 )
 def test_a_gradient_that_is_not_that_of_the_loss(loss_fn):
     verification = verify(two_layers(), loss_fn, VECTORS)
@@ -417,14 +428,13 @@ def test_a_loss_that_takes_the_divisor():
 
 
 def with_a_metric(model, batch):
-    """What it detaches is of several shapes, and it calls the layers of the model."""
-    found = layer_by_layer(model, batch["x"])
-    errors = (found - batch["labels"]).square()
-    return {"loss": (errors.sum(), len(found)), "largest": (found.detach().abs().amax() + found.detach()[0, 0], 1)}
+    """Which it detaches."""
+    error = (model(batch["x"]) - batch["labels"]).square().sum()
+    return {"loss": (error, len(batch["x"])), "twice": (error.detach() * 2, 1)}
 
 
 MEANT = {
-    "a metric, by its layers": (two_layers, with_a_metric),
+    "a metric": (two_layers, with_a_metric),
     "a right function": (two_layers, by(Squares)),
     "by its layers": (two_layers, by(Squares, layer_by_layer)),
     "a policy gradient": (two_layers, policy_gradient),
