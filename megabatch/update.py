@@ -73,7 +73,9 @@ class Update:
         for rank, (differ, counted, returned, _, *totals) in enumerate(reports):
             where = f"data rank {rank} of {len(reports)}"
             if differ == TAKEN:
-                return MegabatchError(f"the gradient of {where} was dropped or written to between two calls")
+                return MegabatchError(
+                    f"the gradient of {where} was dropped or written to between two calls of an update"
+                )
             if differ:
                 return weights_differ(where, counted, returned)
             if not all(map(math.isfinite, totals)):

@@ -22,7 +22,8 @@ LONGEST = (  # files that begin first, so that processes that share them end tog
     "train/test_parts.py", "exact/test_mutations.py", "exact/test_options.py", "train/test_model.py",
     "exact/test_precision.py", "exact/test_routed.py", "exact/test_context.py", "exact/test_compiled.py",
     "unit/test_stepping.py", "exact/test_experts.py", "elastic/test_pulse.py", "elastic/test_resize.py",
-    "elastic/test_stop.py", "elastic/test_kills.py", "elastic/test_restart.py",
+    "elastic/test_stop.py", "elastic/test_kills.py", "elastic/test_restart.py", "exact/test_inputs.py",
+    "exact/test_families.py", "integrations/test_users_of_trainer.py", "exact/test_proofs.py",
 )  # fmt: skip
 
 

@@ -1,0 +1,140 @@
+"""Samples that cannot be padded, losses whose gradient is not that of their total, and updates that were lost."""
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import BertConfig, BertForTokenClassification, GPT2Config, GPT2LMHeadModel
+
+from megabatch import GradientAccumulator, LossContractError, MegabatchError, PlanError, losses
+from megabatch.padding import Padding
+from tests.unit.failures.table import SAMPLES, Failure, accumulator, squares, weighed_squares
+
+DIVIDE = (
+    "Return the sum itself, or take the divisor, loss(model, microbatch, divisor), and divide by it before that "
+    "backward (see megabatch.loss)"
+)
+LOST = "an update was lost when one of its calls failed or its gradient was taken, with what its other calls had given"
+
+
+def gpt2(**settings: Any) -> nn.Module:
+    return GPT2LMHeadModel(GPT2Config(**{"vocab_size": 11, "n_embd": 4, "n_layer": 1, "n_head": 1} | settings))
+
+
+def bert() -> nn.Module:
+    return BertForTokenClassification(
+        BertConfig(vocab_size=11, hidden_size=4, num_hidden_layers=1, num_attention_heads=1, intermediate_size=4)
+    )
+
+
+def texts(*lengths: int, token: int = 1) -> list[dict[str, Tensor]]:
+    ids = [torch.full((length,), token) for length in lengths]
+    return [{"input_ids": each, "labels": each} for each in ids]
+
+
+def bool_labels() -> None:
+    labels = [{"x": torch.ones(n, 1).double(), "labels": torch.ones(n, dtype=torch.bool)} for n in (1, 2)]
+    accumulator().forward_backward(labels, losses.mse)
+
+
+def unmasked() -> None:
+    def classes(model: nn.Module, microbatch: Any) -> tuple[Tensor, int]:
+        return model(microbatch["input_ids"]).logits.sum(), 1
+
+    GradientAccumulator(bert(), micro_batch_size=2).forward_backward(texts(3, 4), classes)
+
+
+def own_backward() -> None:
+    def differentiated(model: nn.Module, microbatch: Any) -> tuple[Tensor, int]:
+        total, weight = squares(model, microbatch)
+        total.backward(retain_graph=True)
+        return total, weight
+
+    accumulator().forward_backward(SAMPLES, differentiated)
+
+
+class Eager(torch.autograd.Function):
+    """A scalar whose backward hands on what it was multiplied by, and no more."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Tensor:
+        return 2 * ctx.saved_tensors[0]
+
+
+def unscaled() -> None:
+    accumulator().forward_backward(
+        SAMPLES, lambda model, microbatch: (Eager.apply(model(microbatch["x"])), len(microbatch["x"]))
+    )
+
+
+def two_pad_tokens() -> None:
+    models = [gpt2(pad_token_id=1), gpt2(pad_token_id=2)]
+    Padding(models)(texts(3, 4))
+
+
+def after_a_lost_update(verb: str) -> None:
+    """The second call fails, and its error is caught."""
+
+    def fail(*_: Any) -> Any:
+        raise ArithmeticError
+
+    gradient = accumulator()
+    gradient.forward_backward(SAMPLES, weighed_squares)
+    with contextlib.suppress(ArithmeticError):
+        gradient.forward_backward(SAMPLES, fail)
+    {"finalize": gradient.finalize, "call": lambda: gradient.forward_backward(SAMPLES, weighed_squares)}[verb]()
+
+
+FAILURES = {
+    "labels that cannot hold -100": Failure(
+        PlanError,
+        "'labels' has samples of unequal lengths and the dtype torch.bool, which cannot hold the padding value -100; "
+        "give it as torch.long, say, or another value in padding=",
+        bool_labels,
+    ),
+    "padding beside collate": Failure(
+        PlanError,
+        "padding= is for the default collate function, and collate= is given; leave one of them out",
+        lambda: accumulator(collate=list, padding={"x": 0}),
+    ),
+    "padding with a text": Failure(
+        PlanError, "padding= says '0' for 'x'; expected a number", lambda: accumulator(padding={"x": "0"})
+    ),
+    "a token beyond the vocabulary": Failure(
+        PlanError,
+        "input_ids has the token 11 and the model's vocabulary has 11; give the tokenizer of the model, or "
+        "model.resize_token_embeddings()",
+        lambda: GradientAccumulator(gpt2(), micro_batch_size=2).forward_backward(texts(3, token=11), losses.next_token),
+    ),
+    "two pad tokens": Failure(
+        PlanError,
+        'the models have the pad tokens [1, 2], and samples are padded for all; say padding={"input_ids": ...}',
+        two_pad_tokens,
+    ),
+    "a mask that the loss keeps": Failure(
+        LossContractError,
+        "samples are padded and the loss gives BertForTokenClassification no attention_mask, so that it takes padding "
+        'for tokens; hand microbatch["attention_mask"] on, which is made where samples have none',
+        unmasked,
+    ),
+    "a backward in the loss": Failure(
+        LossContractError, f"gradients changed while the loss ran: it runs its own backward. {DIVIDE}", own_backward
+    ),
+    "a backward that does not scale": Failure(
+        LossContractError,
+        f"the backward of Eager gives the same gradient whatever its total is multiplied by. {DIVIDE}",
+        unscaled,
+    ),
+    "a call after a lost update": Failure(
+        MegabatchError, f"{LOST}; discard() it, and give its samples again", lambda: after_a_lost_update("call")
+    ),
+    "finalize after a lost update": Failure(
+        MegabatchError, f"{LOST}; give its samples again", lambda: after_a_lost_update("finalize")
+    ),
+}
