@@ -90,13 +90,17 @@ class Ownership:
         if what is not None:
             raise MegabatchError(
                 f"{what} between two calls of an update, which is lost; an update is open from its first "
-                "forward_backward() to finalize(), so do that before or after"
+                "forward_backward() to finalize(), so do that before or after, or discard() the update"
             )
         self._left = left
 
+    def is_new(self, loss_fn: object) -> bool:
+        """Whether a loss was not tried yet."""
+        return identity_of(loss_fn) not in self._tried
+
     def receipt(self, loss_fn: object) -> Receipt | None:
         """What to hold a loss against that runs for the first time; None for any other."""
-        return None if identity_of(loss_fn) in self._tried else Receipt.of(self._reducer.accumulating)
+        return Receipt.of(self._reducer.accumulating) if self.is_new(loss_fn) else None
 
     def check_loss(self, loss_fn: object, before: Receipt, terms: Mapping[str, Term], share: Share) -> None:
         """Raise `LossContractError` for a loss whose gradient is not what autograd gives of its total.
@@ -104,15 +108,22 @@ class Ownership:
         After the first forward of a loss, before its backward; ``loss_fn`` is None for the body of an open loop.
         """
         totals = [terms[name].total for name in differentiable(terms)]
-        if loss_fn is None or not takes_divisor(cast(Any, loss_fn)):
+        is_divided = loss_fn is not None and takes_divisor(cast(Any, loss_fn))
+        if not is_divided:
             if self._has_moved(before):
                 raise LossContractError(f"gradients changed while the loss ran: it runs its own backward. {DIVIDE}")
             if (name := gradient.unscaled_function(totals)) is not None:
                 raise LossContractError(
                     f"the backward of {name} gives the same gradient whatever its total is multiplied by. {DIVIDE}"
                 )
-        known = set(map(id, self._reducer.accumulating))
-        for leaf in gradient.leaves(totals):
+        known, reached = set(map(id, self._reducer.accumulating)), list(gradient.leaves(totals))
+        is_own = any(id(leaf) in known or isinstance(leaf, FlatParameter) for leaf in reached)
+        if is_divided and not is_own and not self._has_moved(before):
+            raise LossContractError(
+                "the totals of the loss do not depend on a parameter of the model; compute them from its output, "
+                "undetached"
+            )
+        for leaf in reached:
             if id(leaf) in known or isinstance(leaf, FlatParameter):
                 continue
             if isinstance(leaf, nn.Parameter):
@@ -132,7 +143,8 @@ class Ownership:
 def _not_the_models(leaf: Tensor) -> LossContractError:
     return LossContractError(
         f"the loss reaches a trainable tensor of shape {tuple(leaf.shape)} that is not the model's, whose gradient "
-        "nobody would drop, divide or reduce; give [model, head] with the module that holds it, or freeze it"
+        "nobody would drop, divide or reduce; give [model, head] with the module that holds it, and the loss gets that "
+        "list, or freeze it"
     )
 
 

@@ -27,9 +27,9 @@ class Padding:
 
     - ``input_ids`` and keys that end with it are padded with the model's pad token, where its config has one. A model
       that looks for its pad token, as the decoders that classify do, gets no other.
-    - An ``attention_mask`` [B, T] is made where samples of unequal lengths have none and the model needs it: one that
-      takes a mask and is not known to be causal. Beside ``position_ids`` a causal model with experts gets none: with a
-      mask transformers no longer keeps packed documents apart.
+    - An ``attention_mask`` [B, T] is made where samples have none and the model needs it: one that takes a mask and is
+      not known to be causal. A causal model with experts gets it where lengths are unequal, and none beside
+      ``position_ids``: with a mask transformers no longer keeps packed documents apart.
     - Labels are padded with -100, everything else with 0; see `pad_right`.
 
     Args:
@@ -65,11 +65,18 @@ class Padding:
         columns = columns_of(samples)
         ragged = {name for name, values in columns.items() if len({each.shape for each in values}) > 1}
         made = {name: stacked(name, values, self._fill(name, name in ragged)) for name, values in columns.items()}
-        main = next((name for name in self._main_inputs if name in ragged), None)
-        if main is not None and self._takes_mask and not (POSITIONS in made and self._is_causal):
-            self._masks[made.setdefault(MASK, _mask(columns[main], made[main]))] = True
+        main = next((name for name in self._main_inputs if name in made), None)
+        if main is not None and self._takes_mask and (main in ragged or not self._is_causal):
+            self._add_mask(made, main, columns[main])
         self.check(made)
         return made
+
+    def _add_mask(self, made: dict[str, Tensor], main: str, values: list[Tensor]) -> None:
+        """Ones for what is real; in every microbatch of a model that is not causal, so that a loss always finds it."""
+        if made[main].ndim > 1 and not (POSITIONS in made and self._is_causal):
+            mask = made.setdefault(MASK, _mask(values, made[main]))
+            if len({len(each) for each in values}) > 1:
+                self._masks[mask] = True
 
     def expect(self, microbatch: Microbatch) -> None:
         """Note the microbatch that runs next, before it is moved."""

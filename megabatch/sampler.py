@@ -76,19 +76,18 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
     ) -> None:
         self._given, self._seen = global_batch_size, Seen()
         size = self._size
-        if dp_rank is None and dp_degree is None:
-            dp_rank, dp_degree = _place_in_group()
-        if dp_rank is None or dp_degree is None:
+        if (dp_rank is None) != (dp_degree is None):
             raise PlanError(
                 f"dp_rank is {dp_rank} and dp_degree is {dp_degree}; give both, or neither, to take them from the "
                 "process group"
             )
-        self._dp_degree = require_count("dp_degree", dp_degree)
-        self._dp_rank = require_count("dp_rank", dp_rank, least=0)
+        self._place: tuple[int, int] | None = None  # asked for when it is needed: the process group may come later
+        if dp_rank is not None and dp_degree is not None:
+            self._place = require_count("dp_rank", dp_rank, least=0), require_count("dp_degree", dp_degree)
         self._seed = require_count("seed", seed, least=0)
         if tail not in TAILS:
             raise PlanError(f"tail is {tail!r}; expected one of {', '.join(TAILS)}")
-        if dp_rank >= dp_degree:
+        if dp_rank is not None and dp_degree is not None and dp_rank >= dp_degree:
             raise PlanError(f"dp_rank is {dp_rank}; expected 0 to {dp_degree - 1} with dp_degree={dp_degree}")
         if not len(lengths):
             raise PlanError("the data set is empty; give at least one sample")
@@ -169,6 +168,14 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
         lengths: list[int] = self._lengths[np.asarray(samples, dtype=np.int64)].tolist()
         price = float if self.cost is None else self.cost.sample_seconds
         return deal([price(length) for length in lengths], self._dp_degree)
+
+    @property
+    def _dp_rank(self) -> int:
+        return (self._place or _place_in_group())[0]
+
+    @property
+    def _dp_degree(self) -> int:
+        return (self._place or _place_in_group())[1]
 
     def _compare_ranks(self) -> None:
         """Raise on all ranks where their shares are not of one update, or one of them is dealt twice."""

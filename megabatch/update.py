@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from megabatch import gradient
+from megabatch import gradient, rng
 from megabatch.contract import (
     PAIR_NAME,
     WEIGHT_TOLERANCE,
@@ -27,6 +27,7 @@ from megabatch.contract import (
     terms_of,
 )
 from megabatch.errors import LossContractError, MegabatchError
+from megabatch.leaves import clone
 from megabatch.plain import PlainReducer
 from megabatch.precision import refuse_float16
 from megabatch.run import Agreement, Turn
@@ -174,14 +175,68 @@ class OpenUpdate:
                 "with @megabatch.loss(weigh=...)"
             )
         scale = math.inf if turn.is_stand_in else 1 / self._loss_factor
+        divided = self._divided(loss_fn, model, turn, scale)
+        named = self._weighed_of(divided)
+        if not any(each.total.requires_grad for each in divided.values()):  # it has differentiated everything itself
+            divided |= {
+                name: Term(divided[name].total.detach().requires_grad_(), divided[name].weight) for name in named
+            }
+        for name in named:
+            factor = scale * (_of(self._divisors, name) or 1.0)
+            if math.isfinite(factor):
+                divided[name] = Term(divided[name].total * factor, divided[name].weight)
+        return divided
+
+    def check_divided(self, loss_fn: LossFunction, model: Any, turn: Turn) -> None:
+        """Raise `LossContractError` for a loss that takes the divisor and does not divide its total by it.
+
+        It runs twice, in evaluation mode and without gradients, where it can; a loss that differentiates cannot, and
+        runs once on a plain model, for an infinite divisor, which adds nothing to a gradient.
+        """
+        if not takes_divisor(loss_fn) or not self._divisors:
+            return
+        try:
+            with torch.no_grad():
+                one, half = (self._tried(loss_fn, model, turn, scale) for scale in (1.0, 2.0))
+            wrong = {name: one[name] for name in one if abs(one[name] - 2 * half[name]) > 0.01 * abs(one[name])}
+        except Exception:  # whatever a backward in the loss raises
+            if type(self._reducer) is not PlainReducer:
+                return
+            fresh = [each for each in self._reducer.parameters if each.grad is None]
+            with torch.enable_grad():
+                wrong = {name: total for name, total in self._tried(loss_fn, model, turn, math.inf).items() if total}
+            gradient.drop(fresh)
+        for name, total in wrong.items():
+            raise LossContractError(
+                f"the loss takes the divisor and its total {name!r} does not shrink with it ({total:.6g}); return "
+                "(total / divisor, weight), and divide what it differentiates"
+            )
+
+    def _tried(self, loss_fn: LossFunction, model: Any, turn: Turn, scale: float) -> dict[str, float]:
+        """The totals that are divided, for a multiple of the divisor; nothing but gradients is left of it."""
+        modes = {each: each.training for model in self._reducer.models for each in model.modules()}
+        counting, self._reducer.is_counting = self._reducer.is_counting, False
+        try:
+            for each in modes:
+                each.training = False
+            with rng.replay(rng.note(self._device)):
+                found = self._divided(loss_fn, model, replace(turn, microbatch=clone(turn.microbatch)), scale)
+        finally:
+            self._reducer.is_counting = counting
+            for each, mode in modes.items():
+                each.training = mode
+        return {name: float(found[name].total.detach()) for name in self._weighed_of(found)}
+
+    def _divided(self, loss_fn: LossFunction, model: Any, turn: Turn, scale: float) -> dict[str, Term]:
+        """What the loss returns for a multiple of the divisor."""
         own = {name: each * scale for name, each in self._divisors.items()}
         divisor = own if len(own) > 1 else next(iter(own.values()))
-        divided = terms_of(cast(Any, loss_fn)(model, turn.microbatch, divisor=divisor))
-        if turn.is_stand_in:
-            return divided
-        factors = {name: _of(own, name) or 1.0 for name in divided}
-        return {name: Term(total * factors[name], weight) if total.requires_grad else Term(total, weight)
-                for name, (total, weight) in divided.items()}  # fmt: skip
+        return terms_of(cast(Any, loss_fn)(model, turn.microbatch, divisor=divisor))
+
+    def _weighed_of(self, terms: Mapping[str, Term]) -> list[str]:
+        """Names of the terms that are divided; the others are metrics."""
+        carrying = differentiable(terms)
+        return carrying or [name for name in terms if name in self._divisors or len(terms) == 1]
 
     def backward(self, terms: Mapping[str, Term], turn: Turn) -> dict[str, Term]:
         """Differentiate one microbatch; returns its sums, detached."""

@@ -90,6 +90,8 @@ def _one_by_one(
     recovery = Recovery(share, loss_fn, reducer, opened)
 
     def work(turn: Turn) -> dict[str, Term]:
+        if ownership.is_new(loss_fn):
+            opened.check_divided(loss_fn, model, turn)
         receipt = ownership.receipt(loss_fn)
         terms = opened.terms_of(loss_fn, model, turn)
         if receipt is not None:
