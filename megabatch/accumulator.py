@@ -5,7 +5,6 @@ import copy
 from collections.abc import Callable, Generator, Mapping
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from megabatch.cost import CostModel, check_cost
 from megabatch.cut import Plan, check_bounds
 from megabatch.errors import Bound, MegabatchError, PlanError, check_positive
 from megabatch.fit import Fit, fit_or_bound
-from megabatch.ownership import Ownership, Receipt, identity_of
+from megabatch.ownership import ByLoss, Ownership, Receipt
 from megabatch.padding import Padding
 from megabatch.precision import Wide
 from megabatch.probe import Prober
@@ -100,7 +99,7 @@ class GradientAccumulator:
         self._alarm = Alarm(ranks, self._reducer.device)
         check_collate(collate, self._reducer, self._alarm)
         self._ownership = Ownership(self._reducer)
-        self._remembered: WeakKeyDictionary[Any, Callable[[], Microbatch | None]] = WeakKeyDictionary()  # by loss
+        self._remembered: ByLoss[Callable[[], Microbatch | None]] = ByLoss()  # a sample of an earlier call
         self._was_finite: Tensor | bool = True  # the update that it was in
         self._stepping: StepInBackward | None = None
         self.steps_in_backward = False  # before `finalize` could scale a gradient
@@ -108,7 +107,8 @@ class GradientAccumulator:
         self._is_lost = False  # an update of which calls had been made, until finalize() or discard() says so
         self._running = False  # inside a call, between its first microbatch and its last
         self._turn: Turn | None = None  # the microbatch that waits for its backward
-        self._untried: tuple[Share, Receipt] | None = None  # of an open loop, before its first backward
+        self._before: Receipt | None = None  # how gradients stood before the microbatch of an open loop
+        self._share: object = None  # the batch of an open loop
         self.last_plan: Plan | None = None
         self.fit = self._cutter.fit  # the bound that was chosen, and why, where none was given
 
@@ -170,10 +170,10 @@ class GradientAccumulator:
         body = GradientAccumulator.microbatches if weigh is None else weigh  # the body of the loop has no name
         with self._alarm.listening(), self._call(batch, Hooks(weigh), body) as (share, agreement, opened):
             opened.open_call(agreement)
-            self._untried = share, Receipt.of(self._reducer.accumulating)
+            self._share = [share.samples.held(), share.collated]
             with contextlib.closing(turns(share, agreement, weigh, self._reducer, self._reducer.device)) as each:
                 for turn in each:
-                    self._turn = turn
+                    self._turn, self._before = turn, self._ownership.receipt()
                     yield turn.microbatch
                     opened.check_whole()
                     if self._turn is turn:  # backward() clears it
@@ -183,17 +183,24 @@ class GradientAccumulator:
     @contextlib.contextmanager
     def _call(self, batch: Batch, hooks: Hooks, loss_fn: object) -> Generator[tuple[Share, Agreement, OpenUpdate]]:
         """Surrounds one call, prepared and agreed on; what it leaves half-way is forgotten with its update."""
-        key = identity_of(loss_fn)
 
         def made() -> Share:  # what it raises is raised on all ranks
-            self._check_gradients()
+            self._ownership.check()
+            self._reducer.check_unchanged()
             return self._prober.share(self._cutter, batch, hooks, self._open)
 
-        share, agreement = agree(self._reducer, made, hooks.weigh, partial(self._recalled, key))
+        try:
+            share, agreement = agree(self._reducer, made, hooks.weigh, partial(self._recalled, loss_fn))
+        except MegabatchError as error:
+            if error.loses_update:  # on whatever rank it was found; the gradients are another's
+                self._open, self._is_lost = None, True
+                self._wide.discard()
+            raise
         agreement = way.filled(self._reducer, share, agreement)
         if len(share.samples) and self.ranks.num_all > 1:
-            self._remembered[key], self._was_finite = share.samples.last().stand_in, True
-        self._reducer.check_unchanged()
+            self._remembered.set(loss_fn, share.samples.last().stand_in)
+            self._was_finite = True
+        had_calls = self._open is not None and self._open.has_calls
         if self._open is None:
             gradient.drop(self._reducer.parameters)
             self._wide.begin()
@@ -203,13 +210,12 @@ class GradientAccumulator:
         try:
             with way.around(self.model, self._reducer, agreement, self._cutter.collate, self._padding):
                 yield share, agreement, self._open
-            if self._stepping is None:
-                self._ownership.leave()
+            self._ownership.leave()
             self._running = False
             self.last_plan, self._cutter = planned.in_parts(share.parts), self._cutter.learn(share)
         finally:
             if self._running:  # the loss raised, or the loop was left early
-                self._is_lost = self._open.has_earlier_calls
+                self._is_lost = had_calls
                 self._abandon()
 
     def _check_open(self) -> None:
@@ -219,23 +225,15 @@ class GradientAccumulator:
         if self._is_lost:
             raise MegabatchError(f"{LOST}; discard() it, and give its samples again")
 
-    def _check_gradients(self) -> None:
-        """Raise `MegabatchError` where the open update is not as its last call has left it; it is lost then."""
-        try:
-            self._ownership.check()
-        except MegabatchError:
-            self._open, self._is_lost = None, True  # the gradients are another's
-            self._wide.discard()
-            raise
-
-    def _recalled(self, key: object) -> Microbatch | None:
+    def _recalled(self, loss_fn: object) -> Microbatch | None:
         """A dummy microbatch for a rank without samples, of an earlier call with the same loss.
 
         Nothing times a gradient that is not finite is not finite.
         """
         if not self._was_finite:  # waits for the device, where a rank has no sample
-            self._remembered, self._was_finite = WeakKeyDictionary(), True
-        return self._remembered.get(key, lambda: None)()
+            self._remembered, self._was_finite = ByLoss(), True
+        make = self._remembered.get(loss_fn)
+        return None if make is None else make()
 
     def backward(self, total: Tensor | Mapping[str, Any], weight: Tensor | float | None = None) -> None:
         """Differentiate one microbatch of the open loop; ``weight`` may be left out where ``weigh`` counted it.
@@ -247,10 +245,10 @@ class GradientAccumulator:
                 "backward() belongs once in the body of a loop over microbatches(); there is none to run"
             )
         terms = terms_given(total, weight, self._turn.weighed)
-        if self._untried is not None:
-            share, receipt = self._untried
-            self._ownership.check_loss(None, receipt, terms, share)
-            self._untried = None
+        if self._before is not None:
+            self._ownership.check_unmoved(None, self._before)
+            if self._turn.index == 0:
+                self._ownership.check_reach(None, self._before, terms, [self._turn.microbatch, self._share])
         self._open.backward_once(terms, self._turn)
         self._turn = None
 
@@ -332,7 +330,7 @@ class GradientAccumulator:
 
     def _abandon(self) -> None:
         """An update happens whole or not at all: forget what was accumulated."""
-        self._open, self._turn, self._untried, self._running = None, None, None, False
+        self._open, self._turn, self._before, self._share, self._running = None, None, None, None, False
         self._ownership.release()
         self._reducer.discard()
         self._wide.discard()

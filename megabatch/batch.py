@@ -18,6 +18,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from megabatch.errors import PlanError, require_count
 from megabatch.leaves import clone, each_leaf
@@ -28,6 +29,7 @@ Collate = Callable[[list[Any]], Microbatch]
 Length = Callable[[Any], int]
 
 IGNORED_LABEL = -100  # torch's cross-entropy ignores it by default
+_PADDED_NUMBERS = WeakTensorKeyDictionary()
 LABELS = re.compile(r"(^|_)(labels?|label_ids)(_|$)")  # keys of labels: labels, shift_labels, label_ids, chosen_labels
 
 
@@ -148,10 +150,14 @@ class Samples:
         try:
             for index in range(len(microbatches)):
                 due = microbatches[index + len(ahead) : index + self.deferred.look_ahead + 1]
-                ahead.extend(thread.submit(self.take, rows) for rows in due)
+                ahead.extend(thread.submit(self._take_kept, rows) for rows in due)
                 yield ahead.popleft().result()
         finally:
             thread.shutdown(cancel_futures=True)
+
+    def _take_kept(self, indices: Sequence[int]) -> Microbatch:
+        """A microbatch that outlives the next: a collate function of the user may fill the same buffer again."""
+        return self.take(indices) if self._collate is None else clone(self.take(indices))
 
     def last(self) -> "Samples":
         """The last sample, on its own memory, so that keeping it does not keep the batch."""
@@ -184,6 +190,11 @@ class Samples:
         each_leaf(microbatch, lambda leaf: kept.add(id(leaf)) or leaf)
         return each_leaf(moved, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) and id(leaf) in kept else leaf)
 
+    @property
+    def is_collated_by_user(self) -> bool:
+        """Whether the user has a collate function."""
+        return self._collate is not None
+
     def expect(self, microbatch: Microbatch) -> None:
         """Note the microbatch that runs next, on the CPU."""
         if self._pad is not None:
@@ -196,10 +207,12 @@ class Samples:
 
     def held(self) -> object:
         """The batch, as far as it is in memory."""
-        return self._list if self._rows is None else self._rows
+        return [self._list, self._rows, list(self._kept.values())]
 
     def keys(self) -> list[tuple[str, ...]]:
-        """The keys of samples, each set once; none of a deferred batch, whose samples are not there."""
+        """The keys of samples, each set once; none where samples are not there yet, or the user's collate chooses."""
+        if self._collate is not None:
+            return []
         if self._rows is not None:
             return [tuple(sorted(self._rows))] if len(self) else []
         return sorted({tuple(sorted(map(str, sample))) for sample in self._list if isinstance(sample, Mapping)})
@@ -279,7 +292,7 @@ def sample_length(sample: Any) -> int:
 def pad_right(samples: list[Mapping[str, Any]], fills: Mapping[str, float] | None = None) -> dict[str, Tensor]:
     """Stack samples, padding dim 0 on the right to the longest: labels with -100, other keys with 0.
 
-    Labels are the keys ``labels``, ``label``, ``label_ids`` and such as ``shift_labels`` or ``labels_of_words``.
+    Labels are ``labels``, and whole numbers under ``label``, ``label_ids`` and keys such as ``shift_labels``.
 
     Args:
         samples: Mappings of tensors (or numbers) with the same keys.
@@ -342,7 +355,8 @@ def stacked(name: str, values: list[Tensor], fill: float | None = None) -> Tenso
     if any(value.shape[1:] != first.shape[1:] or value.ndim != first.ndim for value in values):
         shapes = sorted({tuple(value.shape) for value in values})
         raise PlanError(f"{name!r} has the shapes {shapes}; only dim 0 is padded, the others must agree")
-    fill = (IGNORED_LABEL if is_label(name) else 0) if fill is None else fill
+    is_class = name == "labels" or (is_label(name) and not first.is_floating_point())  # soft labels have no such value
+    fill = (IGNORED_LABEL if is_class else 0) if fill is None else fill
     if not _holds(first.dtype, fill):
         raise PlanError(
             f"{name!r} has samples of unequal lengths and the dtype {first.dtype}, which cannot hold the padding value "
@@ -351,7 +365,14 @@ def stacked(name: str, values: list[Tensor], fill: float | None = None) -> Tenso
     padded = first.new_full((len(values), max(len(value) for value in values), *first.shape[1:]), fill)
     for row, value in zip(padded, values, strict=True):
         row[: len(value)] = value
+    if is_class and padded.is_floating_point():
+        _PADDED_NUMBERS[padded] = True
     return padded
+
+
+def has_padded_numbers(labels: Tensor) -> bool:
+    """Whether these are labels that were padded here, and floating, so that padding looks like any number."""
+    return labels in _PADDED_NUMBERS
 
 
 def _holds(dtype: torch.dtype, number: float) -> bool:

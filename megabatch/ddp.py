@@ -119,6 +119,8 @@ class DDPReducer(PlainReducer):
                     "microbatch; wrap with DistributedDataParallel(..., find_unused_parameters=True)"
                 )
             ) from None
+        if self._ddp.gradient_as_bucket_view:  # else the next forward makes buckets anew, and other views with them
+            cast(Any, self._ddp).reducer._rebuild_buckets()
 
     def finish_update(self) -> None:
         """DDP has reduced, unless gradients are wider than its buckets."""

@@ -28,6 +28,7 @@ class MegabatchError(Exception):
     """Base of every error raised on purpose; its text is one line, fit to be shown to a user."""
 
     shortage: Shortage | None = None  # where memory ran out
+    loses_update: bool = False  # whether the open update cannot go on
     strands_others = False  # one rank may raise it alone, while others wait in a collective: the alarm tells them
 
 

@@ -22,6 +22,7 @@ class FSDP1Reducer(PlainReducer):
 
     wrapper = "FSDP1"
     forwards_meet = True
+    replaces_gradients = True
     may_pause = False
 
     def __init__(self, model: nn.Module, fsdp: FullyShardedDataParallel, ranks: DataRanks) -> None:

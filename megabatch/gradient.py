@@ -44,37 +44,46 @@ def leaves(totals: Sequence[Tensor]) -> Generator[Tensor]:
             yield leaf
 
 
-def unscaled_function(totals: Sequence[Tensor]) -> str | None:
-    """The name of a function on the way to a total whose backward does not look at the gradient that it is given.
-
-    Only functions of the user's own that return scalars or vectors are asked, as losses are. Each is asked for two
-    gradients, of which one undoes what the other may have scaled in place.
-    """
+def functions_of_losses(totals: Sequence[Tensor]) -> list[Any]:
+    """Nodes of the user's own functions that return scalars or vectors, as losses do, on the way to totals."""
     pending: list[Any] = [torch.autograd.graph.get_gradient_edge(total).node for total in totals]
     seen: set[Any] = set()
+    found: list[Any] = []
     while pending:
         node = pending.pop()
         if node in seen or any(len(each.shape) > 1 for each in node._input_metadata):
             continue
         seen.add(node)
         pending.extend(before for before, _ in node.next_functions if before is not None)
-        if not isinstance(node, torch.autograd.function.BackwardCFunction):
-            continue
-        function: Any = cast(Any, type(node))._forward_cls
-        if not function.__module__.startswith("torch."):
-            twice, half = (_backward_of(node, scale) for scale in (2.0, 0.5))
-            if any(bool(one.any()) and torch.equal(one, other) for one, other in zip(twice, half, strict=True)):
-                return str(function.__name__)
-    return None
+        is_written = isinstance(node, torch.autograd.function.BackwardCFunction)
+        home = cast(Any, type(node))._forward_cls.__module__ if is_written else "torch"
+        if home.partition(".")[0] not in ("torch", "megabatch"):
+            found.append(node)
+    return found
+
+
+def name_of(node: Any) -> str:
+    """The name of a function written in Python."""
+    return str(cast(Any, type(node))._forward_cls.__name__)
 
 
 @torch.no_grad()
-def _backward_of(node: Any, scale: float) -> list[Tensor]:
-    """What a function gives its inputs for a gradient of ``scale``, copied."""
-    given = [torch.full(each.shape, scale, dtype=each.dtype, device=each.device) for each in node._input_metadata]
-    found = node.apply(*given)
-    tensors = [found] if isinstance(found, Tensor) else [each for each in found if isinstance(each, Tensor)]
-    return [each.detach().clone() for each in tensors]
+def is_scaled(node: Any) -> bool | None:
+    """Whether the backward of a function looks at the gradient that it is given; None where it gives nothing.
+
+    It runs for twice and for half of a gradient, so that its graph is used up.
+    """
+    found: list[list[Tensor]] = []
+    for scale in (2.0, 0.5):
+        given = [torch.full(each.shape, scale, dtype=each.dtype, device=each.device) for each in node._input_metadata]
+        try:
+            back = node.apply(*given)
+        except Exception:  # a second backward that the first has left nothing to
+            return True
+        tensors = [back] if isinstance(back, Tensor) else [each for each in back if isinstance(each, Tensor)]
+        found.append([each.detach().clone() for each in tensors])
+    moved = [(one, other) for one, other in zip(*found, strict=True) if bool(one.any())]
+    return not any(torch.equal(one, other) for one, other in moved) if moved else None
 
 
 def functions_beside(totals: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[str]:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megabatch import masks
-from megabatch.batch import IGNORED_LABEL, Microbatch
+from megabatch.batch import IGNORED_LABEL, Microbatch, has_padded_numbers
 from megabatch.contract import Term, loss
 from megabatch.errors import LossContractError
 from megabatch.masks import next_targets, with_config
@@ -53,7 +53,7 @@ def next_token_beside(model: nn.Module, microbatch: Microbatch, **asked: Any) ->
     The output's logits may be that sum in place of logits.
     """
     targets = next_targets(microbatch)  # [B, T], or [B, T - 1] where the last position predicts nothing
-    num_positions = targets.shape[1] + ("shift_labels" not in microbatch)
+    num_positions = targets.shape[1] + (microbatch.get("shift_labels") is None)
     _check_decoder(model)
     with summing(model, F.pad(targets, (0, num_positions - targets.shape[1]), value=IGNORED_LABEL)) as summed:
         output = _run(model, masks.without_needless(model, microbatch), **asked)
@@ -105,15 +105,12 @@ def count_values(microbatch: Microbatch) -> int:
 
 
 def without_padding(microbatch: Microbatch) -> Microbatch:
-    """The microbatch. Raises `LossContractError` where labels end as padded ones do, on the CPU."""
-    labels = _labels(microbatch)
-    if labels.ndim > 1 and labels.device.type == "cpu" and labels.shape[1] > 1:
-        is_fill = labels == IGNORED_LABEL
-        if bool((is_fill[:, -1] & ~is_fill[:, 0]).any()):
-            raise LossContractError(
-                "labels [B, T, ...] of a sample end with -100, as padding does, and mse counts every number; give "
-                "samples of one shape, or a loss of your own that leaves padding out"
-            )
+    """The microbatch. Raises `LossContractError` where its labels were padded."""
+    if has_padded_numbers(_labels(microbatch)):
+        raise LossContractError(
+            "labels of samples have unequal lengths and were padded with -100, and mse counts every number; give "
+            "samples of one shape, or a loss of your own that leaves padding out"
+        )
     return microbatch
 
 
@@ -122,7 +119,7 @@ def mse(model: nn.Module, microbatch: Microbatch) -> Term:
     """Squared error ``sum (prediction - labels)^2`` over every number of ``labels`` [B, ...].
 
     The model returns predictions of that very shape, or an object with ``.logits``. Samples must be of one shape:
-    padded numbers would count. Raises `LossContractError` for other shapes, and for labels that end with -100.
+    padded numbers would count. Raises `LossContractError` for other shapes, and for labels that were padded.
     """
     predictions, labels = _logits(_run(model, microbatch)), _labels(microbatch)  # [B, ...]
     if predictions.shape != labels.shape:

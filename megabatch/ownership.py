@@ -1,13 +1,13 @@
 """Whose gradient it is: an open update is lost where anything but its own calls moves what they have left.
 
-Everything here is on the host: identities and counts of writes, no numbers.
+Everything here is on the host: identities and counts of writes, no numbers. A loss is tried in its first call.
 """
 
 import gc
 import operator
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from torch import Tensor, nn
 from torch.distributed.fsdp._flat_param import FlatParameter
@@ -17,8 +17,8 @@ from megabatch.contract import Term, differentiable, takes_divisor
 from megabatch.errors import LossContractError, MegabatchError
 from megabatch.leaves import each_leaf
 from megabatch.plain import PlainReducer
-from megabatch.share import Share
 
+Value = TypeVar("Value")
 DIVIDE = (
     "Return the sum itself, or take the divisor, loss(model, microbatch, divisor), and divide by it before that "
     "backward (see megabatch.loss)"
@@ -26,29 +26,48 @@ DIVIDE = (
 
 
 class Receipt(NamedTuple):
-    """How gradients and parameters stood: what they were, and the number of writes to each."""
+    """How gradients stood: what they were, and the number of writes to each."""
 
     parameters: Sequence[nn.Parameter]
     gradients: list[Tensor | None]
-    gradient_writes: list[int]
-    parameter_writes: list[int]
-    are_trained: list[bool]
+    writes: list[int]
 
     @classmethod
     def of(cls, parameters: Sequence[nn.Parameter]) -> "Receipt":
         """As they stand now."""
         gradients = [each.grad for each in parameters]
-        return cls(
-            parameters,
-            gradients,
-            _num_writes([each for each in gradients if each is not None]),
-            _num_writes(parameters),
-            [each.requires_grad for each in parameters],
-        )
+        return cls(parameters, gradients, _num_writes([each for each in gradients if each is not None]))
 
-    def has_same_gradients(self, now: "Receipt") -> bool:
-        """Whether no gradient was replaced or written to since."""
-        return all(map(operator.is_, self.gradients, now.gradients)) and self.gradient_writes == now.gradient_writes
+    def holds(self, *, exact: bool = True) -> bool:
+        """Whether no gradient was replaced or written to since; not ``exact``: whether none came or went."""
+        now = Receipt.of(self.parameters)
+        if not exact:
+            return [each is None for each in self.gradients] == [each is None for each in now.gradients]
+        return all(map(operator.is_, self.gradients, now.gradients)) and self.writes == now.writes
+
+
+class Left(NamedTuple):
+    """What a call has left."""
+
+    gradients: Receipt
+    parameter_writes: list[int]
+    are_trained: list[bool]
+
+
+class ByLoss(Generic[Value]):
+    """Values by loss, for as long as it lives; a method is its object's. One that cannot be a key keeps none."""
+
+    def __init__(self) -> None:
+        self._found: weakref.WeakKeyDictionary[Any, dict[Any, Value]] = weakref.WeakKeyDictionary()
+
+    def get(self, loss_fn: Any) -> Value | None:
+        owner, function = _key_of(loss_fn)
+        return None if owner is None else self._found.get(owner, {}).get(function)
+
+    def set(self, loss_fn: Any, value: Value) -> None:
+        owner, function = _key_of(loss_fn)
+        if owner is not None:
+            self._found.setdefault(owner, {})[function] = value
 
 
 class Ownership:
@@ -56,8 +75,11 @@ class Ownership:
 
     def __init__(self, reducer: PlainReducer) -> None:
         self._reducer = reducer
-        self._left: Receipt | None = None
-        self._tried: weakref.WeakSet[Any] = weakref.WeakSet()  # losses
+        self._is_exact = not reducer.replaces_gradients
+        self._left: Left | None = None
+        self._tried: ByLoss[bool] = ByLoss()
+        self._scaling: set[type] = set()  # functions whose backward was seen to look at its gradient
+        self._trying: Any = None  # the loss that is tried in the call that runs, unless more is to be seen of it
         self._passing: list[weakref.ref[Tensor]] = []  # leaves that are to go with the graph of their microbatch
 
     def leave(self) -> None:
@@ -66,78 +88,104 @@ class Ownership:
         if any(_is_trained(each()) for each in passing):
             gc.collect()  # a cycle keeps a graph alive
         for leaf in (each() for each in passing):
-            if _is_trained(leaf):
-                raise _not_the_models(cast(Tensor, leaf))
-        self._left = Receipt.of(self._reducer.parameters)
+            if leaf is not None and _is_trained(leaf):
+                leaf.grad = None
+                raise _not_the_models(leaf)
+        if self._trying is not None:
+            self._tried.set(self._trying, True)
+        self._trying = None
+        parameters = self._reducer.parameters
+        trained = [each.requires_grad for each in parameters]
+        self._left = Left(Receipt.of(parameters), _num_writes(parameters), trained)
 
     def release(self) -> None:
         """Nothing is left to be looked after."""
-        self._left, self._passing = None, []
+        self._left, self._trying, self._passing = None, None, []
 
     def check(self) -> None:
         """Raise `MegabatchError` where gradients or parameters are not as the last call has left them."""
         left, self._left = self._left, None
         if left is None:
             return
-        now = Receipt.of(self._reducer.parameters)
-        what = None
-        if left.are_trained != now.are_trained:
+        parameters, what = self._reducer.parameters, None
+        if left.are_trained != [each.requires_grad for each in parameters]:
             what = "parameters were frozen or unfrozen"
-        elif left.parameter_writes != now.parameter_writes:
+        elif self._is_exact and left.parameter_writes != _num_writes(parameters):
             what = "parameters were written to, as optimizer.step() does,"
-        elif not left.has_same_gradients(now):
+        elif not left.gradients.holds(exact=self._is_exact):
             what = "gradients were dropped, replaced or written to, as zero_grad() and another accumulator do,"
         if what is not None:
-            raise MegabatchError(
+            lost = MegabatchError(
                 f"{what} between two calls of an update, which is lost; an update is open from its first "
                 "forward_backward() to finalize(), so do that before or after, or discard() the update"
             )
+            lost.loses_update = True
+            raise lost
         self._left = left
 
     def is_new(self, loss_fn: object) -> bool:
-        """Whether a loss was not tried yet."""
-        return identity_of(loss_fn) not in self._tried
+        """Whether a loss was not tried yet; the body of an open loop, which is None, never was."""
+        return loss_fn is None or self._tried.get(loss_fn) is None
 
-    def receipt(self, loss_fn: object) -> Receipt | None:
-        """What to hold a loss against that runs for the first time; None for any other."""
-        return Receipt.of(self._reducer.accumulating) if self.is_new(loss_fn) else None
+    def receipt(self) -> Receipt:
+        """How gradients stand before a loss runs."""
+        return Receipt.of(self._reducer.accumulating)
 
-    def check_loss(self, loss_fn: object, before: Receipt, terms: Mapping[str, Term], share: Share) -> None:
-        """Raise `LossContractError` for a loss whose gradient is not what autograd gives of its total.
+    def check_unmoved(self, loss_fn: object, before: Receipt) -> None:
+        """Raise `LossContractError` where the loss has moved a gradient and does not take the divisor."""
+        if not _is_divided(loss_fn) and self._has_moved(before):
+            raise LossContractError(f"gradients changed while the loss ran: it runs its own backward. {DIVIDE}")
 
-        After the first forward of a loss, before its backward; ``loss_fn`` is None for the body of an open loop.
+    def uses_up(self, loss_fn: object, terms: Mapping[str, Term]) -> bool:
+        """Whether functions of the user's own had to be tried, after which the graph is of no use.
+
+        Raises `LossContractError` for one whose backward does not look at the gradient that it is given.
         """
-        totals = [terms[name].total for name in differentiable(terms)]
-        is_divided = loss_fn is not None and takes_divisor(cast(Any, loss_fn))
-        if not is_divided:
-            if self._has_moved(before):
-                raise LossContractError(f"gradients changed while the loss ran: it runs its own backward. {DIVIDE}")
-            if (name := gradient.unscaled_function(totals)) is not None:
+        functions = gradient.functions_of_losses([terms[name].total for name in differentiable(terms)])
+        new = [node for node in functions if type(node) not in self._scaling]
+        if not new or _is_divided(loss_fn):
+            return False
+        before = self.receipt()
+        for node in new:
+            is_scaled = gradient.is_scaled(node)
+            if is_scaled is False or self._has_moved(before):
                 raise LossContractError(
-                    f"the backward of {name} gives the same gradient whatever its total is multiplied by. {DIVIDE}"
+                    f"the backward of {gradient.name_of(node)} gives the same gradient whatever its total is "
+                    f"multiplied by, or adds to gradients itself. {DIVIDE}"
                 )
-        known, reached = set(map(id, self._reducer.accumulating)), list(gradient.leaves(totals))
-        is_own = any(id(leaf) in known or isinstance(leaf, FlatParameter) for leaf in reached)
-        if is_divided and not is_own and not self._has_moved(before):
+            if is_scaled is None and not self._reducer.forwards_meet:  # no gradient came; it is tried again
+                self._trying = None
+            else:  # where forwards meet, all ranks make as many
+                self._scaling.add(type(node))
+        return True
+
+    def check_reach(self, loss_fn: object, before: Receipt, terms: Mapping[str, Term], given: object) -> None:
+        """Raise `LossContractError` for a loss that reaches what is not the model's, or nothing that is.
+
+        After the first forward of a loss; ``given`` is the batch and its microbatch, whose inputs may carry a gradient.
+        """
+        known, reached = set(map(id, self._reducer.accumulating)), False
+        for leaf in gradient.leaves([terms[name].total for name in differentiable(terms)]):
+            if id(leaf) in known or isinstance(leaf, FlatParameter):
+                reached = True
+            elif not _holds(given, leaf):
+                self._passing.append(weakref.ref(leaf))
+        if _is_divided(loss_fn) and not reached and not self._has_moved(before):
             raise LossContractError(
                 "the totals of the loss do not depend on a parameter of the model; compute them from its output, "
                 "undetached"
             )
-        for leaf in reached:
-            if id(leaf) in known or isinstance(leaf, FlatParameter):
-                continue
-            if isinstance(leaf, nn.Parameter):
-                raise _not_the_models(leaf)
-            if not _holds(share, leaf):
-                self._passing.append(weakref.ref(leaf))
-        if loss_fn is not None:
-            self._tried.add(identity_of(loss_fn))
+        self._trying = loss_fn
 
     def _has_moved(self, before: Receipt) -> bool:
         """Whether a gradient came or changed; FSDP2 makes some parameters in the first forward."""
         made = set(map(id, self._reducer.accumulating)) - set(map(id, before.parameters))
         new = any(each.grad is not None for each in self._reducer.accumulating if id(each) in made)
-        return new or not before.has_same_gradients(Receipt.of(before.parameters))
+        return new or not before.holds(exact=self._is_exact)
+
+
+def _is_divided(loss_fn: object) -> bool:
+    return loss_fn is not None and takes_divisor(cast(Any, loss_fn))
 
 
 def _not_the_models(leaf: Tensor) -> LossContractError:
@@ -152,8 +200,8 @@ def _is_trained(leaf: Tensor | None) -> bool:
     return leaf is not None and leaf.grad is not None
 
 
-def _holds(share: Share, leaf: Tensor) -> bool:
-    """Whether a leaf is the user's batch's own, as inputs are that carry a gradient."""
+def _holds(given: object, leaf: Tensor) -> bool:
+    """Whether a leaf is among what the loss was given."""
     found = False
 
     def look(each: Any) -> Any:
@@ -161,19 +209,19 @@ def _holds(share: Share, leaf: Tensor) -> bool:
         found = found or each is leaf
         return each
 
-    each_leaf([share.samples.held(), share.collated], look)
+    each_leaf(given, look)
     return found
 
 
-def identity_of(loss_fn: Any) -> Any:
-    """What stays of a loss from call to call: a method is made anew wherever it is asked for."""
-    found: Any = getattr(loss_fn, "__func__", loss_fn)
+def _key_of(loss_fn: Any) -> tuple[Any, Any]:
+    """What lives as long as a loss, and which loss of it; None where nothing can tell."""
+    owner, function = getattr(loss_fn, "__self__", loss_fn), getattr(loss_fn, "__func__", None)
     try:
-        hash(found)
-        weakref.ref(found)
+        hash(owner)
+        weakref.ref(owner)
     except TypeError:
-        return cast(Callable[..., Any], type(found))
-    return found
+        return None, None
+    return owner, function
 
 
 def _num_writes(tensors: Sequence[Tensor]) -> list[int]:

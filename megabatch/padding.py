@@ -54,7 +54,7 @@ class Padding:
         self._called = list(models)
         self._models = [inner for model in self._called if hasattr(inner := with_config(model), "config")]
         self._masks = WeakTensorKeyDictionary()  # of microbatches in which only these tell padding from tokens
-        self._expects_mask = False  # in the microbatch that runs
+        self._expected: tuple[int, ...] | None = None  # the shape of the mask that the microbatch that runs wants
 
     def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Tensor]:
         """The samples as one microbatch, ``{name: [B, longest, ...]}``. Raises `PlanError` as `pad_right`."""
@@ -81,14 +81,17 @@ class Padding:
     def expect(self, microbatch: Microbatch) -> None:
         """Note the microbatch that runs next, before it is moved."""
         mask = microbatch.get(MASK) if isinstance(microbatch, Mapping) else None
-        self._expects_mask = isinstance(mask, Tensor) and mask in self._masks
+        self._expected = tuple(mask.shape) if isinstance(mask, Tensor) and mask in self._masks else None
 
     @contextlib.contextmanager
     def watched(self) -> Generator[None]:
         """Surrounds a call. Raises `LossContractError` where the loss keeps the mask from a model that needs it."""
 
         def look(model: nn.Module, placed: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-            if self._expects_mask and len(placed) < 2 and named.get(MASK) is None:
+            if self._expected is None or len(placed) > 1 or named.get(MASK) is not None:
+                return
+            main = next((named[name] for name in self._main_inputs if name in named), placed[0] if placed else None)
+            if isinstance(main, Tensor) and tuple(main.shape[:2]) == self._expected:
                 raise LossContractError(
                     f"samples are padded and the loss gives {type(with_config(model)).__name__} no attention_mask, so "
                     'that it takes padding for tokens; hand microbatch["attention_mask"] on, which is made where '
@@ -100,7 +103,7 @@ class Padding:
         try:
             yield
         finally:
-            self._expects_mask = False
+            self._expected = None
             for hook in hooks:
                 hook.remove()
 
@@ -111,12 +114,15 @@ class Padding:
             return
         if is_fake(ids) or not self._models:
             return
-        largest = int(ids.max())
-        if self._vocab_size is not None and largest >= self._vocab_size:
-            raise PlanError(
-                f"input_ids has the token {largest} and the model's vocabulary has {self._vocab_size}; give the "
-                "tokenizer of the model, or model.resize_token_embeddings()"
-            )
+        if len(self._models) > 1:  # which of them reads it is not known
+            return
+        if self._vocab_size is not None and int(ids.max()) >= self._vocab_size:
+            beyond = set(ids[ids >= self._vocab_size].tolist()) - self._placeholders
+            if beyond:
+                raise PlanError(
+                    f"input_ids has the token {min(beyond)} and the model's vocabulary has {self._vocab_size}; give "
+                    "the tokenizer of the model, or model.resize_token_embeddings()"
+                )
         num_tokens = 0 if ids.ndim != 2 or POSITIONS in microbatch else ids.shape[1]
         if self._num_positions is not None and num_tokens > self._num_positions:
             raise PlanError(
@@ -130,7 +136,7 @@ class Padding:
         """Raise where a model that looks for its pad token would not find the padding."""
         if not isinstance(mask, Tensor) or mask.shape != ids.shape or mask.device != ids.device:
             return
-        hidden = ids[mask == 0]
+        hidden = ids[(mask != 0).flip(1).cumsum(1).flip(1) == 0]  # behind the last token
         if len(hidden) and (self._pad_token is None or bool((hidden != self._pad_token).any())):
             raise PlanError(
                 f"{self._name} finds the end of a sample by its pad token, config.pad_token_id={self._pad_token}, and "
@@ -171,11 +177,17 @@ class Padding:
         return type(self._models[0]).__name__
 
     @cached_property
+    def _placeholders(self) -> set[int]:
+        """Tokens of images and the like, which the model replaces before it looks them up."""
+        configs = [vars(model.config) for model in self._models]
+        return {value for config in configs for name, value in config.items() if "token" in name and type(value) is int}
+
+    @cached_property
     def _looks_for_pads(self) -> bool:
-        """Whether a forward reads config.pad_token_id, as that of a decoder that classifies does."""
+        """Whether a model that classifies reads config.pad_token_id in its forward, as a decoder does."""
         kinds = {type(module) for model in self._models for module in model.modules()}
-        codes = (getattr(inspect.unwrap(kind.forward), "__code__", None) for kind in kinds)
-        return any(code is not None and "pad_token_id" in code.co_names for code in codes)
+        forwards = (inspect.unwrap(kind.forward) for kind in kinds if "ForSequenceClassification" in kind.__name__)
+        return any("pad_token_id" in each.__code__.co_names for each in forwards if hasattr(each, "__code__"))
 
     @cached_property
     def _takes_mask(self) -> bool:

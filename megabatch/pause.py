@@ -78,7 +78,7 @@ def _gradient(parameter: nn.Parameter, kept: Tensor, shape: list[int], axes: lis
         return held
     placements = [mine if axis == OWN else PLACEMENTS[axis]() for mine, axis in zip(own.placements, axes, strict=True)]
     return DTensor.from_local(
-        kept.to(own.device, copy=True),
+        held,
         own.device_mesh,
         placements,
         run_check=False,

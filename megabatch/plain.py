@@ -33,6 +33,7 @@ class PlainReducer:
     loss_factor = 1.0
     one_shape = False  # whether microbatches are filled up to the largest of a call
     forwards_meet = False  # whether ranks wait for each other in every module that is called
+    replaces_gradients = False  # whether the wrapper lays other views into ``p.grad`` by itself
     may_pause = True  # whether all of an open update's gradient is in ``p.grad`` between two calls
     gathered = 0  # hash of what was gathered in this update, which is the same on all ranks
     is_counting: bool | None = None  # the microbatch that runs: False for a stand-in
@@ -71,7 +72,9 @@ class PlainReducer:
             )
         for parameter in self.parameters:
             hooks = cast(Any, parameter)
-            if (hooks._backward_hooks or hooks._post_accumulate_grad_hooks) and (names := _foreign_hooks(hooks)):
+            if not (hooks._backward_hooks or hooks._post_accumulate_grad_hooks or hooks.__dict__):
+                continue
+            if names := _foreign_hooks(hooks):
                 raise PlanError(
                     f"a parameter of shape {tuple(parameter.shape)} has the hook {names[0]}, which would see the "
                     "gradients of single microbatches; remove it, and work on p.grad after finalize()"
@@ -163,6 +166,7 @@ def _foreign_hooks(parameter: Any) -> list[str]:
     hooks = [*(parameter._backward_hooks or {}).values(), *(parameter._post_accumulate_grad_hooks or {}).values()]
     homes = {hook: getattr(getattr(hook, "func", hook), "__module__", None) or "" for hook in hooks}
     foreign = [hook for hook, home in homes.items() if home.partition(".")[0] not in ("torch", "megabatch")]
+    foreign += getattr(parameter, "_in_backward_optimizers", [])  # of torch's _apply_optimizer_in_backward
     return [repr(getattr(hook, "__qualname__", type(hook).__name__)) for hook in foreign]
 
 

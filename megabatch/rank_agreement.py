@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megabatch.errors import PlanError
@@ -75,7 +76,8 @@ def _structure(models: Sequence[nn.Module]) -> Facts:
 def _shape(parameter: Tensor, model: nn.Module) -> str:
     """The whole shape; unknown for FSDP1, whose parameters are pieces of a flat one."""
     is_piece = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
-    return "sharded" if is_piece else str(tuple(parameter.shape))
+    is_lazy = isinstance(parameter, UninitializedParameter)  # whose shape comes with the first forward
+    return "sharded" if is_piece else "lazy" if is_lazy else str(tuple(parameter.shape))
 
 
 def _checksums(models: Sequence[nn.Module]) -> Facts:

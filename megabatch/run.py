@@ -211,10 +211,16 @@ def _one_line(failure: Exception) -> str:
 
 def told_failure(ranks: DataRanks, failure: Exception | None) -> Exception:
     """This rank's own failure, or the first that another rank tells of."""
-    told = failure and (isinstance(failure, LossContractError), _one_line(failure))
-    failures: list[tuple[bool, str] | None] = ranks.exchange_objects(told)
+    loses = getattr(failure, "loses_update", False)
+    told = failure and (isinstance(failure, LossContractError), loses, _one_line(failure))
+    failures: list[tuple[bool, bool, str] | None] = ranks.exchange_objects(told)
+    loses = any(each is not None and each[1] for each in failures)
     if failure is not None and (ranks.num_all == 1 or not is_out_of_memory(failure)):  # which is told by now
+        if isinstance(failure, MegabatchError):
+            failure.loses_update = loses
         return failure
-    rank, (of_contract, text) = next((rank, each) for rank, each in enumerate(failures) if each is not None)
+    rank, (of_contract, _, text) = next((rank, each) for rank, each in enumerate(failures) if each is not None)
     rank %= ranks.degree  # ranks that share samples come after those that do not
-    return (LossContractError if of_contract else PlanError)(f"data rank {rank} of {ranks.degree}: {text}")
+    error = (LossContractError if of_contract else PlanError)(f"data rank {rank} of {ranks.degree}: {text}")
+    error.loses_update = loses
+    return error

@@ -29,6 +29,7 @@ class SeveralReducer(PlainReducer):
         self.ranks, self.device, self.loss_factor = first.ranks, first.device, first.loss_factor
         self.norm_groups = first.norm_groups
         self._reducers, self._frozen = list(reducers), frozen
+        self.replaces_gradients = any(each.replaces_gradients for each in reducers)
         self.forwards_meet = any(each.forwards_meet for each in reducers)
         self.may_pause = all(each.may_pause for each in reducers)
         self.models = [*(model for reducer in reducers for model in reducer.models), *frozen]

@@ -196,8 +196,13 @@ def collated(samples: Samples, plan: Plan, weigh: Weigh | None) -> Share:
 
 
 def _kept(samples: Samples, plan: Plan) -> tuple[Microbatch, ...]:
-    """Every microbatch, on memory of its own: a collate function may fill the same buffer again."""
-    kept = list(map(samples.take, plan.microbatches[:2]))
-    if len(kept) == 2 and not memory_of(kept[0]).isdisjoint(memory_of(kept[1])):
-        return tuple(clone(samples.take(rows)) for rows in plan.microbatches)
-    return (*kept, *map(samples.take, plan.microbatches[2:]))
+    """Every microbatch, on memory of its own: a collate function may fill the same buffers again."""
+    kept: list[Microbatch] = []
+    memory: set[int] = set()
+    for rows in plan.microbatches:
+        kept.append(samples.take(rows))
+        own = memory_of(kept[-1]) if samples.is_collated_by_user else set[int]()
+        if not own.isdisjoint(memory):
+            return tuple(clone(samples.take(rows)) for rows in plan.microbatches)
+        memory |= own
+    return tuple(kept)

@@ -125,12 +125,13 @@ class OpenUpdate:
         self._failed: int | None = None  # the microbatch of an open loop whose backward has failed
         self._counted = 0.0
         self._num_calls = self.num_samples = self.num_tokens = self.num_microbatches = 0
+        self._all_have_gradients = False
         self.is_continued = False  # from a state: what others have counted of it is not here
 
     @property
-    def has_earlier_calls(self) -> bool:
-        """Whether a call before the one that runs has given a gradient."""
-        return self.is_continued or self._num_calls > 1
+    def has_calls(self) -> bool:
+        """Whether a call has begun to add to it."""
+        return self.is_continued or self._num_calls > 0
 
     @property
     def steps_in_backward(self) -> bool:
@@ -245,7 +246,9 @@ class OpenUpdate:
             sums = self.add(terms, turn)  # which may raise, and then no parameter is to have moved
             with contextlib.nullcontext() if self._stepping is None else self._stepping.backward(turn.index):
                 objective.backward(inputs=None if turn.wanted is None else list(turn.wanted))
-        gradient.separate(self._reducer.accumulating)
+        if not self._all_have_gradients:  # only new ones can share memory
+            gradient.separate(self._reducer.accumulating)
+            self._all_have_gradients = all(each.grad is not None for each in self._reducer.accumulating)
         return sums
 
     @property

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megabatch import gradient, joint, pipeline
+from megabatch import gradient, joint, pipeline, rng
 from megabatch.apart import watched
 from megabatch.batch import Collate
 from megabatch.contract import JointLoss, LossFunction, Term, Weigh, takes_divisor, weigh_of
@@ -90,12 +90,18 @@ def _one_by_one(
     recovery = Recovery(share, loss_fn, reducer, opened)
 
     def work(turn: Turn) -> dict[str, Term]:
-        if ownership.is_new(loss_fn):
+        is_new = ownership.is_new(loss_fn)
+        if is_new:
             opened.check_divided(loss_fn, model, turn)
-        receipt = ownership.receipt(loss_fn)
+        random = rng.note(reducer.device) if is_new else None
+        receipt = ownership.receipt()
         terms = opened.terms_of(loss_fn, model, turn)
-        if receipt is not None:
-            ownership.check_loss(loss_fn, receipt, terms, share)
+        ownership.check_unmoved(loss_fn, receipt)
+        if random is not None:
+            ownership.check_reach(loss_fn, receipt, terms, [turn.microbatch, share.samples.held(), share.collated])
+            if ownership.uses_up(loss_fn, terms):
+                rng.put_back(random)
+                terms = opened.terms_of(loss_fn, model, turn)
         if turn.is_part:
             recovery.check_reach(terms, turn)
         return opened.backward(terms, turn)

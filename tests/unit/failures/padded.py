@@ -128,7 +128,8 @@ FAILURES = {
     ),
     "a backward that does not scale": Failure(
         LossContractError,
-        f"the backward of Eager gives the same gradient whatever its total is multiplied by. {DIVIDE}",
+        "the backward of Eager gives the same gradient whatever its total is multiplied by, or adds to gradients "
+        f"itself. {DIVIDE}",
         unscaled,
     ),
     "a call after a lost update": Failure(
