@@ -200,6 +200,7 @@ class GradientAccumulator:
         if len(share.samples) and self.ranks.num_all > 1:
             self._remembered.set(loss_fn, share.samples.last().stand_in)
             self._was_finite = True
+        self._ownership.release()  # gradients that a wrapper may free in its backward
         had_calls = self._open is not None and self._open.has_calls
         if self._open is None:
             gradient.drop(self._reducer.parameters)
@@ -249,6 +250,7 @@ class GradientAccumulator:
             self._ownership.check_unmoved(None, self._before)
             if self._turn.index == 0:
                 self._ownership.check_reach(None, self._before, terms, [self._turn.microbatch, self._share])
+            self._before = None
         self._open.backward_once(terms, self._turn)
         self._turn = None
 

@@ -157,7 +157,9 @@ class Samples:
 
     def _take_kept(self, indices: Sequence[int]) -> Microbatch:
         """A microbatch that outlives the next: a collate function of the user may fill the same buffer again."""
-        return self.take(indices) if self._collate is None else clone(self.take(indices))
+        made = self.take(indices)
+        is_ahead = self.deferred is not None and self.deferred.look_ahead > 0
+        return clone(made) if is_ahead and self._collate is not None else made
 
     def last(self) -> "Samples":
         """The last sample, on its own memory, so that keeping it does not keep the batch."""

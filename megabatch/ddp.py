@@ -98,6 +98,9 @@ class DDPReducer(PlainReducer):
         self._went_through_ddp, self._is_reducing = False, reduce
         with contextlib.nullcontext() if reduce else self._ddp.no_sync():
             yield
+        if reduce and self._ddp.gradient_as_bucket_view:  # else the next forward makes buckets, and other views, anew
+            with contextlib.suppress(RuntimeError):  # where something was left unreduced, which finish_call tells
+                cast(Any, self._ddp).reducer._rebuild_buckets()
 
     def finish_call(self) -> None:
         if self._is_local:
@@ -119,8 +122,6 @@ class DDPReducer(PlainReducer):
                     "microbatch; wrap with DistributedDataParallel(..., find_unused_parameters=True)"
                 )
             ) from None
-        if self._ddp.gradient_as_bucket_view:  # else the next forward makes buckets anew, and other views with them
-            cast(Any, self._ddp).reducer._rebuild_buckets()
 
     def finish_update(self) -> None:
         """DDP has reduced, unless gradients are wider than its buckets."""

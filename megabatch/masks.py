@@ -74,7 +74,7 @@ def is_causal(model: Any, *, with_experts: bool = False) -> bool:
 def with_config(model: Any) -> Any:
     """The model of transformers that DDP, FSDP1 or torch.compile have wrapped; the innermost, where there is none."""
     while not hasattr(model, "config"):
-        inner = getattr(model, "module", None) or getattr(model, "_orig_mod", None)
+        inner = getattr(model, "module", getattr(model, "_orig_mod", None))
         if not isinstance(inner, nn.Module):
             break
         model = inner

@@ -25,7 +25,9 @@ class RandomState:
 
 def note(device: torch.device) -> RandomState:
     """Where the generators stand now. Generators live on the host: no device is waited for."""
-    of_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(*_which(device))
+    of_device = (
+        None if device.type in ("cpu", "meta") else torch.get_device_module(device).get_rng_state(*_which(device))
+    )
     return RandomState(device, torch.get_rng_state(), of_device)
 
 

@@ -143,8 +143,9 @@ def _stand_in(
         failed, offers = zip(*ranks.exchange_objects((failure is not None, offer)), strict=True)
         if any(failed):
             raise told_failure(ranks, failure)
-        sent = next(each for each in offers if each is not None) if offer is None else offer
-        return lambda: clone(sent)  # a new one, since a loss may write to it
+        if offer is None:
+            sent = next(each for each in offers if each is not None)
+            return lambda: clone(sent)  # a new one, since a loss may write to it
     return mine if num_microbatches > len(share.plan.microbatches) else None
 
 

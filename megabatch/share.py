@@ -186,7 +186,7 @@ def collated(samples: Samples, plan: Plan, weigh: Weigh | None) -> Share:
         sums = (sum(told[row] for row in rows) for rows in plan.microbatches)
         return Share(samples, plan, (), tuple(map(counted_weights, sums)))
     kept = _kept(samples, plan) if samples.deferred is None else ()
-    weights = tuple(counted_weights(weigh(each)) for each in kept or map(samples.take, plan.microbatches))
+    weights = tuple(map(counted_weights, map(weigh, kept or map(samples.take, plan.microbatches))))  # keeps none
     names = [sorted(each) for each in weights]
     if any(each != names[0] for each in names):
         raise LossContractError(f"weigh names the terms {names}; name the same terms for each microbatch")

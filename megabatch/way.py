@@ -99,9 +99,10 @@ def _one_by_one(
         ownership.check_unmoved(loss_fn, receipt)
         if random is not None:
             ownership.check_reach(loss_fn, receipt, terms, [turn.microbatch, share.samples.held(), share.collated])
-            if ownership.uses_up(loss_fn, terms):
-                rng.put_back(random)
-                terms = opened.terms_of(loss_fn, model, turn)
+        del receipt  # which would keep gradients that a wrapper frees in its backward
+        if random is not None and ownership.uses_up(loss_fn, terms):
+            rng.put_back(random)
+            terms = opened.terms_of(loss_fn, model, turn)
         if turn.is_part:
             recovery.check_reach(terms, turn)
         return opened.backward(terms, turn)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import BertConfig, BertForTokenClassification, GPT2Config, GPT2LMHeadModel
 
-from megabatch import GradientAccumulator, LossContractError, MegabatchError, PlanError, losses
+from megabatch import GradientAccumulator, LossContractError, MegabatchError, PlanError, loss, losses
 from megabatch.padding import Padding
 from tests.unit.failures.table import SAMPLES, Failure, accumulator, squares, weighed_squares
 
@@ -73,6 +73,12 @@ def unscaled() -> None:
     )
 
 
+@loss(weigh=lambda microbatch: len(microbatch["x"]))
+def detached(model: nn.Module, microbatch: Any, divisor: float) -> tuple[Tensor, int]:
+    total, weight = squares(model, microbatch)
+    return total.detach() / divisor, weight
+
+
 def two_pad_tokens() -> None:
     models = [gpt2(pad_token_id=1), gpt2(pad_token_id=2)]
     Padding(models)(texts(3, 4))
@@ -131,6 +137,11 @@ FAILURES = {
         "the backward of Eager gives the same gradient whatever its total is multiplied by, or adds to gradients "
         f"itself. {DIVIDE}",
         unscaled,
+    ),
+    "a total that is detached, of a loss that takes the divisor": Failure(
+        LossContractError,
+        "the totals of the loss do not depend on a parameter of the model; compute them from its output, undetached",
+        lambda: accumulator().forward_backward(SAMPLES, detached),
     ),
     "a call after a lost update": Failure(
         MegabatchError, f"{LOST}; discard() it, and give its samples again", lambda: after_a_lost_update("call")
