@@ -296,7 +296,8 @@ class _Proof:
         found = list(self._sums_that_differ(whole, runs[0])) if runs else []
         if wrong or found:
             named = [cause for look in (self._mixer, self._padding, self._shared_memory) if (cause := look())]
-            found = named[:1] or found
+            # A cause explains totals that differ, not a weight that counts something else.
+            found = [*named[:1], *(each for each in found if not named or "is no count" in each)]
         found += self._unused_targets()
         yield from found or self._other_loss(whole)
 
