@@ -1,9 +1,9 @@
 """What it costs to hold the gradient against what the last call has left, beside the same update without it.
 
 Both loops train the same small Llama on the same rows. One has its checks taken out: receipts of gradients and
-parameters between calls, gradients that share memory, hooks and dtypes. They are work of the host, the same for any
-model of so many parameters, so an update of 3 ms shows them. Repeats are interleaved; the ratio is that of medians.
-Writes benchmarks/results/receipts_*.json.
+parameters between calls and around each loss, gradients that share memory, hooks and dtypes. They are work of the host,
+the same for any model of so many parameters, so an update of 3 ms shows them. Repeats are interleaved; the ratio is
+that of medians. Writes benchmarks/results/receipts_*.json.
 """
 
 import contextlib
@@ -35,8 +35,8 @@ def unchecked() -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for owner, name in (
-            (Ownership, "check"), (Ownership, "leave"), (Ownership, "receipt"), (PlainReducer, "check_parameters"),
-            (gradient, "separate"),
+            (Ownership, "check"), (Ownership, "leave"), (Ownership, "receipt"), (Ownership, "is_new"),
+            (Ownership, "check_unmoved"), (PlainReducer, "check_parameters"), (gradient, "separate"),
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(owner, name, nothing))
         yield
