@@ -4,11 +4,13 @@
 counts, and never divides: the update's loss is the sum of the totals over the sum of the weights.
 """
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -53,6 +55,7 @@ class JointLoss:
     loss: Callable[..., Any]
 
 
+_TAKES_DIVISOR: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # an inspection takes longer than all other checks
 LossFunction = Callable[[Any, Any], Any]
 Weigh = Callable[[Any], Any]
 Prepare = Callable[[Any], Any]
@@ -100,10 +103,15 @@ def weigh_of(loss_fn: LossFunction | JointLoss) -> Weigh | None:
 
 def takes_divisor(loss_fn: LossFunction | JointLoss) -> bool:
     """Whether a loss divides by itself: it has a parameter named ``divisor``, as `loss` says."""
-    try:
-        return "divisor" in inspect.signature(cast(Callable[..., Any], loss_fn)).parameters
-    except (TypeError, ValueError):  # written in C, or a JointLoss
-        return False
+    function = getattr(loss_fn, "__func__", loss_fn)
+    with contextlib.suppress(KeyError, TypeError):  # not asked before, or not to be kept
+        return _TAKES_DIVISOR[function]
+    takes = False
+    with contextlib.suppress(TypeError, ValueError):  # written in C, or a JointLoss
+        takes = "divisor" in inspect.signature(cast(Callable[..., Any], loss_fn)).parameters
+    with contextlib.suppress(TypeError):
+        _TAKES_DIVISOR[function] = takes
+    return takes
 
 
 class Hooks(NamedTuple):

@@ -179,9 +179,13 @@ class Ownership:
 
     def _has_moved(self, before: Receipt) -> bool:
         """Whether a gradient came or changed; FSDP2 makes some parameters in the first forward."""
-        made = set(map(id, self._reducer.accumulating)) - set(map(id, before.parameters))
-        new = any(each.grad is not None for each in self._reducer.accumulating if id(each) in made)
-        return new or not before.holds(exact=self._is_exact)
+        if not before.holds(exact=self._is_exact):
+            return True
+        now = self._reducer.accumulating
+        if now is before.parameters:
+            return False
+        known = set(map(id, before.parameters))
+        return any(each.grad is not None for each in now if id(each) not in known)
 
 
 def _is_divided(loss_fn: object) -> bool:

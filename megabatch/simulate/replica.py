@@ -76,8 +76,8 @@ class Replica(DistributedDataParallel):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if not self._buckets:
             self._begin()
-        elif self._order and not self._is_rebuilt:
-            self._rebuild()
+        else:
+            self._rebuild_buckets()
         if self.require_forward_param_sync:
             self._send_buffers()
         self._reduces = torch.is_grad_enabled() and bool(self.require_backward_grad_sync)
@@ -86,6 +86,15 @@ class Replica(DistributedDataParallel):
             for bucket in self._buckets:
                 bucket.waiting = set(bucket.views)
         return self.module(*inputs, **named)
+
+    @property
+    def reducer(self) -> "Replica":
+        """What DDP keeps its buckets in."""
+        return self
+
+    def _rebuild_buckets(self) -> None:
+        if self._order and not self._is_rebuilt:
+            self._rebuild()
 
     def memory(self) -> list[Tensor]:
         """The buckets' own; there from the first forward on."""
