@@ -1,4 +1,4 @@
-"""What it costs to hold the gradient against what the last call has left, beside the same update without it.
+"""The cost of holding the gradient against what the last call has left, beside the same update without it.
 
 Both loops train the same small Llama on the same rows. One has its checks taken out: receipts of gradients and
 parameters between calls and around each loss, gradients that share memory, hooks and dtypes. They are work of the host,

@@ -184,7 +184,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_of_backend(error: BaseException) -> bool:
-    """Whether it comes of a message between ranks, which may have been half sent."""
+    """Return True for an error of a message between ranks, which may have been half sent."""
     return isinstance(_first_cause(error), dist.DistBackendError)
 
 

@@ -194,7 +194,7 @@ class Samples:
 
     @property
     def is_collated_by_user(self) -> bool:
-        """Whether the user has a collate function."""
+        """True if the user has a collate function."""
         return self._collate is not None
 
     def expect(self, microbatch: Microbatch) -> None:
@@ -266,7 +266,7 @@ class Samples:
 
     @property
     def _has_lengths(self) -> bool:
-        """Whether lengths count tokens: of images, [C, H, W] and of one shape, dim 0 counts nothing."""
+        """True if lengths count tokens; dim 0 of images, [C, H, W] and of one shape, counts nothing."""
         if self.deferred is not None or self._length is not None or len(set(self.lengths)) > 1 or not len(self):
             return True
         first = self._list[0] if self._rows is None else {name: value[0] for name, value in self._rows.items()}
@@ -291,21 +291,16 @@ def sample_length(sample: Any) -> int:
     return first.shape[0] if first.ndim else 1
 
 
-def pad_right(samples: list[Mapping[str, Any]], fills: Mapping[str, float] | None = None) -> dict[str, Tensor]:
+def pad_right(samples: list[Mapping[str, Any]]) -> dict[str, Tensor]:
     """Stack samples, padding dim 0 on the right to the longest: labels with -100, other keys with 0.
 
     Labels are ``labels``, and whole numbers under ``label``, ``label_ids`` and keys such as ``shift_labels``.
-
-    Args:
-        samples: Mappings of tensors (or numbers) with the same keys.
-        fills: What to pad a key with instead.
 
     Returns ``{name: [B, longest, ...]}``, or ``[B]`` for scalars. Raises `PlanError` where the samples' keys or
     their other dims differ, and where the dtype of a key cannot hold what it is padded with.
     """
     check_keys(samples)
-    columns = columns_of(samples)
-    return {name: stacked(name, values, (fills or {}).get(name)) for name, values in columns.items()}
+    return {name: stacked(name, values) for name, values in columns_of(samples).items()}
 
 
 def columns_of(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Tensor]]:
@@ -314,7 +309,7 @@ def columns_of(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Tensor]]:
 
 
 def is_label(name: str) -> bool:
-    """Whether a key of a sample holds labels, by its name."""
+    """Return True if a key of a sample holds labels, by its name."""
     return LABELS.search(name) is not None and "mask" not in name
 
 
@@ -373,12 +368,12 @@ def stacked(name: str, values: list[Tensor], fill: float | None = None) -> Tenso
 
 
 def has_padded_numbers(labels: Tensor) -> bool:
-    """Whether these are labels that were padded here, and floating, so that padding looks like any number."""
+    """Return True for floating labels that were padded here: their padding looks like any number."""
     return labels in _PADDED_NUMBERS
 
 
 def _holds(dtype: torch.dtype, number: float) -> bool:
-    """Whether a dtype holds a number as it is, to its own rounding."""
+    """Return True if a dtype holds a number, to its own rounding."""
     if dtype == torch.bool:
         return number in (0, 1)
     if dtype.is_floating_point or dtype.is_complex:

@@ -102,7 +102,7 @@ def weigh_of(loss_fn: LossFunction | JointLoss) -> Weigh | None:
 
 
 def takes_divisor(loss_fn: LossFunction | JointLoss) -> bool:
-    """Whether a loss divides by itself: it has a parameter named ``divisor``, as `loss` says."""
+    """Return True if a loss divides by itself: it has a parameter named ``divisor``, see `loss`."""
     function = getattr(loss_fn, "__func__", loss_fn)
     with contextlib.suppress(KeyError, TypeError):  # not asked before, or not to be kept
         return _TAKES_DIVISOR[function]

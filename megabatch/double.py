@@ -159,7 +159,7 @@ def _has_tensor_axis(parameter: DTensor) -> bool:
 
 
 def _states(model: nn.Module) -> list[Any]:
-    """What FSDP2 keeps of each call of fully_shard, the outermost first."""
+    """The state that FSDP2 keeps of each call of fully_shard, the outermost first."""
     states = [cast(Any, each)._get_fsdp_state() for each in model.modules() if isinstance(each, FSDPModule)]
     return list(dict.fromkeys(states))
 
@@ -213,7 +213,7 @@ def wrapped_alike(plain: nn.Module, model: nn.Module) -> nn.Module:
 
 
 def _reshards(state: Any, group: Any) -> bool | int | None:
-    """What fully_shard was told of it."""
+    """The arguments that fully_shard was given for it."""
     after = group.post_forward_mesh_info
     if state._auto_reshard_after_forward or after is None:
         return None if state._auto_reshard_after_forward else False

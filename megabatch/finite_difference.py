@@ -1,6 +1,7 @@
 """Whether backward gives the slope that a loss has, by central differences in float64."""
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -68,7 +69,7 @@ def _central(line: "_Line", tape: "_Tape", loss: Loss, step: float) -> float:
     return (values[0] - values[1]) / (2 * step)
 
 
-class _Line:
+class _Line(ABC):
     """A straight line through the point at which a loss is looked at."""
 
     def __init__(self, models: Sequence[nn.Module], generator: torch.Generator) -> None:
@@ -76,13 +77,13 @@ class _Line:
         self.leaves: list[Tensor] = []
         self.directions: list[Tensor] = []
 
+    @abstractmethod
     def moved(self) -> contextlib.AbstractContextManager[None]:
         """Surrounds all looks at the loss; begins near the point where the model stands."""
-        raise NotImplementedError
 
+    @abstractmethod
     def move(self, at: float) -> None:
         """Go so many steps from where it begins."""
-        raise NotImplementedError
 
     @torch.no_grad()
     def _random(self, like: Tensor) -> Tensor:

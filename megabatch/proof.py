@@ -24,7 +24,16 @@ from torch.utils import _pytree as pytree
 from megabatch import fsdp2, losses, masks, rng
 from megabatch.accumulator import GradientAccumulator
 from megabatch.batch import IGNORED_LABEL, Batch, Deferred, Microbatch, Samples
-from megabatch.contract import JointLoss, LossFunction, Term, counted_weights, differentiable, hooks_of, terms_of
+from megabatch.contract import (
+    JointLoss,
+    LossFunction,
+    Term,
+    counted_weights,
+    differentiable,
+    hooks_of,
+    takes_divisor,
+    terms_of,
+)
 from megabatch.cut import check_bounds
 from megabatch.double import Float64WithoutDropout, float64_copy, in_float64, stay_in_float64, unwrapped, wrapped_alike
 from megabatch.errors import MegabatchError, PlanError, in_one_line
@@ -154,7 +163,7 @@ class _Proof:
         self.wrapped: Any = alike[0] if single else alike
         self.root = copies[0] if single else nn.ModuleList(copies)
         self.device = next(self.root.parameters()).device
-        self.takes_divisor = "divisor" in _names(loss_fn)
+        self.takes_divisor = takes_divisor(loss_fn)
         self._hooked = [pair for each in models for pair in each.named_parameters()]
         self._outside: dict[int, Tensor] | None = None  # what is trained and neither the model's nor the batch's
         self._drawn = rng.note(self.device)
