@@ -21,8 +21,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks import result
 from benchmarks.speed.__main__ import GSM8K
 from megabatch import CostModel, GradientAccumulator, UpdateSampler, losses
-from megabatch.fit import Fit
-from megabatch.partition import deal
+from megabatch.planning.limits import Fit
+from megabatch.planning.partition import deal
 from megabatch.train.data.stdlib import stdlib_functions, stdlib_root
 from megabatch.train.dealing import LEAST, MOST, even_tokens, price_of
 

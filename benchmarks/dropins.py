@@ -26,7 +26,7 @@ from benchmarks.speed import data
 from benchmarks.speed.__main__ import GSM8K, Cell
 from benchmarks.speed.setting import FULL, QUICK, Setting
 from megabatch import losses
-from megabatch.batch import pad_right
+from megabatch.batching.samples import pad_right
 from megabatch.integrations.accelerate import learner
 from megabatch.integrations.lightning import ExactUpdates
 from megabatch.integrations.transformers import MegabatchTrainer

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import result
 from megabatch import losses
-from megabatch.memory import measuring
+from megabatch.autotune.memory import measuring
 
 MEGABYTE = 10**6
 CPU = torch.device("cpu")

@@ -24,7 +24,7 @@ from benchmarks.llama import Shape, llama
 from benchmarks.speed import data
 from benchmarks.turns import TOLERANCES, Way, difference, gradients, medians, write
 from megabatch import GradientAccumulator, losses
-from megabatch.rows import OneRow
+from megabatch.batching.packed_row import OneRow
 
 CLAIM = "attention that takes sequences of several lengths at once needs no padding"
 PADDED = "padded, sdpa"

@@ -7,7 +7,7 @@ import tempfile
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
-from megabatch.batch import pad_right
+from megabatch.batching import pad_right
 from megabatch.integrations.transformers import MegabatchTrainer
 
 torch.manual_seed(0)

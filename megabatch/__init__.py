@@ -9,37 +9,37 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megabatch import losses as losses
     from megabatch.accumulator import GradientAccumulator as GradientAccumulator
-    from megabatch.contract import JointLoss as JointLoss
-    from megabatch.contract import Term as Term
-    from megabatch.contract import loss as loss
-    from megabatch.cost import CostModel as CostModel
-    from megabatch.cut import Plan as Plan
-    from megabatch.cut import plan as plan
+    from megabatch.engine.update import Update as Update
     from megabatch.errors import LossContractError as LossContractError
     from megabatch.errors import MegabatchError as MegabatchError
     from megabatch.errors import PlanError as PlanError
     from megabatch.learner import Learner as Learner
-    from megabatch.proof import Verification as Verification
-    from megabatch.proof import verify as verify
-    from megabatch.sampler import UpdateSampler as UpdateSampler
-    from megabatch.update import Update as Update
+    from megabatch.losses.contract import JointLoss as JointLoss
+    from megabatch.losses.contract import Term as Term
+    from megabatch.losses.contract import loss as loss
+    from megabatch.planning.cost import CostModel as CostModel
+    from megabatch.planning.plan import Plan as Plan
+    from megabatch.planning.plan import plan as plan
+    from megabatch.planning.sampler import UpdateSampler as UpdateSampler
+    from megabatch.verification.proof import Verification as Verification
+    from megabatch.verification.proof import verify as verify
 else:
     _HOME = {  # public name → its module
         "GradientAccumulator": "accumulator",
-        "JointLoss": "contract",
-        "Term": "contract",
-        "loss": "contract",
-        "CostModel": "cost",
-        "Plan": "cut",
-        "plan": "cut",
+        "JointLoss": "losses.contract",
+        "Term": "losses.contract",
+        "loss": "losses.contract",
+        "CostModel": "planning.cost",
+        "Plan": "planning.plan",
+        "plan": "planning.plan",
         "LossContractError": "errors",
         "MegabatchError": "errors",
         "PlanError": "errors",
         "Learner": "learner",
-        "Verification": "proof",
-        "verify": "proof",
-        "UpdateSampler": "sampler",
-        "Update": "update",
+        "Verification": "verification.proof",
+        "verify": "verification.proof",
+        "UpdateSampler": "planning.sampler",
+        "Update": "engine.update",
     }
     __all__ = ["losses", *_HOME]
 

@@ -10,25 +10,26 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from megabatch import gradient, pause, way
-from megabatch.alarm import Alarm
-from megabatch.apart import check_collate
-from megabatch.batch import Batch, Collate, Length, Microbatch
-from megabatch.contract import Hooks, JointLoss, LossFunction, Term, Weigh, hooks_of, terms_given
-from megabatch.cost import CostModel, check_cost
-from megabatch.cut import Plan, check_bounds
+from megabatch.autotune.tuner import Prober
+from megabatch.batching.padding import Padding
+from megabatch.batching.samples import Batch, Collate, Length, Microbatch
+from megabatch.engine import open_update_state, way
+from megabatch.engine.call import Agreement, Turn, agree, turns, with_stand_ins
+from megabatch.engine.oom_broadcast import Alarm
+from megabatch.engine.ownership import ByLoss, Ownership, Receipt
+from megabatch.engine.packing_check import check_collate
+from megabatch.engine.prepare import Cutter, Share
+from megabatch.engine.step_in_backward import StepInBackward
+from megabatch.engine.update import OpenUpdate, Update
 from megabatch.errors import Bound, MegabatchError, PlanError, check_positive
-from megabatch.fit import Fit, fit_or_bound
-from megabatch.ownership import ByLoss, Ownership, Receipt
-from megabatch.padding import Padding
-from megabatch.precision import Wide
-from megabatch.probe import Prober
-from megabatch.rank_agreement import check_rank_agreement
-from megabatch.run import Agreement, Turn, agree, turns, with_stand_ins
-from megabatch.share import Cutter, Share
-from megabatch.stepping import StepInBackward
-from megabatch.sync import Models, choose_policy, reducer_for
-from megabatch.update import OpenUpdate, Update
+from megabatch.losses.contract import Hooks, JointLoss, LossFunction, Term, Weigh, hooks_of, terms_given
+from megabatch.planning.cost import CostModel, check_cost
+from megabatch.planning.limits import Fit, fit_or_bound
+from megabatch.planning.plan import Plan, check_bounds
+from megabatch.wrappers import gradients
+from megabatch.wrappers.detect import Models, choose_policy, reducer_for
+from megabatch.wrappers.precision import Wide
+from megabatch.wrappers.rank_agreement import check_rank_agreement
 
 LOST = "an update was lost when one of its calls failed or its gradient was taken, with what its other calls had given"
 
@@ -203,7 +204,7 @@ class GradientAccumulator:
         self._ownership.release()  # gradients that a wrapper may free in its backward
         had_calls = self._open is not None and self._open.has_calls
         if self._open is None:
-            gradient.drop(self._reducer.parameters)
+            gradients.drop(self._reducer.parameters)
             self._wide.begin()
             self._open = OpenUpdate(self._reducer, self._stepping)
         self.last_plan = planned = with_stand_ins(share.plan, agreement.num_microbatches)
@@ -301,12 +302,12 @@ class GradientAccumulator:
         """
         if self._running:
             raise MegabatchError("state_dict() was called inside a call, where an update is half done; call it after")
-        return pause.state_of(self._open, self._reducer)
+        return open_update_state.state_of(self._open, self._reducer)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with a saved update in place of the open one. Raises `PlanError` for one of other ranks or models."""
         self.discard()
-        self._open = pause.reopened(state, self._reducer, self._wide, self._stepping)
+        self._open = open_update_state.reopened(state, self._reducer, self._wide, self._stepping)
         if self._open is not None:
             self._ownership.leave()
 
@@ -336,4 +337,4 @@ class GradientAccumulator:
         self._ownership.release()
         self._reducer.discard()
         self._wide.discard()
-        gradient.drop(self._reducer.parameters)
+        gradients.drop(self._reducer.parameters)

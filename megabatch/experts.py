@@ -15,14 +15,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from megabatch import losses, masks
+from megabatch import losses
 from megabatch.accumulator import GradientAccumulator
-from megabatch.batch import Microbatch
-from megabatch.contract import LossFunction, Term, loss
+from megabatch.batching.attention_mask import MASK, noted, with_config
+from megabatch.batching.samples import Microbatch
+from megabatch.engine.update import OpenUpdate
 from megabatch.errors import LossContractError, MegabatchError, PlanError, require_positive
-from megabatch.stages import Pipeline
-from megabatch.update import OpenUpdate
-from megabatch.vocabulary import HALF_TYPES
+from megabatch.losses.chunked_cross_entropy import HALF_TYPES
+from megabatch.losses.contract import LossFunction, Term, loss
+from megabatch.pipeline.stages import Pipeline
 
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")  # what configs of transformers call it
 TOKENS = "megabatch: tokens"  # in a microbatch: which positions are, [B, T]; not for the model
@@ -108,7 +109,7 @@ def next_token_with_balance(
     if coefficient is not None and not 0 <= coefficient < math.inf:
         raise PlanError(f"coefficient is {coefficient!r}; expected a finite number, not negative")
 
-    @loss(weigh=_count_targets_and_sequences, prepare=masks.noted)
+    @loss(weigh=_count_targets_and_sequences, prepare=noted)
     def next_token_with_balance(model: nn.Module, microbatch: Microbatch) -> dict[str, Term]:
         factor = _from_config(model, COEFFICIENTS, "coefficient") if coefficient is None else coefficient
         experts_per_token = int(_from_config(model, ("num_experts_per_tok",), "top_k") if top_k is None else top_k)
@@ -154,7 +155,7 @@ def _forward(model: nn.Module, microbatch: Microbatch) -> tuple[Term, Sequence[T
 
 def _real_tokens(microbatch: Microbatch) -> Tensor:
     """Which positions are tokens, [B, T]."""
-    for name in (TOKENS, masks.MASK):
+    for name in (TOKENS, MASK):
         if isinstance(mask := microbatch.get(name), Tensor):
             return mask
     return torch.ones_like(microbatch["labels" if "labels" in microbatch else "shift_labels"])
@@ -178,7 +179,7 @@ def _from_config(model: nn.Module, names: Sequence[str], argument: str) -> float
 
 def config_value(model: nn.Module, names: Sequence[str]) -> float | None:
     """The first of ``names`` that the config of a model of transformers has, wrapped or not; None: it has none."""
-    config: Any = getattr(masks.with_config(model), "config", None)
+    config: Any = getattr(with_config(model), "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return next((found for name in names if (found := getattr(text, name, None)) is not None), None)
 

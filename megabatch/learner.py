@@ -7,10 +7,10 @@ from torch import nn, optim
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from megabatch.accumulator import GradientAccumulator
-from megabatch.batch import Batch
-from megabatch.contract import JointLoss, LossFunction, Term
+from megabatch.batching.samples import Batch
+from megabatch.engine.update import Update
 from megabatch.errors import LossContractError, PlanError
-from megabatch.update import Update
+from megabatch.losses.contract import JointLoss, LossFunction, Term
 
 
 class Learner:

@@ -34,7 +34,12 @@ from tests.unit.failures import (
 )
 from tests.unit.failures.table import Failure, accumulator, linear
 
-LIBRARY = sorted(Path(megabatch.__file__).parent.glob("*.py"))
+PACKAGE = Path(megabatch.__file__).parent
+LIBRARY = sorted(
+    each
+    for each in PACKAGE.rglob("*.py")
+    if each.relative_to(PACKAGE).parts[0] not in ("train", "simulate", "integrations", "__main__.py")
+)
 ERRORS = {"MegabatchError", "PlanError", "LossContractError"}
 ALONE = {
     name: failure

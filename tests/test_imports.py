@@ -1,7 +1,7 @@
-"""The order of imports, and the map of files in the README."""
+"""Folders are chapters: the order in which they import each other, and how large they may be."""
 
 import ast
-import re
+from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -12,23 +12,19 @@ import megabatch
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megabatch"
 
-LIBRARY = [  # a module imports only modules above it
-    "errors", "partition", "cost", "cut", "fit", "leaves", "batch", "contract", "masks", "padding", "vocabulary",
-    "losses", "rng", "rows", "context", "mesh", "alarm", "foreign", "hooks", "fusing", "precision", "wrapped",
-    "plain", "ddp", "fsdp1", "fsdp2", "rank_agreement", "several", "shapes", "schedules", "stages", "sync",
-    "gradient", "sampler", "memory", "share", "ownership", "run", "optimizer_trial", "stepping", "update", "pause",
-    "kept", "copies", "probe", "taken", "recovery", "representations", "joint", "pipeline", "simulate.devices",
-    "simulate.allocator", "simulate.traffic", "simulate.roofline", "simulate.record", "simulate.ledger",
-    "simulate.shards", "simulate.replica", "simulate.fake", "simulate.simulated", "simulate.world", "simulate.update",
-    "simulate", "apart", "way", "accumulator", "learner", "mixing", "double", "finite_difference", "proof", "experts",
+CHAPTERS = [  # a chapter imports only chapters above it
+    "errors", "planning", "batching", "losses", "wrappers", "engine", "pipeline", "autotune", "accumulator", "learner",
+    "verification", "experts", "simulate", "integrations",
 ]  # fmt: skip
-WITHOUT_TORCH = LIBRARY[:5]
+LARGE = {"engine": 12, "wrappers": 12}  # files of a chapter; of any other 9 at most
+WITHOUT_TORCH = ("errors", "planning.partition", "planning.cost", "planning.plan", "planning.limits")
 OUTSIDE = {"environ", "getenv", "putenv", "open", "read_text", "read_bytes", "write_text", "write_bytes"}
+READS_FILES = {"autotune.memory"}  # what the kernel says of a process
 
 FILES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
 TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 MODULES = {name.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for name in FILES} - {"__init__"}
-INTEGRATIONS = sorted(module for module in MODULES if module.startswith("integrations."))
+LIBRARY = sorted(module for module in MODULES if module.partition(".")[0] not in ("train", "__main__"))
 
 
 def file_of(module: str) -> str:
@@ -48,10 +44,10 @@ def imported(tree: ast.AST) -> set[str]:
     return names
 
 
-def edges(module: str) -> set[str]:
+def edges(module: str, tree: ast.AST | None = None) -> set[str]:
     """Modules of the package that ``module`` imports; "" is the package itself."""
     found: set[str] = set()
-    for name in imported(TREES[file_of(module)]):
+    for name in imported(tree or TREES[file_of(module)]):
         top, *parts = name.split(".")
         if top == "megabatch":
             while parts and ".".join(parts) not in MODULES:
@@ -60,18 +56,30 @@ def edges(module: str) -> set[str]:
     return found
 
 
-def test_the_list_names_every_module_of_the_library():
-    on_disk = {module for module in MODULES if module.partition(".")[0] not in ("train", "integrations", "__main__")}
-    assert on_disk == set(LIBRARY)
+def chapter_of(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def at_the_top(module: str) -> ast.Module:
+    """The imports that stand at the top of a file; the others are made when they are needed."""
+    tree = TREES[file_of(module)]
+    return ast.Module([node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)], [])
+
+
+def test_every_file_belongs_to_a_chapter():
+    assert {chapter_of(module) for module in LIBRARY} == set(CHAPTERS)
 
 
 @pytest.mark.parametrize("module", LIBRARY)
-def test_a_module_imports_only_modules_above_it(module):
-    assert edges(module) <= set(LIBRARY[: LIBRARY.index(module)])
+def test_a_chapter_imports_only_chapters_above_it(module):
+    place = CHAPTERS.index(chapter_of(module))
+    above = {"", *CHAPTERS[: place + 1]} if module.startswith("integrations") else set(CHAPTERS[: place + 1])
+    assert {chapter_of(edge) for edge in edges(module, at_the_top(module))} <= above
 
 
-def test_the_package_imports_only_the_library():
-    assert edges("__init__") <= set(LIBRARY) | {""}
+def test_there_is_no_circle():
+    graph = {module: edges(module, at_the_top(module)) - {module, chapter_of(module)} for module in LIBRARY}
+    TopologicalSorter(graph).prepare()
 
 
 def test_the_trainer_has_no_circle():
@@ -81,22 +89,30 @@ def test_the_trainer_has_no_circle():
     assert not any(edge == "__main__" for found in trainer.values() for edge in found)
 
 
-@pytest.mark.parametrize("module", INTEGRATIONS)
-def test_an_integration_imports_the_library_alone_and_is_imported_by_no_other_part(module):
-    assert edges(module) <= {*LIBRARY, *INTEGRATIONS, "integrations"}
-    assert not [other for other in MODULES - set(INTEGRATIONS) if module in edges(other)]
+@pytest.mark.parametrize("module", LIBRARY)
+def test_the_library_knows_no_trainer(module):
+    assert not any(chapter_of(edge) in ("train", "__main__") for edge in edges(module))
+
+
+def test_the_package_has_sixteen_entries_at_most():
+    entries = {Path(name).parts[0] for name in FILES} - {"__init__.py", "__main__.py"}
+    assert len(entries) <= 16, sorted(entries)
+
+
+@pytest.mark.parametrize("chapter", [each for each in CHAPTERS if f"{each}/__init__.py" in FILES])
+def test_a_chapter_has_few_files(chapter):
+    files = [name for name in FILES if name.startswith(f"{chapter}/") and not name.endswith("__init__.py")]
+    assert len(files) <= LARGE.get(chapter, 9), files
+
+
+def test_no_file_name_occurs_twice():
+    names = Counter(module.rpartition(".")[2] for module in LIBRARY)
+    assert not [name for name, count in names.items() if count > 1]
 
 
 @pytest.mark.parametrize("module", WITHOUT_TORCH)
-def test_the_ground_floor_knows_no_torch(module):
+def test_planning_knows_no_torch(module):
     assert not [name for name in imported(TREES[file_of(module)]) if name.partition(".")[0] == "torch"]
-
-
-@pytest.mark.parametrize("module", LIBRARY)
-def test_imports_stand_at_the_top(module):
-    tree = TREES[file_of(module)]
-    at_the_top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-    assert imported(tree) == imported(ast.Module(at_the_top, []))
 
 
 def test_the_names_of_the_package_are_imported_when_they_are_asked_for_and_listed_for_type_checkers():
@@ -110,32 +126,11 @@ def test_the_names_of_the_package_are_imported_when_they_are_asked_for_and_liste
     assert checking == ["__init__.py"]
 
 
-@pytest.mark.parametrize("module", ["__init__", *(each for each in LIBRARY if each != "memory")])
+@pytest.mark.parametrize("module", ["__init__", *LIBRARY])
 def test_the_library_reads_no_file_and_no_environment_variable(module):
+    if module in READS_FILES or module.startswith("integrations"):
+        return
     names = {node.attr for node in ast.walk(TREES[file_of(module)]) if isinstance(node, ast.Attribute)}
     names |= {node.id for node in ast.walk(TREES[file_of(module)]) if isinstance(node, ast.Name)}
     assert not names & OUTSIDE
     assert not {name.partition(".")[0] for name in imported(TREES[file_of(module)])} & {"os", "io", "pathlib"}
-
-
-def mapped_files(readme: str) -> list[str]:
-    """Files that the README's map names below megabatch/, in its order; a folder's files stand deeper than it."""
-    blocks = re.findall(r"^```\w*\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
-    (block,) = [block for block in blocks if re.search(r"^ *errors\.py ", block, re.MULTILINE)]
-    found: list[str] = []
-    folders: list[tuple[int, str]] = []  # open ones, with their depth
-    for spaces, name in re.findall(r"^( *)(\S+)", block, re.MULTILINE):
-        while folders and folders[-1][0] >= len(spaces):
-            folders.pop()
-        if name.endswith("/") and len(spaces):
-            folders.append((len(spaces), name))
-        elif name.endswith(".py"):
-            found.append("".join(folder for _, folder in folders) + name)
-    return found
-
-
-def test_the_map_of_the_readme_is_the_package():
-    mapped = mapped_files((ROOT / "README.md").read_text())
-    assert sorted(mapped) == sorted(name for name in FILES if not name.endswith("__init__.py"))
-    library = [file for file in map(file_of, LIBRARY) if not file.endswith("__init__.py")]
-    assert [name for name in mapped if name in library] == library

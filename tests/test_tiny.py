@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import megabatch
 from megabatch import GradientAccumulator, losses
-from megabatch.batch import pad_right
+from megabatch.batching.samples import pad_right
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 BEFORE, AFTER, FIVE_MINUTES, OWN_LOSS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)

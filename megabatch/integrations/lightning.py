@@ -7,9 +7,9 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from megabatch.accumulator import GradientAccumulator
-from megabatch.contract import JointLoss, LossFunction
+from megabatch.engine.update import Update
 from megabatch.errors import LossContractError, PlanError, require_count
-from megabatch.update import Update
+from megabatch.losses.contract import JointLoss, LossFunction
 
 STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")  # whose module is whole on every rank
 

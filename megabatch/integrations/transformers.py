@@ -12,15 +12,15 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from megabatch import losses
 from megabatch.accumulator import GradientAccumulator
-from megabatch.batch import Microbatch
-from megabatch.contract import Hooks, JointLoss, LossFunction, hooks_of
+from megabatch.batching.packed_row import OneRow
+from megabatch.batching.samples import Microbatch
+from megabatch.engine.update import Update
 from megabatch.errors import LossContractError, MegabatchError, PlanError, in_one_line
-from megabatch.integrations import means, trial
-from megabatch.integrations.arguments import refuse
-from megabatch.integrations.dealing import DealtBatches
-from megabatch.rows import OneRow
-from megabatch.update import Update
-from megabatch.vocabulary import HALF_TYPES
+from megabatch.integrations import loss_trial, metric_means
+from megabatch.integrations.balance import DealtBatches
+from megabatch.integrations.trainer_arguments import refuse
+from megabatch.losses.chunked_cross_entropy import HALF_TYPES
+from megabatch.losses.contract import Hooks, JointLoss, LossFunction, hooks_of
 
 try:
     from accelerate.utils import gather_object
@@ -109,7 +109,7 @@ class MegabatchTrainer(Trainer):
 
         Rows where there are no ``labels`` and where they are one floating number each.
         """
-        return means.count_labels(microbatch, shifted=self._is_causal)
+        return metric_means.count_labels(microbatch, shifted=self._is_causal)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Samples as they are: they are collated when their microbatch is known. None is repeated."""
@@ -246,7 +246,7 @@ class MegabatchTrainer(Trainer):
         is_replaced = self._overrides("compute_loss") or self.compute_loss_func or self.label_smoother
         if self._is_causal and not is_replaced:
             return losses.next_token
-        return means.times_count(self._mean, lambda microbatch: self.count_targets(microbatch))
+        return metric_means.times_count(self._mean, lambda microbatch: self.count_targets(microbatch))
 
     def _mean(self, model: nn.Module, microbatch: Microbatch) -> Any:
         """The mean; one that is not counted leaves no metrics."""
@@ -258,9 +258,9 @@ class MegabatchTrainer(Trainer):
         finally:
             unseen.put_back()
 
-    def _remembered(self) -> trial.Remembered:
+    def _remembered(self) -> loss_trial.Remembered:
         """What a loss may write to the trainer and to what it holds, but for its data."""
-        return trial.Remembered(self, leave=(self.train_dataset, self.eval_dataset, self._batches, self._tried))
+        return loss_trial.Remembered(self, leave=(self.train_dataset, self.eval_dataset, self._batches, self._tried))
 
     def _overrides(self, *names: str) -> bool:
         """Whether one of these is not Trainer's own."""
@@ -299,21 +299,21 @@ class MegabatchTrainer(Trainer):
         if not self._checks_loss or self._given_loss is not None or number & (number - 1) or number > LAST_TRIED:
             return
         samples, collate = self._to_try()
-        new = trial.choose(gather_object(trial.choose(samples, self._features)), self._features)
+        new = loss_trial.choose(gather_object(loss_trial.choose(samples, self._features)), self._features)
         if not new:
             return
         if self._is_collated:  # stacked as they are
             shapes = _shapes(new[0])
             new, self._tried = [each for each in new if _shapes(each) == shapes], []
-        self._features |= trial.features_of(new)
-        self._tried = trial.choose([*new, *self._tried], set())
+        self._features |= loss_trial.features_of(new)
+        self._tried = loss_trial.choose([*new, *self._tried], set())
         problem = None
         unwrapped = self.accelerator.unwrap_model(model)
         try:
-            with trial.without_traces(unwrapped, self._remembered()):
+            with loss_trial.without_traces(unwrapped, self._remembered()):
                 vars(self)["log"] = _say_nothing  # until attributes are put back
                 self._run_trial(unwrapped, self._tried, collate)
-        except trial.NotFiniteError as error:  # later on, such an update is not stepped
+        except loss_trial.NotFiniteError as error:  # later on, such an update is not stepped
             problem = str(error) if number == 1 else None
         except Exception as error:
             problem = (
@@ -346,7 +346,7 @@ class MegabatchTrainer(Trainer):
                 return self.compute_loss(cast(Any, model), microbatch)
 
         is_next_token = self._known_loss() is losses.next_token
-        tried = trial.Trial(
+        tried = loss_trial.Trial(
             model, samples, collate, self._prepare_inputs, mean,
             losses.count_targets if is_next_token else self.count_targets,
             size=size, one_row=size == 1 and tokens is None, tolerance=rounding,

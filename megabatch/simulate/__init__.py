@@ -7,8 +7,8 @@ from megabatch.simulate.record import CATEGORIES, Moment, Phase
 from megabatch.simulate.replica import Replica
 from megabatch.simulate.shards import tagging_shards
 from megabatch.simulate.simulated import Simulated
+from megabatch.simulate.simulated_update import simulate
 from megabatch.simulate.traffic import Sent
-from megabatch.simulate.update import simulate
 
 __all__ = [
     "CATEGORIES",

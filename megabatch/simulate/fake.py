@@ -16,9 +16,9 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.errors import PlanError, in_one_line
-from megabatch.fsdp2 import param_groups
+from megabatch.pipeline.stages import Pipeline
 from megabatch.simulate.replica import Replica
-from megabatch.stages import Pipeline
+from megabatch.wrappers.fsdp2 import param_groups
 
 NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # pyright
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megabatch.errors import PlanError, require_count
-from megabatch.mesh import DataRanks, check_axes
+from megabatch.wrappers.mesh import DataRanks, check_axes
 
 
 class OnlyRank(DataRanks):

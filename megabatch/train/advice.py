@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from megabatch import Learner, MegabatchError, Plan
-from megabatch.contract import LossFunction, weigh_of
-from megabatch.gradient import total_norm
+from megabatch.losses.contract import LossFunction, weigh_of
 from megabatch.train.config import Config
 from megabatch.train.culprits import LARGEST_NORM
 from megabatch.train.metrics import Row, read_rows
@@ -21,6 +20,7 @@ from megabatch.train.noise import Measured, Scale, Sum, measured, words_of
 from megabatch.train.nonfinite import Made
 from megabatch.train.partial import Call, Calls, InCalls
 from megabatch.train.ranks import Ranks
+from megabatch.wrappers.gradients import total_norm
 
 NOISE, SIGNAL, SCALE = "gradient_noise", "gradient_signal", "noise_scale_samples"  # of an update's row
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from megabatch import CostModel, GradientAccumulator, errors
-from megabatch.batch import Deferred
-from megabatch.contract import LossFunction
-from megabatch.fit import Fit, Measured
-from megabatch.memory import HighWater, device_text
+from megabatch.autotune.memory import HighWater, device_text
+from megabatch.batching.samples import Deferred
+from megabatch.losses.contract import LossFunction
+from megabatch.planning.limits import Fit, Measured
 from megabatch.train.config import Config
 from megabatch.train.console import Console
 from megabatch.train.data.load import Data

@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megabatch import Learner
-from megabatch.contract import LossFunction
 from megabatch.errors import Bound as Learned
-from megabatch.fit import Fit
+from megabatch.losses.contract import LossFunction
+from megabatch.planning.limits import Fit
 from megabatch.train.bound import Bound, choose, longest, saved_bound
 from megabatch.train.config import Config, UpdateConfig
 from megabatch.train.data.load import Data

@@ -7,8 +7,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from megabatch import Plan, plan
-from megabatch.batch import sample_length
-from megabatch.shapes import equal_rows
+from megabatch.batching.pad_to_shape import equal_rows
+from megabatch.batching.samples import sample_length
 from megabatch.train.config import UpdateConfig
 from megabatch.train.ranks import Ranks
 

@@ -13,13 +13,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megabatch import Plan, context, losses, pipeline
-from megabatch.batch import Microbatch
-from megabatch.contract import PAIR_NAME, LossFunction, Term, accumulation_dtype, differentiable, hooks_of, terms_of
+from megabatch import Plan, losses, pipeline
+from megabatch.batching import context_parallel
+from megabatch.batching.padding import Padding
+from megabatch.batching.samples import Microbatch
+from megabatch.batching.tree import to_device
 from megabatch.errors import LossContractError, MegabatchError, PlanError
-from megabatch.leaves import to_device
-from megabatch.padding import Padding
-from megabatch.pipeline import Pipeline
+from megabatch.losses.contract import (
+    PAIR_NAME,
+    LossFunction,
+    Term,
+    accumulation_dtype,
+    differentiable,
+    hooks_of,
+    terms_of,
+)
 from megabatch.train.config import EvalConfig, UpdateConfig
 from megabatch.train.console import Console
 from megabatch.train.cutting import cut, most_tokens
@@ -51,7 +59,7 @@ class Terms:
 
     def of_all(self, model: nn.Module, microbatches: Sequence[Microbatch]) -> list[dict[str, Term]]:
         """The terms of each microbatch, of which a pipeline runs several at once; loss and metrics by themselves."""
-        if not isinstance(model, Pipeline):
+        if not isinstance(model, pipeline.Pipeline):
             return [self(model, microbatch) for microbatch in microbatches]
         found = pipeline.evaluate(model, microbatches, self.loss)
         if self.metrics is None:
@@ -177,7 +185,7 @@ def sum_terms(
     sums: dict[str, Tensor] = {}
     loss_names: set[str] = set()
     prepare, pad = hooks_of(terms.loss).prepare or as_it_is, Padding([model])
-    at_once = PER_STAGE * model.num_stages if isinstance(model, Pipeline) else 1
+    at_once = PER_STAGE * model.num_stages if isinstance(model, pipeline.Pipeline) else 1
     with console.progress(f"evaluating {name}", len(own.samples), "samples") as advance:
         for start in range(0, len(own.microbatches), at_once):
             several = own.microbatches[start : start + at_once]
@@ -200,7 +208,7 @@ def as_it_is(microbatch: Microbatch) -> Microbatch:
 def own_stretch(microbatch: Microbatch, ranks: Ranks) -> Microbatch:
     """What this rank sees of a microbatch: all of it, or its stretch of each sequence."""
     cp = ranks.layout.cp
-    return microbatch if cp == 1 else context.stretch(microbatch, ranks.layout.cp_rank(ranks.rank), cp)
+    return microbatch if cp == 1 else context_parallel.stretch(microbatch, ranks.layout.cp_rank(ranks.rank), cp)
 
 
 def add(sums: dict[str, Tensor], terms: Mapping[str, Term], *, counted: bool, device: torch.device) -> None:

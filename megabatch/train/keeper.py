@@ -8,8 +8,7 @@ import torch
 
 from megabatch import Learner, MegabatchError
 from megabatch.errors import Bound as Learned
-from megabatch.pipeline import Pipeline
-from megabatch.plain import local
+from megabatch.pipeline.run import Pipeline
 from megabatch.train.checkpoint import load, states_of
 from megabatch.train.chosen import Chosen
 from megabatch.train.config import Config
@@ -25,6 +24,7 @@ from megabatch.train.ranks import Ranks
 from megabatch.train.shelf import point_to_best
 from megabatch.train.watch import Watch
 from megabatch.train.writing import Request, Writer
+from megabatch.wrappers.base import local
 
 LEARNED = "learned"  # key of a checkpoint's meta: what a microbatch may hold, where memory has run out
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from megabatch import CostModel, MegabatchError, Plan, Update
-from megabatch.cut import priced
+from megabatch.planning.plan import priced
 from megabatch.train.config import Config
 from megabatch.train.console import Console
 from megabatch.train.naming import replace_text

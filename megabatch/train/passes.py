@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from megabatch.contract import LossFunction, hooks_of
+from megabatch.losses.contract import LossFunction, hooks_of
 
 
 def in_place_of(loss_fn: LossFunction, watched: Callable[[Any, Any], Any]) -> LossFunction:

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from megabatch import GradientAccumulator, Plan
-from megabatch.contract import LossFunction
+from megabatch.autotune.memory import Budget, check_measurable, free_on
+from megabatch.autotune.policy_memory import Taken, taken
 from megabatch.errors import MegabatchError, PlanError
-from megabatch.fit import Fit, in_gib
 from megabatch.learner import Learner
-from megabatch.memory import Budget, check_measurable, free_on
-from megabatch.taken import Taken, taken
+from megabatch.losses.contract import LossFunction
+from megabatch.planning.limits import Fit, in_gib
 from megabatch.train.batch_size import sizes_of
 from megabatch.train.bound import Bound, circumstances, longest
 from megabatch.train.config import Config

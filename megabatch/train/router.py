@@ -3,10 +3,10 @@
 from torch import nn
 
 from megabatch import losses
-from megabatch.contract import LossFunction
+from megabatch.batching.attention_mask import EXPERTS, with_config
 from megabatch.errors import MegabatchError
 from megabatch.experts import COEFFICIENTS, config_value, next_token_with_balance, with_tokens
-from megabatch.masks import EXPERTS, with_config
+from megabatch.losses.contract import LossFunction
 from megabatch.train.config import Config
 from megabatch.train.data.updates import Updates
 from megabatch.train.model.build import Laid

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from megabatch import Verification, verify
-from megabatch.batch import Batch
+from megabatch.batching.samples import Batch
 from megabatch.errors import MegabatchError
 from megabatch.train.config import Config, ParallelConfig
 from megabatch.train.console import Console

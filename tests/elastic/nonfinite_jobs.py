@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import megabatch
 from megabatch import Plan
-from megabatch.batch import Deferred
+from megabatch.batching.samples import Deferred
 from megabatch.train.config import Config
 from megabatch.train.console import Console
 from megabatch.train.data.counts import NumUpdates

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import megabatch
 from megabatch import GradientAccumulator
-from megabatch.memory import resident_bytes
+from megabatch.autotune.memory import resident_bytes
 from tests.exact.wrappers import WRAPPERS, Wrapped, mesh_of, wrap
 
 NUM_UPDATES = 3

@@ -19,7 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch import GradientAccumulator, MegabatchError, context, loss, losses
+from megabatch import GradientAccumulator, MegabatchError, loss, losses
+from megabatch.batching import context_parallel
 from megabatch.train.model import context as attention
 from tests.comm.counting import Collectives
 from tests.exact import models, oracle
@@ -129,7 +130,7 @@ def with_bug(name: str) -> ModuleType:
     """The library's file with one text replaced."""
     text, planted = BUGS[name]
     source = (
-        Path(context.__file__)
+        Path(context_parallel.__file__)
         .read_text()
         .replace("import causal_lower_right", "import causal_lower_right, causal_upper_left")
     )
@@ -154,7 +155,7 @@ def uncut(family: str, case: str, dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def alone(model: nn.Module, mesh: DeviceMesh, samples: list[Sample], library: ModuleType = context) -> None:
+def alone(model: nn.Module, mesh: DeviceMesh, samples: list[Sample], library: ModuleType = context_parallel) -> None:
     """Every stretch by hand, and one sum over all ranks."""
     group = mesh.get_group("cp")
     data_rank, data_degree = mesh.get_local_rank("dp"), mesh.size(0)
@@ -245,7 +246,7 @@ def traffic() -> dict[str, int]:
     """The collectives of two layers and one microbatch."""
     model, _ = two_ranks()
     microbatch = oracle.collate(CASES["packed"][:2])
-    part = context.stretch(microbatch, dist.get_rank(), 2)
+    part = context_parallel.stretch(microbatch, dist.get_rank(), 2)
     with Collectives() as collectives:
         losses.next_token(model, part).total.backward()
     return {name: count for name, count in collectives.table().items() if not name.endswith("_bytes")}
@@ -276,7 +277,7 @@ def run_job(name: str) -> Any:
     way, family, case, dtype, cp = name.split(":")
     mesh = init_device_mesh("cpu", (dist.get_world_size() // int(cp), int(cp)), mesh_dim_names=("dp", "cp"))
     model = language_model(family, getattr(torch, dtype))
-    library = with_bug(way) if way in BUGS else context
+    library = with_bug(way) if way in BUGS else context_parallel
     with mock.patch.object(attention, "GatheredAttention", library.GatheredAttention):
         attention.attend_over(model, mesh.get_group("cp"))
     if way in BUGS:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megabatch import GradientAccumulator, LossContractError, PlanError
-from megabatch.batch import Deferred, pad_right
+from megabatch.batching.samples import Deferred, pad_right
 from tests.exact import harness, oracle
 from tests.exact.cells import Cell
 from tests.unit import small

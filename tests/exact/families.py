@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megabatch import GradientAccumulator, JointLoss, MegabatchError, experts, loss, losses, verify
-from megabatch.double import Float64WithoutDropout
+from megabatch.verification.float64_copy import Float64WithoutDropout
 from tests.exact.inputs import relative_error
 from tests.exact.tiny import IMAGE, PAD, VOCABULARY, tiny
 

@@ -28,30 +28,30 @@ from tests.exact.launch import Result, launch
 
 LIBRARY = Path(megabatch.__file__).parent
 RESULT = Path(__file__).with_name("result.json")
-SOURCES = (
-    "mesh.py",
-    "plain.py",
-    "wrapped.py",
-    "ddp.py",
-    "fsdp1.py",
-    "fsdp2.py",
-    "several.py",
-    "sync.py",
-    "share.py",
-    "run.py",
-    "update.py",
-    "way.py",
+SOURCES = (  # the library files that decide the numbers
     "accumulator.py",
-    "joint.py",
-    "representations.py",
-    "rng.py",
-    "stages.py",
-    "shapes.py",
-    "pipeline.py",
-    "context.py",
-    "precision.py",
     "experts.py",
-)  # of those that exist
+    "batching/context_parallel.py",
+    "batching/pad_to_shape.py",
+    "engine/call.py",
+    "engine/coupled_loss.py",
+    "engine/prepare.py",
+    "engine/random_state.py",
+    "engine/representations.py",
+    "engine/update.py",
+    "engine/way.py",
+    "pipeline/run.py",
+    "pipeline/stages.py",
+    "wrappers/base.py",
+    "wrappers/checks.py",
+    "wrappers/ddp.py",
+    "wrappers/detect.py",
+    "wrappers/fsdp1.py",
+    "wrappers/fsdp2.py",
+    "wrappers/mesh.py",
+    "wrappers/multi_model.py",
+    "wrappers/precision.py",
+)
 VERSIONS = {
     "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
 }  # fmt: skip
@@ -87,8 +87,7 @@ def digest(names: Iterable[str]) -> str:
 
 def source_hashes() -> dict[str, str]:
     """The library files that decide the numbers, as they are now."""
-    files = (LIBRARY / name for name in SOURCES)
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.exists()}
+    return {name: hashlib.sha256((LIBRARY / name).read_bytes()).hexdigest() for name in SOURCES}
 
 
 def run(table: list[Cell]) -> dict[str, list[Result]]:

@@ -8,7 +8,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from megabatch import GradientAccumulator, fusing
+from megabatch import GradientAccumulator
+from megabatch.wrappers import fusing
 from tests.exact import harness, models
 from tests.exact.cells import Cell
 from tests.exact.spikes import PLACES, Spikes

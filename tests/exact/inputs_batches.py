@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megabatch import LossContractError, MegabatchError, PlanError, UpdateSampler, loss, losses
-from megabatch.double import Float64WithoutDropout
+from megabatch.verification.float64_copy import Float64WithoutDropout
 from tests.exact.inputs import Sample, User, as_samples, mean_square, numbers, refused, regressor, right, squares
 from tests.exact.tiny import PAD, VOCABULARY, tiny
 

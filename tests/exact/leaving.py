@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import GradientAccumulator
-from megabatch.pipeline import Pipeline
+from megabatch.pipeline.run import Pipeline
 from tests.exact.cells import Cell
 from tests.exact.launch import _fork
 from tests.exact.memory import SpikedRun

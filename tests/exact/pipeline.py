@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import GradientAccumulator, MegabatchError, losses
-from megabatch.pipeline import Pipeline
+from megabatch.pipeline.run import Pipeline
 from tests.comm.counting import Collectives
 from tests.exact import harness, models, wrappers
 from tests.exact.cells import Cell

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import GradientAccumulator, loss, losses
-from megabatch.batch import Deferred
-from megabatch.rows import OneRow
+from megabatch.batching.packed_row import OneRow
+from megabatch.batching.samples import Deferred
 from tests.unit.test_rows import model_of, samples, uncut
 
 LENGTHS = (3, 7, 5, 9, 2, 6, 4, 8, 11)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megabatch import GradientAccumulator, LossContractError, PlanError, loss, verify
-from megabatch.batch import Deferred
+from megabatch.batching.samples import Deferred
 from tests.exact.cells import MAIN, Cell
 from tests.exact.deferred import Census, counted
 from tests.exact.launch import launch

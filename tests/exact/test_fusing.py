@@ -68,12 +68,12 @@ def test_products_are_added(results, job: str, number: int) -> None:
 PLAIN, DDP, SPIKE = "fused:bits:C1:plain:1:last", "fused:bits:C1:ddp:2:last", "spike:bits:C1:plain:1:last"
 ADD = "total.addmm_(gradients.T, inputs)"
 PLANTED = {  # bugs, and a job that sees each
-    Mutation("add twice", "fusing.py", ADD, "total.addmm_(gradients.T, inputs, alpha=2)"): DDP,
-    Mutation("add and return", "fusing.py", "None if added else ", ""): DDP,
-    Mutation("forget to add", "fusing.py", ADD, "pass"): PLAIN,
-    Mutation("forget the sum", "fusing.py", ADD, "torch.mm(gradients.T, inputs, out=total)"): PLAIN,
-    Mutation("leave the forward", "fusing.py", 'vars(layer).pop("forward", None)', "pass"): PLAIN,
-    Mutation("see no addition in place", "recovery.py", " or found._version != version", ""): SPIKE,
+    Mutation("add twice", "wrappers/fusing.py", ADD, "total.addmm_(gradients.T, inputs, alpha=2)"): DDP,
+    Mutation("add and return", "wrappers/fusing.py", "None if added else ", ""): DDP,
+    Mutation("forget to add", "wrappers/fusing.py", ADD, "pass"): PLAIN,
+    Mutation("forget the sum", "wrappers/fusing.py", ADD, "torch.mm(gradients.T, inputs, out=total)"): PLAIN,
+    Mutation("leave the forward", "wrappers/fusing.py", 'vars(layer).pop("forward", None)', "pass"): PLAIN,
+    Mutation("see no addition in place", "engine/oom_retry.py", " or found._version != version", ""): SPIKE,
 }
 
 

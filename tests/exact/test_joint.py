@@ -17,21 +17,21 @@ LIBRARY = Path(megabatch.__file__).parent
 TIMEOUT_SECONDS = 4.0  # ranks that disagree wait for each other
 AGAIN = "leaves = pytree.tree_leaves(call.joint.encode(call.model, turn.microbatch))\n"
 BUGS = {  # the file, its text, and what is planted instead
-    "count the loss on every rank": ("joint.py", "is_stand_in=not counts", "is_stand_in=False"),
+    "count the loss on every rank": ("engine/coupled_loss.py", "is_stand_in=not counts", "is_stand_in=False"),
     "drop other features the second time": (
-        "joint.py",
+        "engine/coupled_loss.py",
         f"            with rng.replay(encoded.random):\n                {AGAIN}            if not turn.is_stand_in:\n",
         f"            {AGAIN}            if False:\n",
     ),
     "see the samples of this rank alone": (
-        "representations.py", "gathered = ranks.gather(padded)", "gathered = torch.stack([padded] * len(sizes))",
+        "engine/representations.py", "gathered = ranks.gather(padded)", "gathered = torch.stack([padded] * len(sizes))",
     ),
-    "keep the order of the plan": ("representations.py", "in_order(own, places)", "own"),
+    "keep the order of the plan": ("engine/representations.py", "in_order(own, places)", "own"),
     "keep the order of the batch on the way back": (
-        "joint.py", "in_order(each[mine], encoded_rows)", "each[mine].clone()",
+        "engine/coupled_loss.py", "in_order(each[mine], encoded_rows)", "each[mine].clone()",
     ),
-    "take the gradients of another rank": ("representations.py", "slice(start, start + ", "slice(0, "),
-    "differentiate a stand-in": ("joint.py", "torch.zeros_like", "torch.ones_like"),
+    "take the gradients of another rank": ("engine/representations.py", "slice(start, start + ", "slice(0, "),
+    "differentiate a stand-in": ("engine/coupled_loss.py", "torch.zeros_like", "torch.ones_like"),
 }  # fmt: skip
 
 

@@ -53,15 +53,18 @@ def test_the_gradient_is_exact(results, job: str) -> None:
 
 LATER, FIRST = ("bits:weigh:half-too:backward:{}:{}:all:plain:1:auto".format(*where) for where in ((1, 1), (0, 0)))
 PLANTED = {  # bugs, and a job that sees each
-    Mutation("differentiate again for all", "recovery.py", "received = _received(before)\n        return",
+    Mutation("differentiate again for all", "engine/oom_retry.py", "received = _received(before)\n        return",
              "received: set[int] = set()\n        return"): LATER,
-    Mutation("keep new gradients", "recovery.py", "parameter.grad = None", "pass"): FIRST,
-    Mutation("see replaced gradients only", "recovery.py", " or found._version != version", ""): LATER,
-    Mutation("forget what the first half lacked", "recovery.py",
+    Mutation("keep new gradients", "engine/oom_retry.py", "parameter.grad = None", "pass"): FIRST,
+    Mutation("see replaced gradients only", "engine/oom_retry.py", " or found._version != version", ""): LATER,
+    Mutation("forget what the first half lacked", "engine/oom_retry.py",
              "self._reducer.parameters if turn.wanted is None else turn.wanted\n", "self._reducer.parameters\n"): LATER,
-    Mutation("run one part", "recovery.py", "for half in halves(rows) for", "for half in halves(rows)[:1] for"): FIRST,
-    Mutation("count sums twice", "update.py", "self._sums, self._differ, self._counted = before\n", "pass\n"): FIRST,
-    Mutation("learn nothing", "share.py", "replace(self, learned=Bound(*map(min, bound, self.learned or bound)))",
+    Mutation("run one part", "engine/oom_retry.py",
+             "for half in halves(rows) for", "for half in halves(rows)[:1] for"): FIRST,
+    Mutation("count sums twice", "engine/update.py",
+             "self._sums, self._differ, self._counted = before\n", "pass\n"): FIRST,
+    Mutation("learn nothing", "engine/prepare.py",
+             "replace(self, learned=Bound(*map(min, bound, self.learned or bound)))",
              "self"): FIRST,
 }  # fmt: skip
 

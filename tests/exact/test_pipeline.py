@@ -122,12 +122,13 @@ def test_plain_stages_are_summed_once_per_update(results) -> None:
 
 
 OWN = (
-    Mutation("let torch divide by the microbatches", "stages.py", "scale_grads=False", "scale_grads=True"),
-    Mutation("let torch drop the gradients of earlier calls", "stages.py",
+    Mutation("let torch divide by the microbatches", "pipeline/stages.py", "scale_grads=False", "scale_grads=True"),
+    Mutation("let torch drop the gradients of earlier calls", "pipeline/stages.py",
              "def _post_metadata_inference_cleanup", "def _not_the_cleanup"),
-    Mutation("reshard before the gradients of weights", "stages.py", "_keep_unsharded(stage.submod)", "pass"),
-    Mutation("leave what was filled up", "shapes.py", "[leaf[tuple(map(slice, each.shape))] for", "[leaf for"),
-    Mutation("forget the norm of other stages", "stages.py",
+    Mutation("reshard before the gradients of weights", "pipeline/stages.py", "_keep_unsharded(stage.submod)", "pass"),
+    Mutation("leave what was filled up", "batching/pad_to_shape.py",
+             "[leaf[tuple(map(slice, each.shape))] for", "[leaf for"),
+    Mutation("forget the norm of other stages", "pipeline/stages.py",
              "self.norm_groups = list(self.stage_ranks.pipeline_groups)", "self.norm_groups = []"),
 )  # fmt: skip
 PLANTED = (*OWN, *(each for each in MUTATIONS if each.name in ("differentiate a stand-in", "count a stand-in")))

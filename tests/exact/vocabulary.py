@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from megabatch import vocabulary
+from megabatch.losses import chunked_cross_entropy
 from tests.exact import harness, models
 from tests.exact.cells import Cell
 from tests.exact.wrappers import Wrapped, mesh_of
@@ -43,7 +43,7 @@ def run_job(name: str) -> dict[str, Any]:
     kind = HeadRun if wrapper == HEAD_APART else harness.CellRun
     wrapper = "fsdp2" if wrapper == HEAD_APART else wrapper
     values = ("float64", wrapper, world, sync, case, "list", "library", "two-samples", "forward_backward", "no-clip")
-    cross_entropy_sum, calls = vocabulary.cross_entropy_sum, []
+    cross_entropy_sum, calls = chunked_cross_entropy.cross_entropy_sum, []
 
     def counting(*args: Any) -> Tensor:
         calls.append(args)
@@ -51,8 +51,8 @@ def run_job(name: str) -> dict[str, Any]:
 
     with (
         warnings.catch_warnings(),
-        patch.object(vocabulary, "chunk_tokens", lambda *_: 2),
-        patch.object(vocabulary, "cross_entropy_sum", counting),
+        patch.object(chunked_cross_entropy, "chunk_tokens", lambda *_: 2),
+        patch.object(chunked_cross_entropy, "cross_entropy_sum", counting),
     ):
         warnings.simplefilter("ignore")  # torch's own, about gloo and about one rank
         row = harness.run(kind(Cell.parse(":".join(values))))

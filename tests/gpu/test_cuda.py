@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megabatch import GradientAccumulator, losses
-from megabatch.leaves import to_device
+from megabatch.batching.tree import to_device
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU, and torch's CPU never waits")
 LENGTHS = (3, 9, 5, 12, 4, 7, 2)

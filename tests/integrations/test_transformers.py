@@ -6,7 +6,7 @@ import pytest
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
 from megabatch import PlanError
-from megabatch.integrations.dealing import DealtBatches
+from megabatch.integrations.balance import DealtBatches
 from tests.exact.launch import launch, values
 
 WAYS = ["default", "capped", "loss_fn", "compute_loss", "compute_loss_func"]

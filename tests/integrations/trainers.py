@@ -12,8 +12,8 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from megabatch import losses
+from megabatch.batching.packed_row import OneRow
 from megabatch.integrations.transformers import MegabatchTrainer
-from megabatch.rows import OneRow
 from tests.exact import models, oracle
 from tests.exact.foreign import as_torchrun, sums
 from tests.integrations.ragged import DTYPES, NUM_SAMPLES, collate, samples, tensors

@@ -13,9 +13,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import megabatch
 from megabatch import GradientAccumulator, losses
-from megabatch.fit import Fit
-from megabatch.memory import budget_of, measuring
-from megabatch.mesh import DataRanks
+from megabatch.autotune.memory import budget_of, measuring
+from megabatch.planning.limits import Fit
+from megabatch.wrappers.mesh import DataRanks
 from tests.exact.wrappers import wrap
 
 MIB = 2**20

@@ -11,11 +11,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import GradientAccumulator, Learner, MegabatchError, Plan, losses, plan
-from megabatch.contract import hooks_of, loss
-from megabatch.plain import local
+from megabatch.losses.contract import hooks_of, loss
 from megabatch.train.page.cuts import MOST_MICROBATCHES, MOST_RANKS, Cuts, cut_of, row_of
 from megabatch.train.page.timeline import RECORDED, Timeline, reducing, total_of
 from megabatch.train.ranks import Ranks
+from megabatch.wrappers.base import local
 from tests.train.conftest import Bench
 from tests.train.on_ranks import on_ranks
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import Learner, losses
-from megabatch.contract import LossFunction
+from megabatch.losses.contract import LossFunction
 from megabatch.train.config import Config, EvalConfig, ModelConfig, OptimConfig, RunConfig, UpdateConfig
 from megabatch.train.console import Console
 from megabatch.train.data.counts import NumUpdates

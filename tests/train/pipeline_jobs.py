@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megabatch import GradientAccumulator, Learner, Plan, losses
-from megabatch.pipeline import Pipeline, evaluate
+from megabatch.pipeline.run import Pipeline, evaluate
 from megabatch.train.config import Config, EvalConfig, ParallelConfig
 from megabatch.train.console import Console
 from megabatch.train.evaluation import build_terms, evaluate_set

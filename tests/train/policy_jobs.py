@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from megabatch import CostModel
-from megabatch.contract import weigh_of
-from megabatch.fit import Fit, Measured
-from megabatch.memory import Budget
-from megabatch.taken import Taken
+from megabatch.autotune.memory import Budget
+from megabatch.autotune.policy_memory import Taken
+from megabatch.losses.contract import weigh_of
+from megabatch.planning.limits import Fit, Measured
 from megabatch.train.bound import Bound
 from megabatch.train.chosen import Chosen, choose_rest
 from megabatch.train.config import Config

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from megabatch import GradientAccumulator, MegabatchError, losses
-from megabatch.double import Float64WithoutDropout
 from megabatch.train.config import Config
 from megabatch.train.layout import layout_of
 from megabatch.train.model.adapters import stir
@@ -15,6 +14,7 @@ from megabatch.train.model.build import build
 from megabatch.train.model.frozen import check_same_bits
 from megabatch.train.model.quantized import four_bits
 from megabatch.train.ranks import Ranks
+from megabatch.verification.float64_copy import Float64WithoutDropout
 from tests.comm.counting import Collectives
 from tests.train.adapter_jobs import SAMPLES, SILENT, lora_recipe
 from tests.train.model_recipes import LLAMA

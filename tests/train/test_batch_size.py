@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megabatch.errors import MegabatchError
-from megabatch.sampler import Seen
+from megabatch.planning.sampler import Seen
 from megabatch.train.batch_size import Sizes, read_schedule, sizes_of
 from megabatch.train.data.counts import NumUpdates
 from megabatch.train.plan.choices import grid_of

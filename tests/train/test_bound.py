@@ -10,7 +10,7 @@ import torch
 
 from megabatch import CostModel
 from megabatch.errors import Bound
-from megabatch.fit import Fit, Measured
+from megabatch.planning.limits import Fit, Measured
 from megabatch.train import bound
 from megabatch.train.config import Config, ModelConfig, RunConfig, UpdateConfig
 from megabatch.train.meta import first_difference, read_meta

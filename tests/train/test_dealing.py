@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from megabatch import CostModel
-from megabatch.fit import Fit
-from megabatch.partition import deal
+from megabatch.planning.limits import Fit
+from megabatch.planning.partition import deal
 from megabatch.train.data.updates import Updates
 from megabatch.train.dealing import even_tokens, price_of
 from tests.elastic.conftest import OWN
@@ -33,7 +33,7 @@ import inspect
 def quadratic(model, microbatch):
     rows, tokens = microbatch["input_ids"].shape
     time.sleep(rows * tokens * (1 + tokens / 32) * 200e-6)
-    is_of_update = any(frame.filename.endswith("way.py") for frame in inspect.stack(0))  # no copy that is measured
+    is_of_update = any(frame.filename.endswith("/way.py") for frame in inspect.stack(0))  # no copy that is measured
     return (within if is_of_update else losses.next_token)(model, microbatch)
 """
 )

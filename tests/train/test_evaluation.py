@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megabatch import MegabatchError, losses
-from megabatch.batch import pad_right
+from megabatch.batching.samples import pad_right
 from megabatch.train.config import EvalConfig, UpdateConfig
 from megabatch.train.console import Console
 from megabatch.train.evaluation import (

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from megabatch import GradientAccumulator, losses, verify
-from megabatch.double import Float64WithoutDropout
 from megabatch.train.own import load_file
+from megabatch.verification.float64_copy import Float64WithoutDropout
 from tests.train.processes import Run, overrides
 
 ROOT = Path(__file__).parents[2]

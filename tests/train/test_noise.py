@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megabatch import GradientAccumulator, Learner, loss
-from megabatch.contract import LossFunction
+from megabatch.losses.contract import LossFunction
 from megabatch.train.advice import Advice, halves
 from megabatch.train.config import Config
 from megabatch.train.noise import Measured, Scale, Sum, error_of, estimate, measured, rounded, words_of

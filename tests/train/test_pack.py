@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megabatch.partition import Spaces, best_fit
+from megabatch.planning.partition import Spaces, best_fit
 from megabatch.train.data.mixture import Joined, TokenizedPart
 from megabatch.train.data.pack import PackedSamples, pack_samples
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megabatch import CostModel, Plan
-from megabatch.fit import Fit, Measured
+from megabatch.planning.limits import Fit, Measured
 from megabatch.train.config import Config, ModelConfig, RunConfig, UpdateConfig
 from megabatch.train.meta import POSITIONS, TITLES, read_meta
 from megabatch.train.policy import AUTO, LAST, Policy, beside, saved_policy

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megabatch import GradientAccumulator, MegabatchError, losses
-from megabatch.contract import weigh_of
+from megabatch.losses.contract import weigh_of
 from megabatch.train.console import Console
 from megabatch.train.model.build import build, in_precision
 from megabatch.train.model.precision import accumulation_of

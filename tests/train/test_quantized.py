@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from megabatch import GradientAccumulator, MegabatchError, losses, verify
-from megabatch.double import Float64WithoutDropout
 from megabatch.train.config import ModelConfig
 from megabatch.train.layout import layout_of
 from megabatch.train.model.adapters import stir
@@ -24,6 +23,7 @@ from megabatch.train.model.frozen import left_out
 from megabatch.train.model.quantized import FourBit, dequantize, stored
 from megabatch.train.plan.subject import check_planned
 from megabatch.train.ranks import Ranks
+from megabatch.verification.float64_copy import Float64WithoutDropout
 from tests.train.adapter_jobs import GPT2, LORA, SAMPLES, SILENT, saved_base
 from tests.train.model_recipes import FAMILIES, LLAMA
 from tests.train.on_ranks import on_ranks

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megabatch import MegabatchError, losses
-from megabatch.double import Float64WithoutDropout
 from megabatch.experts import TOKENS
 from megabatch.train.config import Config
 from megabatch.train.console import Console
@@ -26,6 +25,7 @@ from megabatch.train.plan.rows import RUN
 from megabatch.train.ranks import Ranks
 from megabatch.train.recipe import load_config
 from megabatch.train.router import router_coefficient, router_words, train_with_router
+from megabatch.verification.float64_copy import Float64WithoutDropout
 from tests.train.conftest import Bench
 from tests.train.model_recipes import FAMILIES, recipe
 from tests.train.on_ranks import on_ranks

@@ -11,12 +11,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import GradientAccumulator, Learner, Plan, losses
-from megabatch.contract import hooks_of
-from megabatch.mesh import num_collectives
+from megabatch.losses.contract import hooks_of
 from megabatch.train.metrics import Sums, balance, sums_of, update_row
 from megabatch.train.model.wrap import Wrapper
 from megabatch.train.ranks import Ranks
 from megabatch.train.stragglers import SLOW_IN, WINDOW, Spans, Stragglers, Work, slow_text
+from megabatch.wrappers.mesh import num_collectives
 from tests.train.conftest import NO_DROPOUT, Bench
 from tests.train.on_ranks import on_ranks
 

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megabatch import losses
-from megabatch.vocabulary import FAMILIES
+from megabatch.losses.chunked_cross_entropy import FAMILIES
 
 V, D, B, T = 97, 16, 4, 11
 SIZES = {

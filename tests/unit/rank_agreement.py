@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from megabatch import GradientAccumulator, PlanError
-from megabatch.stages import Pipeline
+from megabatch.pipeline.stages import Pipeline
 
 ALIKE = "nothing"
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megabatch import GradientAccumulator, MegabatchError, PlanError
-from megabatch.batch import pad_right
+from megabatch.batching.samples import pad_right
 from tests.unit import small
 from tests.unit.small import expected, gradients, model_of_integers, same_bits, samples, squares, weighed
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from transformers import BatchEncoding
 
 from megabatch import PlanError
-from megabatch.batch import Deferred, Samples, pad_right, sample_length
-from megabatch.double import in_float64
-from megabatch.leaves import clone, to_device
+from megabatch.batching.samples import Deferred, Samples, pad_right, sample_length
+from megabatch.batching.tree import clone, to_device
+from megabatch.verification.float64_copy import in_float64
 
 
 def equal(one, other) -> bool:

@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
-from megabatch import PlanError, context, losses
-from megabatch.context import GatheredAttention, Stretch, check_weights, piece_mask, stretch
+from megabatch import PlanError, losses
+from megabatch.batching import context_parallel
+from megabatch.batching.context_parallel import GatheredAttention, Stretch, piece_mask, stretch
+from megabatch.engine.prepare import check_weights_of_stretches
 
 IDS = torch.tensor([[11, 12, 13, 14, 15], [21, 22, 23, 0, 0]])
 LABELS = torch.tensor([[11, 12, -100, 14, 15], [21, 22, 23, -100, -100]])
@@ -128,8 +130,10 @@ def test_no_mask_where_nothing_that_matters_is_hidden(name):
 
 
 def test_weights_that_add_up():
-    check_weights({"input_ids": IDS, "labels": LABELS}, losses.count_targets, 3)
-    check_weights({"input_ids": IDS, "labels": LABELS}, lambda stretch: {"loss": losses.count_targets(stretch)}, 2)
+    check_weights_of_stretches({"input_ids": IDS, "labels": LABELS}, losses.count_targets, 3)
+    check_weights_of_stretches(
+        {"input_ids": IDS, "labels": LABELS}, lambda stretch: {"loss": losses.count_targets(stretch)}, 2
+    )
 
 
 def test_next_token_reads_shifted_labels():
@@ -170,7 +174,7 @@ def test_attention_of_one_rank_is_torchs(documents):
 @pytest.mark.usefixtures("group_of_one")
 def test_masks_are_made_once_and_live_as_long_as_the_microbatch(monkeypatch):
     made = []
-    monkeypatch.setattr(context, "piece_mask", lambda *of: made.append(of[1:3]) or piece_mask(*of))
+    monkeypatch.setattr(context_parallel, "piece_mask", lambda *of: made.append(of[1:3]) or piece_mask(*of))
     attention, states = GatheredAttention(dist.group.WORLD), attention_inputs(2)
     documents = torch.ones(2, 1, 1, 6, dtype=torch.long)
     for _ in range(3):

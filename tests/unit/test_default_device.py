@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from megabatch import gradient
+from megabatch.wrappers import gradients
 from tests.exact.launch import launch, values
 
 
@@ -18,10 +18,10 @@ def _meta():
 @pytest.mark.usefixtures("_meta")
 def test_norm_and_clip_on_a_cpu() -> None:
     parameter = nn.Parameter(torch.ones(4, device="cpu"))
-    assert gradient.total_norm([parameter]).device.type == "cpu"  # there is no gradient
+    assert gradients.total_norm([parameter]).device.type == "cpu"  # there is no gradient
     parameter.grad = torch.ones(4, device="cpu")
-    assert float(gradient.clip([parameter], 1.0)) == 2.0
-    assert float(gradient.total_norm([parameter])) == pytest.approx(1.0)
+    assert float(gradients.clip([parameter], 1.0)) == 2.0
+    assert float(gradients.total_norm([parameter])) == pytest.approx(1.0)
 
 
 @pytest.mark.slow

@@ -14,8 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, Dee
 from transformers.models.mixtral import MixtralConfig, MixtralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from megabatch import GradientAccumulator, JointLoss, PlanError, experts, loss, losses, verify, vocabulary
-from megabatch.double import Float64WithoutDropout, float64_copy
+from megabatch import GradientAccumulator, JointLoss, PlanError, experts, loss, losses, verify
+from megabatch.losses import chunked_cross_entropy
+from megabatch.verification.float64_copy import Float64WithoutDropout, float64_copy
 from tests.exact import oracle
 from tests.exact.experts import EXPERTS, TOP_K, VOCABULARY, balance_of_one, loads, samples, sparse_lm, unbalanced
 from tests.unit.failures.experts import bias_of
@@ -218,9 +219,9 @@ def test_a_row_of_padding_alone_is_no_sequence():
 def test_the_head_sums_beside_a_router_loss(monkeypatch):
     model, batch, loss_fn = mixtral(), collated(), experts.next_token_with_balance(0.5)
     terms = loss_fn(model, batch)
-    summed = Mock(wraps=vocabulary.cross_entropy_sum)
-    monkeypatch.setattr(vocabulary, "cross_entropy_sum", summed)
-    monkeypatch.setattr(vocabulary, "MIN_CHUNK_LOGITS", 1)
+    summed = Mock(wraps=chunked_cross_entropy.cross_entropy_sum)
+    monkeypatch.setattr(chunked_cross_entropy, "cross_entropy_sum", summed)
+    monkeypatch.setattr(chunked_cross_entropy, "MIN_CHUNK_LOGITS", 1)
     in_head = loss_fn(model, batch)
     assert summed.call_count == 1
     for name, (total, weight) in terms.items():

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megabatch.cost import CostModel
-from megabatch.fit import Fit, Measured, Space, Timed, bound_tokens, cost_of, search, seconds_of
+from megabatch.planning.cost import CostModel
+from megabatch.planning.limits import Fit, Measured, Space, Timed, bound_tokens, cost_of, search, seconds_of
 
 LONGEST, MOST = 100, 10_000
 GROWING: dict[str, Callable[[int], float]] = {  # bytes of a microbatch by its rows

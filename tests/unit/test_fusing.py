@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megabatch import GradientAccumulator, LossContractError, MegabatchError, fusing, loss
+from megabatch import GradientAccumulator, LossContractError, MegabatchError, loss
+from megabatch.wrappers import fusing
 from tests.exact.fusing import Additions, leftovers
 from tests.exact.spikes import Spikes
 from tests.unit.linear_layers import (

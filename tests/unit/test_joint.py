@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megabatch import GradientAccumulator, JointLoss, LossContractError, rng
-from megabatch.batch import Deferred
-from megabatch.representations import keep
+from megabatch import GradientAccumulator, JointLoss, LossContractError
+from megabatch.batching.samples import Deferred
+from megabatch.engine import random_state
+from megabatch.engine.representations import keep
 from tests.exact import oracle
 from tests.unit.two_towers import (
     SIZE,
@@ -223,7 +224,7 @@ def test_one_microbatch_of_activations_at_a_time() -> None:
 
 def test_a_kept_representation_keeps_nothing_else() -> None:
     hidden = torch.zeros(2, 1000, WIDTH)
-    kept = keep((hidden[:, 0], hidden[:, -1]), rng.note(hidden.device))
+    kept = keep((hidden[:, 0], hidden[:, -1]), random_state.note(hidden.device))
     assert [each.untyped_storage().nbytes() for each in kept.leaves] == [2 * WIDTH * 4] * 2
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from megabatch import memory
-from megabatch.memory import bytes_to_come, device_text
+from megabatch.autotune import memory
+from megabatch.autotune.memory import bytes_to_come, device_text
 
 KEPT: list[tuple[type[optim.Optimizer], dict[str, Any]]] = [
     (optim.SGD, {}), (optim.SGD, {"momentum": 0.9}), (optim.AdamW, {}), (optim.AdamW, {"amsgrad": True}),

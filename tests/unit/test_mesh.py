@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from megabatch.mesh import DataRanks, groups_of
+from megabatch.wrappers.mesh import DataRanks, groups_of
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megabatch.cost import CostModel
-from megabatch.partition import deal, pack
+from megabatch.planning.cost import CostModel
+from megabatch.planning.partition import deal, pack
 
 price = CostModel(seconds_per_microbatch=32.0).seconds
 

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from megabatch import GradientAccumulator, PlanError
-from megabatch.pipeline import Pipeline
-from megabatch.shapes import Inputs, cut_back, equal_rows, in_one_shape
-from megabatch.stages import SCHEDULES
+from megabatch.batching.pad_to_shape import Inputs, cut_back, equal_rows, in_one_shape
+from megabatch.pipeline.run import Pipeline
+from megabatch.pipeline.stages import SCHEDULES
 from tests.unit.failures import pipeline as failures
 from tests.unit.failures.wrappers import mesh
 from tests.unit.small import expected, gradients, model_of_integers, same_bits, samples, weighed

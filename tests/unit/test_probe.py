@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megabatch import GradientAccumulator, MegabatchError, loss, losses
-from megabatch.batch import Deferred
-from megabatch.contract import hooks_of
+from megabatch.batching.samples import Deferred
 from megabatch.errors import Bound
-from megabatch.fit import Fit
+from megabatch.losses.contract import hooks_of
+from megabatch.planning.limits import Fit
 from megabatch.train.passes import in_place_of
 from tests.exact.spikes import Spikes
 from tests.unit.failures.table import squares, weighed_squares

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megabatch import cut, loss, losses, verify
+from megabatch import loss, losses, verify
+from megabatch.planning import plan as plan_module
 from tests.unit.language import CNN, gpt2, images, llama, text
 
 TOLERANCE = 1e-9
@@ -638,10 +639,10 @@ def test_options_are_the_accumulators():
 
 
 PLANTED = {  # in the library, of one process: where, what stands there, what is planted, how it is seen
-    "a gradient that is not scaled": ("megabatch.gradient.scale", lambda parameters, factor: None),
+    "a gradient that is not scaled": ("megabatch.wrappers.gradients.scale", lambda parameters, factor: None),
     "microbatches that are dropped": (
-        "megabatch.cut.plan",
-        lambda *given, plan=cut.plan, **named: [
+        "megabatch.engine.prepare.plan_rank",
+        lambda *given, plan=plan_module.plan, **named: [
             replace(each, microbatches=each.microbatches[:1]) for each in plan(*given, **named)
         ],
     ),

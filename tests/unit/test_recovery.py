@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megabatch import GradientAccumulator, MegabatchError, PlanError, experts, loss
-from megabatch.batch import Deferred
+from megabatch.batching.samples import Deferred
 from megabatch.errors import Bound
 from tests.exact.experts import samples as sparse_samples
 from tests.exact.experts import sparse_lm, unbalanced

@@ -5,16 +5,16 @@ import random
 import pytest
 import torch
 
-from megabatch import rng
+from megabatch.engine import random_state
 
 CPU = torch.device("cpu")
 
 
 def test_a_replay_draws_the_same_again() -> None:
-    state = rng.note(CPU)
+    state = random_state.note(CPU)
     first = torch.rand(5), torch.randn(3), torch.randperm(9)
     torch.rand(100)
-    with rng.replay(state):
+    with random_state.replay(state):
         again = torch.rand(5), torch.randn(3), torch.randperm(9)
     assert all(map(torch.equal, first, again))
 
@@ -24,31 +24,31 @@ def test_afterwards_the_generator_goes_on_from_where_it_was() -> None:
     torch.rand(7)
     expected = torch.rand(4)
     torch.manual_seed(1)
-    state = rng.note(CPU)
+    state = random_state.note(CPU)
     torch.rand(7)
-    with rng.replay(state):
+    with random_state.replay(state):
         torch.rand(3)
     assert torch.equal(torch.rand(4), expected)
 
 
 def test_also_where_what_is_inside_fails() -> None:
-    state = rng.note(CPU)
+    state = random_state.note(CPU)
     torch.rand(7)
-    expected = rng.note(CPU)
-    with pytest.raises(RuntimeError), rng.replay(state):
+    expected = random_state.note(CPU)
+    with pytest.raises(RuntimeError), random_state.replay(state):
         torch.rand(3).view(2)
-    assert rng.note(CPU).same_as(expected)
+    assert random_state.note(CPU).same_as(expected)
 
 
 def test_states_differ_where_something_was_drawn() -> None:
-    state = rng.note(CPU)
-    assert rng.note(CPU).same_as(state)
+    state = random_state.note(CPU)
+    assert random_state.note(CPU).same_as(state)
     torch.rand(1)
-    assert not rng.note(CPU).same_as(state)
+    assert not random_state.note(CPU).same_as(state)
 
 
 def test_generators_that_are_not_torchs_are_left_alone() -> None:
     before = random.getstate()
-    with rng.replay(rng.note(CPU)):
+    with random_state.replay(random_state.note(CPU)):
         pass
     assert random.getstate() == before

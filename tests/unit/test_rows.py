@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megabatch import GradientAccumulator, JointLoss, LossContractError, PlanError, loss, losses, plan
-from megabatch.batch import Deferred
-from megabatch.cut import unpadded
-from megabatch.rows import OneRow
+from megabatch.batching.packed_row import OneRow
+from megabatch.batching.samples import Deferred
+from megabatch.planning.plan import unpadded
 from tests.unit.test_masks import CAUSAL
 
 APART = ("llama", "mistral", "qwen2", "qwen3", "gpt_neox", "phi", "gemma", "gpt2")

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megabatch import UpdateSampler
-from megabatch.sampler import Seen
+from megabatch.planning.sampler import Seen
 from tests.unit.test_sampler import LENGTHS
 
 schedules = st.tuples(

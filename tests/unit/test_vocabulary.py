@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megabatch import GradientAccumulator, losses, verify, vocabulary
-from megabatch.double import Float64WithoutDropout
-from megabatch.memory import measuring
-from megabatch.vocabulary import cross_entropy_sum
+from megabatch import GradientAccumulator, losses, verify
+from megabatch.autotune.memory import measuring
+from megabatch.losses import chunked_cross_entropy
+from megabatch.losses.chunked_cross_entropy import cross_entropy_sum
+from megabatch.verification.float64_copy import Float64WithoutDropout
 from tests.exact.spikes import Spikes
 from tests.unit.heads import (
     KNOWN,
@@ -36,7 +37,7 @@ from tests.unit.heads import (
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Eight positions at once."""
-    monkeypatch.setattr(vocabulary, "MIN_CHUNK_LOGITS", V)
+    monkeypatch.setattr(chunked_cross_entropy, "MIN_CHUNK_LOGITS", V)
 
 
 @pytest.mark.parametrize("family", KNOWN)
@@ -151,7 +152,7 @@ def truth(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor | None
 @pytest.mark.parametrize("tokens_at_once", [1, 8])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "phi"])
 def test_bfloat16_is_no_coarser_than_logits_would_be(family, tokens_at_once, monkeypatch):
-    monkeypatch.setattr(vocabulary, "chunk_tokens", lambda *_: tokens_at_once)
+    monkeypatch.setattr(chunked_cross_entropy, "chunk_tokens", lambda *_: tokens_at_once)
     model, batch = causal(family, torch.bfloat16), microbatch()
     exact = truth(model, batch)
     head = [name for name in exact if name.startswith("lm_head")]
@@ -253,14 +254,14 @@ def test_all_positions_in_their_turn_are_the_same(monkeypatch):
     def every(labels: Tensor, size: int):
         return (slice(start, start + size) for start in range(0, len(labels), size))
 
-    monkeypatch.setattr(vocabulary, "_chunks", every)
+    monkeypatch.setattr(chunked_cross_entropy, "_chunks", every)
     compare(causal("phi"), microbatch())
 
 
 @pytest.mark.parametrize("positions", [341, 511])  # a chunk has 256; below 342 there are all logits
 def test_fewer_positions_need_no_more_memory(positions, monkeypatch):
     """A bound on memory, found for large microbatches, is one for small ones too."""
-    monkeypatch.setattr(vocabulary, "MIN_CHUNK_LOGITS", 0)
+    monkeypatch.setattr(chunked_cross_entropy, "MIN_CHUNK_LOGITS", 0)
     wide = {"vocab_size": 4096, "hidden_size": 512, "max_position_embeddings": 512, "n_positions": 512}
     model = causal("gpt2", torch.float32, **wide)
     ids = torch.zeros(1, positions, dtype=torch.long)

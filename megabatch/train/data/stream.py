@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from megabatch.cost import CostModel
 from megabatch.errors import MegabatchError
-from megabatch.partition import deal
-from megabatch.sampler import Seen
+from megabatch.planning.cost import CostModel
+from megabatch.planning.partition import deal
+from megabatch.planning.sampler import Seen
 from megabatch.train.batch_size import sizes_of
 from megabatch.train.config import Config, SourceConfig
 from megabatch.train.data.checks import check_fit

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.cuda import nccl
 
 import megabatch
-from megabatch.memory import free_bytes
+from megabatch.autotune.memory import free_bytes
 from megabatch.train.doctor.finding import Finding
 from megabatch.train.folder import counted, device_name, version_of
 from megabatch.train.init.hardware import seen_gpus

@@ -1,4 +1,4 @@
-"""Context parallelism of a transformers model: the attention of `megabatch.context` as one of its implementations."""
+"""Context parallelism of a transformers model: the attention of `context_parallel` as one of its implementations."""
 
 from typing import Any, cast
 
@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from megabatch.context import GatheredAttention
+from megabatch.batching.context_parallel import GatheredAttention
 from megabatch.errors import PlanError
 
 FAMILIES = ("gpt2", "gpt_neox", "llama", "mistral", "olmo2", "qwen2", "qwen3", "smollm3")  # tested against uncut runs

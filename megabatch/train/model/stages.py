@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from megabatch.batching.pad_to_shape import Shape
 from megabatch.errors import MegabatchError
-from megabatch.pipeline import Pipeline
-from megabatch.schedules import SCHEDULES
-from megabatch.shapes import Shape
+from megabatch.pipeline.run import Pipeline
+from megabatch.pipeline.schedules import SCHEDULES
 from megabatch.train.config import Config, ParallelConfig
 from megabatch.train.model.architecture import outline
 from megabatch.train.model.precision import boundary_dtype, is_mixed

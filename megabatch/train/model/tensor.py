@@ -21,8 +21,8 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
-from megabatch.contract import LossFunction
 from megabatch.errors import MegabatchError
+from megabatch.losses.contract import LossFunction
 from megabatch.train.model.wrap import blocks_of
 from megabatch.train.passes import in_place_of
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from megabatch.losses.chunked_cross_entropy import chunk_tokens
 from megabatch.simulate import Device
 from megabatch.train.config import Config
 from megabatch.train.layout import Layout
@@ -18,7 +19,6 @@ from megabatch.train.model.precision import accumulation_of, dtype_of, is_mixed
 from megabatch.train.model.wrap import blocks_of
 from megabatch.train.optim import build_optimizer
 from megabatch.train.plan.choices import Choice
-from megabatch.vocabulary import chunk_tokens
 
 LEAST_KEPT = 12  # numbers per token and hidden feature that a layer keeps for backward; those measured keep 22
 RECOMPUTING, PLAIN = 6, 4  # flops per token and parameter, with and without a second forward

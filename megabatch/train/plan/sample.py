@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megabatch.batching.packed_row import OneRow
 from megabatch.errors import MegabatchError
-from megabatch.rows import OneRow
 from megabatch.train.config import Config
 from megabatch.train.console import Console
 from megabatch.train.data.load import load_data

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile
 
-from megabatch import GradientAccumulator, JointLoss, MegabatchError, PlanError, memory
-from megabatch.batch import Deferred
+from megabatch import GradientAccumulator, JointLoss, MegabatchError, PlanError
+from megabatch.autotune import memory
+from megabatch.batching.samples import Deferred
 from tests.exact.spikes import Spikes
 from tests.unit.failures.pipeline import pipeline
 from tests.unit.failures.table import SAMPLES, Failure, here, linear, squares, told

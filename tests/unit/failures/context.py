@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 
 from megabatch import LossContractError, PlanError
-from megabatch.context import GatheredAttention, check_weights, stretch
+from megabatch.batching.context_parallel import GatheredAttention, stretch
+from megabatch.engine.prepare import check_weights_of_stretches
 from tests.unit.failures.table import Failure
 
 IDS = torch.zeros(1, 4, dtype=torch.long)
@@ -74,7 +75,7 @@ FAILURES = {
         LossContractError,
         "weigh counts 1 in whole sequences and 2 in their 2 stretches; under cp count positions (of shift_labels, "
         "say), not samples, which every rank sees",
-        lambda: check_weights(WHOLE, lambda microbatch: len(microbatch["input_ids"]), 2),
+        lambda: check_weights_of_stretches(WHOLE, lambda microbatch: len(microbatch["input_ids"]), 2),
     ),
 }
 IN_A_GROUP = {  # that need a process group

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megabatch import LossContractError, loss, verify
-from megabatch.batch import Deferred
+from megabatch.batching.samples import Deferred
 from tests.unit.failures.table import SAMPLES, Failure, accumulator, linear, squares, update
 
 RETURN = "return (total, weight): the sum over the microbatch and the count it is divided by"

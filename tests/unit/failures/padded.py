@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForTokenClassification, GPT2Config, GPT2LMHeadModel
 
 from megabatch import GradientAccumulator, LossContractError, MegabatchError, PlanError, loss, losses
-from megabatch.padding import Padding
+from megabatch.batching.padding import Padding
 from tests.unit.failures.table import SAMPLES, Failure, accumulator, squares, weighed_squares
 
 DIVIDE = (

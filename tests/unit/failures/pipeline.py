@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import GradientAccumulator, JointLoss, LossContractError, MegabatchError, PlanError
-from megabatch.pipeline import Pipeline, evaluate
+from megabatch.pipeline.run import Pipeline, evaluate
 from tests.unit.failures.table import SAMPLES, Failure, linear, squares, told
 from tests.unit.failures.wrappers import fsdp1, layers, mesh
 

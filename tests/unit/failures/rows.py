@@ -8,8 +8,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megabatch import GradientAccumulator, LossContractError, PlanError, loss, losses
-from megabatch.batch import Deferred
-from megabatch.rows import OneRow
+from megabatch.batching.packed_row import OneRow
+from megabatch.batching.samples import Deferred
 from tests.unit.failures.table import Failure, linear
 
 THREE = torch.ones(3, dtype=torch.long)

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import CostModel, GradientAccumulator, Learner, UpdateSampler, loss, verify
-from megabatch.mesh import num_collectives
+from megabatch.wrappers.mesh import num_collectives
 from tests.unit.failures import auto, stretches
 from tests.unit.failures.contract import DISAGREE
 from tests.unit.failures.table import SAMPLES, accumulator, here, linear, squares, told, weighed_squares

@@ -6,7 +6,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from megabatch import MegabatchError, losses, vocabulary
+from megabatch import MegabatchError, losses
+from megabatch.losses import chunked_cross_entropy
 from tests.unit.failures.table import Failure
 
 TAKE_LOGITS = "give a loss of your own that takes the model's logits"
@@ -27,8 +28,8 @@ class Model(nn.Module):
 
 def total(scale: float) -> Tensor:
     """The loss of a model that is in a family."""
-    family = patch.object(vocabulary, "FAMILIES", {f"{Model.__module__}.{Model.__qualname__}"})
-    with family, patch.object(vocabulary, "MIN_CHUNK_LOGITS", 5):
+    family = patch.object(chunked_cross_entropy, "FAMILIES", {f"{Model.__module__}.{Model.__qualname__}"})
+    with family, patch.object(chunked_cross_entropy, "MIN_CHUNK_LOGITS", 5):
         return losses.next_token(Model(scale), BATCH).total
 
 

@@ -1,0 +1,82 @@
+"""What a microbatch takes under a policy: measured by small updates, before there is an update that follows it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import optim
+
+from megabatch.autotune.memory import Budget
+from megabatch.autotune.tuner import Prober
+from megabatch.batching.padding import Padding
+from megabatch.batching.samples import Batch, Collate
+from megabatch.engine.oom_broadcast import Alarm
+from megabatch.engine.prepare import Cutter
+from megabatch.losses.contract import LossFunction
+from megabatch.planning.limits import Measured, Space, next_rows
+from megabatch.wrappers.detect import choose_policy, reducer_for
+from megabatch.wrappers.precision import Wide
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Bytes of a microbatch, the same on all ranks."""
+
+    num_bytes: float  # at its peak, beyond what stays: the most over all ranks
+    stays_bytes: float  # from microbatch to microbatch: parameters, gradients, states, what else the process has
+    allowed_bytes: float  # for a microbatch: the least over all ranks
+    limit_bytes: float  # for all of it
+    budget: Budget  # of this rank
+
+    @property
+    def peak_bytes(self) -> float:
+        """Of all of it."""
+        return self.stays_bytes + self.num_bytes
+
+    def fits(self, spare_bytes: float = 0.0) -> bool:
+        """Whether there is room for it, and for so many bytes beside it."""
+        return self.num_bytes + spare_bytes <= self.allowed_bytes
+
+
+def taken(
+    policy: str, model: Any, batch: Batch, loss_fn: LossFunction, *, optimizer: optim.Optimizer, rows: int,
+    tokens: int | None = None, spare_bytes: float = 0.0, memory_bytes: float | None = None,
+    accumulate_dtype: torch.dtype | None = None, budget: Budget | None = None, collate: Collate | None = None,
+) -> Taken | None:  # fmt: skip
+    """What a microbatch of ``rows`` samples takes, each as long as the longest, or of fewer that have ``tokens``.
+
+    As few rows are run as tell that it fits with ``spare_bytes`` beside it, and no more than are sure to. Nothing is
+    left behind. ``budget`` is that of another policy, for the second to be measured. None where no rank has a sample.
+    Raises `PlanError` for what cannot be measured. Collective.
+    """
+    reducer = reducer_for(model, None)
+    wide = Wide(reducer.parameters, accumulate_dtype)
+    reducer.accumulate_in(wide)
+    choice = choose_policy(reducer, policy)
+    pad = Padding(reducer.models)
+    cutter = Cutter(None, None, collate, None, choice, reducer.ranks, reducer.one_shape, cost=None, padding=pad)
+    prober = Prober(model, reducer, wide, cutter, memory_bytes)
+    prober.optimizer = optimizer
+    with Alarm(reducer.ranks, reducer.device).listening():
+        longest = prober.longest(cutter, batch, loss_fn)
+        if longest is None:
+            return None
+        wanted = max(1.0, float(rows) if tokens is None else min(rows, tokens / longest.num_tokens))
+        with prober.copies(cutter, longest, loss_fn, None, budget) as copies:
+            measured = [copies.measure(1)]
+            while (need := needed(measured, wanted)) > (space := beside(copies.space, spare_bytes)).allowed:
+                if (more := next_rows(measured, space, int(wanted))) is None:
+                    break
+                measured.append(copies.measure(more))
+    return Taken(need, copies.stays_bytes, copies.space.allowed, copies.limit_bytes, copies.budget)
+
+
+def needed(measured: Sequence[Measured], rows: float) -> float:
+    """Bytes of a microbatch of ``rows``: k times the rows of another take at most k times its bytes."""
+    return min(each.num_bytes * max(1.0, rows / each.rows) for each in measured)
+
+
+def beside(space: Space, num_bytes: float) -> Space:
+    """What is left of it."""
+    return Space(space.allowed - num_bytes, space.there - num_bytes)

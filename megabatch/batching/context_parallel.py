@@ -1,0 +1,262 @@
+"""Context parallelism: ranks along mesh axis ``cp`` are given the same samples, and each runs its own stretch of them.
+
+A sequence is cut into two pieces per rank, and rank r of n has pieces r and 2n - 1 - r, so that all do the same work
+although late positions attend to more. Each layer gathers the keys and values of the whole sequence and attends with
+its own queries, which works on every device and in every dtype. Ring attention, which never holds the whole sequence's
+keys, is not used: torch's own runs on CUDA alone, and merges pieces in float32.
+
+A loss of one's own needs one change: a position's target may lie on another rank, so a stretch has no ``labels`` but
+``shift_labels``, which says for each position what it predicts. Totals and weights must be sums over positions.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from megabatch.batching.samples import IGNORED_LABEL, Microbatch
+from megabatch.errors import LossContractError, PlanError
+
+INPUTS = ("input_ids", "position_ids", "attention_mask", "token_type_ids")  # what a model reads, position by position
+SHIFTED = "shift_"  # what a name begins with whose values stand at the position that they are for
+
+
+class Stretch(dict[str, Any]):
+    """One rank's part of a microbatch; see `stretch`."""
+
+    def __missing__(self, name: str) -> Any:
+        if name != "labels":
+            raise KeyError(name)
+        raise LossContractError(
+            "labels is not in a stretch of a sequence that is cut over ranks; read shift_labels [B, T], whose entry t "
+            "is what position t predicts"
+        )
+
+
+pytree.register_pytree_node(  # it moves between devices as the mapping that it is
+    Stretch,
+    lambda stretch: (list(cast(Stretch, stretch).values()), list(cast(Stretch, stretch))),
+    lambda values, names: Stretch(zip(cast(list[str], names), values, strict=True)),
+)
+
+
+def stretch(microbatch: Microbatch, index: int, degree: int) -> Stretch:
+    """What context rank ``index`` of ``degree`` sees of a microbatch, given whole to each.
+
+    ``microbatch``: a mapping with ``input_ids`` [B, T] and ``labels`` [B, T], unshifted (or ``shift_labels``). Returned
+    are, with L = T / degree rounded up to an even number:
+
+    - ``input_ids``, ``position_ids`` [B, L], and ``shift_labels`` [B, L] in place of ``labels``: what each position
+      predicts, -100 for nothing;
+    - ``attention_mask`` [B, 1, 1, L * degree], the documents of the whole sequence, which `GatheredAttention` reads;
+      of type bool, and True, where the order says all. A model that attends by itself, to its stretch alone, fails on
+      this shape;
+    - other keys that begin with ``shift_``, cut in the same way and padded with 0, and those without a sequence, whole.
+
+    Positions that begin anew within a row begin another document, and documents do not attend to each other. Raises
+    `PlanError` for what cannot be cut.
+    """
+    whole = _shifted(_checked(microbatch))
+    ids = cast(Tensor, whole["input_ids"])  # [B, T]
+    if "position_ids" not in whole:
+        whole["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    documents = _documents(whole["position_ids"], whole.pop("attention_mask", None))  # [B, T]
+    plain = _order_says_all(documents, whole)
+    piece_tokens = max(1, -(-ids.shape[1] // (2 * degree)))
+    missing = piece_tokens * 2 * degree - ids.shape[1]
+    part = {
+        name: _cut(value, missing, IGNORED_LABEL if name == "shift_labels" else 0, index, degree)
+        if _runs_along(value, ids)
+        else value
+        for name, value in whole.items()
+    }
+    documents = F.pad(documents, (0, missing))  # padding attends to padding
+    documents = torch.ones_like(documents, dtype=torch.bool) if plain else documents
+    return Stretch(part, attention_mask=documents[:, None, None])
+
+
+class GatheredAttention:
+    """Causal attention of this rank's queries to the keys and values of all ranks of a context group.
+
+    Masks are made once per microbatch: they are kept for as long as its ``documents`` live.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self._masks = WeakTensorKeyDictionary()  # documents -> {(piece, dtype): mask}
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, *,
+        scale: float | None = None, dropout: float = 0.0,
+    ) -> Tensor:  # fmt: skip
+        """``query`` [B, H, L, D], ``key`` [B, K, L, D], ``value`` [B, K, L, E], where K divides H -> [B, H, L, E].
+
+        L are this rank's positions, as `stretch` cuts them, and ``documents`` its ``attention_mask``. Collective.
+        """
+        documents = self._checked(query, documents)
+        both = _gather(torch.cat([key, value], dim=-1), self.group)  # [B, K, T, D + E]
+        key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
+        piece_tokens = query.shape[2] // 2
+        first, degree = self.group.rank(), self.group.size()
+        outputs = [
+            self._attend(part, key, value, documents, piece, scale, dropout)
+            for part, piece in zip(query.split(piece_tokens, dim=2), (first, 2 * degree - 1 - first), strict=True)
+        ]
+        return torch.cat(outputs, dim=2)
+
+    def _checked(self, query: Tensor, documents: Tensor | None) -> Tensor:
+        shape = None if documents is None else tuple(documents.shape)
+        if shape != (query.shape[0], 1, 1, query.shape[2] * self.group.size()) or query.shape[2] % 2:
+            raise PlanError(
+                f"attention over {self.group.size()} context ranks was given {query.shape[2]} positions and a mask of "
+                f"shape {shape}; call the model with what a stretch of a microbatch holds, its attention_mask included"
+            )
+        return cast(Tensor, documents)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor, piece: int,
+        scale: float | None, dropout: float,
+    ) -> Tensor:  # fmt: skip
+        """Attention of one piece to all that come before, and to itself."""
+        start, end = piece * query.shape[2], (piece + 1) * query.shape[2]
+        key, value = key[:, :, :end], value[:, :, :end]
+        if documents.dtype == torch.bool:
+            order = causal_lower_right(end - start, end)
+            return F.scaled_dot_product_attention(
+                query, key, value, order, dropout, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+            )
+        heads_per_key = query.shape[1] // key.shape[1]  # repeated, since fast kernels with a mask want one key each
+        key, value = (each.repeat_interleave(heads_per_key, dim=1) for each in (key, value))
+        mask = self._mask(documents, start, end, query.dtype)
+        return F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scale)
+
+    def _mask(self, documents: Tensor, start: int, end: int, dtype: torch.dtype) -> Tensor:
+        kept = cast(dict[Any, Tensor], self._masks.setdefault(documents, {}))
+        if (start, dtype) not in kept:
+            kept[start, dtype] = piece_mask(documents[:, 0, 0], start, end, dtype)
+        return kept[start, dtype]
+
+
+def piece_mask(documents: Tensor, start: int, end: int, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores of queries ``start`` to ``end``: 0 for what they see, else -inf.
+
+    ``documents`` [B, T]: of each position the number of its document, negative where nothing may attend to it.
+    Returns [B, 1, end - start, end].
+    """
+    positions = torch.arange(end, device=documents.device)
+    earlier = positions <= positions[start:, None]  # [end - start, end]
+    same = documents[:, start:end, None].abs() == documents[:, None, :end]  # [B, end - start, end]
+    seen = (earlier & same)[:, None]
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -math.inf)
+
+
+class _Gather(torch.autograd.Function):
+    """The pieces of all ranks in the order of the sequence; in backward every rank gets the sum of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        gathered = local.new_empty((group.size(), *local.shape))  # [ranks, B, K, L, D]
+        dist.all_gather(list(gathered), local.contiguous(), group=group)
+        firsts, seconds = gathered.chunk(2, dim=3)
+        return torch.cat([*firsts, *seconds.flip(0)], dim=2)  # [B, K, T, D]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        num_ranks = ctx.group.size()
+        pieces = gradients[0].chunk(2 * num_ranks, dim=2)
+        sent = torch.stack([torch.cat([pieces[r], pieces[-1 - r]], dim=2) for r in range(num_ranks)])
+        received = torch.empty_like(sent)  # [ranks, B, K, L, D]
+        dist.all_to_all_single(received, sent, group=ctx.group)
+        return received.sum(0), None  # torch sums half types in float32
+
+
+def _gather(local: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return cast(Tensor, _Gather.apply(local, group))
+
+
+def _checked(microbatch: Microbatch) -> dict[str, Any]:
+    """A copy of the mapping. Raises `PlanError` for what cannot be cut exactly."""
+    found: dict[str, Any] = dict(cast(Any, microbatch)) if isinstance(microbatch, Mapping) else {}
+    ids = found.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.ndim != 2:
+        seen = f"has {list(found)}" if isinstance(microbatch, Mapping) else f"is a {type(microbatch).__name__}"
+        raise PlanError(
+            f"the microbatch {seen}, without input_ids [B, T], and context parallelism cuts sequences; give input_ids, "
+            "or a mesh without cp"
+        )
+    for name in ("labels", "shift_labels", "position_ids", "attention_mask"):
+        if name in found and getattr(found[name], "shape", None) != ids.shape:
+            raise PlanError(
+                f"{name} has the shape {_shape(found[name])} and input_ids {_shape(ids)}; context parallelism cuts "
+                "both along the sequence: give them one shape"
+            )
+    for name, value in found.items():
+        if _runs_along(value, ids) and name not in ("labels", *INPUTS) and not name.startswith(SHIFTED):
+            raise PlanError(
+                f"{name!r} runs along the sequence, and a loss that shifts it would lose values where context "
+                f"parallelism cuts; shift it in the data, its entry t for position t, and name it '{SHIFTED}{name}'"
+            )
+    return found
+
+
+def _shifted(whole: dict[str, Any]) -> dict[str, Any]:
+    """``shift_labels`` in place of ``labels``, before anything is cut."""
+    labels = whole.pop("labels", None)
+    if labels is not None:
+        if "shift_labels" in whole:
+            raise PlanError("the microbatch has labels and shift_labels, which say the same; give one of them")
+        whole["shift_labels"] = F.pad(labels, (0, 1), value=IGNORED_LABEL)[:, 1:]
+    if not any(name.startswith(SHIFTED) for name in whole):
+        raise PlanError(
+            f"the microbatch has {list(whole)} and no targets, and a loss that shifts input_ids would lose some where "
+            "context parallelism cuts; give labels, -100 where there is none"
+        )
+    return whole
+
+
+def _documents(positions: Tensor, attended: Tensor | None) -> Tensor:
+    """Of each position the number of its document, from 1; negative where nothing may attend to it; [B, T].
+
+    These are the rules of transformers, where an attention_mask says all and positions are not looked at beside it.
+    """
+    if attended is None:
+        return (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(1) + 1
+    attended = attended.bool()
+    furthest = positions.masked_fill(~attended, -1).cummax(1).values
+    if bool((attended[:, 1:] & (positions[:, 1:] <= furthest[:, :-1])).any()):
+        raise PlanError(
+            "position_ids begin anew within a row that has an attention_mask, with which its documents would attend to "
+            "each other; leave attention_mask out: padding on the right needs none"
+        )
+    return attended.long() * 2 - 1
+
+
+def _order_says_all(documents: Tensor, whole: Mapping[str, Any]) -> bool:
+    """Whether every position that matters is of its row's first document and may be attended to."""
+    matters = torch.ones_like(documents, dtype=torch.bool)
+    if [name for name in whole if name.startswith(SHIFTED)] == ["shift_labels"]:  # nothing after the last target does
+        matters = (whole["shift_labels"] != IGNORED_LABEL).flip(1).cummax(1).values.flip(1)
+    return bool(((documents == 1) | ~matters).all())
+
+
+def _cut(value: Tensor, missing: int, fill: int, index: int, degree: int) -> Tensor:
+    """Two pieces of dim 1, which is padded on the right: [B, T, ...] -> [B, L, ...]."""
+    padding = value.new_full((value.shape[0], missing, *value.shape[2:]), fill)
+    pieces = torch.cat([value, padding], dim=1).chunk(2 * degree, dim=1)
+    return torch.cat([pieces[index], pieces[-1 - index]], dim=1)
+
+
+def _runs_along(value: Any, ids: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape[:2] == ids.shape
+
+
+def _shape(value: Any) -> tuple[int, ...] | str:
+    return tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__

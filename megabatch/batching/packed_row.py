@@ -1,0 +1,81 @@
+"""OneRow: the samples of a microbatch in one row, one after another, so that nothing is padded.
+
+transformers' models find in ``position_ids`` where a sample begins, and attend within it. With flash_attention_2 or
+flex_attention nothing else is computed; sdpa and eager compute the whole square of the row and hide most of it, which
+takes longer than padding does. Whether a model does so is tried, see `apart`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megabatch.batching.samples import IGNORED_LABEL, check_keys, tensor_of
+from megabatch.errors import PlanError
+
+NOT_ALONG = "in one row everything runs along input_ids. Leave OneRow out"
+
+
+class OneRow:
+    """A collate function that pads nothing: ``GradientAccumulator(model, collate=OneRow(), ...)``, this very object.
+
+    A sample: ``input_ids`` [T] and whatever else runs along it, on the CPU. A microbatch: ``{name: [1, S, ...]}``,
+    where S is the sum of their lengths. ``position_ids``, made where there are none, begin with 0 in each. ``labels``
+    [T] come back as ``shift_labels``, whose entry t is what position t predicts: a sample's first token is predicted by
+    none.
+
+    The loss must call the model itself, hand ``position_ids`` on to it, by name and without a mask, sum over positions,
+    and say by ``weigh`` how its weight is counted; samples are no rows any more. Inside another function it is not
+    known, and nothing is looked at. The model is tried when the accumulator is made, without gradients,
+    and refused where samples would see each other. A model of transformers goes by positions where it makes no cache:
+    ``model.config.use_cache = False``. Where the loss is computed under autocast, make the accumulator under it too.
+    """
+
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """The samples one after another. Raises `PlanError` for what cannot lie in a row."""
+        check_keys(samples)
+        rows = [_row(sample) for sample in samples]
+        for row in rows:
+            _check_alike(row, rows[0])
+        return {name: torch.cat([row[name] for row in rows])[None] for name in rows[0]}
+
+
+def _row(sample: Mapping[str, Any]) -> dict[str, Tensor]:
+    """One sample's part of the row, each tensor along its tokens."""
+    row = {name: tensor_of(name, value) for name, value in sample.items()}
+    ids = row.get("input_ids")
+    if ids is None or ids.ndim != 1:
+        raise PlanError("a sample has no input_ids [T], along which samples lie in one row; leave OneRow out")
+    mask = row.pop("attention_mask", None)
+    if mask is not None and ("position_ids" in row or not bool(mask.all())):
+        raise PlanError(
+            "a sample has an attention_mask with zeros, or with position_ids beside it, which one row cannot say; cut "
+            "hidden tokens away and leave the mask out, or leave OneRow out"
+        )
+    for name, value in row.items():
+        if value.ndim == 0 or len(value) != len(ids) or (name == "labels" and value.ndim > 1):
+            raise PlanError(
+                f"{name!r} of a sample has the shape {tuple(value.shape)} and its input_ids {tuple(ids.shape)}; "
+                f"{NOT_ALONG}"
+            )
+    positions = row.setdefault("position_ids", torch.arange(len(ids), device=ids.device))
+    if positions.ndim != 1 or bool((positions[:1] != 0).any()) or bool((positions < 0).any()):
+        raise PlanError(
+            "position_ids of a sample do not begin with 0, their least, by which samples of a row are kept apart; let "
+            "them begin with 0, or leave OneRow out"
+        )
+    labels = row.pop("labels", None)
+    if labels is not None and "shift_labels" not in row:
+        row["shift_labels"] = torch.cat([labels[1:], labels.new_full((min(1, len(labels)),), IGNORED_LABEL)])
+    return row
+
+
+def _check_alike(row: Mapping[str, Tensor], first: Mapping[str, Tensor]) -> None:
+    """Raise `PlanError` where samples differ in more than their length."""
+    for name, value in row.items():
+        if (value.dtype, value.shape[1:]) != (first[name].dtype, first[name].shape[1:]):
+            kinds = [f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}" for each in (first[name], value)]
+            raise PlanError(
+                f"{name!r} of samples is {' and '.join(kinds)}; in one row give all the same but the length"
+            )

@@ -1,0 +1,133 @@
+"""Microbatches in one shape, which a pipeline's schedule needs, and outputs cut back to what was asked for."""
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from megabatch.errors import PlanError
+from megabatch.planning.plan import check_lengths
+
+SEEN_BYTES = 1 << 16  # of each tensor, in the number by which stages compare their microbatches
+
+
+class Inputs(NamedTuple):
+    """What a loss gives the model for one microbatch."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors in it, in order."""
+        return [leaf for leaf in pytree.tree_leaves(tuple(self)) if isinstance(leaf, Tensor)]
+
+    @property
+    def num_rows(self) -> int:
+        """Samples: dim 0 of the first tensor that has one."""
+        return next((len(each) for each in self.tensors if each.ndim), 0)
+
+
+def equal_rows(lengths: Sequence[int], max_microbatch_tokens: int) -> int:
+    """Samples per microbatch that stay under a cap when every one is filled up to the longest sample of all."""
+    check_lengths(lengths, max_microbatch_tokens)
+    return max_microbatch_tokens // max(1, *lengths, 1)
+
+
+Shape = Callable[..., Any]  # called as the model is: says a meta tensor, or a tuple of them
+
+
+def said(shape: Shape, inputs: Inputs) -> tuple[Tensor, ...]:
+    """The meta tensors that ``shape`` says for these inputs."""
+    answer = shape(*inputs.args, **inputs.kwargs)
+    tensors = tuple(answer) if isinstance(answer, tuple | list) else (answer,)
+    if not all(isinstance(each, Tensor) for each in tensors):
+        raise PlanError(
+            f"boundary= or output= of Pipeline returned {answer!r:.80}; return the shape and dtype of what the stage "
+            'does: torch.empty(*shape, dtype=dtype, device="meta")'
+        )
+    return tuple(each.detach().to("meta") for each in tensors)
+
+
+def difference(found: Any, expected: Sequence[Tensor]) -> str | None:
+    """In which way tensors, one or a tuple, are not what was said of them; None where they are."""
+    leaves = found if isinstance(found, tuple | list) else (found,)
+    for each in leaves:
+        if not isinstance(each, Tensor) or isinstance(each, DTensor):
+            return f"a {type(each).__name__} where a plain tensor was expected"
+    shapes, wanted = ([(tuple(each.shape), each.dtype) for each in tensors] for tensors in (leaves, expected))
+    return None if shapes == wanted else f"{shapes} where {wanted} was said"
+
+
+def in_one_shape(calls: Sequence[Inputs]) -> list[Inputs]:
+    """All microbatches as large as the largest: their last row is repeated, and dim 1 gets zeros on the right."""
+    if not calls:
+        return []
+    flat, specs = zip(*(pytree.tree_flatten(tuple(each)) for each in calls), strict=True)
+    kinds = [[(type(leaf), getattr(leaf, "ndim", 0), getattr(leaf, "dtype", 0)) for leaf in leaves] for leaves in flat]
+    if any(spec != specs[0] for spec in specs) or any(each != kinds[0] for each in kinds):
+        raise PlanError(
+            "the loss calls the model with other arguments for other microbatches of one call; under a Pipeline give "
+            "all the same names, types and numbers of dims"
+        )
+    rows = [each.num_rows for each in calls]
+    leaves = [_filled_up(values, rows) for values in zip(*flat, strict=True)]
+    return [Inputs(*pytree.tree_unflatten(list(each), specs[0])) for each in zip(*leaves, strict=True)]
+
+
+def _filled_up(values: Sequence[Any], rows: Sequence[int]) -> Sequence[Any]:
+    """One input of all microbatches, in one shape."""
+    shapes: list[tuple[int, ...]] = [tuple(value.shape) if isinstance(value, Tensor) else () for value in values]
+    if all(shape == shapes[0] for shape in shapes):
+        return values
+    if any(shape[2:] != shapes[0][2:] for shape in shapes) or [shape[0] for shape in shapes] != rows:
+        raise PlanError(
+            f"an input of the model has the shapes {sorted(set(shapes))} in one call of a Pipeline; only dim 0, the "
+            "samples, and dim 1 are filled up, the others must agree"
+        )
+    largest = [max(sizes) for sizes in zip(*(shape[:2] for shape in shapes), strict=True)]
+    return [_grown(value, largest) for value in values]
+
+
+def _grown(value: Tensor, largest: Sequence[int]) -> Tensor:
+    """[B, T, ...] -> [largest B, largest T, ...]; [B] -> [largest B]"""
+    if len(largest) > 1 and value.shape[1] < largest[1]:
+        zeros = value.new_zeros(len(value), largest[1] - value.shape[1], *value.shape[2:])
+        value = torch.cat([value, zeros], dim=1)
+    if len(value) == largest[0]:
+        return value
+    return torch.cat([value, value[-1:].expand(largest[0] - len(value), *value.shape[1:])])
+
+
+def cut_back(output: Sequence[Tensor], shape: Shape, whole: Inputs, real: Inputs) -> list[Tensor]:
+    """The output for ``whole`` without what was filled up: as it is for ``real``, where ``shape`` says it."""
+    wanted = said(shape, real)
+    if whole.num_rows != real.num_rows:
+        _check_rows(said(shape, whole), wanted, whole, real)
+    return [leaf[tuple(map(slice, each.shape))] for leaf, each in zip(output, wanted, strict=True)]
+
+
+def _check_rows(expected: Sequence[Tensor], wanted: Sequence[Tensor], whole: Inputs, real: Inputs) -> None:
+    """Raise where copies of rows cannot be taken out of the output again."""
+    sizes = [(each.shape[:1], other.shape[:1]) for each, other in zip(expected, wanted, strict=True)]
+    if any(each != ((whole.num_rows,), (real.num_rows,)) for each in sizes):
+        raise PlanError(
+            f"a microbatch of {real.num_rows} rows was filled up to {whole.num_rows}, but output= says no samples in "
+            "dim 0, so they cannot be taken out again; return samples in dim 0 from the last stage"
+        )
+
+
+def fingerprint(microbatches: Sequence[Any]) -> int:
+    """A number that differs where microbatches do: of their shapes, and of what the host can see of them."""
+    found = 0
+    for leaf in pytree.tree_leaves(list(microbatches)):
+        if isinstance(leaf, Tensor):
+            found = zlib.crc32(repr((leaf.shape, leaf.dtype)).encode(), found)
+            if leaf.device.type == "cpu":  # reading others would wait
+                start = leaf.detach().reshape(-1)[: SEEN_BYTES // leaf.element_size()]
+                found = zlib.crc32(start.contiguous().view(torch.uint8).numpy().tobytes(), found)
+    return found

@@ -1,0 +1,191 @@
+"""The way through representations of all samples, for a loss that couples them.
+
+Every microbatch is encoded without a graph, and its representations alone are kept. Then the loss sees those of all
+data ranks, and gives the gradient of each. Then every microbatch is encoded again, with the same random numbers, and
+that gradient goes on through it. So a loss over any number of samples takes the memory of one microbatch.
+"""
+
+import contextlib
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from megabatch.batching.samples import Microbatch
+from megabatch.batching.tree import to_device
+from megabatch.engine import random_state
+from megabatch.engine.call import Agreement, Turn, turns, with_stand_ins
+from megabatch.engine.prepare import Share
+from megabatch.engine.representations import Encoded, differ, gather, in_order, keep, tell
+from megabatch.engine.update import OpenUpdate
+from megabatch.errors import LossContractError, PlanError
+from megabatch.losses.contract import JointLoss, Term, differentiable, terms_of
+from megabatch.wrappers.base import PlainReducer
+from megabatch.wrappers.gradients import leaves as leaves_of
+from megabatch.wrappers.gradients import separate
+from megabatch.wrappers.mesh import DataRanks
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a joint loss, and all that works on it."""
+
+    joint: JointLoss
+    model: Any
+    share: Share
+    agreement: Agreement
+    reducer: PlainReducer
+    opened: OpenUpdate
+
+    @property
+    def cut(self) -> tuple[tuple[int, ...], ...]:
+        """This rank's samples by microbatch; () is a stand-in."""
+        return with_stand_ins(self.share.plan, self.agreement.num_microbatches).microbatches
+
+    def microbatches(self) -> Generator[Microbatch]:
+        """This rank's microbatches on the CPU, and the stand-ins that bring them to everyone's number."""
+        yield from self.share.microbatches()
+        for rows in self.cut:
+            if not rows:
+                assert self.agreement.stand_in is not None  # some rank has more than this one
+                yield self.agreement.stand_in()
+
+
+def run(
+    joint: JointLoss, model: Any, share: Share, agreement: Agreement, reducer: PlainReducer, opened: OpenUpdate
+) -> dict[str, Term]:
+    """Add a call's gradient to the open update; returns its sums on data rank 0, and zeros on the others."""
+    call, ranks = Call(joint, model, share, agreement, reducer, opened), reducer.ranks
+    _check_whole_samples(ranks)
+    if opened.steps_in_backward:
+        raise PlanError(
+            "a JointLoss has a backward of its own, in which no optimizer steps; leave step_in_backward() out"
+        )
+    cut = call.cut
+    if not cut:
+        opened.open_call(agreement)
+        return {}
+    encodings = _encode(call)
+    wholes, mine = gather(ranks, encodings, cut, tell(ranks, encodings, cut))
+    sums, gradients = _couple(call, wholes, encodings[0].structure)
+    encoded_rows, sizes = [row for rows in cut for row in rows], [len(rows) for rows in cut]
+    own = [None if each is None else in_order(each[mine], encoded_rows).split(sizes) for each in gradients]
+    del wholes, gradients
+    _report_drift(call, _backward(call, encodings, own), sums)
+    return sums
+
+
+def refuse_in_a_loop(weigh: object) -> None:
+    """Raise `PlanError` for a joint loss that was given to the open loop."""
+    if isinstance(weigh, JointLoss):
+        raise PlanError(
+            "microbatches() was given a JointLoss, which needs all samples at once; give it to forward_backward()"
+        )
+
+
+def _check_whole_samples(ranks: DataRanks) -> None:
+    if ranks.pipeline is not None or ranks.context_degree > 1:
+        axis = "cp" if ranks.pipeline is None else "pp"
+        raise PlanError(
+            f"a JointLoss needs whole samples on every rank, but the mesh has the axis {axis!r}; use data axes and tp"
+        )
+
+
+def _encode(call: Call) -> list[Encoded]:
+    """The representations of every microbatch, without a graph."""
+    encodings: list[Encoded] = []
+    with torch.no_grad(), contextlib.closing(call.microbatches()) as microbatches:
+        for microbatch in microbatches:
+            random = random_state.note(call.reducer.device)
+            encodings.append(keep(call.joint.encode(call.model, to_device(microbatch, call.reducer.device)), random))
+            del microbatch  # before the next is made
+    return encodings
+
+
+def _couple(
+    call: Call, wholes: list[Tensor], structure: pytree.TreeSpec
+) -> tuple[dict[str, Term], Sequence[Tensor | None]]:
+    """Open the call with the loss over all samples: its sums, and the gradient of every representation."""
+    terms = _loss_of_all(call, pytree.tree_unflatten(wholes, structure))
+    names = differentiable(terms)
+    _check_reach([terms[name].total for name in names], wholes)
+    weights = {name: weight for name in names if isinstance(weight := terms[name].weight, float)}
+    if len(weights) < len(names):
+        weights = {}  # only the device knows, and reading it would wait
+    call.opened.open_call(replace(call.agreement, weights=weights))
+    turn = Turn(None, 0, weights, weights, is_stand_in=False)
+    objective = call.opened.objective(terms, turn)
+    # Every rank has computed the same terms: they are counted once.
+    counts = all(group.rank() == 0 for group in call.reducer.ranks.data_groups)
+    sums = call.opened.add(terms, replace(turn, is_stand_in=not counts))
+    leaves = [whole for whole in wholes if whole.requires_grad]
+    found = iter(torch.autograd.grad(objective, leaves, allow_unused=True))
+    return sums, [next(found) if whole.requires_grad else None for whole in wholes]
+
+
+def _loss_of_all(call: Call, given: Any) -> dict[str, Term]:
+    random = random_state.note(call.reducer.device)
+    terms = terms_of(call.joint.loss(*given) if isinstance(given, tuple) else call.joint.loss(given))
+    if call.reducer.ranks.degree > 1 and not random_state.note(call.reducer.device).same_as(random):
+        raise LossContractError(
+            "the loss of a JointLoss drew random numbers, which differ from rank to rank; draw them in encode"
+        )
+    return terms
+
+
+def _check_reach(totals: Sequence[Tensor], wholes: list[Tensor]) -> None:
+    """Raise where a total depends on a leaf that is no representation: its gradient would be lost."""
+    for leaf in leaves_of(totals):
+        if not any(leaf is whole for whole in wholes):
+            raise LossContractError(
+                f"the loss of a JointLoss reaches a trainable parameter of shape {tuple(leaf.shape)} by itself; return "
+                "what it needs from encode, one row per sample: temperature.expand(len(queries))"
+            )
+
+
+def _backward(call: Call, encodings: list[Encoded], gradients: Sequence[Sequence[Tensor] | None]) -> Tensor:
+    """Encode every microbatch again and differentiate it; whether its representations were others, on the device."""
+    drifted = torch.zeros((), dtype=torch.bool, device=call.reducer.device)
+    device = call.reducer.device
+    with contextlib.closing(turns(call.share, call.agreement, None, call.reducer, device)) as each:
+        for turn in each:
+            encoded = encodings[turn.index]
+            with random_state.replay(encoded.random):
+                leaves = pytree.tree_leaves(call.joint.encode(call.model, turn.microbatch))
+            if not turn.is_stand_in:
+                drifted |= differ(encoded.leaves, leaves)
+            _differentiate(leaves, [None if of_leaf is None else of_leaf[turn.index] for of_leaf in gradients], turn)
+            separate(call.reducer.accumulating)
+            del turn, leaves  # with the microbatch and its graph, before the next is made
+    return drifted
+
+
+def _differentiate(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None], turn: Turn) -> None:
+    """Backward from the representations that carry a gradient; zeros for a stand-in's."""
+    carrying = [leaf for leaf, gradient in zip(leaves, gradients, strict=True) if _carries(leaf, gradient)]
+    if not carrying:
+        raise LossContractError(
+            "no representation carries a gradient; compute them in encode from the model's output, undetached"
+        )
+    given = [gradient for leaf, gradient in zip(leaves, gradients, strict=True) if _carries(leaf, gradient)]
+    torch.autograd.backward(carrying, list(map(torch.zeros_like, carrying)) if turn.is_stand_in else given)
+
+
+def _carries(leaf: Tensor, gradient: Tensor | None) -> bool:
+    return leaf.requires_grad and gradient is not None
+
+
+def _report_drift(call: Call, drifted: Tensor, sums: dict[str, Term]) -> None:
+    """Raise it on every rank; on a device, where looking would wait, make the update not finite."""
+    if drifted.device.type == "cpu":
+        if any(has_drifted for (has_drifted,) in call.reducer.ranks.exchange([bool(drifted)])):
+            raise LossContractError(
+                "encode gave other representations for the same microbatch the second time; let nothing in it change "
+                "from call to call, and draw random numbers from torch's own generators"
+            )
+        return
+    nothing = {name: Term(torch.where(drifted, torch.nan, 0.0), 0.0) for name in sums}
+    call.opened.add(nothing, Turn(None, 0, {}, {}, is_stand_in=False))

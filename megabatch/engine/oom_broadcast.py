@@ -1,0 +1,217 @@
+"""A rank that cannot go on where others wait for it tells them, and all leave with its words.
+
+Memory ran out, or DDP waits for a gradient that never comes.
+
+A collective that one rank has left half-way cannot be called back, so the update is lost and the processes with it. The
+others hear of it from the store by which they found each other. Its host may be gone or frozen, so only threads speak
+with it, for which nobody waits long.
+"""
+
+import contextlib
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Generator
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from megabatch.errors import Bound, MegabatchError, Shortage, in_one_line
+from megabatch.wrappers.mesh import DataRanks, groups_of_process
+
+NO_MEMORY = re.compile(  # where the type of an error does not say it
+    r"DefaultCPUAllocator: can't allocate memory|MPS backend out of memory"
+    r"|(CUDA|HIP|XPU)( driver)? error: out of memory|Triton Error \[\w+\]: out of memory"
+    r"|\b(CU|HIP)\w+_STATUS_ALLOC_FAILED|CUDNN_STATUS_INTERNAL_ERROR_(DEVICE|HOST)_ALLOCATION_FAILED"
+    r"|miopenStatusAllocFailed|(cuda|hip) failure:? ?\d* ?'out of memory'",  # the last of NCCL and RCCL
+    re.IGNORECASE,
+)
+NUMBER, TOLD, HEARD = "megabatch: alarms", "megabatch: told", "megabatch: heard"  # keys of the store
+STORE_FAILS = (RuntimeError, ValueError)  # it went away with the rank that held it, or with the process group
+SECONDS_TO_LOOK = 0.5  # from one look into the store to the next
+SECONDS_TO_ANSWER = 1.0  # which the store has
+SECONDS_TO_HEAR = 5.0  # which a rank gives the others before it leaves, since the store may be in its process
+SECONDS_TO_WAKE = 3.0  # after which a collective that has not broken by itself is aborted
+
+
+class Alarm:
+    """Told by one rank, heard by the others within `SECONDS_TO_HEAR`, wherever they wait.
+
+    Made on all ranks together, with one small message: those of another group in the job do not hear it.
+    """
+
+    def __init__(self, ranks: DataRanks, device: torch.device) -> None:
+        self._ranks, self._device = ranks, device
+        self._heard: str | None = None  # the words, as told
+        self._own: Any = None  # a connection serves one call at a time, and the main thread's may take long
+        number = 0.0
+        with contextlib.suppress(*STORE_FAILS):
+            number = float(_store_of_process().add(NUMBER, 1)) if ranks.num_all > 1 else number
+        (self._number,) = max(ranks.exchange([number]))  # the job has no other alarm of this number
+
+    @contextlib.contextmanager
+    def listening(self) -> Generator[None]:
+        """Surrounds what may wait for other ranks; raises their `MegabatchError` in place of what came of it.
+
+        With one rank there is nobody to hear, and what ran out of memory is said in one line alone.
+        """
+        if self._ranks.num_all == 1:
+            try:
+                yield
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise self._shortage(error) from error
+                raise
+            return
+        ended = threading.Event()
+        listener = threading.Thread(target=self._listen, args=(ended,), name="megabatch-alarm", daemon=True)
+        listener.start()
+        try:
+            yield
+        except Exception as error:
+            ended.set()
+            if (cause := self._cause(error, answers=self._has_ended(listener))) is error:
+                raise
+            raise cause from error
+        finally:
+            if not ended.is_set():
+                ended.set()
+                self._has_ended(listener)
+        if self._heard is not None:
+            raise self._leaving(self._heard)
+
+    def _cause(self, error: Exception, *, answers: bool) -> Exception:
+        """Why this rank cannot go on, told to the others where it is the first to know."""
+        if is_out_of_memory(error):
+            error = self._shortage(error)
+        if isinstance(error, MegabatchError) and (error.shortage is not None or error.strands_others):
+            if self._heard is None:
+                who = "" if error.shortage else f"{whoever_runs(self._ranks.num_all)}: "
+                told = json.dumps([f"{who}{error}", error.shortage])
+                self._in_a_thread(lambda: self._tell(told), SECONDS_TO_HEAR + SECONDS_TO_ANSWER)
+                _abort()  # nothing of this process keeps the others then
+            return error
+        if self._heard is None and answers:
+            self._in_a_thread(self._look, SECONDS_TO_ANSWER)
+        return error if self._heard is None else self._leaving(self._heard)
+
+    def _shortage(self, error: Exception) -> MegabatchError:
+        """What ran out of memory where no microbatch can be named, or none be run again."""
+        who, seen = whoever_runs(self._ranks.num_all), in_one_line(_first_cause(error))
+        where = "beside a microbatch's forward and backward"
+        if self._ranks.num_all > 1:
+            where = "where ranks wait for each other"
+        change = "give smaller microbatches, or shard the model over more ranks"
+        failure = MegabatchError(f"{who} ran out of memory {where}; {change} ({seen})")
+        failure.shortage = Shortage(rank_of_process(), (), None)
+        return failure
+
+    def _tell(self, told: str) -> None:
+        """Tell the others, and wait until they have heard."""
+        store, heard = self._store(), self._key(HEARD)
+        if store.compare_set(self._key(TOLD), "", told).decode() != told:  # another rank was faster
+            store.add(heard, 1)
+        deadline = time.monotonic() + SECONDS_TO_HEAR
+        while store.add(heard, 0) < self._ranks.num_all - 1 and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def _listen(self, ended: threading.Event) -> None:
+        with contextlib.suppress(*STORE_FAILS):
+            while not ended.wait(SECONDS_TO_LOOK):
+                self._look()
+                if self._heard is not None:
+                    if not ended.wait(SECONDS_TO_WAKE):
+                        _abort()
+                    return
+
+    def _look(self) -> None:
+        store = self._store()
+        if store.check([self._key(TOLD)]):
+            self._heard = store.get(self._key(TOLD)).decode()
+            store.add(self._key(HEARD), 1)
+
+    def _leaving(self, told: str) -> MegabatchError:
+        """The words of the rank that cannot go on, as an error. Collectives that wait on a device are broken."""
+        if self._device.type != "cpu":
+            _abort()
+        text, shortage = json.loads(told)
+        heard = MegabatchError(text)
+        if shortage is not None:
+            rank, samples, bound = shortage
+            heard.shortage = Shortage(rank, tuple(samples), None if bound is None else Bound(*bound))
+        return heard
+
+    def _in_a_thread(self, work: Callable[[], None], seconds: float) -> None:
+        def quiet() -> None:
+            with contextlib.suppress(*STORE_FAILS):
+                work()
+
+        thread = threading.Thread(target=quiet, name="megabatch-alarm", daemon=True)
+        thread.start()
+        self._has_ended(thread, seconds)
+
+    def _has_ended(self, thread: threading.Thread, seconds: float = SECONDS_TO_ANSWER) -> bool:
+        """Whether a thread that speaks with the store ends in time; one that does not keeps its connection."""
+        thread.join(seconds)
+        if thread.is_alive():
+            self._own = None
+        return not thread.is_alive()
+
+    def _key(self, name: str) -> str:
+        return f"{name} ({self._number:.0f})"
+
+    def _store(self) -> Store:
+        own = self._own
+        if own is None:
+            own = self._own = _store_of_process().clone()
+        return own
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on a device or on the CPU, and nobody has said more of it.
+
+    Torch's schedules of pipelines wrap what they meet.
+    """
+    first = _first_cause(error)
+    if not isinstance(error, RuntimeError):
+        return False
+    if isinstance(first, torch.AcceleratorError):
+        return "out of memory" in str(first)
+    return isinstance(first, torch.OutOfMemoryError) or NO_MEMORY.search(str(first)) is not None
+
+
+def is_of_backend(error: BaseException) -> bool:
+    """Return True for an error of a message between ranks, which may have been half sent."""
+    return isinstance(_first_cause(error), dist.DistBackendError)
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    seen = {id(error)}
+    while (cause := error.__cause__) is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        error = cause
+    return error
+
+
+def rank_of_process() -> int:
+    """Among all of the job."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def whoever_runs(num_ranks: int) -> str:
+    """This process, as an error names it."""
+    return f"rank {dist.get_rank()} of {dist.get_world_size()}" if num_ranks > 1 else "this process"
+
+
+def _store_of_process() -> Any:  # torch's stubs leave out clone()
+    return cast(Any, dist).distributed_c10d._get_default_store()
+
+
+def _abort() -> None:
+    """Break the collectives that wait on a device; those of gloo break when a process ends."""
+    for group in groups_of_process():
+        with contextlib.suppress(RuntimeError):  # a backend that cannot
+            cast(Any, group).abort()

@@ -1,0 +1,96 @@
+"""Pause: an open update as data, between two calls, and open again from that data.
+
+What is kept is this rank's own: its sums and what it holds of the gradient. So an update goes on where each rank gets
+back what it gave, on as many ranks.
+"""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from megabatch.engine.step_in_backward import StepInBackward
+from megabatch.engine.update import OpenUpdate
+from megabatch.errors import PlanError
+from megabatch.wrappers.base import PlainReducer, local
+from megabatch.wrappers.precision import Wide
+
+State = Mapping[str, Any]
+OWN = "as the parameter"
+PLACEMENTS = {each.__name__: each for each in (Partial, Replicate)}  # other ways in which a gradient may lie
+
+
+def state_of(opened: OpenUpdate | None, reducer: PlainReducer) -> dict[str, Any]:
+    """The update as it stands: numbers, texts, and copies of this rank's gradients. Waits for the device.
+
+    Raises `PlanError` for a wrapper that keeps gradients elsewhere, and where an optimizer has stepped already.
+    """
+    if opened is None:
+        return {}
+    if opened.steps_in_backward or not reducer.may_pause:
+        who = f"the model has {reducer.wrapper}, which" if not reducer.may_pause else "the optimizer, in backward,"
+        raise PlanError(
+            f"{who} has parts of an open update's gradient to itself, so that it cannot be saved; finalize() before"
+        )
+    having = {str(index): each for index, each in enumerate(reducer.parameters) if each.grad is not None}
+    return {
+        "ranks": reducer.ranks.num_all,
+        "update": opened.state_dict(),
+        "gradients": {index: local(cast(Tensor, each.grad)).detach().clone() for index, each in having.items()},
+        "layouts": {index: [list(each.shape), _axes(each)] for index, each in having.items()},
+    }
+
+
+def reopened(state: State, reducer: PlainReducer, wide: Wide, stepping: StepInBackward | None) -> OpenUpdate | None:
+    """The update of ``state``, open again, and every ``p.grad`` what it was; None where none was open.
+
+    Raises `PlanError` for a state of other ranks or parameters.
+    """
+    if not state:
+        return None
+    if state["ranks"] != reducer.ranks.num_all:
+        raise PlanError(
+            f"the open update is of {state['ranks']} ranks and here are {reducer.ranks.num_all}, whose parts of the "
+            "gradient are others; begin the update again"
+        )
+    reducer.check_unchanged()
+    opened = OpenUpdate(reducer, stepping)
+    opened.load_state_dict(state["update"])
+    wide.begin()
+    for index, parameter in enumerate(reducer.parameters):
+        kept = state["gradients"].get(str(index))
+        layout = state["layouts"].get(str(index))
+        parameter.grad = None if layout is None else _gradient(parameter, kept, *layout)
+    return opened
+
+
+def _gradient(parameter: nn.Parameter, kept: Tensor, shape: list[int], axes: list[str]) -> Tensor:
+    """What a rank holds of a gradient, laid out as it was."""
+    if shape != list(parameter.shape):
+        raise PlanError(
+            f"the open update has a gradient of the shape {tuple(shape)} for a parameter of the shape "
+            f"{tuple(parameter.shape)}; begin the update again"
+        )
+    own = parameter.data
+    held = kept.to(own.device, copy=True)
+    if not isinstance(own, DTensor):
+        return held
+    placements = [mine if axis == OWN else PLACEMENTS[axis]() for mine, axis in zip(own.placements, axes, strict=True)]
+    return DTensor.from_local(
+        held,
+        own.device_mesh,
+        placements,
+        run_check=False,
+        shape=own.shape,
+        stride=own.stride(),
+    )
+
+
+def _axes(parameter: nn.Parameter) -> list[str]:
+    """How its gradient lies over each axis of its mesh; none of a plain tensor."""
+    own, gradient = parameter.data, parameter.grad
+    if not isinstance(own, DTensor) or not isinstance(gradient, DTensor):
+        return []
+    pairs = zip(own.placements, gradient.placements, strict=True)
+    return [OWN if mine == its else type(its).__name__ for mine, its in pairs]

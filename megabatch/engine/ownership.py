@@ -1,0 +1,235 @@
+"""Whose gradient it is: an open update is lost where anything but its own calls moves what they have left.
+
+Everything here is on the host: identities and counts of writes, no numbers. A loss is tried in its first call.
+"""
+
+import gc
+import operator
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar, cast
+
+from torch import Tensor, nn
+from torch.distributed.fsdp._flat_param import FlatParameter
+
+from megabatch.batching.tree import each_leaf
+from megabatch.errors import LossContractError, MegabatchError
+from megabatch.losses.contract import Term, differentiable, takes_divisor
+from megabatch.wrappers.base import PlainReducer
+from megabatch.wrappers.gradients import functions_of_losses, is_scaled, leaves, name_of
+
+Value = TypeVar("Value")
+DIVIDE = (
+    "Return the sum itself, or take the divisor, loss(model, microbatch, divisor), and divide by it before that "
+    "backward (see megabatch.loss)"
+)
+
+
+class Receipt(NamedTuple):
+    """How gradients stood: what they were, and the number of writes to each."""
+
+    parameters: Sequence[nn.Parameter]
+    gradients: list[Tensor | None]
+    writes: list[int]
+
+    @classmethod
+    def of(cls, parameters: Sequence[nn.Parameter]) -> "Receipt":
+        """As they stand now."""
+        gradients = [each.grad for each in parameters]
+        return cls(parameters, gradients, _num_writes([each for each in gradients if each is not None]))
+
+    def holds(self, *, exact: bool = True) -> bool:
+        """Whether no gradient was replaced or written to since; not ``exact``: whether none came or went."""
+        now = Receipt.of(self.parameters)
+        if not exact:
+            return [each is None for each in self.gradients] == [each is None for each in now.gradients]
+        return all(map(operator.is_, self.gradients, now.gradients)) and self.writes == now.writes
+
+
+class Left(NamedTuple):
+    """What a call has left."""
+
+    gradients: Receipt
+    parameter_writes: list[int]
+    are_trained: list[bool]
+
+
+class ByLoss(Generic[Value]):
+    """Values by loss, for as long as it lives; a method is its object's. One that cannot be a key keeps none."""
+
+    def __init__(self) -> None:
+        self._found: weakref.WeakKeyDictionary[Any, dict[Any, Value]] = weakref.WeakKeyDictionary()
+
+    def get(self, loss_fn: Any) -> Value | None:
+        owner, function = _key_of(loss_fn)
+        return None if owner is None else self._found.get(owner, {}).get(function)
+
+    def set(self, loss_fn: Any, value: Value) -> None:
+        owner, function = _key_of(loss_fn)
+        if owner is not None:
+            self._found.setdefault(owner, {})[function] = value
+
+
+class Ownership:
+    """Holds what calls leave against what the next one finds, and what a loss reaches against what is reduced."""
+
+    def __init__(self, reducer: PlainReducer) -> None:
+        self._reducer = reducer
+        self._is_exact = not reducer.replaces_gradients
+        self._left: Left | None = None
+        self._tried: ByLoss[bool] = ByLoss()
+        self._scaling: set[type] = set()  # functions whose backward was seen to look at its gradient
+        self._trying: Any = None  # the loss that is tried in the call that runs, unless more is to be seen of it
+        self._passing: list[weakref.ref[Tensor]] = []  # leaves that are to go with the graph of their microbatch
+
+    def leave(self) -> None:
+        """Note what a call has left. Raises `LossContractError` where the loss reached a tensor that others train."""
+        passing, self._passing = self._passing, []
+        if any(_is_trained(each()) for each in passing):
+            gc.collect()  # a cycle keeps a graph alive
+        for leaf in (each() for each in passing):
+            if leaf is not None and _is_trained(leaf):
+                leaf.grad = None
+                raise _not_the_models(leaf)
+        if self._trying is not None:
+            self._tried.set(self._trying, True)
+        self._trying = None
+        parameters = self._reducer.parameters
+        trained = [each.requires_grad for each in parameters]
+        self._left = Left(Receipt.of(parameters), _num_writes(parameters), trained)
+
+    def release(self) -> None:
+        """Nothing is left to be looked after."""
+        self._left, self._trying, self._passing = None, None, []
+
+    def check(self) -> None:
+        """Raise `MegabatchError` where gradients or parameters are not as the last call has left them."""
+        left, self._left = self._left, None
+        if left is None:
+            return
+        parameters, what = self._reducer.parameters, None
+        if left.are_trained != [each.requires_grad for each in parameters]:
+            what = "parameters were frozen or unfrozen"
+        elif self._is_exact and left.parameter_writes != _num_writes(parameters):
+            what = "parameters were written to, as optimizer.step() does,"
+        elif not left.gradients.holds(exact=self._is_exact):
+            what = "gradients were dropped, replaced or written to, as zero_grad() and another accumulator do,"
+        if what is not None:
+            lost = MegabatchError(
+                f"{what} between two calls of an update, which is lost; an update is open from its first "
+                "forward_backward() to finalize(), so do that before or after, or discard() the update"
+            )
+            lost.loses_update = True
+            raise lost
+        self._left = left
+
+    def is_new(self, loss_fn: object) -> bool:
+        """Whether a loss was not tried yet; the body of an open loop, which is None, never was."""
+        return loss_fn is None or self._tried.get(loss_fn) is None
+
+    def receipt(self) -> Receipt:
+        """How gradients stand before a loss runs."""
+        return Receipt.of(self._reducer.accumulating)
+
+    def check_unmoved(self, loss_fn: object, before: Receipt) -> None:
+        """Raise `LossContractError` where the loss has moved a gradient and does not take the divisor."""
+        if not _is_divided(loss_fn) and self._has_moved(before):
+            raise LossContractError(f"gradients changed while the loss ran: it runs its own backward. {DIVIDE}")
+
+    def uses_up(self, loss_fn: object, terms: Mapping[str, Term]) -> bool:
+        """Whether functions of the user's own had to be tried, after which the graph is of no use.
+
+        Raises `LossContractError` for one whose backward does not look at the gradient that it is given.
+        """
+        functions = functions_of_losses([terms[name].total for name in differentiable(terms)])
+        new = [node for node in functions if type(node) not in self._scaling]
+        if not new or _is_divided(loss_fn):
+            return False
+        before = self.receipt()
+        for node in new:
+            looks = is_scaled(node)
+            if looks is False or self._has_moved(before):
+                raise LossContractError(
+                    f"the backward of {name_of(node)} gives the same gradient whatever its total is "
+                    f"multiplied by, or adds to gradients itself. {DIVIDE}"
+                )
+            if looks is None and not self._reducer.forwards_meet:  # no gradient came; it is tried again
+                self._trying = None
+            else:  # where forwards meet, all ranks make as many
+                self._scaling.add(type(node))
+        return True
+
+    def check_reach(self, loss_fn: object, before: Receipt, terms: Mapping[str, Term], given: object) -> None:
+        """Raise `LossContractError` for a loss that reaches what is not the model's, or nothing that is.
+
+        After the first forward of a loss; ``given`` is the batch and its microbatch, whose inputs may carry a gradient.
+        """
+        known, reached = set(map(id, self._reducer.accumulating)), False
+        for leaf in leaves([terms[name].total for name in differentiable(terms)]):
+            if id(leaf) in known or isinstance(leaf, FlatParameter):
+                reached = True
+            elif not _holds(given, leaf):
+                self._passing.append(weakref.ref(leaf))
+        if _is_divided(loss_fn) and not reached and not self._has_moved(before):
+            raise LossContractError(
+                "the totals of the loss do not depend on a parameter of the model; compute them from its output, "
+                "undetached"
+            )
+        self._trying = loss_fn
+
+    def _has_moved(self, before: Receipt) -> bool:
+        """Whether a gradient came or changed; FSDP2 makes some parameters in the first forward."""
+        if not before.holds(exact=self._is_exact):
+            return True
+        now = self._reducer.accumulating
+        if now is before.parameters:
+            return False
+        known = set(map(id, before.parameters))
+        return any(each.grad is not None for each in now if id(each) not in known)
+
+
+def _is_divided(loss_fn: object) -> bool:
+    return loss_fn is not None and takes_divisor(cast(Any, loss_fn))
+
+
+def _not_the_models(leaf: Tensor) -> LossContractError:
+    return LossContractError(
+        f"the loss reaches a trainable tensor of shape {tuple(leaf.shape)} that is not the model's, whose gradient "
+        "nobody would drop, divide or reduce; give [model, head] with the module that holds it, and the loss gets that "
+        "list, or freeze it"
+    )
+
+
+def _is_trained(leaf: Tensor | None) -> bool:
+    return leaf is not None and leaf.grad is not None
+
+
+def _holds(given: object, leaf: Tensor) -> bool:
+    """Whether a leaf is among what the loss was given."""
+    found = False
+
+    def look(each: Any) -> Any:
+        nonlocal found
+        found = found or each is leaf
+        return each
+
+    each_leaf(given, look)
+    return found
+
+
+def _key_of(loss_fn: Any) -> tuple[Any, Any]:
+    """What lives as long as a loss, and which loss of it; None where nothing can tell."""
+    owner, function = getattr(loss_fn, "__self__", loss_fn), getattr(loss_fn, "__func__", None)
+    try:
+        hash(owner)
+        weakref.ref(owner)
+    except TypeError:
+        return None, None
+    return owner, function
+
+
+def _num_writes(tensors: Sequence[Tensor]) -> list[int]:
+    try:
+        return [each._version for each in tensors]
+    except RuntimeError:  # one that was made in inference mode counts none
+        return [0 if each.is_inference() else each._version for each in tensors]

@@ -1,0 +1,150 @@
+"""The optimizer's step inside the last backward of an update, parameter by parameter.
+
+A gradient is freed as soon as its parameter has moved, so that with one microbatch hardly two of them meet.
+"""
+
+import contextlib
+from collections.abc import Generator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megabatch.engine.call import Agreement
+from megabatch.engine.optimizer_trial import LEAVE_OUT, check_optimizer, check_step_hooks, step_alone
+from megabatch.errors import MegabatchError, PlanError, in_one_line
+from megabatch.wrappers.base import PlainReducer
+from megabatch.wrappers.fsdp2 import FSDP2Reducer
+
+
+class StepInBackward:
+    """Steps an optimizer while the last backward of each update runs; the same bits as stepping afterwards.
+
+    An update is one call, whose loss says how its weight is counted. ``optimizer.step()`` and a schedule are called
+    after `finalize` as ever: the optimizer finds no gradient then, and does nothing.
+
+    What is lost: nothing can be undone. Where ``update.finite`` is false, or the weights that were counted and returned
+    differ, this is reported as ever, but parameters and the optimizer's state have moved already; go back to a
+    checkpoint. An update without weight, or one whose loss raises, moves nothing.
+
+    Args:
+        optimizer: Any that looks at one parameter at a time and keeps its state by parameter; a copy of it is tried.
+        reducer: Of a plain model on one rank, or of FSDP2, HSDP or the replicate built on FSDP2.
+
+    Raises `PlanError` for another wrapper, an optimizer that looks at several parameters at once or counts its steps by
+    itself, and one with step hooks.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, reducer: PlainReducer) -> None:
+        _check_reducer(reducer)
+        check_step_hooks(optimizer)
+        check_optimizer(optimizer)
+        self._optimizer = optimizer
+        self._parameters = reducer.parameters
+        self._groups: dict[int, dict[str, Any]] = {}  # the optimizer's, by id of the parameter
+        self._last = -1  # index of the update's last microbatch
+        self._has_weight = False
+        self._is_stepping = False
+        self._received: set[int] | None = None  # ids of the parameters that have their gradient; None: no backward runs
+        self._num_stepped = 0
+        for parameter in self._parameters:
+            parameter.register_post_accumulate_grad_hook(self._receive)
+
+    def open_call(self, agreement: Agreement, number: int) -> None:
+        """Before a call's first forward. Raises `PlanError`, on all ranks, where it cannot be the whole update."""
+        if number > 1:
+            raise PlanError(
+                "a second call in one update, but the optimizer has stepped in the last backward of the first; give "
+                f"all samples to one forward_backward, {LEAVE_OUT}"
+            )
+        if not agreement.weights:
+            raise PlanError(
+                "the loss has no weigh, and an optimizer that steps in backward cannot wait for the weight; count it "
+                f"with @megabatch.loss(weigh=...), {LEAVE_OUT}"
+            )
+        check_step_hooks(self._optimizer)
+        self._last, self._has_weight = agreement.num_microbatches - 1, any(agreement.weights.values())
+        self._groups = {id(each): group for group in self._optimizer.param_groups for each in group["params"]}
+
+    @contextlib.contextmanager
+    def backward(self, index: int) -> Generator[None]:
+        """Surrounds the backward of microbatch ``index``."""
+        self._received, self._num_stepped = set(), 0
+        self._is_stepping = index == self._last and self._has_weight
+        try:
+            yield
+            if self._is_stepping:
+                self._step_the_rest()
+        except Exception as error:
+            raise self._failure(error) from error
+        finally:
+            self._received, self._is_stepping = None, False
+
+    def check_finalize(self, max_norm: float | None, weight: float | None) -> None:
+        """Refuse what would have had to be known before the step."""
+        for name, value in {"max_norm": max_norm, "weight": weight}.items():
+            if value is not None:
+                raise PlanError(
+                    f"{name} is {value}, but the optimizer steps in backward, before finalize() can scale a gradient; "
+                    f"leave {name} out, {LEAVE_OUT}"
+                )
+
+    def _receive(self, parameter: Tensor) -> None:
+        """The parameter's gradient has come, reduced where it is sharded."""
+        if self._received is None:
+            return
+        if id(parameter) in self._received:
+            raise PlanError(
+                f"a parameter of shape {tuple(parameter.shape)} got its gradient in two parts of one backward "
+                "(checkpointing with use_reentrant=True, or a module that FSDP2 wraps and the model calls twice), and "
+                f"the optimizer would step with the first alone; change this, {LEAVE_OUT}"
+            )
+        self._received.add(id(parameter))
+        if self._is_stepping:
+            self._step(parameter)
+
+    def _step_the_rest(self) -> None:
+        """Parameters that earlier microbatches used and the last did not."""
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                self._step(parameter)
+
+    def _step(self, parameter: Tensor) -> None:
+        group = self._groups.get(id(parameter))
+        gradient = parameter.grad
+        if group is None or gradient is None:
+            return
+        parameter.grad = gradient.to(parameter.dtype)
+        del gradient
+        self._num_stepped += 1
+        step_alone(self._optimizer, group, parameter)
+
+    def _failure(self, error: Exception) -> Exception:
+        if not self._num_stepped:
+            return error
+        return MegabatchError(
+            f"the last backward failed after the optimizer had stepped {self._num_stepped} of {len(self._parameters)} "
+            f"parameters, so the model is between two updates; go back to a checkpoint ({in_one_line(error)})"
+        )
+
+
+def _check_reducer(reducer: PlainReducer) -> None:
+    if reducer.fusing is not None:
+        raise PlanError(
+            "fuse_accumulation adds gradients past the hook in which an optimizer steps in backward; leave "
+            f"fuse_accumulation out, {LEAVE_OUT}"
+        )
+    wrapper = reducer.wrapper
+    if len({parameter.device for parameter in reducer.parameters}) > 1:
+        wrapper = "parameters on several devices"
+    elif isinstance(reducer, FSDP2Reducer) and reducer.ranks.pipeline is None:
+        return
+    elif type(reducer) is PlainReducer:
+        if reducer.ranks.num_all == 1 and not any(isinstance(each.data, DTensor) for each in reducer.parameters):
+            return
+        wrapper = "no wrapper and several ranks"
+    raise PlanError(
+        f"the model has {wrapper}, whose whole gradient is there only after the backward; an optimizer can step in it "
+        f"for a plain model on one rank and for FSDP2 without a pipeline; shard with fully_shard, {LEAVE_OUT}"
+    )

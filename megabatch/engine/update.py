@@ -1,0 +1,428 @@
+"""What an update is while it is open, and what it was.
+
+While open, each microbatch's total is divided by the weight that the first call announced. What that divisor lacks
+of the whole update's weight is one factor, known when the update closes; for a single weighed call it is 1.
+"""
+
+import contextlib
+import copy
+import math
+import zlib
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from megabatch.batching.tree import clone
+from megabatch.engine import random_state
+from megabatch.engine.call import Agreement, Turn
+from megabatch.engine.step_in_backward import StepInBackward
+from megabatch.errors import LossContractError, MegabatchError
+from megabatch.losses.contract import (
+    PAIR_NAME,
+    WEIGHT_TOLERANCE,
+    LossFunction,
+    Term,
+    accumulation_dtype,
+    differentiable,
+    takes_divisor,
+    terms_of,
+)
+from megabatch.wrappers import gradients
+from megabatch.wrappers.base import PlainReducer
+from megabatch.wrappers.precision import refuse_float16
+
+MAX_TERMS = 16  # the message between devices has a fixed size, so that no rank can wait for a longer one
+TAKEN = 2.0  # in place of whether weights differ
+NUMBERS = ("num_samples", "num_tokens", "num_microbatches", "_num_calls", "_counted")
+KEPT = (*NUMBERS, "_divisors", "_announced", "_all_announced")  # of an open update, in its state
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an update was, over all ranks. Tensors are scalars on the model's device."""
+
+    loss: Tensor  # sum of totals over sum of weights, added over the differentiable terms
+    terms: dict[str, Tensor]  # that quotient of each term and metric
+    weight: Tensor  # what the totals were divided by; of the first differentiable term, where there are several
+    finite: (
+        Tensor  # bool: losses (and with max_norm gradients) are finite, ranks agree, there is weight; step only then
+    )
+    grad_norm: Tensor | None  # before clipping; None unless max_norm was given
+    num_samples: int
+    num_tokens: int  # without padding
+    num_microbatches: int  # of each rank
+    reports: Tensor = field(repr=False)  # [ranks, 4 + terms]: what each rank told of itself, see OpenUpdate
+
+    def __str__(self) -> str:
+        """One line. Waits for the device."""
+        counts = f"{self.num_samples} samples, {self.num_tokens} tokens, {self.num_microbatches} microbatches"
+        norm = "" if self.grad_norm is None else f", grad_norm {float(self.grad_norm):.4g}"
+        terms = "".join(f", {name} {float(value):.6g}" for name, value in self.terms.items() if len(self.terms) > 1)
+        verdict = "finite" if bool(self.finite) else "NOT finite"
+        return f"loss {float(self.loss):.6g} over weight {float(self.weight):.10g}{terms}, {counts}{norm}, {verdict}"
+
+    def problem(self) -> MegabatchError | None:
+        """What is wrong, in one line; None where nothing is, or only weight is missing. Waits for the device."""
+        reports = self.reports.tolist()
+        if len({names_hash for _, _, _, names_hash, *_ in reports}) > 1:
+            return LossContractError(
+                "ranks differ in the names of the loss's terms, in which of them carry a gradient, in what they gave "
+                "to finalize(), or in the FSDP modules that their forwards went through; give the same everywhere"
+            )
+        for rank, (differ, counted, returned, _, *totals) in enumerate(reports):
+            where = f"data rank {rank} of {len(reports)}"
+            if differ == TAKEN:
+                return MegabatchError(
+                    f"the gradient of {where} was dropped or written to between two calls of an update"
+                )
+            if differ:
+                return weights_differ(where, counted, returned)
+            if not all(map(math.isfinite, totals)):
+                return MegabatchError(f"the loss is not finite on {where}")
+        for name, total in zip(self.terms, self.reports[:, 4:].sum(0).tolist(), strict=False):
+            if self.reports.shape[1] > 5 and math.isinf(float(self.terms[name])):
+                return LossContractError(
+                    f"the term {name!r} has the weight 0 in this update and the total {total:.6g}, which nothing "
+                    "divides; return a total of 0 where there is nothing to count, or count what it sums"
+                )
+        if self.grad_norm is not None and not torch.isfinite(self.grad_norm):
+            return MegabatchError(f"the loss is finite but the norm of the gradient is {float(self.grad_norm)}")
+        return None
+
+    def with_norm(self, norm: Tensor) -> "Update":
+        """The same update, its gradient's norm known."""
+        return replace(self, grad_norm=norm, finite=self.finite & torch.isfinite(norm).to(self.finite.device))
+
+
+def weights_differ(where: str, counted: float, returned: float) -> LossContractError:
+    """The error for a weight that was counted as one number and returned as another."""
+    return LossContractError(
+        f"weigh counted {counted:.10g} from the data but the loss returned the weight {returned:.10g} on {where}; "
+        "count what the loss sums (a causal shift never uses the label at position 0: count labels[:, 1:])"
+    )
+
+
+class OpenUpdate:
+    """This rank's sums of the update that is being accumulated, and the divisors of its terms."""
+
+    def __init__(self, reducer: PlainReducer, stepping: StepInBackward | None = None) -> None:
+        self._ranks, self._reducer = reducer.ranks, reducer
+        self._stepping = stepping
+        self._reducer = reducer
+        self._device = reducer.device
+        self._dtype = accumulation_dtype(reducer.device)
+        self._divisors: dict[str, float] = {}  # by weighed term, from the first call
+        self._announced: list[dict[str, float]] = []  # weights over all ranks, by call
+        self._all_announced = True
+        self._differentiable: set[str] = set()  # names of the terms that have carried a gradient
+        self._sums: dict[str, Term] = {}
+        self._differ: bool | Tensor = False
+        self.is_taken = False  # whether its gradient on this rank is no longer what its calls have left
+        # What a microbatch adds elsewhere: what it is of, and what takes it back should the microbatch fail.
+        self.taking_back: list[tuple[str, Callable[[], object]]] = []
+        self._failed: int | None = None  # the microbatch of an open loop whose backward has failed
+        self._counted = 0.0
+        self._num_calls = self.num_samples = self.num_tokens = self.num_microbatches = 0
+        self._all_have_gradients = False
+        self.is_continued = False  # from a state: what others have counted of it is not here
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether a call has begun to add to it."""
+        return self.is_continued or self._num_calls > 0
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether an optimizer steps in the last backward."""
+        return self._stepping is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it stands between two calls, in numbers and texts. Waits for the device."""
+        sums = {name: [float(term.total), float(term.weight)] for name, term in self._sums.items()}
+        found = {"sums": sums, "differ": bool(self._differ), "differentiable": sorted(self._differentiable)}
+        return found | {name: copy.deepcopy(vars(self)[name]) for name in KEPT}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Stand where a state was taken, on the same rank."""
+        self._sums = {name: Term(self._scalar(total), weight) for name, (total, weight) in state["sums"].items()}
+        self._differ, self._differentiable = state["differ"], set(state["differentiable"])
+        vars(self).update({name: copy.deepcopy(state[name]) for name in KEPT}, is_continued=True)
+
+    def open_call(self, agreement: Agreement) -> None:
+        """Take in what the ranks agreed on for the next call."""
+        if not agreement.num_microbatches:
+            return
+        self._num_calls += 1
+        if self._stepping is not None:
+            self._stepping.open_call(agreement, self._num_calls)
+        if self._num_calls == 1:  # of several terms there is no other call, and one without weight has no gradient
+            nothing = 1.0 if len(agreement.weights) < 2 else math.inf
+            self._divisors = {name: weight or nothing for name, weight in agreement.weights.items()}
+        self._announced.append(dict(agreement.weights))  # by call: one may count a term by its name, and one without
+        self._all_announced &= bool(agreement.weights)
+        self.num_samples += agreement.num_samples
+        self.num_tokens += agreement.num_tokens
+        self.num_microbatches += agreement.num_microbatches
+
+    def terms_of(self, loss_fn: LossFunction, model: Any, turn: Turn) -> dict[str, Term]:
+        """What the loss returns for a microbatch, undivided. Raises `LossContractError`."""
+        if not takes_divisor(loss_fn):
+            return terms_of(loss_fn(model, turn.microbatch))
+        if not self._divisors:
+            raise LossContractError(
+                "the loss takes the divisor, which has to be known before its first microbatch; say how it is counted "
+                "with @megabatch.loss(weigh=...)"
+            )
+        scale = math.inf if turn.is_stand_in else 1 / self._loss_factor
+        divided = self._divided(loss_fn, model, turn, scale)
+        named = self._weighed_of(divided)
+        if not any(each.total.requires_grad for each in divided.values()):  # it has differentiated everything itself
+            divided |= {
+                name: Term(divided[name].total.detach().requires_grad_(), divided[name].weight) for name in named
+            }
+        for name in named:
+            factor = scale * (_of(self._divisors, name) or 1.0)
+            if math.isfinite(factor):
+                divided[name] = Term(divided[name].total * factor, divided[name].weight)
+        return divided
+
+    def check_divided(self, loss_fn: LossFunction, model: Any, turn: Turn) -> None:
+        """Raise `LossContractError` for a loss that takes the divisor and does not divide its total by it.
+
+        It runs twice, in evaluation mode and without gradients, where it can; a loss that differentiates cannot, and
+        runs once on a plain model, for an infinite divisor, which adds nothing to a gradient.
+        """
+        if not takes_divisor(loss_fn) or not self._divisors:
+            return
+        try:
+            with torch.no_grad():
+                one, half = (self._tried(loss_fn, model, turn, scale) for scale in (1.0, 2.0))
+            wrong = {name: one[name] for name in one if abs(one[name] - 2 * half[name]) > 0.01 * abs(one[name])}
+        except Exception:  # whatever a backward in the loss raises
+            if type(self._reducer) is not PlainReducer:
+                return
+            fresh = [each for each in self._reducer.parameters if each.grad is None]
+            with torch.enable_grad():
+                wrong = {name: total for name, total in self._tried(loss_fn, model, turn, math.inf).items() if total}
+            gradients.drop(fresh)
+        for name, total in wrong.items():
+            raise LossContractError(
+                f"the loss takes the divisor and its total {name!r} does not shrink with it ({total:.6g}); return "
+                "(total / divisor, weight), and divide what it differentiates"
+            )
+
+    def _tried(self, loss_fn: LossFunction, model: Any, turn: Turn, scale: float) -> dict[str, float]:
+        """The totals that are divided, for a multiple of the divisor; nothing but gradients is left of it."""
+        modes = {each: each.training for model in self._reducer.models for each in model.modules()}
+        counting, self._reducer.is_counting = self._reducer.is_counting, False
+        try:
+            for each in modes:
+                each.training = False
+            with random_state.replay(random_state.note(self._device)):
+                found = self._divided(loss_fn, model, replace(turn, microbatch=clone(turn.microbatch)), scale)
+        finally:
+            self._reducer.is_counting = counting
+            for each, mode in modes.items():
+                each.training = mode
+        return {name: float(found[name].total.detach()) for name in self._weighed_of(found)}
+
+    def _divided(self, loss_fn: LossFunction, model: Any, turn: Turn, scale: float) -> dict[str, Term]:
+        """What the loss returns for a multiple of the divisor."""
+        own = {name: each * scale for name, each in self._divisors.items()}
+        divisor = own if len(own) > 1 else next(iter(own.values()))
+        return terms_of(cast(Any, loss_fn)(model, turn.microbatch, divisor=divisor))
+
+    def _weighed_of(self, terms: Mapping[str, Term]) -> list[str]:
+        """Names of the terms that are divided; the others are metrics."""
+        carrying = differentiable(terms)
+        return carrying or [name for name in terms if name in self._divisors or len(terms) == 1]
+
+    def backward(self, terms: Mapping[str, Term], turn: Turn) -> dict[str, Term]:
+        """Differentiate one microbatch; returns its sums, detached."""
+        objective = self.objective(terms, turn)
+        with self._taken_back_on_failure():
+            sums = self.add(terms, turn)  # which may raise, and then no parameter is to have moved
+            with contextlib.nullcontext() if self._stepping is None else self._stepping.backward(turn.index):
+                objective.backward(inputs=None if turn.wanted is None else list(turn.wanted))
+        if not self._all_have_gradients:  # only new ones can share memory
+            gradients.separate(self._reducer.accumulating)
+            self._all_have_gradients = all(each.grad is not None for each in self._reducer.accumulating)
+        return sums
+
+    @property
+    def _loss_factor(self) -> float:
+        return self._reducer.loss_factor
+
+    def backward_once(self, terms: Mapping[str, Term], turn: Turn) -> None:
+        """The same where nobody takes back what a backward that fails has added: the update is lost then."""
+        self.check_whole()
+        self._failed = turn.index
+        self.backward(terms, turn)
+        self._failed = None
+
+    def check_whole(self) -> None:
+        """Raise where a backward has failed half-way."""
+        if self._failed is not None:
+            raise MegabatchError(
+                f"backward() failed for microbatch {self._failed} when some gradients may have come, so the update is "
+                "lost; let its error pass, and begin the update again"
+            )
+
+    @contextlib.contextmanager
+    def _taken_back_on_failure(self) -> Generator[None]:
+        """Let a microbatch that fails be as if it had not been, but for its gradient."""
+        before = self._sums.copy(), self._differ, self._counted
+        self.taking_back.clear()
+        try:
+            yield
+        except Exception:
+            self._sums, self._differ, self._counted = before
+            for _, take_back in self.taking_back:
+                take_back()
+            raise
+
+    def objective(self, terms: Mapping[str, Term], turn: Turn) -> Tensor:
+        """The scalar to differentiate: each total over its divisor, and nothing of a stand-in."""
+        names = differentiable(terms)
+        self._differentiable |= set(names)
+        self._check_terms(names, turn)
+        refuse_float16((f"the total of {name!r}", terms[name].total.dtype) for name in names)
+        share = 0.0 if turn.is_stand_in else self._loss_factor
+        parts = [terms[name].total * (share / (_of(self._divisors, name) or 1.0)) for name in names]
+        return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+
+    def add(self, terms: Mapping[str, Term], turn: Turn) -> dict[str, Term]:
+        """Add a microbatch's terms to the sums and hold its weights against those counted; returns them detached.
+
+        A stand-in adds nothing but its terms' names.
+        """
+        if turn.is_stand_in:
+            nothing = {name: Term(self._scalar(0.0), 0.0) for name in terms}
+            add_terms(self._sums, nothing)
+            return nothing
+        detached = {name: Term(term.total.detach().to(self._dtype), term.weight) for name, term in terms.items()}
+        add_terms(self._sums, detached)
+        for name in differentiable(terms):
+            counted = _of(turn.counted, name)
+            if counted is not None:
+                self._compare(counted, terms[name].weight, turn)
+        return detached
+
+    def close(self, weight: float | None, max_norm: float | None) -> tuple[Update, float | Tensor | None]:
+        """What the update was, and the factor that its gradient still lacks (None: nothing; 0.0: there is no weight).
+
+        ``weight`` replaces the divisor; ``max_norm`` is only held against the other ranks'. Ends with one small message
+        between devices. Raises `LossContractError`, on the CPU, where counted and returned weights differ.
+        """
+        own = sorted(self._differentiable)
+        if weight is not None and len(own) > 1:
+            raise LossContractError(f"weight= replaces one divisor, but the loss has the terms {own}")
+        names = [*own, *sorted(self._sums.keys() - self._differentiable)]
+        rest = f"{own} {weight} {max_norm} {self._reducer.gathered}"
+        rows = self._ranks.gather(self._report(names, rest))  # [ranks, 4 + 2 * MAX_TERMS]
+        totals, weights = rows[:, 4 : 4 + 2 * len(names)].sum(0).reshape(2, -1)  # [terms], [terms]
+        if weight is not None:
+            weights = torch.cat([torch.full_like(weights[:1], weight), weights[1:]])
+        num_own = len(own)  # they come first, the metrics after them
+        quotients = totals / weights
+        has_weight = weights[:num_own] > 0
+        loss = torch.where(has_weight, quotients[:num_own], 0.0).sum() / has_weight.any()  # 0 / 0 without any weight
+        agree = ~rows[:, 0].any() & (rows[:, 3] == rows[0, 3]).all()
+        if num_own > 1:
+            agree = agree & ~torch.isinf(quotients[:num_own]).any()  # a total, and nothing to divide it by
+        whole = weights[0] if num_own else torch.zeros_like(loss)
+        update = Update(
+            loss=loss,
+            terms=dict(zip(names, quotients.unbind(), strict=True)),
+            weight=whole,
+            finite=torch.isfinite(loss) & torch.isfinite(totals[:num_own]).all() & agree,
+            grad_norm=None,
+            num_samples=self.num_samples,
+            num_tokens=self.num_tokens,
+            num_microbatches=self.num_microbatches,
+            reports=rows[:, : 4 + num_own],
+        )
+        problem = update.problem() if self._device.type == "cpu" else None
+        if problem is not None and (isinstance(problem, LossContractError) or bool((rows[:, 0] == TAKEN).any())):
+            raise problem
+        return update, self._missing_factor(own, whole, weight)
+
+    def _missing_factor(self, terms: list[str], whole: Tensor, weight: float | None) -> float | Tensor | None:
+        if not terms:
+            return 0.0
+        if len(terms) > 1:  # each total has had its own divisor, in the only call
+            return None if any(any(each.values()) for each in self._announced) else 0.0
+        divisor = _of(self._divisors, terms[0]) or 1.0
+        counted = [_of(each, terms[0]) for each in self._announced] if self._all_announced else [None]
+        known = weight if weight is not None else None if None in counted else sum(each or 0.0 for each in counted)
+        if known is None and self._device.type != "cpu":  # reading it would wait for the device
+            return torch.where(whole > 0, divisor / whole, 0.0)
+        known = float(whole) if known is None else known
+        factor = divisor / known if known else 0.0
+        return None if factor == 1.0 else factor
+
+    def _check_terms(self, names: list[str], turn: Turn) -> None:
+        if not names:
+            raise LossContractError(
+                "no total of the loss carries a gradient; compute one from the model's output, undetached"
+            )
+        several = sorted(self._differentiable)
+        if len(several) > 1 and self._num_calls > 1:
+            raise LossContractError(
+                f"an update of several differentiable terms, {several}, is one forward_backward call"
+            )
+        unweighed = [name for name in several if _of(turn.counted, name) is None]
+        if len(several) > 1 and (unweighed or len(turn.counted) < len(several)):
+            raise LossContractError(
+                f"the loss has the differentiable terms {several}, each with a denominator of its own; "
+                "give weigh= as a mapping with the weight of each"
+            )
+        if unweighed and turn.counted:
+            raise LossContractError(f"weigh names {sorted(turn.counted)} but the differentiable term is {names[0]!r}")
+
+    def _compare(self, counted: float, returned: Tensor | float, turn: Turn) -> None:
+        differ = abs(returned - counted) > WEIGHT_TOLERANCE * counted
+        if isinstance(returned, float) and differ and self._ranks.num_all == 1:
+            raise weights_differ(f"microbatch {turn.index}", counted, returned)
+        self._differ = differ | self._differ
+        self._counted += counted
+
+    def _report(self, names: list[str], rest: str) -> Tensor:
+        """[weights differ, counted, returned, hash of names and rest; totals of the terms; their weights; zeros]"""
+        if len(names) > MAX_TERMS:
+            raise LossContractError(f"the loss returned {len(names)} terms; at most {MAX_TERMS} are supported")
+        returned = sum(self._sums[name].weight for name in self._differentiable)
+        head = [
+            TAKEN if self.is_taken else self._differ,
+            self._counted,
+            returned,
+            float(zlib.crc32("\n".join([*names, rest]).encode())),
+        ]
+        totals, weights = [self._sums[name].total for name in names], [self._sums[name].weight for name in names]
+        return self._vector([*head, *totals, *weights, *[0.0] * (2 * (MAX_TERMS - len(names)))])
+
+    def _vector(self, values: list[float | Tensor]) -> Tensor:
+        if self._device.type == "cpu":
+            return torch.tensor([float(value) for value in values], dtype=self._dtype, device="cpu")
+        return torch.stack([self._scalar(value) for value in values])
+
+    def _scalar(self, value: float | Tensor) -> Tensor:
+        # torch.full, since copying a number from the host would wait for the device.
+        if isinstance(value, Tensor):
+            return value.to(self._device, self._dtype)
+        return torch.full((), value, dtype=self._dtype, device=self._device)
+
+
+def add_terms(sums: dict[str, Term], terms: Mapping[str, Term]) -> None:
+    """Add named terms to named sums."""
+    for name, term in terms.items():
+        before = sums.get(name)
+        sums[name] = term if before is None else Term(before.total + term.total, before.weight + term.weight)
+
+
+def _of(weights: Mapping[str, float], name: str) -> float | None:
+    """The weight of a term; what was counted without a name is the weight of the only differentiable term."""
+    return weights.get(name, weights.get(PAIR_NAME) if len(weights) == 1 else None)

@@ -1,0 +1,183 @@
+"""Ready-made losses: each sums, counts, and says how its weight is counted from the data.
+
+Each checks that what the model returns has the shape of its labels: where shapes broadcast or are merely cut, the loss
+would be of something else.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megabatch.batching import attention_mask
+from megabatch.batching.attention_mask import next_targets, with_config
+from megabatch.batching.samples import IGNORED_LABEL, Microbatch, has_padded_numbers
+from megabatch.errors import LossContractError
+from megabatch.losses.chunked_cross_entropy import HALF_TYPES, summing
+from megabatch.losses.contract import Term, loss
+
+TARGETS = ("labels", "shift_labels")
+
+
+def count_targets(microbatch: Microbatch) -> Tensor:
+    """Targets of a causal model: what its positions predict, where that is not -100."""
+    return (next_targets(microbatch) != IGNORED_LABEL).sum()
+
+
+@loss(weigh=count_targets, prepare=attention_mask.noted)
+def next_token(model: nn.Module, microbatch: Microbatch) -> Term:
+    """Cross-entropy of each next token: ``-sum log p(labels[t + 1] | input_ids[..t])`` over its targets.
+
+    ``microbatch``: ``labels`` [B, T], unshifted, -100 where there is no target, and the model's inputs; or
+    ``shift_labels`` [B, T] in place of ``labels``, whose entry t is what position t predicts. The model returns logits
+    [B, T, V] or an object with ``.logits``. An ``attention_mask`` [B, T] is left out where that changes nothing: a
+    causal model of transformers, padded on the right, without a target under the mask. Where logits would be large, the
+    causal models of transformers that `megabatch.losses.chunked_cross_entropy` knows never have all of them.
+
+    Raises `LossContractError` for labels and logits that do not fit, for an encoder-decoder, and for a model that
+    returns an auxiliary loss, which would be left out.
+    """
+    term, output = next_token_beside(model, microbatch)
+    if getattr(output, "aux_loss", None) is not None:
+        raise LossContractError(
+            "the model returns an auxiliary loss of its routers (output_router_logits), which next_token leaves out; "
+            "give experts.next_token_with_balance(), or set model.config.output_router_logits = False"
+        )
+    return term
+
+
+def next_token_beside(model: nn.Module, microbatch: Microbatch, **asked: Any) -> tuple[Term, Any]:
+    """The term of `next_token`, and the output of the model, which is called with ``asked`` too.
+
+    The output's logits may be that sum in place of logits.
+    """
+    targets = next_targets(microbatch)  # [B, T], or [B, T - 1] where the last position predicts nothing
+    num_positions = targets.shape[1] + (microbatch.get("shift_labels") is None)
+    _check_decoder(model)
+    with summing(model, F.pad(targets, (0, num_positions - targets.shape[1]), value=IGNORED_LABEL)) as summed:
+        output = _run(model, attention_mask.without_needless(model, microbatch), **asked)
+        predicted = _logits(output)  # [B, T, V]; a scalar where it is summed
+    if summed.is_there:
+        return Term(predicted, count_targets(microbatch)), output
+    if predicted.ndim != 3 or predicted.shape[:2] != (len(targets), num_positions):
+        raise LossContractError(
+            f"the model returns logits of shape {tuple(predicted.shape)} for labels of shape "
+            f"{(len(targets), num_positions)}; next_token wants [B, T, V] for [B, T] (give virtual or image tokens in "
+            "front labels of -100)"
+        )
+    logits = predicted[:, : targets.shape[1]]  # [B, T or T - 1, V]
+    return Term(_cross_entropy(logits.flatten(0, 1), targets.flatten()), count_targets(microbatch)), output
+
+
+def count_labels(microbatch: Microbatch) -> Tensor:
+    """Samples (or positions) that have a class."""
+    return (_labels(microbatch) != IGNORED_LABEL).sum()
+
+
+@loss(weigh=count_labels)
+def classification(model: nn.Module, microbatch: Microbatch) -> Term:
+    """Cross-entropy of ``labels`` [B] or [B, ...], each a class; -100 is ignored.
+
+    The model returns logits [B, C] or [B, ..., C], or an object with ``.logits``. Raises `LossContractError` for labels
+    that are no classes, and for logits of another shape.
+    """
+    labels = _labels(microbatch)  # [B, ...]
+    if labels.is_floating_point():
+        raise LossContractError(
+            f"labels are {labels.dtype} of shape {tuple(labels.shape)}, probabilities perhaps; classification wants "
+            "the number of a class for each, or give a loss of your own"
+        )
+    logits = _logits(_run(model, microbatch))  # [B, ..., C]
+    is_square = logits.ndim > 3 and logits.shape[2:] == labels.shape[1:]  # classes may be in dim 1, as torch has them
+    if logits.shape[:-1] != labels.shape or is_square:
+        raise LossContractError(
+            f"the model returns logits of shape {tuple(logits.shape)} for labels of shape {tuple(labels.shape)}; "
+            "classification wants the classes in the last dim: [*labels.shape, C]"
+        )
+    total = _cross_entropy(logits.flatten(0, -2), labels.flatten())
+    return Term(total, count_labels(microbatch))
+
+
+def count_values(microbatch: Microbatch) -> int:
+    """Numbers that are predicted."""
+    return _labels(microbatch).numel()
+
+
+def without_padding(microbatch: Microbatch) -> Microbatch:
+    """The microbatch. Raises `LossContractError` where its labels were padded."""
+    if has_padded_numbers(_labels(microbatch)):
+        raise LossContractError(
+            "labels of samples have unequal lengths and were padded with -100, and mse counts every number; give "
+            "samples of one shape, or a loss of your own that leaves padding out"
+        )
+    return microbatch
+
+
+@loss(weigh=count_values, prepare=without_padding)
+def mse(model: nn.Module, microbatch: Microbatch) -> Term:
+    """Squared error ``sum (prediction - labels)^2`` over every number of ``labels`` [B, ...].
+
+    The model returns predictions of that very shape, or an object with ``.logits``. Samples must be of one shape:
+    padded numbers would count. Raises `LossContractError` for other shapes, and for labels that were padded.
+    """
+    predictions, labels = _logits(_run(model, microbatch)), _labels(microbatch)  # [B, ...]
+    if predictions.shape != labels.shape:
+        raise LossContractError(
+            f"the model returns predictions of shape {tuple(predictions.shape)} for labels of shape "
+            f"{tuple(labels.shape)}; mse wants one shape: labels.unsqueeze(-1) in the data, say"
+        )
+    total = F.mse_loss(predictions, labels.to(predictions.dtype), reduction="sum")
+    return Term(total, count_values(microbatch))
+
+
+def _labels(microbatch: Microbatch) -> Tensor:
+    labels = microbatch.get("labels") if isinstance(microbatch, Mapping) else None
+    if not isinstance(labels, Tensor):
+        seen = f"the keys {', '.join(map(str, microbatch))}" if isinstance(microbatch, Mapping) else "no keys"
+        raise LossContractError(f"the samples have no labels, but {seen}; name what is predicted 'labels'")
+    return labels
+
+
+def _run(model: nn.Module, microbatch: Microbatch, **asked: Any) -> Any:
+    """The model's output for everything but targets: a lone input by position, several by name, ``asked`` by name."""
+    inputs = {name: value for name, value in microbatch.items() if name not in TARGETS}
+    decodes = getattr(getattr(with_config(model), "config", None), "is_encoder_decoder", False) is True
+    if decodes and not any(name.startswith("decoder_") for name in inputs):
+        raise LossContractError(
+            f"{type(with_config(model)).__name__} is an encoder-decoder and the samples have no decoder_input_ids; "
+            "make them with model.prepare_decoder_input_ids_from_labels(labels), or give a loss of your own"
+        )
+    lone = len(inputs) == 1 and next(iter(inputs)) != "inputs_embeds"
+    return model(*inputs.values(), **asked) if lone else model(**inputs, **asked)
+
+
+def _logits(output: Any) -> Tensor:
+    logits: Any = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if not isinstance(logits, Tensor):
+        raise LossContractError(
+            f"the model returns a {type(output).__name__} without logits; expected a tensor, or an object with .logits"
+        )
+    return logits.float() if logits.dtype in HALF_TYPES else logits  # a sum of thousands needs more digits than theirs
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Summed over labels [N] that are not -100; logits are [N, C]."""
+    try:
+        return F.cross_entropy(logits, labels.long(), ignore_index=IGNORED_LABEL, reduction="sum")
+    except IndexError:  # on the CPU; a device stops instead
+        real = labels[labels != IGNORED_LABEL]
+        raise LossContractError(
+            f"labels are from {int(real.min())} to {int(real.max())} and the model has {logits.shape[-1]} classes; "
+            f"expected 0 to {logits.shape[-1] - 1}, or {IGNORED_LABEL} for none"
+        ) from None
+
+
+def _check_decoder(model: nn.Module) -> None:
+    """Raise `LossContractError` for a model that predicts the label of each position, not the next one."""
+    config = getattr(with_config(model), "config", None)
+    if getattr(config, "is_encoder_decoder", False) is True:
+        raise LossContractError(
+            f"{type(with_config(model)).__name__} is an encoder-decoder, whose position t predicts label t; give "
+            "losses.classification, with decoder_input_ids in the samples, in place of next_token"
+        )

@@ -1,0 +1,298 @@
+"""The way through torch's pipeline schedules: one step runs all microbatches of a call.
+
+The loss stays what it is. On every rank it is called with something that only notes what the model is given, and on the
+last stage once more, with something that returns what the stages computed from that.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.utils import _pytree as pytree
+
+from megabatch.batching.pad_to_shape import Inputs, cut_back, fingerprint, in_one_shape
+from megabatch.batching.samples import Microbatch
+from megabatch.engine import random_state
+from megabatch.engine.call import Agreement, Turn, told_failure, turns
+from megabatch.engine.oom_broadcast import is_out_of_memory
+from megabatch.engine.prepare import Share
+from megabatch.engine.update import OpenUpdate, add_terms
+from megabatch.errors import LossContractError, PlanError
+from megabatch.losses.contract import LossFunction, Term, Weigh, accumulation_dtype, terms_of
+from megabatch.pipeline.stages import Pipeline, PipelineReducer, nothing_of
+from megabatch.wrappers.mesh import DataRanks
+
+__all__ = ["Pipeline", "evaluate"]
+
+Named = list[tuple[str, bool, float | None]]  # of a microbatch: terms, whether differentiable, weights of the host
+
+
+def filled(reducer: PipelineReducer, share: Share, agreement: Agreement) -> Agreement:
+    """The agreement, with as many stand-ins more as the schedule needs; the same on all ranks."""
+    num_microbatches = reducer.pipeline.filled(agreement.num_microbatches)
+    stand_in = agreement.stand_in or share.stand_in  # without the former this rank has samples
+    return replace(agreement, num_microbatches=num_microbatches, stand_in=stand_in)
+
+
+def run(
+    share: Share,
+    agreement: Agreement,
+    weigh: Weigh | None,
+    loss_fn: LossFunction,
+    reducer: PipelineReducer,
+    opened: OpenUpdate,
+) -> dict[str, Term]:
+    """Add a call's gradient to the open update; returns its sums, the same on every stage.
+
+    What the loss or a stage raises is raised on all ranks, when the step has come to its end. A stage that leaves its
+    wrapper's collectives half-way keeps its data ranks waiting, as it does without a pipeline.
+    """
+    opened.open_call(agreement)
+    if not agreement.num_microbatches:
+        return {}
+    model, device = reducer.pipeline, reducer.device
+    recorded = _recorded_by_all(
+        lambda: list(turns(share, agreement, weigh, reducer, device)), loss_fn, model, device, reducer.loss_factor
+    )
+    last = _LastStage(model, *recorded, loss_fn, opened)
+    with reducer.call():
+        model.step(last.inputs, last.loss, device, backward=True)
+    sums: dict[str, Term] = {}
+    for terms, turn in zip(last.told(device), last.turns, strict=True):
+        if not model.has_last_stage:
+            opened.objective(terms, turn)  # to note what it has noted on the last stage
+        add_terms(sums, opened.add(terms, turn))
+    return sums
+
+
+def evaluate(model: Pipeline, microbatches: Sequence[Microbatch], loss_fn: LossFunction) -> list[dict[str, Term]]:
+    """The terms of each microbatch, forward only; the same on every stage. Collective over all ranks of the mesh.
+
+    The microbatches are on the model's device, as many on every rank, and the same along pp and tp. Where gradients are
+    enabled the terms show which of them carry one, though none is computed. What forwards gather of sharded parameters
+    is let go; dropout and the like are as ``model.eval()`` or ``model.train()`` have left them.
+    """
+    device = next(model.parameters()).device
+
+    def make() -> list[Turn]:
+        num_real = len(microbatches)
+        indices = range(model.filled(num_real))
+        return [Turn(microbatches[min(i, num_real - 1)], i, {}, {}, i >= num_real) for i in indices]
+
+    recorded = _recorded_by_all(make, loss_fn, model, device, None)
+    if not microbatches:
+        return []
+    last = _LastStage(model, *recorded, loss_fn, None)
+    try:
+        with torch.no_grad():
+            model.step(last.inputs, last.loss, device, backward=False)
+        return last.told(device)[: len(microbatches)]
+    except Exception:
+        model.forget()
+        raise
+    finally:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+class _Called(BaseException):
+    """The model was called. Not an Exception, so that a loss that handles those lets it pass."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        super().__init__()
+        self.inputs = inputs
+
+
+class _Recorder:
+    """Stands for the model until it is called."""
+
+    def __init__(self, device: torch.device, trains: bool) -> None:
+        self._device, self._trains = device, trains
+        self._autocast = self._dtype()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        inputs = Inputs(args, kwargs)
+        if (self._trains and not torch.is_grad_enabled()) or self._dtype() != self._autocast:
+            raise PlanError(
+                "the loss calls the model under torch.autocast or torch.no_grad, which does not reach the stages of a "
+                "Pipeline; enter it in the stages' own forward"
+            )
+        if any(each.requires_grad for each in inputs.tensors):
+            raise PlanError(
+                "the loss gives the model an input that carries a gradient, which would end at the first stage of the "
+                "Pipeline; compute that input in the first stage"
+            )
+        raise _Called(inputs)
+
+    def _dtype(self) -> torch.dtype | None:
+        kind = self._device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def _recorded(loss_fn: LossFunction, turn: Turn, device: torch.device, trains: bool) -> Inputs:
+    """What the loss gives the model for a microbatch."""
+    before = random_state.note(device)
+    try:
+        loss_fn(_Recorder(device, trains), turn.microbatch)
+    except _Called as called:
+        inputs = called.inputs
+    else:
+        raise PlanError(
+            "the loss returned without calling the model that it is given, or caught what the call raised; under a "
+            "Pipeline call it once, and let what it raises pass"
+        )
+    if not random_state.note(device).same_as(before):
+        raise PlanError(
+            "the loss draws random numbers before it calls the model, and the stages of a Pipeline would draw "
+            "different ones; draw them in the first stage"
+        )
+    return inputs
+
+
+def _recorded_by_all(
+    make: Callable[[], list[Turn]],
+    loss_fn: LossFunction,
+    model: Pipeline,
+    device: torch.device,
+    loss_factor: float | None,
+) -> tuple[list[Turn], list[Inputs]]:
+    """The turns, and what the loss gives the model in each; every rank knows that they are well on all the others.
+
+    Without a ``loss_factor`` nothing is differentiated.
+    """
+    made, calls, failure, ranks, trains = [], [], None, model.ranks, loss_factor is not None
+    try:
+        made = make()
+        calls = [_recorded(loss_fn, turn, device, trains) for turn in made]
+        in_one_shape(calls)
+    except Exception as error:  # whatever the user's loss raises, the other ranks must hear of it
+        failure = error
+    seen = fingerprint([turn.microbatch for turn in made])
+    number = sum(trains or not turn.is_stand_in for turn in made)
+    rows = ranks.exchange([float(failure is not None), seen, number, loss_factor or 0.0, model.num_stages])
+    if any(failed for failed, *_ in rows):
+        raise told_failure(ranks, failure)
+    if len({tuple(rest) for _, _, _, *rest in rows}) > 1:
+        raise PlanError("ranks differ in the number or the wrapper of their stages; give all ranks the same")
+    if len(numbers := {int(number) for _, _, number, *_ in rows}) > 1:
+        raise PlanError(f"ranks were given {min(numbers)} and {max(numbers)} microbatches; give every rank as many")
+    for data_rank in range(ranks.degree):
+        if len({seen for _, seen, *_ in rows[data_rank :: ranks.degree]}) > 1:
+            raise PlanError(
+                f"the stages of data rank {data_rank} were given microbatches that differ; let collate draw no random "
+                "numbers, or the same on all ranks along pp and tp"
+            )
+    return made, calls
+
+
+def _raise_told(ranks: DataRanks, failure: tuple[int, Exception] | None) -> None:
+    """Raise on all ranks what the first stage met that met anything: others may have failed for its sake."""
+    stage, error = failure or (math.inf, None)
+    first = min(told for (told,) in ranks.exchange([float(stage)]))
+    if first < math.inf:
+        raise told_failure(ranks, error if stage == first else None)
+
+
+class _Answer:
+    """Stands for the model where its output is known."""
+
+    def __init__(self, output: Any) -> None:
+        self._output, self.num_calls = output, 0
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        self.num_calls += 1
+        return self._output
+
+
+class _LastStage:
+    """Computes losses where the last stage is; what one raises is kept, since the others wait for the step's end.
+
+    Without an ``opened`` update nothing is differentiated.
+    """
+
+    def __init__(
+        self,
+        model: Pipeline,
+        turns: Sequence[Turn],
+        calls: Sequence[Inputs],
+        loss_fn: LossFunction,
+        opened: OpenUpdate | None,
+    ) -> None:
+        self._model, self.turns, self._calls, self._loss_fn, self._opened = model, turns, calls, loss_fn, opened
+        self.inputs = in_one_shape(calls)
+        self._with_graph = torch.is_grad_enabled()  # here: schedules change it
+        self._terms: dict[int, dict[str, Term]] = {}  # of each microbatch that was well
+        self._failure: tuple[int, Exception] | None = None  # the first, and a number that comes after the stages
+
+    def loss(self, output: Sequence[Any], index: int) -> Tensor:
+        """What is differentiated of one microbatch."""
+        try:
+            terms = self._terms_of(output, index)
+            objective = nothing_of(output)
+            if self._opened is not None:
+                objective = self._opened.objective(terms, self.turns[index])
+        except Exception as error:  # of any kind: the user's loss is called in there
+            if is_out_of_memory(error):  # of which the others hear otherwise
+                raise
+            self._failure = self._failure or (self._model.num_stages, error)
+            return nothing_of(output)
+        self._terms[index] = terms if self._opened is not None else {name: _shown(each) for name, each in terms.items()}
+        return objective
+
+    def told(self, device: torch.device) -> list[dict[str, Term]]:
+        """The terms of all microbatches, on every stage. Raises on all ranks what was met on one."""
+        _raise_told(self._model.ranks, self._model.failure or self._failure)
+        return _told_terms([self._terms[index] for index in sorted(self._terms)], self._model, device)
+
+    def _terms_of(self, output: Sequence[Any], index: int) -> dict[str, Term]:
+        model = self._model
+        assert model.structure is not None  # the stage has just returned it
+        leaves = cut_back(output, model.output, self.inputs[index], self._calls[index])
+        if self._opened is None and self._with_graph:
+            leaves = [each.detach().requires_grad_(each.is_floating_point()) for each in leaves]
+        answer = _Answer(pytree.tree_unflatten(leaves, model.structure))
+        with torch.set_grad_enabled(self._with_graph):
+            terms = terms_of(self._loss_fn(answer, self.turns[index].microbatch))
+        if answer.num_calls != 1:
+            raise LossContractError(
+                f"the loss called the model {answer.num_calls} times for one microbatch; under a Pipeline call it once"
+            )
+        return terms
+
+
+def _shown(term: Term) -> Term:
+    """A term without its graph, which shows whether it had one."""
+    return Term(term.total.detach().requires_grad_(term.total.requires_grad), term.weight)
+
+
+def _told_terms(terms: Sequence[dict[str, Term]], model: Pipeline, device: torch.device) -> list[dict[str, Term]]:
+    """The terms of all microbatches, detached, as the last stage tells them.
+
+    Names and the host's weights go by a message between hosts, the rest by one between devices.
+    """
+    named: list[Named] = [
+        [(name, each.total.requires_grad, None if isinstance(each.weight, Tensor) else each.weight)
+         for name, each in one.items()]
+        for one in terms
+    ]  # fmt: skip
+    named = model.stage_ranks.exchange_objects(named)[model.last_rank]
+    length = sum(1 + (weight is None) for one in named for _, _, weight in one)
+    values = [value for one in terms for each in one.values() for value in each if isinstance(value, Tensor)]
+    dtype = accumulation_dtype(device)
+    if model.has_last_stage:
+        numbers = torch.stack([value.detach().to(device, dtype) for value in values])
+    else:
+        numbers = torch.empty(length, dtype=dtype, device=device)
+    dist.broadcast(numbers, group=model.group, group_src=model.last_rank)
+    told = iter(numbers.unbind())
+    return [
+        {name: Term(next(told).requires_grad_(grad), next(told) if weight is None else weight)
+         for name, grad, weight in one}
+        for one in named
+    ]  # fmt: skip

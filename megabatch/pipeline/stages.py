@@ -1,0 +1,300 @@
+"""The stages of a model on this rank: the schedules that run them, and how their gradients are reduced.
+
+torch fixes a schedule's shapes when it is made, so one is made for each shape and number of microbatches.
+"""
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Sequence
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.utils import _pytree as pytree
+
+from megabatch.batching.pad_to_shape import Inputs, Shape, difference, said
+from megabatch.engine.oom_broadcast import is_out_of_memory
+from megabatch.errors import MegabatchError, PlanError
+from megabatch.pipeline.schedules import SCHEDULES, check_stage
+from megabatch.wrappers.base import Choice, PlainReducer
+from megabatch.wrappers.mesh import DataRanks, check_axes
+from megabatch.wrappers.multi_model import SeveralReducer
+from megabatch.wrappers.precision import Wide
+
+KEPT_SCHEDULES = 2  # each keeps buffers as large as what a whole call sends from stage to stage
+
+
+Loss = Callable[[Any, int], Tensor]  # of the last stage's output for a microbatch
+
+
+class Pipeline(nn.Module):
+    """A model cut into stages that run on the ranks along the mesh's axis "pp"; give it to `GradientAccumulator`.
+
+    The first stage is called as the loss calls its model. Each later one is called with what the stage before returned
+    and with the same keyword arguments; the loss gets what the last one returns. A parameter belongs to one stage:
+    ranks cannot see that two of theirs are meant to be tied.
+
+    All microbatches of a call have one shape: shorter ones are filled up with copies of their last row and with zeros
+    on the right of dim 1, which the model must not mind, and the output is cut back before the loss sees it.
+
+    The inputs of a call are on the device at once, and a stage's whole gradient is kept until its end, sharded or not.
+
+    Args:
+        stages: This rank's modules, in order, each already wrapped over the mesh's other axes, or not. Rank r of R
+            holds the stages r, r + R, ...; for ZBVZeroBubble and DualPipeV the stages r and 2 * R - 1 - r.
+        mesh: Has the axis "pp" beside those of the data.
+        schedule: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble or DualPipeV.
+        boundary: Says what goes from stage to stage: a meta tensor (or a tuple) of its shape and dtype, from the
+            model's inputs. For a language model,
+            ``lambda input_ids: torch.empty(*input_ids.shape, width, dtype=torch.bfloat16, device="meta")``.
+        output: Says the same of what the last stage returns.
+
+    Raises `PlanError` for what cannot be run exactly.
+    """
+
+    def __init__(
+        self, stages: Sequence[nn.Module], mesh: DeviceMesh, *, boundary: Shape, output: Shape, schedule: str = "1F1B"
+    ) -> None:
+        super().__init__()
+        check_axes(mesh)
+        if "pp" not in (mesh.mesh_dim_names or ()):
+            raise PlanError(
+                f"the mesh has the axes {mesh.mesh_dim_names} but no axis 'pp'; name the axis of the stages 'pp'"
+            )
+        if schedule not in SCHEDULES:
+            raise PlanError(f"schedule is {schedule!r}; expected one of {', '.join(SCHEDULES)}")
+        self.kind = SCHEDULES[schedule]
+        if not stages or self.kind.per_rank not in (None, len(stages)):
+            raise PlanError(
+                f"{schedule} runs {self.kind.per_rank or 'one or more'} stages on each rank but was given {len(stages)}"
+                "; give a list of that many modules, or choose another schedule"
+            )
+        for stage in stages:
+            check_stage(stage, schedule)
+        self.mesh, self.boundary, self.output = mesh, boundary, output
+        self.group = mesh.get_group("pp")
+        rank, ranks = self.group.rank(), self.group.size()
+        self.num_stages = ranks * len(stages)
+        self.indices = self.kind.indices(rank, ranks, len(stages))
+        self.stages = nn.ModuleList()
+        for index, stage in zip(self.indices, stages, strict=True):  # by a name that no other rank's stage has
+            self.stages.add_module(str(index), stage)
+        self.last_rank = 0 if self.kind.goes_back else ranks - 1  # along "pp", where the loss is computed
+        self.failure: tuple[int, Exception] | None = None  # the first of the last step, and its stage
+        self.structure: pytree.TreeSpec | None = None  # of what the last stage has returned
+        self._schedules: OrderedDict[object, Any] = OrderedDict()
+        self._loss: Loss | None = None
+
+    @cached_property
+    def ranks(self) -> DataRanks:
+        """All ranks that work on an update."""
+        return DataRanks.of_mesh(self.mesh)
+
+    @cached_property
+    def stage_ranks(self) -> DataRanks:
+        """Those that hold the stages of this rank's pipeline."""
+        return DataRanks(pipeline_groups=[self.group])
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Whether the loss is computed on this rank."""
+        return self.group.rank() == self.last_rank
+
+    def filled(self, num_microbatches: int) -> int:
+        """How many microbatches the schedule must be given to run these: it may need more, stand-ins."""
+        return num_microbatches and self.kind.filled(num_microbatches, self.group.size(), self.num_stages)
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """Raises: the stages run together with those of other ranks."""
+        raise MegabatchError(
+            "a Pipeline cannot be called; give it to GradientAccumulator, whose forward_backward runs it, and in the "
+            "loss call the model that it is given"
+        )
+
+    def step(self, inputs: Sequence[Inputs], loss: Loss, device: torch.device, *, backward: bool) -> None:
+        """Forward, and backward if wanted, of all microbatches, of one shape; the last stage asks ``loss``."""
+        schedule, stages = self._schedule(inputs[0], len(inputs), device, backward)
+        self.failure, self._loss = None, loss
+        for stage in stages:
+            if self.kind.splits and backward:
+                _keep_unsharded(stage.submod)
+            stage.has_backward = backward
+            stage.clear_runtime_states()
+        args, kwargs = [each.args for each in inputs], [each.kwargs for each in inputs]
+        try:
+            schedule._step_microbatches(args, kwargs, list(range(len(inputs))), None, False)
+        finally:
+            self._loss = None
+
+    def forget(self) -> None:
+        """Drop the schedules, which a step that failed half-way leaves in disorder."""
+        self._schedules.clear()
+
+    def _schedule(
+        self, inputs: Inputs, num_microbatches: int, device: torch.device, backward: bool
+    ) -> tuple[Any, list["_Stage"]]:
+        shapes = tuple((each.shape, each.dtype) for each in inputs.tensors)
+        key = (shapes, tuple(inputs.kwargs), num_microbatches, backward)
+        if key not in self._schedules:
+            while len(self._schedules) >= KEPT_SCHEDULES:
+                self._schedules.popitem(last=False)
+            schedule, _ = self._schedules[key] = self._made(inputs, num_microbatches, device)
+            schedule._has_backward = backward
+        self._schedules.move_to_end(key)
+        return self._schedules[key]
+
+    def _made(self, inputs: Inputs, num_microbatches: int, device: torch.device) -> tuple[Any, list["_Stage"]]:
+        between = tuple(each.requires_grad_(each.is_floating_point()) for each in said(self.boundary, inputs))
+        ends = tuple(each for each in inputs.args if isinstance(each, Tensor)), said(self.output, inputs)
+        made = [
+            _Stage(self, module, index, device, ends[0] if index == 0 else between,
+                   ends[1] if index == self.num_stages - 1 else between)
+            for module, index in zip(self.stages, self.indices, strict=True)
+        ]  # fmt: skip
+        given = made[0] if self.kind.per_rank == 1 else made
+        return self.kind.make(given, num_microbatches, loss_fn=self._ask, scale_grads=False), made
+
+    def _ask(self, output: Any, index: int) -> Tensor:
+        """The loss of the step that runs: a schedule outlives it."""
+        return cast(Loss, self._loss)(output, index)
+
+
+class _Stage(PipelineStage):
+    """A stage that is told all shapes, and holds what it sends against them.
+
+    Without a backward torch's schedules still go through its steps, which then have nothing to do.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        module: nn.Module,
+        index: int,
+        device: torch.device,
+        inputs: tuple[Tensor, ...],
+        outputs: tuple[Tensor, ...],
+    ) -> None:
+        super().__init__(
+            module, index, pipeline.num_stages, device, input_args=inputs, output_args=outputs, group=pipeline.group
+        )
+        self._pipeline, self._outputs = pipeline, outputs
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Nothing: all shapes are told, so nothing was tried. torch drops gradients here, those of earlier calls."""
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            found = returned = super().forward_maybe_with_nosync(*args, **kwargs)
+            if self.is_last:  # torch takes a tensor or a tuple of them, the loss whatever the model returns
+                leaves, self._pipeline.structure = pytree.tree_flatten(found)
+                returned = tuple(leaves)
+            self._check(returned)
+        except Exception as error:  # the other ranks wait for the rest of the step, so it is run to its end
+            if is_out_of_memory(error):  # of which they hear otherwise
+                raise
+            self._pipeline.failure = self._pipeline.failure or (self.stage_index, error)
+            zeros = (torch.zeros_like(each, device=self.device) for each in self._outputs)
+            return tuple(each + nothing_of((args, kwargs)) if each.is_floating_point() else each for each in zeros)
+        return returned
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        returned = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        if self.is_last and not self.has_backward:
+            self.fwd_cache[fwd_chunk_id] = ((), [])  # torch would keep the outputs of all microbatches
+        return returned
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        if self.has_backward:
+            super().perform_reduce_grad(grad_scale_factor)
+
+    def _check(self, returned: Any) -> None:
+        if (problem := difference(returned, self._outputs)) is not None:
+            says = "output=" if self.is_last else "boundary="
+            raise PlanError(f"stage {self.stage_index} returned {problem}; say in {says} of Pipeline what it returns")
+        if self.has_backward and not any(each.requires_grad for each in pytree.tree_leaves(returned)):
+            raise PlanError(
+                f"stage {self.stage_index} returned nothing that carries a gradient; compute it from the stage's "
+                "parameters, undetached"
+            )
+
+
+def _keep_unsharded(stage: nn.Module) -> None:
+    """Gradients of weights are computed for those that a stage shows then: of shards none would be, in silence."""
+    for module in stage.modules():
+        if isinstance(module, FSDPModule) and not isinstance(module, ReplicateModule):
+            module.set_reshard_after_forward(False, recurse=False)
+
+
+def nothing_of(output: Any) -> Tensor:
+    """Zero, with a graph that goes back through all of an output."""
+    found = [each for each in pytree.tree_leaves(output) if isinstance(each, Tensor) and each.requires_grad]
+    return (
+        torch.stack([each.sum() * 0.0 for each in found]).sum()
+        if found
+        else torch.zeros((), requires_grad=True, device="cpu")
+    )
+
+
+class PipelineReducer(SeveralReducer):
+    """Reduces every stage of this rank by its own wrapper, once per call, when all its microbatches have run."""
+
+    wrapper = "a pipeline"
+    one_shape = True
+
+    def __init__(self, pipeline: Pipeline, reducers: Sequence[PlainReducer]) -> None:
+        super().__init__(reducers, frozen=())
+        self.ranks = pipeline.ranks
+        if self.ranks.context_degree > 1:
+            raise PlanError("the mesh has both axes 'cp' and 'pp', which do not go together; give one of them")
+        self.stage_ranks = pipeline.stage_ranks
+        self.norm_groups = list(self.stage_ranks.pipeline_groups)
+        self.pipeline = pipeline
+        self.may_pause = False  # a schedule that is made inside an update drops what FSDP2 has summed
+
+    def accumulate_in(self, wide: Wide) -> None:
+        if wide.widens:
+            raise PlanError(
+                f"accumulate_dtype is {wide.dtype}, but a pipeline adds gradients in the parameters' dtype; "
+                "leave accumulate_dtype out"
+            )
+
+    def keeps(self, policy: str) -> list[nn.Parameter]:
+        return []  # schedules differentiate for weights by themselves
+
+    def choose(self, policy: str) -> Choice:
+        if policy not in ("auto", "last"):
+            raise PlanError(
+                f"sync is {policy!r}, but a pipeline reduces once per call, after its last microbatch; leave sync out"
+            )
+        return "last", "the schedule of a pipeline runs the microbatches together, and reduces once after the last"
+
+    @contextlib.contextmanager
+    def microbatch(self, policy: str, *, last: bool) -> Generator[None]:
+        """Nothing: a microbatch does not run by itself, see `call`."""
+        yield
+
+    def finish_call(self) -> None:
+        """Nothing: see `call`."""
+
+    @contextlib.contextmanager
+    def call(self) -> Generator[None]:
+        """Surrounds the step that runs all microbatches of a call."""
+        with super().microbatch("last", last=True):
+            yield
+        super().finish_call()
+
+    def discard(self) -> None:
+        self.pipeline.forget()
+        super().discard()

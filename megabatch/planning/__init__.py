@@ -1,0 +1,1 @@
+"""Lengths in, plans out: samples balanced over ranks and split into microbatches, without torch."""

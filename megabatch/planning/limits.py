@@ -1,0 +1,187 @@
+"""Fit: from a few measured microbatches to the largest bound that fits, and to what a microbatch costs.
+
+Pure: numbers in, numbers out. All measured microbatches have samples of one length, the longest; of rows alone their
+memory grows in a straight line, or in several, of which the steepest comes last.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
+
+from megabatch.planning.cost import CostModel
+
+GROWTH = 4  # times the rows that were measured last, at most
+NEARBY = 32  # a bound is near enough when one part in so many of it is left
+MAX_MEASURED = 12
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a microbatch of ``rows`` longest samples was measured to take, the most over all ranks."""
+
+    rows: int
+    num_bytes: float  # at the peak, beyond what stays from microbatch to microbatch
+
+
+class Timed(NamedTuple):
+    """The seconds of a forward and backward of ``rows`` samples of ``tokens`` each, on the slowest rank."""
+
+    rows: int
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Space:
+    """Bytes for one microbatch beyond what stays, the least over all ranks."""
+
+    allowed: float
+    there: float  # with what is kept free, or above the cap that was given: what a measurement may come to
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The bound that was chosen, and what it was chosen from."""
+
+    max_microbatch_tokens: int
+    cost: CostModel
+    longest_tokens: int  # of the samples that were measured
+    measured: tuple[Measured, ...]  # in their turn
+    limit_bytes: float  # for everything on a rank: parameters, gradients, the optimizer's states, a microbatch
+    allowed_bytes: float  # of it for an update: its samples, gradients and microbatches; the least over all ranks
+    outgrown_rows: int | None = None  # samples of a rank, where only their number ended the search; None: memory did
+
+    def is_outgrown(self, rows: float, padded_tokens: float) -> bool:
+        """Whether a rank with so many samples could use a larger bound, and a larger one was never measured."""
+        return (
+            self.outgrown_rows is not None and rows > self.outgrown_rows and padded_tokens > self.max_microbatch_tokens
+        )
+
+    def explain(self) -> str:
+        """The choice in words, for a person: one line."""
+        rows = ", ".join(str(each.rows) for each in self.measured)
+        return (
+            f"max_microbatch_tokens {self.max_microbatch_tokens:,}: predicted peak "
+            f"{in_gib(self.cost.peak_bytes(1, self.max_microbatch_tokens))} of {in_gib(self.limit_bytes)}, measured "
+            f"with {rows} samples of {self.longest_tokens:,} tokens"
+        )
+
+
+def fit_or_bound(given: int | str | Fit | None) -> tuple[Fit | None, int | str | None]:
+    """What a user says a microbatch may hold: a fit that was made before, with what it was asked for, or a bound."""
+    return (given, "auto") if isinstance(given, Fit) else (None, given)
+
+
+def in_gib(num_bytes: float) -> str:
+    """Bytes as a person reads them."""
+    return f"{num_bytes / 2**30:.2f} GiB"
+
+
+def search(measure: Callable[[int], Measured], space: Callable[[], Space], most_rows: int) -> list[Measured]:
+    """Measure a microbatch of one row, and larger ones as long as they are sure to fit and bring the bound nearer."""
+    measured = [measure(1)]
+    while len(measured) < MAX_MEASURED and (rows := next_rows(measured, space(), most_rows)) is not None:
+        measured.append(measure(rows))
+    return measured
+
+
+def next_rows(measured: Sequence[Measured], space: Space, most_rows: int) -> int | None:
+    """Rows of the microbatch to measure next; None where enough is known.
+
+    More rows than were measured are tried where everything that was measured may grow with them and is there even so,
+    or, up to twice the rows, where a line through two measurements stays below what is allowed.
+    """
+    low, over = largest_fitting(measured, space), smallest_not_fitting(measured, space)
+    if low is None:
+        return None
+    sure = low.rows * _ratio(space.allowed, low.num_bytes)
+    aim = max(sure, _along_line(measured, low, over, space.allowed))
+    if len(measured) == 1:
+        aim = max(aim, 2)  # for a line
+    reach = max(low.rows * _ratio(space.there, low.num_bytes), 2 * low.rows if len(measured) > 1 else 1)
+    rows = int(min(aim, reach, GROWTH * low.rows, most_rows, most_rows if over is None else over.rows - 1))
+    is_near = rows < most_rows and NEARBY * (rows - low.rows) < low.rows
+    return None if rows <= low.rows or is_near else rows
+
+
+def bound_tokens(measured: Sequence[Measured], space: Space, longest_tokens: int) -> int | None:
+    """The largest bound that fits, in padded tokens; None where one sample does not.
+
+    Part of a row more than was measured is granted where everything measured may grow with it.
+    """
+    low = largest_fitting(measured, space)
+    if low is None:
+        return None
+    tokens = int(low.rows * longest_tokens * _ratio(space.allowed, low.num_bytes))
+    return min(tokens, (low.rows + 1) * longest_tokens - 1)
+
+
+def cost_of(
+    measured: Sequence[Measured], space: Space, stays_bytes: float, longest_tokens: int, timed: Sequence[Timed]
+) -> CostModel:
+    """What a microbatch costs: its bytes through the two largest that were measured and fit, or in proportion to the
+    only one; its seconds by `seconds_of`."""
+    fitting = sorted((each for each in measured if each.num_bytes <= space.allowed), key=lambda each: each.rows)
+    high, low = fitting[-1], fitting[-2] if len(fitting) > 1 else Measured(0, 0.0)
+    row_bytes = max(0.0, (high.num_bytes - low.num_bytes) / (high.rows - low.rows))
+    return CostModel(
+        *seconds_of(timed),
+        bytes_fixed=stays_bytes + high.num_bytes - high.rows * row_bytes,
+        bytes_per_token=row_bytes / longest_tokens,
+    )
+
+
+def seconds_of(timed: Sequence[Timed]) -> tuple[float, float, float]:
+    """Seconds of a microbatch, a token and a pair, as `CostModel` adds them up; the closest in proportion.
+
+    With samples of one length alone attention has the share that `CostModel` gives it.
+    """
+    usual = CostModel()
+    counts = np.array([[1.0, rows * tokens, rows * tokens * tokens] for rows, tokens, _ in timed])
+    if len({tokens for _, tokens, _ in timed}) == 1:
+        pairs = usual.seconds_per_pair / usual.seconds_per_token
+        seconds, token, _ = _closest(np.stack([counts[:, 0], counts[:, 1] + pairs * counts[:, 2]], axis=1), timed)
+        return seconds, token, token * pairs
+    return _closest(counts, timed)
+
+
+def _closest(counts: np.ndarray, timed: Sequence[Timed]) -> tuple[float, float, float]:
+    """Least squares without negative factors: the best of those that leave some out (there are at most three)."""
+    weights = np.array([1 / each.seconds for each in timed])[:, None]
+    best, found = np.inf, np.zeros(3)
+    num_columns = counts.shape[1]
+    for used in (each for size in range(1, num_columns + 1) for each in combinations(range(num_columns), size)):
+        factors = np.linalg.lstsq(counts[:, used] * weights, np.ones(len(timed)))[0]
+        left = float(np.sum((counts[:, used] * weights @ factors - 1) ** 2))
+        if (factors >= 0).all() and left < best:
+            best, found = left, np.zeros(3)
+            found[list(used)] = factors
+    return float(found[0]), float(found[1]), float(found[2])
+
+
+def largest_fitting(measured: Sequence[Measured], space: Space) -> Measured | None:
+    return max((each for each in measured if each.num_bytes <= space.allowed), key=lambda each: each.rows, default=None)
+
+
+def smallest_not_fitting(measured: Sequence[Measured], space: Space) -> Measured | None:
+    return min((each for each in measured if each.num_bytes > space.allowed), key=lambda each: each.rows, default=None)
+
+
+def _along_line(measured: Sequence[Measured], low: Measured, over: Measured | None, num_bytes: float) -> float:
+    """Rows, or a little fewer, for which the line through the nearest two measurements says ``num_bytes``.
+
+    0 without two.
+    """
+    below = [each for each in measured if each.rows < low.rows]
+    if over is None and not below:
+        return 0.0
+    first, second = (low, over) if over is not None else (max(below, key=lambda each: each.rows), low)
+    slope = (second.num_bytes - first.num_bytes) / (second.rows - first.rows)
+    return low.rows + (1 - 1 / NEARBY) * max(0.0, num_bytes - low.num_bytes) / max(slope, 1e-9)
+
+
+def _ratio(whole: float, part: float) -> float:
+    return max(0.0, whole) / max(part, 1.0)

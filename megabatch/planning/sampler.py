@@ -1,0 +1,264 @@
+"""UpdateSampler: which samples are in an update, and which of them are this rank's share.
+
+The samples of an update follow from (seed, epoch, position) alone. How many ranks there are decides only who runs
+them, so a run may go on with another number of ranks.
+"""
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megabatch.errors import PlanError, require_count
+from megabatch.planning.cost import CostModel, check_cost
+from megabatch.planning.partition import deal
+from megabatch.planning.plan import check_lengths
+
+TAILS = ("step", "drop", "carry")
+
+
+class Seen(NamedTuple):
+    """What was handed out before an update, over all ranks."""
+
+    updates: int = 0
+    samples: int = 0
+    tokens: int = 0
+
+    def after(self, num_samples: int, num_tokens: int) -> "Seen":
+        """The same after one more update."""
+        return Seen(self.updates + 1, self.samples + num_samples, self.tokens + num_tokens)
+
+
+class UpdateSampler(torch.utils.data.Sampler[list[int]]):
+    """Yields this rank's sample ids of each update, for one epoch; use it as a DataLoader's ``batch_sampler``.
+
+    The shares of all ranks are disjoint, make up the update, differ in size by at most one, and are balanced by
+    cost. A share may be empty, so give the DataLoader ``collate_fn=list``.
+
+    Where every rank of the process group has a share, the first iteration is collective: the ranks compare their first
+    update, once.
+
+    Args:
+        lengths: Tokens of each sample of the data set.
+        global_batch_size: Samples of an update over all ranks; it need not divide by anything. Or a function that gives
+            them for each update, by what was handed out before it: ``lambda seen: 64 if seen.tokens < 50e6 else 256``.
+        seed: With the epoch, decides the order of the samples.
+        dp_rank: Which share is this rank's. None: the rank in the process group, or 0 without one.
+        dp_degree: Number of ranks that see different samples; give it with ``dp_rank`` where the model is cut over
+            ranks too (cp, tp or pp). None: all ranks of the process group, or 1 without one.
+        tail: What becomes of an epoch's last samples that do not fill an update: "step" makes a short update of
+            them, "drop" leaves them out, "carry" begins the next epoch's first update with them.
+        cost: Balances shares by seconds; by default by length. It may be set later, as an attribute, and is the same on
+            all ranks, to the bit.
+        order: The sample ids of an epoch, in order, by its number: any of the data set's, the same in every process,
+            and equally many in every epoch. By default all of them, shuffled by seed and epoch.
+
+    Raises `PlanError` for a size, a rank, a tail or an order that cannot be, and on all ranks where their first updates
+    are not the same.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        *,
+        global_batch_size: int | Callable[[Seen], int],
+        seed: int = 0,
+        dp_rank: int | None = None,
+        dp_degree: int | None = None,
+        tail: str = "step",
+        cost: CostModel | None = None,
+        order: Callable[[int], Sequence[int]] | None = None,
+    ) -> None:
+        self._given, self._seen = global_batch_size, Seen()
+        size = self._size
+        if (dp_rank is None) != (dp_degree is None):
+            raise PlanError(
+                f"dp_rank is {dp_rank} and dp_degree is {dp_degree}; give both, or neither, to take them from the "
+                "process group"
+            )
+        self._place: tuple[int, int] | None = None  # asked for when it is needed: the process group may come later
+        if dp_rank is not None and dp_degree is not None:
+            self._place = require_count("dp_rank", dp_rank, least=0), require_count("dp_degree", dp_degree)
+        self._seed = require_count("seed", seed, least=0)
+        if tail not in TAILS:
+            raise PlanError(f"tail is {tail!r}; expected one of {', '.join(TAILS)}")
+        if dp_rank is not None and dp_degree is not None and dp_rank >= dp_degree:
+            raise PlanError(f"dp_rank is {dp_rank}; expected 0 to {dp_degree - 1} with dp_degree={dp_degree}")
+        if not len(lengths):
+            raise PlanError("the data set is empty; give at least one sample")
+        check_lengths(lengths, None)
+        check_cost(cost)
+        self._lengths = in_few_bytes(lengths)  # [number of ids]
+        self.cost = cost
+        self._order = order or self._shuffled
+        self._latest = (0, np.asarray(self._order(0)))  # an epoch and its order, which is not made anew for each update
+        self._epoch_size = len(self._latest[1])
+        self._check_order(*self._latest)
+        if tail == "drop" and self._epoch_size < size:
+            raise PlanError(
+                f"the data set has {self._epoch_size} samples, fewer than global_batch_size={size}, and "
+                'tail="drop" would leave no update; use tail="step" or a smaller global_batch_size'
+            )
+        self._tail = tail
+        self._compared: list[bool] = []  # with the other ranks; copies know it too
+        self._consumed = 0  # samples since the first epoch began; a dropped tail counts as consumed
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self._compare_ranks()
+        for start, stop in self._spans():
+            yield self.share(self._ids(start, stop).tolist())
+
+    def __len__(self) -> int:
+        """Updates that the next iteration yields."""
+        if callable(self._given):
+            return sum(1 for _ in copy(self)._spans())
+        left = self._end() - self._consumed
+        return -(-left // self._size) if self._tail == "step" else left // self._size
+
+    def sizes(self, num_epochs: int) -> Iterator[int]:
+        """Samples of each update that is still to come, over all ranks, in the first ``num_epochs`` epochs."""
+        ahead, end = copy(self), num_epochs * self._epoch_size
+        while ahead._consumed < end:
+            for start, stop in ahead._spans():
+                if stop > end:
+                    return
+                yield stop - start
+
+    def share(self, samples: Sequence[int]) -> list[int]:
+        """This rank's part of an update's sample ids."""
+        return [samples[index] for index in self._shares(samples)[self._dp_rank]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream of samples stands, whatever the number of ranks.
+
+        It counts what was handed out: workers of a DataLoader run ahead of the training.
+        """
+        seen = {"seen": list(self._seen)} if callable(self._given) else {}
+        return {"samples": self._consumed, "num_samples": self._epoch_size, "seed": self._seed, **seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state`` was taken. Raises `PlanError` where it is of another data set or seed."""
+        for key, mine in {"num_samples": self._epoch_size, "seed": self._seed}.items():
+            if state[key] != mine:
+                raise PlanError(
+                    f"the sampler's state has {key}={state[key]} but this sampler has {mine}; "
+                    "give the same data and seed"
+                )
+        if callable(self._given) and state["samples"] and "seen" not in state:
+            raise PlanError(
+                "the sampler's state does not say what was handed out before it, which a global_batch_size that is a "
+                "function asks for; give a state of a sampler that has such a one"
+            )
+        self._consumed = int(state["samples"])
+        self._seen = Seen(*state.get("seen", ()))
+
+    @property
+    def _size(self) -> int:
+        """Samples of the next update."""
+        given = self._given
+        return require_count("global_batch_size", given(self._seen) if callable(given) else given)
+
+    def _shares(self, samples: Sequence[int]) -> list[list[int]]:
+        """Every rank's part of an update, by position."""
+        lengths: list[int] = self._lengths[np.asarray(samples, dtype=np.int64)].tolist()
+        price = float if self.cost is None else self.cost.sample_seconds
+        return deal([price(length) for length in lengths], self._dp_degree)
+
+    @property
+    def _dp_rank(self) -> int:
+        return (self._place or _place_in_group())[0]
+
+    @property
+    def _dp_degree(self) -> int:
+        return (self._place or _place_in_group())[1]
+
+    def _compare_ranks(self) -> None:
+        """Raise on all ranks where their shares are not of one update, or one of them is dealt twice."""
+        _, num_ranks = _place_in_group()
+        is_worker = torch.utils.data.get_worker_info() is not None  # which cannot speak for its rank
+        if self._compared or num_ranks == 1 or num_ranks != self._dp_degree or is_worker:
+            return
+        self._compared.append(True)
+        ids: list[int] = next((self._ids(*span).tolist() for span in copy(self)._spans()), [])
+        first = repr((self._consumed, ids, self._shares(ids))).encode()
+        mine = zlib.crc32(first, zlib.crc32(self._lengths.tobytes()))
+        told: list[Any] = [None] * num_ranks
+        dist.all_gather_object(told, (self._dp_rank, mine))
+        dp_ranks = [int(each) for each, _ in told]
+        if sorted(dp_ranks) != list(range(num_ranks)):
+            raise PlanError(f"the ranks have dp_rank {dp_ranks}; expected each of 0 to {num_ranks - 1} once")
+        if others := [other for other, (_, update) in enumerate(told) if update != told[0][1]]:
+            raise PlanError(
+                f"the first update of rank {others[0]} is not that of rank 0; give every rank's UpdateSampler the same "
+                "lengths, global_batch_size, seed, order, tail, cost and state"
+            )
+
+    def _spans(self) -> Iterator[tuple[int, int]]:
+        """Where each update of this epoch begins and ends in the endless stream; the state is that after it."""
+        end = self._end()
+        while (stop := self._stop(end)) is not None:
+            start, self._consumed = self._consumed, stop
+            if callable(self._given):
+                self._seen = self._seen.after(stop - start, int(self._lengths[self._ids(start, stop)].sum()))
+            if self._tail == "drop" and end - stop < self._size:
+                self._consumed = end
+            yield start, stop
+        if self._tail == "drop":  # a state of another global_batch_size may have left less than one update
+            self._consumed = end
+
+    def _end(self) -> int:
+        """Where in the stream the epoch of the next update ends; a carried update belongs to the epoch it ends in."""
+        size = self._epoch_size
+        last = self._consumed + (self._size if self._tail == "carry" else 1) - 1
+        return (last // size + 1) * size
+
+    def _stop(self, end: int) -> int | None:
+        """Where the next update of this epoch stops, if there is one."""
+        stop = self._consumed + self._size
+        if stop <= end:
+            return stop
+        return end if self._tail == "step" and self._consumed < end else None
+
+    def _ids(self, start: int, stop: int) -> np.ndarray:
+        """Sample ids from ``start`` to ``stop`` of the endless stream of epochs."""
+        size = self._epoch_size
+        epochs = range(start // size, (stop - 1) // size + 1)
+        parts = [self._order_of(epoch)[max(0, start - epoch * size) : stop - epoch * size] for epoch in epochs]
+        return np.concatenate(parts)
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        if self._latest[0] != epoch:
+            self._latest = (epoch, np.asarray(self._order(epoch)))
+            self._check_order(*self._latest)
+        return self._latest[1]
+
+    def _shuffled(self, epoch: int) -> np.ndarray:
+        return np.random.default_rng([self._seed, epoch]).permutation(len(self._lengths))
+
+    def _check_order(self, epoch: int, ids: np.ndarray) -> None:
+        if len(ids) != self._epoch_size or not self._epoch_size:
+            raise PlanError(
+                f"order({epoch}) gives {len(ids)} sample ids; expected {self._epoch_size or 'some'}, "
+                "equally many in every epoch"
+            )
+        last = len(self._lengths) - 1
+        if ids.min() < 0 or ids.max() > last:
+            outside = ids[(ids < 0) | (ids > last)]
+            raise PlanError(f"order({epoch}) gives the sample id {outside[0]}; the data set has the ids 0 to {last}")
+
+
+def _place_in_group() -> tuple[int, int]:
+    """Rank and number of ranks; those of a process alone without a process group."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def in_few_bytes(lengths: Sequence[int]) -> np.ndarray:
+    """A copy of the lengths, in the narrowest type that holds them: 20 MB for ten million of up to 65,535 tokens."""
+    counts = np.asarray(lengths, dtype=np.int64)
+    return counts.astype(np.min_scalar_type(int(counts.max())))

@@ -1,0 +1,235 @@
+"""simulate: one update on rank 0 of N, with megabatch's own reducers, torch's own wrappers, and no memory at all.
+
+What it knows, and what it does not:
+
+- Two updates are run and the second is reported: the first makes the optimizer's states, late, as a real run does, and
+  the allocator remembers that. Two microbatches of each show the peak of any number: from the second on, the gradient
+  of the first is there. Only the seconds of more are a little short: adding to a gradient is counted once.
+- The step's temporaries are in it (``foreach=True`` makes a copy of all parameters), and so are buckets and buffers,
+  and what FSDP2 keeps when a backward is not the last, or when parameters stay gathered.
+- Code is run on fake tensors of the CPU. Give the microbatch that is the longest, the attention that will be used, and
+  an optimizer with ``foreach=True`` or ``fused=True``, since torch chooses by the device. A fused kernel of CUDA that
+  saves less than the CPU's is not seen; nor are workspaces, the context and NCCL (``Device.overhead_bytes``).
+- Contents are not known: experts get tokens by shape alone, and code that looks at numbers is refused.
+- ``peak_bytes`` is what is allocated. What fits is decided by what is reserved: ask `Simulated.reserved` with a limit.
+- On a real CPU memory that was never touched is not counted by the system, so a measurement can be below this.
+- With CPU offload the copy of a unit's shard on its way to the device is not counted.
+"""
+
+import contextlib
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from megabatch.errors import LossContractError, PlanError, require_count, require_positive
+from megabatch.losses.contract import JointLoss, LossFunction, differentiable, terms_of
+from megabatch.simulate.devices import Device, device_named
+from megabatch.simulate.fake import Fake, check_model, give_fake_memory, groups_of, no_collector, refusing_data
+from megabatch.simulate.ledger import Ledger
+from megabatch.simulate.record import HOST
+from megabatch.simulate.replica import Replica
+from megabatch.simulate.shards import tagging_shards
+from megabatch.simulate.simulated import NUM_TELLING, Simulated, times_of
+from megabatch.simulate.world import OnlyRank, world
+from megabatch.wrappers import gradients
+from megabatch.wrappers.base import PlainReducer
+from megabatch.wrappers.detect import Models, choose_policy, reducer_for
+from megabatch.wrappers.precision import Wide
+
+
+def simulate(
+    make_model: Callable[[Any], Models],
+    make_optimizer: Callable[[Any], torch.optim.Optimizer],
+    make_batch: Callable[[], Any],
+    loss_fn: LossFunction,
+    *,
+    axes: Mapping[str, int] | None = None,
+    num_microbatches: int = 1,
+    sync: str = "auto",
+    max_norm: float | None = None,
+    accumulate_dtype: torch.dtype | None = None,
+    device: Device | str = "h100-80g",
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    run_all: bool = False,
+) -> Simulated:
+    """One update on rank 0 of a mesh, without its memory, its peers and its data; half a minute for 34B parameters.
+
+    Args:
+        make_model: ``make_model(mesh)`` makes the model, on the meta device, and wraps it over the mesh (None for one
+            rank); it is given fake memory afterwards. In place of DistributedDataParallel take `Replica`.
+        make_optimizer: ``make_optimizer(model)``.
+        make_batch: Makes a microbatch; give the longest that there is.
+        loss_fn: As `GradientAccumulator` takes it; a weight may be left to the data.
+        axes: The axes of the mesh in order, with their sizes: ``{"dp_replicate": 2, "dp_shard": 8}``.
+        num_microbatches: Of an update, on each rank.
+        sync: As `GradientAccumulator` takes it, and so are ``max_norm`` and ``accumulate_dtype``.
+        device: What the rank runs on, by name or as a `Device`.
+        around: Makes a context manager, opened around each forward and backward: torch's loss_parallel, say.
+        run_all: Run every microbatch. False: two of them, which are counted as often as they happen.
+
+    Raises `PlanError` for what cannot be simulated, and leaves no process group and no trace in torch behind.
+    """
+    require_count("num_microbatches", num_microbatches)
+    if max_norm is not None:
+        require_positive("max_norm", max_norm)
+    if isinstance(loss_fn, JointLoss):
+        raise PlanError("a JointLoss needs the representations of other ranks, which are not there; simulate encode")
+    place = device_named(device) if isinstance(device, str) else device
+    num_run = num_microbatches if run_all else min(num_microbatches, NUM_TELLING)
+    with world(axes or {}) as mesh, refusing_data(), no_collector():
+        model = make_model(mesh)
+        models = check_model(model)
+        ledger = Ledger(place, axes, _on_host(models))
+        run = _Run(model, models, mesh, ledger, make_optimizer, accumulate_dtype, sync)
+        with run.watched():
+            run.update(make_batch, loss_fn, max_norm, num_run, around)
+            steady_bytes = run.begin()
+            run.update(make_batch, loss_fn, max_norm, num_run, around)
+    return Simulated(
+        phases=dict(ledger.phases),
+        where=ledger.peak[0],
+        steady_bytes=steady_bytes,
+        host_bytes=ledger.host_peak_bytes,
+        sync=run.policy,
+        num_microbatches=num_microbatches,
+        times=times_of(num_run, num_microbatches),
+        num_parameters=sum(each.numel() for each in run.parameters()),
+        history=tuple(ledger.history),
+        trace=tuple(ledger.trace),
+        device=place,
+    )
+
+
+class _Run:
+    """A model with fake memory, and what moves it."""
+
+    def __init__(
+        self,
+        model: Models,
+        models: list[nn.Module],
+        mesh: Any,
+        ledger: Ledger,
+        make_optimizer: Callable[[Any], torch.optim.Optimizer],
+        accumulate_dtype: torch.dtype | None,
+        sync: str,
+    ) -> None:
+        self._model, self._models, self._ledger = model, models, ledger
+        self._fake = Fake()
+        with self._fake, ledger:
+            give_fake_memory(self._models)
+            for each in self._models:
+                ledger.tag(each.parameters(), "parameters")
+                ledger.tag(each.buffers(), "buffers")
+        self._reducer = reducer_for(model, mesh)  # outside of the mode: it reads the mesh
+        _silence(self._reducer)
+        self._wide = Wide(self._reducer.parameters, accumulate_dtype)
+        self._reducer.accumulate_in(self._wide)
+        self.policy = choose_policy(self._reducer, sync)[0]
+        with self._fake, ledger:
+            self._optimizer = make_optimizer(model)
+            self._tag_states()
+        ledger.begin_trace()
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for model in self._models for parameter in model.parameters()]
+
+    @contextlib.contextmanager
+    def watched(self) -> Generator[None]:
+        """Surrounds the updates."""
+        hooks = [each.register_post_accumulate_grad_hook(self._tag_gradient) for each in self._reducer.parameters]
+        hooks += [each.module.register_forward_pre_hook(self._tag_buckets) for each in self._replicas()]
+        try:
+            with self._fake, self._ledger, tagging_shards(self._ledger):
+                yield
+        finally:
+            self._wide.discard()
+            for hook in hooks:
+                hook.remove()
+
+    def begin(self) -> int:
+        """Between two updates, the gradients of the first dropped; the bytes that stay."""
+        gradients.drop(self._reducer.parameters)
+        self._ledger.begin()
+        return self._ledger.total_bytes
+
+    def update(
+        self,
+        make_batch: Callable[[], Any],
+        loss_fn: LossFunction,
+        max_norm: float | None,
+        num: int,
+        around: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        """What `GradientAccumulator` does in an update of one call, and the optimizer's step."""
+        reducer, ledger = self._reducer, self._ledger
+        gradients.drop(reducer.parameters)
+        self._wide.begin()
+        for index in range(num):
+            with reducer.microbatch(self.policy, last=index == num - 1), around():
+                ledger.enter_phase(f"forward {index + 1}", "activations")
+                objective = _objective(loss_fn(self._model, make_batch())) * reducer.loss_factor
+                ledger.enter_phase(f"backward {index + 1}", "temporaries")
+                objective.backward()
+                del objective
+            ledger.tag((each.grad for each in reducer.parameters), "gradients")
+        reducer.finish_call()
+        ledger.enter_phase("step", HOST if ledger.on_host - {HOST} else "temporaries")
+        reducer.finish_update()
+        if max_norm is not None:
+            gradients.clip(reducer.parameters, max_norm, None, reducer.norm_groups)
+        self._wide.finish()
+        ledger.tag((each.grad for each in reducer.parameters), "gradients")
+        self._optimizer.step()
+        self._tag_states()
+
+    def _replicas(self) -> list[Replica]:
+        return [each for each in self._models if isinstance(each, Replica)]
+
+    def _tag_buckets(self, *_: object) -> None:
+        self._ledger.tag((bucket for each in self._replicas() for bucket in each.memory()), "communication")
+
+    def _tag_gradient(self, parameter: Tensor) -> None:
+        self._ledger.tag((parameter.grad,), "gradients")
+
+    def _tag_states(self) -> None:
+        for state in self._optimizer.state.values():
+            self._ledger.tag((each for each in state.values() if isinstance(each, Tensor)), "optimizer states")
+
+
+def _objective(returned: Any) -> Tensor:
+    """The sum of the totals of what a loss returned; its weights are numbers that nobody knows here."""
+    if isinstance(returned, Mapping):
+        returned = {name: _unweighed(pair) for name, pair in cast(Mapping[str, Any], returned).items()}
+    else:
+        returned = _unweighed(returned)
+    terms = terms_of(returned)
+    names = differentiable(terms)
+    if not names:
+        raise LossContractError(
+            "no total of the loss carries a gradient; compute one from the model's output, undetached"
+        )
+    totals = [terms[name].total for name in names]
+    return totals[0] if len(totals) == 1 else torch.stack(totals).sum()
+
+
+def _unweighed(pair: Any) -> Any:
+    is_pair = isinstance(pair, tuple | list) and len(cast(tuple[Any, ...], pair)) == 2
+    return (cast(tuple[Any, ...], pair)[0], 1.0) if is_pair else pair
+
+
+def _silence(reducer: PlainReducer) -> None:
+    """Nobody is there to answer; let every other rank say what this one says."""
+    reducer.ranks = OnlyRank.like(reducer.ranks)
+    for each in getattr(reducer, "_reducers", ()):
+        _silence(each)
+
+
+def _on_host(models: list[nn.Module]) -> tuple[str, ...]:
+    """What FSDP2's CPU offload keeps out of the device."""
+    groups = [group for model in models for group in groups_of(model)]
+    is_offloaded = any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups)
+    return ("parameters", "gradients", "optimizer states") if is_offloaded else ()

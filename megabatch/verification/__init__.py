@@ -1,0 +1,1 @@
+"""Compares the gradient that microbatches give with the one of plain torch, on the user's own model."""

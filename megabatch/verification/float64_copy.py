@@ -1,0 +1,220 @@
+"""A model in float64 that stays there, so that what differs between two ways is not rounding."""
+
+import copy
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from megabatch.batching.samples import Microbatch
+from megabatch.batching.tree import each_leaf, to_device
+from megabatch.errors import PlanError
+from megabatch.pipeline.stages import Pipeline
+
+DOUBLE = {
+    **dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), torch.float64),
+    **dict.fromkeys((torch.complex64, torch.complex32), torch.complex128),
+}
+IN_PLACE = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
+AS_THEY_ARE = ("__get__", "__set__", "backward", "grad")  # which speak of the tensors themselves
+
+
+class Float64WithoutDropout(TorchFunctionMode):
+    """Inside, dropout passes its input on, and a float64 tensor is never cast to a lower precision.
+
+    A tensor of lower precision, a class weight say, is widened where it meets one of float64.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if "dropout" in name and "attention" not in name and args:
+            return args[0] if name != "native_dropout" else (args[0], torch.ones_like(args[0], dtype=torch.bool))
+        if name == "scaled_dot_product_attention":
+            kwargs["dropout_p"] = 0.0
+        if name not in AS_THEY_ARE and any(map(_is_double, [*args, *kwargs.values()])):
+            args, kwargs = _widened(name, args, kwargs)
+        if args and _is_double(args[0]):
+            if name in ("float", "half", "bfloat16", "cfloat"):
+                return args[0]
+            if name == "_grouped_mm" and args[0].ndim == 2 and kwargs.get("offs") is not None:
+                return _grouped_mm(args[0], args[1], kwargs["offs"])
+            args = tuple(_kept(value) for value in args)
+            kwargs = {key: _kept(value) for key, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _widened(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments in float64, but for one that is written to."""
+    is_in_place = name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    if is_in_place and args and not _is_double(args[0]):
+        return args, kwargs
+    first, rest = (args[:1], args[1:]) if is_in_place else ((), args)
+    return (*first, *map(_double, rest)), {key: each if key == "out" else _double(each) for key, each in kwargs.items()}
+
+
+def _is_double(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in (torch.float64, torch.complex128)
+
+
+def _double(value: Any) -> Any:
+    """In float64 or complex128, where it is of a lower precision."""
+    return value.to(DOUBLE[value.dtype]) if isinstance(value, Tensor) and value.dtype in DOUBLE else value
+
+
+def _grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+    """[n, k] by [experts, k, m]: each expert's weights for the rows up to its offset. Torch has none in float64."""
+    ends = offsets.tolist()
+    found = [rows[start:end] @ weight for start, end, weight in zip([0, *ends], ends, weights, strict=False)]
+    return torch.cat([*found, rows.new_zeros(len(rows) - ends[-1], weights.shape[-1])])  # [n, m]
+
+
+def _kept(value: Any) -> Any:
+    return DOUBLE.get(value, value) if isinstance(value, torch.dtype) else value
+
+
+def in_float64(microbatch: Microbatch, device: torch.device) -> Microbatch:
+    """The microbatch on ``device``, what is floating in float64."""
+    return each_leaf(to_device(microbatch, device), _double)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of DistributedDataParallel and torch.compile."""
+    model = getattr(model, "_orig_mod", model)
+    model = model.module if isinstance(model, DistributedDataParallel) else model
+    return getattr(model, "_orig_mod", model)
+
+
+def float64_copy(model: nn.Module) -> nn.Module:
+    """The whole model in float64 and in training, without its wrapper. Collective where FSDP2 has sharded it.
+
+    Raises `PlanError` for a model of FSDP1, one that is sharded and tensor parallel, and a Pipeline.
+    """
+    model = unwrapped(model)
+    states = _states(model)
+    _check_copied(model, is_sharded=bool(states))
+    memo: dict[int, Any] = {id(state): state for state in states}
+    for module in model.modules():
+        for leaf in pytree.tree_leaves(list(vars(module).values())):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:  # the weight of weight_norm: deepcopy refuses it
+                memo[id(leaf)] = leaf.detach().clone()
+            elif isinstance(leaf, DTensor) and states:
+                memo[id(leaf)] = nn.Parameter(cast(DTensor, leaf.detach()).full_tensor(), leaf.requires_grad)
+    sharded = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
+    try:
+        for module, kind in sharded:  # FSDP2 puts a class of its own in place of the module's, which is not copied
+            cast(Any, module).__class__ = kind.__bases__[1]
+        made = copy.deepcopy(model, memo)
+    finally:
+        for module, kind in sharded:
+            cast(Any, module).__class__ = kind
+    for module in made.modules() if states else ():
+        _forget(module)
+    made._apply(_double)  # pyright: ignore[reportPrivateUsage]  # double() leaves complex numbers as they are
+    for module in made.modules():
+        if isinstance(module, nn.RNNBase | nn.MultiheadAttention):  # whose dropout is in the middle of a function
+            module.dropout = 0.0
+    return made if model.training else made.train()  # in training, what was frozen by eval() stays so
+
+
+def stay_in_float64(model: nn.Module) -> None:
+    """Let modules be in `Float64WithoutDropout` where backward runs them again, as checkpoints do: there no mode is."""
+    mode, entered = Float64WithoutDropout(), list[nn.Module]()
+
+    def enter(module: nn.Module, *_: Any) -> None:
+        if not torch._C._is_torch_function_mode_enabled():  # pyright: ignore[reportPrivateUsage]
+            mode.__enter__()
+            entered.append(module)
+
+    def leave(module: nn.Module, *_: Any) -> None:
+        if entered and entered[-1] is module:
+            entered.pop()
+            mode.__exit__(None, None, None)
+
+    for module in model.modules():
+        module.register_forward_pre_hook(enter, prepend=True)
+        module.register_forward_hook(leave, always_call=True)
+
+
+def _check_copied(model: nn.Module, *, is_sharded: bool) -> None:
+    kind = "a Pipeline" if isinstance(model, Pipeline) else None
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        kind = "a model of FSDP1"
+    if is_sharded and any(isinstance(each, DTensor) and _has_tensor_axis(each) for each in model.parameters()):
+        kind = "a model that is tensor parallel and sharded"
+    if kind is not None:
+        raise PlanError(
+            f"verify was given {kind}, of which it cannot make a copy; verify the model before that is done"
+        )
+
+
+def _has_tensor_axis(parameter: DTensor) -> bool:
+    return "tp" in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def _states(model: nn.Module) -> list[Any]:
+    """The state that FSDP2 keeps of each call of fully_shard, the outermost first."""
+    states = [cast(Any, each)._get_fsdp_state() for each in model.modules() if isinstance(each, FSDPModule)]
+    return list(dict.fromkeys(states))
+
+
+def _forget(module: nn.Module) -> None:
+    """Take from the copy of a module what FSDP2 had put there."""
+    for name in [name for name in vars(module) if name.startswith("__composable_api")]:
+        del vars(module)[name]
+    for hooks in (cast(Any, module)._forward_pre_hooks, cast(Any, module)._forward_hooks):
+        for key, hook in list(hooks.items()):
+            if str(getattr(hook, "__module__", None)).startswith("torch.distributed.fsdp"):
+                del hooks[key]
+
+
+def wrapped_alike(plain: nn.Module, model: nn.Module) -> nn.Module:
+    """A copy of ``plain`` in the wrapper that ``model`` has; itself where that has none. Collective.
+
+    What only changes precision is left out: FSDP2's policies and DDP's communication hooks.
+    """
+    wrapper = getattr(model, "_orig_mod", model)
+    if isinstance(wrapper, DistributedDataParallel):
+        return DistributedDataParallel(
+            copy.deepcopy(plain), wrapper.device_ids, wrapper.output_device, process_group=wrapper.process_group,
+            **{name: getattr(wrapper, name) for name in
+               ("broadcast_buffers", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")},
+        )  # fmt: skip
+    states = _states(unwrapped(model))
+    if not states:
+        return plain
+    made = copy.deepcopy(plain)
+    names = {module: name for name, module in unwrapped(model).named_modules()}
+    groups = [group for state in states for group in state._fsdp_param_groups]
+    managed = {id(each.sharded_param) for group in groups for each in group.fsdp_params}
+    own = dict(made.named_parameters())
+    named = list(unwrapped(model).named_parameters())
+    ignored = {own[name] for name, each in named if id(each) not in managed}
+    placed = {id(each.sharded_param): each.fsdp_placement for group in groups for each in group.fsdp_params}
+    places = {id(own[name]): placed[id(each)] for name, each in named if id(each) in placed}
+    for state in reversed(states):
+        group = next(iter(state._fsdp_param_groups), groups[0])
+        modules = [made.get_submodule(names[module]) for module in state._modules]
+        together: Any = modules if len(modules) > 1 else modules[0]
+        if isinstance(state._modules[0], ReplicateModule):
+            replicate(together, mesh=group.mesh_info.mesh, ignored_params=ignored)
+            continue
+        fully_shard(
+            together, mesh=group.mesh_info.mesh, reshard_after_forward=_reshards(state, group), ignored_params=ignored,
+            shard_placement_fn=lambda each: place if isinstance(place := places.get(id(each)), Shard) else None,
+        )  # fmt: skip
+    return made
+
+
+def _reshards(state: Any, group: Any) -> bool | int | None:
+    """The arguments that fully_shard was given for it."""
+    after = group.post_forward_mesh_info
+    if state._auto_reshard_after_forward or after is None:
+        return None if state._auto_reshard_after_forward else False
+    return True if after is group.mesh_info else after.shard_mesh_size

@@ -1,0 +1,178 @@
+"""DDP: averages what it reduces. What is equal on all ranks already is its own mean, so any policy is right."""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import is_fake
+from torch.nn.parallel import DistributedDataParallel
+
+from megabatch.errors import MegabatchError, PlanError
+from megabatch.wrappers.base import Choice, PlainReducer
+from megabatch.wrappers.checks import check_ddp_precision
+from megabatch.wrappers.ddp_hooks import check_hooks, hooks_of
+from megabatch.wrappers.mesh import DataRanks
+from megabatch.wrappers.precision import Wide
+
+_KEPT = "megabatch: kept"  # on a node of autograd
+
+
+class DDPReducer(PlainReducer):
+    """All-reduces in the last backward of each call, overlapping it."""
+
+    wrapper = "DistributedDataParallel"
+
+    def __init__(self, model: nn.Module, ddp: DistributedDataParallel, ranks: DataRanks) -> None:
+        super().__init__(model, ranks)
+        check_ddp_precision(ddp)
+        check_hooks(ddp)
+        _check_buckets(ddp, self.parameters)
+        self.loss_factor = float(ranks.num_weighing)
+        self._ddp, self._hooks = ddp, hooks_of(ddp)
+        self._first_of_static_graph = bool(ddp.static_graph)
+        self._went_through_ddp = False
+        self._is_reducing = self._is_preparing = False  # in the microbatch that runs; before the model's own forward
+        self._is_local = False  # gradients stay on their rank until the update ends
+        ddp.register_forward_pre_hook(_noting(self._note_forward))
+        ddp.module.register_forward_pre_hook(_noting(self._note_inside))
+
+    def accumulate_in(self, wide: Wide) -> None:
+        """DDP's buckets are of the parameters' dtype, so what is wider stays out of them and is summed here."""
+        super().accumulate_in(wide)
+        if not wide.widens:
+            return
+        if self._ddp.static_graph or self._hooks:
+            raise PlanError(
+                f"accumulate_dtype is {wide.dtype}, and DDP with static_graph=True or a communication hook cannot "
+                "reduce after the last backward; leave both of these, or accumulate_dtype, out"
+            )
+        self._is_local, self.loss_factor = True, 1.0
+
+    def check_unchanged(self) -> None:
+        super().check_unchanged()
+        if hooks_of(self._ddp) != self._hooks:  # one was registered since
+            check_hooks(self._ddp)
+            self._hooks = hooks_of(self._ddp)
+            self.accumulate_in(self._wide)
+        if cast(Any, self._ddp)._join_config.enable:
+            raise PlanError(
+                "DDP.join() is open, in which ranks that are out of data add zeros for what they had accumulated; "
+                "leave it out: ranks may have any number of samples, none too"
+            )
+
+    def _note_forward(self, *_: object) -> None:
+        self._is_preparing = True
+        self._went_through_ddp |= torch.is_grad_enabled()  # without, DDP prepares no reduction
+
+    def _note_inside(self, *_: object) -> None:
+        self._is_preparing = False
+
+    @property
+    def runs_alone(self) -> bool:
+        return not (self._is_reducing or self._is_preparing) and super().runs_alone
+
+    @property
+    def may_add(self) -> bool:
+        return not self._is_reducing  # else DDP copies what autograd has added into its buckets
+
+    def choose(self, policy: str) -> Choice:
+        self._refuse_replica_last(policy)
+        if self._is_local:
+            return "last", "DDP reduces in the parameters' dtype: the wider gradient is summed once per update"
+        if policy == "every":
+            return "every", "as asked: DDP all-reduces the whole gradient with each microbatch"
+        return "last", "DDP keeps the whole gradient anyway: one all-reduce, overlapping the last backward"
+
+    @contextlib.contextmanager
+    def microbatch(self, policy: str, *, last: bool) -> Generator[None]:
+        self._is_reducing = self._is_preparing = False
+        if self._is_local:
+            with self._ddp.no_sync():
+                yield
+            return
+        # A static graph is recorded in the first backward, which must be a reducing one.
+        reduce, self._first_of_static_graph = last or policy == "every" or self._first_of_static_graph, False
+        self._went_through_ddp, self._is_reducing = False, reduce
+        with contextlib.nullcontext() if reduce else self._ddp.no_sync():
+            yield
+        if reduce and self._ddp.gradient_as_bucket_view:  # else the next forward makes buckets, and other views, anew
+            with contextlib.suppress(RuntimeError):  # where something was left unreduced, which finish_call tells
+                cast(Any, self._ddp).reducer._rebuild_buckets()
+
+    def finish_call(self) -> None:
+        if self._is_local:
+            return
+        if not self._went_through_ddp:
+            raise _stranding(
+                MegabatchError(
+                    "the loss did not call the DDP model with gradients on, so no gradient was reduced; call the "
+                    "model that it is given, not model.module"
+                )
+            )
+        # A bucket with a parameter that the last microbatch did not use is never reduced, without any error.
+        try:
+            self._ddp._check_reducer_finalized()  # pyright: ignore[reportPrivateUsage]
+        except RuntimeError:
+            raise _stranding(
+                MegabatchError(
+                    "DDP left gradients unreduced: a parameter that requires a gradient was not used in the last "
+                    "microbatch; wrap with DistributedDataParallel(..., find_unused_parameters=True)"
+                )
+            ) from None
+
+    def finish_update(self) -> None:
+        """DDP has reduced, unless gradients are wider than its buckets."""
+        if self._is_local:
+            super().finish_update()
+
+
+def _stranding(error: MegabatchError) -> MegabatchError:
+    """An error of this rank, for whose buckets the others may wait."""
+    error.strands_others = True
+    return error
+
+
+def _noting(method: Callable[..., None]) -> Callable[..., None]:
+    """The method as a hook, which a copy of the module does not take the reducer along with."""
+    reference = weakref.WeakMethod(method)
+
+    def note(*_: object) -> None:
+        if (alive := reference()) is not None:
+            alive()
+
+    return note
+
+
+def _check_buckets(ddp: DistributedDataParallel, trained: Sequence[nn.Parameter]) -> None:
+    """Refuse where DDP reduces other parameters than those that are trained: as many may have been exchanged."""
+    num_reduced = cast(Any, ddp)._get_ddp_logging_data()["num_parameter_tensors"]
+    if num_reduced != len(trained):
+        raise PlanError(
+            f"{len(trained)} parameters require a gradient but DDP reduces {num_reduced}; freeze and unfreeze before "
+            "DistributedDataParallel(model), and let it ignore none that is trained"
+        )
+    if not all(map(_is_reduced, trained)):
+        raise PlanError(
+            "a parameter that requires a gradient did not when the model was wrapped, and DDP does not reduce it; "
+            "freeze and unfreeze before DistributedDataParallel(model), and let it ignore none that is trained"
+        )
+
+
+def _is_reduced(parameter: nn.Parameter) -> bool:
+    """Whether DDP has a hook where autograd accumulates: it keeps that node, which otherwise ends with its graph.
+
+    DDP does not tell which parameters it was given, and what is written on a node is there for as long as the node is.
+    """
+    if is_fake(parameter):  # of a simulated model, which has no DDP
+        return True
+    _node_of(parameter).metadata[_KEPT] = True
+    return _KEPT in _node_of(parameter).metadata
+
+
+def _node_of(parameter: nn.Parameter) -> Any:
+    """Where autograd accumulates its gradient."""
+    with torch.enable_grad():
+        return cast(Any, parameter.view_as(parameter)).grad_fn.next_functions[0][0]

@@ -1,0 +1,126 @@
+"""FSDP1: averages over shards and replicas, and keeps each gradient as a flat shard that no DTensor describes."""
+
+import contextlib
+from collections.abc import Generator
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+from megabatch.errors import PlanError
+from megabatch.wrappers.base import Choice, PlainReducer
+from megabatch.wrappers.mesh import DataRanks
+from megabatch.wrappers.precision import Wide, refuse_float16
+
+HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)  # pyright: ignore[reportPrivateUsage]
+
+
+class FSDP1Reducer(PlainReducer):
+    """Reduces increments as FSDP2 does, divided by the ranks, which ``loss_factor`` undoes."""
+
+    wrapper = "FSDP1"
+    forwards_meet = True
+    replaces_gradients = True
+    may_pause = False
+
+    def __init__(self, model: nn.Module, fsdp: FullyShardedDataParallel, ranks: DataRanks) -> None:
+        super().__init__(model, ranks)
+        self._fsdp = fsdp
+        self._states = [cast(Any, module) for module in fsdp.modules() if isinstance(module, FullyShardedDataParallel)]
+        self.loss_factor = float(ranks.num_weighing)
+        self._is_sharded = fsdp.sharding_strategy != ShardingStrategy.NO_SHARD
+        if self._is_sharded:
+            self.norm_groups = [cast(dist.ProcessGroup, fsdp.process_group)]
+        self._check_precision()
+
+    def accumulate_in(self, wide: Wide) -> None:
+        if wide.widens:
+            raise PlanError(
+                f"accumulate_dtype is {wide.dtype} but FSDP1 accumulates in the parameters' dtype; shard with "
+                f"fully_shard and MixedPrecisionPolicy(reduce_dtype={wide.dtype}), or leave accumulate_dtype out"
+            )
+
+    @property
+    def runs_alone(self) -> bool:
+        return False  # every forward gathers parameters
+
+    def keeps(self, policy: str) -> list[nn.Parameter]:
+        return []  # they are views of a flat one
+
+    def choose(self, policy: str) -> Choice:
+        self._refuse_replica_last(policy)
+        if policy == "last":
+            return "last", "as asked: FSDP1 keeps the whole unsharded gradient until the last microbatch"
+        if policy == "auto" and not self._is_sharded:
+            return "last", "FSDP1 without shards keeps the whole gradient anyway: one all-reduce, in the last backward"
+        return "every", "FSDP1 reduces each microbatch, so that only a shard of the gradient is kept"
+
+    @contextlib.contextmanager
+    def microbatch(self, policy: str, *, last: bool) -> Generator[None]:
+        with contextlib.nullcontext() if last or policy == "every" else self._fsdp.no_sync():
+            yield
+
+    def finish_update(self) -> None:
+        """Nothing is left to do: FSDP1 has reduced."""
+
+    def check_unchanged(self) -> None:
+        for state in self._states:
+            if state._handle is not None and not state._handle.is_sharded(state._handle.flat_param):
+                _reshard(state)  # an evaluation's forward leaves other parameters to be seen
+        super().check_unchanged()
+
+    def discard(self) -> None:
+        for state in self._states:
+            if (handle := state._handle) is not None:
+                _reshard(state)
+                handle.flat_param.grad = None
+                if hasattr(handle.flat_param, "_saved_grad_shard"):
+                    del handle.flat_param._saved_grad_shard
+
+    def _check_precision(self) -> None:
+        own = {parameter.dtype for parameter in self.parameters}
+        for state in self._states:
+            dtypes = state.mixed_precision.param_dtype, state.mixed_precision.reduce_dtype
+            refuse_float16(("a dtype of FSDP1's MixedPrecision", each) for each in dtypes)
+            used = state.mixed_precision.reduce_dtype or state.mixed_precision.param_dtype
+            if used is not None and any(torch.finfo(used).eps > torch.finfo(dtype).eps for dtype in own):
+                raise PlanError(
+                    f"FSDP1 would accumulate and reduce gradients in {used}, coarser than the parameters; leave "
+                    "MixedPrecision out, or shard with fully_shard and MixedPrecisionPolicy(reduce_dtype=torch.float32)"
+                )
+
+
+def reducing_groups(model: nn.Module, fsdp: FullyShardedDataParallel) -> list[dist.ProcessGroup]:
+    """The process groups over which FSDP1 reduces every parameter. Raises `PlanError` where they differ."""
+    states = [cast(Any, module) for module in fsdp.modules() if isinstance(module, FullyShardedDataParallel)]
+    if any(
+        (state.process_group, state.sharding_strategy) != (fsdp.process_group, fsdp.sharding_strategy)
+        for state in states
+    ):
+        raise PlanError("FSDP1 shards parts of the model over different ranks or in different ways; use one for all")
+    managed = {id(each) for state in states for each in _parameters_of(state)}
+    for name, each in model.named_parameters():
+        if each.requires_grad and id(each) not in managed:
+            raise PlanError(
+                f"parameter {name.replace('_fsdp_wrapped_module.', '')!r} is ignored by FSDP1, which would leave its "
+                "gradient unreduced; freeze it, or take it out of ignored_modules"
+            )
+    replicas = [cast(Any, fsdp)._inter_node_pg] if fsdp.sharding_strategy in HYBRID else []
+    return [cast(dist.ProcessGroup, fsdp.process_group), *replicas]
+
+
+def _reshard(state: Any) -> None:
+    """Let go of gathered parameters, which SHARD_GRAD_OP keeps between forward and backward."""
+    if (handle := state._handle) is not None and handle.uses_sharded_strategy:
+        handle.reshard(True)
+        handle.post_reshard()
+        handle._prefetched = False
+
+
+def _parameters_of(state: Any) -> list[nn.Parameter]:
+    if state._handle is None:
+        return []
+    flat = state._handle.flat_param
+    return [flat, *(flat._params or ())]

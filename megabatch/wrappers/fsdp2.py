@@ -1,0 +1,188 @@
+"""FSDP2, HSDP and the replicate built on FSDP2: what is reduced is an increment, added to the sharded gradient.
+
+Told to sum, it divides nowhere, and any policy is right.
+"""
+
+import contextlib
+import weakref
+import zlib
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import _dynamo_disable  # pyright: ignore[reportPrivateUsage]
+
+from megabatch.errors import PlanError
+from megabatch.wrappers.base import CHANGED, Choice, PlainReducer
+from megabatch.wrappers.checks import check_precision, check_wide
+from megabatch.wrappers.mesh import DataRanks
+from megabatch.wrappers.precision import Wide
+
+
+class FSDP2Reducer(PlainReducer):
+    """Reduce-scatters where parameters are sharded, all-reduces where they are replicated."""
+
+    wrapper = "FSDP2 without replicas"
+    forwards_meet = True
+
+    def __init__(self, model: nn.Module, modules: list[FSDPModule], ranks: DataRanks) -> None:
+        super().__init__(model, ranks)
+        self._modules = modules
+        self._groups = param_groups(modules)
+        self.device = self._groups[0].device
+        self._trained = [parameter.requires_grad for parameter in model.parameters()]
+        self._has_shards = any(hasattr(group.mesh_info, "shard_process_group") for group in self._groups)
+        self._has_replicas = any(hasattr(group.mesh_info, "replicate_process_group") for group in self._groups)
+        if not self._has_shards:
+            self.wrapper = "replicate"
+        check_precision(modules, self.parameters)
+        for module in modules:  # neither setter reaches the children
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            if hasattr(module, "set_reduce_scatter_unused_params"):
+                # Ranks that used different parameters would else reduce one's gradient into another's.
+                module.set_reduce_scatter_unused_params(True, recurse=False)
+        self._is_running = False
+        for number, module in enumerate(modules):  # before FSDP2's own hook, which gathers
+            cast(nn.Module, module).register_forward_pre_hook(_noting_gather(self, number), prepend=True)
+
+    def note_gather(self, number: int) -> None:
+        """Take in that a module's parameters are gathered: a rank at another module would be sent the wrong ones."""
+        if self._is_running and any(group.is_sharded for group in param_groups([self._modules[number]])):
+            self.gathered = zlib.crc32(number.to_bytes(4), self.gathered)
+
+    def accumulate_in(self, wide: Wide) -> None:
+        check_wide(self._modules, wide, self.parameters)
+        super().accumulate_in(wide)
+
+    def check_unchanged(self) -> None:
+        # By flags, since a module that an evaluation has left unsharded shows other parameters.
+        if [parameter.requires_grad for parameter in self._model.parameters()] != self._trained:
+            raise PlanError(CHANGED)
+        if all(group.is_sharded for group in self._groups):
+            super().check_unchanged()
+        else:
+            self.check_parameters()
+
+    @property
+    def accumulating(self) -> Sequence[nn.Parameter]:
+        managed = [each for group in self._groups for each in group.fsdp_params]
+        return [*self.parameters, *(each._unsharded_param for each in managed if hasattr(each, "_unsharded_param"))]
+
+    @property
+    def runs_alone(self) -> bool:
+        return False  # every forward gathers parameters
+
+    def keeps(self, policy: str) -> list[nn.Parameter]:
+        managed = [each for group in self._groups for each in group.fsdp_params if policy == "last"]
+        return [each.sharded_param for each in managed if _keeps_in_place(each)]
+
+    def choose(self, policy: str) -> Choice:
+        if not self._has_shards:
+            self._refuse_replica_last(policy)
+            if policy == "every":
+                return "every", "as asked: replicate all-reduces the whole gradient with each microbatch"
+            return "last", "replicas keep their whole gradient anyway: one all-reduce, in the last backward"
+        if policy == "last":
+            return "last", "as asked: FSDP2 keeps the whole unsharded gradient until the last microbatch"
+        if not self._has_replicas:
+            self._refuse_replica_last(policy)
+            return "every", "FSDP2 reduce-scatters each microbatch, so that only a shard of the gradient is kept"
+        if policy == "every":
+            return "every", "as asked: HSDP reduce-scatters and all-reduces with each microbatch"
+        return "replica_last", "HSDP reduce-scatters each microbatch, and all-reduces its shard once, in the last"
+
+    @contextlib.contextmanager
+    def microbatch(self, policy: str, *, last: bool) -> Generator[None]:
+        self._set(reduce=last or policy != "last", all_reduce=last or policy == "every", last=last)
+        self._is_running = True
+        try:
+            with self._handing_over_wide():
+                yield
+        finally:
+            self._is_running = False
+            self._set(reduce=True, all_reduce=True, last=True)
+
+    def finish_update(self) -> None:
+        """FSDP2 has reduced."""
+        self.gathered = 0
+
+    def discard(self) -> None:
+        self.gathered = 0
+        # zero_grad does not reach what was accumulated unsharded, and reset_iter_state of torch 2.13 leaves it too.
+        for module in self._modules:
+            state = cast(Any, module)._get_fsdp_state()
+            if state._is_root:  # None before the first forward
+                cast(Any, module).reset_iter_state()
+        for group in self._groups:
+            group._partial_reduce_output = None
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
+
+    @contextlib.contextmanager
+    def _handing_over_wide(self) -> Generator[None]:
+        """Where gradients are added wide, FSDP2 is not to round what it has reduced before it is added."""
+        if not self._wide.widens:
+            yield
+            return
+        for module in self._modules:  # else the first forward does this, and sets the dtype again
+            cast(Any, module)._get_fsdp_state()._lazy_init()
+        own = [group._orig_dtype for group in self._groups]
+        try:
+            for group in self._groups:
+                group._orig_dtype = self._wide.dtype
+            yield
+        finally:
+            for group, dtype in zip(self._groups, own, strict=True):
+                group._orig_dtype = dtype
+
+    def _set(self, *, reduce: bool, all_reduce: bool, last: bool) -> None:
+        for module in self._modules:
+            module.set_requires_gradient_sync(reduce, recurse=False)
+            if self._has_replicas:  # last, since the former sets it too
+                module.set_requires_all_reduce(all_reduce, recurse=False)
+            module.set_is_last_backward(last)
+
+
+def _noting_gather(reducer: FSDP2Reducer, number: int) -> Callable[..., None]:
+    """A hook of a module, which a copy of the module does not take the reducer along with."""
+    reference = weakref.ref(reducer)
+
+    @_dynamo_disable
+    def note(*_: object) -> None:
+        if (alive := reference()) is not None:
+            alive.note_gather(number)
+
+    return note
+
+
+def _keeps_in_place(managed: Any) -> bool:
+    """Whether an unsharded gradient stays where autograd adds it: one of another dtype is moved on at once."""
+    own, policy = (None, managed.sharded_param.dtype), managed.mp_policy
+    return policy.param_dtype in own and policy.reduce_dtype in own and not managed.is_dtensor
+
+
+def param_groups(modules: list[FSDPModule]) -> list[Any]:
+    """FSDP2's groups of parameters that are gathered and reduced together."""
+    return [group for module in modules for group in cast(Any, module)._get_fsdp_state()._fsdp_param_groups]
+
+
+def reducing_groups(model: nn.Module, modules: list[FSDPModule]) -> list[dist.ProcessGroup]:
+    """The process groups over which FSDP2 reduces every trainable parameter. Raises `PlanError` where one is left."""
+    groups = param_groups(modules)
+    managed = {id(each.sharded_param) for group in groups for each in group.fsdp_params}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in managed:
+            raise PlanError(
+                f"parameter {name!r} is not sharded, so FSDP2 would leave its gradient unreduced; call fully_shard on "
+                "the root too, and reshard() after an evaluation"
+            )
+    infos = [group.mesh_info for group in groups if any(each.sharded_param.requires_grad for each in group.fsdp_params)]
+    if any(info.mesh != infos[0].mesh for info in infos):
+        raise PlanError("the model's parameters are sharded over different meshes; use one mesh for all")
+    names = ("shard_process_group", "replicate_process_group")
+    return [getattr(infos[0], name) for name in names if hasattr(infos[0], name)]

@@ -1,0 +1,190 @@
+"""What is done to ``p.grad``: drop, scale, norm, clip, over plain tensors and DTensors alike."""
+
+from collections.abc import Generator, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megabatch.losses.contract import accumulation_dtype
+
+CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+
+
+def drop(parameters: Sequence[nn.Parameter]) -> None:
+    """Set every ``p.grad`` to None."""
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def separate(parameters: Sequence[nn.Parameter]) -> None:
+    """Give every gradient memory of its own: what is done to one in place would else be done to another.
+
+    Autograd hands two parameters one tensor where a model uses their sum: ``x + (pos[None] + kind[None])``.
+    """
+    starts: set[int] = set()
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None or gradient.layout != torch.strided:
+            continue
+        own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        start = own.data_ptr()
+        if start in starts:
+            parameter.grad = gradient.clone()
+        elif start:
+            starts.add(start)
+
+
+def leaves(totals: Sequence[Tensor]) -> Generator[Tensor]:
+    """Every leaf that carries a gradient and that a total depends on, as far as the graph tells."""
+    for node in _graph(totals):
+        if (leaf := _leaf(node)) is not None:
+            yield leaf
+
+
+def functions_of_losses(totals: Sequence[Tensor]) -> list[Any]:
+    """Nodes of the user's own functions that return scalars or vectors, as losses do, on the way to totals."""
+    pending: list[Any] = [torch.autograd.graph.get_gradient_edge(total).node for total in totals]
+    seen: set[Any] = set()
+    found: list[Any] = []
+    while pending:
+        node = pending.pop()
+        if node in seen or any(len(each.shape) > 1 for each in node._input_metadata):
+            continue
+        seen.add(node)
+        pending.extend(before for before, _ in node.next_functions if before is not None)
+        is_written = isinstance(node, torch.autograd.function.BackwardCFunction)
+        home = cast(Any, type(node))._forward_cls.__module__ if is_written else "torch"
+        if home.partition(".")[0] not in ("torch", "megabatch"):
+            found.append(node)
+    return found
+
+
+def name_of(node: Any) -> str:
+    """The name of a function written in Python."""
+    return str(cast(Any, type(node))._forward_cls.__name__)
+
+
+@torch.no_grad()
+def is_scaled(node: Any) -> bool | None:
+    """Whether the backward of a function looks at the gradient that it is given; None where it gives nothing.
+
+    It runs for twice and for half of a gradient, so that its graph is used up.
+    """
+    found: list[list[Tensor]] = []
+    for scale in (2.0, 0.5):
+        given = [torch.full(each.shape, scale, dtype=each.dtype, device=each.device) for each in node._input_metadata]
+        try:
+            back = node.apply(*given)
+        except Exception:  # a second backward that the first has left nothing to
+            return True
+        tensors = [back] if isinstance(back, Tensor) else [each for each in back if isinstance(each, Tensor)]
+        found.append([each.detach().clone() for each in tensors])
+    moved = [(one, other) for one, other in zip(*found, strict=True) if bool(one.any())]
+    return not any(torch.equal(one, other) for one, other in moved) if moved else None
+
+
+def functions_beside(totals: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[str]:
+    """Names of the functions written in Python that a backward for ``wanted`` alone does not come to."""
+    graph, ids = _graph(totals), set(map(id, wanted))
+    users: dict[Any, list[Any]] = {}
+    for node, inputs in graph.items():
+        for each in inputs:
+            users.setdefault(each, []).append(node)
+    pending = [node for node in graph if id(_leaf(node)) in ids]
+    reached = set(pending)
+    while pending:
+        new = set(users.get(pending.pop(), ())) - reached
+        reached |= new
+        pending.extend(new)
+    beside: set[Any] = graph.keys() - reached
+    return sorted(type(node).__name__ for node in beside if isinstance(node, torch.autograd.function.BackwardCFunction))
+
+
+def _graph(totals: Sequence[Tensor]) -> dict[Any, list[Any]]:
+    """Every node that totals depend on, with those of its inputs."""
+    pending: list[Any] = [torch.autograd.graph.get_gradient_edge(total).node for total in totals]
+    graph: dict[Any, list[Any]] = {}
+    while pending:
+        node = pending.pop()
+        if node not in graph:
+            graph[node] = [before for before, _ in node.next_functions if before is not None]
+            pending.extend(graph[node])
+    return graph
+
+
+def _leaf(node: Any) -> Tensor | None:
+    return getattr(node, "variable", None)
+
+
+def scale(parameters: Sequence[nn.Parameter], factor: float | Tensor) -> None:
+    """Multiply every gradient by ``factor``, in one pass."""
+    for group in _groups(parameters):
+        own = factor
+        if isinstance(factor, Tensor):  # foreach takes a scalar of its own precision; float64 is for float64 alone
+            is_double = group[0].dtype in (torch.float64, torch.complex128)
+            own = factor.to(group[0].device, torch.float64 if is_double else torch.float32)
+        torch._foreach_mul_(group, own)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+
+
+def total_norm(parameters: Sequence[nn.Parameter], groups: Sequence[dist.ProcessGroup] = ()) -> Tensor:
+    """2-norm over the gradients of all parameters, over all shards: a scalar on the device.
+
+    ``groups`` are of ranks that hold further parts of the gradient, which no DTensor tells of.
+    """
+    norms = [_full(torch.nn.utils.get_total_norm(list(map(_values, group)))) for group in _groups(parameters)]
+    if not norms and not groups:
+        return torch.zeros((), device=parameters[0].device)
+    if not norms:
+        norms = [torch.zeros((), dtype=parameters[0].dtype, device=parameters[0].device)]
+    if len(norms) == 1 and not groups:
+        return norms[0]
+    dtype = accumulation_dtype(norms[0].device)  # one for all ranks, whatever their parameters are
+    norm = torch.linalg.vector_norm(torch.stack([each.to(norms[0].device, dtype) for each in norms]))
+    for group in groups:
+        square = norm.square()
+        dist.all_reduce(square, group=group)
+        norm = square.sqrt()
+    return norm
+
+
+def clip(
+    parameters: Sequence[nn.Parameter],
+    max_norm: float,
+    factor: float | Tensor | None = None,
+    groups: Sequence[dist.ProcessGroup] = (),
+) -> Tensor:
+    """Multiply every gradient by ``factor``, then clip to ``max_norm``, in one pass; returns the norm in between.
+
+    Clipping follows torch: ``g * min(1, max_norm / (norm + 1e-6))``. ``groups`` as in `total_norm`.
+    """
+    norm = total_norm(parameters, groups)
+    if factor is None:
+        coefficient = torch.clamp(max_norm / (norm + CLIP_EPSILON), max=1.0)
+    else:
+        norm = norm * factor
+        coefficient = torch.clamp(max_norm / (norm + CLIP_EPSILON), max=1.0) * factor
+    scale(parameters, coefficient)
+    return norm
+
+
+def _groups(parameters: Sequence[nn.Parameter]) -> list[list[Tensor]]:
+    """Gradients that one foreach call can take: of one kind and dtype, on one device and mesh."""
+    groups: dict[object, list[Tensor]] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None:
+            mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
+            groups.setdefault((mesh, gradient.device, gradient.dtype), []).append(gradient)
+    return list(groups.values())
+
+
+def _values(gradient: Tensor) -> Tensor:
+    """What is not zero in a sparse gradient, each element once; a dense one as it is."""
+    return gradient.coalesce().values() if gradient.layout == torch.sparse_coo else gradient
+
+
+def _full(norm: Tensor) -> Tensor:
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
