@@ -21,8 +21,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks import result
 from benchmarks.speed.__main__ import GSM8K
 from megabatch import CostModel, GradientAccumulator, UpdateSampler, losses
-from megabatch.planning.limits import Fit
-from megabatch.planning.partition import deal
+from megabatch.planning.limits import TunedLimit
+from megabatch.planning.partition import balance
 from megabatch.train.data.stdlib import stdlib_functions, stdlib_root
 from megabatch.train.dealing import LEAST, MOST, even_tokens, price_of
 
@@ -65,9 +65,9 @@ def samples_of(lengths: list[int]) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": each, "labels": each} for each in drawn]
 
 
-def fits(model: torch.nn.Module, lengths: np.ndarray, number: int) -> list[Fit]:
+def fits(model: torch.nn.Module, lengths: np.ndarray, number: int) -> list[TunedLimit]:
     """What a microbatch was measured to cost, anew each time."""
-    found: list[Fit] = []
+    found: list[TunedLimit] = []
     for _ in range(number):
         gradient = GradientAccumulator(model, max_microbatch_tokens="auto", memory_bytes=MEMORY_BYTES)
         usual = np.random.default_rng(0).choice(lengths, 15).tolist()
@@ -77,7 +77,7 @@ def fits(model: torch.nn.Module, lengths: np.ndarray, number: int) -> list[Fit]:
     return found
 
 
-def attention_of(fit: Fit) -> float | None:
+def attention_of(fit: TunedLimit) -> float | None:
     """Of the longest sample, over its other work; None where nothing else was seen."""
     cost = fit.cost
     return (
@@ -113,7 +113,7 @@ def dealt(model: torch.nn.Module, lengths: np.ndarray, price: CostModel, ranks: 
     over: dict[str, list[float]] = {way: [] for way in ways}
     for ids, _ in zip(UpdateSampler(lengths, global_batch_size=size), range(number), strict=False):
         drawn: list[int] = lengths[ids].tolist()
-        shares = {way: deal([of(length) for length in drawn], ranks) for way, of in ways.items()}
+        shares = {way: balance([of(length) for length in drawn], ranks) for way, of in ways.items()}
         best: dict[tuple[int, ...], float] = {}
         for _ in range(NUM_REPEATS):  # in turns, so that the machine's drift falls on both ways
             for share in dict.fromkeys(tuple(each) for way in ways for each in shares[way]):
@@ -137,7 +137,7 @@ def simulated(lengths: np.ndarray, ranks: int, size: int) -> list[Row]:
     updates: list[list[int]] = [draw.choice(lengths, size, replace=False).tolist() for _ in range(SIMULATED)]
     for dealt_by in ATTENTION:
         price = priced(dealt_by, longest).sample_seconds
-        shares = [deal([price(length) for length in drawn], ranks) for drawn in updates]
+        shares = [balance([price(length) for length in drawn], ranks) for drawn in updates]
         row: Row = {"ranks": ranks, "samples_of_an_update": size, "dealt_by_attention": dealt_by}
         for attention in ATTENTION:
             true = priced(attention, longest).sample_seconds

@@ -19,7 +19,7 @@ from benchmarks import one_microbatch, result
 from megabatch import GradientAccumulator, losses
 from megabatch.engine.ownership import Ownership
 from megabatch.wrappers import gradients
-from megabatch.wrappers.base import PlainReducer
+from megabatch.wrappers.base import Wrapper
 
 NUM_BLOCKS, UPDATES_PER_BLOCK = 40, 20
 WARMUP = 10  # blocks of one update
@@ -37,7 +37,7 @@ def unchecked() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner, name in (
             (Ownership, "check"), (Ownership, "leave"), (Ownership, "receipt"), (Ownership, "is_new"),
-            (Ownership, "check_unmoved"), (PlainReducer, "check_parameters"), (gradients, "separate"),
+            (Ownership, "check_unmoved"), (Wrapper, "check_parameters"), (gradients, "separate"),
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(owner, name, nothing))
         yield

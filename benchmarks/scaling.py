@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks import result
 from benchmarks.speed.__main__ import GSM8K
 from megabatch import CostModel, GradientAccumulator, UpdateSampler, losses, plan
-from megabatch.planning.partition import deal
+from megabatch.planning.partition import balance
 from tests.memory.runs import MALLOC, memory_bytes
 
 CLAIM = (
@@ -122,7 +122,7 @@ def dealt(lengths: np.ndarray, ranks: int, size: int, num_updates: int = 3) -> R
         seconds = [each.seconds or 0.0 for each in plan(
             drawn, dp_degree=ranks, max_microbatch_tokens=CAP_TOKENS, cost=cost)]  # fmt: skip
         planned.append(max(seconds) / statistics.mean(seconds))
-        shares = deal([float(length) for length in drawn], ranks)  # what every rank's sampler does
+        shares = balance([float(length) for length in drawn], ranks)  # what every rank's sampler does
         seconds = [sum(cost.sample_seconds(drawn[index]) for index in share) for share in shares]
         over.append(max(seconds) / statistics.mean(seconds))
     return {

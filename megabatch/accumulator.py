@@ -10,25 +10,25 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from megabatch.autotune.tuner import Prober
+from megabatch.autotune.tuner import MicrobatchTuner
 from megabatch.batching.padding import Padding
 from megabatch.batching.samples import Batch, Collate, Length, Microbatch
 from megabatch.engine import open_update_state, way
-from megabatch.engine.call import Agreement, Turn, agree, turns, with_stand_ins
-from megabatch.engine.oom_broadcast import Alarm
+from megabatch.engine.call import CallPlan, MicrobatchStep, agree_on_call, iterate_steps, with_dummies
+from megabatch.engine.oom_broadcast import OOMBroadcast
 from megabatch.engine.ownership import ByLoss, Ownership, Receipt
-from megabatch.engine.packing_check import check_collate
-from megabatch.engine.prepare import Cutter, Share
+from megabatch.engine.packing_check import check_packing
+from megabatch.engine.prepare import MicrobatchPlanner, PreparedBatch
 from megabatch.engine.step_in_backward import StepInBackward
 from megabatch.engine.update import OpenUpdate, Update
-from megabatch.errors import Bound, MegabatchError, PlanError, check_positive
-from megabatch.losses.contract import Hooks, JointLoss, LossFunction, Term, Weigh, hooks_of, terms_given
+from megabatch.errors import MegabatchError, MicrobatchLimit, PlanError, check_positive
+from megabatch.losses.contract import JointLoss, LossFunction, LossHooks, Term, Weigh, loss_hooks, terms_given
 from megabatch.planning.cost import CostModel, check_cost
-from megabatch.planning.limits import Fit, fit_or_bound
+from megabatch.planning.limits import TunedLimit, parse_limit
 from megabatch.planning.plan import Plan, check_bounds
-from megabatch.wrappers import gradients
-from megabatch.wrappers.detect import Models, choose_policy, reducer_for
-from megabatch.wrappers.precision import Wide
+from megabatch.wrappers.detect import Models, choose_policy, detect_wrapper
+from megabatch.wrappers.gradients import drop_gradients
+from megabatch.wrappers.precision import WideGradients
 from megabatch.wrappers.rank_agreement import check_rank_agreement
 
 LOST = "an update was lost when one of its calls failed or its gradient was taken, with what its other calls had given"
@@ -47,7 +47,7 @@ class GradientAccumulator:
         mesh: Names the axes where the model does not tell them; None reads the wrapper's own.
         micro_batch_size: Samples per forward. Give this, or
         max_microbatch_tokens: padded tokens per forward, a hard cap. "auto", or neither: the largest that fits, chosen
-            in the first `forward_backward` from a few small measured updates, which leave nothing behind; see `Fit`.
+            in the first `forward_backward` from a few small measured updates, which leave nothing behind.
             The ``fit`` of another accumulator: "auto", from there on.
         memory_bytes: What this rank may use on its device, for "auto"; None: nine tenths of what is free there.
         cost: Seconds and bytes of a microbatch, by which samples are cut and plans are priced. None: what was measured
@@ -70,7 +70,7 @@ class GradientAccumulator:
         *,
         mesh: DeviceMesh | None = None,
         micro_batch_size: int | None = None,
-        max_microbatch_tokens: int | str | Fit | None = None,
+        max_microbatch_tokens: int | str | TunedLimit | None = None,
         memory_bytes: int | None = None,
         cost: CostModel | None = None,
         sync: str = "auto",
@@ -80,26 +80,26 @@ class GradientAccumulator:
         accumulate_dtype: torch.dtype | None = None,
         fuse_accumulation: bool = False,
     ) -> None:
-        fit, tokens = fit_or_bound(max_microbatch_tokens)
+        fit, tokens = parse_limit(max_microbatch_tokens)
         bounds = check_bounds(micro_batch_size, tokens)
         check_cost(cost)
         self.model = model
-        self._reducer = reducer_for(model, mesh)
-        self._wide = Wide(self._reducer.parameters, accumulate_dtype)
-        self._reducer.accumulate_in(self._wide)
-        self.ranks = ranks = self._reducer.ranks  # those that work on an update
-        choice = choose_policy(self._reducer, sync)
-        check_rank_agreement(self._reducer, choice[0], accumulate_dtype)
+        self._wrapper = detect_wrapper(model, mesh)
+        self._wide = WideGradients(self._wrapper.parameters, accumulate_dtype)
+        self._wrapper.accumulate_in(self._wide)
+        self.ranks = ranks = self._wrapper.ranks  # those that work on an update
+        choice = choose_policy(self._wrapper, sync)
+        check_rank_agreement(self._wrapper, choice[0], accumulate_dtype)
         if fuse_accumulation:
-            self._reducer.fuse(choice[0])
-        self._padding = Padding(self._reducer.models, padding, names_collate=collate is not None)
-        self._cutter = Cutter(
-            *bounds, collate, length, choice, ranks, self._reducer.one_shape, cost, fit, padding=self._padding
+            self._wrapper.fuse(choice[0])
+        self._padding = Padding(self._wrapper.models, padding, names_collate=collate is not None)
+        self._planner = MicrobatchPlanner(
+            *bounds, collate, length, choice, ranks, self._wrapper.one_shape, cost, fit, padding=self._padding
         )
-        self._prober = Prober(model, self._reducer, self._wide, self._cutter, memory_bytes)
-        self._alarm = Alarm(ranks, self._reducer.device)
-        check_collate(collate, self._reducer, self._alarm)
-        self._ownership = Ownership(self._reducer)
+        self._tuner = MicrobatchTuner(model, self._wrapper, self._wide, self._planner, memory_bytes)
+        self._oom_broadcast = OOMBroadcast(ranks, self._wrapper.device)
+        check_packing(collate, self._wrapper, self._oom_broadcast)
+        self._ownership = Ownership(self._wrapper)
         self._remembered: ByLoss[Callable[[], Microbatch | None]] = ByLoss()  # a sample of an earlier call
         self._was_finite: Tensor | bool = True  # the update that it was in
         self._stepping: StepInBackward | None = None
@@ -107,11 +107,11 @@ class GradientAccumulator:
         self._open: OpenUpdate | None = None
         self._is_lost = False  # an update of which calls had been made, until finalize() or discard() says so
         self._running = False  # inside a call, between its first microbatch and its last
-        self._turn: Turn | None = None  # the microbatch that waits for its backward
+        self._step: MicrobatchStep | None = None  # the microbatch that waits for its backward
         self._before: Receipt | None = None  # how gradients stood before the microbatch of an open loop
         self._share: object = None  # the batch of an open loop
         self.last_plan: Plan | None = None
-        self.fit = self._cutter.fit  # the bound that was chosen, and why, where none was given
+        self.fit = self._planner.fit  # the bound that was chosen, and why, where none was given
 
     @property
     def open_update(self) -> OpenUpdate | None:
@@ -120,37 +120,37 @@ class GradientAccumulator:
 
     @property
     def is_counting(self) -> bool | None:
-        """Whether the microbatch that runs is counted, as a stand-in is not; None where none runs by itself."""
-        return self._reducer.is_counting
+        """Whether the microbatch that runs is counted, as a dummy microbatch is not; None where none runs by itself."""
+        return self._wrapper.is_counting
 
     @property
-    def learned(self) -> Bound | None:
+    def learned(self) -> MicrobatchLimit | None:
         """What a microbatch may hold since one did not fit in memory and ran in parts; None while all fit."""
-        return self._cutter.learned
+        return self._planner.learned
 
-    def learn(self, bound: Bound | None) -> None:
+    def learn(self, bound: MicrobatchLimit | None) -> None:
         """Begin with what another accumulator has learned, or an error's ``shortage`` says; None changes nothing."""
-        self._cutter = self._cutter.lowered(bound)
+        self._planner = self._planner.lowered(bound)
 
     def step_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
         """From here on, step ``optimizer`` in each update's last backward, for less memory; see `StepInBackward`."""
-        self._stepping, self.steps_in_backward = StepInBackward(optimizer, self._reducer), True
+        self._stepping, self.steps_in_backward = StepInBackward(optimizer, self._wrapper), True
         self.reserve_for(optimizer)
 
     def reserve_for(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep room for the states of ``optimizer``, for "auto"; without it for two to each trained element."""
-        self._prober.optimizer = optimizer
+        self._tuner.optimizer = optimizer
 
     def plan(self, batch: Batch) -> Plan:
         """How this rank's part of a batch would be cut; runs nothing and asks no other rank."""
-        return self._cutter.plan(self._cutter.samples(batch))
+        return self._planner.plan(self._planner.samples(batch))
 
     def choose_bound(self, batch: Batch, loss_fn: LossFunction | JointLoss) -> None:
         """Choose the bound for samples as long as the longest of this batch, if that is "auto" and not done."""
-        if self._cutter.is_auto:
-            with self._alarm.listening():
-                self._cutter = self._prober.fitted(self._cutter, batch, loss_fn, self._open)
-            self.fit = self._cutter.fit
+        if self._planner.is_auto:
+            with self._oom_broadcast.listening():
+                self._planner = self._tuner.fitted(self._planner, batch, loss_fn, self._open)
+            self.fit = self._planner.fit
 
     def forward_backward(self, batch: Batch, loss_fn: LossFunction | JointLoss) -> dict[str, Term]:
         """Add the gradient of this rank's samples to the open update; returns this rank's sums of this call.
@@ -160,61 +160,63 @@ class GradientAccumulator:
         """
         self._check_open()
         self.choose_bound(batch, loss_fn)
-        with self._alarm.listening(), self._call(batch, hooks_of(loss_fn), loss_fn) as (share, agreement, opened):
-            sums = way.run(self.model, loss_fn, share, agreement, self._reducer, opened, self._ownership)
+        with self._oom_broadcast.listening(), self._call(batch, loss_hooks(loss_fn), loss_fn) as (share, call, opened):
+            sums = way.run(self.model, loss_fn, share, call, self._wrapper, opened, self._ownership)
         return {name: Term(total, torch.as_tensor(weight, dtype=total.dtype)) for name, (total, weight) in sums.items()}
 
     def microbatches(self, batch: Batch, weigh: Weigh | None = None) -> Generator[Microbatch, None, None]:
         """The same as an open loop: yields each microbatch on the device; call `backward` once in the body."""
-        way.check_open_loop(self._reducer, weigh)
+        way.check_open_loop(self._wrapper, weigh)
         self._check_open()
         body = GradientAccumulator.microbatches if weigh is None else weigh  # the body of the loop has no name
-        with self._alarm.listening(), self._call(batch, Hooks(weigh), body) as (share, agreement, opened):
-            opened.open_call(agreement)
+        with self._oom_broadcast.listening(), self._call(batch, LossHooks(weigh), body) as (share, call, opened):
+            opened.open_call(call)
             self._share = [share.samples.held(), share.collated]
-            with contextlib.closing(turns(share, agreement, weigh, self._reducer, self._reducer.device)) as each:
-                for turn in each:
-                    self._turn, self._before = turn, self._ownership.receipt()
-                    yield turn.microbatch
+            with contextlib.closing(iterate_steps(share, call, weigh, self._wrapper, self._wrapper.device)) as each:
+                for step in each:
+                    self._step, self._before = step, self._ownership.receipt()
+                    yield step.microbatch
                     opened.check_whole()
-                    if self._turn is turn:  # backward() clears it
-                        raise MegabatchError(f"backward() was not called for microbatch {turn.index}")
-                    del turn  # with its microbatch
+                    if self._step is step:  # backward() clears it
+                        raise MegabatchError(f"backward() was not called for microbatch {step.index}")
+                    del step  # with its microbatch
 
     @contextlib.contextmanager
-    def _call(self, batch: Batch, hooks: Hooks, loss_fn: object) -> Generator[tuple[Share, Agreement, OpenUpdate]]:
+    def _call(
+        self, batch: Batch, hooks: LossHooks, loss_fn: object
+    ) -> Generator[tuple[PreparedBatch, CallPlan, OpenUpdate]]:
         """Surrounds one call, prepared and agreed on; what it leaves half-way is forgotten with its update."""
 
-        def made() -> Share:  # what it raises is raised on all ranks
+        def made() -> PreparedBatch:  # what it raises is raised on all ranks
             self._ownership.check()
-            self._reducer.check_unchanged()
-            return self._prober.share(self._cutter, batch, hooks, self._open)
+            self._wrapper.check_unchanged()
+            return self._tuner.share(self._planner, batch, hooks, self._open)
 
         try:
-            share, agreement = agree(self._reducer, made, hooks.weigh, partial(self._recalled, loss_fn))
+            share, call = agree_on_call(self._wrapper, made, hooks.weigh, partial(self._recalled, loss_fn))
         except MegabatchError as error:
             if error.loses_update:  # on whatever rank it was found; the gradients are another's
                 self._open, self._is_lost = None, True
                 self._wide.discard()
             raise
-        agreement = way.filled(self._reducer, share, agreement)
+        call = way.filled(self._wrapper, share, call)
         if len(share.samples) and self.ranks.num_all > 1:
-            self._remembered.set(loss_fn, share.samples.last().stand_in)
+            self._remembered.set(loss_fn, share.samples.last().dummy)
             self._was_finite = True
         self._ownership.release()  # gradients that a wrapper may free in its backward
         had_calls = self._open is not None and self._open.has_calls
         if self._open is None:
-            gradients.drop(self._reducer.parameters)
+            drop_gradients(self._wrapper.parameters)
             self._wide.begin()
-            self._open = OpenUpdate(self._reducer, self._stepping)
-        self.last_plan = planned = with_stand_ins(share.plan, agreement.num_microbatches)
+            self._open = OpenUpdate(self._wrapper, self._stepping)
+        self.last_plan = planned = with_dummies(share.plan, call.num_microbatches)
         self._running = True
         try:
-            with way.around(self.model, self._reducer, agreement, self._cutter.collate, self._padding):
-                yield share, agreement, self._open
+            with way.around(self.model, self._wrapper, call, self._planner.collate, self._padding):
+                yield share, call, self._open
             self._ownership.leave()
             self._running = False
-            self.last_plan, self._cutter = planned.in_parts(share.parts), self._cutter.learn(share)
+            self.last_plan, self._planner = planned.in_parts(share.parts), self._planner.learn(share)
         finally:
             if self._running:  # the loss raised, or the loop was left early
                 self._is_lost = had_calls
@@ -242,18 +244,18 @@ class GradientAccumulator:
 
         ``total`` may be a mapping of names to ``(total, weight)``.
         """
-        if self._turn is None or self._open is None:
+        if self._step is None or self._open is None:
             raise MegabatchError(
                 "backward() belongs once in the body of a loop over microbatches(); there is none to run"
             )
-        terms = terms_given(total, weight, self._turn.weighed)
+        terms = terms_given(total, weight, self._step.weighed)
         if self._before is not None:
             self._ownership.check_unmoved(None, self._before)
-            if self._turn.index == 0:
-                self._ownership.check_reach(None, self._before, terms, [self._turn.microbatch, self._share])
+            if self._step.index == 0:
+                self._ownership.check_reach(None, self._before, terms, [self._step.microbatch, self._share])
             self._before = None
-        self._open.backward_once(terms, self._turn)
-        self._turn = None
+        self._open.backward_once(terms, self._step)
+        self._step = None
 
     def finalize(self, *, max_norm: float | None = None, weight: float | None = None) -> Update:
         """Close the update: ``p.grad`` is its gradient from here on, clipped to ``max_norm`` if that is given.
@@ -284,8 +286,8 @@ class GradientAccumulator:
         self._open = None
         self._ownership.release()
         try:
-            with self._alarm.listening():
-                update = way.close(opened, self._reducer, weight, max_norm)
+            with self._oom_broadcast.listening():
+                update = way.close(opened, self._wrapper, weight, max_norm)
                 if taken is not None:
                     raise taken
         except MegabatchError as error:
@@ -302,12 +304,12 @@ class GradientAccumulator:
         """
         if self._running:
             raise MegabatchError("state_dict() was called inside a call, where an update is half done; call it after")
-        return open_update_state.state_of(self._open, self._reducer)
+        return open_update_state.save_open_update(self._open, self._wrapper)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with a saved update in place of the open one. Raises `PlanError` for one of other ranks or models."""
         self.discard()
-        self._open = open_update_state.reopened(state, self._reducer, self._wide, self._stepping)
+        self._open = open_update_state.restore_open_update(state, self._wrapper, self._wide, self._stepping)
         if self._open is not None:
             self._ownership.leave()
 
@@ -333,8 +335,8 @@ class GradientAccumulator:
 
     def _abandon(self) -> None:
         """An update happens whole or not at all: forget what was accumulated."""
-        self._open, self._turn, self._before, self._share, self._running = None, None, None, None, False
+        self._open, self._step, self._before, self._share, self._running = None, None, None, None, False
         self._ownership.release()
-        self._reducer.discard()
+        self._wrapper.discard()
         self._wide.discard()
-        gradients.drop(self._reducer.parameters)
+        drop_gradients(self._wrapper.parameters)

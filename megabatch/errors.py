@@ -9,7 +9,7 @@ from numbers import Real
 from typing import NamedTuple, SupportsIndex
 
 
-class Bound(NamedTuple):
+class MicrobatchLimit(NamedTuple):
     """What a microbatch may hold."""
 
     samples: int
@@ -21,7 +21,7 @@ class Shortage(NamedTuple):
 
     rank: int
     samples: tuple[int, ...]  # of the batch that it was given; empty where that is not known
-    bound: Bound | None  # half of it, to start again with; None where that is nothing
+    bound: MicrobatchLimit | None  # half of it, to start again with; None where that is nothing
 
 
 class MegabatchError(Exception):

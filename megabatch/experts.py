@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from megabatch import losses
 from megabatch.accumulator import GradientAccumulator
-from megabatch.batching.attention_mask import MASK, noted, with_config
+from megabatch.batching.attention_mask import MASK, note_padding, with_config
 from megabatch.batching.samples import Microbatch
 from megabatch.engine.update import OpenUpdate
 from megabatch.errors import LossContractError, MegabatchError, PlanError, require_positive
@@ -109,7 +109,7 @@ def next_token_with_balance(
     if coefficient is not None and not 0 <= coefficient < math.inf:
         raise PlanError(f"coefficient is {coefficient!r}; expected a finite number, not negative")
 
-    @loss(weigh=_count_targets_and_sequences, prepare=noted)
+    @loss(weigh=_count_targets_and_sequences, prepare=note_padding)
     def next_token_with_balance(model: nn.Module, microbatch: Microbatch) -> dict[str, Term]:
         factor = _from_config(model, COEFFICIENTS, "coefficient") if coefficient is None else coefficient
         experts_per_token = int(_from_config(model, ("num_experts_per_tok",), "top_k") if top_k is None else top_k)
@@ -188,9 +188,10 @@ class ExpertBias:
     """Balances experts without a loss: an expert that had fewer tokens than the mean in an update is made likelier.
 
     Tokens are counted over the whole update, all microbatches and all ranks, where they were trained on: not in an
-    evaluation, a forward without a backward, a stand-in, an update that was abandoned or not stepped, and once where
-    activation checkpointing runs a forward twice. Padding is left out where the model is given its ``attention_mask``
-    [B, T] by name. Where it is not, padding is counted, and the cut changes how much of it there is.
+    evaluation, a forward without a backward, a dummy microbatch, an update that was abandoned or not stepped, and
+    once where activation checkpointing runs a forward twice. Padding is left out where the model is given its
+    ``attention_mask`` [B, T] by name. Where it is not, padding is counted, and the cut changes how much of it there
+    is.
 
     Args:
         gradient: Whose updates are counted; its model has the routers.

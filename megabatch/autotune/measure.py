@@ -12,17 +12,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from megabatch.autotune.memory import GIVE_A_BOUND, Budget, bytes_to_come, measuring, timing
-from megabatch.engine.call import Agreement, told_failure, turns
+from megabatch.engine.call import CallPlan, first_failure, iterate_steps
 from megabatch.engine.oom_broadcast import is_out_of_memory, rank_of_process, whoever_runs
-from megabatch.engine.prepare import Cutter, Share, collated
+from megabatch.engine.prepare import MicrobatchPlanner, PreparedBatch, collate_planned
 from megabatch.engine.update import OpenUpdate
-from megabatch.errors import Bound, MegabatchError, PlanError, Shortage, in_one_line
-from megabatch.losses.contract import LossFunction, hooks_of, weigh_of
-from megabatch.planning.limits import Measured, Space, Timed
+from megabatch.errors import MegabatchError, MicrobatchLimit, PlanError, Shortage, in_one_line
+from megabatch.losses.contract import LossFunction, loss_hooks, weigh_of
+from megabatch.planning.limits import MeasuredMicrobatch, MemoryRoom, TimedMicrobatch
 from megabatch.planning.plan import Plan
-from megabatch.wrappers import gradients
-from megabatch.wrappers.base import PlainReducer
-from megabatch.wrappers.precision import Wide, no_float16_autocast
+from megabatch.wrappers.base import Wrapper
+from megabatch.wrappers.gradients import drop_gradients
+from megabatch.wrappers.precision import WideGradients, no_float16_autocast
 
 NUM_RUN = 2  # microbatches of a measured update: the second has gradients beside it, and a third would have no more
 
@@ -35,7 +35,7 @@ class Sample(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Longest:
+class LongestSample:
     """The longest sample of a call, and what else is to be known of its samples."""
 
     sample: Sample
@@ -49,109 +49,109 @@ class Longest:
         return max(1, self.sample.num_tokens)
 
 
-class Subject:
+class MeasuredModel:
     """A model that is measured, and what an update of it leaves."""
 
-    def __init__(self, model: Any, reducer: PlainReducer, wide: Wide) -> None:
-        self.model, self.reducer, self.wide = model, reducer, wide
+    def __init__(self, model: Any, wrapper: Wrapper, wide: WideGradients) -> None:
+        self.model, self.wrapper, self.wide = model, wrapper, wide
 
     @property
     def waits(self) -> bool:
         """Whether ranks wait for each other inside of a measured update."""
-        return not self.reducer.runs_alone or any(map(_finds_unused, self.reducer.models))
+        return not self.wrapper.runs_alone or any(map(_finds_unused, self.wrapper.models))
 
     def forget(self) -> None:
         """Drop what a measured update has left."""
-        self.reducer.discard()
+        self.wrapper.discard()
         self.wide.discard()
-        gradients.drop(self.reducer.parameters)
+        drop_gradients(self.wrapper.parameters)
 
 
-class Copies:
+class MicrobatchMeasurer:
     """Runs small updates of copies of the longest sample, and keeps what they say of memory."""
 
     def __init__(
-        self, subject: Subject, cutter: Cutter, longest: Longest, loss_fn: LossFunction,
+        self, subject: MeasuredModel, planner: MicrobatchPlanner, longest: LongestSample, loss_fn: LossFunction,
         optimizer: optim.Optimizer | None,
     ) -> None:  # fmt: skip
-        self._subject, self._cutter, self._longest, self._loss_fn = subject, cutter, longest, loss_fn
+        self._subject, self._planner, self._longest, self._loss_fn = subject, planner, longest, loss_fn
         self._optimizer = optimizer
         self.budget = Budget(0.0, 0.0, 0.0)
-        self.space = Space(0.0, 0.0)
+        self.space = MemoryRoom(0.0, 0.0)
         self.stays_bytes = 0.0  # the most that a rank keeps from microbatch to microbatch
         self.limit_bytes = self.allowed_bytes = 0.0  # the least that a rank may use, and of it for an update
 
-    def measure(self, rows: int) -> Measured:
+    def measure(self, rows: int) -> MeasuredMicrobatch:
         """What a microbatch of so many rows takes, in an update of a few; collective."""
-        reducer, sample = self._subject.reducer, self._longest.sample
+        wrapper, sample = self._subject.wrapper, self._longest.sample
         with self._heard(sample, rows):
             share = self._share(sample, rows)
             self._subject.wide.begin()
-            with measuring(reducer.device) as needed:
+            with measuring(wrapper.device) as needed:
                 self._run(share)
             self._subject.forget()
             own_bytes = self._own_bytes(share, rows)
-        before = self.budget.used + bytes_to_come(self._optimizer, reducer.parameters)
+        before = self.budget.used + bytes_to_come(self._optimizer, wrapper.parameters)
         stays = before + needed.left_bytes + own_bytes
         told = [needed.peak_bytes - needed.left_bytes, stays]
         told += [self.budget.limit - stays, self.budget.there - stays, self.budget.limit, self.budget.limit - before]
-        peaks, kept, allowed, there, limits, for_updates = zip(*reducer.ranks.exchange(told), strict=True)
-        self.space, self.stays_bytes = Space(min(allowed), min(there)), max(kept)
+        peaks, kept, allowed, there, limits, for_updates = zip(*wrapper.ranks.exchange(told), strict=True)
+        self.space, self.stays_bytes = MemoryRoom(min(allowed), min(there)), max(kept)
         self.limit_bytes, self.allowed_bytes = min(limits), min(for_updates)
-        return Measured(rows, max(peaks))
+        return MeasuredMicrobatch(rows, max(peaks))
 
-    def timed(self, sample: Sample, most_rows: int) -> list[Timed]:
+    def timed(self, sample: Sample, most_rows: int) -> list[TimedMicrobatch]:
         """The seconds of a microbatch of one copy of a sample, and of several; collective."""
-        found: list[Timed] = []
+        found: list[TimedMicrobatch] = []
         for rows in sorted({1, most_rows}):
             seconds = math.inf
             with self._heard(sample, rows):
                 share = self._share(sample, rows)
                 for _ in range(2):  # the better of two: what else the machine does only adds
                     self._subject.wide.begin()
-                    with timing(self._subject.reducer.device) as took:
+                    with timing(self._subject.wrapper.device) as took:
                         self._run(share)
                     self._subject.forget()
                     seconds = min(seconds, took.seconds / NUM_RUN)
-            slowest = max(told for (told,) in self._subject.reducer.ranks.exchange([seconds]))
-            found.append(Timed(rows, max(1, sample.num_tokens), slowest))
+            slowest = max(told for (told,) in self._subject.wrapper.ranks.exchange([seconds]))
+            found.append(TimedMicrobatch(rows, max(1, sample.num_tokens), slowest))
         return found
 
-    def _share(self, sample: Sample, rows: int) -> Share:
+    def _share(self, sample: Sample, rows: int) -> PreparedBatch:
         """An update of copies of a sample, in microbatches of ``rows``."""
-        hooks = hooks_of(self._loss_fn)
+        hooks = loss_hooks(self._loss_fn)
 
         def length(_: Any) -> int:
             return sample.num_tokens
 
-        samples = replace(self._cutter, length=length).samples([sample.value] * (NUM_RUN * rows), hooks.prepare)
+        samples = replace(self._planner, length=length).samples([sample.value] * (NUM_RUN * rows), hooks.prepare)
         cut = tuple(tuple(range(index * rows, (index + 1) * rows)) for index in range(NUM_RUN))
-        return collated(samples, Plan(cut, tuple(samples.lengths), sync=self._cutter.choice[0]), hooks.weigh)
+        return collate_planned(samples, Plan(cut, tuple(samples.lengths), sync=self._planner.choice[0]), hooks.weigh)
 
-    def _run(self, share: Share) -> None:
+    def _run(self, share: PreparedBatch) -> None:
         """One update."""
-        reducer, weigh = self._subject.reducer, weigh_of(self._loss_fn)
+        wrapper, weigh = self._subject.wrapper, weigh_of(self._loss_fn)
         # One microbatch more is announced and not run, so that DDP, which would rebuild its buckets, does not reduce.
         # Where it is to find unused parameters it keeps the buckets, and forgets those it found when it reduces.
-        num_run = None if any(map(_finds_unused, reducer.models)) else NUM_RUN
-        agreement = Agreement(
-            NUM_RUN + 1, len(share.samples), share.plan.num_tokens, share.weight_sums(), share.stand_in
+        num_run = None if any(map(_finds_unused, wrapper.models)) else NUM_RUN
+        call = CallPlan(
+            NUM_RUN + 1, len(share.samples), share.plan.num_tokens, share.weight_sums(), share.dummy
         )  # fmt: skip
-        opened = OpenUpdate(reducer)
-        opened.open_call(agreement)
+        opened = OpenUpdate(wrapper)
+        opened.open_call(call)
         with (
-            no_float16_autocast(reducer.models),
-            contextlib.closing(turns(share, agreement, weigh, reducer, reducer.device)) as each,
+            no_float16_autocast(wrapper.models),
+            contextlib.closing(iterate_steps(share, call, weigh, wrapper, wrapper.device)) as each,
         ):
-            for turn in itertools.islice(each, num_run):
-                terms = opened.terms_of(self._loss_fn, self._subject.model, turn)
-                opened.backward(terms, turn)
-                del turn, terms  # with its microbatch
+            for step in itertools.islice(each, num_run):
+                terms = opened.terms_of(self._loss_fn, self._subject.model, step)
+                opened.backward(terms, step)
+                del step, terms  # with its microbatch
 
     @contextlib.contextmanager
     def _heard(self, sample: Sample, rows: int) -> Generator[None]:
         """Surrounds a measured update: what it raises on one rank is raised on all, unless they wait inside of it."""
-        ranks, failure = self._subject.reducer.ranks, None
+        ranks, failure = self._subject.wrapper.ranks, None
         try:
             yield
         except Exception as error:
@@ -167,14 +167,14 @@ class Copies:
             if self._subject.waits:
                 raise failure from failure.__cause__
         if any(failed for (failed,) in ranks.exchange([float(failure is not None)])):
-            raise told_failure(ranks, failure)
+            raise first_failure(ranks, failure)
 
     def _shortage(self, error: Exception, sample: Sample, rows: int) -> MegabatchError:
         """There may be less memory than the system said."""
-        who, bound = whoever_runs(self._subject.reducer.ranks.num_all), None
+        who, bound = whoever_runs(self._subject.wrapper.ranks.num_all), None
         samples, change = "a sample", "shorten it, checkpoint activations, or shard the model over more ranks"
         if rows > 1:
-            bound = Bound(rows // 2, rows // 2 * max(1, sample.num_tokens))
+            bound = MicrobatchLimit(rows // 2, rows // 2 * max(1, sample.num_tokens))
             samples, change = f"{rows} samples", f"give max_microbatch_tokens={bound.tokens}"
         failure = MegabatchError(
             f"{who} ran out of memory when it measured {samples} of {sample.num_tokens} tokens, the longest; {change} "
@@ -183,9 +183,9 @@ class Copies:
         failure.shortage = Shortage(rank_of_process(), (), bound)
         return failure
 
-    def _own_bytes(self, share: Share, rows: int) -> float:
+    def _own_bytes(self, share: PreparedBatch, rows: int) -> float:
         """A whole update's microbatches, which are collated before they are run where they are weighed, on the CPU."""
-        if self._subject.reducer.device.type != "cpu" or not share.collated:
+        if self._subject.wrapper.device.type != "cpu" or not share.collated:
             return 0.0
         leaves = [leaf for leaf in pytree.tree_leaves(share.collated[0]) if isinstance(leaf, Tensor)]
         return sum(leaf.nbytes for leaf in leaves) / (rows * self._longest.num_tokens) * self._longest.most_tokens

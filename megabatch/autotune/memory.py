@@ -63,7 +63,7 @@ class Needed:
 
 
 @dataclass
-class Took:
+class MemoryUse:
     """How long a piece of work took, once it is done."""
 
     seconds: float = 0.0
@@ -125,9 +125,9 @@ def measuring(device: torch.device) -> Generator[Needed]:
 
 
 @contextlib.contextmanager
-def timing(device: torch.device) -> Generator[Took]:
+def timing(device: torch.device) -> Generator[MemoryUse]:
     """Times what is done inside; it waits for the device before and after."""
-    took = Took()
+    took = MemoryUse()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()

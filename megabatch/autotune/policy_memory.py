@@ -8,19 +8,19 @@ import torch
 from torch import optim
 
 from megabatch.autotune.memory import Budget
-from megabatch.autotune.tuner import Prober
+from megabatch.autotune.tuner import MicrobatchTuner
 from megabatch.batching.padding import Padding
 from megabatch.batching.samples import Batch, Collate
-from megabatch.engine.oom_broadcast import Alarm
-from megabatch.engine.prepare import Cutter
+from megabatch.engine.oom_broadcast import OOMBroadcast
+from megabatch.engine.prepare import MicrobatchPlanner
 from megabatch.losses.contract import LossFunction
-from megabatch.planning.limits import Measured, Space, next_rows
-from megabatch.wrappers.detect import choose_policy, reducer_for
-from megabatch.wrappers.precision import Wide
+from megabatch.planning.limits import MeasuredMicrobatch, MemoryRoom, next_rows
+from megabatch.wrappers.detect import choose_policy, detect_wrapper
+from megabatch.wrappers.precision import WideGradients
 
 
 @dataclass(frozen=True)
-class Taken:
+class PolicyMemory:
     """Bytes of a microbatch, the same on all ranks."""
 
     num_bytes: float  # at its peak, beyond what stays: the most over all ranks
@@ -39,44 +39,46 @@ class Taken:
         return self.num_bytes + spare_bytes <= self.allowed_bytes
 
 
-def taken(
+def measure_policy(
     policy: str, model: Any, batch: Batch, loss_fn: LossFunction, *, optimizer: optim.Optimizer, rows: int,
     tokens: int | None = None, spare_bytes: float = 0.0, memory_bytes: float | None = None,
     accumulate_dtype: torch.dtype | None = None, budget: Budget | None = None, collate: Collate | None = None,
-) -> Taken | None:  # fmt: skip
+) -> PolicyMemory | None:  # fmt: skip
     """What a microbatch of ``rows`` samples takes, each as long as the longest, or of fewer that have ``tokens``.
 
     As few rows are run as tell that it fits with ``spare_bytes`` beside it, and no more than are sure to. Nothing is
     left behind. ``budget`` is that of another policy, for the second to be measured. None where no rank has a sample.
     Raises `PlanError` for what cannot be measured. Collective.
     """
-    reducer = reducer_for(model, None)
-    wide = Wide(reducer.parameters, accumulate_dtype)
-    reducer.accumulate_in(wide)
-    choice = choose_policy(reducer, policy)
-    pad = Padding(reducer.models)
-    cutter = Cutter(None, None, collate, None, choice, reducer.ranks, reducer.one_shape, cost=None, padding=pad)
-    prober = Prober(model, reducer, wide, cutter, memory_bytes)
-    prober.optimizer = optimizer
-    with Alarm(reducer.ranks, reducer.device).listening():
-        longest = prober.longest(cutter, batch, loss_fn)
+    wrapper = detect_wrapper(model, None)
+    wide = WideGradients(wrapper.parameters, accumulate_dtype)
+    wrapper.accumulate_in(wide)
+    choice = choose_policy(wrapper, policy)
+    pad = Padding(wrapper.models)
+    planner = MicrobatchPlanner(
+        None, None, collate, None, choice, wrapper.ranks, wrapper.one_shape, cost=None, padding=pad
+    )
+    tuner = MicrobatchTuner(model, wrapper, wide, planner, memory_bytes)
+    tuner.optimizer = optimizer
+    with OOMBroadcast(wrapper.ranks, wrapper.device).listening():
+        longest = tuner.longest(planner, batch, loss_fn)
         if longest is None:
             return None
         wanted = max(1.0, float(rows) if tokens is None else min(rows, tokens / longest.num_tokens))
-        with prober.copies(cutter, longest, loss_fn, None, budget) as copies:
+        with tuner.copies(planner, longest, loss_fn, None, budget) as copies:
             measured = [copies.measure(1)]
             while (need := needed(measured, wanted)) > (space := beside(copies.space, spare_bytes)).allowed:
                 if (more := next_rows(measured, space, int(wanted))) is None:
                     break
                 measured.append(copies.measure(more))
-    return Taken(need, copies.stays_bytes, copies.space.allowed, copies.limit_bytes, copies.budget)
+    return PolicyMemory(need, copies.stays_bytes, copies.space.allowed, copies.limit_bytes, copies.budget)
 
 
-def needed(measured: Sequence[Measured], rows: float) -> float:
+def needed(measured: Sequence[MeasuredMicrobatch], rows: float) -> float:
     """Bytes of a microbatch of ``rows``: k times the rows of another take at most k times its bytes."""
     return min(each.num_bytes * max(1.0, rows / each.rows) for each in measured)
 
 
-def beside(space: Space, num_bytes: float) -> Space:
+def beside(space: MemoryRoom, num_bytes: float) -> MemoryRoom:
     """What is left of it."""
-    return Space(space.allowed - num_bytes, space.there - num_bytes)
+    return MemoryRoom(space.allowed - num_bytes, space.there - num_bytes)

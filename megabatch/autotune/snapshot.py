@@ -12,8 +12,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._flat_param import FlatParameter
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.wrappers import gradients
 from megabatch.wrappers.base import local
+from megabatch.wrappers.gradients import graph_leaves
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}  # its tables of parameters, buffers, modules and hooks
 WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel)  # whose attributes say what they have reduced
@@ -23,7 +23,7 @@ OF_HOOKS = "_output_capturing_hooks_installed"
 CONTAINERS = (dict, OrderedDict, defaultdict, Counter, set, list)
 
 
-class Kept:
+class ModuleSnapshot:
     """What a forward may move in a module: its mode, its buffers, and attributes of its own.
 
     Attributes are kept as they are, with the numbers of a tensor and the entries of a dictionary or list. Those that
@@ -51,7 +51,7 @@ class Kept:
             cast(DistributedDataParallel, self._module).require_forward_param_sync = self._syncs
 
 
-class Foreign:
+class ExternalGrads:
     """Gradients of trainable tensors that a loss reaches and that are not the model's."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -60,7 +60,7 @@ class Foreign:
 
     def note(self, totals: Sequence[Tensor]) -> None:
         """Before a backward from ``totals``."""
-        for leaf in gradients.leaves(totals):
+        for leaf in graph_leaves(totals):
             if id(leaf) not in self._known | self._noted.keys() and not isinstance(leaf, FlatParameter):
                 self._noted[id(leaf)] = leaf, leaf.grad, _copied(leaf.grad)
 

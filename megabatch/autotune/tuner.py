@@ -13,27 +13,27 @@ from torch import optim
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.autotune.measure import Copies, Longest, Sample, Subject
+from megabatch.autotune.measure import LongestSample, MeasuredModel, MicrobatchMeasurer, Sample
 from megabatch.autotune.memory import GIVE_A_BOUND, Budget, budget_of, check_device, check_measurable
-from megabatch.autotune.snapshot import Kept, norms
+from megabatch.autotune.snapshot import ModuleSnapshot, norms
 from megabatch.batching import attention_mask
 from megabatch.batching.samples import Batch, Samples
 from megabatch.engine import random_state
-from megabatch.engine.call import told_failure
-from megabatch.engine.prepare import Cutter, Share
+from megabatch.engine.call import first_failure
+from megabatch.engine.prepare import MicrobatchPlanner, PreparedBatch
 from megabatch.engine.update import OpenUpdate
 from megabatch.errors import MegabatchError, PlanError, require_positive
-from megabatch.losses.contract import Hooks, JointLoss, LossFunction
-from megabatch.pipeline.stages import PipelineReducer
-from megabatch.planning.limits import Fit, bound_tokens, cost_of, in_gib, largest_fitting, search
-from megabatch.wrappers import gradients
-from megabatch.wrappers.base import PlainReducer
-from megabatch.wrappers.precision import Wide
+from megabatch.losses.contract import JointLoss, LossFunction, LossHooks
+from megabatch.pipeline.stages import PipelineWrapper
+from megabatch.planning.limits import TunedLimit, bound_tokens, cost_of, in_gib, largest_fitting, search
+from megabatch.wrappers.base import Wrapper
+from megabatch.wrappers.gradients import drop_gradients
+from megabatch.wrappers.precision import WideGradients
 
 TIMED_ROWS = 8  # at most: where a launch is no longer to be seen, and soon done
 
 
-class Prober:
+class MicrobatchTuner:
     """Chooses the bound of microbatches by measuring some.
 
     Args:
@@ -47,60 +47,62 @@ class Prober:
     """
 
     def __init__(
-        self, model: Any, reducer: PlainReducer, wide: Wide, cutter: Cutter, memory_bytes: float | None
+        self, model: Any, wrapper: Wrapper, wide: WideGradients, planner: MicrobatchPlanner, memory_bytes: float | None
     ) -> None:
         self.optimizer: optim.Optimizer | None = None  # whose states are to have room; None: two for each parameter
-        self.reducer, self._subject, self._memory_bytes = reducer, Subject(model, reducer, wide), memory_bytes
+        self.wrapper, self._subject, self._memory_bytes = wrapper, MeasuredModel(model, wrapper, wide), memory_bytes
         self._measured: tuple[Callable[[], Any], Sample] | None = None  # a loss, and the longest sample it was given
         if memory_bytes is not None:
             require_positive("memory_bytes", memory_bytes)
-        if cutter.is_auto:
+        if planner.is_auto:
             self._check_auto()
         elif memory_bytes is not None:
             raise PlanError('memory_bytes is for max_microbatch_tokens="auto", and a bound is given; leave one out')
 
     def _check_auto(self) -> None:
         """Raise `PlanError` for what a measured microbatch would not leave as it was, or does not tell."""
-        check_device(self.reducer.device)
-        devices = {str(each.device): None for model in self.reducer.models for each in model.parameters()}
+        check_device(self.wrapper.device)
+        devices = {str(each.device): None for model in self.wrapper.models for each in model.parameters()}
         if len(devices) > 1:
             raise PlanError(
                 f"the model has parameters on {' and '.join(devices)}, of which the memory of one is measured, and "
                 f'max_microbatch_tokens is "auto"; {GIVE_A_BOUND}'
             )
-        if isinstance(self.reducer, PipelineReducer):
+        if isinstance(self.wrapper, PipelineWrapper):
             raise PlanError(
                 "a Pipeline runs the microbatches of a call together, so that one does not tell what fits, and "
                 f'max_microbatch_tokens is "auto"; {GIVE_A_BOUND}'
             )
-        for module in self.reducer.models:
+        for module in self.wrapper.models:
             if isinstance(module, DistributedDataParallel) and module.static_graph:
                 raise PlanError(
                     "DDP with static_graph=True keeps the graph of its first backward, which would be measured, and "
                     f'max_microbatch_tokens is "auto"; {GIVE_A_BOUND}'
                 )
 
-    def share(self, cutter: Cutter, batch: Batch, hooks: Hooks, opened: OpenUpdate | None) -> Share:
-        """This rank's part of a call. Raises `PlanError` as `Cutter.share`, where a later call of an update has a
+    def share(
+        self, planner: MicrobatchPlanner, batch: Batch, hooks: LossHooks, opened: OpenUpdate | None
+    ) -> PreparedBatch:
+        """Return this rank's part of a call. Raises `PlanError` as the planner does, where a later call has a
         sample for which the bound would be chosen anew, and where ranks see stretches of what a loss prepares."""
-        if cutter.ranks.context_degree > 1 and hooks.prepare not in (None, attention_mask.noted):
+        if planner.ranks.context_degree > 1 and hooks.prepare not in (None, attention_mask.note_padding):
             raise PlanError(
                 "the loss has prepare=, which is given whole samples, and a cp axis gives the loss stretches of them; "
                 "prepare them in the collate function, or leave the cp axis out"
             )
-        bound = None if cutter.fit is None else cutter.fit.max_microbatch_tokens
-        longest = max(cutter.samples(batch).lengths, default=0) if bound is not None and _has_gradients(opened) else 0
+        bound = None if planner.fit is None else planner.fit.max_microbatch_tokens
+        longest = max(planner.samples(batch).lengths, default=0) if bound is not None and _has_gradients(opened) else 0
         if bound is not None and longest > bound:
             raise PlanError(
                 f"a sample of {longest} tokens comes in a later call of an update, when there are gradients beside "
                 f"which nothing is measured, and the bound that was chosen is {bound}; give the longest sample to the "
                 "first call or to choose_bound(), or give max_microbatch_tokens="
             )
-        return cutter.share(batch, hooks)
+        return planner.share(batch, hooks)
 
     def fitted(
-        self, cutter: Cutter, batch: Batch, loss_fn: LossFunction | JointLoss, opened: OpenUpdate | None
-    ) -> Cutter:
+        self, planner: MicrobatchPlanner, batch: Batch, loss_fn: LossFunction | JointLoss, opened: OpenUpdate | None
+    ) -> MicrobatchPlanner:
         """The cutter, whose bound is to be chosen, with one for this batch; the same on all ranks. Collective.
 
         Measured are copies of the longest sample of all ranks, unless ones as long were measured before.
@@ -111,37 +113,37 @@ class Prober:
                 f'max_microbatch_tokens is "auto"; {GIVE_A_BOUND}'
             )
         if _has_gradients(opened):  # beside which nothing is measured
-            return cutter
-        longest = self.longest(cutter, batch, loss_fn)
+            return planner
+        longest = self.longest(planner, batch, loss_fn)
         if longest is None:
-            return cutter
-        with self.copies(cutter, longest, loss_fn, opened) as copies:
-            fit = self._fit(copies, longest, _most_rows(cutter, longest))
+            return planner
+        with self.copies(planner, longest, loss_fn, opened) as copies:
+            fit = self._fit(copies, longest, _most_rows(planner, longest))
         self._measured = referred(loss_fn), longest.sample
-        return replace(cutter, fit=fit)
+        return replace(planner, fit=fit)
 
     @contextlib.contextmanager
     def copies(
-        self, cutter: Cutter, longest: Longest, loss_fn: LossFunction, opened: OpenUpdate | None,
+        self, planner: MicrobatchPlanner, longest: LongestSample, loss_fn: LossFunction, opened: OpenUpdate | None,
         budget: Budget | None = None,
-    ) -> Generator[Copies]:  # fmt: skip
+    ) -> Generator[MicrobatchMeasurer]:  # fmt: skip
         """Surrounds small updates, of which nothing is left; with what tells of their memory. Collective.
 
         ``budget``: as it was found before others like them; None: it is found here.
         """
-        self.reducer.check_unchanged()
-        gradients.drop(self.reducer.parameters)
+        self.wrapper.check_unchanged()
+        drop_gradients(self.wrapper.parameters)
         with self._as_before(opened):
-            copies = Copies(self._subject, cutter, longest, loss_fn, self.optimizer)
+            copies = MicrobatchMeasurer(self._subject, planner, longest, loss_fn, self.optimizer)
             if budget is None:
                 copies.measure(1)  # what is made once, workspaces and compiled code, is there from here on
-                budget = budget_of(self.reducer.device, self._memory_bytes, self.reducer.ranks)
+                budget = budget_of(self.wrapper.device, self._memory_bytes, self.wrapper.ranks)
             copies.budget = budget
             yield copies
 
-    def longest(self, cutter: Cutter, batch: Batch, loss_fn: LossFunction) -> Longest | None:
+    def longest(self, planner: MicrobatchPlanner, batch: Batch, loss_fn: LossFunction) -> LongestSample | None:
         """The longest sample of all ranks, or of an earlier call; None where the bound need not be chosen for it."""
-        ranks, told, failure, samples = self.reducer.ranks, [1.0, 0.0, 0.0, 0.0, 0.0], None, None
+        ranks, told, failure, samples = self.wrapper.ranks, [1.0, 0.0, 0.0, 0.0, 0.0], None, None
         known = (
             None
             if self._measured is None or self._measured[0]() is not unwrap(cast(Any, loss_fn))
@@ -149,28 +151,28 @@ class Prober:
         )
         knowledge = -1.0 if self._measured is None else float(known is not None)
         try:
-            samples = cutter.samples(batch)
+            samples = planner.samples(batch)
             told = [0.0, len(samples), max(samples.lengths, default=-1), sum(samples.lengths), knowledge]
         except Exception as error:  # whatever the user's length raises, the other ranks must hear of it
             failure = error
         failed, counts, lengths, sums, knows = zip(*ranks.exchange(told), strict=True)
         if any(failed):
-            raise told_failure(ranks, failure)
+            raise first_failure(ranks, failure)
         assert samples is not None  # only a failure leaves it out
-        if not _is_needed(cutter.fit, counts, lengths, knows=min(knows) > 0):
-            if cutter.fit is not None and max(knows) < 0 and max(lengths) == cutter.fit.longest_tokens:
+        if not _is_needed(planner.fit, counts, lengths, knows=min(knows) > 0):
+            if planner.fit is not None and max(knows) < 0 and max(lengths) == planner.fit.longest_tokens:
                 self._measured = referred(loss_fn), self._offered(samples, int(max(lengths)))[0]  # as it was elsewhere
             return None
         longest, usual = self._offered(samples, int(max(lengths)))
         if known is not None and min(knows) > 0 and known.num_tokens > longest.num_tokens:
             longest = known
-        return Longest(longest, usual, int(max(counts)), max(sums))
+        return LongestSample(longest, usual, int(max(counts)), max(sums))
 
     def _offered(self, samples: Samples, num_tokens: int) -> tuple[Sample, Sample]:
         """A sample of so many tokens, the longest, and one of middle length; the same on all ranks."""
-        ranks, failure, longest, usual = self.reducer.ranks, None, None, None
+        ranks, failure, longest, usual = self.wrapper.ranks, None, None, None
         try:
-            check_measurable(self.reducer.device)
+            check_measurable(self.wrapper.device)
             order = sorted(range(len(samples)), key=samples.lengths.__getitem__)
             if order and samples.lengths[order[-1]] == num_tokens:
                 longest = _sample(samples, order[-1])
@@ -180,11 +182,11 @@ class Prober:
             failure = error
         failed, *offers = zip(*ranks.exchange_objects((failure is not None, longest, usual)), strict=True)
         if any(failed):
-            raise told_failure(ranks, failure)
+            raise first_failure(ranks, failure)
         longest, usual = (next(each for each in of_all if each is not None) for of_all in offers)
         return longest, usual
 
-    def _fit(self, copies: Copies, longest: Longest, most_rows: int) -> Fit:
+    def _fit(self, copies: MicrobatchMeasurer, longest: LongestSample, most_rows: int) -> TunedLimit:
         measured = search(copies.measure, lambda: copies.space, most_rows)
         tokens = bound_tokens(measured, copies.space, longest.num_tokens)
         largest = largest_fitting(measured, copies.space)
@@ -198,7 +200,7 @@ class Prober:
         timed_rows = min(TIMED_ROWS, largest.rows)
         timed = [*copies.timed(longest.sample, timed_rows), *copies.timed(longest.usual, timed_rows)]
         cost = cost_of(measured, copies.space, copies.stays_bytes, longest.num_tokens, timed)
-        return Fit(
+        return TunedLimit(
             tokens, cost, longest.num_tokens, tuple(measured), copies.limit_bytes, copies.allowed_bytes,
             outgrown_rows=longest.most_rows if largest.rows == longest.most_rows else None,
         )  # fmt: skip
@@ -206,14 +208,14 @@ class Prober:
     @contextlib.contextmanager
     def _as_before(self, opened: OpenUpdate | None) -> Generator[None]:
         """Surrounds measured updates: what they move is put back, or an error says what could not be."""
-        modules = {id(each): each for model in self.reducer.models for each in model.modules()}.values()
+        modules = {id(each): each for model in self.wrapper.models for each in model.modules()}.values()
         for module in modules:
             if isinstance(module, FSDPModule):
                 module.reshard()  # an evaluation may have left it gathered
-        kept = [Kept(module) for module in modules]
-        parameters = {name: each for model in self.reducer.models for name, each in model.named_parameters()}
+        kept = [ModuleSnapshot(module) for module in modules]
+        parameters = {name: each for model in self.wrapper.models for name, each in model.named_parameters()}
         before = norms(parameters.values())
-        state, others = random_state.note(self.reducer.device), (random.getstate(), np.random.get_state())
+        state, others = random_state.note(self.wrapper.device), (random.getstate(), np.random.get_state())
         try:
             yield
         finally:
@@ -231,7 +233,7 @@ class Prober:
 
     def _check_moved(self, names: Sequence[str]) -> None:
         """Raise, on all ranks, where a forward has written to parameters."""
-        ranks = self.reducer.ranks
+        ranks = self.wrapper.ranks
         if not any(moved for (moved,) in ranks.exchange([float(len(names))])):
             return
         failure = None
@@ -240,7 +242,7 @@ class Prober:
                 f"the loss wrote to parameter {names[0]!r} while it was measured, which cannot be taken back; make the "
                 f"model anew, and {GIVE_A_BOUND}"
             )
-        raise told_failure(ranks, failure)
+        raise first_failure(ranks, failure)
 
 
 def referred(loss_fn: LossFunction | JointLoss) -> Callable[[], Any]:
@@ -259,7 +261,7 @@ def _sample(samples: Samples, index: int) -> Sample:
     return Sample(samples.one(index), samples.lengths[index])
 
 
-def _is_needed(fit: Fit | None, counts: Sequence[float], lengths: Sequence[float], *, knows: bool) -> bool:
+def _is_needed(fit: TunedLimit | None, counts: Sequence[float], lengths: Sequence[float], *, knows: bool) -> bool:
     """Whether a bound is to be chosen for what the ranks have; ``knows``: they have the sample that was measured."""
     if fit is None or max(lengths) > fit.longest_tokens:
         return max(lengths) >= 0
@@ -267,7 +269,7 @@ def _is_needed(fit: Fit | None, counts: Sequence[float], lengths: Sequence[float
     return outgrown and (knows or max(lengths) == fit.longest_tokens)
 
 
-def _most_rows(cutter: Cutter, longest: Longest) -> int:
+def _most_rows(planner: MicrobatchPlanner, longest: LongestSample) -> int:
     """Of a microbatch: no more than a rank has, or than have fitted in memory."""
-    learned = longest.most_rows if cutter.learned is None else cutter.learned.tokens // longest.num_tokens
+    learned = longest.most_rows if planner.learned is None else planner.learned.tokens // longest.num_tokens
     return max(1, min(longest.most_rows, learned))

@@ -39,7 +39,7 @@ def _kind(value: Any) -> str:
     return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
-def noted(microbatch: Microbatch) -> Microbatch:
+def note_padding(microbatch: Microbatch) -> Microbatch:
     """The microbatch, with a note where its mask does no more than leave out padding on the right; on the CPU."""
     if not isinstance(microbatch, Mapping) or not _only_pads(cast(Mapping[str, Any], microbatch)):
         return microbatch

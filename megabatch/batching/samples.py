@@ -177,7 +177,7 @@ class Samples:
         sample = self._list[index] if self.deferred is None else self._loaded(index)
         return clone(sample)
 
-    def stand_in(self) -> Microbatch:
+    def dummy(self) -> Microbatch:
         """The last sample as a microbatch of its own."""
         return self.take([len(self) - 1])
 

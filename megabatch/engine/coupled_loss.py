@@ -17,48 +17,54 @@ from torch.utils import _pytree as pytree
 from megabatch.batching.samples import Microbatch
 from megabatch.batching.tree import to_device
 from megabatch.engine import random_state
-from megabatch.engine.call import Agreement, Turn, turns, with_stand_ins
-from megabatch.engine.prepare import Share
-from megabatch.engine.representations import Encoded, differ, gather, in_order, keep, tell
+from megabatch.engine.call import CallPlan, MicrobatchStep, iterate_steps, with_dummies
+from megabatch.engine.prepare import PreparedBatch
+from megabatch.engine.representations import (
+    Encoded,
+    check_drift,
+    gather_encodings,
+    in_order,
+    keep_encoding,
+    report_encoding,
+)
 from megabatch.engine.update import OpenUpdate
 from megabatch.errors import LossContractError, PlanError
 from megabatch.losses.contract import JointLoss, Term, differentiable, terms_of
-from megabatch.wrappers.base import PlainReducer
-from megabatch.wrappers.gradients import leaves as leaves_of
-from megabatch.wrappers.gradients import separate
+from megabatch.wrappers.base import Wrapper
+from megabatch.wrappers.gradients import graph_leaves, separate_gradients
 from megabatch.wrappers.mesh import DataRanks
 
 
 @dataclass(frozen=True)
-class Call:
+class CoupledCall:
     """One call of a joint loss, and all that works on it."""
 
     joint: JointLoss
     model: Any
-    share: Share
-    agreement: Agreement
-    reducer: PlainReducer
+    share: PreparedBatch
+    call_plan: CallPlan
+    wrapper: Wrapper
     opened: OpenUpdate
 
     @property
     def cut(self) -> tuple[tuple[int, ...], ...]:
-        """This rank's samples by microbatch; () is a stand-in."""
-        return with_stand_ins(self.share.plan, self.agreement.num_microbatches).microbatches
+        """This rank's samples by microbatch; () is a dummy microbatch."""
+        return with_dummies(self.share.plan, self.call_plan.num_microbatches).microbatches
 
     def microbatches(self) -> Generator[Microbatch]:
-        """This rank's microbatches on the CPU, and the stand-ins that bring them to everyone's number."""
+        """This rank's microbatches on the CPU, and the dummy microbatches that bring them to everyone's number."""
         yield from self.share.microbatches()
         for rows in self.cut:
             if not rows:
-                assert self.agreement.stand_in is not None  # some rank has more than this one
-                yield self.agreement.stand_in()
+                assert self.call_plan.dummy is not None  # some rank has more than this one
+                yield self.call_plan.dummy()
 
 
 def run(
-    joint: JointLoss, model: Any, share: Share, agreement: Agreement, reducer: PlainReducer, opened: OpenUpdate
+    joint: JointLoss, model: Any, share: PreparedBatch, call_plan: CallPlan, wrapper: Wrapper, opened: OpenUpdate
 ) -> dict[str, Term]:
     """Add a call's gradient to the open update; returns its sums on data rank 0, and zeros on the others."""
-    call, ranks = Call(joint, model, share, agreement, reducer, opened), reducer.ranks
+    call, ranks = CoupledCall(joint, model, share, call_plan, wrapper, opened), wrapper.ranks
     _check_whole_samples(ranks)
     if opened.steps_in_backward:
         raise PlanError(
@@ -66,10 +72,10 @@ def run(
         )
     cut = call.cut
     if not cut:
-        opened.open_call(agreement)
+        opened.open_call(call_plan)
         return {}
     encodings = _encode(call)
-    wholes, mine = gather(ranks, encodings, cut, tell(ranks, encodings, cut))
+    wholes, mine = gather_encodings(ranks, encodings, cut, report_encoding(ranks, encodings, cut))
     sums, gradients = _couple(call, wholes, encodings[0].structure)
     encoded_rows, sizes = [row for rows in cut for row in rows], [len(rows) for rows in cut]
     own = [None if each is None else in_order(each[mine], encoded_rows).split(sizes) for each in gradients]
@@ -94,19 +100,21 @@ def _check_whole_samples(ranks: DataRanks) -> None:
         )
 
 
-def _encode(call: Call) -> list[Encoded]:
+def _encode(call: CoupledCall) -> list[Encoded]:
     """The representations of every microbatch, without a graph."""
     encodings: list[Encoded] = []
     with torch.no_grad(), contextlib.closing(call.microbatches()) as microbatches:
         for microbatch in microbatches:
-            random = random_state.note(call.reducer.device)
-            encodings.append(keep(call.joint.encode(call.model, to_device(microbatch, call.reducer.device)), random))
+            random = random_state.note(call.wrapper.device)
+            encodings.append(
+                keep_encoding(call.joint.encode(call.model, to_device(microbatch, call.wrapper.device)), random)
+            )
             del microbatch  # before the next is made
     return encodings
 
 
 def _couple(
-    call: Call, wholes: list[Tensor], structure: pytree.TreeSpec
+    call: CoupledCall, wholes: list[Tensor], structure: pytree.TreeSpec
 ) -> tuple[dict[str, Term], Sequence[Tensor | None]]:
     """Open the call with the loss over all samples: its sums, and the gradient of every representation."""
     terms = _loss_of_all(call, pytree.tree_unflatten(wholes, structure))
@@ -115,21 +123,21 @@ def _couple(
     weights = {name: weight for name in names if isinstance(weight := terms[name].weight, float)}
     if len(weights) < len(names):
         weights = {}  # only the device knows, and reading it would wait
-    call.opened.open_call(replace(call.agreement, weights=weights))
-    turn = Turn(None, 0, weights, weights, is_stand_in=False)
-    objective = call.opened.objective(terms, turn)
+    call.opened.open_call(replace(call.call_plan, weights=weights))
+    step = MicrobatchStep(None, 0, weights, weights, is_dummy=False)
+    objective = call.opened.objective(terms, step)
     # Every rank has computed the same terms: they are counted once.
-    counts = all(group.rank() == 0 for group in call.reducer.ranks.data_groups)
-    sums = call.opened.add(terms, replace(turn, is_stand_in=not counts))
+    counts = all(group.rank() == 0 for group in call.wrapper.ranks.data_groups)
+    sums = call.opened.add(terms, replace(step, is_dummy=not counts))
     leaves = [whole for whole in wholes if whole.requires_grad]
     found = iter(torch.autograd.grad(objective, leaves, allow_unused=True))
     return sums, [next(found) if whole.requires_grad else None for whole in wholes]
 
 
-def _loss_of_all(call: Call, given: Any) -> dict[str, Term]:
-    random = random_state.note(call.reducer.device)
+def _loss_of_all(call: CoupledCall, given: Any) -> dict[str, Term]:
+    random = random_state.note(call.wrapper.device)
     terms = terms_of(call.joint.loss(*given) if isinstance(given, tuple) else call.joint.loss(given))
-    if call.reducer.ranks.degree > 1 and not random_state.note(call.reducer.device).same_as(random):
+    if call.wrapper.ranks.degree > 1 and not random_state.note(call.wrapper.device).same_as(random):
         raise LossContractError(
             "the loss of a JointLoss drew random numbers, which differ from rank to rank; draw them in encode"
         )
@@ -138,7 +146,7 @@ def _loss_of_all(call: Call, given: Any) -> dict[str, Term]:
 
 def _check_reach(totals: Sequence[Tensor], wholes: list[Tensor]) -> None:
     """Raise where a total depends on a leaf that is no representation: its gradient would be lost."""
-    for leaf in leaves_of(totals):
+    for leaf in graph_leaves(totals):
         if not any(leaf is whole for whole in wholes):
             raise LossContractError(
                 f"the loss of a JointLoss reaches a trainable parameter of shape {tuple(leaf.shape)} by itself; return "
@@ -146,46 +154,46 @@ def _check_reach(totals: Sequence[Tensor], wholes: list[Tensor]) -> None:
             )
 
 
-def _backward(call: Call, encodings: list[Encoded], gradients: Sequence[Sequence[Tensor] | None]) -> Tensor:
+def _backward(call: CoupledCall, encodings: list[Encoded], gradients: Sequence[Sequence[Tensor] | None]) -> Tensor:
     """Encode every microbatch again and differentiate it; whether its representations were others, on the device."""
-    drifted = torch.zeros((), dtype=torch.bool, device=call.reducer.device)
-    device = call.reducer.device
-    with contextlib.closing(turns(call.share, call.agreement, None, call.reducer, device)) as each:
-        for turn in each:
-            encoded = encodings[turn.index]
+    drifted = torch.zeros((), dtype=torch.bool, device=call.wrapper.device)
+    device = call.wrapper.device
+    with contextlib.closing(iterate_steps(call.share, call.call_plan, None, call.wrapper, device)) as each:
+        for step in each:
+            encoded = encodings[step.index]
             with random_state.replay(encoded.random):
-                leaves = pytree.tree_leaves(call.joint.encode(call.model, turn.microbatch))
-            if not turn.is_stand_in:
-                drifted |= differ(encoded.leaves, leaves)
-            _differentiate(leaves, [None if of_leaf is None else of_leaf[turn.index] for of_leaf in gradients], turn)
-            separate(call.reducer.accumulating)
-            del turn, leaves  # with the microbatch and its graph, before the next is made
+                leaves = pytree.tree_leaves(call.joint.encode(call.model, step.microbatch))
+            if not step.is_dummy:
+                drifted |= check_drift(encoded.leaves, leaves)
+            _differentiate(leaves, [None if of_leaf is None else of_leaf[step.index] for of_leaf in gradients], step)
+            separate_gradients(call.wrapper.accumulating)
+            del step, leaves  # with the microbatch and its graph, before the next is made
     return drifted
 
 
-def _differentiate(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None], turn: Turn) -> None:
-    """Backward from the representations that carry a gradient; zeros for a stand-in's."""
+def _differentiate(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None], step: MicrobatchStep) -> None:
+    """Backward from the representations that carry a gradient; zeros for a dummy microbatch's."""
     carrying = [leaf for leaf, gradient in zip(leaves, gradients, strict=True) if _carries(leaf, gradient)]
     if not carrying:
         raise LossContractError(
             "no representation carries a gradient; compute them in encode from the model's output, undetached"
         )
     given = [gradient for leaf, gradient in zip(leaves, gradients, strict=True) if _carries(leaf, gradient)]
-    torch.autograd.backward(carrying, list(map(torch.zeros_like, carrying)) if turn.is_stand_in else given)
+    torch.autograd.backward(carrying, list(map(torch.zeros_like, carrying)) if step.is_dummy else given)
 
 
 def _carries(leaf: Tensor, gradient: Tensor | None) -> bool:
     return leaf.requires_grad and gradient is not None
 
 
-def _report_drift(call: Call, drifted: Tensor, sums: dict[str, Term]) -> None:
+def _report_drift(call: CoupledCall, drifted: Tensor, sums: dict[str, Term]) -> None:
     """Raise it on every rank; on a device, where looking would wait, make the update not finite."""
     if drifted.device.type == "cpu":
-        if any(has_drifted for (has_drifted,) in call.reducer.ranks.exchange([bool(drifted)])):
+        if any(has_drifted for (has_drifted,) in call.wrapper.ranks.exchange([bool(drifted)])):
             raise LossContractError(
                 "encode gave other representations for the same microbatch the second time; let nothing in it change "
                 "from call to call, and draw random numbers from torch's own generators"
             )
         return
     nothing = {name: Term(torch.where(drifted, torch.nan, 0.0), 0.0) for name in sums}
-    call.opened.add(nothing, Turn(None, 0, {}, {}, is_stand_in=False))
+    call.opened.add(nothing, MicrobatchStep(None, 0, {}, {}, is_dummy=False))

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from megabatch.errors import Bound, MegabatchError, Shortage, in_one_line
+from megabatch.errors import MegabatchError, MicrobatchLimit, Shortage, in_one_line
 from megabatch.wrappers.mesh import DataRanks, groups_of_process
 
 NO_MEMORY = re.compile(  # where the type of an error does not say it
@@ -37,7 +37,7 @@ SECONDS_TO_HEAR = 5.0  # which a rank gives the others before it leaves, since t
 SECONDS_TO_WAKE = 3.0  # after which a collective that has not broken by itself is aborted
 
 
-class Alarm:
+class OOMBroadcast:
     """Told by one rank, heard by the others within `SECONDS_TO_HEAR`, wherever they wait.
 
     Made on all ranks together, with one small message: those of another group in the job do not hear it.
@@ -141,7 +141,7 @@ class Alarm:
         heard = MegabatchError(text)
         if shortage is not None:
             rank, samples, bound = shortage
-            heard.shortage = Shortage(rank, tuple(samples), None if bound is None else Bound(*bound))
+            heard.shortage = Shortage(rank, tuple(samples), None if bound is None else MicrobatchLimit(*bound))
         return heard
 
     def _in_a_thread(self, work: Callable[[], None], seconds: float) -> None:

@@ -13,52 +13,54 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from megabatch.engine.step_in_backward import StepInBackward
 from megabatch.engine.update import OpenUpdate
 from megabatch.errors import PlanError
-from megabatch.wrappers.base import PlainReducer, local
-from megabatch.wrappers.precision import Wide
+from megabatch.wrappers.base import Wrapper, local
+from megabatch.wrappers.precision import WideGradients
 
 State = Mapping[str, Any]
 OWN = "as the parameter"
 PLACEMENTS = {each.__name__: each for each in (Partial, Replicate)}  # other ways in which a gradient may lie
 
 
-def state_of(opened: OpenUpdate | None, reducer: PlainReducer) -> dict[str, Any]:
+def save_open_update(opened: OpenUpdate | None, wrapper: Wrapper) -> dict[str, Any]:
     """The update as it stands: numbers, texts, and copies of this rank's gradients. Waits for the device.
 
     Raises `PlanError` for a wrapper that keeps gradients elsewhere, and where an optimizer has stepped already.
     """
     if opened is None:
         return {}
-    if opened.steps_in_backward or not reducer.may_pause:
-        who = f"the model has {reducer.wrapper}, which" if not reducer.may_pause else "the optimizer, in backward,"
+    if opened.steps_in_backward or not wrapper.may_pause:
+        who = f"the model has {wrapper.kind_name}, which" if not wrapper.may_pause else "the optimizer, in backward,"
         raise PlanError(
             f"{who} has parts of an open update's gradient to itself, so that it cannot be saved; finalize() before"
         )
-    having = {str(index): each for index, each in enumerate(reducer.parameters) if each.grad is not None}
+    having = {str(index): each for index, each in enumerate(wrapper.parameters) if each.grad is not None}
     return {
-        "ranks": reducer.ranks.num_all,
+        "ranks": wrapper.ranks.num_all,
         "update": opened.state_dict(),
         "gradients": {index: local(cast(Tensor, each.grad)).detach().clone() for index, each in having.items()},
         "layouts": {index: [list(each.shape), _axes(each)] for index, each in having.items()},
     }
 
 
-def reopened(state: State, reducer: PlainReducer, wide: Wide, stepping: StepInBackward | None) -> OpenUpdate | None:
+def restore_open_update(
+    state: State, wrapper: Wrapper, wide: WideGradients, stepping: StepInBackward | None
+) -> OpenUpdate | None:
     """The update of ``state``, open again, and every ``p.grad`` what it was; None where none was open.
 
     Raises `PlanError` for a state of other ranks or parameters.
     """
     if not state:
         return None
-    if state["ranks"] != reducer.ranks.num_all:
+    if state["ranks"] != wrapper.ranks.num_all:
         raise PlanError(
-            f"the open update is of {state['ranks']} ranks and here are {reducer.ranks.num_all}, whose parts of the "
+            f"the open update is of {state['ranks']} ranks and here are {wrapper.ranks.num_all}, whose parts of the "
             "gradient are others; begin the update again"
         )
-    reducer.check_unchanged()
-    opened = OpenUpdate(reducer, stepping)
+    wrapper.check_unchanged()
+    opened = OpenUpdate(wrapper, stepping)
     opened.load_state_dict(state["update"])
     wide.begin()
-    for index, parameter in enumerate(reducer.parameters):
+    for index, parameter in enumerate(wrapper.parameters):
         kept = state["gradients"].get(str(index))
         layout = state["layouts"].get(str(index))
         parameter.grad = None if layout is None else _gradient(parameter, kept, *layout)

@@ -15,8 +15,8 @@ from torch.distributed.fsdp._flat_param import FlatParameter
 from megabatch.batching.tree import each_leaf
 from megabatch.errors import LossContractError, MegabatchError
 from megabatch.losses.contract import Term, differentiable, takes_divisor
-from megabatch.wrappers.base import PlainReducer
-from megabatch.wrappers.gradients import functions_of_losses, is_scaled, leaves, name_of
+from megabatch.wrappers.base import Wrapper
+from megabatch.wrappers.gradients import find_functions, graph_leaves, is_linear, name_of_function
 
 Value = TypeVar("Value")
 DIVIDE = (
@@ -46,7 +46,7 @@ class Receipt(NamedTuple):
         return all(map(operator.is_, self.gradients, now.gradients)) and self.writes == now.writes
 
 
-class Left(NamedTuple):
+class Leftover(NamedTuple):
     """What a call has left."""
 
     gradients: Receipt
@@ -73,10 +73,10 @@ class ByLoss(Generic[Value]):
 class Ownership:
     """Holds what calls leave against what the next one finds, and what a loss reaches against what is reduced."""
 
-    def __init__(self, reducer: PlainReducer) -> None:
-        self._reducer = reducer
-        self._is_exact = not reducer.replaces_gradients
-        self._left: Left | None = None
+    def __init__(self, wrapper: Wrapper) -> None:
+        self._wrapper = wrapper
+        self._is_exact = not wrapper.replaces_gradients
+        self._left: Leftover | None = None
         self._tried: ByLoss[bool] = ByLoss()
         self._scaling: set[type] = set()  # functions whose backward was seen to look at its gradient
         self._trying: Any = None  # the loss that is tried in the call that runs, unless more is to be seen of it
@@ -94,9 +94,9 @@ class Ownership:
         if self._trying is not None:
             self._tried.set(self._trying, True)
         self._trying = None
-        parameters = self._reducer.parameters
+        parameters = self._wrapper.parameters
         trained = [each.requires_grad for each in parameters]
-        self._left = Left(Receipt.of(parameters), _num_writes(parameters), trained)
+        self._left = Leftover(Receipt.of(parameters), _num_writes(parameters), trained)
 
     def release(self) -> None:
         """Nothing is left to be looked after."""
@@ -107,7 +107,7 @@ class Ownership:
         left, self._left = self._left, None
         if left is None:
             return
-        parameters, what = self._reducer.parameters, None
+        parameters, what = self._wrapper.parameters, None
         if left.are_trained != [each.requires_grad for each in parameters]:
             what = "parameters were frozen or unfrozen"
         elif self._is_exact and left.parameter_writes != _num_writes(parameters):
@@ -129,7 +129,7 @@ class Ownership:
 
     def receipt(self) -> Receipt:
         """How gradients stand before a loss runs."""
-        return Receipt.of(self._reducer.accumulating)
+        return Receipt.of(self._wrapper.accumulating)
 
     def check_unmoved(self, loss_fn: object, before: Receipt) -> None:
         """Raise `LossContractError` where the loss has moved a gradient and does not take the divisor."""
@@ -141,19 +141,19 @@ class Ownership:
 
         Raises `LossContractError` for one whose backward does not look at the gradient that it is given.
         """
-        functions = functions_of_losses([terms[name].total for name in differentiable(terms)])
+        functions = find_functions([terms[name].total for name in differentiable(terms)])
         new = [node for node in functions if type(node) not in self._scaling]
         if not new or _is_divided(loss_fn):
             return False
         before = self.receipt()
         for node in new:
-            looks = is_scaled(node)
+            looks = is_linear(node)
             if looks is False or self._has_moved(before):
                 raise LossContractError(
-                    f"the backward of {name_of(node)} gives the same gradient whatever its total is "
+                    f"the backward of {name_of_function(node)} gives the same gradient whatever its total is "
                     f"multiplied by, or adds to gradients itself. {DIVIDE}"
                 )
-            if looks is None and not self._reducer.forwards_meet:  # no gradient came; it is tried again
+            if looks is None and not self._wrapper.forwards_meet:  # no gradient came; it is tried again
                 self._trying = None
             else:  # where forwards meet, all ranks make as many
                 self._scaling.add(type(node))
@@ -164,8 +164,8 @@ class Ownership:
 
         After the first forward of a loss; ``given`` is the batch and its microbatch, whose inputs may carry a gradient.
         """
-        known, reached = set(map(id, self._reducer.accumulating)), False
-        for leaf in leaves([terms[name].total for name in differentiable(terms)]):
+        known, reached = set(map(id, self._wrapper.accumulating)), False
+        for leaf in graph_leaves([terms[name].total for name in differentiable(terms)]):
             if id(leaf) in known or isinstance(leaf, FlatParameter):
                 reached = True
             elif not _holds(given, leaf):
@@ -181,7 +181,7 @@ class Ownership:
         """Whether a gradient came or changed; FSDP2 makes some parameters in the first forward."""
         if not before.holds(exact=self._is_exact):
             return True
-        now = self._reducer.accumulating
+        now = self._wrapper.accumulating
         if now is before.parameters:
             return False
         known = set(map(id, before.parameters))

@@ -11,11 +11,11 @@ from torch.distributed.tensor import DTensor
 
 from megabatch.batching.attention_mask import with_config
 from megabatch.batching.packed_row import OneRow
-from megabatch.engine.call import told_failure
-from megabatch.engine.oom_broadcast import Alarm, is_out_of_memory
+from megabatch.engine.call import first_failure
+from megabatch.engine.oom_broadcast import OOMBroadcast, is_out_of_memory
 from megabatch.engine.step_in_backward import StepInBackward
 from megabatch.errors import LossContractError, MegabatchError, PlanError, in_one_line
-from megabatch.wrappers.base import PlainReducer
+from megabatch.wrappers.base import Wrapper
 from megabatch.wrappers.mesh import DataRanks
 
 NUM_FIRST, NUM_SECOND = 5, 6  # tokens of the two samples of a trial
@@ -24,18 +24,18 @@ BY_PLACE = ("attention_chunk_size", "attn_temperature_tuning")  # by the place i
 Run = Callable[..., Tensor]  # (tokens [1, T], position_ids=[1, T]) -> [1, T, V]
 
 
-def check_collate(collate: object, reducer: PlainReducer, alarm: Alarm) -> None:
+def check_packing(collate: object, wrapper: Wrapper, oom_broadcast: OOMBroadcast) -> None:
     """Raise `PlanError` where samples cannot lie in one row, or see each other there; collective if they are to."""
     if not isinstance(collate, OneRow):
         return
-    ranks = reducer.ranks
-    if len(reducer.models) > 1 or ranks.context_degree > 1 or ranks.pipeline_groups:
+    ranks = wrapper.ranks
+    if len(wrapper.models) > 1 or ranks.context_degree > 1 or ranks.pipeline_groups:
         raise PlanError(
             "OneRow is for one model whose sequences are whole and which is no Pipeline; give one model, or leave the "
             "cp and pp axes or OneRow out"
         )
-    with alarm.listening():
-        _try_on_all(reducer.models[0], reducer.device, ranks)
+    with oom_broadcast.listening():
+        _try_on_all(wrapper.models[0], wrapper.device, ranks)
 
 
 def _try_on_all(model: nn.Module, device: torch.device, ranks: DataRanks) -> None:
@@ -54,7 +54,7 @@ def _try_on_all(model: nn.Module, device: torch.device, ranks: DataRanks) -> Non
             )
             failure.__cause__ = error
     if any(failed for (failed,) in ranks.exchange([float(failure is not None)])):
-        raise told_failure(ranks, failure)
+        raise first_failure(ranks, failure)
 
 
 @contextlib.contextmanager
@@ -113,7 +113,7 @@ def _check_given(model: nn.Module, placed: tuple[Any, ...], named: Mapping[str, 
         )
 
 
-class Trial(NamedTuple):
+class PackedTrial(NamedTuple):
     """The logits of the second of two samples in a row, of two rows that differ in the first."""
 
     one: Tensor  # [1, NUM_SECOND, V]
@@ -135,8 +135,8 @@ def _check_apart(model: nn.Module, device: torch.device) -> None:
     row = torch.arange(NUM_FIRST + NUM_SECOND, device=device) * 7 % vocab_size  # [T]
     other = torch.cat([(row[:NUM_FIRST] + 1) % vocab_size, row[NUM_FIRST:]])
 
-    def tried(positions: Tensor) -> Trial:
-        return Trial(*(run(each[None], position_ids=positions[None])[:, NUM_FIRST:] for each in (row, other)))
+    def tried(positions: Tensor) -> PackedTrial:
+        return PackedTrial(*(run(each[None], position_ids=positions[None])[:, NUM_FIRST:] for each in (row, other)))
 
     running = torch.arange(NUM_FIRST + NUM_SECOND, device=device)  # [T]
     begun = tried(torch.cat([running[:NUM_FIRST], running[:NUM_SECOND]]))

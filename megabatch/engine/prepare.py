@@ -11,11 +11,11 @@ from megabatch.batching.pad_to_shape import equal_rows
 from megabatch.batching.padding import Padding
 from megabatch.batching.samples import Batch, Collate, Length, Microbatch, Samples
 from megabatch.batching.tree import clone, memory_of
-from megabatch.errors import Bound, LossContractError, PlanError
-from megabatch.losses.contract import PAIR_NAME, WEIGHT_TOLERANCE, Hooks, Prepare, Weigh, counted_weights
+from megabatch.errors import LossContractError, MicrobatchLimit, PlanError
+from megabatch.losses.contract import PAIR_NAME, WEIGHT_TOLERANCE, LossHooks, Prepare, Weigh, counted_weights
 from megabatch.planning.cost import CostModel
-from megabatch.planning.limits import Fit
-from megabatch.planning.plan import Plan, check_lengths, priced, unpadded
+from megabatch.planning.limits import TunedLimit
+from megabatch.planning.plan import Plan, check_lengths, priced, without_padding
 from megabatch.planning.plan import plan as plan_rank
 from megabatch.wrappers.mesh import DataRanks
 
@@ -24,20 +24,20 @@ MAX_WEIGHED_TERMS = 8  # the message between ranks has a fixed size
 
 
 @dataclass(frozen=True)
-class Share:
+class PreparedBatch:
     """Samples with the plan of their microbatches, and the weights of those."""
 
     samples: Samples
     plan: Plan
     collated: tuple[Microbatch, ...]  # on the CPU; empty unless they were weighed, and for a deferred batch
     weights: tuple[dict[str, float], ...]  # of each microbatch, by term
-    parts: dict[int, list[tuple[int, ...]]] = field(default_factory=dict[int, list[tuple[int, ...]]])  # see `Recovery`
+    parts: dict[int, list[tuple[int, ...]]] = field(default_factory=dict[int, list[tuple[int, ...]]])  # see `OOMRetry`
 
     def microbatches(self) -> Generator[Microbatch]:
         """The microbatches of the plan in turn, on the CPU."""
         return (each for each in self.collated) if self.collated else self.samples.in_turn(self.plan.microbatches)
 
-    def stand_in(self) -> Microbatch:
+    def dummy(self) -> Microbatch:
         """The last microbatch once more, whose shape a compiled model knows; a new one, since a loss may write to it.
 
         Of a deferred batch its last sample, over and over, since the others would have to be loaded again.
@@ -45,7 +45,7 @@ class Share:
         return self.samples.take(self.rows(len(self.plan.microbatches)))
 
     def rows(self, index: int) -> tuple[int, ...]:
-        """The samples of microbatch ``index``, from the end of the plan on of a stand-in; none where it is not ours."""
+        """Return the samples of microbatch ``index``; from the end of the plan on, those of a dummy microbatch."""
         cut, last = self.plan.microbatches, len(self.samples) - 1
         if index < len(cut) or not cut:
             return cut[index] if cut else ()
@@ -62,7 +62,7 @@ class Share:
         return microbatch, weighed if told is None else counted_weights(sum(told[row] for row in rows)), weighed
 
     def weighed(self, index: int, microbatch: Microbatch, weigh: Weigh) -> dict[str, float]:
-        """What ``weigh`` counts for microbatch ``index``, which is a stand-in from the end of the plan on."""
+        """What ``weigh`` counts for microbatch ``index``, which is a dummy microbatch from the end of the plan on."""
         told = self.samples.deferred is not None and self.samples.deferred.weights is not None
         if index < len(self.weights) and not told:
             return self.weights[index]
@@ -81,7 +81,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Cutter:
+class MicrobatchPlanner:
     """How a rank makes its share of a batch: everything that the user has said of it, and the sync that was chosen."""
 
     micro_batch_size: int | None
@@ -92,8 +92,8 @@ class Cutter:
     ranks: DataRanks
     one_shape: bool  # whether every microbatch is filled up to the longest sample of all, as in a pipeline
     cost: CostModel | None  # what the user says a microbatch costs
-    fit: Fit | None = None  # the bound that was chosen where none was given
-    learned: Bound | None = None  # from microbatches that did not fit in memory
+    fit: TunedLimit | None = None  # the bound that was chosen where none was given
+    learned: MicrobatchLimit | None = None  # from microbatches that did not fit in memory
     padding: Padding | None = None  # how samples become microbatches where there is no collate
 
     @property
@@ -120,7 +120,7 @@ class Cutter:
         cost = self.cost or (self.fit and self.fit.cost)
         (plan,) = plan_rank(lengths, micro_batch_size=rows, max_microbatch_tokens=tokens, cost=cost)
         if isinstance(self.collate, OneRow):
-            plan = unpadded(lengths, plan, tokens)
+            plan = without_padding(lengths, plan, tokens)
         sync, reason = self.choice
         plan = replace(plan, lengths=tuple(samples.lengths), one_shape=self.one_shape, sync=sync, reason=reason)
         return plan if cost is None else priced(plan, cost)
@@ -140,18 +140,18 @@ class Cutter:
             return equal_rows(samples.lengths, self.max_microbatch_tokens), None
         return self.micro_batch_size, self.max_microbatch_tokens
 
-    def learn(self, share: Share) -> "Cutter":
+    def learn(self, share: PreparedBatch) -> "MicrobatchPlanner":
         """The cutter of later calls, after one in which microbatches had to be run in parts."""
         ran = [rows for parts in share.parts.values() for rows in parts if rows]
         return self.lowered(share.plan.bound_of(ran) if ran else None)
 
-    def lowered(self, bound: Bound | None) -> "Cutter":
+    def lowered(self, bound: MicrobatchLimit | None) -> "MicrobatchPlanner":
         """The cutter of calls whose microbatches hold no more than ``bound`` either."""
         if bound is None:
             return self
-        return replace(self, learned=Bound(*map(min, bound, self.learned or bound)))
+        return replace(self, learned=MicrobatchLimit(*map(min, bound, self.learned or bound)))
 
-    def share(self, batch: Batch, hooks: Hooks) -> Share:
+    def share(self, batch: Batch, hooks: LossHooks) -> PreparedBatch:
         """This rank's part of a call. Raises `PlanError` or `LossContractError` for what is wrong with it."""
         samples, weigh = self.samples(batch, hooks.prepare), hooks.weigh
         plan = self.plan(samples)
@@ -164,7 +164,7 @@ class Cutter:
             whole = Samples(batch, self.collate, self.length, pad=self.padding).take(plan.microbatches[0])
             check_weights_of_stretches(whole, weigh, self.ranks.context_degree)
         self._check_rows(samples, plan, weigh)
-        return collated(samples, plan, weigh)
+        return collate_planned(samples, plan, weigh)
 
     def _check_rows(self, samples: Samples, plan: Plan, weigh: Weigh | None) -> None:
         """Raise `LossContractError` where samples lie in one row and a weight may count rows."""
@@ -180,13 +180,13 @@ class Cutter:
             check_weights_of_row(samples, together[:MAX_COMPARED], weigh)
 
 
-def collated(samples: Samples, plan: Plan, weigh: Weigh | None) -> Share:
+def collate_planned(samples: Samples, plan: Plan, weigh: Weigh | None) -> PreparedBatch:
     """Collate and weigh what was planned, on the CPU; of a deferred batch nothing is kept."""
     if weigh is None:
-        return Share(samples, plan, (), ())
+        return PreparedBatch(samples, plan, (), ())
     if samples.deferred is not None and (told := samples.deferred.weights) is not None:
         sums = (sum(told[row] for row in rows) for rows in plan.microbatches)
-        return Share(samples, plan, (), tuple(map(counted_weights, sums)))
+        return PreparedBatch(samples, plan, (), tuple(map(counted_weights, sums)))
     kept = _kept(samples, plan) if samples.deferred is None else ()
     weights = tuple(map(counted_weights, map(weigh, kept or map(samples.take, plan.microbatches))))  # keeps none
     names = [sorted(each) for each in weights]
@@ -194,7 +194,7 @@ def collated(samples: Samples, plan: Plan, weigh: Weigh | None) -> Share:
         raise LossContractError(f"weigh names the terms {names}; name the same terms for each microbatch")
     if names and len(names[0]) > MAX_WEIGHED_TERMS:
         raise LossContractError(f"weigh names {len(names[0])} terms; at most {MAX_WEIGHED_TERMS} are supported")
-    return Share(samples, plan, kept, weights)
+    return PreparedBatch(samples, plan, kept, weights)
 
 
 def _kept(samples: Samples, plan: Plan) -> tuple[Microbatch, ...]:

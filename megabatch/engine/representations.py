@@ -15,7 +15,7 @@ from megabatch.errors import LossContractError
 from megabatch.wrappers.mesh import DataRanks
 
 ROWS = "a tensor, or a tuple or mapping of tensors, with one row per sample"
-Cut = Sequence[Sequence[int]]  # a rank's samples by microbatch; () is a stand-in
+Cut = Sequence[Sequence[int]]  # a rank's samples by microbatch; () is a dummy microbatch
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Encoded:
         return ", ".join(f"{pytree.keystr(path)} {leaf.dtype} {tuple(leaf.shape[1:])}".strip() for path, leaf in named)
 
 
-class Told(NamedTuple):
+class EncodingReport(NamedTuple):
     """What a rank tells the others of its representations."""
 
     rank: int  # in the world
@@ -42,17 +42,17 @@ class Told(NamedTuple):
     fault: str | None
 
 
-def keep(encoded: Any, random: RandomState) -> Encoded:
+def keep_encoding(encoded: Any, random: RandomState) -> Encoded:
     """What encode returned, copied: a view would keep what it was cut from, the last hidden states say."""
     leaves, structure = pytree.tree_flatten(encoded)
     return Encoded([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure, random)
 
 
-def tell(ranks: DataRanks, encodings: Sequence[Encoded], cut: Cut) -> list[Told]:
+def report_encoding(ranks: DataRanks, encodings: Sequence[Encoded], cut: Cut) -> list[EncodingReport]:
     """What every rank has, in the order of `DataRanks.exchange`; a fault of one is raised on all."""
     fault = _fault(encodings, cut)
     kind = "" if fault else encodings[0].kind
-    told: list[Told] = ranks.exchange_objects(Told(_world_rank(), sum(map(len, cut)), kind, fault))
+    told: list[EncodingReport] = ranks.exchange_objects(EncodingReport(_world_rank(), sum(map(len, cut)), kind, fault))
     for number, each in enumerate(told):
         where = f"data rank {number % ranks.degree}"
         if each.fault is not None:
@@ -83,8 +83,8 @@ def _fault(encodings: Sequence[Encoded], cut: Cut) -> str | None:
     return None
 
 
-def gather(
-    ranks: DataRanks, encodings: Sequence[Encoded], cut: Cut, told: Sequence[Told]
+def gather_encodings(
+    ranks: DataRanks, encodings: Sequence[Encoded], cut: Cut, told: Sequence[EncodingReport]
 ) -> tuple[list[Tensor], slice]:
     """Representations of all samples, by rank and then as in its batch, and which of them are this rank's.
 
@@ -118,7 +118,7 @@ def in_order(tensor: Tensor, order: list[int]) -> Tensor:
     return tensor.index_select(0, index.to(tensor.device, non_blocking=True))
 
 
-def differ(first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
+def check_drift(first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
     """Whether representations are further apart than rounding explains; bool on their device."""
     return torch.stack([_differ(before, after.detach()) for before, after in zip(first, second, strict=True)]).any()
 

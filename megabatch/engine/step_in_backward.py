@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megabatch.engine.call import Agreement
+from megabatch.engine.call import CallPlan
 from megabatch.engine.optimizer_trial import LEAVE_OUT, check_optimizer, check_step_hooks, step_alone
 from megabatch.errors import MegabatchError, PlanError, in_one_line
-from megabatch.wrappers.base import PlainReducer
-from megabatch.wrappers.fsdp2 import FSDP2Reducer
+from megabatch.wrappers.base import Wrapper
+from megabatch.wrappers.fsdp2 import FSDP2Wrapper
 
 
 class StepInBackward:
@@ -36,12 +36,12 @@ class StepInBackward:
     itself, and one with step hooks.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, reducer: PlainReducer) -> None:
-        _check_reducer(reducer)
+    def __init__(self, optimizer: torch.optim.Optimizer, wrapper: Wrapper) -> None:
+        _check_reducer(wrapper)
         check_step_hooks(optimizer)
         check_optimizer(optimizer)
         self._optimizer = optimizer
-        self._parameters = reducer.parameters
+        self._parameters = wrapper.parameters
         self._groups: dict[int, dict[str, Any]] = {}  # the optimizer's, by id of the parameter
         self._last = -1  # index of the update's last microbatch
         self._has_weight = False
@@ -51,20 +51,20 @@ class StepInBackward:
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._receive)
 
-    def open_call(self, agreement: Agreement, number: int) -> None:
+    def open_call(self, call: CallPlan, number: int) -> None:
         """Before a call's first forward. Raises `PlanError`, on all ranks, where it cannot be the whole update."""
         if number > 1:
             raise PlanError(
                 "a second call in one update, but the optimizer has stepped in the last backward of the first; give "
                 f"all samples to one forward_backward, {LEAVE_OUT}"
             )
-        if not agreement.weights:
+        if not call.weights:
             raise PlanError(
                 "the loss has no weigh, and an optimizer that steps in backward cannot wait for the weight; count it "
                 f"with @megabatch.loss(weigh=...), {LEAVE_OUT}"
             )
         check_step_hooks(self._optimizer)
-        self._last, self._has_weight = agreement.num_microbatches - 1, any(agreement.weights.values())
+        self._last, self._has_weight = call.num_microbatches - 1, any(call.weights.values())
         self._groups = {id(each): group for group in self._optimizer.param_groups for each in group["params"]}
 
     @contextlib.contextmanager
@@ -129,22 +129,22 @@ class StepInBackward:
         )
 
 
-def _check_reducer(reducer: PlainReducer) -> None:
-    if reducer.fusing is not None:
+def _check_reducer(wrapper: Wrapper) -> None:
+    if wrapper.fusing is not None:
         raise PlanError(
             "fuse_accumulation adds gradients past the hook in which an optimizer steps in backward; leave "
             f"fuse_accumulation out, {LEAVE_OUT}"
         )
-    wrapper = reducer.wrapper
-    if len({parameter.device for parameter in reducer.parameters}) > 1:
-        wrapper = "parameters on several devices"
-    elif isinstance(reducer, FSDP2Reducer) and reducer.ranks.pipeline is None:
+    name = wrapper.kind_name
+    if len({parameter.device for parameter in wrapper.parameters}) > 1:
+        name = "parameters on several devices"
+    elif isinstance(wrapper, FSDP2Wrapper) and wrapper.ranks.pipeline is None:
         return
-    elif type(reducer) is PlainReducer:
-        if reducer.ranks.num_all == 1 and not any(isinstance(each.data, DTensor) for each in reducer.parameters):
+    elif type(wrapper) is Wrapper:
+        if wrapper.ranks.num_all == 1 and not any(isinstance(each.data, DTensor) for each in wrapper.parameters):
             return
-        wrapper = "no wrapper and several ranks"
+        name = "no wrapper and several ranks"
     raise PlanError(
-        f"the model has {wrapper}, whose whole gradient is there only after the backward; an optimizer can step in it "
+        f"the model has {name}, whose whole gradient is there only after the backward; an optimizer can step in it "
         f"for a plain model on one rank and for FSDP2 without a pipeline; shard with fully_shard, {LEAVE_OUT}"
     )

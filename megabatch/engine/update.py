@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megabatch.batching.tree import clone
 from megabatch.engine import random_state
-from megabatch.engine.call import Agreement, Turn
+from megabatch.engine.call import CallPlan, MicrobatchStep
 from megabatch.engine.step_in_backward import StepInBackward
 from megabatch.errors import LossContractError, MegabatchError
 from megabatch.losses.contract import (
@@ -30,8 +30,8 @@ from megabatch.losses.contract import (
     takes_divisor,
     terms_of,
 )
-from megabatch.wrappers import gradients
-from megabatch.wrappers.base import PlainReducer
+from megabatch.wrappers.base import Wrapper
+from megabatch.wrappers.gradients import drop_gradients, separate_gradients
 from megabatch.wrappers.precision import refuse_float16
 
 MAX_TERMS = 16  # the message between devices has a fixed size, so that no rank can wait for a longer one
@@ -108,12 +108,12 @@ def weights_differ(where: str, counted: float, returned: float) -> LossContractE
 class OpenUpdate:
     """This rank's sums of the update that is being accumulated, and the divisors of its terms."""
 
-    def __init__(self, reducer: PlainReducer, stepping: StepInBackward | None = None) -> None:
-        self._ranks, self._reducer = reducer.ranks, reducer
+    def __init__(self, wrapper: Wrapper, stepping: StepInBackward | None = None) -> None:
+        self._ranks, self._wrapper = wrapper.ranks, wrapper
         self._stepping = stepping
-        self._reducer = reducer
-        self._device = reducer.device
-        self._dtype = accumulation_dtype(reducer.device)
+        self._wrapper = wrapper
+        self._device = wrapper.device
+        self._dtype = accumulation_dtype(wrapper.device)
         self._divisors: dict[str, float] = {}  # by weighed term, from the first call
         self._announced: list[dict[str, float]] = []  # weights over all ranks, by call
         self._all_announced = True
@@ -151,33 +151,33 @@ class OpenUpdate:
         self._differ, self._differentiable = state["differ"], set(state["differentiable"])
         vars(self).update({name: copy.deepcopy(state[name]) for name in KEPT}, is_continued=True)
 
-    def open_call(self, agreement: Agreement) -> None:
+    def open_call(self, call: CallPlan) -> None:
         """Take in what the ranks agreed on for the next call."""
-        if not agreement.num_microbatches:
+        if not call.num_microbatches:
             return
         self._num_calls += 1
         if self._stepping is not None:
-            self._stepping.open_call(agreement, self._num_calls)
+            self._stepping.open_call(call, self._num_calls)
         if self._num_calls == 1:  # of several terms there is no other call, and one without weight has no gradient
-            nothing = 1.0 if len(agreement.weights) < 2 else math.inf
-            self._divisors = {name: weight or nothing for name, weight in agreement.weights.items()}
-        self._announced.append(dict(agreement.weights))  # by call: one may count a term by its name, and one without
-        self._all_announced &= bool(agreement.weights)
-        self.num_samples += agreement.num_samples
-        self.num_tokens += agreement.num_tokens
-        self.num_microbatches += agreement.num_microbatches
+            nothing = 1.0 if len(call.weights) < 2 else math.inf
+            self._divisors = {name: weight or nothing for name, weight in call.weights.items()}
+        self._announced.append(dict(call.weights))  # by call: one may count a term by its name, and one without
+        self._all_announced &= bool(call.weights)
+        self.num_samples += call.num_samples
+        self.num_tokens += call.num_tokens
+        self.num_microbatches += call.num_microbatches
 
-    def terms_of(self, loss_fn: LossFunction, model: Any, turn: Turn) -> dict[str, Term]:
+    def terms_of(self, loss_fn: LossFunction, model: Any, step: MicrobatchStep) -> dict[str, Term]:
         """What the loss returns for a microbatch, undivided. Raises `LossContractError`."""
         if not takes_divisor(loss_fn):
-            return terms_of(loss_fn(model, turn.microbatch))
+            return terms_of(loss_fn(model, step.microbatch))
         if not self._divisors:
             raise LossContractError(
                 "the loss takes the divisor, which has to be known before its first microbatch; say how it is counted "
                 "with @megabatch.loss(weigh=...)"
             )
-        scale = math.inf if turn.is_stand_in else 1 / self._loss_factor
-        divided = self._divided(loss_fn, model, turn, scale)
+        scale = math.inf if step.is_dummy else 1 / self._loss_factor
+        divided = self._divided(loss_fn, model, step, scale)
         named = self._weighed_of(divided)
         if not any(each.total.requires_grad for each in divided.values()):  # it has differentiated everything itself
             divided |= {
@@ -189,7 +189,7 @@ class OpenUpdate:
                 divided[name] = Term(divided[name].total * factor, divided[name].weight)
         return divided
 
-    def check_divided(self, loss_fn: LossFunction, model: Any, turn: Turn) -> None:
+    def check_divided(self, loss_fn: LossFunction, model: Any, step: MicrobatchStep) -> None:
         """Raise `LossContractError` for a loss that takes the divisor and does not divide its total by it.
 
         It runs twice, in evaluation mode and without gradients, where it can; a loss that differentiates cannot, and
@@ -199,68 +199,68 @@ class OpenUpdate:
             return
         try:
             with torch.no_grad():
-                one, half = (self._tried(loss_fn, model, turn, scale) for scale in (1.0, 2.0))
+                one, half = (self._tried(loss_fn, model, step, scale) for scale in (1.0, 2.0))
             wrong = {name: one[name] for name in one if abs(one[name] - 2 * half[name]) > 0.01 * abs(one[name])}
         except Exception:  # whatever a backward in the loss raises
-            if type(self._reducer) is not PlainReducer:
+            if type(self._wrapper) is not Wrapper:
                 return
-            fresh = [each for each in self._reducer.parameters if each.grad is None]
+            fresh = [each for each in self._wrapper.parameters if each.grad is None]
             with torch.enable_grad():
-                wrong = {name: total for name, total in self._tried(loss_fn, model, turn, math.inf).items() if total}
-            gradients.drop(fresh)
+                wrong = {name: total for name, total in self._tried(loss_fn, model, step, math.inf).items() if total}
+            drop_gradients(fresh)
         for name, total in wrong.items():
             raise LossContractError(
                 f"the loss takes the divisor and its total {name!r} does not shrink with it ({total:.6g}); return "
                 "(total / divisor, weight), and divide what it differentiates"
             )
 
-    def _tried(self, loss_fn: LossFunction, model: Any, turn: Turn, scale: float) -> dict[str, float]:
+    def _tried(self, loss_fn: LossFunction, model: Any, step: MicrobatchStep, scale: float) -> dict[str, float]:
         """The totals that are divided, for a multiple of the divisor; nothing but gradients is left of it."""
-        modes = {each: each.training for model in self._reducer.models for each in model.modules()}
-        counting, self._reducer.is_counting = self._reducer.is_counting, False
+        modes = {each: each.training for model in self._wrapper.models for each in model.modules()}
+        counting, self._wrapper.is_counting = self._wrapper.is_counting, False
         try:
             for each in modes:
                 each.training = False
             with random_state.replay(random_state.note(self._device)):
-                found = self._divided(loss_fn, model, replace(turn, microbatch=clone(turn.microbatch)), scale)
+                found = self._divided(loss_fn, model, replace(step, microbatch=clone(step.microbatch)), scale)
         finally:
-            self._reducer.is_counting = counting
+            self._wrapper.is_counting = counting
             for each, mode in modes.items():
                 each.training = mode
         return {name: float(found[name].total.detach()) for name in self._weighed_of(found)}
 
-    def _divided(self, loss_fn: LossFunction, model: Any, turn: Turn, scale: float) -> dict[str, Term]:
+    def _divided(self, loss_fn: LossFunction, model: Any, step: MicrobatchStep, scale: float) -> dict[str, Term]:
         """What the loss returns for a multiple of the divisor."""
         own = {name: each * scale for name, each in self._divisors.items()}
         divisor = own if len(own) > 1 else next(iter(own.values()))
-        return terms_of(cast(Any, loss_fn)(model, turn.microbatch, divisor=divisor))
+        return terms_of(cast(Any, loss_fn)(model, step.microbatch, divisor=divisor))
 
     def _weighed_of(self, terms: Mapping[str, Term]) -> list[str]:
         """Names of the terms that are divided; the others are metrics."""
         carrying = differentiable(terms)
         return carrying or [name for name in terms if name in self._divisors or len(terms) == 1]
 
-    def backward(self, terms: Mapping[str, Term], turn: Turn) -> dict[str, Term]:
+    def backward(self, terms: Mapping[str, Term], step: MicrobatchStep) -> dict[str, Term]:
         """Differentiate one microbatch; returns its sums, detached."""
-        objective = self.objective(terms, turn)
+        objective = self.objective(terms, step)
         with self._taken_back_on_failure():
-            sums = self.add(terms, turn)  # which may raise, and then no parameter is to have moved
-            with contextlib.nullcontext() if self._stepping is None else self._stepping.backward(turn.index):
-                objective.backward(inputs=None if turn.wanted is None else list(turn.wanted))
+            sums = self.add(terms, step)  # which may raise, and then no parameter is to have moved
+            with contextlib.nullcontext() if self._stepping is None else self._stepping.backward(step.index):
+                objective.backward(inputs=None if step.wanted is None else list(step.wanted))
         if not self._all_have_gradients:  # only new ones can share memory
-            gradients.separate(self._reducer.accumulating)
-            self._all_have_gradients = all(each.grad is not None for each in self._reducer.accumulating)
+            separate_gradients(self._wrapper.accumulating)
+            self._all_have_gradients = all(each.grad is not None for each in self._wrapper.accumulating)
         return sums
 
     @property
     def _loss_factor(self) -> float:
-        return self._reducer.loss_factor
+        return self._wrapper.loss_factor
 
-    def backward_once(self, terms: Mapping[str, Term], turn: Turn) -> None:
+    def backward_once(self, terms: Mapping[str, Term], step: MicrobatchStep) -> None:
         """The same where nobody takes back what a backward that fails has added: the update is lost then."""
         self.check_whole()
-        self._failed = turn.index
-        self.backward(terms, turn)
+        self._failed = step.index
+        self.backward(terms, step)
         self._failed = None
 
     def check_whole(self) -> None:
@@ -284,31 +284,31 @@ class OpenUpdate:
                 take_back()
             raise
 
-    def objective(self, terms: Mapping[str, Term], turn: Turn) -> Tensor:
-        """The scalar to differentiate: each total over its divisor, and nothing of a stand-in."""
+    def objective(self, terms: Mapping[str, Term], step: MicrobatchStep) -> Tensor:
+        """The scalar to differentiate: each total over its divisor, and nothing of a dummy microbatch."""
         names = differentiable(terms)
         self._differentiable |= set(names)
-        self._check_terms(names, turn)
+        self._check_terms(names, step)
         refuse_float16((f"the total of {name!r}", terms[name].total.dtype) for name in names)
-        share = 0.0 if turn.is_stand_in else self._loss_factor
+        share = 0.0 if step.is_dummy else self._loss_factor
         parts = [terms[name].total * (share / (_of(self._divisors, name) or 1.0)) for name in names]
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 
-    def add(self, terms: Mapping[str, Term], turn: Turn) -> dict[str, Term]:
+    def add(self, terms: Mapping[str, Term], step: MicrobatchStep) -> dict[str, Term]:
         """Add a microbatch's terms to the sums and hold its weights against those counted; returns them detached.
 
-        A stand-in adds nothing but its terms' names.
+        A dummy microbatch adds nothing but its terms' names.
         """
-        if turn.is_stand_in:
+        if step.is_dummy:
             nothing = {name: Term(self._scalar(0.0), 0.0) for name in terms}
             add_terms(self._sums, nothing)
             return nothing
         detached = {name: Term(term.total.detach().to(self._dtype), term.weight) for name, term in terms.items()}
         add_terms(self._sums, detached)
         for name in differentiable(terms):
-            counted = _of(turn.counted, name)
+            counted = _of(step.counted, name)
             if counted is not None:
-                self._compare(counted, terms[name].weight, turn)
+                self._compare(counted, terms[name].weight, step)
         return detached
 
     def close(self, weight: float | None, max_norm: float | None) -> tuple[Update, float | Tensor | None]:
@@ -321,7 +321,7 @@ class OpenUpdate:
         if weight is not None and len(own) > 1:
             raise LossContractError(f"weight= replaces one divisor, but the loss has the terms {own}")
         names = [*own, *sorted(self._sums.keys() - self._differentiable)]
-        rest = f"{own} {weight} {max_norm} {self._reducer.gathered}"
+        rest = f"{own} {weight} {max_norm} {self._wrapper.gathered}"
         rows = self._ranks.gather(self._report(names, rest))  # [ranks, 4 + 2 * MAX_TERMS]
         totals, weights = rows[:, 4 : 4 + 2 * len(names)].sum(0).reshape(2, -1)  # [terms], [terms]
         if weight is not None:
@@ -364,7 +364,7 @@ class OpenUpdate:
         factor = divisor / known if known else 0.0
         return None if factor == 1.0 else factor
 
-    def _check_terms(self, names: list[str], turn: Turn) -> None:
+    def _check_terms(self, names: list[str], step: MicrobatchStep) -> None:
         if not names:
             raise LossContractError(
                 "no total of the loss carries a gradient; compute one from the model's output, undetached"
@@ -374,19 +374,19 @@ class OpenUpdate:
             raise LossContractError(
                 f"an update of several differentiable terms, {several}, is one forward_backward call"
             )
-        unweighed = [name for name in several if _of(turn.counted, name) is None]
-        if len(several) > 1 and (unweighed or len(turn.counted) < len(several)):
+        unweighed = [name for name in several if _of(step.counted, name) is None]
+        if len(several) > 1 and (unweighed or len(step.counted) < len(several)):
             raise LossContractError(
                 f"the loss has the differentiable terms {several}, each with a denominator of its own; "
                 "give weigh= as a mapping with the weight of each"
             )
-        if unweighed and turn.counted:
-            raise LossContractError(f"weigh names {sorted(turn.counted)} but the differentiable term is {names[0]!r}")
+        if unweighed and step.counted:
+            raise LossContractError(f"weigh names {sorted(step.counted)} but the differentiable term is {names[0]!r}")
 
-    def _compare(self, counted: float, returned: Tensor | float, turn: Turn) -> None:
+    def _compare(self, counted: float, returned: Tensor | float, step: MicrobatchStep) -> None:
         differ = abs(returned - counted) > WEIGHT_TOLERANCE * counted
         if isinstance(returned, float) and differ and self._ranks.num_all == 1:
-            raise weights_differ(f"microbatch {turn.index}", counted, returned)
+            raise weights_differ(f"microbatch {step.index}", counted, returned)
         self._differ = differ | self._differ
         self._counted += counted
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from megabatch.autotune.snapshot import Kept
+from megabatch.autotune.snapshot import ModuleSnapshot
 from megabatch.batching.samples import IGNORED_LABEL, Microbatch
 from megabatch.engine import random_state
 from megabatch.errors import LossContractError, MegabatchError, in_one_line
@@ -360,7 +360,7 @@ def _same(one: Any, other: Any) -> bool:
 @contextlib.contextmanager
 def without_traces(model: nn.Module, remembered: "Remembered") -> Generator[None]:
     """In eval mode; what is written to the model's modules, and to what is remembered, is put back."""
-    kept = [Kept(module) for module in model.modules()]
+    kept = [ModuleSnapshot(module) for module in model.modules()]
     model.eval()
     try:
         yield

@@ -20,7 +20,7 @@ from megabatch.integrations import loss_trial, metric_means
 from megabatch.integrations.balance import DealtBatches
 from megabatch.integrations.trainer_arguments import refuse
 from megabatch.losses.chunked_cross_entropy import HALF_TYPES
-from megabatch.losses.contract import Hooks, JointLoss, LossFunction, hooks_of
+from megabatch.losses.contract import JointLoss, LossFunction, LossHooks, loss_hooks
 
 try:
     from accelerate.utils import gather_object
@@ -283,7 +283,7 @@ class MegabatchTrainer(Trainer):
             with self.compute_loss_context_manager():
                 return loss_fn(*given)
 
-        own: Hooks = hooks_of(loss_fn)
+        own: LossHooks = loss_hooks(loss_fn)
 
         def prepare(microbatch: Microbatch) -> Microbatch:
             prepared = self._prepare_inputs(microbatch)

@@ -114,16 +114,16 @@ def takes_divisor(loss_fn: LossFunction | JointLoss) -> bool:
     return takes
 
 
-class Hooks(NamedTuple):
+class LossHooks(NamedTuple):
     """What a loss wants done on the CPU, before its microbatches are moved."""
 
     weigh: Weigh | None = None
     prepare: Prepare | None = None
 
 
-def hooks_of(loss_fn: LossFunction | JointLoss) -> Hooks:
+def loss_hooks(loss_fn: LossFunction | JointLoss) -> LossHooks:
     """What `loss` attached, if anything."""
-    return Hooks(weigh_of(loss_fn), cast(Prepare | None, getattr(loss_fn, "prepare", None)))
+    return LossHooks(weigh_of(loss_fn), cast(Prepare | None, getattr(loss_fn, "prepare", None)))
 
 
 def terms_of(returned: Any) -> dict[str, Term]:

@@ -25,7 +25,7 @@ def count_targets(microbatch: Microbatch) -> Tensor:
     return (next_targets(microbatch) != IGNORED_LABEL).sum()
 
 
-@loss(weigh=count_targets, prepare=attention_mask.noted)
+@loss(weigh=count_targets, prepare=attention_mask.note_padding)
 def next_token(model: nn.Module, microbatch: Microbatch) -> Term:
     """Cross-entropy of each next token: ``-sum log p(labels[t + 1] | input_ids[..t])`` over its targets.
 

@@ -18,13 +18,13 @@ from torch.utils import _pytree as pytree
 from megabatch.batching.pad_to_shape import Inputs, cut_back, fingerprint, in_one_shape
 from megabatch.batching.samples import Microbatch
 from megabatch.engine import random_state
-from megabatch.engine.call import Agreement, Turn, told_failure, turns
+from megabatch.engine.call import CallPlan, MicrobatchStep, first_failure, iterate_steps
 from megabatch.engine.oom_broadcast import is_out_of_memory
-from megabatch.engine.prepare import Share
+from megabatch.engine.prepare import PreparedBatch
 from megabatch.engine.update import OpenUpdate, add_terms
 from megabatch.errors import LossContractError, PlanError
 from megabatch.losses.contract import LossFunction, Term, Weigh, accumulation_dtype, terms_of
-from megabatch.pipeline.stages import Pipeline, PipelineReducer, nothing_of
+from megabatch.pipeline.stages import Pipeline, PipelineWrapper, nothing_of
 from megabatch.wrappers.mesh import DataRanks
 
 __all__ = ["Pipeline", "evaluate"]
@@ -32,19 +32,19 @@ __all__ = ["Pipeline", "evaluate"]
 Named = list[tuple[str, bool, float | None]]  # of a microbatch: terms, whether differentiable, weights of the host
 
 
-def filled(reducer: PipelineReducer, share: Share, agreement: Agreement) -> Agreement:
-    """The agreement, with as many stand-ins more as the schedule needs; the same on all ranks."""
-    num_microbatches = reducer.pipeline.filled(agreement.num_microbatches)
-    stand_in = agreement.stand_in or share.stand_in  # without the former this rank has samples
-    return replace(agreement, num_microbatches=num_microbatches, stand_in=stand_in)
+def filled(wrapper: PipelineWrapper, share: PreparedBatch, call: CallPlan) -> CallPlan:
+    """The agreement, with as many dummy microbatches more as the schedule needs; the same on all ranks."""
+    num_microbatches = wrapper.pipeline.filled(call.num_microbatches)
+    dummy = call.dummy or share.dummy  # without the former this rank has samples
+    return replace(call, num_microbatches=num_microbatches, dummy=dummy)
 
 
 def run(
-    share: Share,
-    agreement: Agreement,
+    share: PreparedBatch,
+    call: CallPlan,
     weigh: Weigh | None,
     loss_fn: LossFunction,
-    reducer: PipelineReducer,
+    wrapper: PipelineWrapper,
     opened: OpenUpdate,
 ) -> dict[str, Term]:
     """Add a call's gradient to the open update; returns its sums, the same on every stage.
@@ -52,21 +52,21 @@ def run(
     What the loss or a stage raises is raised on all ranks, when the step has come to its end. A stage that leaves its
     wrapper's collectives half-way keeps its data ranks waiting, as it does without a pipeline.
     """
-    opened.open_call(agreement)
-    if not agreement.num_microbatches:
+    opened.open_call(call)
+    if not call.num_microbatches:
         return {}
-    model, device = reducer.pipeline, reducer.device
+    model, device = wrapper.pipeline, wrapper.device
     recorded = _recorded_by_all(
-        lambda: list(turns(share, agreement, weigh, reducer, device)), loss_fn, model, device, reducer.loss_factor
+        lambda: list(iterate_steps(share, call, weigh, wrapper, device)), loss_fn, model, device, wrapper.loss_factor
     )
     last = _LastStage(model, *recorded, loss_fn, opened)
-    with reducer.call():
+    with wrapper.call():
         model.step(last.inputs, last.loss, device, backward=True)
     sums: dict[str, Term] = {}
-    for terms, turn in zip(last.told(device), last.turns, strict=True):
+    for terms, step in zip(last.told(device), last.turns, strict=True):
         if not model.has_last_stage:
-            opened.objective(terms, turn)  # to note what it has noted on the last stage
-        add_terms(sums, opened.add(terms, turn))
+            opened.objective(terms, step)  # to note what it has noted on the last stage
+        add_terms(sums, opened.add(terms, step))
     return sums
 
 
@@ -79,10 +79,10 @@ def evaluate(model: Pipeline, microbatches: Sequence[Microbatch], loss_fn: LossF
     """
     device = next(model.parameters()).device
 
-    def make() -> list[Turn]:
+    def make() -> list[MicrobatchStep]:
         num_real = len(microbatches)
         indices = range(model.filled(num_real))
-        return [Turn(microbatches[min(i, num_real - 1)], i, {}, {}, i >= num_real) for i in indices]
+        return [MicrobatchStep(microbatches[min(i, num_real - 1)], i, {}, {}, i >= num_real) for i in indices]
 
     recorded = _recorded_by_all(make, loss_fn, model, device, None)
     if not microbatches:
@@ -135,11 +135,11 @@ class _Recorder:
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
-def _recorded(loss_fn: LossFunction, turn: Turn, device: torch.device, trains: bool) -> Inputs:
+def _recorded(loss_fn: LossFunction, step: MicrobatchStep, device: torch.device, trains: bool) -> Inputs:
     """What the loss gives the model for a microbatch."""
     before = random_state.note(device)
     try:
-        loss_fn(_Recorder(device, trains), turn.microbatch)
+        loss_fn(_Recorder(device, trains), step.microbatch)
     except _Called as called:
         inputs = called.inputs
     else:
@@ -156,12 +156,12 @@ def _recorded(loss_fn: LossFunction, turn: Turn, device: torch.device, trains: b
 
 
 def _recorded_by_all(
-    make: Callable[[], list[Turn]],
+    make: Callable[[], list[MicrobatchStep]],
     loss_fn: LossFunction,
     model: Pipeline,
     device: torch.device,
     loss_factor: float | None,
-) -> tuple[list[Turn], list[Inputs]]:
+) -> tuple[list[MicrobatchStep], list[Inputs]]:
     """The turns, and what the loss gives the model in each; every rank knows that they are well on all the others.
 
     Without a ``loss_factor`` nothing is differentiated.
@@ -169,15 +169,15 @@ def _recorded_by_all(
     made, calls, failure, ranks, trains = [], [], None, model.ranks, loss_factor is not None
     try:
         made = make()
-        calls = [_recorded(loss_fn, turn, device, trains) for turn in made]
+        calls = [_recorded(loss_fn, step, device, trains) for step in made]
         in_one_shape(calls)
     except Exception as error:  # whatever the user's loss raises, the other ranks must hear of it
         failure = error
-    seen = fingerprint([turn.microbatch for turn in made])
-    number = sum(trains or not turn.is_stand_in for turn in made)
+    seen = fingerprint([step.microbatch for step in made])
+    number = sum(trains or not step.is_dummy for step in made)
     rows = ranks.exchange([float(failure is not None), seen, number, loss_factor or 0.0, model.num_stages])
     if any(failed for failed, *_ in rows):
-        raise told_failure(ranks, failure)
+        raise first_failure(ranks, failure)
     if len({tuple(rest) for _, _, _, *rest in rows}) > 1:
         raise PlanError("ranks differ in the number or the wrapper of their stages; give all ranks the same")
     if len(numbers := {int(number) for _, _, number, *_ in rows}) > 1:
@@ -196,7 +196,7 @@ def _raise_told(ranks: DataRanks, failure: tuple[int, Exception] | None) -> None
     stage, error = failure or (math.inf, None)
     first = min(told for (told,) in ranks.exchange([float(stage)]))
     if first < math.inf:
-        raise told_failure(ranks, error if stage == first else None)
+        raise first_failure(ranks, error if stage == first else None)
 
 
 class _Answer:
@@ -219,12 +219,12 @@ class _LastStage:
     def __init__(
         self,
         model: Pipeline,
-        turns: Sequence[Turn],
+        iterate_steps: Sequence[MicrobatchStep],
         calls: Sequence[Inputs],
         loss_fn: LossFunction,
         opened: OpenUpdate | None,
     ) -> None:
-        self._model, self.turns, self._calls, self._loss_fn, self._opened = model, turns, calls, loss_fn, opened
+        self._model, self.turns, self._calls, self._loss_fn, self._opened = model, iterate_steps, calls, loss_fn, opened
         self.inputs = in_one_shape(calls)
         self._with_graph = torch.is_grad_enabled()  # here: schedules change it
         self._terms: dict[int, dict[str, Term]] = {}  # of each microbatch that was well

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megabatch.errors import PlanError
 
 
-class Kind(NamedTuple):
+class ScheduleKind(NamedTuple):
     """What a schedule asks for."""
 
     make: Callable[..., Any]
@@ -39,13 +39,15 @@ def _whole_rounds(microbatches: int, ranks: int, stages: int) -> int:
 
 
 SCHEDULES = {
-    "GPipe": Kind(torch_schedules.ScheduleGPipe, 1, _any),
-    "1F1B": Kind(torch_schedules.Schedule1F1B, 1, _one_per_stage),
-    "Interleaved1F1B": Kind(torch_schedules.ScheduleInterleaved1F1B, None, _whole_rounds),
-    "LoopedBFS": Kind(torch_schedules.ScheduleLoopedBFS, None, _any),
-    "InterleavedZeroBubble": Kind(torch_schedules.ScheduleInterleavedZeroBubble, None, _whole_rounds, splits=True),
-    "ZBVZeroBubble": Kind(torch_schedules.ScheduleZBVZeroBubble, 2, _any, goes_back=True, splits=True),
-    "DualPipeV": Kind(torch_schedules.ScheduleDualPipeV, 2, _one_per_stage, goes_back=True, splits=True),
+    "GPipe": ScheduleKind(torch_schedules.ScheduleGPipe, 1, _any),
+    "1F1B": ScheduleKind(torch_schedules.Schedule1F1B, 1, _one_per_stage),
+    "Interleaved1F1B": ScheduleKind(torch_schedules.ScheduleInterleaved1F1B, None, _whole_rounds),
+    "LoopedBFS": ScheduleKind(torch_schedules.ScheduleLoopedBFS, None, _any),
+    "InterleavedZeroBubble": ScheduleKind(
+        torch_schedules.ScheduleInterleavedZeroBubble, None, _whole_rounds, splits=True
+    ),
+    "ZBVZeroBubble": ScheduleKind(torch_schedules.ScheduleZBVZeroBubble, 2, _any, goes_back=True, splits=True),
+    "DualPipeV": ScheduleKind(torch_schedules.ScheduleDualPipeV, 2, _one_per_stage, goes_back=True, splits=True),
 }
 
 

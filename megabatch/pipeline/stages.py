@@ -21,10 +21,10 @@ from megabatch.batching.pad_to_shape import Inputs, Shape, difference, said
 from megabatch.engine.oom_broadcast import is_out_of_memory
 from megabatch.errors import MegabatchError, PlanError
 from megabatch.pipeline.schedules import SCHEDULES, check_stage
-from megabatch.wrappers.base import Choice, PlainReducer
+from megabatch.wrappers.base import Choice, Wrapper
 from megabatch.wrappers.mesh import DataRanks, check_axes
-from megabatch.wrappers.multi_model import SeveralReducer
-from megabatch.wrappers.precision import Wide
+from megabatch.wrappers.multi_model import MultiModelWrapper
+from megabatch.wrappers.precision import WideGradients
 
 KEPT_SCHEDULES = 2  # each keeps buffers as large as what a whole call sends from stage to stage
 
@@ -106,7 +106,7 @@ class Pipeline(nn.Module):
         return self.group.rank() == self.last_rank
 
     def filled(self, num_microbatches: int) -> int:
-        """How many microbatches the schedule must be given to run these: it may need more, stand-ins."""
+        """How many microbatches the schedule must be given to run these: it may need more, dummy microbatches."""
         return num_microbatches and self.kind.filled(num_microbatches, self.group.size(), self.num_stages)
 
     def forward(self, *_: Any, **__: Any) -> Any:
@@ -247,13 +247,13 @@ def nothing_of(output: Any) -> Tensor:
     )
 
 
-class PipelineReducer(SeveralReducer):
+class PipelineWrapper(MultiModelWrapper):
     """Reduces every stage of this rank by its own wrapper, once per call, when all its microbatches have run."""
 
-    wrapper = "a pipeline"
+    kind_name = "a pipeline"
     one_shape = True
 
-    def __init__(self, pipeline: Pipeline, reducers: Sequence[PlainReducer]) -> None:
+    def __init__(self, pipeline: Pipeline, reducers: Sequence[Wrapper]) -> None:
         super().__init__(reducers, frozen=())
         self.ranks = pipeline.ranks
         if self.ranks.context_degree > 1:
@@ -263,7 +263,7 @@ class PipelineReducer(SeveralReducer):
         self.pipeline = pipeline
         self.may_pause = False  # a schedule that is made inside an update drops what FSDP2 has summed
 
-    def accumulate_in(self, wide: Wide) -> None:
+    def accumulate_in(self, wide: WideGradients) -> None:
         if wide.widens:
             raise PlanError(
                 f"accumulate_dtype is {wide.dtype}, but a pipeline adds gradients in the parameters' dtype; "

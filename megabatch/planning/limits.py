@@ -19,14 +19,14 @@ MAX_MEASURED = 12
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredMicrobatch:
     """What a microbatch of ``rows`` longest samples was measured to take, the most over all ranks."""
 
     rows: int
     num_bytes: float  # at the peak, beyond what stays from microbatch to microbatch
 
 
-class Timed(NamedTuple):
+class TimedMicrobatch(NamedTuple):
     """The seconds of a forward and backward of ``rows`` samples of ``tokens`` each, on the slowest rank."""
 
     rows: int
@@ -35,7 +35,7 @@ class Timed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Space:
+class MemoryRoom:
     """Bytes for one microbatch beyond what stays, the least over all ranks."""
 
     allowed: float
@@ -43,13 +43,13 @@ class Space:
 
 
 @dataclass(frozen=True)
-class Fit:
+class TunedLimit:
     """The bound that was chosen, and what it was chosen from."""
 
     max_microbatch_tokens: int
     cost: CostModel
     longest_tokens: int  # of the samples that were measured
-    measured: tuple[Measured, ...]  # in their turn
+    measured: tuple[MeasuredMicrobatch, ...]  # in their turn
     limit_bytes: float  # for everything on a rank: parameters, gradients, the optimizer's states, a microbatch
     allowed_bytes: float  # of it for an update: its samples, gradients and microbatches; the least over all ranks
     outgrown_rows: int | None = None  # samples of a rank, where only their number ended the search; None: memory did
@@ -70,9 +70,9 @@ class Fit:
         )
 
 
-def fit_or_bound(given: int | str | Fit | None) -> tuple[Fit | None, int | str | None]:
+def parse_limit(given: int | str | TunedLimit | None) -> tuple[TunedLimit | None, int | str | None]:
     """What a user says a microbatch may hold: a fit that was made before, with what it was asked for, or a bound."""
-    return (given, "auto") if isinstance(given, Fit) else (None, given)
+    return (given, "auto") if isinstance(given, TunedLimit) else (None, given)
 
 
 def in_gib(num_bytes: float) -> str:
@@ -80,7 +80,9 @@ def in_gib(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.2f} GiB"
 
 
-def search(measure: Callable[[int], Measured], space: Callable[[], Space], most_rows: int) -> list[Measured]:
+def search(
+    measure: Callable[[int], MeasuredMicrobatch], space: Callable[[], MemoryRoom], most_rows: int
+) -> list[MeasuredMicrobatch]:
     """Measure a microbatch of one row, and larger ones as long as they are sure to fit and bring the bound nearer."""
     measured = [measure(1)]
     while len(measured) < MAX_MEASURED and (rows := next_rows(measured, space(), most_rows)) is not None:
@@ -88,7 +90,7 @@ def search(measure: Callable[[int], Measured], space: Callable[[], Space], most_
     return measured
 
 
-def next_rows(measured: Sequence[Measured], space: Space, most_rows: int) -> int | None:
+def next_rows(measured: Sequence[MeasuredMicrobatch], space: MemoryRoom, most_rows: int) -> int | None:
     """Rows of the microbatch to measure next; None where enough is known.
 
     More rows than were measured are tried where everything that was measured may grow with them and is there even so,
@@ -107,7 +109,7 @@ def next_rows(measured: Sequence[Measured], space: Space, most_rows: int) -> int
     return None if rows <= low.rows or is_near else rows
 
 
-def bound_tokens(measured: Sequence[Measured], space: Space, longest_tokens: int) -> int | None:
+def bound_tokens(measured: Sequence[MeasuredMicrobatch], space: MemoryRoom, longest_tokens: int) -> int | None:
     """The largest bound that fits, in padded tokens; None where one sample does not.
 
     Part of a row more than was measured is granted where everything measured may grow with it.
@@ -120,12 +122,16 @@ def bound_tokens(measured: Sequence[Measured], space: Space, longest_tokens: int
 
 
 def cost_of(
-    measured: Sequence[Measured], space: Space, stays_bytes: float, longest_tokens: int, timed: Sequence[Timed]
+    measured: Sequence[MeasuredMicrobatch],
+    space: MemoryRoom,
+    stays_bytes: float,
+    longest_tokens: int,
+    timed: Sequence[TimedMicrobatch],
 ) -> CostModel:
     """What a microbatch costs: its bytes through the two largest that were measured and fit, or in proportion to the
     only one; its seconds by `seconds_of`."""
     fitting = sorted((each for each in measured if each.num_bytes <= space.allowed), key=lambda each: each.rows)
-    high, low = fitting[-1], fitting[-2] if len(fitting) > 1 else Measured(0, 0.0)
+    high, low = fitting[-1], fitting[-2] if len(fitting) > 1 else MeasuredMicrobatch(0, 0.0)
     row_bytes = max(0.0, (high.num_bytes - low.num_bytes) / (high.rows - low.rows))
     return CostModel(
         *seconds_of(timed),
@@ -134,7 +140,7 @@ def cost_of(
     )
 
 
-def seconds_of(timed: Sequence[Timed]) -> tuple[float, float, float]:
+def seconds_of(timed: Sequence[TimedMicrobatch]) -> tuple[float, float, float]:
     """Seconds of a microbatch, a token and a pair, as `CostModel` adds them up; the closest in proportion.
 
     With samples of one length alone attention has the share that `CostModel` gives it.
@@ -148,7 +154,7 @@ def seconds_of(timed: Sequence[Timed]) -> tuple[float, float, float]:
     return _closest(counts, timed)
 
 
-def _closest(counts: np.ndarray, timed: Sequence[Timed]) -> tuple[float, float, float]:
+def _closest(counts: np.ndarray, timed: Sequence[TimedMicrobatch]) -> tuple[float, float, float]:
     """Least squares without negative factors: the best of those that leave some out (there are at most three)."""
     weights = np.array([1 / each.seconds for each in timed])[:, None]
     best, found = np.inf, np.zeros(3)
@@ -162,15 +168,17 @@ def _closest(counts: np.ndarray, timed: Sequence[Timed]) -> tuple[float, float, 
     return float(found[0]), float(found[1]), float(found[2])
 
 
-def largest_fitting(measured: Sequence[Measured], space: Space) -> Measured | None:
+def largest_fitting(measured: Sequence[MeasuredMicrobatch], space: MemoryRoom) -> MeasuredMicrobatch | None:
     return max((each for each in measured if each.num_bytes <= space.allowed), key=lambda each: each.rows, default=None)
 
 
-def smallest_not_fitting(measured: Sequence[Measured], space: Space) -> Measured | None:
+def smallest_not_fitting(measured: Sequence[MeasuredMicrobatch], space: MemoryRoom) -> MeasuredMicrobatch | None:
     return min((each for each in measured if each.num_bytes > space.allowed), key=lambda each: each.rows, default=None)
 
 
-def _along_line(measured: Sequence[Measured], low: Measured, over: Measured | None, num_bytes: float) -> float:
+def _along_line(
+    measured: Sequence[MeasuredMicrobatch], low: MeasuredMicrobatch, over: MeasuredMicrobatch | None, num_bytes: float
+) -> float:
     """Rows, or a little fewer, for which the line through the nearest two measurements says ``num_bytes``.
 
     0 without two.

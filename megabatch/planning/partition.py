@@ -13,7 +13,7 @@ BLOCK_BITS = 10  # of the numbers that one word of a Spaces holds
 Size = Callable[[int, int], float]  # (rows, longest length) -> price of a microbatch
 
 
-def deal(costs: Sequence[float], num_bins: int) -> list[list[int]]:
+def balance(costs: Sequence[float], num_bins: int) -> list[list[int]]:
     """Deal the items over ``num_bins`` bins whose sizes differ by at most one and whose costs are close.
 
     The costliest item goes first, each to the cheapest bin that still has room (longest processing time first,
@@ -34,7 +34,7 @@ def deal(costs: Sequence[float], num_bins: int) -> list[list[int]]:
     return [sorted(items) for items in bins]
 
 
-def pack(
+def split(
     lengths: Sequence[int], price: Size, *, max_rows: int | None = None, max_tokens: int | None = None
 ) -> list[tuple[int, ...]]:
     """Group the items into microbatches under a cap, at the least total price; the longest come first.

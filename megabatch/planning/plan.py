@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megabatch.errors import Bound, PlanError, require_count
+from megabatch.errors import MicrobatchLimit, PlanError, require_count
 from megabatch.planning.cost import CostModel, check_cost
-from megabatch.planning.partition import best_fit, deal, pack
+from megabatch.planning.partition import balance, best_fit, split
 
 # Without a measured cost, one more microbatch is worth a sixteenth of what the cap says the hardware takes at once.
 LAUNCH_SHARE = 16
@@ -22,7 +22,7 @@ Parts = Mapping[int, Sequence[tuple[int, ...]]]  # of microbatches that did not 
 class Plan:
     """One rank's part of an update, cut into microbatches."""
 
-    microbatches: tuple[tuple[int, ...], ...]  # indices into ``lengths``; () is a stand-in
+    microbatches: tuple[tuple[int, ...], ...]  # indices into ``lengths``; () is a dummy microbatch
     lengths: tuple[int, ...]  # tokens of this rank's samples
     samples: tuple[int, ...] = ()  # which of the planned samples they are
     sync: str = "last"  # "last": reduce once, with the last microbatch; "every": with each
@@ -45,7 +45,7 @@ class Plan:
 
     @property
     def padded_tokens(self) -> int:
-        """Tokens that go through the model: rows times the longest row where they are padded, without stand-ins."""
+        """Tokens that go through the model: rows times the longest row where they are padded; no dummy microbatches."""
         cut = [rows for rows in self.microbatches if rows]
         if self.one_shape:
             return len(cut) * max(map(len, cut), default=0) * max(self.lengths, default=0)
@@ -65,9 +65,9 @@ class Plan:
         """Real tokens of some samples."""
         return [self.lengths[row] for row in rows]
 
-    def bound_of(self, parts: Sequence[Sequence[int]]) -> Bound:
+    def bound_of(self, parts: Sequence[Sequence[int]]) -> MicrobatchLimit:
         """What holds each of some microbatches."""
-        return Bound(max(map(len, parts)), max(map(self.tokens_of, parts)))
+        return MicrobatchLimit(max(map(len, parts)), max(map(self.tokens_of, parts)))
 
     def in_parts(self, parts: Parts) -> "Plan":
         """The plan as it was run."""
@@ -76,14 +76,14 @@ class Plan:
 
     def explain(self) -> str:
         """The plan in words, for a person: one line a fact."""
-        stand_ins = sum(not rows for rows in self.microbatches)
+        dummies = sum(not rows for rows in self.microbatches)
         rows = [len(rows) for rows in self.microbatches if rows] or [0]
         spread = f"{min(rows)}" if min(rows) == max(rows) else f"{min(rows)} to {max(rows)}"
         samples = _count(len(self.lengths), "sample", "s")
         microbatches = _count(self.num_microbatches, "microbatch", "es")
         lines = [
             f"{samples} in {microbatches} of {spread}"
-            + (f", {stand_ins} of them stand-ins of no weight" if stand_ins else ""),
+            + (f", {dummies} of them dummy microbatches of no weight" if dummies else ""),
             f"{self.num_tokens:,} real tokens, {self.padded_tokens:,} computed: {self.padding:.1%} padding",
             f"sync {self.sync}" + (f": {self.reason}" if self.reason else ""),
         ]
@@ -106,7 +106,7 @@ def plan(
 ) -> list[Plan]:
     """Deal an update's samples over ``dp_degree`` ranks and cut each share into microbatches.
 
-    Returns a plan per rank; each runs the same number of microbatches, the shorter shares end with stand-ins.
+    Returns a plan per rank; each runs the same number of microbatches, the shorter shares end with dummy microbatches.
     Exactly one of ``micro_batch_size`` (samples) and ``max_microbatch_tokens`` (padded tokens, a hard cap)
     must be given. Raises `PlanError` for anything that cannot be planned.
     """
@@ -115,21 +115,21 @@ def plan(
     require_count("dp_degree", dp_degree)
     check_lengths(lengths, max_microbatch_tokens)
     price = cost or CostModel(seconds_per_microbatch=(max_microbatch_tokens or 0) / LAUNCH_SHARE)
-    shares = deal([price.sample_seconds(length) for length in lengths], dp_degree)
+    shares = balance([price.sample_seconds(length) for length in lengths], dp_degree)
     cuts: list[list[tuple[int, ...]]] = []
     for share in shares:
         own = [lengths[sample] for sample in share]
-        cuts.append(pack(own, price.seconds, max_rows=micro_batch_size, max_tokens=max_microbatch_tokens))
+        cuts.append(split(own, price.seconds, max_rows=micro_batch_size, max_tokens=max_microbatch_tokens))
     num_microbatches = max(len(cut) for cut in cuts)
     plans: list[Plan] = []
     for share, cut in zip(shares, cuts, strict=True):
         own = tuple(lengths[sample] for sample in share)
-        made = Plan(pad_with_stand_ins(cut, num_microbatches), own, tuple(share))
+        made = Plan(pad_with_dummies(cut, num_microbatches), own, tuple(share))
         plans.append(made if cost is None else priced(made, cost))
     return plans
 
 
-def unpadded(lengths: Sequence[int], plan: Plan, max_microbatch_tokens: int | None) -> Plan:
+def without_padding(lengths: Sequence[int], plan: Plan, max_microbatch_tokens: int | None) -> Plan:
     """The plan of one rank's samples where nothing is padded: as few microbatches as best fit finds under the cap.
 
     Without a cap samples are counted, and stay as they were cut.
@@ -144,12 +144,12 @@ def _count(number: int, noun: str, plural: str) -> str:
     return f"{number} {noun}{'' if number == 1 else plural}"
 
 
-def pad_with_stand_ins(microbatches: Sequence[tuple[int, ...]], num_microbatches: int) -> tuple[tuple[int, ...], ...]:
-    """The microbatches, followed by as many stand-ins as make ``num_microbatches``."""
+def pad_with_dummies(microbatches: Sequence[tuple[int, ...]], num_microbatches: int) -> tuple[tuple[int, ...], ...]:
+    """The microbatches, followed by as many dummy microbatches as make ``num_microbatches``."""
     return (*microbatches, *[()] * (num_microbatches - len(microbatches)))
 
 
-def halves(rows: tuple[int, ...]) -> list[tuple[int, ...]]:
+def split_in_halves(rows: tuple[int, ...]) -> list[tuple[int, ...]]:
     """The samples of a microbatch in two parts, or in one where there is only one sample."""
     middle = (len(rows) + 1) // 2
     return [each for each in (rows[:middle], rows[middle:]) if each]
@@ -182,7 +182,7 @@ def check_bounds(
 
 
 def priced(plan: Plan, cost: CostModel) -> Plan:
-    """The plan with what it costs, stand-ins left out."""
+    """The plan with what it costs, dummy microbatches left out."""
     cut = [rows for rows in plan.microbatches if rows]
     return replace(
         plan,

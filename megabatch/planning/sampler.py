@@ -15,22 +15,22 @@ import torch.distributed as dist
 
 from megabatch.errors import PlanError, require_count
 from megabatch.planning.cost import CostModel, check_cost
-from megabatch.planning.partition import deal
+from megabatch.planning.partition import balance
 from megabatch.planning.plan import check_lengths
 
 TAILS = ("step", "drop", "carry")
 
 
-class Seen(NamedTuple):
+class Consumed(NamedTuple):
     """What was handed out before an update, over all ranks."""
 
     updates: int = 0
     samples: int = 0
     tokens: int = 0
 
-    def after(self, num_samples: int, num_tokens: int) -> "Seen":
+    def after(self, num_samples: int, num_tokens: int) -> "Consumed":
         """The same after one more update."""
-        return Seen(self.updates + 1, self.samples + num_samples, self.tokens + num_tokens)
+        return Consumed(self.updates + 1, self.samples + num_samples, self.tokens + num_tokens)
 
 
 class UpdateSampler(torch.utils.data.Sampler[list[int]]):
@@ -65,7 +65,7 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
         self,
         lengths: Sequence[int],
         *,
-        global_batch_size: int | Callable[[Seen], int],
+        global_batch_size: int | Callable[[Consumed], int],
         seed: int = 0,
         dp_rank: int | None = None,
         dp_degree: int | None = None,
@@ -73,7 +73,7 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
         cost: CostModel | None = None,
         order: Callable[[int], Sequence[int]] | None = None,
     ) -> None:
-        self._given, self._seen = global_batch_size, Seen()
+        self._given, self._seen = global_batch_size, Consumed()
         size = self._size
         if (dp_rank is None) != (dp_degree is None):
             raise PlanError(
@@ -154,7 +154,7 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
                 "function asks for; give a state of a sampler that has such a one"
             )
         self._consumed = int(state["samples"])
-        self._seen = Seen(*state.get("seen", ()))
+        self._seen = Consumed(*state.get("seen", ()))
 
     @property
     def _size(self) -> int:
@@ -166,7 +166,7 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
         """Every rank's part of an update, by position."""
         lengths: list[int] = self._lengths[np.asarray(samples, dtype=np.int64)].tolist()
         price = float if self.cost is None else self.cost.sample_seconds
-        return deal([price(length) for length in lengths], self._dp_degree)
+        return balance([price(length) for length in lengths], self._dp_degree)
 
     @property
     def _dp_rank(self) -> int:

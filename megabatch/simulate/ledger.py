@@ -72,7 +72,7 @@ class Ledger(TorchDispatchMode):
 
     def enter_phase(self, name: str, category: str) -> None:
         """What follows is of this phase, and new storages of this category until they are tagged."""
-        self._turn()
+        self._step()
         self.phase, self.category = name, category
         self._record = self.phases.setdefault(name, Phase())
         self._raise_peak()
@@ -112,7 +112,7 @@ class Ledger(TorchDispatchMode):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._turn()
+        self._step()
         try:
             super().__exit__(*error)
         finally:
@@ -218,12 +218,12 @@ class Ledger(TorchDispatchMode):
             self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
             return
         if num_bytes and (num_bytes > 0) != self._was_rising:
-            self._turn()
+            self._step()
             self._was_rising = num_bytes > 0
         self.held[category] += num_bytes
         self.total_bytes += num_bytes
 
-    def _turn(self) -> None:
+    def _step(self) -> None:
         """Note what is held, where it stops rising or falling; a peak is always such a point."""
         self._raise_peak()
         self.history.append(Moment(self.phase, self._seconds, dict(+self.held)))

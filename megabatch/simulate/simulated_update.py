@@ -35,10 +35,10 @@ from megabatch.simulate.replica import Replica
 from megabatch.simulate.shards import tagging_shards
 from megabatch.simulate.simulated import NUM_TELLING, Simulated, times_of
 from megabatch.simulate.world import OnlyRank, world
-from megabatch.wrappers import gradients
-from megabatch.wrappers.base import PlainReducer
-from megabatch.wrappers.detect import Models, choose_policy, reducer_for
-from megabatch.wrappers.precision import Wide
+from megabatch.wrappers.base import Wrapper
+from megabatch.wrappers.detect import Models, choose_policy, detect_wrapper
+from megabatch.wrappers.gradients import clip_gradients, drop_gradients
+from megabatch.wrappers.precision import WideGradients
 
 
 def simulate(
@@ -124,11 +124,11 @@ class _Run:
             for each in self._models:
                 ledger.tag(each.parameters(), "parameters")
                 ledger.tag(each.buffers(), "buffers")
-        self._reducer = reducer_for(model, mesh)  # outside of the mode: it reads the mesh
-        _silence(self._reducer)
-        self._wide = Wide(self._reducer.parameters, accumulate_dtype)
-        self._reducer.accumulate_in(self._wide)
-        self.policy = choose_policy(self._reducer, sync)[0]
+        self._wrapper = detect_wrapper(model, mesh)  # outside of the mode: it reads the mesh
+        _silence(self._wrapper)
+        self._wide = WideGradients(self._wrapper.parameters, accumulate_dtype)
+        self._wrapper.accumulate_in(self._wide)
+        self.policy = choose_policy(self._wrapper, sync)[0]
         with self._fake, ledger:
             self._optimizer = make_optimizer(model)
             self._tag_states()
@@ -140,7 +140,7 @@ class _Run:
     @contextlib.contextmanager
     def watched(self) -> Generator[None]:
         """Surrounds the updates."""
-        hooks = [each.register_post_accumulate_grad_hook(self._tag_gradient) for each in self._reducer.parameters]
+        hooks = [each.register_post_accumulate_grad_hook(self._tag_gradient) for each in self._wrapper.parameters]
         hooks += [each.module.register_forward_pre_hook(self._tag_buckets) for each in self._replicas()]
         try:
             with self._fake, self._ledger, tagging_shards(self._ledger):
@@ -152,7 +152,7 @@ class _Run:
 
     def begin(self) -> int:
         """Between two updates, the gradients of the first dropped; the bytes that stay."""
-        gradients.drop(self._reducer.parameters)
+        drop_gradients(self._wrapper.parameters)
         self._ledger.begin()
         return self._ledger.total_bytes
 
@@ -165,24 +165,24 @@ class _Run:
         around: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         """What `GradientAccumulator` does in an update of one call, and the optimizer's step."""
-        reducer, ledger = self._reducer, self._ledger
-        gradients.drop(reducer.parameters)
+        wrapper, ledger = self._wrapper, self._ledger
+        drop_gradients(wrapper.parameters)
         self._wide.begin()
         for index in range(num):
-            with reducer.microbatch(self.policy, last=index == num - 1), around():
+            with wrapper.microbatch(self.policy, last=index == num - 1), around():
                 ledger.enter_phase(f"forward {index + 1}", "activations")
-                objective = _objective(loss_fn(self._model, make_batch())) * reducer.loss_factor
+                objective = _objective(loss_fn(self._model, make_batch())) * wrapper.loss_factor
                 ledger.enter_phase(f"backward {index + 1}", "temporaries")
                 objective.backward()
                 del objective
-            ledger.tag((each.grad for each in reducer.parameters), "gradients")
-        reducer.finish_call()
+            ledger.tag((each.grad for each in wrapper.parameters), "gradients")
+        wrapper.finish_call()
         ledger.enter_phase("step", HOST if ledger.on_host - {HOST} else "temporaries")
-        reducer.finish_update()
+        wrapper.finish_update()
         if max_norm is not None:
-            gradients.clip(reducer.parameters, max_norm, None, reducer.norm_groups)
+            clip_gradients(wrapper.parameters, max_norm, None, wrapper.norm_groups)
         self._wide.finish()
-        ledger.tag((each.grad for each in reducer.parameters), "gradients")
+        ledger.tag((each.grad for each in wrapper.parameters), "gradients")
         self._optimizer.step()
         self._tag_states()
 
@@ -221,10 +221,10 @@ def _unweighed(pair: Any) -> Any:
     return (cast(tuple[Any, ...], pair)[0], 1.0) if is_pair else pair
 
 
-def _silence(reducer: PlainReducer) -> None:
+def _silence(wrapper: Wrapper) -> None:
     """Nobody is there to answer; let every other rank say what this one says."""
-    reducer.ranks = OnlyRank.like(reducer.ranks)
-    for each in getattr(reducer, "_reducers", ()):
+    wrapper.ranks = OnlyRank.like(wrapper.ranks)
+    for each in getattr(wrapper, "_reducers", ()):
         _silence(each)
 
 

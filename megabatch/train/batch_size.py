@@ -21,12 +21,12 @@ TIMES = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9}
 class Sizes:
     """Samples of an update over all ranks, by what was handed out before it."""
 
-    unit: str  # what points are counted in: a field of `Seen`
+    unit: str  # what points are counted in: a field of `Consumed`
     points: tuple[int, ...]  # increasing, the first is 0
     sizes: tuple[int, ...]  # from that point on
 
     def __call__(self, seen: object) -> int:
-        """Samples of the next update, by the sampler's `Seen`, which is not imported: it needs torch."""
+        """Samples of the next update, by the sampler's `Consumed`, which is not imported: it needs torch."""
         return self.sizes[bisect_right(self.points, getattr(seen, self.unit)) - 1]
 
     @property

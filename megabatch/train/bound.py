@@ -13,7 +13,7 @@ from megabatch import CostModel, GradientAccumulator, errors
 from megabatch.autotune.memory import HighWater, device_text
 from megabatch.batching.samples import Deferred
 from megabatch.losses.contract import LossFunction
-from megabatch.planning.limits import Fit, Measured
+from megabatch.planning.limits import MeasuredMicrobatch, TunedLimit
 from megabatch.train.config import Config
 from megabatch.train.console import Console
 from megabatch.train.data.load import Data
@@ -36,7 +36,7 @@ COMPARED = 2  # update of this process after which everything is there that stay
 class Bound:
     """What was measured for the tokens of a microbatch, where the recipe leaves them open."""
 
-    fit: Fit | None  # None: not measured yet
+    fit: TunedLimit | None  # None: not measured yet
     made_for: Mapping[str, object]  # where any of it differs, it is chosen anew
     words: tuple[str, ...] = ()
     even_tokens: int | None = None  # by which samples are dealt over ranks: of the first fit, for as long as it is kept
@@ -47,7 +47,7 @@ class Bound:
         fit = None if self.fit is None else asdict(self.fit)
         return {KEY: {"made_for": dict(self.made_for), "fit": fit, EVEN: self.even_tokens}}
 
-    def lowered(self, fit: Fit) -> "Bound":
+    def lowered(self, fit: TunedLimit) -> "Bound":
         """With another fit in the place of its own."""
         own, other = (None if each is None else f"update.{each.explain()}" for each in (self.fit, fit))
         return replace(self, fit=fit, words=tuple(other if each == own else each for each in self.words))
@@ -72,7 +72,7 @@ def saved_bound(config: Config, ranks: Ranks, checkpoint: Path | None) -> Bound 
     return Bound(fit, here, (kept,), saved.get(EVEN))  # of an earlier version: dealt by length, as before
 
 
-def kept_text(tokens: int, learned: errors.Bound | None) -> str:
+def kept_text(tokens: int, learned: errors.MicrobatchLimit | None) -> str:
     """What is said of a bound that a run goes on with."""
     text = f"update.max_microbatch_tokens {tokens:,}: the checkpoint's, so that sums are rounded the same"
     if learned is None or learned.tokens >= tokens:
@@ -99,12 +99,12 @@ def circumstances(config: Config, ranks: Ranks) -> dict[str, object]:
     return {"device": " and ".join(devices), "number of ranks": ranks.size, **of_recipe}
 
 
-def fit_of(saved: Mapping[str, Any]) -> Fit:
+def fit_of(saved: Mapping[str, Any]) -> TunedLimit:
     """A fit as a checkpoint keeps it."""
     values = dict(saved)
     values["cost"] = CostModel(**saved["cost"])
-    values["measured"] = tuple(Measured(**each) for each in saved["measured"])
-    return Fit(**values)
+    values["measured"] = tuple(MeasuredMicrobatch(**each) for each in saved["measured"])
+    return TunedLimit(**values)
 
 
 def choose(

@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megabatch import Learner
-from megabatch.errors import Bound as Learned
+from megabatch.errors import MicrobatchLimit as Learned
 from megabatch.losses.contract import LossFunction
-from megabatch.planning.limits import Fit
+from megabatch.planning.limits import TunedLimit
 from megabatch.train.bound import Bound, choose, longest, saved_bound
 from megabatch.train.config import Config, UpdateConfig
 from megabatch.train.data.load import Data
@@ -26,7 +26,7 @@ class Chosen:
     policy: Policy
 
     @property
-    def given(self) -> tuple[Fit | None, str | None]:
+    def given(self) -> tuple[TunedLimit | None, str | None]:
         """Both, as far as they are known and not the recipe's."""
         return None if self.bound is None else self.bound.fit, self.policy.sync
 
@@ -35,7 +35,7 @@ class Chosen:
         of_bound = stated_words(update, learned) if self.bound is None else self.bound.words
         return [*of_bound, *self.policy.words]
 
-    def meta(self, fit: Fit | None) -> dict[str, object]:
+    def meta(self, fit: TunedLimit | None) -> dict[str, object]:
         """What a checkpoint keeps; ``fit``: as it is by now."""
         return {**({} if self.bound is None else replace(self.bound, fit=fit).meta), **self.policy.meta}
 

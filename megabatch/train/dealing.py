@@ -7,14 +7,14 @@ power of two it hardly depends on what else the machine did, and sums of prices 
 import math
 
 from megabatch import CostModel
-from megabatch.planning.limits import Fit
+from megabatch.planning.limits import TunedLimit
 
 # Attention of the longest sample, over its other work. Less changes no balance by a percent; and where a noisy clock
 # has said more, dealing by more may cost more than it brings.
 LEAST, MOST = 1 / 8, 4
 
 
-def even_tokens(fit: Fit) -> int | None:
+def even_tokens(fit: TunedLimit) -> int | None:
     """Tokens of a sample of which attention costs as much as all the rest; None: it costs too little to deal by."""
     cost = fit.cost
     attention = cost.seconds_per_pair * fit.longest_tokens  # of the longest sample, for each token

@@ -25,7 +25,7 @@ from megabatch.losses.contract import (
     Term,
     accumulation_dtype,
     differentiable,
-    hooks_of,
+    loss_hooks,
     terms_of,
 )
 from megabatch.train.config import EvalConfig, UpdateConfig
@@ -179,12 +179,12 @@ def sum_terms(
 ) -> tuple[Sums, set[str]]:
     """Each term's sums over a set, of which this rank has its ``own`` part, and which of them are the loss; collective.
 
-    Every rank runs the same number of forwards, as a sharded model must: where the plan has a stand-in, any sample
-    goes through the model and is not counted.
+    Every rank runs the same number of forwards, as a sharded model must: where the plan has a dummy microbatch, any
+    sample goes through the model and is not counted.
     """
     sums: dict[str, Tensor] = {}
     loss_names: set[str] = set()
-    prepare, pad = hooks_of(terms.loss).prepare or as_it_is, Padding([model])
+    prepare, pad = loss_hooks(terms.loss).prepare or as_it_is, Padding([model])
     at_once = PER_STAGE * model.num_stages if isinstance(model, pipeline.Pipeline) else 1
     with console.progress(f"evaluating {name}", len(own.samples), "samples") as advance:
         for start in range(0, len(own.microbatches), at_once):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from megabatch.losses.contract import LossFunction
-from megabatch.planning.limits import Fit
+from megabatch.planning.limits import TunedLimit
 from megabatch.train.completion import sample_completion
 from megabatch.train.config import Config
 from megabatch.train.console import Console
@@ -40,7 +40,7 @@ class Examiner:
         self.watch = Watch(config.eval, first.sets)
         self.step: int | None = None  # of the last evaluation
 
-    def evaluate(self, step: int, metrics: MetricsFile, console: Console, fit: Fit | None = None) -> None:
+    def evaluate(self, step: int, metrics: MetricsFile, console: Console, fit: TunedLimit | None = None) -> None:
         """Evaluate every set, write and say what was found, and tell the user's function; collective.
 
         ``fit``: what a microbatch holds where the recipe leaves it open.

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from megabatch import GradientAccumulator
 from megabatch.batching.packed_row import OneRow
 from megabatch.errors import PlanError
-from megabatch.planning.limits import Fit
+from megabatch.planning.limits import TunedLimit
 from megabatch.train.config import Config
 from megabatch.train.model.precision import accumulation_of, computing
 from megabatch.train.plan.sizes import read_bytes
@@ -27,7 +27,9 @@ KEYS = {  # what the library calls a setting → what a recipe does
 NAMED = re.compile(rf"(?<![\w.])({'|'.join(KEYS)})\b")
 
 
-def accumulator_of(model: nn.Module, config: Config, fit: Fit | None, sync: str | None = None) -> GradientAccumulator:
+def accumulator_of(
+    model: nn.Module, config: Config, fit: TunedLimit | None, sync: str | None = None
+) -> GradientAccumulator:
     """Of a wrapped model; ``fit`` and ``sync`` are what was chosen where the recipe leaves it open. Collective.
 
     Raises `PlanError`, in the recipe's words, for settings that this model cannot have.

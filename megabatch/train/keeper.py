@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megabatch import Learner, MegabatchError
-from megabatch.errors import Bound as Learned
+from megabatch.errors import MicrobatchLimit as Learned
 from megabatch.pipeline.run import Pipeline
 from megabatch.train.checkpoint import load, states_of
 from megabatch.train.chosen import Chosen

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megabatch import Learner, MegabatchError, Plan, Term, Update
-from megabatch.autotune.snapshot import Kept
+from megabatch.autotune.snapshot import ModuleSnapshot
 from megabatch.losses.contract import LossFunction
 from megabatch.train.config import Config
 from megabatch.train.console import Console
@@ -62,7 +62,7 @@ class Making:
     def run(self, batch: Sequence[Any], names: Callable[[], list[str]]) -> Made:
         """Make the next update of this rank's samples, which ``names`` names, and step it where it is finite."""
         how = self._config.update.on_nonfinite
-        kept = [] if how == "raise" else [Kept(module) for module in self._laid.base.modules()]
+        kept = [] if how == "raise" else [ModuleSnapshot(module) for module in self._laid.base.modules()]
         update = self._step(batch)
         step, plan, reason = self._learner.step, self._plan, problem_of(update)
         if reason is None:
@@ -90,7 +90,9 @@ class Making:
         )
         return [f"{text} ({FILE_NAME})"] if rows else []
 
-    def _without_culprits(self, update: Update, asked: Asked, kept: Sequence[Kept]) -> tuple[Update, list[Item]] | None:
+    def _without_culprits(
+        self, update: Update, asked: Asked, kept: Sequence[ModuleSnapshot]
+    ) -> tuple[Update, list[Item]] | None:
         """The update of the other samples, and those left out; None where that is none either."""
         before = self._learner.step - 1
 
@@ -107,7 +109,7 @@ class Making:
         rest = rest_of(update, asked, is_bad, again)
         return None if rest is None else (rest.update, rest.left_out)
 
-    def _begin_again(self, kept: Sequence[Kept]) -> None:
+    def _begin_again(self, kept: Sequence[ModuleSnapshot]) -> None:
         """As it was before the update."""
         for each in kept:
             each.put_back()

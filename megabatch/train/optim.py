@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from megabatch import Learner
 from megabatch.errors import MegabatchError, in_one_line
-from megabatch.planning.limits import Fit
+from megabatch.planning.limits import TunedLimit
 from megabatch.train.config import Config, OptimConfig
 from megabatch.train.culprits import max_norm_of
 from megabatch.train.data.counts import NumUpdates
@@ -33,7 +33,12 @@ OWNED_OPTIONS = ("params", "lr", "betas", "weight_decay")  # keys of [optim], or
 
 
 def build_learner(
-    model: nn.Module, base: nn.Module, config: Config, num_updates: NumUpdates, fit: Fit | None, sync: str | None = None
+    model: nn.Module,
+    base: nn.Module,
+    config: Config,
+    num_updates: NumUpdates,
+    fit: TunedLimit | None,
+    sync: str | None = None,
 ) -> Learner:
     """The model with all that moves it; ``base`` is without its wrapper. Raises `MegabatchError`."""
     gradient = accumulator_of(model, config, fit, sync)

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from megabatch.losses.contract import LossFunction, hooks_of
+from megabatch.losses.contract import LossFunction, loss_hooks
 
 
 def in_place_of(loss_fn: LossFunction, watched: Callable[[Any, Any], Any]) -> LossFunction:
     """``watched``, which says of its data what the loss says, and by `inspect.unwrap` what it stands for."""
-    for name, hook in {**hooks_of(loss_fn)._asdict(), "__wrapped__": loss_fn}.items():
+    for name, hook in {**loss_hooks(loss_fn)._asdict(), "__wrapped__": loss_fn}.items():
         setattr(watched, name, hook)
     return watched
 

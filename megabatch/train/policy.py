@@ -15,11 +15,11 @@ from typing import Any
 
 from megabatch import GradientAccumulator, Plan
 from megabatch.autotune.memory import Budget, check_measurable, free_on
-from megabatch.autotune.policy_memory import Taken, taken
+from megabatch.autotune.policy_memory import PolicyMemory, measure_policy
 from megabatch.errors import MegabatchError, PlanError
 from megabatch.learner import Learner
 from megabatch.losses.contract import LossFunction
-from megabatch.planning.limits import Fit, in_gib
+from megabatch.planning.limits import TunedLimit, in_gib
 from megabatch.train.batch_size import sizes_of
 from megabatch.train.bound import Bound, circumstances, longest
 from megabatch.train.config import Config
@@ -91,7 +91,7 @@ class Found:
 
     sync: str
     why: str
-    fit: Fit | None = None
+    fit: TunedLimit | None = None
 
 
 class Choosing:
@@ -146,7 +146,7 @@ class Choosing:
         return self._judged(last, own.peak_bytes + spare, sent, less)
 
     def _beside(
-        self, fit: Fit, num_microbatches: int, sent: float, less: float, over_bytes: float | None = None
+        self, fit: TunedLimit, num_microbatches: int, sent: float, less: float, over_bytes: float | None = None
     ) -> Found:
         """With as much of the measured bound as there is room for beside the whole gradient.
 
@@ -167,7 +167,9 @@ class Choosing:
             return self._beside(fit, num_microbatches, sent, less, last.num_bytes - last.allowed_bytes)
         return self._judged(last, lowered.cost.peak_bytes(1, tokens), sent, less, lowered)
 
-    def _judged(self, last: Taken, peak: float, sent: float, less: float, fit: Fit | None = None) -> Found:
+    def _judged(
+        self, last: PolicyMemory, peak: float, sent: float, less: float, fit: TunedLimit | None = None
+    ) -> Found:
         """The choice, once "last" is measured too; ``peak``: as it was expected."""
         peak = max(peak, last.peak_bytes)
         if not last.fits():
@@ -184,9 +186,9 @@ class Choosing:
 
     def _taken(
         self, sync: str, rows: int, tokens: int | None, spare_bytes: float = 0.0, budget: Budget | None = None
-    ) -> Taken:
+    ) -> PolicyMemory:
         with self._laid.losses():
-            found = taken(
+            found = measure_policy(
                 sync, self._laid.model, longest(self._data, self._batch), self._loss_fn,
                 optimizer=self._learner.optimizer, rows=rows, tokens=tokens, spare_bytes=spare_bytes,
                 memory_bytes=cap_of(self._config), accumulate_dtype=accumulation_of(self._config.update), budget=budget,
@@ -237,7 +239,7 @@ def most(values: Sequence[float], ranks: Ranks) -> list[Any]:
     return [max(each) for each in zip(*told, strict=True)]
 
 
-def beside(fit: Fit, more_bytes: float) -> Fit | None:
+def beside(fit: TunedLimit, more_bytes: float) -> TunedLimit | None:
     """The bound that has room for so many bytes beside it; None where not even the longest sample has."""
     cost = replace(fit.cost, bytes_fixed=fit.cost.bytes_fixed + more_bytes)
     left = fit.limit_bytes - cost.bytes_fixed

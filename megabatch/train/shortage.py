@@ -7,7 +7,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 from megabatch import Plan
-from megabatch.errors import Bound, MegabatchError
+from megabatch.errors import MegabatchError, MicrobatchLimit
 from megabatch.train.config import RunConfig, UpdateConfig
 from megabatch.train.naming import replace_text
 from megabatch.train.ranks import Ranks
@@ -28,7 +28,7 @@ def noting(run: RunConfig, ranks: Ranks) -> Generator[None, None, None]:
         raise
 
 
-def split_words(run: RunConfig, plan: Plan, learned: Bound | None, ranks: Ranks) -> str:
+def split_words(run: RunConfig, plan: Plan, learned: MicrobatchLimit | None, ranks: Ranks) -> str:
     """What is to be said of an update of which microbatches ran in parts, on some rank. Collective.
 
     What this rank has learned is written down.
@@ -39,14 +39,16 @@ def split_words(run: RunConfig, plan: Plan, learned: Bound | None, ranks: Ranks)
     num_split = sum(number for number, _ in told)
     number = f"{num_split} microbatch{'' if num_split == 1 else 'es'}"
     text = f"{number} did not fit in memory and ran in parts, to the same gradient"
-    bounds = [bound for number, bound in told if number and bound is not None]  # of stand-ins alone nothing is learned
+    bounds = [
+        bound for number, bound in told if number and bound is not None
+    ]  # of dummy microbatches alone nothing is learned
     if not bounds:
         return text
     samples, tokens = map(min, zip(*bounds, strict=True))
     return f"{text}; from here on one holds at most {tokens:,} tokens, or {samples:,} samples"
 
 
-def stated_words(update: UpdateConfig, learned: Bound | None) -> list[str]:
+def stated_words(update: UpdateConfig, learned: MicrobatchLimit | None) -> list[str]:
     """What is to be said where a microbatch holds less than the recipe states."""
     if learned is None:
         return []
@@ -59,7 +61,7 @@ def stated_words(update: UpdateConfig, learned: Bound | None) -> list[str]:
     ]
 
 
-def noted(run: RunConfig) -> Bound | None:
+def noted(run: RunConfig) -> MicrobatchLimit | None:
     """What a microbatch may hold in a run that goes on or begins again; None where its memory has sufficed."""
     return _read(Path(run.folder))
 
@@ -81,21 +83,21 @@ def has_learned(folder: Path) -> bool:
     return (folder / LEARNED).exists()
 
 
-def _note(folder: Path, bound: Bound | None) -> None:
+def _note(folder: Path, bound: MicrobatchLimit | None) -> None:
     if bound is None:
         return
     with contextlib.suppress(OSError):  # what goes on, an error or the run, is worth more than what is learned
         folder.mkdir(parents=True, exist_ok=True)  # it may have come before the run's folder was made
-        least = Bound(*map(min, bound, _read(folder) or bound))
+        least = MicrobatchLimit(*map(min, bound, _read(folder) or bound))
         replace_text(folder / LEARNED, json.dumps(least._asdict()) + "\n")
 
 
-def _read(folder: Path) -> Bound | None:
+def _read(folder: Path) -> MicrobatchLimit | None:
     file = folder / LEARNED
     if not file.exists():
         return None
     try:
-        bound = Bound(**json.loads(file.read_text()))
+        bound = MicrobatchLimit(**json.loads(file.read_text()))
         if not all(type(number) is int and number > 0 for number in bound):
             raise ValueError
     except (ValueError, TypeError):

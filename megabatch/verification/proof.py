@@ -35,7 +35,7 @@ from megabatch.losses.contract import (
     Term,
     counted_weights,
     differentiable,
-    hooks_of,
+    loss_hooks,
     takes_divisor,
     terms_of,
 )
@@ -53,7 +53,7 @@ from megabatch.verification.mixing import failing_module, mixing_module, padding
 from megabatch.wrappers import fsdp2
 from megabatch.wrappers.base import local
 from megabatch.wrappers.detect import POLICIES, Models, choose_policy
-from megabatch.wrappers.gradients import leaves
+from megabatch.wrappers.gradients import graph_leaves
 
 # Below this share of the whole gradient a parameter's is nothing but rounding, and its error is measured by the whole.
 NEGLIGIBLE = 1e-6
@@ -145,7 +145,7 @@ class _CauseError(Exception):
 
 
 @dataclass(frozen=True)
-class _Measured:
+class _MeasuredError:
     gradients: dict[str, Tensor]
     sums: dict[str, Term]
     num_microbatches: int
@@ -183,7 +183,7 @@ class _Proof:
         named = [(module, name, each) for module in modules for name, each in module.named_buffers(recurse=False)]
         self._buffers = [(module, name, each, each.detach().clone()) for module, name, each in named]
         self._others: dict[int, tuple[Tensor, Tensor | None, Tensor | None]] = {}  # leaves, and gradients they had
-        self._cutter = gradient._cutter  # pyright: ignore[reportPrivateUsage]
+        self._planner = gradient._planner  # pyright: ignore[reportPrivateUsage]
         self._given_batch = batch
         self._batch = batch if isinstance(batch, Deferred) else in_float64(batch, torch.device("cpu"))
         shares = ranks.exchange_objects(list(batch) if isinstance(batch, Deferred) else self._batch)[: ranks.degree]
@@ -211,7 +211,7 @@ class _Proof:
         unfit = _flat(self.ranks.exchange_objects(unfit))
         if whole is None or unfit:
             return Verification(False, math.nan, {}, tuple(unfit))
-        runs: list[_Measured] = []
+        runs: list[_MeasuredError] = []
         refused: list[tuple[bool, str]] = []  # whether it was the first cut, and why
         for number, (bound, sync) in enumerate(self._ways()):
             try:
@@ -247,7 +247,7 @@ class _Proof:
             terms[name] = Term(terms[name].total * divided, terms[name].weight)
         return terms
 
-    def whole(self, scale: float = 1.0) -> _Measured:
+    def whole(self, scale: float = 1.0) -> _MeasuredError:
         """Plain torch: the backward of ``scale`` times the quotient, of the batch whole."""
         self.root.zero_grad(set_to_none=True)
         quotient, sums = self.quotient()
@@ -258,7 +258,7 @@ class _Proof:
         self._note_outside(quotient)
         (quotient * scale).backward()
         gradients = {name: _whole_gradient(each) / scale for name, each in self._named}
-        return _Measured(gradients, sums, len(self.shares))
+        return _MeasuredError(gradients, sums, len(self.shares))
 
     def quotient(self) -> tuple[Tensor, dict[str, Term]]:
         """The loss of the update, and its sums."""
@@ -281,7 +281,7 @@ class _Proof:
             parts.append(total / max(weight, 1e-300))
         return torch.stack(parts).sum() if parts else torch.zeros(()), found
 
-    def accumulated(self, bound: Bound, sync: str) -> _Measured:
+    def accumulated(self, bound: Bound, sync: str) -> _MeasuredError:
         """The accumulator's own update, on the copy that is wrapped."""
         with self._state_put_back(), _caused():
             gradient = self._accumulator(bound, sync)
@@ -303,11 +303,11 @@ class _Proof:
         assert gradient.last_plan is not None  # of the call
         number = len([each for each in gradient.last_plan.microbatches if each])
         number = sum(self.ranks.exchange_objects(number)[: self.ranks.degree])
-        return _Measured(
+        return _MeasuredError(
             gradients, {name: Term(torch.tensor(a, dtype=torch.float64), b) for name, (a, b) in sums.items()}, number
         )
 
-    def causes(self, whole: _Measured, runs: list[_Measured], *, wrong: bool, refused: bool) -> Iterator[str]:
+    def causes(self, whole: _MeasuredError, runs: list[_MeasuredError], *, wrong: bool, refused: bool) -> Iterator[str]:
         """Why an answer differs, or proves nothing, in words."""
         if not refused:
             yield from self._foreign_tensors()
@@ -334,7 +334,7 @@ class _Proof:
         return next(self.microbatches())
 
     def _weighed(self, microbatch: Microbatch) -> dict[str, float]:
-        weigh = hooks_of(self.loss_fn).weigh
+        weigh = loss_hooks(self.loss_fn).weigh
         return {} if weigh is None else counted_weights(weigh(microbatch))
 
     def _accumulator(self, bound: Bound, sync: str) -> GradientAccumulator:
@@ -355,7 +355,7 @@ class _Proof:
         return [each for model in models for each in unwrapped(model).parameters() if each.requires_grad]
 
     def _samples(self, batch: Batch) -> Samples:
-        return self._cutter.samples(batch, hooks_of(self.loss_fn).prepare)
+        return self._planner.samples(batch, loss_hooks(self.loss_fn).prepare)
 
     def _take(self, samples: Samples, rows: Sequence[int]) -> Microbatch:
         return in_float64(clone(samples.take(rows)), self.device)
@@ -368,11 +368,11 @@ class _Proof:
         bounds = [self.first, *(bound for bound in sizes.values() if bound != self.first)]
         asked = self.options.get("sync", "auto")
         with _caused():
-            reducer = self._accumulator(self.first, asked)._reducer  # pyright: ignore[reportPrivateUsage]
-            policies = {choose_policy(reducer, asked)[0]: asked}
+            wrapper = self._accumulator(self.first, asked)._wrapper  # pyright: ignore[reportPrivateUsage]
+            policies = {choose_policy(wrapper, asked)[0]: asked}
         for each in POLICIES if asked == "auto" else ():
             with contextlib.suppress(PlanError):
-                policies.setdefault(choose_policy(reducer, each)[0], each)
+                policies.setdefault(choose_policy(wrapper, each)[0], each)
         first, *others = policies.values()
         return [(bound, first) for bound in bounds] + [(sizes[1], each) for each in others]
 
@@ -421,7 +421,7 @@ class _Proof:
     def _kind(self, name: str) -> str:
         return type(self.root.get_submodule(name)).__name__
 
-    def _refuse_unfit(self, whole: _Measured) -> None:
+    def _refuse_unfit(self, whole: _MeasuredError) -> None:
         """Raise where two gradients would prove nothing."""
         values = [*whole.gradients.values(), *(total for total, _ in whole.sums.values())]
         if not all(bool(torch.isfinite(value).all()) for value in values):
@@ -447,7 +447,7 @@ class _Proof:
             "number of microbatches changes the gradient; freeze it with eval(), or take a module without such a state"
         )
 
-    def _is_same(self, whole: _Measured, scale: float) -> bool:
+    def _is_same(self, whole: _MeasuredError, scale: float) -> bool:
         """Whether the gradient is the first one again, from where everything stood then."""
         self._put_back()
         random_state.put_back(self._drawn)
@@ -470,7 +470,7 @@ class _Proof:
     def _note_outside(self, quotient: Tensor) -> None:
         """Leaves that the loss reaches time and again; inputs that it lets carry a gradient are new every time."""
         known = set(map(id, self.root.parameters()))
-        found = {id(each): each for each in leaves([quotient]) if id(each) not in known}
+        found = {id(each): each for each in graph_leaves([quotient]) if id(each) not in known}
         for key, leaf in found.items():
             self._others.setdefault(key, (leaf, leaf.grad, None if leaf.grad is None else leaf.grad.clone()))
         before = found if self._outside is None else self._outside
@@ -533,7 +533,7 @@ class _Proof:
                     )
         return None
 
-    def _sums_that_differ(self, whole: _Measured, cut: _Measured) -> Iterator[str]:
+    def _sums_that_differ(self, whole: _MeasuredError, cut: _MeasuredError) -> Iterator[str]:
         for name in whole.sums:
             (total, weight), (cut_total, cut_weight) = whole.sums[name], cut.sums.get(name, Term(torch.zeros(()), 0.0))
             no_sum = _apart(float(total), float(cut_total))
@@ -579,7 +579,7 @@ class _Proof:
                     "count labels[:, 1:]"
                 )
 
-    def _other_loss(self, whole: _Measured) -> Iterator[str]:
+    def _other_loss(self, whole: _MeasuredError) -> Iterator[str]:
         """The mean that the model itself computes from the labels, held against the quotient."""
         own = self._own_loss() if len(whole.sums) == len(self.shares) == 1 else None
         if own is None:
@@ -603,7 +603,7 @@ class _Proof:
 
     def _own_loss(self) -> float | None:
         """What a model of transformers says its loss is; None where it says none, or another kind of loss."""
-        model, batch = self._models[0], self._cutter.samples(self.shares[0])
+        model, batch = self._models[0], self._planner.samples(self.shares[0])
         if len(self._models) > 1 or "labels" not in _names(model.forward):
             return None
         microbatch = self._take(batch, range(len(batch)))

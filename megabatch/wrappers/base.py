@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial
 from megabatch.errors import PlanError
 from megabatch.wrappers.fusing import Fusing
 from megabatch.wrappers.mesh import DataRanks
-from megabatch.wrappers.precision import Wide, refuse_float16
+from megabatch.wrappers.precision import WideGradients, refuse_float16
 
 Choice = tuple[str, str]  # a policy, "last", "every" or "replica_last", and why
 NO_GRADIENT, DENSE = range(2)  # layouts of a gradient
@@ -26,17 +26,17 @@ CHANGED = (
 )
 
 
-class PlainReducer:
+class Wrapper:
     """Sums the whole gradient in `finish_update`; one rank needs no reduction."""
 
-    wrapper = "no wrapper"
+    kind_name = "no wrapper"
     loss_factor = 1.0
     one_shape = False  # whether microbatches are filled up to the largest of a call
     forwards_meet = False  # whether ranks wait for each other in every module that is called
     replaces_gradients = False  # whether the wrapper lays other views into ``p.grad`` by itself
     may_pause = True  # whether all of an open update's gradient is in ``p.grad`` between two calls
     gathered = 0  # hash of what was gathered in this update, which is the same on all ranks
-    is_counting: bool | None = None  # the microbatch that runs: False for a stand-in
+    is_counting: bool | None = None  # the microbatch that runs: False for a dummy microbatch
     fusing: Fusing | None = None  # of linear layers that add to their gradients themselves
 
     def __init__(self, model: nn.Module, ranks: DataRanks) -> None:
@@ -45,12 +45,12 @@ class PlainReducer:
         self._dtypes = [each.dtype for each in self.parameters]
         self.device = next(model.parameters()).device  # of what the model reads
         self.norm_groups: list[dist.ProcessGroup] = []  # ranks that hold parts of the gradient which no DTensor tells
-        self._wide = Wide(self.parameters, None)
+        self._wide = WideGradients(self.parameters, None)
         self._model = model
         self.models = [model]  # those that are called
         refuse_float16((f"parameter {name!r}", each.dtype) for name, each in model.named_parameters())
 
-    def accumulate_in(self, wide: Wide) -> None:
+    def accumulate_in(self, wide: WideGradients) -> None:
         """Take in that gradients are added wider. Raises `PlanError` where the wrapper would round them before."""
         self._wide = wide
 
@@ -151,7 +151,7 @@ class PlainReducer:
     def _refuse_replica_last(self, policy: str) -> None:
         if policy == "replica_last":
             raise PlanError(
-                f"sync is 'replica_last', which is for HSDP, and the model has {self.wrapper}; leave sync out, or "
+                f"sync is 'replica_last', which is for HSDP, and the model has {self.kind_name}; leave sync out, or "
                 "shard with fully_shard over a mesh of two axes (dp_replicate, dp_shard)"
             )
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.batching.attention_mask import with_config
 from megabatch.errors import PlanError
-from megabatch.wrappers.precision import Wide, check_reduction, refuse_float16
+from megabatch.wrappers.precision import WideGradients, check_reduction, refuse_float16
 
 
 def refuse_unknown(model: nn.Module) -> None:
@@ -98,7 +98,7 @@ def check_precision(modules: list[FSDPModule], trainable: list[nn.Parameter]) ->
             )
 
 
-def check_wide(modules: list[FSDPModule], wide: Wide, trainable: list[nn.Parameter]) -> None:
+def check_wide(modules: list[FSDPModule], wide: WideGradients, trainable: list[nn.Parameter]) -> None:
     """Refuse where FSDP2 would reduce in a coarser dtype than gradients are to be added in."""
     policies = map(_policy, modules)
     check_reduction(wide, trainable, [policy.reduce_dtype or policy.param_dtype for policy in policies])

@@ -11,19 +11,19 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.errors import MegabatchError, PlanError
-from megabatch.wrappers.base import Choice, PlainReducer
+from megabatch.wrappers.base import Choice, Wrapper
 from megabatch.wrappers.checks import check_ddp_precision
-from megabatch.wrappers.ddp_hooks import check_hooks, hooks_of
+from megabatch.wrappers.ddp_hooks import check_hooks, comm_hooks_of
 from megabatch.wrappers.mesh import DataRanks
-from megabatch.wrappers.precision import Wide
+from megabatch.wrappers.precision import WideGradients
 
 _KEPT = "megabatch: kept"  # on a node of autograd
 
 
-class DDPReducer(PlainReducer):
+class DDPWrapper(Wrapper):
     """All-reduces in the last backward of each call, overlapping it."""
 
-    wrapper = "DistributedDataParallel"
+    kind_name = "DistributedDataParallel"
 
     def __init__(self, model: nn.Module, ddp: DistributedDataParallel, ranks: DataRanks) -> None:
         super().__init__(model, ranks)
@@ -31,7 +31,7 @@ class DDPReducer(PlainReducer):
         check_hooks(ddp)
         _check_buckets(ddp, self.parameters)
         self.loss_factor = float(ranks.num_weighing)
-        self._ddp, self._hooks = ddp, hooks_of(ddp)
+        self._ddp, self._hooks = ddp, comm_hooks_of(ddp)
         self._first_of_static_graph = bool(ddp.static_graph)
         self._went_through_ddp = False
         self._is_reducing = self._is_preparing = False  # in the microbatch that runs; before the model's own forward
@@ -39,7 +39,7 @@ class DDPReducer(PlainReducer):
         ddp.register_forward_pre_hook(_noting(self._note_forward))
         ddp.module.register_forward_pre_hook(_noting(self._note_inside))
 
-    def accumulate_in(self, wide: Wide) -> None:
+    def accumulate_in(self, wide: WideGradients) -> None:
         """DDP's buckets are of the parameters' dtype, so what is wider stays out of them and is summed here."""
         super().accumulate_in(wide)
         if not wide.widens:
@@ -53,9 +53,9 @@ class DDPReducer(PlainReducer):
 
     def check_unchanged(self) -> None:
         super().check_unchanged()
-        if hooks_of(self._ddp) != self._hooks:  # one was registered since
+        if comm_hooks_of(self._ddp) != self._hooks:  # one was registered since
             check_hooks(self._ddp)
-            self._hooks = hooks_of(self._ddp)
+            self._hooks = comm_hooks_of(self._ddp)
             self.accumulate_in(self._wide)
         if cast(Any, self._ddp)._join_config.enable:
             raise PlanError(

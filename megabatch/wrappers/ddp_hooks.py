@@ -25,7 +25,7 @@ SPREAD = (-40.0, 10.0)  # of log2 of the gradients: bfloat16 keeps all of them, 
 TOLERANCE = 2.0**-6  # relative, of each element: bfloat16's rounding of a value, of a sum of two and of a quotient
 
 
-def hooks_of(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:
+def comm_hooks_of(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:
     """The communication hooks that the user has registered, with their states."""
     return list(cast(Any, ddp)._comm_hooks)
 
@@ -35,7 +35,7 @@ def check_hooks(ddp: DistributedDataParallel) -> None:
 
     Where there is a hook that is not known, each rank tries it: collective over DDP's ranks, all raise alike.
     """
-    for hook, state in hooks_of(ddp):
+    for hook, state in comm_hooks_of(ddp):
         if hook in AVERAGING and state is None:
             continue
         name = getattr(hook, "__name__", type(hook).__name__)

@@ -18,32 +18,32 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.errors import PlanError
-from megabatch.pipeline.stages import Pipeline, PipelineReducer
+from megabatch.pipeline.stages import Pipeline, PipelineWrapper
 from megabatch.wrappers import fsdp1, fsdp2
-from megabatch.wrappers.base import Choice, PlainReducer, trainable
+from megabatch.wrappers.base import Choice, Wrapper, trainable
 from megabatch.wrappers.checks import check_dtensors, check_tied, refuse_torchscript, refuse_unknown
-from megabatch.wrappers.ddp import DDPReducer
+from megabatch.wrappers.ddp import DDPWrapper
 from megabatch.wrappers.foreign import refuse_foreign
-from megabatch.wrappers.fsdp1 import FSDP1Reducer
-from megabatch.wrappers.fsdp2 import FSDP2Reducer
+from megabatch.wrappers.fsdp1 import FSDP1Wrapper
+from megabatch.wrappers.fsdp2 import FSDP2Wrapper
 from megabatch.wrappers.mesh import AXES, CONTEXT_AXES, DATA_AXES, DataRanks, check_axes
-from megabatch.wrappers.multi_model import SeveralReducer
+from megabatch.wrappers.multi_model import MultiModelWrapper
 
 POLICIES = ("auto", "last", "every", "replica_last")
 Models = nn.Module | Sequence[nn.Module]
 
 
-def choose_policy(reducer: PlainReducer, policy: str) -> Choice:
+def choose_policy(wrapper: Wrapper, policy: str) -> Choice:
     """The policy that ``policy`` means for this wrapper, and why."""
     if policy not in POLICIES:
         raise PlanError(f"sync is {policy!r}; expected one of {', '.join(POLICIES)}")
-    return reducer.choose(policy)
+    return wrapper.choose(policy)
 
 
-def reducer_for(model: Models, mesh: DeviceMesh | None) -> PlainReducer:
+def detect_wrapper(model: Models, mesh: DeviceMesh | None) -> Wrapper:
     """The reducer of the model's wrapper. Raises `PlanError` for a wrapper or mesh that it cannot be exact with."""
     if isinstance(model, Pipeline):
-        return _pipeline_reducer(model, mesh)
+        return _pipeline_wrapper(model, mesh)
     models = [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, list | tuple) else []
     if not models or not all(isinstance(cast(object, each), nn.Module) for each in models):
         raise PlanError(f"model is a {type(model).__name__}; expected a torch.nn.Module, or a list of them")
@@ -54,12 +54,12 @@ def reducer_for(model: Models, mesh: DeviceMesh | None) -> PlainReducer:
         raise PlanError("no parameter of the model requires a gradient; unfreeze what is to be trained")
     if mesh is not None:
         check_axes(mesh)
-    reducers = [_reducer_of_one(each, mesh) for each in trained]
+    reducers = [_wrapper_of_one(each, mesh) for each in trained]
     frozen = [each for each in models if not trainable(each)]
-    return SeveralReducer(reducers, frozen) if len(models) > 1 else reducers[0]
+    return MultiModelWrapper(reducers, frozen) if len(models) > 1 else reducers[0]
 
 
-def _reducer_of_one(model: nn.Module, mesh: DeviceMesh | None) -> PlainReducer:
+def _wrapper_of_one(model: nn.Module, mesh: DeviceMesh | None) -> Wrapper:
     refuse_foreign(model)
     check_tied(model)
     wrapper = getattr(model, "_orig_mod", model)  # torch.compile keeps what it compiled here
@@ -67,30 +67,30 @@ def _reducer_of_one(model: nn.Module, mesh: DeviceMesh | None) -> PlainReducer:
     if isinstance(wrapper, DistributedDataParallel):
         group = wrapper.process_group
         assert isinstance(group, dist.ProcessGroup)
-        return DDPReducer(model, wrapper, _ranks([group], mesh, None))
+        return DDPWrapper(model, wrapper, _ranks([group], mesh, None))
     if isinstance(wrapper, FullyShardedDataParallel):
-        return FSDP1Reducer(model, wrapper, _ranks(fsdp1.reducing_groups(model, wrapper), mesh, None))
+        return FSDP1Wrapper(model, wrapper, _ranks(fsdp1.reducing_groups(model, wrapper), mesh, None))
     if modules:
         groups = fsdp2.reducing_groups(model, modules)
         own = fsdp2.param_groups(modules)[0].mesh_info.mesh
-        return FSDP2Reducer(model, modules, _ranks(groups, mesh, _root(own)))
+        return FSDP2Wrapper(model, modules, _ranks(groups, mesh, _root(own)))
     refuse_unknown(wrapper)
     check_dtensors(wrapper)
-    return PlainReducer(model, _plain_ranks(wrapper, mesh))
+    return Wrapper(model, _plain_ranks(wrapper, mesh))
 
 
-def _pipeline_reducer(model: Pipeline, mesh: DeviceMesh | None) -> PipelineReducer:
+def _pipeline_wrapper(model: Pipeline, mesh: DeviceMesh | None) -> PipelineWrapper:
     """Reduces each stage by its own reducer, over the mesh without its axis "pp"."""
     if mesh is not None and mesh != model.mesh:
         raise PlanError("mesh= is another mesh than that of the Pipeline; leave mesh= out")
     rest = tuple(axis for axis in model.mesh.mesh_dim_names or () if axis != "pp")
     if rest:
-        return PipelineReducer(model, [_reducer_of_one(stage, model.mesh[rest]) for stage in model.stages])
+        return PipelineWrapper(model, [_wrapper_of_one(stage, model.mesh[rest]) for stage in model.stages])
     for stage in model.stages:
         refuse_foreign(stage)
         refuse_unknown(stage)
         check_dtensors(stage)
-    return PipelineReducer(model, [PlainReducer(stage, DataRanks()) for stage in model.stages])
+    return PipelineWrapper(model, [Wrapper(stage, DataRanks()) for stage in model.stages])
 
 
 def _plain_ranks(model: nn.Module, mesh: DeviceMesh | None) -> DataRanks:

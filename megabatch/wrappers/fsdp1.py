@@ -10,17 +10,17 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from megabatch.errors import PlanError
-from megabatch.wrappers.base import Choice, PlainReducer
+from megabatch.wrappers.base import Choice, Wrapper
 from megabatch.wrappers.mesh import DataRanks
-from megabatch.wrappers.precision import Wide, refuse_float16
+from megabatch.wrappers.precision import WideGradients, refuse_float16
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)  # pyright: ignore[reportPrivateUsage]
 
 
-class FSDP1Reducer(PlainReducer):
+class FSDP1Wrapper(Wrapper):
     """Reduces increments as FSDP2 does, divided by the ranks, which ``loss_factor`` undoes."""
 
-    wrapper = "FSDP1"
+    kind_name = "FSDP1"
     forwards_meet = True
     replaces_gradients = True
     may_pause = False
@@ -35,7 +35,7 @@ class FSDP1Reducer(PlainReducer):
             self.norm_groups = [cast(dist.ProcessGroup, fsdp.process_group)]
         self._check_precision()
 
-    def accumulate_in(self, wide: Wide) -> None:
+    def accumulate_in(self, wide: WideGradients) -> None:
         if wide.widens:
             raise PlanError(
                 f"accumulate_dtype is {wide.dtype} but FSDP1 accumulates in the parameters' dtype; shard with "

@@ -15,16 +15,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import _dynamo_disable  # pyright: ignore[reportPrivateUsage]
 
 from megabatch.errors import PlanError
-from megabatch.wrappers.base import CHANGED, Choice, PlainReducer
+from megabatch.wrappers.base import CHANGED, Choice, Wrapper
 from megabatch.wrappers.checks import check_precision, check_wide
 from megabatch.wrappers.mesh import DataRanks
-from megabatch.wrappers.precision import Wide
+from megabatch.wrappers.precision import WideGradients
 
 
-class FSDP2Reducer(PlainReducer):
+class FSDP2Wrapper(Wrapper):
     """Reduce-scatters where parameters are sharded, all-reduces where they are replicated."""
 
-    wrapper = "FSDP2 without replicas"
+    kind_name = "FSDP2 without replicas"
     forwards_meet = True
 
     def __init__(self, model: nn.Module, modules: list[FSDPModule], ranks: DataRanks) -> None:
@@ -36,7 +36,7 @@ class FSDP2Reducer(PlainReducer):
         self._has_shards = any(hasattr(group.mesh_info, "shard_process_group") for group in self._groups)
         self._has_replicas = any(hasattr(group.mesh_info, "replicate_process_group") for group in self._groups)
         if not self._has_shards:
-            self.wrapper = "replicate"
+            self.kind_name = "replicate"
         check_precision(modules, self.parameters)
         for module in modules:  # neither setter reaches the children
             module.set_gradient_divide_factor(1.0)
@@ -53,7 +53,7 @@ class FSDP2Reducer(PlainReducer):
         if self._is_running and any(group.is_sharded for group in param_groups([self._modules[number]])):
             self.gathered = zlib.crc32(number.to_bytes(4), self.gathered)
 
-    def accumulate_in(self, wide: Wide) -> None:
+    def accumulate_in(self, wide: WideGradients) -> None:
         check_wide(self._modules, wide, self.parameters)
         super().accumulate_in(wide)
 
@@ -148,9 +148,9 @@ class FSDP2Reducer(PlainReducer):
             module.set_is_last_backward(last)
 
 
-def _noting_gather(reducer: FSDP2Reducer, number: int) -> Callable[..., None]:
+def _noting_gather(wrapper: FSDP2Wrapper, number: int) -> Callable[..., None]:
     """A hook of a module, which a copy of the module does not take the reducer along with."""
-    reference = weakref.ref(reducer)
+    reference = weakref.ref(wrapper)
 
     @_dynamo_disable
     def note(*_: object) -> None:

@@ -13,13 +13,13 @@ from megabatch.losses.contract import accumulation_dtype
 CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
-def drop(parameters: Sequence[nn.Parameter]) -> None:
+def drop_gradients(parameters: Sequence[nn.Parameter]) -> None:
     """Set every ``p.grad`` to None."""
     for parameter in parameters:
         parameter.grad = None
 
 
-def separate(parameters: Sequence[nn.Parameter]) -> None:
+def separate_gradients(parameters: Sequence[nn.Parameter]) -> None:
     """Give every gradient memory of its own: what is done to one in place would else be done to another.
 
     Autograd hands two parameters one tensor where a model uses their sum: ``x + (pos[None] + kind[None])``.
@@ -37,14 +37,14 @@ def separate(parameters: Sequence[nn.Parameter]) -> None:
             starts.add(start)
 
 
-def leaves(totals: Sequence[Tensor]) -> Generator[Tensor]:
+def graph_leaves(totals: Sequence[Tensor]) -> Generator[Tensor]:
     """Every leaf that carries a gradient and that a total depends on, as far as the graph tells."""
     for node in _graph(totals):
         if (leaf := _leaf(node)) is not None:
             yield leaf
 
 
-def functions_of_losses(totals: Sequence[Tensor]) -> list[Any]:
+def find_functions(totals: Sequence[Tensor]) -> list[Any]:
     """Nodes of the user's own functions that return scalars or vectors, as losses do, on the way to totals."""
     pending: list[Any] = [torch.autograd.graph.get_gradient_edge(total).node for total in totals]
     seen: set[Any] = set()
@@ -62,13 +62,13 @@ def functions_of_losses(totals: Sequence[Tensor]) -> list[Any]:
     return found
 
 
-def name_of(node: Any) -> str:
+def name_of_function(node: Any) -> str:
     """The name of a function written in Python."""
     return str(cast(Any, type(node))._forward_cls.__name__)
 
 
 @torch.no_grad()
-def is_scaled(node: Any) -> bool | None:
+def is_linear(node: Any) -> bool | None:
     """Whether the backward of a function looks at the gradient that it is given; None where it gives nothing.
 
     It runs for twice and for half of a gradient, so that its graph is used up.
@@ -86,7 +86,7 @@ def is_scaled(node: Any) -> bool | None:
     return not any(torch.equal(one, other) for one, other in moved) if moved else None
 
 
-def functions_beside(totals: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[str]:
+def find_functions_beside(totals: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[str]:
     """Names of the functions written in Python that a backward for ``wanted`` alone does not come to."""
     graph, ids = _graph(totals), set(map(id, wanted))
     users: dict[Any, list[Any]] = {}
@@ -119,7 +119,7 @@ def _leaf(node: Any) -> Tensor | None:
     return getattr(node, "variable", None)
 
 
-def scale(parameters: Sequence[nn.Parameter], factor: float | Tensor) -> None:
+def scale_gradients(parameters: Sequence[nn.Parameter], factor: float | Tensor) -> None:
     """Multiply every gradient by ``factor``, in one pass."""
     for group in _groups(parameters):
         own = factor
@@ -150,7 +150,7 @@ def total_norm(parameters: Sequence[nn.Parameter], groups: Sequence[dist.Process
     return norm
 
 
-def clip(
+def clip_gradients(
     parameters: Sequence[nn.Parameter],
     max_norm: float,
     factor: float | Tensor | None = None,
@@ -166,7 +166,7 @@ def clip(
     else:
         norm = norm * factor
         coefficient = torch.clamp(max_norm / (norm + CLIP_EPSILON), max=1.0) * factor
-    scale(parameters, coefficient)
+    scale_gradients(parameters, coefficient)
     return norm
 
 

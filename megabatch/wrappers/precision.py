@@ -14,7 +14,7 @@ from megabatch.errors import PlanError
 UNDERFLOW = "dividing the loss by the update's weight before backward underflows in float16; use bfloat16"
 
 
-class Wide:
+class WideGradients:
     """Adds gradients in a wider dtype than the parameters', and hands them to the optimizer in the parameters'.
 
     Between `begin` and `finish` every ``p.grad`` is of that dtype: a backward's own gradient is widened and freed
@@ -77,7 +77,9 @@ class Wide:
             parameter.grad = parameter.grad.to(self.dtype)
 
 
-def check_reduction(wide: Wide, parameters: Sequence[nn.Parameter], dtypes: Iterable[torch.dtype | None]) -> None:
+def check_reduction(
+    wide: WideGradients, parameters: Sequence[nn.Parameter], dtypes: Iterable[torch.dtype | None]
+) -> None:
     """Refuse a wrapper of ``parameters`` that sums in a coarser dtype than ``wide`` does; None is the parameter's."""
     own = [parameter.dtype for parameter in parameters]
     for used in {each or mine for each in dtypes for mine in own} if wide.widens else ():

@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megabatch.errors import PlanError
-from megabatch.wrappers.base import PlainReducer, local
+from megabatch.wrappers.base import Wrapper, local
 
 Facts = list[tuple[str, str]]  # what a fact is about, and what it says, as shown in an error
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
@@ -24,18 +24,18 @@ TRANSPARENT = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"
 CHUNK = 2**20  # elements; bounds the memory of a checksum
 
 
-def check_rank_agreement(reducer: PlainReducer, policy: str, accumulate_dtype: torch.dtype | None) -> None:
+def check_rank_agreement(wrapper: Wrapper, policy: str, accumulate_dtype: torch.dtype | None) -> None:
     """Raise `PlanError` on all ranks where ranks that sum one gradient differ in model, policy or dtype. Collective.
 
     Ranks along tp and pp hold other parts of the model, so each is compared with those of the same coordinates there.
     The weights of DDP, which broadcasts them, and of sharded models are not looked at.
     """
-    ranks = reducer.ranks
+    ranks = wrapper.ranks
     if ranks.num_weighing == 1:
         return
     settings: Facts = [("sync", repr(policy)), ("accumulate_dtype", str(accumulate_dtype))]
-    facts = settings + _structure(reducer.models)
-    weights = _checksums(reducer.models)
+    facts = settings + _structure(wrapper.models)
+    weights = _checksums(wrapper.models)
     seen = ranks.exchange([_digest(facts), _digest(weights)])
     starts = range(0, ranks.num_all, ranks.num_weighing)  # the first row of each tp and pp coordinate
     if all(seen[i] == seen[start] for start in starts for i in range(start, start + ranks.num_weighing)):

@@ -18,7 +18,7 @@ from tests.comm.counting import Collectives
 from tests.exact import harness, models, oracle
 
 LENGTH, MICRO_BATCH_SIZE = 6, 2
-# Samples of each rank, update by update: ranks with fewer microbatches run stand-ins, and their numbers change.
+# Samples of each rank, update by update: ranks with fewer microbatches run dummies, and their numbers change.
 UPDATES = [(4, 4), (8, 2), (2, 6), (6, 4)]
 WRAPPERS = {
     "plain": ("auto",),

@@ -105,7 +105,9 @@ def _refused(name: str) -> list[str]:
     batches = {
         "load": Deferred(load, lengths),
         "weights": Deferred(samples.__getitem__, lengths, [3, 1, -4] if here else weights),
-        "stand-in": Deferred(load, lengths, weights) if here else [],  # rank 0 needs a sample and has never had one
+        "dummy microbatch": Deferred(load, lengths, weights)
+        if here
+        else [],  # rank 0 needs a sample and has never had one
         "told wrong": Deferred(samples.__getitem__, lengths, [3, 1, 5] if here else weights),  # seen at the end
     }
     gradient = GradientAccumulator(model, micro_batch_size=1)

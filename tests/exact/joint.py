@@ -58,7 +58,7 @@ ONE_FORWARD = {"several", "several-ddp", "several-fsdp2", "ddp-static-graph", "d
 
 
 def jobs() -> list[Job]:
-    """Each wrapper on its numbers of ranks under each policy; cases, losses and cuts in turn."""
+    """Each wrapper on its numbers of ranks under each policy; cases, losses and cuts in step."""
     turns = cycle(CASES), cycle(LOSSES), cycle(BOUNDS), cycle(ENCODES)
     made = [_job("bits", *where, *map(next, turns)) for where in _places(tuple(WRAPPERS))]
     made += [

@@ -75,7 +75,7 @@ def wrap(model: nn.Module, wrapper: str) -> tuple[nn.Module, DeviceMesh | None]:
 
 
 def shares(wrapper: str) -> list[list[dict[str, Tensor]]]:
-    """The samples of each data rank; ranks have different numbers of them, so that some run stand-ins."""
+    """The samples of each data rank; ranks have different numbers of them, so that some run dummy microbatches."""
     generator = torch.Generator().manual_seed(5)
     samples = [{"x": torch.randint(0, 4, (4,), generator=generator)} for _ in range(NUM_SAMPLES)]
     degree = 1 if wrapper == "tensor" else WORLDS[wrapper]

@@ -25,9 +25,9 @@ class _Always(property):
 
 # What a planted fault changes: what is patched, and by what.
 FAULTS: dict[str, dict[str, tuple[str, Any]]] = {
-    "plain": {"ranks are not summed": ("megabatch.wrappers.base.PlainReducer.finish_update", lambda self: None)},
-    "ddp": {"the mean of ranks": ("megabatch.wrappers.ddp.DDPReducer.loss_factor", _Always(1.0))},
-    "fsdp2": {"the mean of ranks": ("megabatch.wrappers.fsdp2.FSDP2Reducer.loss_factor", 0.5)},
+    "plain": {"ranks are not summed": ("megabatch.wrappers.base.Wrapper.finish_update", lambda self: None)},
+    "ddp": {"the mean of ranks": ("megabatch.wrappers.ddp.DDPWrapper.loss_factor", _Always(1.0))},
+    "fsdp2": {"the mean of ranks": ("megabatch.wrappers.fsdp2.FSDP2Wrapper.loss_factor", 0.5)},
 }
 LENGTHS = {0: (3, 7, 5), 1: (4,), 2: (6, 2, 8, 5)}  # of the samples, by rank
 

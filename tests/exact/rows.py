@@ -43,14 +43,14 @@ def wrapped(model: nn.Module, wrapper: str, mesh: DeviceMesh) -> nn.Module:
 
 
 def run_job(name: str) -> dict[str, Any]:
-    """The job "what:wrapper:world:sync": "gradient", "fault" of each rank in turn, or "stand-in"."""
+    """The job "what:wrapper:world:sync": "gradient", "fault" of each rank in turn, or "dummy microbatch"."""
     what, wrapper, world, sync = name.split(":")
     mesh = mesh_of(wrapper, int(world))
     plain = model_of("gpt2")
     model = wrapped(copy.deepcopy(plain), wrapper, mesh)
     known = mesh if wrapper == "hsdp" else None
     gradient = GradientAccumulator(model, mesh=known, max_microbatch_tokens=16, sync=sync, collate=OneRow())
-    if what == "stand-in":
+    if what == "dummy microbatch":
         return {"most": most_tokens(gradient)}
     mine = samples(LENGTHS)[dist.get_rank() :: int(world)]
     if what == "fault":

@@ -54,7 +54,7 @@ def wrap(model: nn.Module, wrapper: str) -> nn.Module:
 
 
 def samples(rank: int, update: int) -> list[dict[str, Tensor]]:
-    """Uneven lengths and, over ranks, numbers: some run stand-ins."""
+    """Uneven lengths and, over ranks, numbers: some run dummy microbatches."""
     generator = torch.Generator().manual_seed(100 * update + rank)
     lengths = [int(each) for each in torch.randint(3, 12, (5 + rank,), generator=generator)]
     ids = [torch.randint(0, models.VOCABULARY, (length,), generator=generator) for length in lengths]

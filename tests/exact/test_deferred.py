@@ -40,7 +40,7 @@ COUNTED = "weigh counted 9 from the data but the loss returned the weight 8 on d
 DIFFER = f"LossContractError: {COUNTED}; {DISAGREE}"
 REFUSED = {  # what rank 1, where the mistake is, and rank 0 are told
     "load": GONE,
-    "stand-in": GONE,
+    "dummy microbatch": GONE,
     "weights": (f"PlanError: {NEGATIVE}", f"PlanError: data rank 1 of 2: {NEGATIVE}"),
     "told wrong": (DIFFER, DIFFER),
 }

@@ -15,12 +15,13 @@ JOBS = jobs()
 TOLERANCES = {job.name: job.tolerance for job in JOBS} | dict.fromkeys([*DROPPED, *PLANTED], 1e-15)
 LIBRARY = Path(megabatch.__file__).parent
 TIMEOUT_SECONDS = 4.0  # ranks that disagree wait for each other
-AGAIN = "leaves = pytree.tree_leaves(call.joint.encode(call.model, turn.microbatch))\n"
+AGAIN = "leaves = pytree.tree_leaves(call.joint.encode(call.model, step.microbatch))\n"
 BUGS = {  # the file, its text, and what is planted instead
-    "count the loss on every rank": ("engine/coupled_loss.py", "is_stand_in=not counts", "is_stand_in=False"),
+    "count the loss on every rank": ("engine/coupled_loss.py", "is_dummy=not counts", "is_dummy=False"),
     "drop other features the second time": (
         "engine/coupled_loss.py",
-        f"            with rng.replay(encoded.random):\n                {AGAIN}            if not turn.is_stand_in:\n",
+        f"            with random_state.replay(encoded.random):\n                {AGAIN}"
+        "            if not step.is_dummy:\n",
         f"            {AGAIN}            if False:\n",
     ),
     "see the samples of this rank alone": (
@@ -31,7 +32,7 @@ BUGS = {  # the file, its text, and what is planted instead
         "engine/coupled_loss.py", "in_order(each[mine], encoded_rows)", "each[mine].clone()",
     ),
     "take the gradients of another rank": ("engine/representations.py", "slice(start, start + ", "slice(0, "),
-    "differentiate a stand-in": ("engine/coupled_loss.py", "torch.zeros_like", "torch.ones_like"),
+    "differentiate a dummy microbatch": ("engine/coupled_loss.py", "torch.zeros_like", "torch.ones_like"),
 }  # fmt: skip
 
 

@@ -58,7 +58,7 @@ PLANTED = {  # bugs, and a job that sees each
     Mutation("keep new gradients", "engine/oom_retry.py", "parameter.grad = None", "pass"): FIRST,
     Mutation("see replaced gradients only", "engine/oom_retry.py", " or found._version != version", ""): LATER,
     Mutation("forget what the first half lacked", "engine/oom_retry.py",
-             "self._reducer.parameters if turn.wanted is None else turn.wanted\n", "self._reducer.parameters\n"): LATER,
+             "self._wrapper.parameters if step.wanted is None else step.wanted\n", "self._wrapper.parameters\n"): LATER,
     Mutation("run one part", "engine/oom_retry.py",
              "for half in halves(rows) for", "for half in halves(rows)[:1] for"): FIRST,
     Mutation("count sums twice", "engine/update.py",

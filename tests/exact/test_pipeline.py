@@ -131,7 +131,10 @@ OWN = (
     Mutation("forget the norm of other stages", "pipeline/stages.py",
              "self.norm_groups = list(self.stage_ranks.pipeline_groups)", "self.norm_groups = []"),
 )  # fmt: skip
-PLANTED = (*OWN, *(each for each in MUTATIONS if each.name in ("differentiate a stand-in", "count a stand-in")))
+PLANTED = (
+    *OWN,
+    *(each for each in MUTATIONS if each.name in ("differentiate a dummy microbatch", "count a dummy microbatch")),
+)
 SEEN_BY = (f"1F1B/fsdp2/{CELLS[2][0]}", f"InterleavedZeroBubble/fsdp2/{CELLS[2][1]}")
 
 

@@ -8,12 +8,12 @@ from tests.exact.rows import LENGTHS
 pytestmark = pytest.mark.slow
 GRADIENTS = ["gradient:ddp:2:last", "gradient:ddp:3:every", "gradient:fsdp2:2:every", "gradient:hsdp:4:replica_last"]
 FAULTS = ["fault:ddp:2:last", "fault:hsdp:4:replica_last", "fault:hsdp-foreign:4:every", "fault:fsdp1-hybrid:4:every"]
-STAND_IN = "stand-in:ddp:2:last"
+DUMMY = "dummy microbatch:ddp:2:last"
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return launch_by_world("tests.exact.rows:run_job", [*GRADIENTS, *FAULTS, STAND_IN], tmp_path_factory.mktemp("rows"))
+    return launch_by_world("tests.exact.rows:run_job", [*GRADIENTS, *FAULTS, DUMMY], tmp_path_factory.mktemp("rows"))
 
 
 @pytest.mark.parametrize("job", GRADIENTS)
@@ -32,4 +32,4 @@ def test_a_fault_is_its_own_ranks(results, job: str) -> None:
 
 
 def test_a_stand_in_holds_no_more_than_a_microbatch(results) -> None:
-    assert max(found["most"] for found in values(results[STAND_IN])) <= 16
+    assert max(found["most"] for found in values(results[DUMMY])) <= 16

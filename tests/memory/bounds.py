@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import megabatch
 from megabatch import GradientAccumulator, losses
 from megabatch.autotune.memory import budget_of, measuring
-from megabatch.planning.limits import Fit
+from megabatch.planning.limits import TunedLimit
 from megabatch.wrappers.mesh import DataRanks
 from tests.exact.wrappers import wrap
 
@@ -93,7 +93,7 @@ class Run:
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.batch = case.samples(dist.get_rank(), case.num_samples - 8 * dist.get_rank())
 
-    def chosen(self) -> Fit:
+    def chosen(self) -> TunedLimit:
         cap = budget_of(CPU, None, DataRanks()).used + self.case.spare_bytes
         gradient = GradientAccumulator(self.model, memory_bytes=int(cap))
         gradient.reserve_for(self.optimizer)

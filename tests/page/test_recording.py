@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import GradientAccumulator, Learner, MegabatchError, Plan, losses, plan
-from megabatch.losses.contract import hooks_of, loss
+from megabatch.losses.contract import loss, loss_hooks
 from megabatch.train.page.cuts import MOST_MICROBATCHES, MOST_RANKS, Cuts, cut_of, row_of
 from megabatch.train.page.timeline import RECORDED, Timeline, reducing, total_of
 from megabatch.train.ranks import Ranks
@@ -119,7 +119,7 @@ def test_nothing_learned_depends_on_it(tmp_path: Path, size: int) -> None:
             kinds = spans["kinds"]
             num_stand_ins = 1 if rank else 0  # 3 samples and 5, two at a time
             assert (kinds.count("forward"), kinds.count("backward")) == (3 - num_stand_ins,) * 2
-            assert kinds.count("stand-in") == 2 * num_stand_ins
+            assert kinds.count("dummy microbatch") == 2 * num_stand_ins
             assert (kinds[0], kinds[-2:], len(spans["ms"])) == ("idle", ["reduce", "step"], len(kinds) + 1)
             assert spans["ms"] == sorted(spans["ms"])
             is_reduced_with_each = name == "fsdp2"
@@ -149,8 +149,8 @@ def test_a_loss_keeps_what_it_says_of_its_weight(tmp_path: Path) -> None:
 
     _, timeline = learned(ALONE, "plain", tmp_path, num_updates=1)
     assert timeline is not None
-    assert hooks_of(timeline.watching(loss(weigh=weigh, prepare=prepare)(lambda *_: None))) == (weigh, prepare)
-    assert hooks_of(timeline.watching(losses.next_token)) == hooks_of(losses.next_token)
+    assert loss_hooks(timeline.watching(loss(weigh=weigh, prepare=prepare)(lambda *_: None))) == (weigh, prepare)
+    assert loss_hooks(timeline.watching(losses.next_token)) == loss_hooks(losses.next_token)
 
 
 def test_what_a_loss_must_not_return_is_left_to_the_library() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 from megabatch import CostModel
 from megabatch.autotune.memory import Budget
-from megabatch.autotune.policy_memory import Taken
+from megabatch.autotune.policy_memory import PolicyMemory
 from megabatch.losses.contract import weigh_of
-from megabatch.planning.limits import Fit, Measured
+from megabatch.planning.limits import MeasuredMicrobatch, TunedLimit
 from megabatch.train.bound import Bound
 from megabatch.train.chosen import Chosen, choose_rest
 from megabatch.train.config import Config
@@ -55,7 +55,7 @@ class Steady(Choosing):
 
     budget: Budget | None = None
 
-    def _taken(self, *given: Any, budget: Budget | None = None, **named: Any) -> Taken:
+    def _taken(self, *given: Any, budget: Budget | None = None, **named: Any) -> PolicyMemory:
         return super()._taken(*given, **named, budget=self.budget or budget)
 
 
@@ -115,8 +115,8 @@ class Scripted(Choosing):
 
     over_bytes: list[float]  # the limit, each time that something is measured
 
-    def _taken(self, *given: Any, **named: Any) -> Taken:
-        return Taken(1e6 + self.over_bytes.pop(0), 0.0, 1e6, 1e6, Budget(0.0, 0.0, 0.0))
+    def _taken(self, *given: Any, **named: Any) -> PolicyMemory:
+        return PolicyMemory(1e6 + self.over_bytes.pop(0), 0.0, 1e6, 1e6, Budget(0.0, 0.0, 0.0))
 
 
 def measured_over(ranks: Ranks, recipe: Path, overrides: Sequence[str]) -> dict[str, Found | None]:
@@ -136,11 +136,11 @@ def measured_over(ranks: Ranks, recipe: Path, overrides: Sequence[str]) -> dict[
     return found
 
 
-def fit_with(room_bytes: float) -> Fit:
+def fit_with(room_bytes: float) -> TunedLimit:
     """A bound, with so much left of the memory that it was made for."""
     cost = CostModel(seconds_per_microbatch=1e6, bytes_fixed=1e6, bytes_per_token=BYTES_PER_TOKEN)
     limit = cost.peak_bytes(1, TOKENS) + room_bytes
-    return Fit(TOKENS, cost, LONGEST, (Measured(1, 1e6),), limit, limit)
+    return TunedLimit(TOKENS, cost, LONGEST, (MeasuredMicrobatch(1, 1e6),), limit, limit)
 
 
 def counted(ranks: Ranks, recipe: Path, given: Sequence[Sequence[str]]) -> list[dict[str, Any]]:

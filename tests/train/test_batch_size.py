@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megabatch.errors import MegabatchError
-from megabatch.planning.sampler import Seen
+from megabatch.planning.sampler import Consumed
 from megabatch.train.batch_size import Sizes, read_schedule, sizes_of
 from megabatch.train.data.counts import NumUpdates
 from megabatch.train.plan.choices import grid_of
@@ -80,7 +80,7 @@ def test_what_is_no_schedule_is_refused_in_one_line(text: str, recipe: Path) -> 
 
 def test_a_size_holds_from_its_point_on() -> None:
     sizes = read_schedule([[0, 4], ["10 samples", 8]])
-    assert [sizes(Seen(samples=number)) for number in (0, 9, 10, 11)] == [4, 4, 8, 8]
+    assert [sizes(Consumed(samples=number)) for number in (0, 9, 10, 11)] == [4, 4, 8, 8]
     assert (str(sizes), sizes.largest) == ("4 samples, 8 after 10 samples", 8)
     assert str(read_schedule([[0, 4], [1, 8], [2000, 2]])) == "4 samples, 8 after 1 update, 2 after 2,000 updates"
 
@@ -106,7 +106,7 @@ def test_a_rate_is_multiplied_once(rate: Any) -> None:
 
 def walked(seen: list[tuple[int, int]], sizes: Sizes) -> list[int]:
     """What each update should have, by the samples and tokens of those before it."""
-    sums = [Seen(n, sum(a for a, _ in seen[:n]), sum(b for _, b in seen[:n])) for n in range(len(seen))]
+    sums = [Consumed(n, sum(a for a, _ in seen[:n]), sum(b for _, b in seen[:n])) for n in range(len(seen))]
     return [sizes(each) for each in sums]
 
 

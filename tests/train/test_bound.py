@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megabatch import CostModel
-from megabatch.errors import Bound
-from megabatch.planning.limits import Fit, Measured
+from megabatch.errors import MicrobatchLimit
+from megabatch.planning.limits import MeasuredMicrobatch, TunedLimit
 from megabatch.train import bound
 from megabatch.train.config import Config, ModelConfig, RunConfig, UpdateConfig
 from megabatch.train.meta import first_difference, read_meta
@@ -123,12 +123,14 @@ def test_what_changes_a_microbatch_changes_the_bound() -> None:
 
 
 def test_a_fit_is_kept_as_it_is() -> None:
-    fit = Fit(428, CostModel(1.0, 2.0), 100, (Measured(1, 70.0), Measured(4, 280.0)), 2.0**31, 300.0, 4)
+    fit = TunedLimit(
+        428, CostModel(1.0, 2.0), 100, (MeasuredMicrobatch(1, 70.0), MeasuredMicrobatch(4, 280.0)), 2.0**31, 300.0, 4
+    )
     assert bound.fit_of(json.loads(json.dumps(asdict(fit)))) == fit
 
 
 def test_the_words_tell_of_what_was_learned() -> None:
     text = "update.max_microbatch_tokens 1,000: the checkpoint's, so that sums are rounded the same"
-    assert bound.kept_text(1000, None) == bound.kept_text(1000, Bound(1, 1000)) == text
+    assert bound.kept_text(1000, None) == bound.kept_text(1000, MicrobatchLimit(1, 1000)) == text
     learned = "since a microbatch did not fit in memory, one holds at most 300 (microbatch.json)"
-    assert bound.kept_text(1000, Bound(3, 300)) == f"{text}; {learned}"
+    assert bound.kept_text(1000, MicrobatchLimit(3, 300)) == f"{text}; {learned}"

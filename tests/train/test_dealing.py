@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from megabatch import CostModel
-from megabatch.planning.limits import Fit
-from megabatch.planning.partition import deal
+from megabatch.planning.limits import TunedLimit
+from megabatch.planning.partition import balance
 from megabatch.train.data.updates import Updates
 from megabatch.train.dealing import even_tokens, price_of
 from tests.elastic.conftest import OWN
@@ -39,8 +39,8 @@ def quadratic(model, microbatch):
 )
 
 
-def fit_of(token: float, pair: float, longest: int = 1024) -> Fit:
-    return Fit(longest, CostModel(0.1, token, pair), longest, (), 1.0, 1.0)
+def fit_of(token: float, pair: float, longest: int = 1024) -> TunedLimit:
+    return TunedLimit(longest, CostModel(0.1, token, pair), longest, (), 1.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_the_same_updates_are_dealt_by_cost(kind: str, num_workers: int, tmp_pat
     assert first == [ids_of(of_rank[0]) for of_rank in shares]
     for update, *of_ranks in zip(alone, *shares, strict=True):
         assert sorted(ids for share in of_ranks for ids in ids_of(share)) == sorted(ids_of(update))
-        expected = deal(costs_of(update), 3)  # an update of one rank has all samples, in their order
+        expected = balance(costs_of(update), 3)  # an update of one rank has all samples, in their order
         assert [ids_of(share) for share in of_ranks] == [
             [ids_of(update)[place] for place in places] for places in expected
         ]

@@ -14,7 +14,7 @@ from tests.train.jobs import Tiny, average_job, learner_of, move, whole
 
 
 def walk(model: nn.Module, step: int) -> None:
-    """A stand-in for an optimizer: weights that are small changes apart."""
+    """A dummy microbatch for an optimizer: weights that are small changes apart."""
     generator = torch.Generator().manual_seed(step)
     with torch.no_grad():
         for parameter in model.parameters():

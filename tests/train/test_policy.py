@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megabatch import CostModel, Plan
-from megabatch.planning.limits import Fit, Measured
+from megabatch.planning.limits import MeasuredMicrobatch, TunedLimit
 from megabatch.train.config import Config, ModelConfig, RunConfig, UpdateConfig
 from megabatch.train.meta import POSITIONS, TITLES, read_meta
 from megabatch.train.policy import AUTO, LAST, Policy, beside, saved_policy
@@ -254,7 +254,9 @@ def test_a_stream_keeps_least_unless_it_is_packed(bench: Bench) -> None:
 
 
 def test_the_room_beside_a_whole_gradient_is_the_bounds() -> None:
-    fit = Fit(1000, CostModel(bytes_fixed=100.0, bytes_per_token=2.0), 50, (Measured(1, 100.0),), 2150.0, 2000.0, 20)
+    fit = TunedLimit(
+        1000, CostModel(bytes_fixed=100.0, bytes_per_token=2.0), 50, (MeasuredMicrobatch(1, 100.0),), 2150.0, 2000.0, 20
+    )
     assert beside(fit, 0.0) == fit
     lowered = beside(fit, 250.0)
     assert lowered is not None

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megabatch.errors import Bound
+from megabatch.errors import MicrobatchLimit
 from megabatch.train.plan.choices import Choice
 from megabatch.train.plan.command import plan_recipe
 from megabatch.train.plan.rows import NO, RUN, TIGHT, YES, Row
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_microbatch_that_is_lowered_is_told() -> None:
-    learned = Bound(2, 1500)
+    learned = MicrobatchLimit(2, 1500)
     (line,) = stated_words(config_of(micro_batch_size=4).update, learned)
     assert line.startswith("update.micro_batch_size 4 is lowered: ")
     assert line.endswith("one holds at most 2 samples (microbatch.json)")

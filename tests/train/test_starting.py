@@ -120,7 +120,7 @@ def wait_apart(ranks: Ranks, tmp_path: Path, recipe: Path, seconds: float) -> st
 
 
 def test_ranks_wait_for_what_one_of_them_has_learned(recipe: Path, tmp_path: Path) -> None:
-    assert on_ranks(2, tmp_path, wait_apart, tmp_path, recipe, 0.5) == ["Bound(samples=1, tokens=20)"] * 2
+    assert on_ranks(2, tmp_path, wait_apart, tmp_path, recipe, 0.5) == ["MicrobatchLimit(samples=1, tokens=20)"] * 2
     line = "ranks read different things in run/microbatch.json; name a run.folder on a disk that all hosts share"
     assert on_ranks(2, tmp_path, wait_apart, tmp_path, recipe, 30.0) == [line] * 2
 

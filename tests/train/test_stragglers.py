@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import GradientAccumulator, Learner, Plan, losses
-from megabatch.losses.contract import hooks_of
+from megabatch.losses.contract import loss_hooks
 from megabatch.train.metrics import Sums, balance, sums_of, update_row
 from megabatch.train.model.wrap import Wrapper
 from megabatch.train.ranks import Ranks
@@ -150,7 +150,7 @@ def learned(ranks: Ranks, *, measures: bool, sync: str) -> tuple[list[Any], list
             time.sleep(0.02)
         return losses.mse(model, microbatch)
 
-    slow.weigh = hooks_of(losses.mse).weigh
+    slow.weigh = loss_hooks(losses.mse).weigh
     loss_fn = work.watching(slow) if measures else slow
     found: list[Any] = []
     seconds: list[float | None] = []
@@ -199,7 +199,7 @@ def test_one_rank_and_shards_are_not_measured() -> None:
         assert work.watching(losses.mse) is losses.mse
         assert work.take() is None
     watched = Work(learner, TWO, DDP).watching(losses.next_token)
-    assert hooks_of(watched) == hooks_of(losses.next_token)
+    assert loss_hooks(watched) == loss_hooks(losses.next_token)
 
 
 # In runs

@@ -162,7 +162,7 @@ def test_an_update_without_a_target_is_logged_and_not_stepped(bench: Bench, tmp_
 
 
 def test_the_held_out_loss_is_the_same_where_a_rank_has_less_to_evaluate(bench: Bench, tmp_path: Path) -> None:
-    """Five samples on three ranks, one by one: the last rank runs a stand-in, which is not counted."""
+    """Five samples on three ranks, one by one: the last rank runs a dummy microbatch, which is not counted."""
     values = {"update__micro_batch_size": 1, "run__max_steps": 2, **NO_DROPOUT}
     bench.train(run__folder=tmp_path / "alone", **values)
     bench.train(ranks=3, parallel__wrapper="fsdp2", **values)

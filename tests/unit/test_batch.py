@@ -108,8 +108,8 @@ def test_a_length_of_the_user_sees_the_rows_of_a_mapping():
 def test_the_last_sample_owns_its_memory():
     batch = {"x": torch.arange(6.0).reshape(3, 2)}
     last = Samples(batch).last()
-    assert last.stand_in()["x"].tolist() == [[4.0, 5.0]]
-    assert last.stand_in()["x"].untyped_storage().nbytes() == 2 * 4  # a view would keep the batch
+    assert last.dummy()["x"].tolist() == [[4.0, 5.0]]
+    assert last.dummy()["x"].untyped_storage().nbytes() == 2 * 4  # a view would keep the batch
 
 
 def test_what_a_tokenizer_returns_is_a_batch():
@@ -127,7 +127,7 @@ def test_told_lengths_of_another_kind_are_taken_as_told():
     samples = Samples(Deferred(images.__getitem__, [16, 9, 4], measured=False))
     assert samples.lengths == [16, 9, 4]
     assert equal(samples.take([0, 2]), pad_right([images[0], images[2]]))
-    assert equal(samples.stand_in(), pad_right([images[2]]))
+    assert equal(samples.dummy(), pad_right([images[2]]))
     with pytest.raises(PlanError, match="a sample is a tuple; expected a mapping of tensors"):
         Samples(Deferred(lambda index: (1, 2), [1], measured=False)).take([0])
 

@@ -22,7 +22,7 @@ EXPLAINED = {
         "sync last",
     ],
     plan([7] * 3, dp_degree=2, micro_batch_size=1)[1]: [
-        "1 sample in 2 microbatches of 1, 1 of them stand-ins of no weight",
+        "1 sample in 2 microbatches of 1, 1 of them dummy microbatches of no weight",
         "7 real tokens, 7 computed: 0.0% padding",
         "sync last",
     ],
@@ -32,7 +32,7 @@ EXPLAINED = {
         "sync last",
     ],
     Plan(((0, 1), (2,), ()), (3, 5, 2), one_shape=True): [
-        "3 samples in 3 microbatches of 1 to 2, 1 of them stand-ins of no weight",
+        "3 samples in 3 microbatches of 1 to 2, 1 of them dummy microbatches of no weight",
         "10 real tokens, 20 computed: 50.0% padding",
         "sync last",
     ],
@@ -65,7 +65,7 @@ def test_every_sample_runs_once_on_one_rank(lengths, bound, dp_degree):
 def test_every_rank_runs_as_many_microbatches_with_stand_ins_last(lengths, bound, dp_degree):
     plans = plan(lengths, dp_degree=dp_degree, **bound)
     assert len({each.num_microbatches for each in plans}) == 1
-    assert any(all(each.microbatches) for each in plans)  # the longest share has no stand-in
+    assert any(all(each.microbatches) for each in plans)  # the longest share has no dummy microbatch
     for each in plans:
         assert [bool(rows) for rows in each.microbatches] == sorted(map(bool, each.microbatches), reverse=True)
 

@@ -20,7 +20,7 @@ def test_norm_and_clip_on_a_cpu() -> None:
     parameter = nn.Parameter(torch.ones(4, device="cpu"))
     assert gradients.total_norm([parameter]).device.type == "cpu"  # there is no gradient
     parameter.grad = torch.ones(4, device="cpu")
-    assert float(gradients.clip([parameter], 1.0)) == 2.0
+    assert float(gradients.clip_gradients([parameter], 1.0)) == 2.0
     assert float(gradients.total_norm([parameter])) == pytest.approx(1.0)
 
 

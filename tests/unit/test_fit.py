@@ -8,7 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megabatch.planning.cost import CostModel
-from megabatch.planning.limits import Fit, Measured, Space, Timed, bound_tokens, cost_of, search, seconds_of
+from megabatch.planning.limits import (
+    MeasuredMicrobatch,
+    MemoryRoom,
+    TimedMicrobatch,
+    TunedLimit,
+    bound_tokens,
+    cost_of,
+    search,
+    seconds_of,
+)
 
 LONGEST, MOST = 100, 10_000
 GROWING: dict[str, Callable[[int], float]] = {  # bytes of a microbatch by its rows
@@ -21,8 +30,8 @@ GROWING: dict[str, Callable[[int], float]] = {  # bytes of a microbatch by its r
 }
 
 
-def searched(grow: Callable[[int], float], space: Space, most: int = MOST) -> list[Measured]:
-    return search(lambda rows: Measured(rows, grow(rows)), lambda: space, most)
+def searched(grow: Callable[[int], float], space: MemoryRoom, most: int = MOST) -> list[MeasuredMicrobatch]:
+    return search(lambda rows: MeasuredMicrobatch(rows, grow(rows)), lambda: space, most)
 
 
 def largest(grow: Callable[[int], float], allowed: float, most: int = MOST) -> int:
@@ -33,8 +42,8 @@ def largest(grow: Callable[[int], float], allowed: float, most: int = MOST) -> i
 @pytest.mark.parametrize("name", GROWING)
 def test_the_bound_is_the_largest_within_a_tenth(name: str, allowed: float) -> None:
     grow = GROWING[name]
-    measured = searched(grow, Space(allowed, 3 * allowed))
-    tokens, best = bound_tokens(measured, Space(allowed, 3 * allowed), LONGEST), largest(grow, allowed)
+    measured = searched(grow, MemoryRoom(allowed, 3 * allowed))
+    tokens, best = bound_tokens(measured, MemoryRoom(allowed, 3 * allowed), LONGEST), largest(grow, allowed)
     if best == 0:
         assert tokens is None
         return
@@ -48,36 +57,36 @@ def test_the_bound_is_the_largest_within_a_tenth(name: str, allowed: float) -> N
 @pytest.mark.parametrize("name", GROWING)
 def test_nothing_is_measured_that_may_not_be_there(name: str, allowed: float) -> None:
     """Where nothing is free beyond what is allowed, no line is trusted that a steeper one could break."""
-    measured = searched(GROWING[name], Space(allowed, allowed))
+    measured = searched(GROWING[name], MemoryRoom(allowed, allowed))
     assert all(each.num_bytes <= 1.1 * allowed for each in measured)
 
 
 def test_no_more_rows_than_there_are_samples_are_measured() -> None:
-    measured = searched(GROWING["a line from nothing"], Space(1e9, 1e9), most=37)
+    measured = searched(GROWING["a line from nothing"], MemoryRoom(1e9, 1e9), most=37)
     assert [each.rows for each in measured] == [1, 4, 16, 37]
-    assert bound_tokens(measured, Space(1e9, 1e9), LONGEST) == 38 * LONGEST - 1
+    assert bound_tokens(measured, MemoryRoom(1e9, 1e9), LONGEST) == 38 * LONGEST - 1
 
 
 def test_each_step_is_at_most_four_times_the_last() -> None:
-    rows = [each.rows for each in searched(GROWING["a line from nothing"], Space(50_000, 50_000))]
+    rows = [each.rows for each in searched(GROWING["a line from nothing"], MemoryRoom(50_000, 50_000))]
     assert all(b <= 4 * a for a, b in pairwise(rows))
 
 
 def test_a_cost_goes_through_the_largest_that_fit() -> None:
-    grow, space = GROWING["a line from a gradient"], Space(9000, 20_000)
+    grow, space = GROWING["a line from a gradient"], MemoryRoom(9000, 20_000)
     measured = searched(grow, space)
-    timed = [Timed(1, LONGEST, 1.1), Timed(8, LONGEST, 8.1)]
+    timed = [TimedMicrobatch(1, LONGEST, 1.1), TimedMicrobatch(8, LONGEST, 8.1)]
     cost = cost_of(measured, space, stays_bytes=500.0, longest_tokens=LONGEST, timed=timed)
     assert cost.peak_bytes(10, LONGEST) == pytest.approx(500 + grow(10))
     assert cost.seconds(10, LONGEST) == pytest.approx(0.1 + 10)
-    one = cost_of([Measured(1, 70.0)], space, 500.0, LONGEST, timed)
+    one = cost_of([MeasuredMicrobatch(1, 70.0)], space, 500.0, LONGEST, timed)
     assert (one.bytes_fixed, one.bytes_per_token) == (500.0, pytest.approx(0.7))
 
 
 def test_the_choice_is_told_in_one_line() -> None:
-    measured = [Measured(1, 70.0), Measured(4, 280.0)]
-    cost = cost_of(measured, Space(300, 300), 2.0**30, LONGEST, [Timed(1, LONGEST, 1.0)])
-    text = Fit(428, cost, LONGEST, tuple(measured), 2.0**31, 300).explain()
+    measured = [MeasuredMicrobatch(1, 70.0), MeasuredMicrobatch(4, 280.0)]
+    cost = cost_of(measured, MemoryRoom(300, 300), 2.0**30, LONGEST, [TimedMicrobatch(1, LONGEST, 1.0)])
+    text = TunedLimit(428, cost, LONGEST, tuple(measured), 2.0**31, 300).explain()
     assert text == (
         "max_microbatch_tokens 428: predicted peak 1.00 GiB of 2.00 GiB, measured with 1, 4 samples of 100 tokens"
     )
@@ -89,7 +98,7 @@ factors = st.floats(0, 10).map(lambda number: round(number, 3))
 @given(factors, st.floats(0.01, 10), st.floats(0, 0.1), st.integers(20, 400))
 def test_seconds_that_follow_the_model_are_found(launch: float, token: float, pair: float, usual: int) -> None:
     cost = CostModel(launch, token, pair)
-    timed = [Timed(rows, tokens, cost.seconds(rows, tokens)) for rows in (1, 8) for tokens in (usual, 1000)]
+    timed = [TimedMicrobatch(rows, tokens, cost.seconds(rows, tokens)) for rows in (1, 8) for tokens in (usual, 1000)]
     found = CostModel(*seconds_of(timed))
     for rows, tokens in ((1, 10), (3, 700), (64, 50)):
         assert found.seconds(rows, tokens) == pytest.approx(cost.seconds(rows, tokens), rel=1e-6)
@@ -98,6 +107,6 @@ def test_seconds_that_follow_the_model_are_found(launch: float, token: float, pa
 @given(st.lists(st.floats(1e-3, 10), min_size=4, max_size=4))
 def test_no_price_is_negative_whatever_was_measured(seconds: list[float]) -> None:
     shapes = [(1, 30), (8, 30), (1, 200), (8, 200)]
-    found = seconds_of([Timed(*shape, each) for shape, each in zip(shapes, seconds, strict=True)])
+    found = seconds_of([TimedMicrobatch(*shape, each) for shape, each in zip(shapes, seconds, strict=True)])
     assert all(each >= 0 for each in found)
     assert any(each > 0 for each in found)

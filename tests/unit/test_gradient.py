@@ -30,7 +30,7 @@ def same_bits(ones, others) -> bool:
 @pytest.mark.parametrize("without", [None, 1])
 def test_clipped_as_torch_clips(dtype, scale, without):
     mine, theirs = (parameters(scale, dtype=dtype, without=without) for _ in range(2))
-    norm, expected = gradients.clip(mine, 1.0), nn.utils.clip_grad_norm_(theirs, 1.0)
+    norm, expected = gradients.clip_gradients(mine, 1.0), nn.utils.clip_grad_norm_(theirs, 1.0)
     assert torch.equal(norm, expected) or (norm.isnan() and expected.isnan())
     if scale == scale and scale != float("inf"):
         assert same_bits(mine, theirs)
@@ -38,9 +38,9 @@ def test_clipped_as_torch_clips(dtype, scale, without):
 
 def test_a_factor_comes_before_the_clip():
     mine, theirs = parameters(dtype=torch.float64), parameters(dtype=torch.float64)
-    gradients.scale(theirs, 0.25)
+    gradients.scale_gradients(theirs, 0.25)
     expected = nn.utils.clip_grad_norm_(theirs, 1.0)
-    assert torch.equal(gradients.clip(mine, 1.0, 0.25), expected)  # a power of two rounds nothing
+    assert torch.equal(gradients.clip_gradients(mine, 1.0, 0.25), expected)  # a power of two rounds nothing
     for one, other in zip(mine, theirs, strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-15, atol=0)
 
@@ -61,20 +61,20 @@ class Writes(TorchDispatchMode):
 @pytest.mark.parametrize("factor", [None, 0.5, torch.tensor(0.5)])
 def test_clip_writes_each_gradient_once(factor):
     with Writes() as writes:
-        gradients.clip(parameters(), 1.0, factor)
+        gradients.clip_gradients(parameters(), 1.0, factor)
     assert writes.names == ["_foreach_mul_"]
 
 
 def test_without_gradients():
     none = [nn.Parameter(torch.zeros(2))]
-    gradients.scale(none, 2.0)
-    assert gradients.clip(none, 1.0) == 0
+    gradients.scale_gradients(none, 2.0)
+    assert gradients.clip_gradients(none, 1.0) == 0
     assert none[0].grad is None
 
 
 def test_drop():
     made = parameters()
-    gradients.drop(made)
+    gradients.drop_gradients(made)
     assert all(parameter.grad is None for parameter in made)
 
 
@@ -82,7 +82,7 @@ def test_each_dtype_is_scaled_in_its_own_precision():
     ones = [*parameters(dtype=torch.float32), *parameters(dtype=torch.float64)]
     before = [each.grad.clone() for each in ones]
     factor = torch.tensor(1 / 3, dtype=torch.float64)
-    gradients.scale(ones, factor)
+    gradients.scale_gradients(ones, factor)
     for one, was in zip(ones, before, strict=True):
         assert torch.equal(one.grad, was * factor.to(was.dtype))
 
@@ -91,7 +91,7 @@ def test_complex128_keeps_its_digits() -> None:
     numbers = torch.randn(64, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     mine, theirs = (nn.Parameter(torch.zeros(64, dtype=torch.complex128)) for _ in range(2))
     mine.grad, theirs.grad = (torch.view_as_complex(numbers.clone()) for _ in range(2))
-    gradients.clip([mine], 0.1)
+    gradients.clip_gradients([mine], 0.1)
     nn.utils.clip_grad_norm_([theirs], 0.1)
     torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-15, atol=0)
 
@@ -101,5 +101,5 @@ def test_the_norm_of_a_sparse_gradient_counts_each_row_once() -> None:
     values = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
     mine.grad = torch.sparse_coo_tensor([[0, 2, 0]], values, (4, 2), check_invariants=True)
     theirs.grad = mine.grad.to_dense()
-    assert torch.equal(gradients.clip([mine], 1.0), nn.utils.clip_grad_norm_([theirs], 1.0))
+    assert torch.equal(gradients.clip_gradients([mine], 1.0), nn.utils.clip_grad_norm_([theirs], 1.0))
     torch.testing.assert_close(mine.grad.to_dense(), theirs.grad)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from megabatch import GradientAccumulator, JointLoss, LossContractError
 from megabatch.batching.samples import Deferred
 from megabatch.engine import random_state
-from megabatch.engine.representations import keep
+from megabatch.engine.representations import keep_encoding
 from tests.exact import oracle
 from tests.unit.two_towers import (
     SIZE,
@@ -224,7 +224,7 @@ def test_one_microbatch_of_activations_at_a_time() -> None:
 
 def test_a_kept_representation_keeps_nothing_else() -> None:
     hidden = torch.zeros(2, 1000, WIDTH)
-    kept = keep((hidden[:, 0], hidden[:, -1]), random_state.note(hidden.device))
+    kept = keep_encoding((hidden[:, 0], hidden[:, -1]), random_state.note(hidden.device))
     assert [each.untyped_storage().nbytes() for each in kept.leaves] == [2 * WIDTH * 4] * 2
 
 

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from megabatch import GradientAccumulator, loss, losses
-from megabatch.batching.attention_mask import RIGHT_PADDED, is_causal, noted, without_needless
+from megabatch.batching.attention_mask import RIGHT_PADDED, is_causal, note_padding, without_needless
 
 SIZES = {
     "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -143,7 +143,7 @@ def test_a_mask_beside_positions_is_no_needless_one() -> None:
     """Without it transformers keeps documents apart where positions begin anew, and with it it does not look."""
     packed = microbatch([[1, 1, 1, 1]]) | {"position_ids": torch.tensor([[0, 1, 0, 1]])}
     model = model_of("llama")
-    assert noted(packed) is packed
+    assert note_padding(packed) is packed
     assert "attention_mask" in without_needless(model, packed)
     inputs = {name: value for name, value in packed.items() if name != "labels"}
     with torch.no_grad():
@@ -156,10 +156,10 @@ def test_a_mask_beside_positions_is_no_needless_one() -> None:
 
 def test_what_is_on_a_device_was_seen_before_it_got_there() -> None:
     right, left = microbatch([[1, 1, 1, 0]]), microbatch([[0, 1, 1, 1]])
-    assert noted(right)[RIGHT_PADDED]
-    assert noted(left) is left
+    assert note_padding(right)[RIGHT_PADDED]
+    assert note_padding(left) is left
     model = model_of("llama")
-    for each, is_needless in ((noted(right), True), (noted(left), False)):
+    for each, is_needless in ((note_padding(right), True), (note_padding(left), False)):
         moved = {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in each.items()}
         kept = without_needless(model, moved)
         assert kept.keys() == {"input_ids", "labels"} | (set() if is_needless else {"attention_mask"})

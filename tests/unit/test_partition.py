@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megabatch.planning.cost import CostModel
-from megabatch.planning.partition import deal, pack
+from megabatch.planning.partition import balance, split
 
 price = CostModel(seconds_per_microbatch=32.0).seconds
 
@@ -41,12 +41,12 @@ PACKED = [  # lengths, bound, microbatches
 
 @pytest.mark.parametrize(("costs", "num_bins", "bins"), DEALT)
 def test_dealt(costs, num_bins, bins):
-    assert deal(costs, num_bins) == bins
+    assert balance(costs, num_bins) == bins
 
 
 @given(costs, st.integers(1, 9))
 def test_every_item_is_dealt_once_in_rising_order(costs, num_bins):
-    bins = deal(costs, num_bins)
+    bins = balance(costs, num_bins)
     assert len(bins) == num_bins
     assert sorted(item for items in bins for item in items) == list(range(len(costs)))
     assert all(items == sorted(items) for items in bins)
@@ -54,30 +54,30 @@ def test_every_item_is_dealt_once_in_rising_order(costs, num_bins):
 
 @given(costs, st.integers(1, 9))
 def test_sizes_differ_by_at_most_one(costs, num_bins):
-    sizes = [len(items) for items in deal(costs, num_bins)]
+    sizes = [len(items) for items in balance(costs, num_bins)]
     assert max(sizes) - min(sizes) <= 1
 
 
 @given(costs, st.integers(1, 9))
 def test_the_same_costs_are_dealt_in_the_same_way(costs, num_bins):
-    assert deal(costs, num_bins) == deal(list(costs), num_bins)
+    assert balance(costs, num_bins) == balance(list(costs), num_bins)
 
 
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=40), st.integers(1, 9))
 def test_loads_differ_by_at_most_the_costliest_item(costs, num_bins):
-    loads = [sum(costs[item] for item in items) for items in deal(costs, num_bins)]
+    loads = [sum(costs[item] for item in items) for items in balance(costs, num_bins)]
     assert max(loads) - min(loads) <= max(costs)
 
 
 @pytest.mark.parametrize(("lengths", "bound", "microbatches"), PACKED)
 def test_packed(lengths, bound, microbatches):
-    assert pack(lengths, price, **bound) == microbatches
+    assert split(lengths, price, **bound) == microbatches
 
 
 @given(st.lists(st.integers(0, 64), max_size=40), bounds)
 def test_every_item_is_packed_once_under_the_cap(lengths, bound):
     lengths = [min(length, bound.get("max_tokens", 64)) for length in lengths]
-    microbatches = pack(lengths, price, **bound)
+    microbatches = split(lengths, price, **bound)
     assert sorted(item for rows in microbatches for item in rows) == list(range(len(lengths)))
     assert all(rows for rows in microbatches)
     assert all(len(rows) <= bound.get("max_rows", len(rows)) for rows in microbatches)
@@ -87,13 +87,13 @@ def test_every_item_is_packed_once_under_the_cap(lengths, bound):
 
 @given(st.lists(st.integers(1, 64), max_size=40), st.integers(1, 9))
 def test_by_rows_alone_there_are_as_few_as_can_be(lengths, max_rows):
-    assert len(pack(lengths, price, max_rows=max_rows)) == -(-len(lengths) // max_rows)
+    assert len(split(lengths, price, max_rows=max_rows)) == -(-len(lengths) // max_rows)
 
 
 @given(st.lists(st.integers(1, 64), max_size=40), bounds)
 def test_the_longest_come_first(lengths, bound):
     lengths = [min(length, bound.get("max_tokens", 64)) for length in lengths]
-    flat = [lengths[item] for rows in pack(lengths, price, **bound) for item in rows]
+    flat = [lengths[item] for rows in split(lengths, price, **bound) for item in rows]
     assert flat == sorted(flat, reverse=True)
 
 
@@ -123,5 +123,5 @@ def key_of(groups, lengths, bound) -> tuple[int, float] | None:
 @given(few_lengths, bounds)
 def test_no_other_grouping_is_cheaper(lengths, bound):
     best = min(key for groups in groupings(len(lengths)) if (key := key_of(groups, lengths, bound)) is not None)
-    mine = key_of(pack(lengths, price, **bound), lengths, bound)
+    mine = key_of(split(lengths, price, **bound), lengths, bound)
     assert mine == pytest.approx(best, rel=1e-12)

@@ -11,9 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megabatch import GradientAccumulator, MegabatchError, loss, losses
 from megabatch.batching.samples import Deferred
-from megabatch.errors import Bound
-from megabatch.losses.contract import hooks_of
-from megabatch.planning.limits import Fit
+from megabatch.errors import MicrobatchLimit
+from megabatch.losses.contract import loss_hooks
+from megabatch.planning.limits import TunedLimit
 from megabatch.train.passes import in_place_of
 from tests.exact.spikes import Spikes
 from tests.unit.failures.table import squares, weighed_squares
@@ -134,7 +134,7 @@ def test_the_longest_sample_is_kept_for_calls_with_more() -> None:
     lengths = {"long": [9], "more": [3] * 20, "few": [3] * 5}
     batches = {name: [{"x": torch.ones(each, 1).double()} for each in all_of] for name, all_of in lengths.items()}
     gradient = GradientAccumulator(nn.Linear(1, 1).double())
-    fits: list[Fit] = []
+    fits: list[TunedLimit] = []
     for name in ("long", "few", "more", "long"):
         gradient.choose_bound(batches[name], weighed_squares)
         assert gradient.fit is not None
@@ -152,7 +152,7 @@ def test_what_watches_a_loss_is_no_other_loss(is_watched: bool) -> None:
     def watched(model: nn.Module, microbatch: Any) -> Any:
         return weighed_squares(model, microbatch)
 
-    weigh = hooks_of(weighed_squares).weigh
+    weigh = loss_hooks(weighed_squares).weigh
     assert weigh is not None
     other = in_place_of(weighed_squares, watched) if is_watched else loss(weigh=weigh)(watched)
     gradient = GradientAccumulator(nn.Linear(1, 1).double())
@@ -174,7 +174,7 @@ def test_who_goes_on_with_a_fit_remembers_the_longest_sample_that_it_is_shown(sh
 
 def test_memory_alone_bounds_what_it_has_bounded() -> None:
     gradient = GradientAccumulator(nn.Linear(8, 1).double())
-    gradient.learn(Bound(4, 32))
+    gradient.learn(MicrobatchLimit(4, 32))
     gradient.choose_bound(samples(300), weighed_squares)
     assert gradient.fit is not None
     assert [each.rows for each in gradient.fit.measured] == [1, 4]
@@ -202,8 +202,8 @@ def test_a_call_without_samples_chooses_nothing_and_the_next_may() -> None:
     assert torch.equal(gradient_of(model), expected)
 
 
-@pytest.mark.parametrize(("forward", "bound"), [(0, None), (4, Bound(2, 16))])
-def test_what_ran_out_while_measuring_says_what_to_begin_with(forward: int, bound: Bound | None) -> None:
+@pytest.mark.parametrize(("forward", "bound"), [(0, None), (4, MicrobatchLimit(2, 16))])
+def test_what_ran_out_while_measuring_says_what_to_begin_with(forward: int, bound: MicrobatchLimit | None) -> None:
     model = linear()
     Spikes(model, ("",)).set({forward: ("forward", 0)})
     gradient = GradientAccumulator(model)

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megabatch import GradientAccumulator, MegabatchError, PlanError, experts, loss
 from megabatch.batching.samples import Deferred
-from megabatch.errors import Bound
+from megabatch.errors import MicrobatchLimit
 from tests.exact.experts import samples as sparse_samples
 from tests.exact.experts import sparse_lm, unbalanced
 from tests.exact.spikes import Spikes
@@ -70,7 +70,7 @@ def test_a_smaller_bound_is_learned_and_a_longer_sample_still_goes():
 def test_what_is_learned_beside_a_long_sample_is_less_than_what_failed():
     gradient = GradientAccumulator(Two(), max_microbatch_tokens=16)
     texts = [{"x": torch.ones(length, dtype=torch.float64)} for length in (16, 2, 2, 2, 2)]
-    gradient.learn(Bound(2, 4))
+    gradient.learn(MicrobatchLimit(2, 4))
     cut = gradient.plan(texts)
     assert sorted(cut.tokens_of(rows) for rows in cut.microbatches) == [4, 4, 16]
     assert cut.lengths == (16, 2, 2, 2, 2)

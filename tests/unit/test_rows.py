@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megabatch import GradientAccumulator, JointLoss, LossContractError, PlanError, loss, losses, plan
 from megabatch.batching.packed_row import OneRow
 from megabatch.batching.samples import Deferred
-from megabatch.planning.plan import unpadded
+from megabatch.planning.plan import without_padding
 from tests.unit.test_masks import CAUSAL
 
 APART = ("llama", "mistral", "qwen2", "qwen3", "gpt_neox", "phi", "gemma", "gpt2")
@@ -89,7 +89,7 @@ def test_targets_that_are_shifted_stay() -> None:
 @given(st.lists(st.integers(0, 90), min_size=1, max_size=60), st.integers(90, 300))
 @settings(max_examples=100)
 def test_microbatches_are_full(lengths: list[int], cap: int) -> None:
-    found = unpadded(lengths, plan(lengths, max_microbatch_tokens=cap)[0], cap)
+    found = without_padding(lengths, plan(lengths, max_microbatch_tokens=cap)[0], cap)
     assert sorted(row for rows in found.microbatches for row in rows) == list(range(len(lengths)))
     held = [sum(lengths[row] for row in rows) for rows in found.microbatches]
     taken_up = [sum(max(1, lengths[row]) for row in rows) for rows in found.microbatches]

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megabatch import UpdateSampler
-from megabatch.planning.sampler import Seen
+from megabatch.planning.sampler import Consumed
 from tests.unit.test_sampler import LENGTHS
 
 schedules = st.tuples(
@@ -21,7 +21,7 @@ class Scheduled:
     def __init__(self, unit: str, points: list[tuple[int, int]], first: int) -> None:
         self.unit, self.points = unit, [(0, first), *sorted(points)]
 
-    def __call__(self, seen: Seen) -> int:
+    def __call__(self, seen: Consumed) -> int:
         return next(size for point, size in reversed(self.points) if getattr(seen, self.unit) >= point)
 
 
@@ -32,7 +32,7 @@ def walked(schedule: Scheduled, tail: str, num_epochs: int) -> list[list[int]]:
     for epoch in range(num_epochs):
         for sample in np.random.default_rng([0, epoch]).permutation(len(LENGTHS)).tolist():
             update.append(sample)
-            if len(update) == schedule(Seen(*seen)):
+            if len(update) == schedule(Consumed(*seen)):
                 updates.append(update)
                 seen = [seen[0] + 1, seen[1] + len(update), seen[2] + sum(LENGTHS[each] for each in update)]
                 update = []

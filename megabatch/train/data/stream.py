@@ -13,8 +13,8 @@ import numpy as np
 
 from megabatch.errors import MegabatchError
 from megabatch.planning.cost import CostModel
-from megabatch.planning.partition import deal
-from megabatch.planning.sampler import Seen
+from megabatch.planning.partition import balance
+from megabatch.planning.sampler import Consumed
 from megabatch.train.batch_size import sizes_of
 from megabatch.train.config import Config, SourceConfig
 from megabatch.train.data.checks import check_fit
@@ -206,11 +206,11 @@ class StreamUpdate:
 
     samples: list[Named]
     after: Place
-    seen: Seen  # with it
+    seen: Consumed  # with it
     skipped: Skipped  # so far, in the present passes over the sources
 
 
-def updates_of(stream: Stream, place: Place, seen: Seen) -> Iterator[StreamUpdate]:
+def updates_of(stream: Stream, place: Place, seen: Consumed) -> Iterator[StreamUpdate]:
     """Every update from a place on, before which so much was handed out."""
     sizes, tail = sizes_of(stream.config.update), stream.config.update.tail
     size = sizes(seen)
@@ -231,7 +231,7 @@ def updates_of(stream: Stream, place: Place, seen: Seen) -> Iterator[StreamUpdat
             samples, size = [], sizes(seen)
 
 
-def with_samples(seen: Seen, samples: Sequence[Named]) -> Seen:
+def with_samples(seen: Consumed, samples: Sequence[Named]) -> Consumed:
     """What was handed out, after an update of these."""
     return seen.after(len(samples), sum(len(sample["input_ids"]) for _, sample in samples))
 
@@ -239,7 +239,7 @@ def with_samples(seen: Seen, samples: Sequence[Named]) -> Seen:
 def share_of(update: Sequence[Named], rank: int, num_ranks: int, cost: CostModel | None = None) -> list[Named]:
     """A rank's part of an update, as `UpdateSampler` shares it."""
     price = float if cost is None else cost.sample_seconds
-    mine = deal([price(len(sample["input_ids"])) for _, sample in update], num_ranks)[rank]
+    mine = balance([price(len(sample["input_ids"])) for _, sample in update], num_ranks)[rank]
     return [update[index] for index in mine]
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from megabatch import CostModel, UpdateSampler
 from megabatch.batching.samples import Deferred
 from megabatch.errors import MegabatchError, PlanError
-from megabatch.planning.sampler import Seen
+from megabatch.planning.sampler import Consumed
 from megabatch.train.batch_size import sizes_of
 from megabatch.train.config import Config
 from megabatch.train.data.counts import check_points, count_updates, no_update
@@ -146,7 +146,7 @@ class Streamed(IterableDataset[Delivery]):
 
     def start(self) -> State:
         """The state before the first update."""
-        return {"updates": 0, **self._stream.start().to_json(), "skipped": asdict(Skipped()), "seen": list(Seen())}
+        return {"updates": 0, **self._stream.start().to_json(), "skipped": asdict(Skipped()), "seen": list(Consumed())}
 
     def check(self, state: State) -> None:
         """Raise `PlanError` where a state is of another number of sources."""
@@ -299,6 +299,6 @@ class Updates:
         return []
 
 
-def seen_of(state: State) -> Seen:
+def seen_of(state: State) -> Consumed:
     """What was handed out before a state; of an earlier version, or where no size asks for it, the updates alone."""
-    return Seen(*state.get("seen", (state["updates"],)))
+    return Consumed(*state.get("seen", (state["updates"],)))

@@ -39,7 +39,7 @@ def row_of(step: int, told: list[str]) -> Row:
 
 
 def cut_of(plan: Plan) -> Cut:
-    """Samples, real tokens and padding of this rank's microbatches, the first 64; nothing of stand-ins."""
+    """Samples, real tokens and padding of this rank's microbatches, the first 64; nothing of dummy microbatches."""
     rows_of = plan.microbatches[:MOST_MICROBATCHES]
     real = [sum(plan.lengths[row] for row in rows) for rows in rows_of]
     padding = [whole_of(plan, rows) - own for rows, own in zip(rows_of, real, strict=True)]

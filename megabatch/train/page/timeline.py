@@ -25,7 +25,7 @@ FILE_NAME = "timeline.jsonl"
 RECORDED = 3  # update of a start: the first two make what stays, and measure memory
 MOST_RANKS, MOST_MICROBATCHES = 64, 256  # that are told apart
 IDLE, FORWARD, BACKWARD, REDUCE, STEP = "idle", "forward", "backward", "reduce", "step"
-STAND_IN, REST, END = "stand-in", "rest", "end"  # REST: microbatches beyond those that are told apart
+DUMMY, REST, END = "dummy microbatch", "rest", "end"  # REST: microbatches beyond those that are told apart
 
 
 class Marks:
@@ -130,12 +130,12 @@ class Timeline:
             if self._num_microbatches == MOST_MICROBATCHES + 1:
                 marks.add(REST)
             return loss_fn(model, microbatch)
-        is_stand_in = self._learner.gradient.is_counting is False
-        marks.add(STAND_IN if is_stand_in else FORWARD)
+        is_dummy = self._learner.gradient.is_counting is False
+        marks.add(DUMMY if is_dummy else FORWARD)
         returned = loss_fn(model, microbatch)
         total = total_of(returned)
         if total is not None:
-            kind = STAND_IN if is_stand_in else BACKWARD
+            kind = DUMMY if is_dummy else BACKWARD
             around_backward(total, partial(marks.add, kind), partial(marks.add, IDLE))
         return returned
 
@@ -154,6 +154,6 @@ def reducing(kinds: Sequence[str], *, with_each: bool) -> list[str]:
     named = list(kinds)
     for place, (before, kind) in enumerate(pairwise(kinds), start=1):
         is_last = kinds[place + 1 : place + 2] == [REDUCE]
-        if kind == IDLE and before in (BACKWARD, STAND_IN) and (with_each or is_last):
+        if kind == IDLE and before in (BACKWARD, DUMMY) and (with_each or is_last):
             named[place] = REDUCE
     return named

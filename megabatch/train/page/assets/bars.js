@@ -53,7 +53,7 @@ function drawRank(svg, rank, { x, each, y, unit, place }) {
   const gap = each > 12 ? 4 : 1, every = Math.ceil(26 / each);
   rank.samples.forEach((samples, number) => {
     const [real, padding] = [rank.real[number], rank.padding[number]], left = x + number * each + gap / 2;
-    const words = `rank ${place}, microbatch ${number + 1}: ${samples ? countText(samples, "sample") : "a stand-in, which counts nothing"}` +
+    const words = `rank ${place}, microbatch ${number + 1}: ${samples ? countText(samples, "sample") : "a dummy microbatch, which counts nothing"}` +
       (unit === "tokens" ? `, ${whole.format(real)} real tokens, ${whole.format(padding)} of padding` : "");
     for (const [from, height, kind] of [[0, real, "real"], [real, padding, "padding"]]) {
       if (height) svg.append(titled(drawn("rect", { x: left, y: y(from + height), width: each - gap, height: y(from) - y(from + height), class: kind }), words));

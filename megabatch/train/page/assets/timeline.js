@@ -3,7 +3,7 @@
 const KINDS = {
   forward: ["forward", "--accent-soft"], backward: ["backward", "--accent"],
   reduce: ["reduce, norm and clip", "--warm"], step: ["step of the optimizer", "--leaf"],
-  "stand-in": ["stand-in", "--plum"], rest: ["further microbatches", "--muted"], idle: ["idle", "--quiet"],
+  "dummy microbatch": ["dummy microbatch", "--plum"], rest: ["further microbatches", "--muted"], idle: ["idle", "--quiet"],
 };
 const nameOf = (kind, recorded) => (kind === "reduce" && recorded.num_ranks === 1 ? "norm and clip" : (KINDS[kind] || [kind])[0]);
 const LANES = { left: 58, foot: 26, high: 26, low: 10, few: 16 };
