@@ -1,4 +1,4 @@
-"""This rank's part of one call: its samples, cut, and weighed where the weight can be counted from the data."""
+"""Prepare this rank's samples of one call: split, collated, and weighed where the data tell the weight."""
 
 import math
 from collections.abc import Generator, Sequence
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from megabatch.batching import context_parallel
+from megabatch.batching.attention_mask import note_padding
 from megabatch.batching.packed_row import OneRow
 from megabatch.batching.pad_to_shape import equal_rows
 from megabatch.batching.padding import Padding
@@ -25,13 +26,15 @@ MAX_WEIGHED_TERMS = 8  # the message between ranks has a fixed size
 
 @dataclass(frozen=True)
 class PreparedBatch:
-    """Samples with the plan of their microbatches, and the weights of those."""
+    """This rank's samples of one call, the plan of their microbatches, and the weights of those."""
 
     samples: Samples
     plan: Plan
     collated: tuple[Microbatch, ...]  # on the CPU; empty unless they were weighed, and for a deferred batch
     weights: tuple[dict[str, float], ...]  # of each microbatch, by term
-    parts: dict[int, list[tuple[int, ...]]] = field(default_factory=dict[int, list[tuple[int, ...]]])  # see `OOMRetry`
+    parts: dict[int, list[tuple[int, ...]]] = field(
+        default_factory=dict[int, list[tuple[int, ...]]]
+    )  # those that ran in parts
 
     def microbatches(self) -> Generator[Microbatch]:
         """The microbatches of the plan in turn, on the CPU."""
@@ -74,10 +77,14 @@ class PreparedBatch:
             )
         return weights
 
+    @property
+    def names(self) -> list[str]:
+        """Names of the weighed terms, in the order of `weight_sums`; empty without a weighed microbatch."""
+        return sorted(self.weights[0]) if self.weights else []
+
     def weight_sums(self) -> dict[str, float]:
-        """This rank's weight of each term, in the order of the message; empty without a weighed microbatch."""
-        names = sorted(self.weights[0]) if self.weights else []
-        return {name: sum(each[name] for each in self.weights) for name in names}
+        """Return this rank's weight of each term."""
+        return {name: sum(each[name] for each in self.weights) for name in self.names}
 
 
 @dataclass(frozen=True)
@@ -102,8 +109,8 @@ class MicrobatchPlanner:
         return self.micro_batch_size is None and self.max_microbatch_tokens is None
 
     def samples(self, batch: Batch, prepare: Prepare | None = None) -> Samples:
-        """The batch seen as samples, its microbatches as the loss is to see them."""
-        if self.ranks.context_degree > 1:
+        """Return the batch as samples, whose microbatches are what the loss will see."""
+        if self.ranks.context_groups:
             prepare = partial(context_parallel.stretch, index=self.ranks.context_rank, degree=self.ranks.context_degree)
         return Samples(batch, self.collate, self.length, prepare, self.padding)
 
@@ -140,44 +147,38 @@ class MicrobatchPlanner:
             return equal_rows(samples.lengths, self.max_microbatch_tokens), None
         return self.micro_batch_size, self.max_microbatch_tokens
 
-    def learn(self, share: PreparedBatch) -> "MicrobatchPlanner":
-        """The cutter of later calls, after one in which microbatches had to be run in parts."""
-        ran = [rows for parts in share.parts.values() for rows in parts if rows]
-        return self.lowered(share.plan.bound_of(ran) if ran else None)
-
     def lowered(self, bound: MicrobatchLimit | None) -> "MicrobatchPlanner":
-        """The cutter of calls whose microbatches hold no more than ``bound`` either."""
+        """Return the planner of calls whose microbatches hold no more than ``bound`` either."""
         if bound is None:
             return self
         return replace(self, learned=MicrobatchLimit(*map(min, bound, self.learned or bound)))
 
-    def share(self, batch: Batch, hooks: LossHooks) -> PreparedBatch:
-        """This rank's part of a call. Raises `PlanError` or `LossContractError` for what is wrong with it."""
-        samples, weigh = self.samples(batch, hooks.prepare), hooks.weigh
+    def prepare(self, batch: Batch, hooks: LossHooks) -> PreparedBatch:
+        """Split, collate and weigh this rank's samples. Raises `PlanError` or `LossContractError`."""
+        samples = self.samples(batch, hooks.prepare)
         plan = self.plan(samples)
-        if weigh is not None and self.ranks.context_degree > 1 and plan.microbatches:
-            if samples.deferred is not None and samples.deferred.weights is not None:
-                raise PlanError(
-                    "weights of Deferred are of whole samples, and sequences are cut over the mesh axis 'cp'; leave "
-                    "weights out"
-                )
-            whole = Samples(batch, self.collate, self.length, pad=self.padding).take(plan.microbatches[0])
-            check_weights_of_stretches(whole, weigh, self.ranks.context_degree)
-        self._check_rows(samples, plan, weigh)
-        return collate_planned(samples, plan, weigh)
+        if self.ranks.context_groups:
+            self._check_stretches(batch, samples, plan, hooks)
+        if isinstance(self.collate, OneRow) and plan.microbatches:
+            _check_rows(samples, plan, hooks.weigh)
+        return collate_planned(samples, plan, hooks.weigh)
 
-    def _check_rows(self, samples: Samples, plan: Plan, weigh: Weigh | None) -> None:
-        """Raise `LossContractError` where samples lie in one row and a weight may count rows."""
-        if not isinstance(self.collate, OneRow) or not plan.microbatches:
-            return
-        if weigh is None:
-            raise LossContractError(
-                "samples lie in one row and the loss does not say how its weight is counted, so a weight that counts "
-                "rows would not be seen; give weigh=, see megabatch.loss, or leave OneRow out"
+    def _check_stretches(self, batch: Batch, samples: Samples, plan: Plan, hooks: LossHooks) -> None:
+        """Raise for a loss that wants whole samples, and for weights that do not add up over stretches."""
+        if hooks.prepare not in (None, note_padding):
+            raise PlanError(
+                "the loss has prepare=, which is given whole samples, and a cp axis gives the loss stretches of them; "
+                "prepare them in the collate function, or leave the cp axis out"
             )
-        together = next((rows for rows in plan.microbatches if len(rows) > 1), ())
-        if together and (samples.deferred is None or samples.deferred.weights is None):
-            check_weights_of_row(samples, together[:MAX_COMPARED], weigh)
+        if hooks.weigh is None or not plan.microbatches:
+            return
+        if samples.deferred is not None and samples.deferred.weights is not None:
+            raise PlanError(
+                "weights of Deferred are of whole samples, and sequences are cut over the mesh axis 'cp'; leave "
+                "weights out"
+            )
+        whole = Samples(batch, self.collate, self.length, pad=self.padding).take(plan.microbatches[0])
+        check_weights_of_stretches(whole, hooks.weigh, self.ranks.context_degree)
 
 
 def collate_planned(samples: Samples, plan: Plan, weigh: Weigh | None) -> PreparedBatch:
@@ -208,6 +209,18 @@ def _kept(samples: Samples, plan: Plan) -> tuple[Microbatch, ...]:
             return tuple(clone(samples.take(rows)) for rows in plan.microbatches)
         memory |= own
     return tuple(kept)
+
+
+def _check_rows(samples: Samples, plan: Plan, weigh: Weigh | None) -> None:
+    """Raise `LossContractError` where samples lie in one row and a weight may count rows."""
+    if weigh is None:
+        raise LossContractError(
+            "samples lie in one row and the loss does not say how its weight is counted, so a weight that counts "
+            "rows would not be seen; give weigh=, see megabatch.loss, or leave OneRow out"
+        )
+    together = next((rows for rows in plan.microbatches if len(rows) > 1), ())
+    if together and (samples.deferred is None or samples.deferred.weights is None):
+        check_weights_of_row(samples, together[:MAX_COMPARED], weigh)
 
 
 def check_weights_of_row(samples: Samples, rows: Sequence[int], weigh: Weigh) -> None:

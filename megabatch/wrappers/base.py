@@ -31,6 +31,7 @@ class Wrapper:
 
     kind_name = "no wrapper"
     loss_factor = 1.0
+    is_pipeline = False  # the microbatches of a call run together
     one_shape = False  # whether microbatches are filled up to the largest of a call
     forwards_meet = False  # whether ranks wait for each other in every module that is called
     replaces_gradients = False  # whether the wrapper lays other views into ``p.grad`` by itself
