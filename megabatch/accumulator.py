@@ -202,29 +202,25 @@ class GradientAccumulator:
         self._check_can_add()
         if self._tuner is not None:
             self.choose_bound(batch, loss_fn)
+        sums: dict[str, Term] = {}
         with self._guarded(), self._open_call(batch, loss_fn, loss_hooks(loss_fn)) as call:
             if isinstance(loss_fn, JointLoss) or self._wrapper.is_pipeline:
                 sums = self._run_together(loss_fn, call)
             else:
-                sums = self._run_one_by_one(loss_fn, call)
+                call.opened.open_call(call.plan)
+                with contextlib.closing(
+                    iterate_steps(call.prepared, call.plan, call.hooks.weigh, self._wrapper)
+                ) as steps:
+                    for step in steps:
+                        for part in self._run_step(step, loss_fn, call):
+                            add_terms(sums, part)
+                        del step  # with its microbatch, before the next is made
         return {name: Term(total, torch.as_tensor(weight, dtype=total.dtype)) for name, (total, weight) in sums.items()}
-
-    def _run_one_by_one(self, loss_fn: LossFunction, call: "_Call") -> dict[str, Term]:
-        """Run the microbatches one after another."""
-        sums: dict[str, Term] = {}
-        call.opened.open_call(call.plan)
-        steps = iterate_steps(call.prepared, call.plan, call.hooks.weigh, self._wrapper, self._wrapper.device)
-        with contextlib.closing(steps):
-            for step in steps:
-                for part in self._run_step(step, loss_fn, call):
-                    add_terms(sums, part)
-                del step  # with its microbatch, before the next is made
-        return sums
 
     def _run_step(self, step: MicrobatchStep, loss_fn: LossFunction, call: "_Call") -> list[dict[str, Term]]:
         """Run one microbatch; if it does not fit in memory, run it again in parts. Return the sums of each."""
         opened, wrapper = call.opened, self._wrapper
-        before = Receipt.of([] if opened.steps_in_backward else wrapper.parameters)
+        before = Receipt.of([] if opened.stepping else wrapper.parameters)
         num_sent = 0 if wrapper.ranks.is_alone else num_collectives()
         opened.taking_back.clear()
         run = partial(self._differentiate, loss_fn=loss_fn, call=call)
@@ -291,8 +287,7 @@ class GradientAccumulator:
         with self._guarded(), self._open_call(batch, body, LossHooks(weigh)) as call:
             call.opened.open_call(call.plan)
             self._given = call.given
-            steps = iterate_steps(call.prepared, call.plan, weigh, self._wrapper, self._wrapper.device)
-            with contextlib.closing(steps):
+            with contextlib.closing(iterate_steps(call.prepared, call.plan, weigh, self._wrapper)) as steps:
                 for step in steps:
                     self._step, self._before = step, Receipt.of(self._wrapper.accumulating)
                     yield step.microbatch
@@ -331,7 +326,8 @@ class GradientAccumulator:
         had_calls = self._open is not None and self._open.has_calls
         if self._open is None:
             drop_gradients(wrapper.parameters)
-            self._wide.begin()
+            if self._wide.dtype is not None:
+                self._wide.begin()
             self._open = OpenUpdate(wrapper, self._stepping)
         self.last_plan = planned = with_dummies(prepared.plan, plan.num_microbatches)
         self._running = True

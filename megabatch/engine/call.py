@@ -8,7 +8,6 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from megabatch.batching.samples import Microbatch
@@ -179,7 +178,7 @@ def _dummy(
 
 
 def iterate_steps(
-    prepared: PreparedBatch, call: CallPlan, weigh: Weigh | None, wrapper: Wrapper, device: torch.device
+    prepared: PreparedBatch, call: CallPlan, weigh: Weigh | None, wrapper: Wrapper
 ) -> Generator[MicrobatchStep]:
     """Yield the microbatches one after another, each moved to the device for its own forward and backward alone."""
     if weigh is None and wrapper.ranks.context_groups:
@@ -197,13 +196,16 @@ def iterate_steps(
                 microbatch = call.dummy()
             else:
                 microbatch = next(real)
-            weighed = {} if weigh is None else prepared.weighed(index, microbatch, weigh)
-            counted = weighed if weigh is None or is_dummy else prepared.weights[index]
+            counted = {} if weigh is None or is_dummy else prepared.weights[index]
+            weighed = counted
+            if weigh is not None and (is_dummy or samples.deferred is not None):
+                weighed = prepared.weighed(index, microbatch, weigh)
+                counted = weighed if is_dummy else counted
             with wrapper.microbatch(prepared.plan.sync, last=index == call.num_microbatches - 1):
                 wrapper.is_counting = not is_dummy
                 try:
                     samples.expect(microbatch)
-                    moved = samples.owned(microbatch, to_device(microbatch, device))
+                    moved = samples.owned(microbatch, to_device(microbatch, wrapper.device))
                     yield MicrobatchStep(moved, index, counted, weighed, is_dummy)
                     del moved
                 finally:
@@ -217,7 +219,9 @@ def iterate_steps(
 
 
 def with_dummies(plan: Plan, num_microbatches: int) -> Plan:
-    """The plan with the dummy microbatches that bring it to everyone's number of microbatches."""
+    """Return the plan with the dummy microbatches that bring it to everyone's number of microbatches."""
+    if len(plan.microbatches) == num_microbatches:
+        return plan
     return replace(plan, microbatches=pad_with_dummies(plan.microbatches, num_microbatches))
 
 

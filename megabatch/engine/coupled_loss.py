@@ -150,7 +150,7 @@ def _backward(call: CoupledCall, encodings: list[Encoded], gradients: Sequence[S
     """Encode every microbatch again and differentiate it; whether its representations were others, on the device."""
     drifted = torch.zeros((), dtype=torch.bool, device=call.wrapper.device)
     device = call.wrapper.device
-    with contextlib.closing(iterate_steps(call.prepared, call.call_plan, None, call.wrapper, device)) as each:
+    with contextlib.closing(iterate_steps(call.prepared, call.call_plan, None, call.wrapper)) as each:
         for step in each:
             encoded = encodings[step.index]
             with random_state.replay(encoded.random):

@@ -175,7 +175,7 @@ class Ownership:
         self._trying = loss_fn
 
     def _has_moved(self, before: Receipt) -> bool:
-        """Whether a gradient came or changed; FSDP2 makes some parameters in the first forward."""
+        """Return True if a gradient came or changed; FSDP2 makes some parameters in the first forward."""
         if not before.holds(exact=self._is_exact):
             return True
         now = self._wrapper.accumulating

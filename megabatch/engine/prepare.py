@@ -115,9 +115,14 @@ class MicrobatchPlanner:
         return Samples(batch, self.collate, self.length, prepare, self.padding)
 
     def plan(self, samples: Samples) -> Plan:
-        """How they are cut into microbatches."""
-        rows, tokens = self._bound(samples)
-        lengths = samples.lengths
+        """Return how samples are split into microbatches."""
+        rows, tokens, lengths = self.micro_batch_size, self.max_microbatch_tokens, samples.lengths
+        if self.fit is not None:
+            rows, tokens = None, self.fit.max_microbatch_tokens
+        elif rows is None and tokens is None:
+            rows = self._refuse_unknown_limit(samples)
+        elif self.one_shape and tokens is not None:
+            rows, tokens = equal_rows(lengths, tokens), None
         check_lengths(lengths, tokens)
         if self.learned is not None and rows is not None:
             rows = min(rows, self.learned.samples)
@@ -132,20 +137,14 @@ class MicrobatchPlanner:
         plan = replace(plan, lengths=tuple(samples.lengths), one_shape=self.one_shape, sync=sync, reason=reason)
         return plan if cost is None else priced(plan, cost)
 
-    def _bound(self, samples: Samples) -> tuple[int | None, int | None]:
-        """Samples of a microbatch, or its tokens, before anything was learned."""
-        if self.fit is not None:
-            return None, self.fit.max_microbatch_tokens
-        if self.is_auto and len(samples):
+    def _refuse_unknown_limit(self, samples: Samples) -> int:
+        """Raise `PlanError` for samples, while the limit is to be chosen; no samples need no limit."""
+        if len(samples):
             raise PlanError(
                 'max_microbatch_tokens is "auto" and the first forward_backward() or choose_bound() chooses the bound, '
                 "from the loss and its samples; call one of them before, or give max_microbatch_tokens="
             )
-        if self.is_auto:
-            return 1, None  # of no samples
-        if self.one_shape and self.max_microbatch_tokens is not None:
-            return equal_rows(samples.lengths, self.max_microbatch_tokens), None
-        return self.micro_batch_size, self.max_microbatch_tokens
+        return 1
 
     def lowered(self, bound: MicrobatchLimit | None) -> "MicrobatchPlanner":
         """Return the planner of calls whose microbatches hold no more than ``bound`` either."""
@@ -188,7 +187,10 @@ def collate_planned(samples: Samples, plan: Plan, weigh: Weigh | None) -> Prepar
     if samples.deferred is not None and (told := samples.deferred.weights) is not None:
         sums = (sum(told[row] for row in rows) for rows in plan.microbatches)
         return PreparedBatch(samples, plan, (), tuple(map(counted_weights, sums)))
-    kept = _kept(samples, plan) if samples.deferred is None else ()
+    kept: tuple[Microbatch, ...] = ()
+    if samples.deferred is None:
+        is_own = samples.is_collated_by_user
+        kept = _take_all(samples, plan) if is_own else tuple(map(samples.take, plan.microbatches))
     weights = tuple(map(counted_weights, map(weigh, kept or map(samples.take, plan.microbatches))))  # keeps none
     names = [sorted(each) for each in weights]
     if any(each != names[0] for each in names):
@@ -198,13 +200,13 @@ def collate_planned(samples: Samples, plan: Plan, weigh: Weigh | None) -> Prepar
     return PreparedBatch(samples, plan, kept, weights)
 
 
-def _kept(samples: Samples, plan: Plan) -> tuple[Microbatch, ...]:
-    """Every microbatch, on memory of its own: a collate function may fill the same buffers again."""
+def _take_all(samples: Samples, plan: Plan) -> tuple[Microbatch, ...]:
+    """Take every microbatch of the user's own collate, on memory of its own: it may fill the same buffers again."""
     kept: list[Microbatch] = []
     memory: set[int] = set()
     for rows in plan.microbatches:
         kept.append(samples.take(rows))
-        own = memory_of(kept[-1]) if samples.is_collated_by_user else set[int]()
+        own = memory_of(kept[-1])
         if not own.isdisjoint(memory):
             return tuple(clone(samples.take(rows)) for rows in plan.microbatches)
         memory |= own

@@ -109,7 +109,7 @@ class OpenUpdate:
     """This rank's sums of the update that is being accumulated, and the divisors of its terms."""
 
     def __init__(self, wrapper: Wrapper, stepping: StepInBackward | None = None) -> None:
-        self._ranks, self._wrapper, self._stepping = wrapper.ranks, wrapper, stepping
+        self._ranks, self._wrapper, self.stepping = wrapper.ranks, wrapper, stepping
         self._device = wrapper.device
         self._dtype = accumulation_dtype(wrapper.device)
         self._divisors: dict[str, float] = {}  # by weighed term, from the first call
@@ -135,7 +135,7 @@ class OpenUpdate:
     @property
     def steps_in_backward(self) -> bool:
         """Whether an optimizer steps in the last backward."""
-        return self._stepping is not None
+        return self.stepping is not None
 
     def state_dict(self) -> dict[str, Any]:
         """Where it stands between two calls, in numbers and texts. Waits for the device."""
@@ -154,8 +154,8 @@ class OpenUpdate:
         if not call.num_microbatches:
             return
         self._num_calls += 1
-        if self._stepping is not None:
-            self._stepping.open_call(call, self._num_calls)
+        if self.stepping is not None:
+            self.stepping.open_call(call, self._num_calls)
         if self._num_calls == 1:  # of several terms there is no other call, and one without weight has no gradient
             nothing = 1.0 if len(call.weights) < 2 else math.inf
             self._divisors = {name: weight or nothing for name, weight in call.weights.items()}
@@ -248,7 +248,7 @@ class OpenUpdate:
         self.taking_back.clear()
         try:
             sums = self.add(terms, step)  # which may raise, and then no parameter is to have moved
-            with contextlib.nullcontext() if self._stepping is None else self._stepping.backward(step.index):
+            with contextlib.nullcontext() if self.stepping is None else self.stepping.backward(step.index):
                 step.differentiate(objective)
         except Exception:
             self._sums, self._differ, self._counted = before

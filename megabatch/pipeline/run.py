@@ -68,7 +68,7 @@ def run_schedule(
         return {}
     model, device = wrapper.pipeline, wrapper.device
     recorded = _recorded_by_all(
-        lambda: list(iterate_steps(prepared, call, weigh_of(loss_fn), wrapper, device)),
+        lambda: list(iterate_steps(prepared, call, weigh_of(loss_fn), wrapper)),
         loss_fn,
         model,
         device,

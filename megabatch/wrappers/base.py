@@ -57,7 +57,7 @@ class Wrapper:
 
     def check_unchanged(self) -> None:
         """Raise `PlanError` where an update would be reduced otherwise than what was looked at in the beginning."""
-        now = trainable(self._model)
+        now = [each for each in self._model.parameters() if each.requires_grad]
         if len(now) != len(self.parameters) or any(a is not b for a, b in zip(now, self.parameters, strict=True)):
             raise PlanError(CHANGED)
         self.check_parameters()

@@ -60,7 +60,7 @@ PLANTED = {  # bugs, and a job that sees each
     Mutation("forget what the first half lacked", "engine/oom_retry.py",
              "(self._wrapper.parameters if wanted is None else wanted)", "self._wrapper.parameters"): LATER,
     Mutation("run one part", "engine/oom_retry.py",
-             "for half in split_in_halves(rows):\n            sums", "for half in split_in_halves(rows)[:1]:\n            sums"): FIRST,
+             "in split_in_halves(rows):\n            sums", "in split_in_halves(rows)[:1]:\n            sums"): FIRST,
     Mutation("count sums twice", "engine/update.py",
              "self._sums, self._differ, self._counted = before\n", "pass\n"): FIRST,
     Mutation("learn nothing", "engine/prepare.py",
