@@ -149,7 +149,6 @@ def _check_reach(totals: Sequence[Tensor], wholes: list[Tensor]) -> None:
 def _backward(call: CoupledCall, encodings: list[Encoded], gradients: Sequence[Sequence[Tensor] | None]) -> Tensor:
     """Encode every microbatch again and differentiate it; whether its representations were others, on the device."""
     drifted = torch.zeros((), dtype=torch.bool, device=call.wrapper.device)
-    device = call.wrapper.device
     with contextlib.closing(iterate_steps(call.prepared, call.call_plan, None, call.wrapper)) as each:
         for step in each:
             encoded = encodings[step.index]
