@@ -59,7 +59,6 @@ class GradientAccumulator:
         length: Tokens of a sample; the default is the size of dim 0 of its first tensor.
         accumulate_dtype: What gradients are added in, torch.float32 for bfloat16 parameters; rounded to theirs in
             `finalize`, after the norm and the clip. None: each parameter's own.
-        fuse_accumulation: Linear layers add to their gradients themselves, faster for few tokens; see `Fusing`.
 
     Raises `PlanError` for what cannot be planned or reduced exactly.
     """
@@ -78,7 +77,6 @@ class GradientAccumulator:
         length: Length | None = None,
         padding: Mapping[str, float] | None = None,
         accumulate_dtype: torch.dtype | None = None,
-        fuse_accumulation: bool = False,
     ) -> None:
         fit, tokens = parse_limit(max_microbatch_tokens)
         bounds = check_bounds(micro_batch_size, tokens)
@@ -90,8 +88,6 @@ class GradientAccumulator:
         self.ranks = ranks = self._wrapper.ranks  # those that work on an update
         choice = choose_policy(self._wrapper, sync)
         check_rank_agreement(self._wrapper, choice[0], accumulate_dtype)
-        if fuse_accumulation:
-            self._wrapper.fuse(choice[0])
         self._padding = Padding(self._wrapper.models, padding, names_collate=collate is not None)
         self._planner = MicrobatchPlanner(
             *bounds, collate, length, choice, ranks, self._wrapper.one_shape, cost, fit, padding=self._padding

@@ -5,7 +5,6 @@ before is dropped. One that was cannot be told from the sum any more, so the par
 alone. Where nothing fails, nothing is done to a gradient.
 """
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -93,8 +92,7 @@ class OOMRetry:
             torch.get_device_module(self._wrapper.device).empty_cache()
         wanted = self._take_back(before, step)
         step = replace(step, is_part=True, wanted=wanted, retold=self._added_elsewhere() | Counter(step.retold))
-        with contextlib.nullcontext() if self._wrapper.fusing is None else self._wrapper.fusing.paused():
-            return [each for half in split_in_halves(rows) for each in self._run(self._part(step, half), half, work)]
+        return [each for half in split_in_halves(rows) for each in self._run(self._part(step, half), half, work)]
 
     def _added_elsewhere(self) -> Counter[str]:
         return Counter(what for what, _ in self._opened.taking_back)
@@ -148,8 +146,6 @@ class OOMRetry:
             why = f"whose gradients are views of one tensor, {AGAIN}"
         elif self._is_divided:
             why = f"whose loss may run a backward of its own, {AGAIN}"
-        elif self._wrapper.fusing is not None and self._wrapper.fusing.is_half_added:
-            why = f"which had added a part of a weight's gradient, {AGAIN}"
         elif not self._lacking(step, _received(before)):  # a backward inside of it may have begun all of them
             why = f"in which every parameter had some gradient, {AGAIN}"
         elif len(rows) > 1 and not self._adds_up(step, rows):

@@ -66,7 +66,6 @@ def around(model: Any, wrapper: Wrapper, call: CallPlan, collate: Collate | None
     """Surrounds a call."""
     with (
         no_float16_autocast(wrapper.models),
-        wrapper.fused(),
         watched(model, collate, call.num_microbatches),
         padding.watched(),
     ):

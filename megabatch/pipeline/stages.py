@@ -270,9 +270,6 @@ class PipelineWrapper(MultiModelWrapper):
                 "leave accumulate_dtype out"
             )
 
-    def keeps(self, policy: str) -> list[nn.Parameter]:
-        return []  # schedules differentiate for weights by themselves
-
     def choose(self, policy: str) -> Choice:
         if policy not in ("auto", "last"):
             raise PlanError(

@@ -74,10 +74,6 @@ class DDPWrapper(Wrapper):
     def runs_alone(self) -> bool:
         return not (self._is_reducing or self._is_preparing) and super().runs_alone
 
-    @property
-    def may_add(self) -> bool:
-        return not self._is_reducing  # else DDP copies what autograd has added into its buckets
-
     def choose(self, policy: str) -> Choice:
         self._refuse_replica_last(policy)
         if self._is_local:

@@ -46,9 +46,6 @@ class FSDP1Wrapper(Wrapper):
     def runs_alone(self) -> bool:
         return False  # every forward gathers parameters
 
-    def keeps(self, policy: str) -> list[nn.Parameter]:
-        return []  # they are views of a flat one
-
     def choose(self, policy: str) -> Choice:
         self._refuse_replica_last(policy)
         if policy == "last":

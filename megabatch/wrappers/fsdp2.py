@@ -75,10 +75,6 @@ class FSDP2Wrapper(Wrapper):
     def runs_alone(self) -> bool:
         return False  # every forward gathers parameters
 
-    def keeps(self, policy: str) -> list[nn.Parameter]:
-        managed = [each for group in self._groups for each in group.fsdp_params if policy == "last"]
-        return [each.sharded_param for each in managed if _keeps_in_place(each)]
-
     def choose(self, policy: str) -> Choice:
         if not self._has_shards:
             self._refuse_replica_last(policy)
@@ -158,12 +154,6 @@ def _noting_gather(wrapper: FSDP2Wrapper, number: int) -> Callable[..., None]:
             alive.note_gather(number)
 
     return note
-
-
-def _keeps_in_place(managed: Any) -> bool:
-    """Whether an unsharded gradient stays where autograd adds it: one of another dtype is moved on at once."""
-    own, policy = (None, managed.sharded_param.dtype), managed.mp_policy
-    return policy.param_dtype in own and policy.reduce_dtype in own and not managed.is_dtensor
 
 
 def param_groups(modules: list[FSDPModule]) -> list[Any]:

@@ -54,13 +54,6 @@ class MultiModelWrapper(Wrapper):
         return all(wrapper.runs_alone for wrapper in self._reducers)
 
     @property
-    def may_add(self) -> bool:
-        return all(wrapper.may_add for wrapper in self._reducers)
-
-    def keeps(self, policy: str) -> list[nn.Parameter]:
-        return [parameter for wrapper in self._reducers for parameter in wrapper.keeps(policy)]
-
-    @property
     def gathered(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return hash(tuple(wrapper.gathered for wrapper in self._reducers))
 
