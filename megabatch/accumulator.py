@@ -26,10 +26,9 @@ from megabatch.losses.contract import JointLoss, LossFunction, LossHooks, Term, 
 from megabatch.planning.cost import CostModel, check_cost
 from megabatch.planning.limits import TunedLimit, parse_limit
 from megabatch.planning.plan import Plan, check_bounds
+from megabatch.wrappers.checks import check_rank_agreement
 from megabatch.wrappers.detect import Models, choose_policy, detect_wrapper
-from megabatch.wrappers.gradients import drop_gradients
-from megabatch.wrappers.precision import WideGradients
-from megabatch.wrappers.rank_agreement import check_rank_agreement
+from megabatch.wrappers.gradients import WideGradients, drop_gradients
 
 LOST = "an update was lost when one of its calls failed or its gradient was taken, with what its other calls had given"
 

@@ -21,8 +21,7 @@ from megabatch.losses.contract import JointLoss, LossFunction, Term, Weigh, take
 from megabatch.pipeline import run as pipeline_run
 from megabatch.pipeline.stages import PipelineWrapper
 from megabatch.wrappers.base import Wrapper
-from megabatch.wrappers.gradients import clip_gradients, drop_gradients, scale_gradients
-from megabatch.wrappers.precision import no_float16_autocast
+from megabatch.wrappers.gradients import clip_gradients, drop_gradients, no_float16_autocast, scale_gradients
 
 
 def run(

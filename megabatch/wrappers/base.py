@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
 from megabatch.errors import PlanError
+from megabatch.wrappers.gradients import WideGradients, refuse_float16
 from megabatch.wrappers.mesh import DataRanks
-from megabatch.wrappers.precision import WideGradients, refuse_float16
 
 Choice = tuple[str, str]  # a policy, "last", "every" or "replica_last", and why
 NO_GRADIENT, DENSE = range(2)  # layouts of a gradient

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from megabatch.errors import MegabatchError, PlanError
 from megabatch.wrappers.base import Choice, Wrapper
 from megabatch.wrappers.checks import check_ddp_precision
+from megabatch.wrappers.gradients import WideGradients
 from megabatch.wrappers.mesh import DataRanks
-from megabatch.wrappers.precision import WideGradients
 
 # torch's own hooks that average over the ranks as DDP does. float16 turns small gradients into zeros, those of a loss
 # that is divided by its weight, so its hook is not among them.

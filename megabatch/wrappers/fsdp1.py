@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from megabatch.errors import PlanError
 from megabatch.wrappers.base import Choice, Wrapper
+from megabatch.wrappers.gradients import WideGradients, refuse_float16
 from megabatch.wrappers.mesh import DataRanks
-from megabatch.wrappers.precision import WideGradients, refuse_float16
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)  # pyright: ignore[reportPrivateUsage]
 

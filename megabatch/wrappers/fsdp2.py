@@ -17,8 +17,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import _dynamo_disable  # 
 from megabatch.errors import PlanError
 from megabatch.wrappers.base import CHANGED, Choice, Wrapper
 from megabatch.wrappers.checks import check_precision, check_wide
+from megabatch.wrappers.gradients import WideGradients
 from megabatch.wrappers.mesh import DataRanks
-from megabatch.wrappers.precision import WideGradients
 
 
 class FSDP2Wrapper(Wrapper):

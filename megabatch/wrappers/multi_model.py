@@ -7,7 +7,7 @@ from torch import nn
 
 from megabatch.errors import PlanError
 from megabatch.wrappers.base import CHANGED, Choice, Wrapper, trainable
-from megabatch.wrappers.precision import WideGradients
+from megabatch.wrappers.gradients import WideGradients
 
 
 class MultiModelWrapper(Wrapper):
