@@ -38,11 +38,16 @@ from megabatch.losses.contract import (
 from megabatch.planning.cost import CostModel, check_cost
 from megabatch.planning.limits import TunedLimit, parse_limit
 from megabatch.planning.plan import Plan, check_bounds
+from megabatch.wrappers.checks import check_rank_agreement
 from megabatch.wrappers.detect import Models, choose_policy, detect_wrapper
-from megabatch.wrappers.gradients import clip_gradients, drop_gradients, scale_gradients
+from megabatch.wrappers.gradients import (
+    WideGradients,
+    clip_gradients,
+    drop_gradients,
+    no_float16_autocast,
+    scale_gradients,
+)
 from megabatch.wrappers.mesh import num_collectives
-from megabatch.wrappers.precision import WideGradients, no_float16_autocast
-from megabatch.wrappers.rank_agreement import check_rank_agreement
 
 LOST = "an update was lost when one of its calls failed or its gradient was taken, with what its other calls had given"
 
@@ -88,7 +93,6 @@ class GradientAccumulator:
         length: Tokens of a sample; the default is the size of dim 0 of its first tensor.
         accumulate_dtype: What gradients are added in, torch.float32 for bfloat16 parameters; rounded to theirs in
             `finalize`, after the norm and the clip. None: each parameter's own.
-        fuse_accumulation: Linear layers add to their gradients themselves, faster for few tokens; see `Fusing`.
 
     Raises `PlanError` for what cannot be planned or reduced exactly.
     """
@@ -107,7 +111,6 @@ class GradientAccumulator:
         length: Length | None = None,
         padding: Mapping[str, float] | None = None,
         accumulate_dtype: torch.dtype | None = None,
-        fuse_accumulation: bool = False,
     ) -> None:
         fit, tokens = parse_limit(max_microbatch_tokens)
         bounds = check_bounds(micro_batch_size, tokens)
@@ -121,8 +124,6 @@ class GradientAccumulator:
         self.ranks = ranks = self._wrapper.ranks  # those that work on an update
         choice = choose_policy(self._wrapper, sync)
         check_rank_agreement(self._wrapper, choice[0], accumulate_dtype)
-        if fuse_accumulation:
-            self._wrapper.fuse(choice[0])
         self._padding = Padding(self._wrapper.models, padding, names_collate=collate is not None)
         self._planner = MicrobatchPlanner(
             *bounds, collate, length, choice, ranks, self._wrapper.one_shape, cost, fit, padding=self._padding
@@ -335,7 +336,6 @@ class GradientAccumulator:
             with contextlib.ExitStack() as watching:
                 watching.enter_context(no_float16_autocast(wrapper.models))
                 watching.enter_context(self._padding.watched())
-                watching.enter_context(wrapper.fused())
                 if self._is_packed:
                     watching.enter_context(watched(self.model, plan.num_microbatches))
                 yield _Call(

@@ -16,7 +16,7 @@ NAMES = {
 SIGNATURES = {
     GradientAccumulator: "(model, *, mesh=None, micro_batch_size=None, max_microbatch_tokens=None, memory_bytes=None, "
     "cost=None, "
-    "sync='auto', collate=None, length=None, padding=None, accumulate_dtype=None, fuse_accumulation=False)",
+    "sync='auto', collate=None, length=None, padding=None, accumulate_dtype=None)",
     GradientAccumulator.forward_backward: "(self, batch, loss_fn)",
     GradientAccumulator.choose_bound: "(self, batch, loss_fn)",
     GradientAccumulator.reserve_for: "(self, optimizer)",

@@ -21,8 +21,7 @@ from megabatch.losses.contract import LossFunction, loss_hooks, weigh_of
 from megabatch.planning.limits import MeasuredMicrobatch, MemoryRoom, TimedMicrobatch
 from megabatch.planning.plan import Plan
 from megabatch.wrappers.base import Wrapper
-from megabatch.wrappers.gradients import drop_gradients
-from megabatch.wrappers.precision import WideGradients, no_float16_autocast
+from megabatch.wrappers.gradients import WideGradients, drop_gradients, no_float16_autocast
 
 NUM_RUN = 2  # microbatches of a measured update: the second has gradients beside it, and a third would have no more
 

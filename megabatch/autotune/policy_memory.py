@@ -16,7 +16,7 @@ from megabatch.engine.prepare import MicrobatchPlanner
 from megabatch.losses.contract import LossFunction
 from megabatch.planning.limits import MeasuredMicrobatch, MemoryRoom, next_rows
 from megabatch.wrappers.detect import choose_policy, detect_wrapper
-from megabatch.wrappers.precision import WideGradients
+from megabatch.wrappers.gradients import WideGradients
 
 
 @dataclass(frozen=True)

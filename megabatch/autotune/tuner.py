@@ -26,8 +26,7 @@ from megabatch.losses.contract import JointLoss, LossFunction
 from megabatch.pipeline.stages import PipelineWrapper
 from megabatch.planning.limits import TunedLimit, bound_tokens, cost_of, in_gib, largest_fitting, search
 from megabatch.wrappers.base import Wrapper
-from megabatch.wrappers.gradients import drop_gradients
-from megabatch.wrappers.precision import WideGradients
+from megabatch.wrappers.gradients import WideGradients, drop_gradients
 
 TIMED_ROWS = 8  # at most: where a launch is no longer to be seen, and soon done
 

@@ -87,7 +87,7 @@ class OOMRetry:
             torch.get_device_module(self._wrapper.device).empty_cache()
         wanted, retold = self._take_back(before, step), self._added_elsewhere()
         if isinstance(step, PartStep):
-            retold += Counter(step.retold)
+            retold |= Counter(step.retold)
         sums: list[dict[str, Term]] = []
         for half in split_in_halves(rows):
             sums += self._run_part(self._part(step, half, wanted, retold), half, run)

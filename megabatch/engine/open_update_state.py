@@ -14,7 +14,7 @@ from megabatch.engine.step_in_backward import StepInBackward
 from megabatch.engine.update import OpenUpdate
 from megabatch.errors import PlanError
 from megabatch.wrappers.base import Wrapper, local
-from megabatch.wrappers.precision import WideGradients
+from megabatch.wrappers.gradients import WideGradients
 
 State = Mapping[str, Any]
 OWN = "as the parameter"

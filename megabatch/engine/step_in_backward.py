@@ -130,11 +130,6 @@ class StepInBackward:
 
 
 def _check_reducer(wrapper: Wrapper) -> None:
-    if wrapper.fusing is not None:
-        raise PlanError(
-            "fuse_accumulation adds gradients past the hook in which an optimizer steps in backward; leave "
-            f"fuse_accumulation out, {LEAVE_OUT}"
-        )
     name = wrapper.kind_name
     if len({parameter.device for parameter in wrapper.parameters}) > 1:
         name = "parameters on several devices"

@@ -31,8 +31,7 @@ from megabatch.losses.contract import (
     terms_of,
 )
 from megabatch.wrappers.base import Wrapper
-from megabatch.wrappers.gradients import drop_gradients, separate_gradients
-from megabatch.wrappers.precision import refuse_float16
+from megabatch.wrappers.gradients import drop_gradients, refuse_float16, separate_gradients
 
 MAX_TERMS = 16  # the message between devices has a fixed size, so that no rank can wait for a longer one
 TAKEN = 2.0  # in place of whether weights differ

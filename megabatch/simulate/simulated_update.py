@@ -37,8 +37,7 @@ from megabatch.simulate.simulated import NUM_TELLING, Simulated, times_of
 from megabatch.simulate.world import OnlyRank, world
 from megabatch.wrappers.base import Wrapper
 from megabatch.wrappers.detect import Models, choose_policy, detect_wrapper
-from megabatch.wrappers.gradients import clip_gradients, drop_gradients
-from megabatch.wrappers.precision import WideGradients
+from megabatch.wrappers.gradients import WideGradients, clip_gradients, drop_gradients
 
 
 def simulate(

@@ -161,7 +161,6 @@ def check_advice(config: Config) -> None:
         "parallel.cp": (config.parallel.cp > 1, "whose ranks hold stretches of one sample"),
         "parallel.pp": (config.parallel.pp > 1, "whose stages have a gradient each"),
         "checkpoint.partial": (config.checkpoint.partial, "which makes the calls of an update itself"),
-        "update.fuse_accumulation": (config.update.fuse_accumulation, "by which layers add to gradients themselves"),
         "update.on_nonfinite": (
             config.update.on_nonfinite == "skip_microbatch", "which makes an update again of some of its samples"
         ),

@@ -19,10 +19,7 @@ from megabatch.train.shortage import noted
 KEYS = {  # what the library calls a setting → what a recipe does
     "memory_bytes": "update.memory",
     "OneRow": "update.one_row",
-    **{
-        name: f"update.{name}"
-        for name in ("sync", "micro_batch_size", "max_microbatch_tokens", "accumulate_dtype", "fuse_accumulation")
-    },
+    **{name: f"update.{name}" for name in ("sync", "micro_batch_size", "max_microbatch_tokens", "accumulate_dtype")},
 }
 NAMED = re.compile(rf"(?<![\w.])({'|'.join(KEYS)})\b")
 
@@ -43,7 +40,6 @@ def accumulator_of(
                 memory_bytes=cap_of(config),
                 sync=sync or config.update.sync,
                 accumulate_dtype=accumulation_of(config.update),
-                fuse_accumulation=config.update.fuse_accumulation,
                 collate=collate_of(config),
             )
     except PlanError as error:

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
 from megabatch.errors import PlanError
-from megabatch.wrappers.fusing import Fusing
+from megabatch.wrappers.gradients import WideGradients, refuse_float16
 from megabatch.wrappers.mesh import DataRanks
-from megabatch.wrappers.precision import WideGradients, refuse_float16
 
 Choice = tuple[str, str]  # a policy, "last", "every" or "replica_last", and why
 NO_GRADIENT, DENSE = range(2)  # layouts of a gradient
@@ -38,7 +37,6 @@ class Wrapper:
     may_pause = True  # whether all of an open update's gradient is in ``p.grad`` between two calls
     gathered = 0  # hash of what was gathered in this update, which is the same on all ranks
     is_counting: bool | None = None  # the microbatch that runs: False for a dummy microbatch
-    fusing: Fusing | None = None  # of linear layers that add to their gradients themselves
 
     def __init__(self, model: nn.Module, ranks: DataRanks) -> None:
         self.ranks = ranks
@@ -90,23 +88,6 @@ class Wrapper:
     def accumulating(self) -> Sequence[nn.Parameter]:
         """The parameters in whose ``grad`` autograd adds up."""
         return self.parameters
-
-    @property
-    def may_add(self) -> bool:
-        """Whether nobody but autograd waits for the gradients of the microbatch that runs."""
-        return True
-
-    def keeps(self, policy: str) -> list[nn.Parameter]:
-        """The parameters whose whole gradient is in ``p.grad`` from microbatch to microbatch."""
-        return [each for each in self.parameters if type(each) is nn.Parameter]
-
-    def fuse(self, policy: str) -> None:
-        """Let linear layers add to their gradients themselves. Raises `PlanError` where none can."""
-        self.fusing = Fusing(self.models, self.keeps(policy), lambda: self.may_add)
-
-    def fused(self) -> contextlib.AbstractContextManager[None]:
-        """Surrounds a call, in which they do."""
-        return contextlib.nullcontext() if self.fusing is None else self.fusing.installed()
 
     def choose(self, policy: str) -> Choice:
         """The policy to follow. Raises `PlanError` for one that this wrapper does not have."""

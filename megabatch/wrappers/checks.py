@@ -1,17 +1,44 @@
-"""What a wrapped model must be for its gradients to be summed exactly; everything else is refused, with the reason."""
+"""Checks that a wrapped model's gradients can be summed exactly; everything else is refused, with the reason.
 
+There are checks of this rank's model, of what another library has done to it, and of whether ranks hold one model.
+
+Models that Accelerate has prepared are not refused: each is a plain model, DDP, FSDP1 or FSDP2, with a forward that
+casts. Accelerate's own accumulation is in ``accelerator.backward``, which is not called. Its DataLoader deals batches to
+ranks once more and repeats samples to fill the last: give it none that `UpdateSampler` serves.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any, cast
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed._composable.contract import _get_registry  # pyright: ignore[reportPrivateUsage]
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megabatch.batching.attention_mask import with_config
 from megabatch.errors import PlanError
-from megabatch.wrappers.precision import WideGradients, check_reduction, refuse_float16
+from megabatch.wrappers.base import Wrapper, local
+from megabatch.wrappers.gradients import WideGradients, check_reduction, refuse_float16
+
+# Packages that put hooks of their own on a model, which reduce or divide its gradients.
+REDUCING = {
+    "deepspeed": "DeepSpeed reduces gradients and divides them by its own gradient_accumulation_steps; give a model "
+    "that deepspeed.initialize has not seen, wrapped with fully_shard or DistributedDataParallel",
+    "apex": "apex reduces gradients in every backward; give the model that it wraps, in torch's "
+    "DistributedDataParallel",
+}
+Facts = list[tuple[str, str]]  # what a fact is about, and what it says, as shown in an error
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+WRAPPERS = (DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
+TRANSPARENT = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # what wrappers add to names
+CHUNK = 2**20  # elements; bounds the memory of a checksum
 
 
 def refuse_unknown(model: nn.Module) -> None:
@@ -106,3 +133,144 @@ def check_wide(modules: list[FSDPModule], wide: WideGradients, trainable: list[n
 
 def _policy(module: FSDPModule) -> MixedPrecisionPolicy:
     return cast(Any, module)._get_fsdp_state()._mp_policy
+
+
+def refuse_foreign(model: nn.Module) -> None:
+    """Raise `PlanError` for a model, or a part of one, on whose gradients another library works. Imports none."""
+    for name, module in model.named_modules():
+        where = f"module {name!r}" if name else "the model"
+        for kind in type(module).__mro__:
+            if (package := kind.__module__.partition(".")[0]) in REDUCING and _wraps(module):
+                raise PlanError(f"{where} is a {kind.__name__} of {package}; {REDUCING[package]}")
+        for hook in _hooks(module):
+            package = str(getattr(hook, "__module__", None)).partition(".")[0]
+            if package in REDUCING:
+                raise PlanError(f"{where} has hooks of {package}; {REDUCING[package]}")
+
+
+def _wraps(module: nn.Module) -> bool:
+    """A wrapper, not a layer of that library."""
+    return isinstance(getattr(module, "module", None), nn.Module)
+
+
+def _hooks(module: nn.Module) -> Iterator[Callable[..., Any]]:
+    """What runs before a module's forward, and when a parameter of its own has its gradient."""
+    yield from cast(Any, module)._forward_pre_hooks.values()
+    for parameter in module.parameters(recurse=False):
+        yield from (cast(Any, parameter)._post_accumulate_grad_hooks or {}).values()
+
+
+def check_rank_agreement(wrapper: Wrapper, policy: str, accumulate_dtype: torch.dtype | None) -> None:
+    """Raise `PlanError` on all ranks where ranks that sum one gradient differ in model, policy or dtype. Collective.
+
+    Ranks along tp and pp hold other parts of the model, so each is compared with those of the same coordinates there.
+    The weights of DDP, which broadcasts them, and of sharded models are not looked at.
+    """
+    ranks = wrapper.ranks
+    if ranks.num_weighing == 1:
+        return
+    settings: Facts = [("sync", repr(policy)), ("accumulate_dtype", str(accumulate_dtype))]
+    facts = settings + _structure(wrapper.models)
+    weights = _checksums(wrapper.models)
+    seen = ranks.exchange([_digest(facts), _digest(weights)])
+    starts = range(0, ranks.num_all, ranks.num_weighing)  # the first row of each tp and pp coordinate
+    if all(seen[i] == seen[start] for start in starts for i in range(start, start + ranks.num_weighing)):
+        return
+    told: list[tuple[int, Facts, Facts]] = ranks.exchange_objects((dist.get_rank(), facts, weights))
+    for start in starts:
+        first, *others = told[start : start + ranks.num_weighing]
+        for other in others:
+            _compare(first, other)
+
+
+def _compare(one: tuple[int, Facts, Facts], other: tuple[int, Facts, Facts]) -> None:
+    """Raise `PlanError` for the first fact in which two ranks differ."""
+    missing = ("a further parameter", "missing")
+    for a, b in zip_longest(one[1], other[1], fillvalue=missing):
+        if a != b:
+            raise PlanError(
+                f"ranks sum the gradients of different models or settings: {a[0]} is {a[1]} on rank {one[0]}, and "
+                f"{b[0]} is {b[1]} on rank {other[0]}; make the model, freeze it and choose sync and accumulate_dtype "
+                "alike on all ranks"
+            )
+    for a, b in zip(one[2], other[2], strict=True):  # of the same parameters
+        if a != b:
+            raise PlanError(
+                f"{a[0]} has other weights on rank {one[0]} than on rank {other[0]}, and no wrapper broadcasts them; "
+                "seed all ranks alike before the model is made, load one checkpoint on all, or wrap the model with "
+                "DistributedDataParallel"
+            )
+
+
+def _structure(models: Sequence[nn.Module]) -> Facts:
+    return [
+        (name, f"{_shape(parameter, model)} {parameter.dtype} {'trained' if parameter.requires_grad else 'frozen'}")
+        for name, parameter, model in _parameters(models)
+    ]
+
+
+def _shape(parameter: Tensor, model: nn.Module) -> str:
+    """The whole shape; unknown for FSDP1, whose parameters are pieces of a flat one."""
+    is_piece = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    is_lazy = isinstance(parameter, UninitializedParameter)  # whose shape comes with the first forward
+    return "sharded" if is_piece else "lazy" if is_lazy else str(tuple(parameter.shape))
+
+
+def _checksums(models: Sequence[nn.Module]) -> Facts:
+    """A checksum of each parameter that every rank holds itself; waits once for each device."""
+    whole = [model for model in models if not any(isinstance(module, WRAPPERS) for module in model.modules())]
+    sums: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for name, parameter, _ in _parameters(whole):
+            pieces = [_checksum(each) for each in _local_tensors(parameter)]
+            if pieces:
+                sums[name] = torch.stack([each.to(pieces[0].device) for each in pieces]).sum()
+        by_device: dict[torch.device, list[str]] = {}
+        for name, each in sums.items():
+            by_device.setdefault(each.device, []).append(name)
+        numbers = {
+            name: number
+            for names in by_device.values()
+            for name, number in zip(names, torch.stack([sums[each] for each in names]).tolist(), strict=True)
+        }
+    return [(name, str(numbers[name])) for name in sums]
+
+
+def _parameters(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
+    for number, model in enumerate(models):
+        prefix = f"model {number}'s " if len(models) > 1 else ""
+        for name, parameter in model.named_parameters():
+            parts = [part for part in name.split(".") if part not in TRANSPARENT]
+            yield f"{prefix}parameter {'.'.join(parts)!r}", parameter, model
+
+
+def _local_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """The memory of a tensor on this rank that ranks of its coordinates must share; none of a meta tensor."""
+    if isinstance(tensor, DTensor) and tuple(tensor.device_mesh.mesh_dim_names or ()) != ("tp",):
+        return  # a frozen model that is sharded over ranks which see different samples
+    tensor = local(tensor.detach())
+    if is_traceable_wrapper_subclass(tensor):  # a quantized tensor, say, of several plain ones
+        for name in cast(Any, tensor).__tensor_flatten__()[0]:
+            if isinstance(inner := getattr(tensor, name), Tensor):
+                yield from _local_tensors(inner)
+    elif tensor.layout == torch.strided and not tensor.is_meta:
+        yield tensor
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """A sum of the bits as integers, each times an odd number of its place: int64, where order cannot round."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    bits = tensor.resolve_neg().reshape(-1).view(INTEGERS[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    odd = torch.arange(
+        1, 2 * CHUNK if len(bits) > CHUNK else 2 * len(bits) + 1, 2, dtype=torch.int64, device=bits.device
+    )
+    for number, chunk in enumerate(bits.split(CHUNK)):
+        total += (chunk * odd[: len(chunk)]).sum() * (2 * number + 1)
+    return total
+
+
+def _digest(facts: Facts) -> float:
+    """48 bits of a hash, which float64 holds exactly."""
+    return float(int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=6).digest(), "big"))

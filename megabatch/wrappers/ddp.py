@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.nn.parallel import DistributedDataParallel
@@ -13,10 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 from megabatch.errors import MegabatchError, PlanError
 from megabatch.wrappers.base import Choice, Wrapper
 from megabatch.wrappers.checks import check_ddp_precision
-from megabatch.wrappers.ddp_hooks import check_hooks, comm_hooks_of
+from megabatch.wrappers.gradients import WideGradients
 from megabatch.wrappers.mesh import DataRanks
-from megabatch.wrappers.precision import WideGradients
 
+# torch's own hooks that average over the ranks as DDP does. float16 turns small gradients into zeros, those of a loss
+# that is divided by its weight, so its hook is not among them.
+HOME_OF_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
+AVERAGING_HOOKS = ("allreduce_hook", "bf16_compress_hook")
 _KEPT = "megabatch: kept"  # on a node of autograd
 
 
@@ -28,10 +32,10 @@ class DDPWrapper(Wrapper):
     def __init__(self, model: nn.Module, ddp: DistributedDataParallel, ranks: DataRanks) -> None:
         super().__init__(model, ranks)
         check_ddp_precision(ddp)
-        check_hooks(ddp)
+        _check_comm_hooks(ddp)
         _check_buckets(ddp, self.parameters)
         self.loss_factor = float(ranks.num_weighing)
-        self._ddp, self._hooks = ddp, comm_hooks_of(ddp)
+        self._ddp, self._hooks = ddp, _comm_hooks_of(ddp)
         self._first_of_static_graph = bool(ddp.static_graph)
         self._went_through_ddp = False
         self._is_reducing = self._is_preparing = False  # in the microbatch that runs; before the model's own forward
@@ -53,9 +57,9 @@ class DDPWrapper(Wrapper):
 
     def check_unchanged(self) -> None:
         super().check_unchanged()
-        if comm_hooks_of(self._ddp) != self._hooks:  # one was registered since
-            check_hooks(self._ddp)
-            self._hooks = comm_hooks_of(self._ddp)
+        if _comm_hooks_of(self._ddp) != self._hooks:  # one was registered since
+            _check_comm_hooks(self._ddp)
+            self._hooks = _comm_hooks_of(self._ddp)
             self.accumulate_in(self._wide)
         if cast(Any, self._ddp)._join_config.enable:
             raise PlanError(
@@ -73,10 +77,6 @@ class DDPWrapper(Wrapper):
     @property
     def runs_alone(self) -> bool:
         return not (self._is_reducing or self._is_preparing) and super().runs_alone
-
-    @property
-    def may_add(self) -> bool:
-        return not self._is_reducing  # else DDP copies what autograd has added into its buckets
 
     def choose(self, policy: str) -> Choice:
         self._refuse_replica_last(policy)
@@ -144,6 +144,29 @@ def _noting(method: Callable[..., None]) -> Callable[..., None]:
             alive()
 
     return note
+
+
+def _comm_hooks_of(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:
+    """The communication hooks that the user has registered, with their states."""
+    return list(cast(Any, ddp)._comm_hooks)
+
+
+def _check_comm_hooks(ddp: DistributedDataParallel) -> None:
+    """Refuse a communication hook that is not one of torch's that average, over DDP's own ranks."""
+    for hook, state in _comm_hooks_of(ddp):
+        name = getattr(hook, "__name__", type(hook).__name__)
+        is_known = name in AVERAGING_HOOKS and hook.__module__ == HOME_OF_HOOKS
+        if not is_known or not (state is None or isinstance(state, dist.ProcessGroup)):
+            raise PlanError(
+                f"DDP has the communication hook {name!r}, which is not known to average over its ranks; leave it out, "
+                f"or register {' or '.join(AVERAGING_HOOKS)} of {HOME_OF_HOOKS}"
+            )
+        own = cast(dist.ProcessGroup, ddp.process_group)
+        if set(dist.get_process_group_ranks(state)) != set(dist.get_process_group_ranks(own)):  # None is the world
+            raise PlanError(
+                f"DDP has the communication hook {name!r}, which reduces over other ranks than DDP does; register it "
+                "with ddp.process_group as its state"
+            )
 
 
 def _check_buckets(ddp: DistributedDataParallel, trained: Sequence[nn.Parameter]) -> None:

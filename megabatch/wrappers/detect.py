@@ -21,9 +21,8 @@ from megabatch.errors import PlanError
 from megabatch.pipeline.stages import Pipeline, PipelineWrapper
 from megabatch.wrappers import fsdp1, fsdp2
 from megabatch.wrappers.base import Choice, Wrapper, trainable
-from megabatch.wrappers.checks import check_dtensors, check_tied, refuse_torchscript, refuse_unknown
+from megabatch.wrappers.checks import check_dtensors, check_tied, refuse_foreign, refuse_torchscript, refuse_unknown
 from megabatch.wrappers.ddp import DDPWrapper
-from megabatch.wrappers.foreign import refuse_foreign
 from megabatch.wrappers.fsdp1 import FSDP1Wrapper
 from megabatch.wrappers.fsdp2 import FSDP2Wrapper
 from megabatch.wrappers.mesh import AXES, CONTEXT_AXES, DATA_AXES, DataRanks, check_axes

@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from megabatch.errors import PlanError
 from megabatch.wrappers.base import Choice, Wrapper
+from megabatch.wrappers.gradients import WideGradients, refuse_float16
 from megabatch.wrappers.mesh import DataRanks
-from megabatch.wrappers.precision import WideGradients, refuse_float16
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)  # pyright: ignore[reportPrivateUsage]
 
@@ -45,9 +45,6 @@ class FSDP1Wrapper(Wrapper):
     @property
     def runs_alone(self) -> bool:
         return False  # every forward gathers parameters
-
-    def keeps(self, policy: str) -> list[nn.Parameter]:
-        return []  # they are views of a flat one
 
     def choose(self, policy: str) -> Choice:
         self._refuse_replica_last(policy)

@@ -17,8 +17,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import _dynamo_disable  # 
 from megabatch.errors import PlanError
 from megabatch.wrappers.base import CHANGED, Choice, Wrapper
 from megabatch.wrappers.checks import check_precision, check_wide
+from megabatch.wrappers.gradients import WideGradients
 from megabatch.wrappers.mesh import DataRanks
-from megabatch.wrappers.precision import WideGradients
 
 
 class FSDP2Wrapper(Wrapper):
@@ -74,10 +74,6 @@ class FSDP2Wrapper(Wrapper):
     @property
     def runs_alone(self) -> bool:
         return False  # every forward gathers parameters
-
-    def keeps(self, policy: str) -> list[nn.Parameter]:
-        managed = [each for group in self._groups for each in group.fsdp_params if policy == "last"]
-        return [each.sharded_param for each in managed if _keeps_in_place(each)]
 
     def choose(self, policy: str) -> Choice:
         if not self._has_shards:
@@ -158,12 +154,6 @@ def _noting_gather(wrapper: FSDP2Wrapper, number: int) -> Callable[..., None]:
             alive.note_gather(number)
 
     return note
-
-
-def _keeps_in_place(managed: Any) -> bool:
-    """Whether an unsharded gradient stays where autograd adds it: one of another dtype is moved on at once."""
-    own, policy = (None, managed.sharded_param.dtype), managed.mp_policy
-    return policy.param_dtype in own and policy.reduce_dtype in own and not managed.is_dtensor
 
 
 def param_groups(modules: list[FSDPModule]) -> list[Any]:

@@ -7,7 +7,7 @@ from torch import nn
 
 from megabatch.errors import PlanError
 from megabatch.wrappers.base import CHANGED, Choice, Wrapper, trainable
-from megabatch.wrappers.precision import WideGradients
+from megabatch.wrappers.gradients import WideGradients
 
 
 class MultiModelWrapper(Wrapper):
@@ -52,13 +52,6 @@ class MultiModelWrapper(Wrapper):
     @property
     def runs_alone(self) -> bool:
         return all(wrapper.runs_alone for wrapper in self._reducers)
-
-    @property
-    def may_add(self) -> bool:
-        return all(wrapper.may_add for wrapper in self._reducers)
-
-    def keeps(self, policy: str) -> list[nn.Parameter]:
-        return [parameter for wrapper in self._reducers for parameter in wrapper.keeps(policy)]
 
     @property
     def gathered(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]

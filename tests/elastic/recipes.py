@@ -191,7 +191,6 @@ RUNNABLE: dict[str, Strategy] = {
         tail=["step", "drop", "carry"],
         max_norm=[0.1, 1.0, "none"],
         on_nonfinite=["raise", "skip_update", "skip_microbatch"],
-        fuse_accumulation=[True, False],
         sync=["auto", "last", "every", "replica_last"],
     ),
     "optim": some(

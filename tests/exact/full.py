@@ -47,9 +47,9 @@ SOURCES = (  # the library files that decide the numbers
     "wrappers/detect.py",
     "wrappers/fsdp1.py",
     "wrappers/fsdp2.py",
+    "wrappers/gradients.py",
     "wrappers/mesh.py",
     "wrappers/multi_model.py",
-    "wrappers/precision.py",
 )
 VERSIONS = {
     "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,

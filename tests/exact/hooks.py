@@ -1,7 +1,6 @@
-"""DDP with communication hooks of the user: those that average, and those that must be refused."""
+"""DDP with communication hooks: torch's own that average, and others, which are refused."""
 
 from collections.abc import Callable
-from itertools import count
 from typing import Any
 
 import torch
@@ -19,96 +18,23 @@ NUM_UPDATES = 2
 Made = Future[Tensor]
 
 
-def _reduced(tensor: Tensor, then: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Made:
-    future = dist.all_reduce(tensor, async_op=True).get_future()
-    return future.then(lambda done: then(done.value()[0]))
-
-
-def _done(tensor: Tensor) -> Made:
-    future: Made = Future()
-    future.set_result(tensor)
-    return future
-
-
-def divides_before(state: object, bucket: dist.GradBucket) -> Made:
-    return _reduced(bucket.buffer().div_(dist.get_world_size()))
-
-
-def divides_after(state: object, bucket: dist.GradBucket) -> Made:
-    return _reduced(bucket.buffer(), lambda total: total.div_(dist.get_world_size()))
-
-
-def gathers(state: object, bucket: dist.GradBucket) -> Made:
-    parts = [torch.empty_like(bucket.buffer()) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, bucket.buffer())
-    return _done(torch.stack(parts).mean(0))
-
-
-def rounds(state: object, bucket: dist.GradBucket) -> Made:
-    mean = bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size())
-    return _reduced(mean, lambda found: bucket.buffer().copy_(found))
+def _reduced(tensor: Tensor) -> Made:
+    return dist.all_reduce(tensor, async_op=True).get_future().then(lambda done: done.value()[0])
 
 
 def sums(state: object, bucket: dist.GradBucket) -> Made:
     return _reduced(bucket.buffer())
 
 
-def stays_here(state: object, bucket: dist.GradBucket) -> Made:
-    return _done(bucket.buffer())
-
-
-def takes_signs(state: object, bucket: dist.GradBucket) -> Made:
-    return _reduced(bucket.buffer().sign().div_(dist.get_world_size()))
-
-
-def drops_small(state: object, bucket: dist.GradBucket) -> Made:
-    large = bucket.buffer().abs() >= bucket.buffer().abs().median()
-    return _reduced((bucket.buffer() * large).div_(dist.get_world_size()))
-
-
-def clips(state: object, bucket: dist.GradBucket) -> Made:
-    return _reduced(bucket.buffer().clamp_(-100, 100).div_(dist.get_world_size()))
-
-
-def weighs_ranks(state: object, bucket: dist.GradBucket) -> Made:
-    size = dist.get_world_size()
-    return _reduced(bucket.buffer().mul_(2 * (dist.get_rank() + 1) / (size * (size + 1))))
-
-
-def fails(state: object, bucket: dist.GradBucket) -> Made:
-    raise ValueError("no such codec")
-
-
-BUCKETS = count()
-
-
-def changes_its_mind(state: object, bucket: dist.GradBucket) -> Made:
-    return (divides_before if next(BUCKETS) < 8 else sums)(state, bucket)
+def divides_before(state: object, bucket: dist.GradBucket) -> Made:
+    return _reduced(bucket.buffer().div_(dist.get_world_size()))
 
 
 class Remembers:
-    """Adds what the last time left over."""
+    """Its hook averages; what it would do in the next update, its code does not say."""
 
     def hook(self, state: object, bucket: dist.GradBucket) -> Made:
         return divides_before(state, bucket)
-
-
-def _remembering() -> Callable[..., Made]:
-    left: list[Tensor] = []
-
-    def hook(state: object, bucket: dist.GradBucket) -> Made:
-        left.append(bucket.buffer())
-        return divides_before(state, bucket)
-
-    return hook
-
-
-def _with_a_default() -> Callable[..., Made]:
-    def hook(state: object, bucket: dist.GradBucket, seen: list[Tensor] | None = None) -> Made:
-        return divides_before(state, bucket)
-
-    hook.__defaults__ = ([],)  # a list that every call shares, as one written in the signature would be
-    return hook
 
 
 def _world() -> Any:
@@ -120,38 +46,25 @@ def _own_rank() -> Any:
     return groups[dist.get_rank()]
 
 
-ACCEPTED = {  # name -> hook, its state, and the error that its rounding may leave
-    "divides_before": (lambda: (divides_before, None), 0.0),
-    "divides_after": (lambda: (divides_after, None), 0.0),
-    "gathers": (lambda: (gathers, None), 0.0),
-    "torch's, over the world": (lambda: (default_hooks.allreduce_hook, _world()), 0.0),
-    "an own one in bfloat16": (lambda: (rounds, None), 4 * 2.0**-8),
+ACCEPTED = {  # name -> hook and its state
+    "allreduce": lambda: (default_hooks.allreduce_hook, None),
+    "allreduce, over the world": lambda: (default_hooks.allreduce_hook, _world()),
 }
-STATE = (
-    "which keeps a state, so what it does to one update may depend on others; leave the hook out, or give one "
-    "without state that averages"
+UNKNOWN = (
+    "which is not known to average over its ranks; leave it out, or register allreduce_hook or bf16_compress_hook of "
+    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 )
-OTHERWISE = "which does not average over the ranks of DDP; sum over all of them, divide by their number, and change "
-OTHERWISE += "nothing else (float16 loses small gradients)"
-FAILS = "which failed when it was tried on a small module{}; mend the hook, or leave it out"
-SUMS = "which sums over ranks; divide by the number of ranks as DDP does"
+ELSEWHERE = "which reduces over other ranks than DDP does; register it with ddp.process_group as its state"
 REFUSED = {  # name -> hook, its state, and the reason
-    "sums": (lambda: (sums, None), SUMS),
-    "stays_here": (lambda: (stays_here, None), OTHERWISE),
-    "takes_signs": (lambda: (takes_signs, None), OTHERWISE),
-    "drops_small": (lambda: (drops_small, None), OTHERWISE),
-    "fp16_compress_hook": (lambda: (default_hooks.fp16_compress_hook, None), OTHERWISE),
-    "fp16_compress_wrapper_hook": (lambda: (default_hooks.fp16_compress_wrapper(divides_before), None), OTHERWISE),
-    "clips": (lambda: (clips, None), OTHERWISE),
-    "weighs_ranks": (lambda: (weighs_ranks, None), OTHERWISE),
-    "changes_its_mind": (lambda: (changes_its_mind, None), OTHERWISE),
-    "allreduce_hook": (lambda: (default_hooks.allreduce_hook, _own_rank()), OTHERWISE),
-    "quantization_pertensor_hook": (lambda: (quantization_hooks.quantization_pertensor_hook, _world()), None),
-    "fails": (lambda: (fails, None), FAILS.format(": ValueError: no such codec")),
-    "powerSGD_hook": (lambda: (powerSGD_hook.powerSGD_hook, powerSGD_hook.PowerSGDState(None)), STATE),
-    "hook": (lambda: (_remembering(), None), STATE),
-    "hook, a method": (lambda: (Remembers().hook, None), STATE),
-    "hook, a default": (lambda: (_with_a_default(), None), STATE),
+    "sums": (lambda: (sums, None), UNKNOWN),
+    "divides_before": (lambda: (divides_before, None), UNKNOWN),
+    "hook, a method": (lambda: (Remembers().hook, None), UNKNOWN),
+    "fp16_compress_hook": (lambda: (default_hooks.fp16_compress_hook, None), UNKNOWN),
+    "fp16_compress_wrapper_hook": (lambda: (default_hooks.fp16_compress_wrapper(divides_before), None), UNKNOWN),
+    "quantization_pertensor_hook": (lambda: (quantization_hooks.quantization_pertensor_hook, _world()), UNKNOWN),
+    "powerSGD_hook": (lambda: (powerSGD_hook.powerSGD_hook, powerSGD_hook.PowerSGDState(None)), UNKNOWN),
+    "allreduce_hook, with a state": (lambda: (default_hooks.allreduce_hook, object()), UNKNOWN),
+    "allreduce_hook, over its own rank": (lambda: (default_hooks.allreduce_hook, _own_rank()), ELSEWHERE),
 }
 
 
@@ -179,8 +92,7 @@ def _squares(model: Any, batch: oracle.Sample) -> tuple[Tensor, Tensor]:
 
 def accepted(name: str, sync: str) -> float:
     """The largest relative error of a gradient, over some updates."""
-    make, _ = ACCEPTED[name]
-    ddp, reference = _with_hook(*make()), models.integer_model("tokens")
+    ddp, reference = _with_hook(*ACCEPTED[name]()), models.integer_model("tokens")
     gradient = GradientAccumulator(ddp, micro_batch_size=1, sync=sync)
     worst = 0.0
     for update in range(NUM_UPDATES):

@@ -5,7 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import GradientAccumulator, losses
 from megabatch.batching.tree import to_device
@@ -47,6 +50,18 @@ def test_the_gradient_is_that_of_the_cpu() -> None:
     there = gradients(copy.deepcopy(model).cuda())
     for mine, expected in zip(there, gradients(model), strict=True):
         assert float((mine.cpu() - expected).norm() / expected.norm()) <= 1e-12
+
+
+def test_the_bfloat16_hook_of_ddp_rounds_and_nothing_else() -> None:  # torch's CPU does not take it
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = model_of(torch.float64)
+        ddp = DistributedDataParallel(copy.deepcopy(model).cuda())
+        ddp.register_comm_hook(None, bf16_compress_hook)
+        for mine, expected in zip(gradients(ddp), gradients(model), strict=True):
+            assert float((mine.cpu() - expected).norm() / expected.norm()) <= 2.0**-7
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_host_does_not_wait(request: pytest.FixtureRequest) -> None:

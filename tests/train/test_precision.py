@@ -100,11 +100,6 @@ def test_wider_gradients_of_parameters_that_are_wide_are_refused() -> None:
         build(recipe({"dtype": "float64"}, update={"accumulate_dtype": "float32"}), ALONE, SILENT, None, None)
 
 
-def test_what_autocast_keeps_from_being_fused_is_refused() -> None:
-    with pytest.raises(MegabatchError, match="compute_dtype is 'bfloat16', in which no gradient is added as it is com"):
-        build(recipe(MIXED, update={"fuse_accumulation": True}), ALONE, SILENT, None, None)
-
-
 def test_the_weight_is_still_counted_from_the_data() -> None:
     for keys in (MIXED, {}):
         config = recipe(keys)

@@ -43,9 +43,6 @@ class UpdateConfig(Section):
     accumulate_dtype: Literal["float32"] | None = None
     """Add gradients in it where model.dtype is "bfloat16", in which a sum of many microbatches stops growing. None: in
     model.dtype."""
-    fuse_accumulation: bool = False
-    """Let linear layers of 2 ** 20 elements or more add to their gradients as they compute them: faster where a
-    microbatch has few tokens, in float32 without mixed precision; not with shards that reduce every microbatch."""
     tail: Literal["step", "drop", "carry"] = "step"
     """A last short update of an epoch: step it exactly, drop its samples, or fill it up from the next epoch."""
     max_norm: Positive | None = 1.0

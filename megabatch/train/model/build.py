@@ -203,11 +203,6 @@ def check_together(config: Config, ranks: Ranks) -> None:
             f"update.accumulate_dtype is {config.update.accumulate_dtype!r} and model.dtype {config.model.dtype!r}, "
             "whose gradients are no coarser; leave accumulate_dtype out"
         )
-    if config.update.fuse_accumulation and config.model.compute_dtype is not None:
-        raise MegabatchError(
-            f"update.fuse_accumulation is set and model.compute_dtype is {config.model.compute_dtype!r}, in which no "
-            "gradient is added as it is computed; leave one of them out"
-        )
     if config.update.one_row and config.loss.function != LossConfig().function:
         raise MegabatchError(
             f"update.one_row is true and loss.function is {config.loss.function!r}, which may look at samples one by "

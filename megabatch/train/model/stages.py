@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from megabatch.batching.pad_to_shape import Shape
 from megabatch.errors import MegabatchError
 from megabatch.pipeline.run import Pipeline
-from megabatch.pipeline.schedules import SCHEDULES
+from megabatch.pipeline.stages import SCHEDULES
 from megabatch.train.config import Config, ParallelConfig
 from megabatch.train.model.architecture import outline
 from megabatch.train.model.precision import boundary_dtype, is_mixed

@@ -1,12 +1,9 @@
-"""Models that other libraries reduce, and communication hooks that do not average.
+"""Models that other libraries reduce.
 
 Neither DeepSpeed nor apex is installed for the tests; what DeepSpeed's engine is and leaves was read from a real one.
 """
 
-import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import PlanError
 from tests.unit.failures.table import Failure, accumulator, linear
@@ -64,27 +61,5 @@ FAILURES = {
     "a wrapper of apex inside": _refused(
         lambda: nn.Sequential(of_library("apex.parallel.distributed", "DistributedDataParallel")),
         f"module '0' is a DistributedDataParallel of apex; {APEX}",
-    ),
-}
-
-
-def takes_signs(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer().sign())
-    return future
-
-
-def _with_hook() -> nn.Module:
-    ddp = DistributedDataParallel(linear())
-    ddp.register_comm_hook(None, takes_signs)
-    return ddp
-
-
-IN_A_GROUP = {
-    "DDP with a hook that does not average": _refused(
-        _with_hook,
-        "DDP has the communication hook 'takes_signs', which does not average over the ranks of DDP; sum over all of "
-        "them, divide by their number, and change nothing else (float16 loses small "
-        "gradients)",
     ),
 }

@@ -10,7 +10,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from megabatch import JointLoss, Learner, MegabatchError, PlanError, verify
-from tests.exact.spikes import Spikes
 from tests.unit.failures.pipeline import pipeline
 from tests.unit.failures.table import SAMPLES, Failure, accumulator, linear, squares, weighed_squares
 from tests.unit.failures.wrappers import fsdp1, mesh
@@ -104,54 +103,7 @@ def half_total() -> None:
     accumulator().forward_backward(SAMPLES, lambda model, batch: (squares(model, batch)[0].half(), 1))
 
 
-NOTHING_TO_FUSE = (
-    "fuse_accumulation finds no torch.nn.Linear of 1048576 or more elements in float32 or float64 that keeps the whole "
-    "gradient of a weight of its own from microbatch to microbatch; leave it out, or for shards give sync='last'"
-)
-
-
-class Used(nn.Module):
-    """One number through a layer that is large enough for fuse_accumulation, twice if that is wanted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide, self.between = nn.Linear(1024, 1024).double(), nn.Identity()
-        Spikes(self, ("between",)).set({1: ("backward", 0)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.wide(self.between(self.wide(x.expand(-1, 1024))))
-
-
-class Tied(Used):
-    """The same weight in two modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.other = nn.Linear(1024, 1024)
-        self.other.weight = self.wide.weight
-
-
-def fuse(model: nn.Module, **settings: Any) -> Any:
-    return accumulator(model, fuse_accumulation=True, **settings)
-
-
 FAILURES = {
-    "nothing to fuse": Failure(PlanError, NOTHING_TO_FUSE, lambda: fuse(linear())),
-    "tied weights to fuse": Failure(PlanError, NOTHING_TO_FUSE, lambda: fuse(Tied())),
-    "bfloat16 to fuse": Failure(PlanError, NOTHING_TO_FUSE, lambda: fuse(Used().bfloat16())),
-    "a fused gradient added by half": Failure(
-        MegabatchError,
-        "this process ran out of memory in microbatch 1 (2 samples, 2 tokens with padding), which had added a part of "
-        "a weight's gradient, so that it cannot run again in parts; start again with micro_batch_size=1 or "
-        "max_microbatch_tokens=1 (OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB.)",
-        lambda: fuse(Used()).forward_backward(SAMPLES, squares),
-    ),
-    "a step in backward past fused gradients": Failure(
-        PlanError,
-        "fuse_accumulation adds gradients past the hook in which an optimizer steps in backward; leave "
-        f"fuse_accumulation out, {LEAVE_OUT}",
-        lambda: fuse(Used()).step_in_backward(torch.optim.SGD([torch.zeros(1)])),
-    ),
     "accumulate in float16": Failure(
         PlanError, f"accumulate_dtype is torch.float16; {UNDERFLOW}",
         lambda: accumulator(bfloat16(), accumulate_dtype=torch.float16),
@@ -240,16 +192,6 @@ FAILURES = {
     ),
 }  # fmt: skip
 IN_A_GROUP = {
-    "FSDP2 that reduces each time, to fuse": Failure(
-        PlanError, NOTHING_TO_FUSE, lambda: fuse(fully_shard(Used(), mesh=mesh("dp")))
-    ),
-    "FSDP2 in bfloat16, to fuse": Failure(
-        PlanError, NOTHING_TO_FUSE,
-        lambda: fuse(
-            fully_shard(Used().float(), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)), sync="last"
-        ),
-    ),
-    "FSDP1 to fuse": Failure(PlanError, NOTHING_TO_FUSE, lambda: fuse(fsdp1(Used()), sync="last")),
     "wider than DDP with a static graph": Failure(
         PlanError,
         "accumulate_dtype is torch.float32, and DDP with static_graph=True or a communication hook cannot reduce after "

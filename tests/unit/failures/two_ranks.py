@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -45,6 +46,10 @@ EXPERT_AXIS = (
 ALONG_CP = "verify was given a mesh with a cp axis, whose ranks see stretches of samples; leave it out"
 MESH_DIFFERS = (
     "the mesh has 2 data and context ranks but the wrapper reduces over 1, or over others; give both the same mesh"
+)
+HOOK_ELSEWHERE = (
+    "DDP has the communication hook 'allreduce_hook', which reduces over other ranks than DDP does; register it with "
+    "ddp.process_group as its state"
 )
 ONE_OF_TWO = (
     "the model is tensor parallel over 1 of 2 processes, and what the others do is not known; give mesh= with the axes "
@@ -256,6 +261,13 @@ def fork_loss(model: nn.Module, microbatch: Any) -> tuple[Tensor, int]:
     return (model(**microbatch) ** 2).sum(), len(microbatch["x"])
 
 
+def hook_over_other_ranks() -> str:
+    ddp = DistributedDataParallel(linear())
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    ddp.register_comm_hook(groups[dist.get_rank()], allreduce_hook)
+    return told(lambda: accumulator(ddp))
+
+
 def parameter_unused_at_last() -> str:
     model = Fork()
     gradient = accumulator(DistributedDataParallel(model), micro_batch_size=1)
@@ -361,6 +373,7 @@ JOBS: dict[str, tuple[Callable[[], str], list[str]]] = {  # what each rank is to
     "a model of other weights": (other_weights, on_both(f"PlanError: {OTHER_WEIGHTS_OF_MODEL}")),
     "verify with a cp axis": (verify_along_cp, on_both(f"PlanError: {ALONG_CP}")),
     "a mesh that is not the wrapper's": (mesh_differs, on_both(f"PlanError: {MESH_DIFFERS}")),
+    "a hook of DDP's over other ranks": (hook_over_other_ranks, on_both(f"PlanError: {HOOK_ELSEWHERE}")),
     "a parameter unused at last": (parameter_unused_at_last, on_both(f"MegabatchError: {UNUSED}")),
     "another branch, FSDP2": (another_branch, on_both(f"LossContractError: {OTHER_TERMS}")),
     "another branch, two models in FSDP2": (

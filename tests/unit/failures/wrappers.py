@@ -32,9 +32,9 @@ CHANGED = (
     "parameters were frozen, unfrozen, added or replaced since the GradientAccumulator was made; make a new one "
     "(and wrap the model anew) after such a change"
 )
-KEEPS_A_STATE = (
-    "DDP has the communication hook 'powerSGD_hook', which keeps a state, so what it does to one update may depend on "
-    "others; leave the hook out, or give one without state that averages"
+UNKNOWN_HOOK = (
+    "DDP has the communication hook 'powerSGD_hook', which is not known to average over its ranks; leave it out, or "
+    "register allreduce_hook or bf16_compress_hook of torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 )
 DDP_PASSED_BY = (
     "the loss did not call the DDP model with gradients on, so no gradient was reduced; call the model that it is "
@@ -270,7 +270,7 @@ FAILURES = {
     ),
     "DDP with a communication hook": Failure(
         PlanError,
-        KEEPS_A_STATE,
+        UNKNOWN_HOOK,
         lambda: accumulator(ddp_with_hook()),
     ),
     "DDP with mixed_precision": Failure(
@@ -280,7 +280,7 @@ FAILURES = {
     ),
     "DDP with a hook registered later": Failure(
         PlanError,
-        KEEPS_A_STATE,
+        UNKNOWN_HOOK,
         hook_registered_later,
     ),
     "DDP before unfreezing": Failure(
