@@ -23,9 +23,8 @@ from megabatch.engine.step_in_backward import StepInBackward
 from megabatch.engine.update import OpenUpdate, Update
 from megabatch.errors import MegabatchError, MicrobatchLimit, PlanError, check_positive
 from megabatch.losses.contract import JointLoss, LossFunction, LossHooks, Term, Weigh, loss_hooks, terms_given
-from megabatch.planning.cost import CostModel, check_cost
 from megabatch.planning.limits import TunedLimit, parse_limit
-from megabatch.planning.plan import Plan, check_bounds
+from megabatch.planning.plan import CostModel, Plan, check_bounds, check_cost
 from megabatch.wrappers.detect import Models, choose_policy, detect_wrapper
 from megabatch.wrappers.gradients import drop_gradients
 from megabatch.wrappers.precision import WideGradients

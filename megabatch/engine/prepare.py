@@ -13,10 +13,8 @@ from megabatch.batching.samples import Batch, Collate, Length, Microbatch, Sampl
 from megabatch.batching.tree import clone, memory_of
 from megabatch.errors import LossContractError, MicrobatchLimit, PlanError
 from megabatch.losses.contract import PAIR_NAME, WEIGHT_TOLERANCE, LossHooks, Prepare, Weigh, counted_weights
-from megabatch.planning.cost import CostModel
 from megabatch.planning.limits import TunedLimit
-from megabatch.planning.plan import Plan, check_lengths, priced, without_padding
-from megabatch.planning.plan import plan as plan_rank
+from megabatch.planning.plan import CostModel, Plan, check_lengths, plan_share, priced, without_padding
 from megabatch.wrappers.mesh import DataRanks
 
 MAX_COMPARED = 8  # samples of a row whose weights are held against those of each alone
@@ -118,7 +116,7 @@ class MicrobatchPlanner:
             tokens = max(min(tokens, self.learned.tokens), 1)
             lengths = [min(each, tokens) for each in lengths]  # a sample that is longer goes alone
         cost = self.cost or (self.fit and self.fit.cost)
-        (plan,) = plan_rank(lengths, micro_batch_size=rows, max_microbatch_tokens=tokens, cost=cost)
+        plan = plan_share(lengths, rows, tokens, cost)
         if isinstance(self.collate, OneRow):
             plan = without_padding(lengths, plan, tokens)
         sync, reason = self.choice

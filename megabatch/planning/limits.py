@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megabatch.planning.cost import CostModel
+from megabatch.planning.plan import CostModel
 
 GROWTH = 4  # times the rows that were measured last, at most
 NEARBY = 32  # a bound is near enough when one part in so many of it is left

@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 
 from megabatch.errors import PlanError, require_count
-from megabatch.planning.cost import CostModel, check_cost
 from megabatch.planning.partition import balance
-from megabatch.planning.plan import check_lengths
+from megabatch.planning.plan import CostModel, check_cost, check_lengths
 
 TAILS = ("step", "drop", "carry")
 

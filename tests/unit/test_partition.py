@@ -1,15 +1,18 @@
-"""deal and pack, against what they promise and against every possible answer where there are few."""
+"""balance and split, against what they promise and against every possible answer where there are few."""
 
-from functools import cache
+from functools import cache, partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megabatch.planning.cost import CostModel
-from megabatch.planning.partition import balance, split
+from megabatch.planning import partition
+from megabatch.planning.partition import balance
+from megabatch.planning.plan import CostModel
 
-price = CostModel(seconds_per_microbatch=32.0).seconds
+COST = CostModel(seconds_per_microbatch=32.0)
+price = COST.seconds
+split = partial(partition.split, launch=32.0, rate=lambda longest: COST.sample_seconds(longest) / longest)
 
 costs = st.lists(st.floats(0, 1e6), max_size=40)
 few_lengths = st.lists(st.integers(0, 12), max_size=6)
@@ -71,13 +74,13 @@ def test_loads_differ_by_at_most_the_costliest_item(costs, num_bins):
 
 @pytest.mark.parametrize(("lengths", "bound", "microbatches"), PACKED)
 def test_packed(lengths, bound, microbatches):
-    assert split(lengths, price, **bound) == microbatches
+    assert split(lengths, **bound) == microbatches
 
 
 @given(st.lists(st.integers(0, 64), max_size=40), bounds)
 def test_every_item_is_packed_once_under_the_cap(lengths, bound):
     lengths = [min(length, bound.get("max_tokens", 64)) for length in lengths]
-    microbatches = split(lengths, price, **bound)
+    microbatches = split(lengths, **bound)
     assert sorted(item for rows in microbatches for item in rows) == list(range(len(lengths)))
     assert all(rows for rows in microbatches)
     assert all(len(rows) <= bound.get("max_rows", len(rows)) for rows in microbatches)
@@ -87,13 +90,13 @@ def test_every_item_is_packed_once_under_the_cap(lengths, bound):
 
 @given(st.lists(st.integers(1, 64), max_size=40), st.integers(1, 9))
 def test_by_rows_alone_there_are_as_few_as_can_be(lengths, max_rows):
-    assert len(split(lengths, price, max_rows=max_rows)) == -(-len(lengths) // max_rows)
+    assert len(split(lengths, max_rows=max_rows)) == -(-len(lengths) // max_rows)
 
 
 @given(st.lists(st.integers(1, 64), max_size=40), bounds)
 def test_the_longest_come_first(lengths, bound):
     lengths = [min(length, bound.get("max_tokens", 64)) for length in lengths]
-    flat = [lengths[item] for rows in split(lengths, price, **bound) for item in rows]
+    flat = [lengths[item] for rows in split(lengths, **bound) for item in rows]
     assert flat == sorted(flat, reverse=True)
 
 
@@ -123,5 +126,5 @@ def key_of(groups, lengths, bound) -> tuple[int, float] | None:
 @given(few_lengths, bounds)
 def test_no_other_grouping_is_cheaper(lengths, bound):
     best = min(key for groups in groupings(len(lengths)) if (key := key_of(groups, lengths, bound)) is not None)
-    mine = key_of(split(lengths, price, **bound), lengths, bound)
+    mine = key_of(split(lengths, **bound), lengths, bound)
     assert mine == pytest.approx(best, rel=1e-12)
