@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from megabatch import losses
 from megabatch.accumulator import GradientAccumulator
-from megabatch.batching.attention_mask import MASK, note_padding, with_config
+from megabatch.batching.padding import MASK, note_padding, with_config
 from megabatch.batching.samples import Microbatch
 from megabatch.engine.update import OpenUpdate
 from megabatch.errors import LossContractError, MegabatchError, PlanError, require_positive

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megabatch.autotune.measure import LongestSample, MeasuredModel, MicrobatchMeasurer, Sample
 from megabatch.autotune.memory import GIVE_A_BOUND, Budget, budget_of, check_device, check_measurable
 from megabatch.autotune.snapshot import ModuleSnapshot, norms
-from megabatch.batching import attention_mask
+from megabatch.batching.padding import note_padding
 from megabatch.batching.samples import Batch, Samples
 from megabatch.engine import random_state
 from megabatch.engine.call import first_failure
@@ -85,7 +85,7 @@ class MicrobatchTuner:
     ) -> PreparedBatch:
         """Return this rank's part of a call. Raises `PlanError` as the planner does, where a later call has a
         sample for which the bound would be chosen anew, and where ranks see stretches of what a loss prepares."""
-        if planner.ranks.context_degree > 1 and hooks.prepare not in (None, attention_mask.note_padding):
+        if planner.ranks.context_degree > 1 and hooks.prepare not in (None, note_padding):
             raise PlanError(
                 "the loss has prepare=, which is given whole samples, and a cp axis gives the loss stretches of them; "
                 "prepare them in the collate function, or leave the cp axis out"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch.batching.samples import IGNORED_LABEL, check_keys, tensor_of
+from megabatch.batching.samples import IGNORED_LABEL, columns_of
 from megabatch.errors import PlanError
 
 NOT_ALONG = "in one row everything runs along input_ids. Leave OneRow out"
@@ -33,17 +33,16 @@ class OneRow:
     """
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """The samples one after another. Raises `PlanError` for what cannot lie in a row."""
-        check_keys(samples)
-        rows = [_row(sample) for sample in samples]
+        """Concatenate the samples. Raises `PlanError` for samples that cannot lie in a row."""
+        columns = columns_of(samples)
+        rows = [_row(dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)]
         for row in rows:
             _check_alike(row, rows[0])
         return {name: torch.cat([row[name] for row in rows])[None] for name in rows[0]}
 
 
-def _row(sample: Mapping[str, Any]) -> dict[str, Tensor]:
-    """One sample's part of the row, each tensor along its tokens."""
-    row = {name: tensor_of(name, value) for name, value in sample.items()}
+def _row(row: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return one sample's part of the row, each tensor along its tokens."""
     ids = row.get("input_ids")
     if ids is None or ids.ndim != 1:
         raise PlanError("a sample has no input_ids [T], along which samples lie in one row; leave OneRow out")

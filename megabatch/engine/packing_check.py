@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from megabatch.batching.attention_mask import with_config
 from megabatch.batching.packed_row import OneRow
+from megabatch.batching.padding import with_config
 from megabatch.engine.call import first_failure
 from megabatch.engine.oom_broadcast import OOMBroadcast, is_out_of_memory
 from megabatch.engine.step_in_backward import StepInBackward

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megabatch.batching.attention_mask import (
+from megabatch.batching.padding import (
     MASK,
     RIGHT_PADDED,
     next_targets,
@@ -83,7 +83,7 @@ def next_token_beside(model: nn.Module, microbatch: Microbatch, **asked: Any) ->
     else:
         predicted, output = _predict(model, microbatch, **asked)  # [B, T, V]
     if summed is not None and summed.total is not None:
-        return Term(predicted, count_targets(microbatch)), output
+        return Term(predicted, (targets != IGNORED_LABEL).sum()), output
     if predicted.ndim != 3 or predicted.shape[:2] != (len(targets), num_positions):
         raise LossContractError(
             f"the model returns logits of shape {tuple(predicted.shape)} for labels of shape "
@@ -91,7 +91,8 @@ def next_token_beside(model: nn.Module, microbatch: Microbatch, **asked: Any) ->
             "front labels of -100)"
         )
     logits = predicted[:, : targets.shape[1]]  # [B, T or T - 1, V]
-    return Term(_cross_entropy(logits.flatten(0, 1), targets.flatten()), count_targets(microbatch)), output
+    total = _cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return Term(total, (targets != IGNORED_LABEL).sum()), output
 
 
 def chunk_tokens(num_classes: int, width: int) -> int:

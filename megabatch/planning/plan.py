@@ -147,7 +147,7 @@ def plan(
     check_cost(cost)
     require_count("dp_degree", dp_degree)
     check_lengths(lengths, max_microbatch_tokens)
-    price = cost or relative_cost(max_microbatch_tokens)
+    price = cost or CostModel()
     shares = balance([price.sample_seconds(length) for length in lengths], dp_degree)
     plans = [
         replace(
@@ -166,7 +166,7 @@ def plan_share(
     lengths: Sequence[int], micro_batch_size: int | None, max_microbatch_tokens: int | None, cost: CostModel | None
 ) -> Plan:
     """Split one rank's samples into microbatches, unpriced. The arguments are those of `plan`, already checked."""
-    price = cost or relative_cost(max_microbatch_tokens)
+    price = cost or CostModel(seconds_per_microbatch=(max_microbatch_tokens or 0) / LAUNCH_SHARE)
     microbatches = split(
         lengths,
         price.seconds_per_microbatch,
@@ -175,11 +175,6 @@ def plan_share(
         max_tokens=max_microbatch_tokens,
     )
     return Plan(tuple(microbatches), tuple(lengths), tuple(range(len(lengths))))
-
-
-def relative_cost(max_microbatch_tokens: int | None) -> CostModel:
-    """Return the cost model of a user who gives none."""
-    return CostModel(seconds_per_microbatch=(max_microbatch_tokens or 0) / LAUNCH_SHARE)
 
 
 def without_padding(lengths: Sequence[int], plan: Plan, max_microbatch_tokens: int | None) -> Plan:

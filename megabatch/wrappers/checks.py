@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPr
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.batching.attention_mask import with_config
+from megabatch.batching.padding import with_config
 from megabatch.errors import PlanError
 from megabatch.wrappers.precision import WideGradients, check_reduction, refuse_float16
 
