@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megabatch.batching.samples import IGNORED_LABEL, Microbatch, columns_of, stack_padded
+from megabatch.batching.samples import IGNORED_LABEL, Microbatch, gather_columns, stack_padded
 from megabatch.errors import LossContractError, PlanError
 
 IDS, MASK, POSITIONS = "input_ids", "attention_mask", "position_ids"
@@ -64,7 +64,7 @@ class Padding:
 
     def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Return the samples as one microbatch, ``{name: [B, longest, ...]}``. Raises `PlanError` as `pad_right`."""
-        columns = columns_of(samples)
+        columns = gather_columns(samples)
         for name in self._fills:
             if name not in columns:
                 raise PlanError(f"padding= names {name!r} and the samples have the keys {list(samples[0])}")

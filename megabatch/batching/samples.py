@@ -266,7 +266,7 @@ def sample_length(sample: Any) -> int:
     if not isinstance(sample, Mapping) or not sample:
         raise _no_mapping(sample)
     name, value = next(iter(cast(Mapping[str, Any], sample).items()))
-    first = tensor_of(name, value)
+    first = to_dense_tensor(name, value)
     return first.shape[0] if first.ndim else 1
 
 
@@ -278,10 +278,10 @@ def pad_right(samples: list[Mapping[str, Any]]) -> dict[str, Tensor]:
     Returns ``{name: [B, longest, ...]}``, or ``[B]`` for scalars. Raises `PlanError` where the samples' keys or
     their other dims differ, and where the dtype of a key cannot hold its padding value.
     """
-    return {name: stack_padded(name, values) for name, values in columns_of(samples).items()}
+    return {name: stack_padded(name, values) for name, values in gather_columns(samples).items()}
 
 
-def columns_of(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Tensor]]:
+def gather_columns(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Tensor]]:
     """Return the tensors of each key, one per sample. Raises `PlanError` unless all samples have the same keys."""
     for sample in samples:
         if not isinstance(cast(Any, sample), Mapping) or not sample:
@@ -290,10 +290,10 @@ def columns_of(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Tensor]]:
             raise PlanError(
                 f"samples of one batch have the keys {list(samples[0])} and {list(sample)}; give all the same"
             )
-    return {name: [tensor_of(name, sample[name]) for sample in samples] for name in samples[0]}
+    return {name: [to_dense_tensor(name, sample[name]) for sample in samples] for name in samples[0]}
 
 
-def tensor_of(name: str, value: Any) -> Tensor:
+def to_dense_tensor(name: str, value: Any) -> Tensor:
     """Return a value of a sample as a dense tensor."""
     try:
         made = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
