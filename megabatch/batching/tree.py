@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 
 def to_device(microbatch: Any, device: torch.device) -> Any:
-    """Move a microbatch from the CPU to ``device``; to a GPU through pinned memory, so that the host does not wait."""
+    """The microbatch, from the CPU to ``device``; to a GPU through pinned memory, so that the host does not wait."""
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):

@@ -113,7 +113,7 @@ def takes_divisor(loss_fn: LossFunction | JointLoss) -> bool:
 
 
 class LossHooks(NamedTuple):
-    """A loss's functions that run on the CPU, before its microbatches are moved."""
+    """What a loss wants done on the CPU, before its microbatches are moved."""
 
     weigh: Weigh | None = None
     prepare: Prepare | None = None

@@ -20,7 +20,7 @@ MAX_MEASURED = 12
 
 @dataclass(frozen=True)
 class MeasuredMicrobatch:
-    """The measured memory of a microbatch of ``rows`` longest samples, the most over all ranks."""
+    """What a microbatch of ``rows`` longest samples was measured to take, the most over all ranks."""
 
     rows: int
     num_bytes: float  # at the peak, beyond what stays from microbatch to microbatch
@@ -44,7 +44,7 @@ class MemoryRoom:
 
 @dataclass(frozen=True)
 class TunedLimit:
-    """A limit chosen by measurement, with its measurements."""
+    """The bound that was chosen, and what it was chosen from."""
 
     max_microbatch_tokens: int
     cost: CostModel

@@ -13,7 +13,7 @@ BLOCK_BITS = 10  # one word of a Spaces holds 2**BLOCK_BITS numbers
 
 
 def balance(costs: Sequence[float], num_bins: int) -> list[list[int]]:
-    """Distribute the items over ``num_bins`` bins whose sizes differ by at most one and whose costs are close.
+    """Deal the items over ``num_bins`` bins whose sizes differ by at most one and whose costs are close.
 
     The costliest item goes first, each to the cheapest bin that still has room (longest processing time first,
     Graham 1969, with equal cardinalities so that the bins also cut into equal numbers of microbatches).
@@ -141,7 +141,7 @@ def lowest_bit(number: int) -> int:
 
 
 def best_fit(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
-    """Return each row's items: the longest first, each into the fullest row that has room for it; O(n log n)."""
+    """Item numbers of each row: the longest first, each into the fullest row that has room for it; O(n log n)."""
     spaces = Spaces(row_tokens)
     rows_with: dict[int, list[list[int]]] = {}  # by the room that is left in them
     rows: list[list[int]] = []

@@ -21,14 +21,14 @@ TAILS = ("step", "drop", "carry")
 
 
 class Consumed(NamedTuple):
-    """Totals over all ranks of the updates that were handed out so far."""
+    """What was handed out before an update, over all ranks."""
 
     updates: int = 0
     samples: int = 0
     tokens: int = 0
 
     def after(self, num_samples: int, num_tokens: int) -> "Consumed":
-        """Return the totals after one more update."""
+        """The same after one more update."""
         return Consumed(self.updates + 1, self.samples + num_samples, self.tokens + num_tokens)
 
 
