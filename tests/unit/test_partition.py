@@ -22,7 +22,7 @@ bounds = st.one_of(
     st.fixed_dictionaries({"max_rows": st.integers(1, 7), "max_tokens": st.integers(12, 40)}),
 )
 
-DEALT = [  # costs, bins, the deal
+BALANCED = [  # costs, bins, shares
     ([], 3, [[], [], []]),
     ([5], 3, [[0], [], []]),
     ([1, 2, 3, 4], 1, [[0, 1, 2, 3]]),
@@ -30,7 +30,7 @@ DEALT = [  # costs, bins, the deal
     ([7, 7, 7], 2, [[0, 2], [1]]),
     ([9, 1, 1, 1], 2, [[0, 3], [1, 2]]),  # as many to each, not as much
 ]
-PACKED = [  # lengths, bound, microbatches
+SPLIT = [  # lengths, bound, microbatches
     ([], {"max_rows": 2}, []),
     ([3, 9, 1], {"max_rows": 8}, [(1, 0, 2)]),
     ([3, 9, 1, 2, 2], {"max_rows": 2}, [(1,), (0, 3), (4, 2)]),
@@ -42,13 +42,13 @@ PACKED = [  # lengths, bound, microbatches
 ]
 
 
-@pytest.mark.parametrize(("costs", "num_bins", "bins"), DEALT)
-def test_dealt(costs, num_bins, bins):
+@pytest.mark.parametrize(("costs", "num_bins", "bins"), BALANCED)
+def test_balanced(costs, num_bins, bins):
     assert balance(costs, num_bins) == bins
 
 
 @given(costs, st.integers(1, 9))
-def test_every_item_is_dealt_once_in_rising_order(costs, num_bins):
+def test_every_item_is_in_one_share_in_rising_order(costs, num_bins):
     bins = balance(costs, num_bins)
     assert len(bins) == num_bins
     assert sorted(item for items in bins for item in items) == list(range(len(costs)))
@@ -62,7 +62,7 @@ def test_sizes_differ_by_at_most_one(costs, num_bins):
 
 
 @given(costs, st.integers(1, 9))
-def test_the_same_costs_are_dealt_in_the_same_way(costs, num_bins):
+def test_the_same_costs_are_balanced_in_the_same_way(costs, num_bins):
     assert balance(costs, num_bins) == balance(list(costs), num_bins)
 
 
@@ -72,13 +72,13 @@ def test_loads_differ_by_at_most_the_costliest_item(costs, num_bins):
     assert max(loads) - min(loads) <= max(costs)
 
 
-@pytest.mark.parametrize(("lengths", "bound", "microbatches"), PACKED)
-def test_packed(lengths, bound, microbatches):
+@pytest.mark.parametrize(("lengths", "bound", "microbatches"), SPLIT)
+def test_split(lengths, bound, microbatches):
     assert split(lengths, **bound) == microbatches
 
 
 @given(st.lists(st.integers(0, 64), max_size=40), bounds)
-def test_every_item_is_packed_once_under_the_cap(lengths, bound):
+def test_every_item_is_in_one_microbatch_under_the_cap(lengths, bound):
     lengths = [min(length, bound.get("max_tokens", 64)) for length in lengths]
     microbatches = split(lengths, **bound)
     assert sorted(item for rows in microbatches for item in rows) == list(range(len(lengths)))
@@ -114,7 +114,7 @@ def groupings(size: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
 
 
 def key_of(groups, lengths, bound) -> tuple[int, float] | None:
-    """What pack makes as small as it can, or None where the groups are over the cap."""
+    """The number and price that split minimises; None for groups over the cap."""
     shapes = [(len(rows), max(1, *(lengths[item] for item in rows))) for rows in groups]
     max_rows, max_tokens = bound.get("max_rows", len(lengths)), bound.get("max_tokens", 999)
     if any(rows > max_rows or rows * longest > max_tokens for rows, longest in shapes):
