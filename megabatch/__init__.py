@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megabatch.losses.contract import JointLoss as JointLoss
     from megabatch.losses.contract import Term as Term
     from megabatch.losses.contract import loss as loss
-    from megabatch.planning.cost import CostModel as CostModel
+    from megabatch.planning.plan import CostModel as CostModel
     from megabatch.planning.plan import Plan as Plan
     from megabatch.planning.plan import plan as plan
     from megabatch.planning.sampler import UpdateSampler as UpdateSampler
@@ -29,7 +29,7 @@ else:
         "JointLoss": "losses.contract",
         "Term": "losses.contract",
         "loss": "losses.contract",
-        "CostModel": "planning.cost",
+        "CostModel": "planning.plan",
         "Plan": "planning.plan",
         "plan": "planning.plan",
         "LossContractError": "errors",

@@ -35,9 +35,8 @@ from megabatch.losses.contract import (
     terms_given,
     terms_of,
 )
-from megabatch.planning.cost import CostModel, check_cost
 from megabatch.planning.limits import TunedLimit, parse_limit
-from megabatch.planning.plan import Plan, check_bounds
+from megabatch.planning.plan import CostModel, Plan, check_bounds, check_cost
 from megabatch.wrappers.checks import check_rank_agreement
 from megabatch.wrappers.detect import Models, choose_policy, detect_wrapper
 from megabatch.wrappers.gradients import (

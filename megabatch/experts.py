@@ -17,12 +17,12 @@ from torch.utils import _pytree as pytree
 
 from megabatch import losses
 from megabatch.accumulator import GradientAccumulator
-from megabatch.batching.attention_mask import MASK, note_padding, with_config
+from megabatch.batching.padding import MASK, note_padding, with_config
 from megabatch.batching.samples import Microbatch
 from megabatch.engine.update import OpenUpdate
 from megabatch.errors import LossContractError, MegabatchError, PlanError, require_positive
-from megabatch.losses.chunked_cross_entropy import HALF_TYPES
 from megabatch.losses.contract import LossFunction, Term, loss
+from megabatch.losses.ready_made import HALF_TYPES
 from megabatch.pipeline.stages import Pipeline
 
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")  # what configs of transformers call it

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from megabatch.batching.attention_mask import with_config
+from megabatch.batching.padding import with_config
 from megabatch.engine.call import first_failure
 from megabatch.engine.oom_broadcast import is_out_of_memory
 from megabatch.engine.step_in_backward import StepInBackward

@@ -19,8 +19,8 @@ from megabatch.errors import LossContractError, MegabatchError, PlanError, in_on
 from megabatch.integrations import loss_trial, metric_means
 from megabatch.integrations.balance import DealtBatches
 from megabatch.integrations.trainer_arguments import refuse
-from megabatch.losses.chunked_cross_entropy import HALF_TYPES
 from megabatch.losses.contract import JointLoss, LossFunction, LossHooks, loss_hooks
+from megabatch.losses.ready_made import HALF_TYPES
 
 try:
     from accelerate.utils import gather_object

@@ -1,6 +1,6 @@
 """Losses that keep the contract: each sums, counts and never divides."""
 
-from megabatch.batching.attention_mask import next_targets as next_targets
+from megabatch.batching.padding import next_targets as next_targets
 from megabatch.losses.ready_made import classification as classification
 from megabatch.losses.ready_made import count_labels as count_labels
 from megabatch.losses.ready_made import count_targets as count_targets

@@ -3,7 +3,7 @@
 from torch import nn
 
 from megabatch import losses
-from megabatch.batching.attention_mask import EXPERTS, with_config
+from megabatch.batching.padding import EXPERTS, with_config
 from megabatch.errors import MegabatchError
 from megabatch.experts import COEFFICIENTS, config_value, next_token_with_balance, with_tokens
 from megabatch.losses.contract import LossFunction

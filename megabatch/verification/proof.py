@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from megabatch import losses
 from megabatch.accumulator import GradientAccumulator
-from megabatch.batching import attention_mask
+from megabatch.batching.padding import with_config
 from megabatch.batching.samples import IGNORED_LABEL, Batch, Deferred, Microbatch, Samples
 from megabatch.batching.tree import clone
 from megabatch.engine import random_state
@@ -61,9 +61,7 @@ Bound = dict[str, Any]  # of a microbatch, as GradientAccumulator is told it
 PRECISION = ("accumulate_dtype", "memory_bytes")  # options that the float64 copy does without
 # Losses whose mean a model of transformers computes by itself, and the condition on the model.
 OWN_LOSS: dict[LossFunction, Callable[[Any], bool]] = {
-    losses.next_token: lambda model: type(attention_mask.with_config(model)).__name__.endswith(
-        ("CausalLM", "LMHeadModel")
-    ),
+    losses.next_token: lambda model: type(with_config(model)).__name__.endswith(("CausalLM", "LMHeadModel")),
     losses.classification: lambda _: True,
 }
 OF_FSDP2 = ("gradient_divide_factor", "force_sum_reduction_for_comms", "reduce_scatter_unused_params")  # set by it
@@ -516,7 +514,7 @@ class _Proof:
         if samples.lengths[order[0]] == samples.lengths[order[-1]] or not _has_rows(alone, 1) or not _has_rows(both, 2):
             return None
         padded = {name: each[:1] if isinstance(each, Tensor) else each for name, each in both.items()}
-        config = getattr(attention_mask.with_config(self._models[0]), "config", None)
+        config = getattr(with_config(self._models[0]), "config", None)
         with torch.no_grad():
             return padding_that_counts(self.terms, alone, padded, getattr(config, "pad_token_id", None)) or None
 

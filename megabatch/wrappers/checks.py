@@ -3,8 +3,8 @@
 There are checks of this rank's model, of what another library has done to it, and of whether ranks hold one model.
 
 Models that Accelerate has prepared are not refused: each is a plain model, DDP, FSDP1 or FSDP2, with a forward that
-casts. Accelerate's own accumulation is in ``accelerator.backward``, which is not called. Its DataLoader deals batches to
-ranks once more and repeats samples to fill the last: give it none that `UpdateSampler` serves.
+casts. Accelerate's own accumulation is in ``accelerator.backward``, which is not called. Its DataLoader deals batches
+to ranks once more and repeats samples to fill the last: give it none that `UpdateSampler` serves.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from megabatch.batching.attention_mask import with_config
+from megabatch.batching.padding import with_config
 from megabatch.errors import PlanError
 from megabatch.wrappers.base import Wrapper, local
 from megabatch.wrappers.gradients import WideGradients, check_reduction, refuse_float16

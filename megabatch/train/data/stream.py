@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from megabatch.errors import MegabatchError
-from megabatch.planning.cost import CostModel
 from megabatch.planning.partition import balance
+from megabatch.planning.plan import CostModel
 from megabatch.planning.sampler import Consumed
 from megabatch.train.batch_size import sizes_of
 from megabatch.train.config import Config, SourceConfig

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from megabatch.losses.chunked_cross_entropy import chunk_tokens
+from megabatch.losses.ready_made import chunk_tokens
 from megabatch.simulate import Device
 from megabatch.train.config import Config
 from megabatch.train.layout import Layout
