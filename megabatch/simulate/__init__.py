@@ -2,12 +2,9 @@
 
 from megabatch.simulate.allocator import Event, Reserved, reserved
 from megabatch.simulate.devices import DEVICES, Device, device_named
-from megabatch.simulate.ledger import Ledger
-from megabatch.simulate.record import CATEGORIES, Moment, Phase
+from megabatch.simulate.ledger import CATEGORIES, Ledger, Moment, Phase, tagging_shards
 from megabatch.simulate.replica import Replica
-from megabatch.simulate.shards import tagging_shards
-from megabatch.simulate.simulated import Simulated
-from megabatch.simulate.simulated_update import simulate
+from megabatch.simulate.simulated_update import Simulated, simulate
 from megabatch.simulate.traffic import Sent
 
 __all__ = [

@@ -1,32 +1,79 @@
-"""Ledger: what is in memory, by what it is for, while code runs; with what it computes and what it sends.
+"""Ledger of memory by category while code runs, with its arithmetic and its traffic.
 
-It keeps its book of storages, so views cost nothing and what is freed is seen. It does so for fake tensors, as a
-prediction, and for real ones, as a measurement. Two things happen outside of torch's operations and are watched by
-replacing a method of torch while the ledger is open: storages that are resized (as FSDP2 frees what it gathered), and
-DTensor's trials of an operation on tensors of the global shape, which are no memory. Only one ledger is open at a time.
+The ledger counts storages, so views cost nothing and it sees each one freed. It counts fake tensors (a prediction) and
+real ones (a measurement). Two things happen outside of torch's operations, so the ledger replaces a method of torch
+while it is open: the resizing of storages (FSDP2 frees its gathered parameters this way), and DTensor's trial runs of
+an operation on tensors of the global shape, which take no memory. Only one ledger can be open at a time.
 """
 
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from megabatch.simulate.allocator import ROUND_BYTES, Event
-from megabatch.simulate.devices import DEVICES, Device
-from megabatch.simulate.record import HOST, Moment, Phase
-from megabatch.simulate.roofline import cost_of, tensors_in
-from megabatch.simulate.traffic import Collective, collective_of, sent_by
+from megabatch.simulate.devices import DEVICES, Device, cost_of, tensors_in
+from megabatch.simulate.traffic import Collective, Key, Sent, collective_of, sent_by
 
+CATEGORIES = (
+    "parameters",  # those that a rank keeps: its shards, or all
+    "buffers",
+    "optimizer states",
+    "gradients",  # likewise
+    "unsharded parameters",
+    "unsharded gradients",
+    "communication",  # DDP's buckets, what FSDP2 gathers into and reduces from
+    "activations",
+    "temporaries",
+)
+HOST = "host"  # category of what only a host's memory holds
 DEVICE_OF = torch.ops.prim.device.default  # of fake tensors alone
 SILENT = ("prim", "profiler")  # namespaces of what holds and moves nothing
+
+
+@dataclass
+class Phase:
+    """A part of an update: a forward, a backward, the step."""
+
+    peak_bytes: int = 0
+    at_peak: dict[str, int] = field(default_factory=dict)  # by category
+    flops: int = 0
+    compute_seconds: float = 0.0
+    arithmetic_seconds: float = 0.0  # of those, where arithmetic and not memory takes the time
+    sent: dict[Key, Sent] = field(default_factory=dict)
+
+    @property
+    def sent_bytes(self) -> int:
+        """By this rank."""
+        return sum(each.sent_bytes for each in self.sent.values())
+
+    @property
+    def traffic_seconds(self) -> float:
+        """One collective after the other."""
+        return sum(each.seconds for each in self.sent.values())
+
+    @property
+    def seconds(self) -> float:
+        """Traffic hides behind computing, or computing behind traffic."""
+        return max(self.compute_seconds, self.traffic_seconds)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What was in memory at a time."""
+
+    phase: str
+    seconds: float  # of computing, since the record began
+    bytes: dict[str, int]  # by category
 
 
 @dataclass
@@ -254,6 +301,42 @@ class Ledger(TorchDispatchMode):
                 return propagate(*args, **kwargs)
 
         return muted
+
+
+@contextlib.contextmanager
+def tagging_shards(ledger: Ledger) -> Generator[None]:
+    """While it is open, the ledger is told what FSDP2 gathers and what it accumulates, in any model."""
+
+    def gathering(wait: Callable[..., Any]) -> Callable[..., Any]:
+        def wait_for_unshard(group: Any) -> Any:
+            result = wait(group)
+            for parameter in group.fsdp_params:
+                ledger.tag(getattr(parameter, "all_gather_outputs", ()), "unsharded parameters")
+            return result
+
+        return wait_for_unshard
+
+    def reducing(after: Callable[..., Any]) -> Callable[..., Any]:
+        def post_backward(group: Any, *unused: Any) -> Any:
+            _tag_gradients(ledger, group)
+            result = after(group, *unused)
+            _tag_gradients(ledger, group)
+            return result
+
+        return post_backward
+
+    with (
+        replaced(FSDPParamGroup, "wait_for_unshard", gathering),
+        replaced(FSDPParamGroup, "post_backward", reducing),
+    ):
+        yield
+
+
+def _tag_gradients(ledger: Ledger, group: Any) -> None:
+    for parameter in group.fsdp_params:
+        unsharded = getattr(parameter, "_unsharded_param", None)
+        ledger.tag((getattr(unsharded, "grad", None), parameter.unsharded_accumulated_grad), "unsharded gradients")
+        ledger.tag((parameter.sharded_param.grad, group._partial_reduce_output), "gradients")
 
 
 def storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:

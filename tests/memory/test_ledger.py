@@ -15,8 +15,8 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from megabatch import PlanError
 from megabatch.simulate import Ledger, reserved, tagging_shards
 from megabatch.simulate.devices import DEVICES
+from megabatch.simulate.fake_cluster import world
 from megabatch.simulate.ledger import storages_of
-from megabatch.simulate.world import world
 
 KIBI = 1024  # a tensor of 256 float32
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from megabatch import losses
 from megabatch.simulate import DEVICES, Replica, Simulated, simulate
-from megabatch.simulate.world import world
+from megabatch.simulate.fake_cluster import world
 from tests.comm import jobs
 from tests.comm.counting import Collectives
 from tests.comm.planned import POLICIES, Policy, Sizes, expected

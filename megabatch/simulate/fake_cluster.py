@@ -1,10 +1,13 @@
-"""Models with fake memory: what can be simulated, and what cannot."""
+"""Fake tensors and a fake process group: this process acts as rank 0 of many, without memory, weights or peers."""
 
 import contextlib
 import gc
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
+from math import prod
 from typing import Any, cast
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -12,13 +15,21 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor._redistribute import (
+    _gen_transform_infos,  # pyright: ignore[reportPrivateUsage]
+    clear_redistribute_planner_cache,
+)
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # pyright: ignore[reportPrivateUsage]
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megabatch.errors import PlanError, in_one_line
+from megabatch.errors import PlanError, in_one_line, require_count
 from megabatch.pipeline.stages import Pipeline
 from megabatch.simulate.replica import Replica
 from megabatch.wrappers.fsdp2 import param_groups
+from megabatch.wrappers.mesh import DataRanks, check_axes
 
 NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
@@ -122,3 +133,54 @@ def refusing_data() -> Generator[None]:
             f"what is run looks at the contents of a tensor ({in_one_line(error)}), and a simulation has none; give "
             "code whose shapes follow from shapes (experts by grouped_mm, no .item(), no nonzero)"
         ) from None
+
+
+class OnlyRank(DataRanks):
+    """Ranks of which every other says what this one says."""
+
+    @classmethod
+    def like(cls, ranks: DataRanks) -> "OnlyRank":
+        """The same groups."""
+        return cls(ranks.data_groups, ranks.context_groups, ranks.tensor_groups, ranks.pipeline_groups)
+
+    def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
+        return [list(numbers) for _ in range(self.num_all)]
+
+    def exchange_objects(self, value: Any) -> list[Any]:
+        return [value for _ in range(self.num_all)]
+
+
+@contextlib.contextmanager
+def world(axes: Mapping[str, int]) -> Generator[DeviceMesh | None]:
+    """This process as rank 0 of a mesh with these axes; without any there is none. The process group ends with it.
+
+    Raises `PlanError` where there is a process group, and for axes that are not known.
+    """
+    for axis, size in axes.items():
+        require_count(f"the size of mesh axis {axis!r}", size)
+    num_ranks = prod(axes.values())
+    if dist.is_initialized():
+        raise PlanError(
+            "this process has a process group, and a simulated one would take its place; simulate in a process of its "
+            "own, or call torch.distributed.destroy_process_group() before"
+        )
+    if not axes:
+        yield None
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    try:
+        _forget_meshes()
+        with torch.device("cpu"):
+            mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+        check_axes(mesh)
+        yield mesh
+    finally:
+        dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """DTensor remembers what its operations gave, and would hand out meshes whose process groups are gone."""
+    _clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
+    _gen_transform_infos.cache_clear()
