@@ -4,11 +4,12 @@ import contextlib
 import random
 import weakref
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from inspect import unwrap
 from typing import Any, cast
 
 import numpy as np
+import torch
 from torch import optim
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -17,16 +18,29 @@ from megabatch.autotune.measure import LongestSample, MeasuredModel, MicrobatchM
 from megabatch.autotune.memory import GIVE_A_BOUND, Budget, budget_of, check_device, check_measurable
 from megabatch.autotune.snapshot import ModuleSnapshot, norms
 from megabatch.batching import attention_mask
-from megabatch.batching.samples import Batch, Samples
+from megabatch.batching.padding import Padding
+from megabatch.batching.samples import Batch, Collate, Samples
 from megabatch.engine import random_state
 from megabatch.engine.call import first_failure
+from megabatch.engine.oom_broadcast import OOMBroadcast
 from megabatch.engine.prepare import MicrobatchPlanner, PreparedBatch
 from megabatch.engine.update import OpenUpdate
 from megabatch.errors import MegabatchError, PlanError, require_positive
 from megabatch.losses.contract import JointLoss, LossFunction, LossHooks
 from megabatch.pipeline.stages import PipelineWrapper
-from megabatch.planning.limits import TunedLimit, bound_tokens, cost_of, in_gib, largest_fitting, search
+from megabatch.planning.limits import (
+    MeasuredMicrobatch,
+    MemoryRoom,
+    TunedLimit,
+    bound_tokens,
+    cost_of,
+    in_gib,
+    largest_fitting,
+    next_rows,
+    search,
+)
 from megabatch.wrappers.base import Wrapper
+from megabatch.wrappers.detect import choose_policy, detect_wrapper
 from megabatch.wrappers.gradients import drop_gradients
 from megabatch.wrappers.precision import WideGradients
 
@@ -273,3 +287,68 @@ def _most_rows(planner: MicrobatchPlanner, longest: LongestSample) -> int:
     """Of a microbatch: no more than a rank has, or than have fitted in memory."""
     learned = longest.most_rows if planner.learned is None else planner.learned.tokens // longest.num_tokens
     return max(1, min(longest.most_rows, learned))
+
+
+@dataclass(frozen=True)
+class PolicyMemory:
+    """Bytes of a microbatch, the same on all ranks."""
+
+    num_bytes: float  # at its peak, beyond what stays: the most over all ranks
+    stays_bytes: float  # from microbatch to microbatch: parameters, gradients, states, what else the process has
+    allowed_bytes: float  # for a microbatch: the least over all ranks
+    limit_bytes: float  # for all of it
+    budget: Budget  # of this rank
+
+    @property
+    def peak_bytes(self) -> float:
+        """Of all of it."""
+        return self.stays_bytes + self.num_bytes
+
+    def fits(self, spare_bytes: float = 0.0) -> bool:
+        """Whether there is room for it, and for so many bytes beside it."""
+        return self.num_bytes + spare_bytes <= self.allowed_bytes
+
+
+def measure_policy(
+    policy: str, model: Any, batch: Batch, loss_fn: LossFunction, *, optimizer: optim.Optimizer, rows: int,
+    tokens: int | None = None, spare_bytes: float = 0.0, memory_bytes: float | None = None,
+    accumulate_dtype: torch.dtype | None = None, budget: Budget | None = None, collate: Collate | None = None,
+) -> PolicyMemory | None:  # fmt: skip
+    """What a microbatch of ``rows`` samples takes, each as long as the longest, or of fewer that have ``tokens``.
+
+    As few rows are run as tell that it fits with ``spare_bytes`` beside it, and no more than are sure to. Nothing is
+    left behind. ``budget`` is that of another policy, for the second to be measured. None where no rank has a sample.
+    Raises `PlanError` for what cannot be measured. Collective.
+    """
+    wrapper = detect_wrapper(model, None)
+    wide = WideGradients(wrapper.parameters, accumulate_dtype)
+    wrapper.accumulate_in(wide)
+    choice = choose_policy(wrapper, policy)
+    pad = Padding(wrapper.models)
+    planner = MicrobatchPlanner(
+        None, None, collate, None, choice, wrapper.ranks, wrapper.one_shape, cost=None, padding=pad
+    )
+    tuner = MicrobatchTuner(model, wrapper, wide, planner, memory_bytes)
+    tuner.optimizer = optimizer
+    with OOMBroadcast(wrapper.ranks, wrapper.device).listening():
+        longest = tuner.longest(planner, batch, loss_fn)
+        if longest is None:
+            return None
+        wanted = max(1.0, float(rows) if tokens is None else min(rows, tokens / longest.num_tokens))
+        with tuner.copies(planner, longest, loss_fn, None, budget) as copies:
+            measured = [copies.measure(1)]
+            while (need := needed(measured, wanted)) > (space := beside(copies.space, spare_bytes)).allowed:
+                if (more := next_rows(measured, space, int(wanted))) is None:
+                    break
+                measured.append(copies.measure(more))
+    return PolicyMemory(need, copies.stays_bytes, copies.space.allowed, copies.limit_bytes, copies.budget)
+
+
+def needed(measured: Sequence[MeasuredMicrobatch], rows: float) -> float:
+    """Bytes of a microbatch of ``rows``: k times the rows of another take at most k times its bytes."""
+    return min(each.num_bytes * max(1.0, rows / each.rows) for each in measured)
+
+
+def beside(space: MemoryRoom, num_bytes: float) -> MemoryRoom:
+    """What is left of it."""
+    return MemoryRoom(space.allowed - num_bytes, space.there - num_bytes)
