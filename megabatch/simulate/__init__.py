@@ -1,4 +1,4 @@
-"""Rank 0 of N on any machine: memory, traffic and time of an update, without a GPU, weights or peers."""
+"""Simulation of rank 0 of N: memory, traffic and time of an update, without a GPU, weights or peers."""
 
 from megabatch.simulate.allocator import Event, Reserved, reserved
 from megabatch.simulate.devices import DEVICES, Device, device_named

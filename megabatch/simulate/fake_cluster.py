@@ -34,8 +34,8 @@ from megabatch.wrappers.mesh import DataRanks, check_axes
 NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
-class Fake(FakeTensorMode):
-    """torch's mode, without what keeps a compiler out of it at every operation: there is none."""
+class FakeMode(FakeTensorMode):
+    """torch's fake mode without its check for a compiler at every operation: there is none."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -49,7 +49,7 @@ class Fake(FakeTensorMode):
 
 
 def check_model(model: Any) -> list[nn.Module]:
-    """The models of one, or of a list. Raises `PlanError` for what cannot be simulated."""
+    """Return the models of one model or a list. Raise `PlanError` for one that cannot be simulated."""
     models = list(cast(list[Any], model)) if isinstance(model, list | tuple) else [model]
     for each in models:
         if isinstance(each, Pipeline):
@@ -76,44 +76,44 @@ def _check_module(module: nn.Module) -> None:
 
 
 def give_fake_memory(models: list[nn.Module]) -> None:
-    """Replace what is on the meta device, or real, by fake memory of the CPU; inside of a FakeTensorMode.
+    """Replace meta or real tensors by fake ones of the CPU; call it inside of a FakeTensorMode.
 
-    Parameters that several modules share stay shared. Memory that CPU offload pins is memory all the same.
+    Parameters that several modules share stay shared. Pinned memory of CPU offload counts as ordinary memory.
     """
     for model in models:
-        for group in groups_of(model):
+        for group in fsdp_groups(model):
             for parameter in group.fsdp_params:
                 parameter.pin_memory = False
-        shared = _places(model)
+        shared = _shared_places(model)
         model.to_empty(device="cpu")
         for first, *others in shared:
             for module, name in others:
-                _own(module)[name] = _own(first[0])[first[1]]
+                _own_parameters(module)[name] = _own_parameters(first[0])[first[1]]
 
 
-def groups_of(model: nn.Module) -> list[Any]:
-    """FSDP2's groups of parameters."""
+def fsdp_groups(model: nn.Module) -> list[Any]:
+    """Return FSDP2's groups of parameters."""
     return param_groups([module for module in model.modules() if isinstance(module, FSDPModule)])
 
 
-def _places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Where each parameter stands that stands in several places."""
+def _shared_places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Return the places of each parameter that several modules share."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
-        for name, parameter in _own(module).items():
+        for name, parameter in _own_parameters(module).items():
             if parameter is not None:
                 places.setdefault(id(parameter), []).append((module, name))
     return [each for each in places.values() if len(each) > 1]
 
 
-def _own(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """A module's own parameters by name; shared ones appear in each."""
+def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return a module's own parameters by name, shared ones included."""
     return cast(Any, module)._parameters
 
 
 @contextlib.contextmanager
-def no_collector() -> Generator[None]:
-    """While it is open, Python's collector of cycles rests: what is freed when is the same every time."""
+def disabled_gc() -> Generator[None]:
+    """Disable Python's garbage collector, so that memory is freed at the same time in every run."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -124,8 +124,8 @@ def no_collector() -> Generator[None]:
 
 
 @contextlib.contextmanager
-def refusing_data() -> Generator[None]:
-    """Raise `PlanError` in one line where code looks at numbers, which nobody knows here."""
+def refuse_data_access() -> Generator[None]:
+    """Raise `PlanError` in one line where code reads the contents of a tensor, which a simulation does not have."""
     try:
         yield
     except NEEDS_DATA as error:
@@ -136,11 +136,11 @@ def refusing_data() -> Generator[None]:
 
 
 class OnlyRank(DataRanks):
-    """Ranks of which every other says what this one says."""
+    """Ranks on which every other rank sends the same as this one."""
 
     @classmethod
     def like(cls, ranks: DataRanks) -> "OnlyRank":
-        """The same groups."""
+        """Return ranks with the same groups."""
         return cls(ranks.data_groups, ranks.context_groups, ranks.tensor_groups, ranks.pipeline_groups)
 
     def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
@@ -151,10 +151,11 @@ class OnlyRank(DataRanks):
 
 
 @contextlib.contextmanager
-def world(axes: Mapping[str, int]) -> Generator[DeviceMesh | None]:
-    """This process as rank 0 of a mesh with these axes; without any there is none. The process group ends with it.
+def fake_mesh(axes: Mapping[str, int]) -> Generator[DeviceMesh | None]:
+    """Make this process rank 0 of a mesh with these axes, over a fake process group; None without axes.
 
-    Raises `PlanError` where there is a process group, and for axes that are not known.
+    Raises:
+        PlanError: A process group exists already, or an axis is unknown.
     """
     for axis, size in axes.items():
         require_count(f"the size of mesh axis {axis!r}", size)
@@ -169,18 +170,18 @@ def world(axes: Mapping[str, int]) -> Generator[DeviceMesh | None]:
         return
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     try:
-        _forget_meshes()
+        _clear_mesh_caches()
         with torch.device("cpu"):
             mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
         check_axes(mesh)
         yield mesh
     finally:
         dist.destroy_process_group()
-        _forget_meshes()
+        _clear_mesh_caches()
 
 
-def _forget_meshes() -> None:
-    """DTensor remembers what its operations gave, and would hand out meshes whose process groups are gone."""
+def _clear_mesh_caches() -> None:
+    """Clear DTensor's caches, which hold meshes whose process groups are gone."""
     _clear_sharding_prop_cache()
     clear_redistribute_planner_cache()
     _gen_transform_infos.cache_clear()
