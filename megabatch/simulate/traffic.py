@@ -25,6 +25,8 @@ KINDS = {  # by the start of torch's name without underscores: our name, and how
     "send": ("send", 1),
     "isend": ("send", 1),
 }
+# Operations of reductions, which are strings among the arguments as well.
+OPERATIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
 
 
 @dataclass(frozen=True)
@@ -120,16 +122,3 @@ def _group(values: tuple[Any, ...]) -> dist.ProcessGroup | None:
         if isinstance(value, str) and value not in OPERATIONS:
             return cast(Any, dist.distributed_c10d)._resolve_process_group(value)
     return None
-
-
-OPERATIONS = (
-    "sum",
-    "avg",
-    "product",
-    "min",
-    "max",
-    "band",
-    "bor",
-    "bxor",
-    "premul_sum",
-)  # of reductions; they are strings as well
