@@ -23,7 +23,7 @@ from megabatch.engine.packing_check import check_packing, watched
 from megabatch.engine.prepare import MicrobatchPlanner, PreparedBatch
 from megabatch.engine.step_in_backward import StepInBackward
 from megabatch.engine.update import OpenUpdate, Update, add_terms
-from megabatch.errors import MegabatchError, MicrobatchLimit, PlanError, check_positive, require_positive
+from megabatch.errors import MegabatchError, MicrobatchLimit, PlanError, check_positive
 from megabatch.losses.contract import (
     JointLoss,
     LossFunction,
@@ -114,8 +114,6 @@ class GradientAccumulator:
         fit, tokens = parse_limit(max_microbatch_tokens)
         bounds = check_bounds(micro_batch_size, tokens)
         check_cost(cost)
-        if memory_bytes is not None:
-            require_positive("memory_bytes", memory_bytes)
         self.model = model
         self._wrapper = detect_wrapper(model, mesh)
         self._wide = WideGradients(self._wrapper.parameters, accumulate_dtype)

@@ -1,13 +1,10 @@
-"""Rank 0 of N on any machine: memory, traffic and time of an update, without a GPU, weights or peers."""
+"""Simulation of rank 0 of N: memory, traffic and time of an update, without a GPU, weights or peers."""
 
 from megabatch.simulate.allocator import Event, Reserved, reserved
 from megabatch.simulate.devices import DEVICES, Device, device_named
-from megabatch.simulate.ledger import Ledger
-from megabatch.simulate.record import CATEGORIES, Moment, Phase
+from megabatch.simulate.ledger import CATEGORIES, Ledger, Moment, Phase, tagging_shards
 from megabatch.simulate.replica import Replica
-from megabatch.simulate.shards import tagging_shards
-from megabatch.simulate.simulated import Simulated
-from megabatch.simulate.simulated_update import simulate
+from megabatch.simulate.simulated_update import Simulated, simulate
 from megabatch.simulate.traffic import Sent
 
 __all__ = [

@@ -15,7 +15,7 @@ from typing import Any
 
 from megabatch import GradientAccumulator, Plan
 from megabatch.autotune.memory import Budget, check_measurable, free_on
-from megabatch.autotune.policy_memory import PolicyMemory, measure_policy
+from megabatch.autotune.tuner import PolicyMemory, measure_policy
 from megabatch.errors import MegabatchError, PlanError
 from megabatch.learner import Learner
 from megabatch.losses.contract import LossFunction

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megabatch import GradientAccumulator, losses, verify
-from megabatch.autotune.memory import measuring
+from megabatch.autotune.memory import measure_memory
 from megabatch.losses import chunked_cross_entropy, ready_made
 from megabatch.losses.chunked_cross_entropy import cross_entropy_sum
 from megabatch.verification.float64_copy import Float64WithoutDropout
@@ -267,7 +267,7 @@ def test_fewer_positions_need_no_more_memory(positions, monkeypatch):
     ids = torch.zeros(1, positions, dtype=torch.long)
     needed = []
     for batch in ({"input_ids": each, "labels": each} for each in (ids[:, :1], ids, F.pad(ids, (0, 1)))):
-        with measuring(torch.device("cpu")) as found:
+        with measure_memory(torch.device("cpu")) as found:
             losses.next_token(model, batch).total.backward()
         needed.append(found.peak_bytes)
     assert needed[1] <= 1.02 * needed[2]
