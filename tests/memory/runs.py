@@ -15,7 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megabatch import GradientAccumulator, losses
-from megabatch.simulate import Ledger, Replica, Simulated, simulate, tagging_shards
+from megabatch.simulate import Replica, Simulated, simulate
+from megabatch.simulate.ledger import Ledger
+from megabatch.simulate.shards import tagging_shards
 
 SIZES = {  # hidden, layers, heads, vocabulary
     "toy": (64, 2, 2, 256),

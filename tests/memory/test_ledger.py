@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from megabatch import PlanError
-from megabatch.simulate import Ledger, reserved, tagging_shards
+from megabatch.simulate.allocator import reserved
 from megabatch.simulate.devices import DEVICES
-from megabatch.simulate.ledger import storages_of
+from megabatch.simulate.ledger import Ledger, storages_of
+from megabatch.simulate.shards import tagging_shards
 from megabatch.simulate.world import world
 
 KIBI = 1024  # a tensor of 256 float32
