@@ -5,8 +5,8 @@ from pathlib import Path
 
 from megabatch import Learner
 from megabatch.errors import MicrobatchLimit as Learned
-from megabatch.losses.contract import LossFunction
-from megabatch.planning.limits import TunedLimit
+from megabatch.losses import LossFunction
+from megabatch.planning import TunedLimit
 from megabatch.train.bound import Bound, choose, longest, saved_bound
 from megabatch.train.config import Config, UpdateConfig
 from megabatch.train.data.load import Data
@@ -51,7 +51,7 @@ def choose_rest(
     ranks: Ranks,
 ) -> Chosen:  # fmt: skip
     """What is still open, which the learner follows from here on. Measuring leaves nothing behind; collective."""
-    bound = choose(chosen.bound, learner.gradient, loss_fn, data, updates, laid)
+    bound = choose(chosen.bound, learner.gradient, loss_fn, data, updates, laid, ranks)
     if chosen.policy.sync is not None:
         return Chosen(bound, chosen.policy)
     batch = updates.peek()

@@ -8,13 +8,13 @@ import torch
 
 from megabatch import Learner, MegabatchError
 from megabatch.errors import MicrobatchLimit as Learned
-from megabatch.pipeline.run import Pipeline
+from megabatch.pipeline import Pipeline
 from megabatch.train.checkpoint import load, states_of
 from megabatch.train.chosen import Chosen
 from megabatch.train.config import Config
 from megabatch.train.data.load import Data
 from megabatch.train.data.updates import Updates
-from megabatch.train.ema import Average
+from megabatch.train.ema import Average, local
 from megabatch.train.folder import recipe_text
 from megabatch.train.meta import BEST_ONLY, check_same, describe, read_meta
 from megabatch.train.model.build import Laid
@@ -24,7 +24,6 @@ from megabatch.train.ranks import Ranks
 from megabatch.train.shelf import point_to_best
 from megabatch.train.watch import Watch
 from megabatch.train.writing import Request, Writer
-from megabatch.wrappers.base import local
 
 LEARNED = "learned"  # key of a checkpoint's meta: what a microbatch may hold, where memory has run out
 

@@ -18,17 +18,17 @@ from torch import Tensor
 
 from megabatch import Learner, MegabatchError, Plan, Term
 from megabatch.errors import in_one_line
-from megabatch.losses.contract import LossFunction
+from megabatch.losses import LossFunction
 from megabatch.train.bound import circumstances
 from megabatch.train.config import Config
 from megabatch.train.console import Console
 from megabatch.train.data.delivery import part_of
 from megabatch.train.data.updates import Updates
+from megabatch.train.ema import local
 from megabatch.train.meta import SEAL, Meta, first_difference, seal_of
 from megabatch.train.naming import UNFINISHED, checkpoints_of, write_through
 from megabatch.train.ranks import Ranks
 from megabatch.train.sums import Sum, first_told, problem_of, sums_of
-from megabatch.wrappers.base import local
 
 MICROBATCHES_A_CALL = 8  # of a rank; in each call gradients are reduced as in an update of its own
 OPEN, META = "open", "open.json"

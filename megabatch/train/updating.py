@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megabatch import Learner, Plan
-from megabatch.losses.contract import LossFunction
+from megabatch.losses import LossFunction
 from megabatch.train import words
 from megabatch.train.advice import Advice
 from megabatch.train.batch_size import sizes_of

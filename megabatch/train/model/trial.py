@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from megabatch.errors import MegabatchError
-from megabatch.pipeline.run import Pipeline, evaluate
+from megabatch.pipeline import Pipeline, evaluate
 from megabatch.train.config import ModelConfig
 from megabatch.train.model.architecture import refused
 from megabatch.train.model.quiet import quiet
