@@ -76,7 +76,7 @@ def check_device(device: torch.device) -> None:
 
 
 def check_measurable(device: torch.device) -> None:
-    """Raise `PlanError` where measuring cannot begin now."""
+    """Raise `PlanError` where memory cannot be measured now: a profiler runs, or the system does not tell."""
     with measuring(device):
         pass
     if device.type == "cpu":
@@ -99,12 +99,18 @@ def budget_of(device: torch.device, cap_bytes: float | None, ranks: DataRanks) -
 
 
 def free_on(device: torch.device) -> float:
-    """What the device can still give, a CPU to all processes together. Raises `PlanError` where none can tell."""
+    """Return the bytes that a device can still give; those of a CPU are for all processes of the host together.
+
+    The limit of the process's control group counts. Raises `PlanError` where the system does not tell.
+    """
     return float(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free_bytes()
 
 
 def device_text(device: torch.device) -> str:
-    """The device and the memory that it can give this process, by which another is told from it."""
+    """Return the name of a device and the memory that it can give this process: "cpu, 62 GiB".
+
+    What was measured on one device holds on another of the same text.
+    """
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
@@ -179,28 +185,6 @@ def _trim() -> None:
     """Give free pages back: what glibc keeps of a large measured microbatch would lie beside the small ones to come."""
     with contextlib.suppress(AttributeError, OSError, TypeError):  # of a system without it
         ctypes.CDLL(None).malloc_trim(0)
-
-
-class HighWater:
-    """The most memory that this process has had on its device since this was made, as the system counts it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            return
-        with contextlib.suppress(*UNREADABLE):
-            (PROC / "self/clear_refs").write_text("5")
-
-    def bytes(self) -> float | None:
-        """On a GPU what was reserved; on the CPU what was resident, without files. None where nobody can tell."""
-        if self._device.type == "cuda":
-            return float(torch.cuda.max_memory_reserved(self._device))
-        try:
-            status = _table(PROC / "self/status")
-        except UNREADABLE:
-            return None
-        return status["VmHWM"] - status["RssFile"]
 
 
 def bytes_to_come(optimizer: optim.Optimizer | None, parameters: list[torch.nn.Parameter]) -> float:

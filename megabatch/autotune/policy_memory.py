@@ -21,7 +21,7 @@ from megabatch.wrappers.precision import WideGradients
 
 @dataclass(frozen=True)
 class PolicyMemory:
-    """Bytes of a microbatch, the same on all ranks."""
+    """Measured memory of a microbatch under a policy of reduction; bytes, the same on all ranks."""
 
     num_bytes: float  # at its peak, beyond what stays: the most over all ranks
     stays_bytes: float  # from microbatch to microbatch: parameters, gradients, states, what else the process has
@@ -31,11 +31,11 @@ class PolicyMemory:
 
     @property
     def peak_bytes(self) -> float:
-        """Of all of it."""
+        """Peak bytes of a rank with the microbatch."""
         return self.stays_bytes + self.num_bytes
 
     def fits(self, spare_bytes: float = 0.0) -> bool:
-        """Whether there is room for it, and for so many bytes beside it."""
+        """Return True if the microbatch fits with ``spare_bytes`` beside it."""
         return self.num_bytes + spare_bytes <= self.allowed_bytes
 
 
@@ -44,11 +44,30 @@ def measure_policy(
     tokens: int | None = None, spare_bytes: float = 0.0, memory_bytes: float | None = None,
     accumulate_dtype: torch.dtype | None = None, budget: Budget | None = None, collate: Collate | None = None,
 ) -> PolicyMemory | None:  # fmt: skip
-    """What a microbatch of ``rows`` samples takes, each as long as the longest, or of fewer that have ``tokens``.
+    """Measure the memory of a microbatch under a policy of reduction, by a few small updates. Collective.
 
-    As few rows are run as tell that it fits with ``spare_bytes`` beside it, and no more than are sure to. Nothing is
-    left behind. ``budget`` is that of another policy, for the second to be measured. None where no rank has a sample.
-    Raises `PlanError` for what cannot be measured. Collective.
+    As few rows are run as tell that it fits with ``spare_bytes`` beside it, and no more than are sure to. The model,
+    its gradients and random numbers are as before.
+
+    Args:
+        policy: "last", "every" or "replica_last", as the ``sync`` of a `GradientAccumulator`.
+        model: The wrapped model.
+        batch: Samples of this rank; the longest is measured.
+        loss_fn: The loss of the update.
+        optimizer: Its states that are not there yet are counted.
+        rows: Samples of the microbatch, each as long as the longest.
+        tokens: Padded tokens of the microbatch: fewer rows, where they come to more. None: ``rows`` decide.
+        spare_bytes: Room to leave.
+        memory_bytes: What this rank may use on its device. None: nine tenths of what is free there.
+        accumulate_dtype: As a `GradientAccumulator` takes it.
+        budget: The ``budget`` of what was measured before under another policy, so that both have the same room.
+        collate: As a `GradientAccumulator` takes it.
+
+    Returns:
+        The measurement, the same on all ranks; None where no rank has a sample.
+
+    Raises:
+        PlanError: The model, the policy or the device cannot be measured.
     """
     wrapper = detect_wrapper(model, None)
     wide = WideGradients(wrapper.parameters, accumulate_dtype)

@@ -24,7 +24,7 @@ CONTAINERS = (dict, OrderedDict, defaultdict, Counter, set, list)
 
 
 class ModuleSnapshot:
-    """What a forward may move in a module: its mode, its buffers, and attributes of its own.
+    """A copy of what a forward may change in a module, without its submodules: mode, buffers, attributes of its own.
 
     Attributes are kept as they are, with the numbers of a tensor and the entries of a dictionary or list. Those that
     carry a gradient are let be: wrappers lay parameters there.
@@ -38,6 +38,7 @@ class ModuleSnapshot:
         self._syncs = module.require_forward_param_sync if isinstance(module, DistributedDataParallel) else None
 
     def put_back(self) -> None:
+        """Set the module to what it was, in place."""
         self._module.training = self._is_training
         _buffers(self._module).clear()
         for name, each, copied in self._buffers:

@@ -28,7 +28,8 @@ Microbatch = Any  # what collate returns: a mapping of tensors unless the user's
 Collate = Callable[[list[Any]], Microbatch]
 Length = Callable[[Any], int]
 
-IGNORED_LABEL = -100  # torch's cross-entropy ignores it by default
+IGNORED_LABEL = -100
+"""The label of a position without a target: the default ``ignore_index`` of torch's cross-entropy."""
 _PADDED_NUMBERS = WeakTensorKeyDictionary()
 LABELS = re.compile(r"(^|_)(labels?|label_ids)(_|$)")  # keys of labels: labels, shift_labels, label_ids, chosen_labels
 
@@ -285,7 +286,11 @@ class Pad(Protocol):
 
 
 def sample_length(sample: Any) -> int:
-    """Tokens of a sample: the size of dim 0 of its first tensor, 1 for a scalar."""
+    """Return the tokens of a sample: the size of dim 0 of its first tensor, 1 for a scalar.
+
+    This is the default ``length`` of a `GradientAccumulator`. Raises `PlanError` for a sample that is no mapping of
+    tensors.
+    """
     name, value = next(iter(fields_of(sample).items()))
     first = tensor_of(name, value)
     return first.shape[0] if first.ndim else 1

@@ -57,6 +57,7 @@ class JointLoss:
 
 _TAKES_DIVISOR: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # an inspection takes longer than all other checks
 LossFunction = Callable[[Any, Any], Any]
+"""Type of a loss: ``loss_fn(model, microbatch)`` returns ``(total, weight)``, or a mapping of names to such pairs."""
 Weigh = Callable[[Any], Any]
 Prepare = Callable[[Any], Any]
 F = TypeVar("F", bound=LossFunction)
@@ -115,19 +116,34 @@ def takes_divisor(loss_fn: LossFunction | JointLoss) -> bool:
 
 
 class LossHooks(NamedTuple):
-    """What a loss wants done on the CPU, before its microbatches are moved."""
+    """Functions that a loss wants called with each collated microbatch, on the CPU; None where it wants none."""
 
     weigh: Weigh | None = None
     prepare: Prepare | None = None
 
 
 def loss_hooks(loss_fn: LossFunction | JointLoss) -> LossHooks:
-    """What `loss` attached, if anything."""
+    """Return the two functions ``(weigh, prepare)`` that `loss` attached to a loss, None for each that it did not.
+
+    Call ``prepare(microbatch)`` before ``loss_fn(model, microbatch)`` where you call a loss yourself. Set the
+    attributes ``weigh`` and ``prepare`` on a function that stands for the loss.
+    """
     return LossHooks(weigh_of(loss_fn), cast(Prepare | None, getattr(loss_fn, "prepare", None)))
 
 
 def terms_of(returned: Any) -> dict[str, Term]:
-    """What a loss returned, checked, as named terms. Raises `LossContractError` in one line."""
+    """Return what a loss returned as named terms, checked.
+
+    Args:
+        returned: What ``loss_fn(model, microbatch)`` returned.
+
+    Returns:
+        The terms by name; a pair without a name is called "loss". Totals are scalars on the model's device.
+
+    Raises:
+        LossContractError: It is neither a pair ``(total, weight)`` nor a mapping of names to such pairs, a total is not
+            a real scalar, or a weight is negative, not finite or carries a gradient.
+    """
     if isinstance(returned, Mapping) and returned:
         named = cast(Mapping[str, Any], returned)
         return {str(name): _term(f"term {name!r} of the loss", pair) for name, pair in named.items()}

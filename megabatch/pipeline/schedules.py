@@ -13,7 +13,7 @@ from megabatch.errors import PlanError
 
 
 class ScheduleKind(NamedTuple):
-    """What a schedule asks for."""
+    """Requirements of a schedule."""
 
     make: Callable[..., Any]
     per_rank: int | None  # stages; None: any number
@@ -22,7 +22,7 @@ class ScheduleKind(NamedTuple):
     splits: bool = False  # computes gradients of weights later than those of inputs, without autograd's hooks
 
     def indices(self, rank: int, ranks: int, per_rank: int) -> list[int]:
-        """The stages of a rank along "pp"."""
+        """Return the stages of a rank along "pp", of ``ranks`` that have ``per_rank`` stages each."""
         return [rank, 2 * ranks - 1 - rank] if self.goes_back else [rank + ranks * each for each in range(per_rank)]
 
 
@@ -49,6 +49,12 @@ SCHEDULES = {
     "ZBVZeroBubble": ScheduleKind(torch_schedules.ScheduleZBVZeroBubble, 2, _any, goes_back=True, splits=True),
     "DualPipeV": ScheduleKind(torch_schedules.ScheduleDualPipeV, 2, _one_per_stage, goes_back=True, splits=True),
 }
+"""The schedules that `Pipeline` takes, by name.
+
+``SCHEDULES[name].per_rank`` is the number of stages of a rank, None where any number will do;
+``indices(rank, ranks, per_rank)`` are the stages of a rank; ``splits`` is true for a schedule that computes gradients
+of weights without autograd's hooks, which DDP cannot reduce.
+"""
 
 
 def check_stage(stage: nn.Module, schedule: str) -> None:

@@ -15,6 +15,7 @@ CATEGORIES = (
     "activations",
     "temporaries",
 )
+"""What memory is divided into: the keys of `Moment.bytes` and of `Simulated.at_peak`, in the order of a chart."""
 HOST = "host"  # category of what only a host's memory holds
 
 
@@ -47,7 +48,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Moment:
-    """What was in memory at a time."""
+    """Memory at a time of a simulated update, in bytes by `CATEGORIES`."""
 
     phase: str
     seconds: float  # of computing, since the record began
