@@ -50,8 +50,8 @@ def sequence_balance(
     """How unevenly each sequence loads the experts, summed over sequences and layers: a total, its weight is B.
 
     ``router_logits``: [B, T, E] or [B * T, E], or a sequence of those, one per layer. ``attention_mask`` [B, T]: 0 is
-    padding, which is not looked at; a row of `OneRow` would be taken for one sequence. ``scores``: "softmax", or "sigmoid" over
-    its sum as DeepSeek-V3 has it.
+    padding, which is not looked at; a row of `OneRow` would be taken for one sequence. ``scores``: "softmax", or
+    "sigmoid" over its sum as DeepSeek-V3 has it.
 
     Of a sequence of n tokens in one layer it is ``sum over experts of f * p``, with f = E / (top_k * n) times the
     tokens that have the expert among their ``top_k``, and p the mean of its scores: 1 where the load is even, at most
