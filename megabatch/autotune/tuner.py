@@ -96,7 +96,7 @@ class MicrobatchTuner:
             raise PlanError(
                 f"a sample of {longest} tokens comes in a later call of an update, when there are gradients beside "
                 f"which nothing is measured, and the bound that was chosen is {bound}; give the longest sample to the "
-                "first call or to choose_bound(), or give max_microbatch_tokens="
+                "first call or to tune(), or give max_microbatch_tokens="
             )
         return planner.share(batch, hooks)
 

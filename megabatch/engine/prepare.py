@@ -131,7 +131,7 @@ class MicrobatchPlanner:
             return None, self.fit.max_microbatch_tokens
         if self.is_auto and len(samples):
             raise PlanError(
-                'max_microbatch_tokens is "auto" and the first forward_backward() or choose_bound() chooses the bound, '
+                'max_microbatch_tokens is "auto" and the first forward_backward() or tune() chooses the bound, '
                 "from the loss and its samples; call one of them before, or give max_microbatch_tokens="
             )
         if self.is_auto:

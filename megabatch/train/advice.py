@@ -81,7 +81,7 @@ class Advice:
 
     def _in_halves(self, batch: Sequence[Any], call: Call) -> Plan:
         gradient = self._learner.gradient
-        gradient.choose_bound(batch, self._loss_fn)  # by all samples, as ever
+        gradient.tune(batch, self._loss_fn)  # by all samples, as ever
         plan, calls = gradient.plan(batch), Calls(halves(self._updates.ids, self._seed, self._learner.step + 1))
         for number, part in calls.left(batch):
             terms = call(part, number)

@@ -124,7 +124,7 @@ def choose(
     if bound is None:
         return None
     with laid.losses():
-        gradient.choose_bound(longest(data, updates.peek()), loss_fn)
+        gradient.tune(longest(data, updates.peek()), loss_fn)
     if gradient.fit is None:  # no sample is left
         return bound
     words = (*(bound.words if bound.fit is None else ()), f"update.{gradient.fit.explain()}")

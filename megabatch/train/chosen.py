@@ -60,13 +60,13 @@ def choose_rest(
     if found is None:
         return Chosen(bound, replace(chosen.policy, sync=AUTO, words=()))
     if found.sync == LAST:
-        learned = learner.gradient.learned
+        learned = learner.gradient.oom_limit
         learner.gradient = accumulator_of(laid.model, config, found.fit, LAST)
-        learner.gradient.learn(learned)
+        learner.gradient.lower_limit(learned)
         learner.gradient.reserve_for(learner.optimizer)
         if bound is not None:
             with laid.losses():
-                learner.gradient.choose_bound(longest(data, batch), loss_fn)  # nothing: it remembers the sample
+                learner.gradient.tune(longest(data, batch), loss_fn)  # nothing: it remembers the sample
     if bound is not None and found.fit is not None:
         bound = bound.lowered(found.fit)
     line = f"update.sync {found.sync}: {found.why}"

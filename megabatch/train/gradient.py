@@ -48,7 +48,7 @@ def accumulator_of(
             )
     except PlanError as error:
         raise PlanError(in_keys(str(error))) from error
-    gradient.learn(noted(config.run))
+    gradient.lower_limit(noted(config.run))
     return gradient
 
 

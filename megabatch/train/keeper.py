@@ -85,7 +85,7 @@ class Keeper:
         self._watch.load_state_dict(saved["watch"])
         load(path, self._state)
         if saved.get(LEARNED) is not None:
-            self._learner.gradient.learn(Learned(*saved[LEARNED]))
+            self._learner.gradient.lower_limit(Learned(*saved[LEARNED]))
         if self._keeps_best and self._watch.best_step is not None:  # a kill may have come before the pointer was moved
             point_to_best(self._folder, self._watch.best_step, self._ranks)
         self._writer.go_on(self._learner.step)
@@ -94,7 +94,7 @@ class Keeper:
         """What a checkpoint says of itself, beside its state."""
         place = {"step": self._learner.step, "updates": self._updates.state_dict(), "watch": self._watch.state_dict()}
         chosen, gradient = self.chosen.meta(self._learner.gradient.fit), self._learner.gradient
-        return {**identity, **place, **chosen, LEARNED: gradient.learned, BEST_ONLY: not in_turn}
+        return {**identity, **place, **chosen, LEARNED: gradient.oom_limit, BEST_ONLY: not in_turn}
 
     def _in_turn(self) -> bool:
         every = self._config.run.save_every

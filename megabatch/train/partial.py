@@ -103,7 +103,7 @@ class Partial:
         if not self._is_used:
             call(batch, 0)
             return cast(Plan, gradient.last_plan)
-        gradient.choose_bound(batch, self._loss_fn)  # of a stream it may have longer samples than any before
+        gradient.tune(batch, self._loss_fn)  # of a stream it may have longer samples than any before
         plan = gradient.plan(batch)
         left, self._left = self._left, {}
         gradient.load_state_dict(left.get("update", {}))
