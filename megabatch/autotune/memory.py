@@ -77,7 +77,7 @@ def check_device(device: torch.device) -> None:
 
 
 def check_measurable(device: torch.device) -> None:
-    """Raise `PlanError` if memory cannot be measured now."""
+    """Raise `PlanError` where memory cannot be measured now: a profiler runs, or the system does not tell."""
     with measure_memory(device):
         pass
     if device.type == "cpu":
@@ -100,12 +100,18 @@ def measure_budget(device: torch.device, cap_bytes: float | None, ranks: DataRan
 
 
 def free_on(device: torch.device) -> float:
-    """Return the free bytes of the device; those of a CPU are for all processes. Raise `PlanError` without numbers."""
+    """Return the bytes that a device can still give; those of a CPU are for all processes of the host together.
+
+    The limit of the process's control group counts. Raises `PlanError` where the system does not tell.
+    """
     return float(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free_bytes()
 
 
 def device_text(device: torch.device) -> str:
-    """Return the name and memory of the device, to tell it from another one."""
+    """Return the name of a device and the memory that it can give this process: "cpu, 62 GiB".
+
+    What was measured on one device holds on another of the same text.
+    """
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
@@ -180,28 +186,6 @@ def _trim() -> None:
     """Return free pages to the system, which glibc would keep after a large microbatch and count for the next."""
     with contextlib.suppress(AttributeError, OSError, TypeError):  # the system does not have it
         ctypes.CDLL(None).malloc_trim(0)
-
-
-class HighWater:
-    """The peak memory of this process on its device since this object was made, as the system counts it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            return
-        with contextlib.suppress(*UNREADABLE):
-            (PROC / "self/clear_refs").write_text("5")
-
-    def bytes(self) -> float | None:
-        """Return reserved bytes on a GPU, or resident bytes without files on the CPU; None without numbers."""
-        if self._device.type == "cuda":
-            return float(torch.cuda.max_memory_reserved(self._device))
-        try:
-            status = _parse_table(PROC / "self/status")
-        except UNREADABLE:
-            return None
-        return status["VmHWM"] - status["RssFile"]
 
 
 def estimate_state_bytes(optimizer: optim.Optimizer | None, parameters: list[torch.nn.Parameter]) -> float:

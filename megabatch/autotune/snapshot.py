@@ -24,7 +24,7 @@ CONTAINERS = (dict, OrderedDict, defaultdict, Counter, set, list)
 
 
 class ModuleSnapshot:
-    """A snapshot of a module: its mode, its buffers and its own attributes.
+    """A copy of what a forward may change in a module, without its submodules: mode, buffers, attributes of its own.
 
     It keeps each attribute, with the numbers of a tensor and the entries of a dictionary, set or list. It skips tensors
     that require a gradient, since wrappers store parameters there.
@@ -38,7 +38,7 @@ class ModuleSnapshot:
         self._syncs = module.require_forward_param_sync if isinstance(module, DistributedDataParallel) else None
 
     def put_back(self) -> None:
-        """Restore the module."""
+        """Set the module to what it was, in place."""
         self._module.training = self._is_training
         _buffers(self._module).clear()
         for name, each, copied in self._buffers:

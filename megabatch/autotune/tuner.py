@@ -21,7 +21,7 @@ from megabatch.batching.padding import Padding
 from megabatch.batching.samples import Batch, Collate, Samples
 from megabatch.engine import random_state
 from megabatch.engine.call import first_failure
-from megabatch.engine.oom_broadcast import OOMBroadcast
+from megabatch.engine.oom_broadcast import guard_memory
 from megabatch.engine.prepare import MicrobatchPlanner
 from megabatch.engine.update import OpenUpdate
 from megabatch.errors import MegabatchError, PlanError, require_positive
@@ -101,7 +101,7 @@ class MicrobatchTuner:
             raise PlanError(
                 f"a sample of {longest} tokens comes in a later call of an update, when there are gradients beside "
                 f"which nothing is measured, and the bound that was chosen is {bound}; give the longest sample to the "
-                "first call or to choose_bound(), or give max_microbatch_tokens="
+                "first call or to tune(), or give max_microbatch_tokens="
             )
 
     def fitted(
@@ -341,7 +341,7 @@ def measure_policy(
     )
     tuner = MicrobatchTuner(model, wrapper, wide, planner, memory_bytes)
     tuner.optimizer = optimizer
-    with OOMBroadcast(wrapper.ranks, wrapper.device).listening():
+    with guard_memory(wrapper.ranks, wrapper.device):
         longest = tuner.find_longest(planner, batch, loss_fn)
         if longest is None:
             return None

@@ -29,7 +29,7 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 
 
 class Padding:
-    """Pads samples on the right for a model, and checks microbatches that were made otherwise.
+    """The default collate function: pads samples on the right for a model, ``Padding([model])(samples)``.
 
     - ``input_ids`` and keys that end with it are padded with the model's pad token, where its config has one. A model
       that looks for its pad token, as the decoders that classify do, gets no other.

@@ -29,7 +29,8 @@ Microbatch = Any  # what collate returns: a mapping of tensors unless the user's
 Collate = Callable[[list[Any]], Microbatch]
 Length = Callable[[Any], int]
 
-IGNORED_LABEL = -100  # torch's cross-entropy ignores it by default
+IGNORED_LABEL = -100
+"""The label of a position without a target: the default ``ignore_index`` of torch's cross-entropy."""
 _PADDED_NUMBERS = WeakTensorKeyDictionary()
 LABELS = re.compile(r"(^|_)(labels?|label_ids)(_|$)")  # keys of labels: labels, shift_labels, label_ids, chosen_labels
 
@@ -262,7 +263,11 @@ class Pad(Protocol):
 
 
 def sample_length(sample: Any) -> int:
-    """Return the tokens of a sample: the size of dim 0 of its first tensor, 1 for a scalar."""
+    """Return the tokens of a sample: the size of dim 0 of its first tensor, 1 for a scalar.
+
+    This is the default ``length`` of a `GradientAccumulator`. Raises `PlanError` for a sample that is no mapping of
+    tensors.
+    """
     if not isinstance(sample, Mapping) or not sample:
         raise _no_mapping(sample)
     name, value = next(iter(cast(Mapping[str, Any], sample).items()))

@@ -138,7 +138,7 @@ class MicrobatchPlanner:
         """Raise `PlanError` for samples, while the limit is to be chosen; no samples need no limit."""
         if len(samples):
             raise PlanError(
-                'max_microbatch_tokens is "auto" and the first forward_backward() or choose_bound() chooses the bound, '
+                'max_microbatch_tokens is "auto" and the first forward_backward() or tune() chooses the bound, '
                 "from the loss and its samples; call one of them before, or give max_microbatch_tokens="
             )
         return 1
