@@ -64,7 +64,7 @@ def next_token_beside(model: nn.Module, microbatch: Microbatch, **asked: Any) ->
     """
     targets = next_targets(microbatch)  # [B, T], or [B, T - 1] where the last position predicts nothing
     num_positions = targets.shape[1] + (microbatch.get("shift_labels") is None)
-    inner: Any = model if hasattr(model, "config") else with_config(model)
+    inner: Any = model if hasattr(model, "config") else with_config(model)  # of a wrapper
     if getattr(getattr(inner, "config", None), "is_encoder_decoder", False) is True:
         raise LossContractError(
             f"{type(inner).__name__} is an encoder-decoder, whose position t predicts label t; give "
