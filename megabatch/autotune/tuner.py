@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import numpy as np
 from torch import optim
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.autotune.measure import LongestSample, MeasuredModel, MicrobatchMeasurer, Sample
@@ -26,6 +25,7 @@ from megabatch.errors import MegabatchError, PlanError, require_positive
 from megabatch.losses.contract import JointLoss, LossFunction, LossHooks
 from megabatch.pipeline.stages import PipelineWrapper
 from megabatch.planning.limits import TunedLimit, bound_tokens, cost_of, in_gib, largest_fitting, search
+from megabatch.torch_private import is_fsdp2
 from megabatch.wrappers.base import Wrapper
 from megabatch.wrappers.gradients import WideGradients, drop_gradients
 
@@ -209,7 +209,7 @@ class MicrobatchTuner:
         """Surrounds measured updates: what they move is put back, or an error says what could not be."""
         modules = {id(each): each for model in self.wrapper.models for each in model.modules()}.values()
         for module in modules:
-            if isinstance(module, FSDPModule):
+            if is_fsdp2(module):
                 module.reshard()  # an evaluation may have left it gathered
         kept = [ModuleSnapshot(module) for module in modules]
         parameters = {name: each for model in self.wrapper.models for name, each in model.named_parameters()}

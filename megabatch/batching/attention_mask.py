@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 
 from megabatch.batching.samples import IGNORED_LABEL, Microbatch
 from megabatch.errors import LossContractError
+from megabatch.torch_private import is_fake, original_of
 
 MASK, POSITIONS = "attention_mask", "position_ids"
 RIGHT_PADDED = "megabatch: padded on the right"  # in a microbatch, beside its mask
@@ -74,8 +74,8 @@ def is_causal(model: Any, *, with_experts: bool = False) -> bool:
 def with_config(model: Any) -> Any:
     """The model of transformers that DDP, FSDP1 or torch.compile have wrapped; the innermost, where there is none."""
     while not hasattr(model, "config"):
-        inner = getattr(model, "module", getattr(model, "_orig_mod", None))
-        if not isinstance(inner, nn.Module):
+        inner = model.module if hasattr(model, "module") else original_of(model)
+        if inner is model or not isinstance(inner, nn.Module):
             break
         model = inner
     return model

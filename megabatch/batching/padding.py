@@ -12,12 +12,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megabatch.batching.attention_mask import MASK, POSITIONS, is_causal, with_config
 from megabatch.batching.samples import Microbatch, check_keys, columns_of, stacked
 from megabatch.errors import LossContractError, PlanError
+from megabatch.torch_private import is_fake
 
 IDS = "input_ids"
 

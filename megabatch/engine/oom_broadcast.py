@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from megabatch.errors import MegabatchError, MicrobatchLimit, Shortage, in_one_line
-from megabatch.wrappers.mesh import DataRanks, groups_of_process
+from megabatch.torch_private import groups_of_process
+from megabatch.wrappers.mesh import DataRanks
 
 NO_MEMORY = re.compile(  # where the type of an error does not say it
     r"DefaultCPUAllocator: can't allocate memory|MPS backend out of memory"

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.utils import _pytree as pytree
 
 from megabatch.batching.pad_to_shape import Inputs, cut_back, fingerprint, in_one_shape
 from megabatch.batching.samples import Microbatch
@@ -25,6 +24,7 @@ from megabatch.engine.update import OpenUpdate, add_terms
 from megabatch.errors import LossContractError, PlanError
 from megabatch.losses.contract import LossFunction, Term, Weigh, accumulation_dtype, terms_of
 from megabatch.pipeline.stages import Pipeline, PipelineWrapper, nothing_of
+from megabatch.torch_private import pytree
 from megabatch.wrappers.mesh import DataRanks
 
 __all__ = ["Pipeline", "evaluate"]

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megabatch.errors import PlanError, in_one_line
 from megabatch.pipeline.stages import Pipeline
 from megabatch.simulate.replica import Replica
-from megabatch.wrappers.fsdp2 import param_groups
+from megabatch.torch_private import param_groups
 
 NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from megabatch.wrappers.fsdp2 import param_groups
+from megabatch.torch_private import param_groups
 
 
 @dataclass(frozen=True)

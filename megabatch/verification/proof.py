@@ -40,6 +40,7 @@ from megabatch.losses.contract import (
     terms_of,
 )
 from megabatch.planning.plan import check_bounds
+from megabatch.torch_private import param_groups
 from megabatch.verification.finite_difference import follows_its_loss
 from megabatch.verification.float64_copy import (
     Float64WithoutDropout,
@@ -50,7 +51,6 @@ from megabatch.verification.float64_copy import (
     wrapped_alike,
 )
 from megabatch.verification.mixing import failing_module, mixing_module, padding_that_counts, terms_of_routers
-from megabatch.wrappers import fsdp2
 from megabatch.wrappers.base import local
 from megabatch.wrappers.detect import POLICIES, Models, choose_policy
 from megabatch.wrappers.gradients import graph_leaves
@@ -635,7 +635,7 @@ def _as_before(models: Sequence[nn.Module]) -> Generator[None]:
     modules = [module for model in models for module in model.modules()]
     hooks = [each for module in modules for name, each in vars(module).items() if "hooks" in name and each is not None]
     kept = [(each, each.copy()) for each in hooks if isinstance(each, dict)]
-    groups = fsdp2.param_groups([module for module in modules if isinstance(module, FSDPModule)])
+    groups = param_groups([module for module in modules if isinstance(module, FSDPModule)])
     told = [(group, name, vars(group)[name]) for group in groups for name in OF_FSDP2 if name in vars(group)]
     device = next((each.device for model in models for each in model.parameters()), torch.device("cpu"))
     drawn, others = random_state.note(device), (random.getstate(), np.random.get_state())
