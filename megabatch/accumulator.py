@@ -3,34 +3,69 @@
 import contextlib
 import copy
 from collections.abc import Callable, Generator, Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from megabatch.autotune.tuner import MicrobatchTuner
+from megabatch.batching.packed_row import OneRow
 from megabatch.batching.padding import Padding
 from megabatch.batching.samples import Batch, Collate, Length, Microbatch
-from megabatch.engine import open_update_state, way
+from megabatch.engine import open_update_state, random_state
 from megabatch.engine.call import CallPlan, MicrobatchStep, agree_on_call, iterate_steps, with_dummies
-from megabatch.engine.oom_broadcast import OOMBroadcast
+from megabatch.engine.oom_broadcast import OOMBroadcast, is_out_of_memory, out_of_memory_error
+from megabatch.engine.oom_retry import OOMRetry
 from megabatch.engine.ownership import ByLoss, Ownership, Receipt
-from megabatch.engine.packing_check import check_packing
+from megabatch.engine.packing_check import check_packing, watched
 from megabatch.engine.prepare import MicrobatchPlanner, PreparedBatch
 from megabatch.engine.step_in_backward import StepInBackward
-from megabatch.engine.update import OpenUpdate, Update
-from megabatch.errors import MegabatchError, MicrobatchLimit, PlanError, check_positive
-from megabatch.losses.contract import JointLoss, LossFunction, LossHooks, Term, Weigh, loss_hooks, terms_given
+from megabatch.engine.update import OpenUpdate, Update, add_terms
+from megabatch.errors import MegabatchError, MicrobatchLimit, PlanError, check_positive, require_positive
+from megabatch.losses.contract import (
+    JointLoss,
+    LossFunction,
+    LossHooks,
+    Term,
+    Weigh,
+    loss_hooks,
+    takes_divisor,
+    terms_given,
+    terms_of,
+)
 from megabatch.planning.cost import CostModel, check_cost
 from megabatch.planning.limits import TunedLimit, parse_limit
 from megabatch.planning.plan import Plan, check_bounds
 from megabatch.wrappers.checks import check_rank_agreement
 from megabatch.wrappers.detect import Models, choose_policy, detect_wrapper
-from megabatch.wrappers.gradients import WideGradients, drop_gradients
+from megabatch.wrappers.gradients import (
+    WideGradients,
+    clip_gradients,
+    drop_gradients,
+    no_float16_autocast,
+    scale_gradients,
+)
+from megabatch.wrappers.mesh import num_collectives
 
 LOST = "an update was lost when one of its calls failed or its gradient was taken, with what its other calls had given"
+
+
+class _Call(NamedTuple):
+    """A call that is under way."""
+
+    prepared: PreparedBatch
+    plan: CallPlan
+    opened: OpenUpdate
+    hooks: LossHooks
+    is_divided: bool  # the loss takes the divisor
+    is_new: bool  # the loss was not tried in a call before
+
+    @property
+    def given(self) -> list[object]:
+        """What a loss may reach beside the model: the batch, as far as it is in memory."""
+        return [self.prepared.samples.held(), self.prepared.collated]
 
 
 class GradientAccumulator:
@@ -80,6 +115,8 @@ class GradientAccumulator:
         fit, tokens = parse_limit(max_microbatch_tokens)
         bounds = check_bounds(micro_batch_size, tokens)
         check_cost(cost)
+        if memory_bytes is not None:
+            require_positive("memory_bytes", memory_bytes)
         self.model = model
         self._wrapper = detect_wrapper(model, mesh)
         self._wide = WideGradients(self._wrapper.parameters, accumulate_dtype)
@@ -91,9 +128,18 @@ class GradientAccumulator:
         self._planner = MicrobatchPlanner(
             *bounds, collate, length, choice, ranks, self._wrapper.one_shape, cost, fit, padding=self._padding
         )
-        self._tuner = MicrobatchTuner(model, self._wrapper, self._wide, self._planner, memory_bytes)
-        self._oom_broadcast = OOMBroadcast(ranks, self._wrapper.device)
-        check_packing(collate, self._wrapper, self._oom_broadcast)
+        self._tuner: Any = None  # a MicrobatchTuner, where the limit is "auto"
+        if self._planner.is_auto:
+            from megabatch.autotune.tuner import MicrobatchTuner
+
+            self._tuner = MicrobatchTuner(model, self._wrapper, self._wide, self._planner, memory_bytes)
+        elif memory_bytes is not None:
+            raise PlanError('memory_bytes is for max_microbatch_tokens="auto", and a bound is given; leave one out')
+        self._oom_broadcast = None if ranks.is_alone else OOMBroadcast(ranks, self._wrapper.device)
+        self._is_packed = isinstance(collate, OneRow)
+        if self._is_packed:
+            with self._guarded():
+                check_packing(self._wrapper)
         self._ownership = Ownership(self._wrapper)
         self._remembered: ByLoss[Callable[[], Microbatch | None]] = ByLoss()  # a sample of an earlier call
         self._was_finite: Tensor | bool = True  # the update that it was in
@@ -104,7 +150,7 @@ class GradientAccumulator:
         self._running = False  # inside a call, between its first microbatch and its last
         self._step: MicrobatchStep | None = None  # the microbatch that waits for its backward
         self._before: Receipt | None = None  # how gradients stood before the microbatch of an open loop
-        self._share: object = None  # the batch of an open loop
+        self._given: object = None  # the batch of an open loop
         self.last_plan: Plan | None = None
         self.fit = self._planner.fit  # the bound that was chosen, and why, where none was given
 
@@ -134,7 +180,8 @@ class GradientAccumulator:
 
     def reserve_for(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep room for the states of ``optimizer``, for "auto"; without it for two to each trained element."""
-        self._tuner.optimizer = optimizer
+        if self._tuner is not None:
+            self._tuner.optimizer = optimizer
 
     def plan(self, batch: Batch) -> Plan:
         """How this rank's part of a batch would be cut; runs nothing and asks no other rank."""
@@ -142,89 +189,191 @@ class GradientAccumulator:
 
     def choose_bound(self, batch: Batch, loss_fn: LossFunction | JointLoss) -> None:
         """Choose the bound for samples as long as the longest of this batch, if that is "auto" and not done."""
-        if self._planner.is_auto:
-            with self._oom_broadcast.listening():
+        if self._tuner is not None:
+            with self._guarded():
                 self._planner = self._tuner.fitted(self._planner, batch, loss_fn, self._open)
             self.fit = self._planner.fit
 
     def forward_backward(self, batch: Batch, loss_fn: LossFunction | JointLoss) -> dict[str, Term]:
-        """Add the gradient of this rank's samples to the open update; returns this rank's sums of this call.
+        """Add the gradient of this rank's samples to the open update; return this rank's sums of this call.
 
         ``loss_fn(model, microbatch)`` returns ``(total, weight)`` or a mapping of names to such pairs. The first call
         after `finalize` drops the gradients there. Raises `PlanError` for the batch, `LossContractError` for the loss.
         """
-        self._check_open()
-        self.choose_bound(batch, loss_fn)
-        with self._oom_broadcast.listening(), self._call(batch, loss_hooks(loss_fn), loss_fn) as (share, call, opened):
-            sums = way.run(self.model, loss_fn, share, call, self._wrapper, opened, self._ownership)
+        self._check_can_add()
+        if self._tuner is not None:
+            self.choose_bound(batch, loss_fn)
+        sums: dict[str, Term] = {}
+        with self._guarded(), self._open_call(batch, loss_fn, loss_hooks(loss_fn)) as call:
+            if isinstance(loss_fn, JointLoss) or self._wrapper.is_pipeline:
+                sums = self._run_together(loss_fn, call)
+            else:
+                call.opened.open_call(call.plan)
+                with contextlib.closing(
+                    iterate_steps(call.prepared, call.plan, call.hooks.weigh, self._wrapper)
+                ) as steps:
+                    for step in steps:
+                        for part in self._run_step(step, loss_fn, call):
+                            add_terms(sums, part)
+                        del step  # with its microbatch, before the next is made
         return {name: Term(total, torch.as_tensor(weight, dtype=total.dtype)) for name, (total, weight) in sums.items()}
+
+    def _run_step(self, step: MicrobatchStep, loss_fn: LossFunction, call: "_Call") -> list[dict[str, Term]]:
+        """Run one microbatch; if it does not fit in memory, run it again in parts. Return the sums of each."""
+        opened, wrapper = call.opened, self._wrapper
+        before = Receipt.of([] if opened.stepping else wrapper.parameters)
+        num_sent = 0 if wrapper.ranks.is_alone else num_collectives()
+        opened.taking_back.clear()
+        run = partial(self._differentiate, loss_fn=loss_fn, call=call)
+        try:
+            return [run(step)]
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            retry = OOMRetry(call.prepared, call.hooks.weigh, wrapper, opened, is_divided=call.is_divided)
+            run_in_parts = retry.run(step, error, before, num_sent, run)
+        return run_in_parts()  # out of the handler, which keeps the failed graph in memory
+
+    def _differentiate(self, step: MicrobatchStep, loss_fn: LossFunction, call: "_Call") -> dict[str, Term]:
+        """Run forward and backward of one microbatch; return its sums."""
+        if call.is_new or call.is_divided:
+            terms = self._try_loss(step, loss_fn, call)
+        else:
+            before = Receipt.of(self._wrapper.accumulating)
+            terms = terms_of(loss_fn(self.model, step.microbatch))
+            self._ownership.check_unmoved(before)
+            del before  # which would keep gradients that a wrapper frees in its backward
+        return call.opened.backward(terms, step)
+
+    def _try_loss(self, step: MicrobatchStep, loss_fn: LossFunction, call: "_Call") -> dict[str, Term]:
+        """Run a loss that is new or takes the divisor, and look at what it does beside what it returns."""
+        opened, ownership, model = call.opened, self._ownership, self.model
+        if call.is_new:
+            opened.check_divided(loss_fn, model, step)
+        random = random_state.note(self._wrapper.device) if call.is_new else None
+        before = Receipt.of(self._wrapper.accumulating)
+        terms = opened.terms_of(loss_fn, model, step)
+        if not call.is_divided:
+            ownership.check_unmoved(before)
+        if random is not None:
+            ownership.check_reach(loss_fn, before, terms, [step.microbatch, *call.given])
+        del before  # which would keep gradients that a wrapper frees in its backward
+        if random is not None and ownership.uses_up(loss_fn, terms):
+            random_state.put_back(random)
+            terms = opened.terms_of(loss_fn, model, step)
+        return terms
+
+    def _run_together(self, loss_fn: LossFunction | JointLoss, call: "_Call") -> dict[str, Term]:
+        """Run the microbatches of a loss that couples samples, or those of a pipeline."""
+        if not isinstance(loss_fn, JointLoss) or self._wrapper.is_pipeline:
+            from megabatch.pipeline.run import run_schedule
+
+            return run_schedule(loss_fn, call.prepared, call.plan, self._wrapper, call.opened)
+        from megabatch.engine.coupled_loss import run_coupled_loss
+
+        return run_coupled_loss(loss_fn, self.model, call.prepared, call.plan, self._wrapper, call.opened)
 
     def microbatches(self, batch: Batch, weigh: Weigh | None = None) -> Generator[Microbatch, None, None]:
         """The same as an open loop: yields each microbatch on the device; call `backward` once in the body."""
-        way.check_open_loop(self._wrapper, weigh)
-        self._check_open()
+        if isinstance(weigh, JointLoss):
+            raise PlanError(
+                "microbatches() was given a JointLoss, which needs all samples at once; give it to forward_backward()"
+            )
+        if self._wrapper.is_pipeline:
+            raise PlanError(
+                "a pipeline runs the microbatches of a call together; use forward_backward, not an open loop"
+            )
+        self._check_can_add()
         body = GradientAccumulator.microbatches if weigh is None else weigh  # the body of the loop has no name
-        with self._oom_broadcast.listening(), self._call(batch, LossHooks(weigh), body) as (share, call, opened):
-            opened.open_call(call)
-            self._share = [share.samples.held(), share.collated]
-            with contextlib.closing(iterate_steps(share, call, weigh, self._wrapper, self._wrapper.device)) as each:
-                for step in each:
-                    self._step, self._before = step, self._ownership.receipt()
+        with self._guarded(), self._open_call(batch, body, LossHooks(weigh)) as call:
+            call.opened.open_call(call.plan)
+            self._given = call.given
+            with contextlib.closing(iterate_steps(call.prepared, call.plan, weigh, self._wrapper)) as steps:
+                for step in steps:
+                    self._step, self._before = step, Receipt.of(self._wrapper.accumulating)
                     yield step.microbatch
-                    opened.check_whole()
+                    call.opened.check_whole()
                     if self._step is step:  # backward() clears it
                         raise MegabatchError(f"backward() was not called for microbatch {step.index}")
                     del step  # with its microbatch
 
     @contextlib.contextmanager
-    def _call(
-        self, batch: Batch, hooks: LossHooks, loss_fn: object
-    ) -> Generator[tuple[PreparedBatch, CallPlan, OpenUpdate]]:
-        """Surrounds one call, prepared and agreed on; what it leaves half-way is forgotten with its update."""
+    def _open_call(self, batch: Batch, loss_fn: object, hooks: LossHooks) -> Generator["_Call"]:
+        """Surround one call, prepared and agreed on; what it leaves half-way is forgotten with its update."""
+        wrapper, ownership = self._wrapper, self._ownership
 
-        def made() -> PreparedBatch:  # what it raises is raised on all ranks
-            self._ownership.check()
-            self._wrapper.check_unchanged()
-            return self._tuner.share(self._planner, batch, hooks, self._open)
+        def prepare() -> PreparedBatch:  # what it raises is raised on all ranks
+            ownership.check()
+            wrapper.check_unchanged()
+            if self._tuner is not None:
+                self._tuner.check_longest(self._planner, batch, self._open)
+            return self._planner.prepare(batch, hooks)
 
         try:
-            share, call = agree_on_call(self._wrapper, made, hooks.weigh, partial(self._recalled, loss_fn))
+            prepared, plan = agree_on_call(wrapper, prepare, hooks.weigh, partial(self._recall, loss_fn))
         except MegabatchError as error:
             if error.loses_update:  # on whatever rank it was found; the gradients are another's
                 self._open, self._is_lost = None, True
                 self._wide.discard()
             raise
-        call = way.filled(self._wrapper, share, call)
-        if len(share.samples) and self.ranks.num_all > 1:
-            self._remembered.set(loss_fn, share.samples.last().dummy)
+        if wrapper.is_pipeline:
+            from megabatch.pipeline.run import fill_up_schedule
+
+            plan = fill_up_schedule(wrapper, prepared, plan)
+        if not self.ranks.is_alone and len(prepared.samples):
+            self._remembered.set(loss_fn, prepared.samples.last().dummy)
             self._was_finite = True
-        self._ownership.release()  # gradients that a wrapper may free in its backward
+        ownership.release()  # gradients that a wrapper may free in its backward
         had_calls = self._open is not None and self._open.has_calls
         if self._open is None:
-            drop_gradients(self._wrapper.parameters)
-            self._wide.begin()
-            self._open = OpenUpdate(self._wrapper, self._stepping)
-        self.last_plan = planned = with_dummies(share.plan, call.num_microbatches)
+            drop_gradients(wrapper.parameters)
+            if self._wide.dtype is not None:
+                self._wide.begin()
+            self._open = OpenUpdate(wrapper, self._stepping)
+        self.last_plan = planned = with_dummies(prepared.plan, plan.num_microbatches)
         self._running = True
         try:
-            with way.around(self.model, self._wrapper, call, self._planner.collate, self._padding):
-                yield share, call, self._open
-            self._ownership.leave()
+            with contextlib.ExitStack() as watching:
+                watching.enter_context(no_float16_autocast(wrapper.models))
+                watching.enter_context(self._padding.watched())
+                if self._is_packed:
+                    watching.enter_context(watched(self.model, plan.num_microbatches))
+                yield _Call(
+                    prepared, plan, self._open, hooks, takes_divisor(cast(Any, loss_fn)), ownership.is_new(loss_fn)
+                )
+            ownership.leave()
             self._running = False
-            self.last_plan, self._planner = planned.in_parts(share.parts), self._planner.learn(share)
+            if prepared.parts:
+                self.last_plan = planned.in_parts(prepared.parts)
+                ran = [rows for parts in prepared.parts.values() for rows in parts if rows]
+                self.learn(planned.bound_of(ran) if ran else None)
         finally:
             if self._running:  # the loss raised, or the loop was left early
                 self._is_lost = had_calls
                 self._abandon()
 
-    def _check_open(self) -> None:
+    @contextlib.contextmanager
+    def _guarded(self) -> Generator[None]:
+        """Surround what may run out of memory: that is said in one line, and among several ranks told and heard."""
+        if self._oom_broadcast is not None:
+            with self._oom_broadcast.listening():
+                yield
+            return
+        try:
+            yield
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise out_of_memory_error(error, self.ranks) from error
+            raise
+
+    def _check_can_add(self) -> None:
         """Raise `MegabatchError` where a call cannot add to the update."""
         if self._running:
             raise MegabatchError("microbatches() was called inside its own loop; finish one call before the next")
         if self._is_lost:
             raise MegabatchError(f"{LOST}; discard() it, and give its samples again")
 
-    def _recalled(self, loss_fn: object) -> Microbatch | None:
+    def _recall(self, loss_fn: object) -> Microbatch | None:
         """A dummy microbatch for a rank without samples, of an earlier call with the same loss.
 
         Nothing times a gradient that is not finite is not finite.
@@ -245,9 +394,9 @@ class GradientAccumulator:
             )
         terms = terms_given(total, weight, self._step.weighed)
         if self._before is not None:
-            self._ownership.check_unmoved(None, self._before)
+            self._ownership.check_unmoved(self._before)
             if self._step.index == 0:
-                self._ownership.check_reach(None, self._before, terms, [self._step.microbatch, self._share])
+                self._ownership.check_reach(None, self._before, terms, [self._step.microbatch, self._given])
             self._before = None
         self._open.backward_once(terms, self._step)
         self._step = None
@@ -270,7 +419,7 @@ class GradientAccumulator:
                 "and one that was left half-way is forgotten"
             )
         check_positive(max_norm=max_norm, weight=weight)
-        self._check_open()
+        self._check_can_add()
         if self._stepping is not None:
             self._stepping.check_finalize(max_norm, weight)
         opened, taken = self._open, None
@@ -281,8 +430,8 @@ class GradientAccumulator:
         self._open = None
         self._ownership.release()
         try:
-            with self._oom_broadcast.listening():
-                update = way.close(opened, self._wrapper, weight, max_norm)
+            with self._guarded():
+                update = self._close(opened, weight, max_norm)
                 if taken is not None:
                     raise taken
         except MegabatchError as error:
@@ -290,6 +439,20 @@ class GradientAccumulator:
             raise (taken or error) from None
         self._wide.finish()
         self._was_finite = update.finite
+        return update
+
+    def _close(self, opened: OpenUpdate, weight: float | None, max_norm: float | None) -> Update:
+        """Close an update, and give its gradient what it still lacks. Raises `LossContractError`."""
+        update, factor = opened.close(weight, max_norm)
+        parameters = self._wrapper.parameters
+        if isinstance(factor, float) and factor == 0.0:
+            drop_gradients(parameters)
+            return replace(update, finite=torch.zeros_like(update.finite))
+        self._wrapper.finish_update()
+        if max_norm is not None:
+            return update.with_norm(clip_gradients(parameters, max_norm, factor, self._wrapper.norm_groups))
+        if factor is not None:
+            scale_gradients(parameters, factor)
         return update
 
     def state_dict(self) -> dict[str, Any]:
@@ -330,7 +493,7 @@ class GradientAccumulator:
 
     def _abandon(self) -> None:
         """An update happens whole or not at all: forget what was accumulated."""
-        self._open, self._step, self._before, self._share, self._running = None, None, None, None, False
+        self._open, self._step, self._before, self._given, self._running = None, None, None, None, False
         self._ownership.release()
         self._wrapper.discard()
         self._wide.discard()

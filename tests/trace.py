@@ -1,4 +1,4 @@
-"""Files, functions and depth of a call in the library, counted with `sys.setprofile`; python -m tests.trace prints them."""
+"""Files, functions and depth of a call in the library; python -m tests.trace prints them."""
 
 import os
 import sys

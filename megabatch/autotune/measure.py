@@ -140,7 +140,7 @@ class MicrobatchMeasurer:
         opened.open_call(call)
         with (
             no_float16_autocast(wrapper.models),
-            contextlib.closing(iterate_steps(share, call, weigh, wrapper, wrapper.device)) as each,
+            contextlib.closing(iterate_steps(share, call, weigh, wrapper)) as each,
         ):
             for step in itertools.islice(each, num_run):
                 terms = opened.terms_of(self._loss_fn, self._subject.model, step)

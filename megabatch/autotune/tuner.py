@@ -15,14 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 from megabatch.autotune.measure import LongestSample, MeasuredModel, MicrobatchMeasurer, Sample
 from megabatch.autotune.memory import GIVE_A_BOUND, Budget, budget_of, check_device, check_measurable
 from megabatch.autotune.snapshot import ModuleSnapshot, norms
-from megabatch.batching import attention_mask
 from megabatch.batching.samples import Batch, Samples
 from megabatch.engine import random_state
 from megabatch.engine.call import first_failure
-from megabatch.engine.prepare import MicrobatchPlanner, PreparedBatch
+from megabatch.engine.prepare import MicrobatchPlanner
 from megabatch.engine.update import OpenUpdate
-from megabatch.errors import MegabatchError, PlanError, require_positive
-from megabatch.losses.contract import JointLoss, LossFunction, LossHooks
+from megabatch.errors import MegabatchError, PlanError
+from megabatch.losses.contract import JointLoss, LossFunction
 from megabatch.pipeline.stages import PipelineWrapper
 from megabatch.planning.limits import TunedLimit, bound_tokens, cost_of, in_gib, largest_fitting, search
 from megabatch.torch_private import is_fsdp2
@@ -51,12 +50,7 @@ class MicrobatchTuner:
         self.optimizer: optim.Optimizer | None = None  # whose states are to have room; None: two for each parameter
         self.wrapper, self._subject, self._memory_bytes = wrapper, MeasuredModel(model, wrapper, wide), memory_bytes
         self._measured: tuple[Callable[[], Any], Sample] | None = None  # a loss, and the longest sample it was given
-        if memory_bytes is not None:
-            require_positive("memory_bytes", memory_bytes)
-        if planner.is_auto:
-            self._check_auto()
-        elif memory_bytes is not None:
-            raise PlanError('memory_bytes is for max_microbatch_tokens="auto", and a bound is given; leave one out')
+        self._check_auto()
 
     def _check_auto(self) -> None:
         """Raise `PlanError` for what a measured microbatch would not leave as it was, or does not tell."""
@@ -79,25 +73,18 @@ class MicrobatchTuner:
                     f'max_microbatch_tokens is "auto"; {GIVE_A_BOUND}'
                 )
 
-    def share(
-        self, planner: MicrobatchPlanner, batch: Batch, hooks: LossHooks, opened: OpenUpdate | None
-    ) -> PreparedBatch:
-        """Return this rank's part of a call. Raises `PlanError` as the planner does, where a later call has a
-        sample for which the bound would be chosen anew, and where ranks see stretches of what a loss prepares."""
-        if planner.ranks.context_degree > 1 and hooks.prepare not in (None, attention_mask.note_padding):
-            raise PlanError(
-                "the loss has prepare=, which is given whole samples, and a cp axis gives the loss stretches of them; "
-                "prepare them in the collate function, or leave the cp axis out"
-            )
+    def check_longest(self, planner: MicrobatchPlanner, batch: Batch, opened: OpenUpdate | None) -> None:
+        """Raise `PlanError` where a later call of an update has a sample that is longer than the limit allows."""
         bound = None if planner.fit is None else planner.fit.max_microbatch_tokens
-        longest = max(planner.samples(batch).lengths, default=0) if bound is not None and _has_gradients(opened) else 0
-        if bound is not None and longest > bound:
+        if bound is None or not _has_gradients(opened):
+            return
+        longest = max(planner.samples(batch).lengths, default=0)
+        if longest > bound:
             raise PlanError(
                 f"a sample of {longest} tokens comes in a later call of an update, when there are gradients beside "
                 f"which nothing is measured, and the bound that was chosen is {bound}; give the longest sample to the "
                 "first call or to choose_bound(), or give max_microbatch_tokens="
             )
-        return planner.share(batch, hooks)
 
     def fitted(
         self, planner: MicrobatchPlanner, batch: Batch, loss_fn: LossFunction | JointLoss, opened: OpenUpdate | None

@@ -1,16 +1,14 @@
-"""The plain way to run a plan: agree over ranks on a call, and hand out its microbatches one by one.
+"""Agree over ranks on one call, and run through its microbatches.
 
 Everything that can be wrong with a batch is found here, before the first forward and on all ranks at once.
 """
 
-import contextlib
 import zlib
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import torch
-from torch import nn
+from torch import Tensor
 
 from megabatch.batching.samples import Microbatch
 from megabatch.batching.tree import clone, to_device
@@ -22,12 +20,10 @@ from megabatch.planning.plan import Plan, pad_with_dummies
 from megabatch.wrappers.base import Wrapper
 from megabatch.wrappers.mesh import DataRanks
 
-NUM_TOLD = 8  # numbers of `RankReport` before the weights
-
 
 @dataclass(frozen=True)
 class CallPlan:
-    """What the ranks told each other about one call; sums are over all ranks."""
+    """The ranks' agreement on one call; sums are over all ranks."""
 
     num_microbatches: int  # the most that any rank has
     num_samples: int
@@ -37,7 +33,7 @@ class CallPlan:
 
 
 class RankReport(NamedTuple):
-    """What a rank tells the others about its part of a call, as numbers; the weights by term, filled up with zeros."""
+    """A rank's part of a call, told to the others as numbers; the weights by term."""
 
     failed: float
     num_microbatches: float
@@ -49,62 +45,54 @@ class RankReport(NamedTuple):
     keys_hash: float  # of the keys of samples, where all must have the same; below 0 where samples differ
     weights: list[float]
 
-    @classmethod
-    def of(cls, row: list[float]) -> "RankReport":
-        failed, microbatches, samples, tokens, has_sample, names_hash, fingerprint, keys_hash, *weights = row
-        return cls(failed, microbatches, samples, tokens, has_sample, names_hash, fingerprint, keys_hash, weights)
-
 
 @dataclass(frozen=True)
 class MicrobatchStep:
-    """One microbatch on its device, and what is known of it."""
+    """One microbatch on its device, and its weights."""
 
     microbatch: Microbatch
     index: int
     counted: dict[str, float]  # weights counted from the data or told of it, by term; announced to all ranks
     weighed: dict[str, float]  # what weigh counts; differs from the former where what was told is wrong
     is_dummy: bool
-    is_part: bool = False  # of a microbatch that did not fit in memory
-    wanted: Sequence[nn.Parameter] | None = None  # those that still lack its gradient; None: all
-    retold: Mapping[str, int] = field(default_factory=dict[str, int])  # what else was taken back, and how often
+
+    def differentiate(self, objective: Tensor) -> None:
+        """Run the backward."""
+        objective.backward()
 
 
 def agree_on_call(
-    wrapper: Wrapper, make_share: Callable[[], PreparedBatch], weigh: Weigh | None,
+    wrapper: Wrapper, prepare: Callable[[], PreparedBatch], weigh: Weigh | None,
     remembered: Callable[[], Microbatch | None],
 ) -> tuple[PreparedBatch, CallPlan]:  # fmt: skip
-    """Prepare this rank's share and tell the others, in one message between hosts; with one rank, in none.
+    """Prepare this rank's samples and agree with the other ranks, in one message between hosts; alone, in none.
 
     ``remembered`` gives a sample of an earlier call with this loss as a microbatch, if there was one. A failure on any
     rank is raised on all of them, so that none is left waiting.
     """
-    ranks = wrapper.ranks
-    share, failure, has_sample = None, None, False
-    try:
-        share = make_share()
-        has_sample = len(share.samples) > 0 or remembered() is not None
-    except Exception as error:  # whatever the user's collate or weigh raises, the other ranks must hear of it
-        failure = error
-    told = list(map(RankReport.of, ranks.exchange(_message(share, wrapper, has_sample))))
-    if any(each.failed for each in told):
-        raise first_failure(ranks, failure)
-    assert share is not None  # only a failure leaves it out
-    _check_same_samples(ranks, told)
-    keys = {each.keys_hash for each in told} - {0.0}
+    ranks, dummy = wrapper.ranks, None
+    if ranks.is_alone:
+        prepared = prepare()
+        reports = [_report(prepared, wrapper, has_sample=True)]
+    else:
+        prepared, reports = _exchange_reports(wrapper, prepare, remembered)
+        _check_same_samples(ranks, reports)
+    keys = {each.keys_hash for each in reports} - {0.0}
     if wrapper.forwards_meet and (len(keys) > 1 or min(keys, default=0.0) < 0):
         raise PlanError(
             f"samples have other keys on other ranks, or on one rank, and with {wrapper.kind_name} ranks wait for each "
             "other in every submodule; give all samples of a call the same keys, an image of zeros say"
         )
-    if len({each.names_hash for each in told if each.num_microbatches}) > 1:
+    if len({each.names_hash for each in reports if each.num_microbatches}) > 1:
         raise LossContractError("weigh names other terms on other ranks; name the same terms everywhere")
-    num_microbatches = int(max(each.num_microbatches for each in told))
-    dummy = _dummy(ranks, share, num_microbatches, remembered, everyone_has=all(each.has_sample for each in told))
-    names = list(share.weight_sums())
-    if weigh is not None and num_microbatches and not all(each.num_microbatches for each in told):
-        names = next(filter(None, ranks.exchange_objects(names)), [])  # a rank that has weighed nothing knows none
-    data, weights = told[: ranks.degree], zip(*(each.weights for each in told[: ranks.num_weighing]), strict=True)
-    return share, CallPlan(
+    num_microbatches, names = int(max(each.num_microbatches for each in reports)), prepared.names
+    if not ranks.is_alone:
+        everyone_has = all(each.has_sample for each in reports)
+        dummy = _dummy(ranks, prepared, num_microbatches, remembered, everyone_has=everyone_has)
+        if weigh is not None and num_microbatches and not all(each.num_microbatches for each in reports):
+            names = next(filter(None, ranks.exchange_objects(names)), [])  # a rank that has weighed nothing knows none
+    data, weights = reports[: ranks.degree], zip(*(each.weights for each in reports[: ranks.num_weighing]), strict=True)
+    return prepared, CallPlan(
         num_microbatches=num_microbatches,
         num_samples=int(sum(each.num_samples for each in data)),
         num_tokens=int(sum(each.num_tokens for each in data)),
@@ -113,10 +101,50 @@ def agree_on_call(
     )
 
 
-def _check_same_samples(ranks: DataRanks, told: list[RankReport]) -> None:
+def _exchange_reports(
+    wrapper: Wrapper, prepare: Callable[[], PreparedBatch], remembered: Callable[[], Microbatch | None]
+) -> tuple[PreparedBatch, list[RankReport]]:
+    """Prepare this rank's samples, and exchange reports. Raises on all ranks what was raised on one."""
+    ranks, prepared, failure = wrapper.ranks, None, None
+    message = [1.0] + [0.0] * (len(RankReport._fields) - 2 + MAX_WEIGHED_TERMS)
+    try:
+        prepared = prepare()
+        *numbers, weights = _report(prepared, wrapper, len(prepared.samples) > 0 or remembered() is not None)
+        message = [*numbers, *weights, *[0.0] * (MAX_WEIGHED_TERMS - len(weights))]
+    except Exception as error:  # whatever the user's collate or weigh raises, the other ranks must hear of it
+        failure = error
+    num_told = len(RankReport._fields) - 1
+    rows = ranks.exchange(message)
+    reports = [RankReport(*row[:num_told], weights=row[num_told:]) for row in rows]
+    if any(each.failed for each in reports):
+        raise first_failure(ranks, failure)
+    assert prepared is not None  # only a failure leaves it out
+    return prepared, reports
+
+
+def _report(prepared: PreparedBatch, wrapper: Wrapper, has_sample: bool) -> RankReport:
+    """Return this rank's part of a call in numbers."""
+    samples, names, ranks = prepared.samples, prepared.names, wrapper.ranks
+    shares_samples = ranks.num_all > ranks.degree
+    cut = repr(prepared.plan.microbatches).encode() if shares_samples else b""
+    keys = samples.keys() if wrapper.forwards_meet else ()
+    return RankReport(
+        failed=0.0,
+        num_microbatches=float(len(prepared.plan.microbatches)),
+        num_samples=float(len(samples.lengths)),
+        num_tokens=float(samples.num_tokens),
+        has_sample=float(has_sample),
+        names_hash=float(zlib.crc32("\n".join(names).encode()) if names else 0),
+        fingerprint=float(zlib.crc32(cut, samples.fingerprint()) if shares_samples else 0),
+        keys_hash=float(zlib.crc32(repr(keys).encode()) * (1 if len(keys) == 1 else -1) if keys else 0),
+        weights=[sum(each[name] for each in prepared.weights) for name in names],
+    )
+
+
+def _check_same_samples(ranks: DataRanks, reports: list[RankReport]) -> None:
     """Raise where ranks that work on the same samples, along cp, tp or pp, were given others."""
     for data_rank in range(ranks.degree):
-        if len({each.fingerprint for each in told[data_rank :: ranks.degree]}) > 1:
+        if len({each.fingerprint for each in reports[data_rank :: ranks.degree]}) > 1:
             raise PlanError(
                 f"ranks along cp, tp or pp of data rank {data_rank} were given different samples, or cut them "
                 "otherwise; give them the same: deal samples over the data axes only (UpdateSampler's dp_rank and "
@@ -126,14 +154,14 @@ def _check_same_samples(ranks: DataRanks, told: list[RankReport]) -> None:
 
 def _dummy(
     ranks: DataRanks,
-    share: PreparedBatch,
+    prepared: PreparedBatch,
     num_microbatches: int,
     remembered: Callable[[], Microbatch | None],
     *,
     everyone_has: bool,
 ) -> Callable[[], Microbatch] | None:
     """A sample of this rank's, or one that another rank sends; None where nobody needs one."""
-    mine = share.dummy if len(share.samples) else remembered
+    mine = prepared.dummy if len(prepared.samples) else remembered
     if num_microbatches and not everyone_has:
         offer, failure = None, None
         try:
@@ -146,20 +174,21 @@ def _dummy(
         if offer is None:
             sent = next(each for each in offers if each is not None)
             return lambda: clone(sent)  # a new one, since a loss may write to it
-    return mine if num_microbatches > len(share.plan.microbatches) else None
+    return mine if num_microbatches > len(prepared.plan.microbatches) else None
 
 
 def iterate_steps(
-    share: PreparedBatch, call: CallPlan, weigh: Weigh | None, wrapper: Wrapper, device: torch.device
+    prepared: PreparedBatch, call: CallPlan, weigh: Weigh | None, wrapper: Wrapper
 ) -> Generator[MicrobatchStep]:
-    """The microbatches in their turn, each moved to the device for its own forward and backward alone."""
-    if weigh is None and wrapper.ranks.context_degree > 1:
+    """Yield the microbatches one after another, each moved to the device for its own forward and backward alone."""
+    if weigh is None and wrapper.ranks.context_groups:
         raise LossContractError(
             "sequences are cut over the mesh axis 'cp' and the loss does not say how its weight is counted, so a "
             "weight that counts samples would not be seen; give weigh=, see megabatch.loss"
         )
-    num_real = len(share.plan.microbatches)
-    with contextlib.closing(share.microbatches()) as real:
+    samples, num_real = prepared.samples, len(prepared.plan.microbatches)
+    real = iter(prepared.collated) if prepared.collated else samples.in_turn(prepared.plan.microbatches)
+    try:
         for index in range(call.num_microbatches):
             is_dummy = index >= num_real
             if is_dummy:
@@ -167,42 +196,33 @@ def iterate_steps(
                 microbatch = call.dummy()
             else:
                 microbatch = next(real)
-            weighed = {} if weigh is None else share.weighed(index, microbatch, weigh)
-            counted = weighed if weigh is None or is_dummy else share.weights[index]
-            last = index == call.num_microbatches - 1
-            with wrapper.microbatch(share.plan.sync, last=last):
+            counted = {} if weigh is None or is_dummy else prepared.weights[index]
+            weighed = counted
+            if weigh is not None and (is_dummy or samples.deferred is not None):
+                weighed = prepared.weighed(index, microbatch, weigh)
+                counted = weighed if is_dummy else counted
+            with wrapper.microbatch(prepared.plan.sync, last=index == call.num_microbatches - 1):
                 wrapper.is_counting = not is_dummy
                 try:
-                    share.samples.expect(microbatch)
-                    moved = share.samples.owned(microbatch, to_device(microbatch, device))
+                    samples.expect(microbatch)
+                    moved = samples.owned(microbatch, to_device(microbatch, wrapper.device))
                     yield MicrobatchStep(moved, index, counted, weighed, is_dummy)
                     del moved
                 finally:
                     wrapper.is_counting = None
             del microbatch  # before the next is made
+    finally:
+        if isinstance(real, Generator):
+            real.close()  # the user's loading may be under way in it
     if call.num_microbatches:
         wrapper.finish_call()
 
 
 def with_dummies(plan: Plan, num_microbatches: int) -> Plan:
-    """The plan with the dummy microbatches that bring it to everyone's number of microbatches."""
+    """Return the plan with the dummy microbatches that bring it to everyone's number of microbatches."""
+    if len(plan.microbatches) == num_microbatches:
+        return plan
     return replace(plan, microbatches=pad_with_dummies(plan.microbatches, num_microbatches))
-
-
-def _message(share: PreparedBatch | None, wrapper: Wrapper, has_sample: bool) -> list[float]:
-    """The fields of `RankReport`, in one row of a fixed length."""
-    if share is None:
-        return [1.0] + [0.0] * (NUM_TOLD - 1 + MAX_WEIGHED_TERMS)
-    sums = share.weight_sums()
-    names_hash = zlib.crc32("\n".join(sums).encode()) if sums else 0
-    cut = repr(share.plan.microbatches).encode()
-    shares_samples = wrapper.ranks.num_all > wrapper.ranks.degree
-    fingerprint = zlib.crc32(cut, share.samples.fingerprint()) if shares_samples else 0
-    keys = share.samples.keys() if wrapper.forwards_meet else ()
-    keys_hash = zlib.crc32(repr(keys).encode()) * (1 if len(keys) == 1 else -1) if keys else 0
-    counts = [0, len(share.plan.microbatches), len(share.samples), share.samples.num_tokens]
-    rest = [0.0] * (MAX_WEIGHED_TERMS - len(sums))
-    return [*map(float, [*counts, has_sample, names_hash, fingerprint, keys_hash]), *sums.values(), *rest]
 
 
 def _one_line(failure: Exception) -> str:

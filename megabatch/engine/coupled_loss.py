@@ -41,7 +41,7 @@ class CoupledCall:
 
     joint: JointLoss
     model: Any
-    share: PreparedBatch
+    prepared: PreparedBatch
     call_plan: CallPlan
     wrapper: Wrapper
     opened: OpenUpdate
@@ -49,22 +49,22 @@ class CoupledCall:
     @property
     def cut(self) -> tuple[tuple[int, ...], ...]:
         """This rank's samples by microbatch; () is a dummy microbatch."""
-        return with_dummies(self.share.plan, self.call_plan.num_microbatches).microbatches
+        return with_dummies(self.prepared.plan, self.call_plan.num_microbatches).microbatches
 
     def microbatches(self) -> Generator[Microbatch]:
         """This rank's microbatches on the CPU, and the dummy microbatches that bring them to everyone's number."""
-        yield from self.share.microbatches()
+        yield from self.prepared.microbatches()
         for rows in self.cut:
             if not rows:
                 assert self.call_plan.dummy is not None  # some rank has more than this one
                 yield self.call_plan.dummy()
 
 
-def run(
-    joint: JointLoss, model: Any, share: PreparedBatch, call_plan: CallPlan, wrapper: Wrapper, opened: OpenUpdate
+def run_coupled_loss(
+    joint: JointLoss, model: Any, prepared: PreparedBatch, call_plan: CallPlan, wrapper: Wrapper, opened: OpenUpdate
 ) -> dict[str, Term]:
-    """Add a call's gradient to the open update; returns its sums on data rank 0, and zeros on the others."""
-    call, ranks = CoupledCall(joint, model, share, call_plan, wrapper, opened), wrapper.ranks
+    """Add a call's gradient to the open update; return its sums on data rank 0, and zeros on the others."""
+    call, ranks = CoupledCall(joint, model, prepared, call_plan, wrapper, opened), wrapper.ranks
     _check_whole_samples(ranks)
     if opened.steps_in_backward:
         raise PlanError(
@@ -82,14 +82,6 @@ def run(
     del wholes, gradients
     _report_drift(call, _backward(call, encodings, own), sums)
     return sums
-
-
-def refuse_in_a_loop(weigh: object) -> None:
-    """Raise `PlanError` for a joint loss that was given to the open loop."""
-    if isinstance(weigh, JointLoss):
-        raise PlanError(
-            "microbatches() was given a JointLoss, which needs all samples at once; give it to forward_backward()"
-        )
 
 
 def _check_whole_samples(ranks: DataRanks) -> None:
@@ -157,8 +149,7 @@ def _check_reach(totals: Sequence[Tensor], wholes: list[Tensor]) -> None:
 def _backward(call: CoupledCall, encodings: list[Encoded], gradients: Sequence[Sequence[Tensor] | None]) -> Tensor:
     """Encode every microbatch again and differentiate it; whether its representations were others, on the device."""
     drifted = torch.zeros((), dtype=torch.bool, device=call.wrapper.device)
-    device = call.wrapper.device
-    with contextlib.closing(iterate_steps(call.share, call.call_plan, None, call.wrapper, device)) as each:
+    with contextlib.closing(iterate_steps(call.prepared, call.call_plan, None, call.wrapper)) as each:
         for step in each:
             encoded = encodings[step.index]
             with random_state.replay(encoded.random):

@@ -50,23 +50,12 @@ class OOMBroadcast:
         self._own: Any = None  # a connection serves one call at a time, and the main thread's may take long
         number = 0.0
         with contextlib.suppress(*STORE_FAILS):
-            number = float(_store_of_process().add(NUMBER, 1)) if ranks.num_all > 1 else number
+            number = float(_store_of_process().add(NUMBER, 1))
         (self._number,) = max(ranks.exchange([number]))  # the job has no other alarm of this number
 
     @contextlib.contextmanager
     def listening(self) -> Generator[None]:
-        """Surrounds what may wait for other ranks; raises their `MegabatchError` in place of what came of it.
-
-        With one rank there is nobody to hear, and what ran out of memory is said in one line alone.
-        """
-        if self._ranks.num_all == 1:
-            try:
-                yield
-            except Exception as error:
-                if is_out_of_memory(error):
-                    raise self._shortage(error) from error
-                raise
-            return
+        """Surrounds what may wait for other ranks; raises their `MegabatchError` in place of what came of it."""
         ended = threading.Event()
         listener = threading.Thread(target=self._listen, args=(ended,), name="megabatch-alarm", daemon=True)
         listener.start()
@@ -87,7 +76,7 @@ class OOMBroadcast:
     def _cause(self, error: Exception, *, answers: bool) -> Exception:
         """Why this rank cannot go on, told to the others where it is the first to know."""
         if is_out_of_memory(error):
-            error = self._shortage(error)
+            error = out_of_memory_error(error, self._ranks)
         if isinstance(error, MegabatchError) and (error.shortage is not None or error.strands_others):
             if self._heard is None:
                 who = "" if error.shortage else f"{whoever_runs(self._ranks.num_all)}: "
@@ -98,17 +87,6 @@ class OOMBroadcast:
         if self._heard is None and answers:
             self._in_a_thread(self._look, SECONDS_TO_ANSWER)
         return error if self._heard is None else self._leaving(self._heard)
-
-    def _shortage(self, error: Exception) -> MegabatchError:
-        """What ran out of memory where no microbatch can be named, or none be run again."""
-        who, seen = whoever_runs(self._ranks.num_all), in_one_line(_first_cause(error))
-        where = "beside a microbatch's forward and backward"
-        if self._ranks.num_all > 1:
-            where = "where ranks wait for each other"
-        change = "give smaller microbatches, or shard the model over more ranks"
-        failure = MegabatchError(f"{who} ran out of memory {where}; {change} ({seen})")
-        failure.shortage = Shortage(rank_of_process(), (), None)
-        return failure
 
     def _tell(self, told: str) -> None:
         """Tell the others, and wait until they have heard."""
@@ -169,6 +147,16 @@ class OOMBroadcast:
         if own is None:
             own = self._own = _store_of_process().clone()
         return own
+
+
+def out_of_memory_error(error: Exception, ranks: DataRanks) -> MegabatchError:
+    """Return the error of what ran out of memory where no microbatch can be named, or none be run again."""
+    who, seen = whoever_runs(ranks.num_all), in_one_line(_first_cause(error))
+    where = "beside a microbatch's forward and backward" if ranks.is_alone else "where ranks wait for each other"
+    change = "give smaller microbatches, or shard the model over more ranks"
+    failure = MegabatchError(f"{who} ran out of memory {where}; {change} ({seen})")
+    failure.shortage = Shortage(rank_of_process(), (), None)
+    return failure
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -34,16 +34,17 @@ class Receipt(NamedTuple):
 
     @classmethod
     def of(cls, parameters: Sequence[nn.Parameter]) -> "Receipt":
-        """As they stand now."""
+        """Note the gradients as they stand now."""
         gradients = [each.grad for each in parameters]
         return cls(parameters, gradients, _num_writes([each for each in gradients if each is not None]))
 
     def holds(self, *, exact: bool = True) -> bool:
-        """Whether no gradient was replaced or written to since; not ``exact``: whether none came or went."""
-        now = Receipt.of(self.parameters)
+        """Return True if no gradient was replaced or written to since; not ``exact``: if none came or went."""
+        now = [each.grad for each in self.parameters]
         if not exact:
-            return [each is None for each in self.gradients] == [each is None for each in now.gradients]
-        return all(map(operator.is_, self.gradients, now.gradients)) and self.writes == now.writes
+            return [each is None for each in self.gradients] == [each is None for each in now]
+        are_same = all(map(operator.is_, self.gradients, now))
+        return are_same and self.writes == _num_writes([each for each in now if each is not None])
 
 
 class Leftover(NamedTuple):
@@ -127,13 +128,9 @@ class Ownership:
         """Whether a loss was not tried yet; the body of an open loop, which is None, never was."""
         return loss_fn is None or self._tried.get(loss_fn) is None
 
-    def receipt(self) -> Receipt:
-        """How gradients stand before a loss runs."""
-        return Receipt.of(self._wrapper.accumulating)
-
-    def check_unmoved(self, loss_fn: object, before: Receipt) -> None:
-        """Raise `LossContractError` where the loss has moved a gradient and does not take the divisor."""
-        if not _is_divided(loss_fn) and self._has_moved(before):
+    def check_unmoved(self, before: Receipt) -> None:
+        """Raise `LossContractError` where a loss that does not take the divisor has moved a gradient."""
+        if self._has_moved(before):
             raise LossContractError(f"gradients changed while the loss ran: it runs its own backward. {DIVIDE}")
 
     def uses_up(self, loss_fn: object, terms: Mapping[str, Term]) -> bool:
@@ -145,7 +142,7 @@ class Ownership:
         new = [node for node in functions if type(node) not in self._scaling]
         if not new or _is_divided(loss_fn):
             return False
-        before = self.receipt()
+        before = Receipt.of(self._wrapper.accumulating)
         for node in new:
             looks = is_linear(node)
             if looks is False or self._has_moved(before):
@@ -178,7 +175,7 @@ class Ownership:
         self._trying = loss_fn
 
     def _has_moved(self, before: Receipt) -> bool:
-        """Whether a gradient came or changed; FSDP2 makes some parameters in the first forward."""
+        """Return True if a gradient came or changed; FSDP2 makes some parameters in the first forward."""
         if not before.holds(exact=self._is_exact):
             return True
         now = self._wrapper.accumulating

@@ -10,9 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from megabatch.batching.attention_mask import with_config
-from megabatch.batching.packed_row import OneRow
 from megabatch.engine.call import first_failure
-from megabatch.engine.oom_broadcast import OOMBroadcast, is_out_of_memory
+from megabatch.engine.oom_broadcast import is_out_of_memory
 from megabatch.engine.step_in_backward import StepInBackward
 from megabatch.errors import LossContractError, MegabatchError, PlanError, in_one_line
 from megabatch.wrappers.base import Wrapper
@@ -24,18 +23,15 @@ BY_PLACE = ("attention_chunk_size", "attn_temperature_tuning")  # by the place i
 Run = Callable[..., Tensor]  # (tokens [1, T], position_ids=[1, T]) -> [1, T, V]
 
 
-def check_packing(collate: object, wrapper: Wrapper, oom_broadcast: OOMBroadcast) -> None:
-    """Raise `PlanError` where samples cannot lie in one row, or see each other there; collective if they are to."""
-    if not isinstance(collate, OneRow):
-        return
+def check_packing(wrapper: Wrapper) -> None:
+    """Raise `PlanError` where samples cannot lie in one row, or see each other there; collective."""
     ranks = wrapper.ranks
     if len(wrapper.models) > 1 or ranks.context_degree > 1 or ranks.pipeline_groups:
         raise PlanError(
             "OneRow is for one model whose sequences are whole and which is no Pipeline; give one model, or leave the "
             "cp and pp axes or OneRow out"
         )
-    with oom_broadcast.listening():
-        _try_on_all(wrapper.models[0], wrapper.device, ranks)
+    _try_on_all(wrapper.models[0], wrapper.device, ranks)
 
 
 def _try_on_all(model: nn.Module, device: torch.device, ranks: DataRanks) -> None:
@@ -58,9 +54,9 @@ def _try_on_all(model: nn.Module, device: torch.device, ranks: DataRanks) -> Non
 
 
 @contextlib.contextmanager
-def watched(model: Any, collate: object, num_microbatches: int) -> Generator[None]:
+def watched(model: Any, num_microbatches: int) -> Generator[None]:
     """Surrounds a call: the loss must give the model what keeps the samples of a row apart, and nothing besides."""
-    if not isinstance(collate, OneRow) or not num_microbatches:
+    if not num_microbatches:
         yield
         return
     if _steps_in_backward(model):

@@ -1,4 +1,4 @@
-"""This rank's part of one call: its samples, cut, and weighed where the weight can be counted from the data."""
+"""Prepare this rank's samples of one call: split, collated, and weighed where the data tell the weight."""
 
 import math
 from collections.abc import Generator, Sequence
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from megabatch.batching import context_parallel
+from megabatch.batching.attention_mask import note_padding
 from megabatch.batching.packed_row import OneRow
 from megabatch.batching.pad_to_shape import equal_rows
 from megabatch.batching.padding import Padding
@@ -25,13 +26,15 @@ MAX_WEIGHED_TERMS = 8  # the message between ranks has a fixed size
 
 @dataclass(frozen=True)
 class PreparedBatch:
-    """Samples with the plan of their microbatches, and the weights of those."""
+    """This rank's samples of one call, the plan of their microbatches, and the weights of those."""
 
     samples: Samples
     plan: Plan
     collated: tuple[Microbatch, ...]  # on the CPU; empty unless they were weighed, and for a deferred batch
     weights: tuple[dict[str, float], ...]  # of each microbatch, by term
-    parts: dict[int, list[tuple[int, ...]]] = field(default_factory=dict[int, list[tuple[int, ...]]])  # see `OOMRetry`
+    parts: dict[int, list[tuple[int, ...]]] = field(
+        default_factory=dict[int, list[tuple[int, ...]]]
+    )  # those that ran in parts
 
     def microbatches(self) -> Generator[Microbatch]:
         """The microbatches of the plan in turn, on the CPU."""
@@ -74,10 +77,14 @@ class PreparedBatch:
             )
         return weights
 
+    @property
+    def names(self) -> list[str]:
+        """Names of the weighed terms, in the order of `weight_sums`; empty without a weighed microbatch."""
+        return sorted(self.weights[0]) if self.weights else []
+
     def weight_sums(self) -> dict[str, float]:
-        """This rank's weight of each term, in the order of the message; empty without a weighed microbatch."""
-        names = sorted(self.weights[0]) if self.weights else []
-        return {name: sum(each[name] for each in self.weights) for name in names}
+        """Return this rank's weight of each term."""
+        return {name: sum(each[name] for each in self.weights) for name in self.names}
 
 
 @dataclass(frozen=True)
@@ -102,15 +109,20 @@ class MicrobatchPlanner:
         return self.micro_batch_size is None and self.max_microbatch_tokens is None
 
     def samples(self, batch: Batch, prepare: Prepare | None = None) -> Samples:
-        """The batch seen as samples, its microbatches as the loss is to see them."""
-        if self.ranks.context_degree > 1:
+        """Return the batch as samples, whose microbatches are what the loss will see."""
+        if self.ranks.context_groups:
             prepare = partial(context_parallel.stretch, index=self.ranks.context_rank, degree=self.ranks.context_degree)
         return Samples(batch, self.collate, self.length, prepare, self.padding)
 
     def plan(self, samples: Samples) -> Plan:
-        """How they are cut into microbatches."""
-        rows, tokens = self._bound(samples)
-        lengths = samples.lengths
+        """Return how samples are split into microbatches."""
+        rows, tokens, lengths = self.micro_batch_size, self.max_microbatch_tokens, samples.lengths
+        if self.fit is not None:
+            rows, tokens = None, self.fit.max_microbatch_tokens
+        elif rows is None and tokens is None:
+            rows = self._refuse_unknown_limit(samples)
+        elif self.one_shape and tokens is not None:
+            rows, tokens = equal_rows(lengths, tokens), None
         check_lengths(lengths, tokens)
         if self.learned is not None and rows is not None:
             rows = min(rows, self.learned.samples)
@@ -125,59 +137,47 @@ class MicrobatchPlanner:
         plan = replace(plan, lengths=tuple(samples.lengths), one_shape=self.one_shape, sync=sync, reason=reason)
         return plan if cost is None else priced(plan, cost)
 
-    def _bound(self, samples: Samples) -> tuple[int | None, int | None]:
-        """Samples of a microbatch, or its tokens, before anything was learned."""
-        if self.fit is not None:
-            return None, self.fit.max_microbatch_tokens
-        if self.is_auto and len(samples):
+    def _refuse_unknown_limit(self, samples: Samples) -> int:
+        """Raise `PlanError` for samples, while the limit is to be chosen; no samples need no limit."""
+        if len(samples):
             raise PlanError(
                 'max_microbatch_tokens is "auto" and the first forward_backward() or choose_bound() chooses the bound, '
                 "from the loss and its samples; call one of them before, or give max_microbatch_tokens="
             )
-        if self.is_auto:
-            return 1, None  # of no samples
-        if self.one_shape and self.max_microbatch_tokens is not None:
-            return equal_rows(samples.lengths, self.max_microbatch_tokens), None
-        return self.micro_batch_size, self.max_microbatch_tokens
-
-    def learn(self, share: PreparedBatch) -> "MicrobatchPlanner":
-        """The cutter of later calls, after one in which microbatches had to be run in parts."""
-        ran = [rows for parts in share.parts.values() for rows in parts if rows]
-        return self.lowered(share.plan.bound_of(ran) if ran else None)
+        return 1
 
     def lowered(self, bound: MicrobatchLimit | None) -> "MicrobatchPlanner":
-        """The cutter of calls whose microbatches hold no more than ``bound`` either."""
+        """Return the planner of calls whose microbatches hold no more than ``bound`` either."""
         if bound is None:
             return self
         return replace(self, learned=MicrobatchLimit(*map(min, bound, self.learned or bound)))
 
-    def share(self, batch: Batch, hooks: LossHooks) -> PreparedBatch:
-        """This rank's part of a call. Raises `PlanError` or `LossContractError` for what is wrong with it."""
-        samples, weigh = self.samples(batch, hooks.prepare), hooks.weigh
+    def prepare(self, batch: Batch, hooks: LossHooks) -> PreparedBatch:
+        """Split, collate and weigh this rank's samples. Raises `PlanError` or `LossContractError`."""
+        samples = self.samples(batch, hooks.prepare)
         plan = self.plan(samples)
-        if weigh is not None and self.ranks.context_degree > 1 and plan.microbatches:
-            if samples.deferred is not None and samples.deferred.weights is not None:
-                raise PlanError(
-                    "weights of Deferred are of whole samples, and sequences are cut over the mesh axis 'cp'; leave "
-                    "weights out"
-                )
-            whole = Samples(batch, self.collate, self.length, pad=self.padding).take(plan.microbatches[0])
-            check_weights_of_stretches(whole, weigh, self.ranks.context_degree)
-        self._check_rows(samples, plan, weigh)
-        return collate_planned(samples, plan, weigh)
+        if self.ranks.context_groups:
+            self._check_stretches(batch, samples, plan, hooks)
+        if isinstance(self.collate, OneRow) and plan.microbatches:
+            _check_rows(samples, plan, hooks.weigh)
+        return collate_planned(samples, plan, hooks.weigh)
 
-    def _check_rows(self, samples: Samples, plan: Plan, weigh: Weigh | None) -> None:
-        """Raise `LossContractError` where samples lie in one row and a weight may count rows."""
-        if not isinstance(self.collate, OneRow) or not plan.microbatches:
-            return
-        if weigh is None:
-            raise LossContractError(
-                "samples lie in one row and the loss does not say how its weight is counted, so a weight that counts "
-                "rows would not be seen; give weigh=, see megabatch.loss, or leave OneRow out"
+    def _check_stretches(self, batch: Batch, samples: Samples, plan: Plan, hooks: LossHooks) -> None:
+        """Raise for a loss that wants whole samples, and for weights that do not add up over stretches."""
+        if hooks.prepare not in (None, note_padding):
+            raise PlanError(
+                "the loss has prepare=, which is given whole samples, and a cp axis gives the loss stretches of them; "
+                "prepare them in the collate function, or leave the cp axis out"
             )
-        together = next((rows for rows in plan.microbatches if len(rows) > 1), ())
-        if together and (samples.deferred is None or samples.deferred.weights is None):
-            check_weights_of_row(samples, together[:MAX_COMPARED], weigh)
+        if hooks.weigh is None or not plan.microbatches:
+            return
+        if samples.deferred is not None and samples.deferred.weights is not None:
+            raise PlanError(
+                "weights of Deferred are of whole samples, and sequences are cut over the mesh axis 'cp'; leave "
+                "weights out"
+            )
+        whole = Samples(batch, self.collate, self.length, pad=self.padding).take(plan.microbatches[0])
+        check_weights_of_stretches(whole, hooks.weigh, self.ranks.context_degree)
 
 
 def collate_planned(samples: Samples, plan: Plan, weigh: Weigh | None) -> PreparedBatch:
@@ -187,7 +187,10 @@ def collate_planned(samples: Samples, plan: Plan, weigh: Weigh | None) -> Prepar
     if samples.deferred is not None and (told := samples.deferred.weights) is not None:
         sums = (sum(told[row] for row in rows) for rows in plan.microbatches)
         return PreparedBatch(samples, plan, (), tuple(map(counted_weights, sums)))
-    kept = _kept(samples, plan) if samples.deferred is None else ()
+    kept: tuple[Microbatch, ...] = ()
+    if samples.deferred is None:
+        is_own = samples.is_collated_by_user
+        kept = _take_all(samples, plan) if is_own else tuple(map(samples.take, plan.microbatches))
     weights = tuple(map(counted_weights, map(weigh, kept or map(samples.take, plan.microbatches))))  # keeps none
     names = [sorted(each) for each in weights]
     if any(each != names[0] for each in names):
@@ -197,17 +200,29 @@ def collate_planned(samples: Samples, plan: Plan, weigh: Weigh | None) -> Prepar
     return PreparedBatch(samples, plan, kept, weights)
 
 
-def _kept(samples: Samples, plan: Plan) -> tuple[Microbatch, ...]:
-    """Every microbatch, on memory of its own: a collate function may fill the same buffers again."""
+def _take_all(samples: Samples, plan: Plan) -> tuple[Microbatch, ...]:
+    """Take every microbatch of the user's own collate, on memory of its own: it may fill the same buffers again."""
     kept: list[Microbatch] = []
     memory: set[int] = set()
     for rows in plan.microbatches:
         kept.append(samples.take(rows))
-        own = memory_of(kept[-1]) if samples.is_collated_by_user else set[int]()
+        own = memory_of(kept[-1])
         if not own.isdisjoint(memory):
             return tuple(clone(samples.take(rows)) for rows in plan.microbatches)
         memory |= own
     return tuple(kept)
+
+
+def _check_rows(samples: Samples, plan: Plan, weigh: Weigh | None) -> None:
+    """Raise `LossContractError` where samples lie in one row and a weight may count rows."""
+    if weigh is None:
+        raise LossContractError(
+            "samples lie in one row and the loss does not say how its weight is counted, so a weight that counts "
+            "rows would not be seen; give weigh=, see megabatch.loss, or leave OneRow out"
+        )
+    together = next((rows for rows in plan.microbatches if len(rows) > 1), ())
+    if together and (samples.deferred is None or samples.deferred.weights is None):
+        check_weights_of_row(samples, together[:MAX_COMPARED], weigh)
 
 
 def check_weights_of_row(samples: Samples, rows: Sequence[int], weigh: Weigh) -> None:

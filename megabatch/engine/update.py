@@ -8,7 +8,7 @@ import contextlib
 import copy
 import math
 import zlib
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -108,9 +108,7 @@ class OpenUpdate:
     """This rank's sums of the update that is being accumulated, and the divisors of its terms."""
 
     def __init__(self, wrapper: Wrapper, stepping: StepInBackward | None = None) -> None:
-        self._ranks, self._wrapper = wrapper.ranks, wrapper
-        self._stepping = stepping
-        self._wrapper = wrapper
+        self._ranks, self._wrapper, self.stepping = wrapper.ranks, wrapper, stepping
         self._device = wrapper.device
         self._dtype = accumulation_dtype(wrapper.device)
         self._divisors: dict[str, float] = {}  # by weighed term, from the first call
@@ -136,7 +134,7 @@ class OpenUpdate:
     @property
     def steps_in_backward(self) -> bool:
         """Whether an optimizer steps in the last backward."""
-        return self._stepping is not None
+        return self.stepping is not None
 
     def state_dict(self) -> dict[str, Any]:
         """Where it stands between two calls, in numbers and texts. Waits for the device."""
@@ -155,8 +153,8 @@ class OpenUpdate:
         if not call.num_microbatches:
             return
         self._num_calls += 1
-        if self._stepping is not None:
-            self._stepping.open_call(call, self._num_calls)
+        if self.stepping is not None:
+            self.stepping.open_call(call, self._num_calls)
         if self._num_calls == 1:  # of several terms there is no other call, and one without weight has no gradient
             nothing = 1.0 if len(call.weights) < 2 else math.inf
             self._divisors = {name: weight or nothing for name, weight in call.weights.items()}
@@ -175,7 +173,7 @@ class OpenUpdate:
                 "the loss takes the divisor, which has to be known before its first microbatch; say how it is counted "
                 "with @megabatch.loss(weigh=...)"
             )
-        scale = math.inf if step.is_dummy else 1 / self._loss_factor
+        scale = math.inf if step.is_dummy else 1 / self._wrapper.loss_factor
         divided = self._divided(loss_fn, model, step, scale)
         named = self._weighed_of(divided)
         if not any(each.total.requires_grad for each in divided.values()):  # it has differentiated everything itself
@@ -240,20 +238,26 @@ class OpenUpdate:
         return carrying or [name for name in terms if name in self._divisors or len(terms) == 1]
 
     def backward(self, terms: Mapping[str, Term], step: MicrobatchStep) -> dict[str, Term]:
-        """Differentiate one microbatch; returns its sums, detached."""
+        """Differentiate one microbatch and add its sums; return them, detached.
+
+        A microbatch that fails is as if it had not been, but for its gradient.
+        """
         objective = self.objective(terms, step)
-        with self._taken_back_on_failure():
+        before = self._sums.copy(), self._differ, self._counted
+        self.taking_back.clear()
+        try:
             sums = self.add(terms, step)  # which may raise, and then no parameter is to have moved
-            with contextlib.nullcontext() if self._stepping is None else self._stepping.backward(step.index):
-                objective.backward(inputs=None if step.wanted is None else list(step.wanted))
+            with contextlib.nullcontext() if self.stepping is None else self.stepping.backward(step.index):
+                step.differentiate(objective)
+        except Exception:
+            self._sums, self._differ, self._counted = before
+            for _, take_back in self.taking_back:
+                take_back()
+            raise
         if not self._all_have_gradients:  # only new ones can share memory
             separate_gradients(self._wrapper.accumulating)
             self._all_have_gradients = all(each.grad is not None for each in self._wrapper.accumulating)
         return sums
-
-    @property
-    def _loss_factor(self) -> float:
-        return self._wrapper.loss_factor
 
     def backward_once(self, terms: Mapping[str, Term], step: MicrobatchStep) -> None:
         """The same where nobody takes back what a backward that fails has added: the update is lost then."""
@@ -270,26 +274,14 @@ class OpenUpdate:
                 "lost; let its error pass, and begin the update again"
             )
 
-    @contextlib.contextmanager
-    def _taken_back_on_failure(self) -> Generator[None]:
-        """Let a microbatch that fails be as if it had not been, but for its gradient."""
-        before = self._sums.copy(), self._differ, self._counted
-        self.taking_back.clear()
-        try:
-            yield
-        except Exception:
-            self._sums, self._differ, self._counted = before
-            for _, take_back in self.taking_back:
-                take_back()
-            raise
-
     def objective(self, terms: Mapping[str, Term], step: MicrobatchStep) -> Tensor:
-        """The scalar to differentiate: each total over its divisor, and nothing of a dummy microbatch."""
+        """Return the scalar to differentiate: each total over its divisor, and nothing of a dummy microbatch."""
         names = differentiable(terms)
         self._differentiable |= set(names)
         self._check_terms(names, step)
-        refuse_float16((f"the total of {name!r}", terms[name].total.dtype) for name in names)
-        share = 0.0 if step.is_dummy else self._loss_factor
+        if any(terms[name].total.dtype == torch.float16 for name in names):
+            refuse_float16((f"the total of {name!r}", terms[name].total.dtype) for name in names)
+        share = 0.0 if step.is_dummy else self._wrapper.loss_factor
         parts = [terms[name].total * (share / (_of(self._divisors, name) or 1.0)) for name in names]
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 
@@ -305,9 +297,14 @@ class OpenUpdate:
         detached = {name: Term(term.total.detach().to(self._dtype), term.weight) for name, term in terms.items()}
         add_terms(self._sums, detached)
         for name in differentiable(terms):
-            counted = _of(step.counted, name)
-            if counted is not None:
-                self._compare(counted, terms[name].weight, step)
+            counted, returned = _of(step.counted, name), terms[name].weight
+            if counted is None:
+                continue
+            differ = abs(returned - counted) > WEIGHT_TOLERANCE * counted
+            if isinstance(returned, float) and differ and self._ranks.is_alone:
+                raise weights_differ(f"microbatch {step.index}", counted, returned)
+            self._differ = differ | self._differ
+            self._counted += counted
         return detached
 
     def close(self, weight: float | None, max_norm: float | None) -> tuple[Update, float | Tensor | None]:
@@ -381,13 +378,6 @@ class OpenUpdate:
             )
         if unweighed and step.counted:
             raise LossContractError(f"weigh names {sorted(step.counted)} but the differentiable term is {names[0]!r}")
-
-    def _compare(self, counted: float, returned: Tensor | float, step: MicrobatchStep) -> None:
-        differ = abs(returned - counted) > WEIGHT_TOLERANCE * counted
-        if isinstance(returned, float) and differ and self._ranks.num_all == 1:
-            raise weights_differ(f"microbatch {step.index}", counted, returned)
-        self._differ = differ | self._differ
-        self._counted += counted
 
     def _report(self, names: list[str], rest: str) -> Tensor:
         """[weights differ, counted, returned, hash of names and rest; totals of the terms; their weights; zeros]"""

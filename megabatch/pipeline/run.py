@@ -22,9 +22,18 @@ from megabatch.engine.oom_broadcast import is_out_of_memory
 from megabatch.engine.prepare import PreparedBatch
 from megabatch.engine.update import OpenUpdate, add_terms
 from megabatch.errors import LossContractError, PlanError
-from megabatch.losses.contract import LossFunction, Term, Weigh, accumulation_dtype, terms_of
+from megabatch.losses.contract import (
+    JointLoss,
+    LossFunction,
+    Term,
+    accumulation_dtype,
+    takes_divisor,
+    terms_of,
+    weigh_of,
+)
 from megabatch.pipeline.stages import Pipeline, PipelineWrapper, nothing_of
 from megabatch.torch_private import pytree
+from megabatch.wrappers.base import Wrapper
 from megabatch.wrappers.mesh import DataRanks
 
 __all__ = ["Pipeline", "evaluate"]
@@ -32,38 +41,44 @@ __all__ = ["Pipeline", "evaluate"]
 Named = list[tuple[str, bool, float | None]]  # of a microbatch: terms, whether differentiable, weights of the host
 
 
-def filled(wrapper: PipelineWrapper, share: PreparedBatch, call: CallPlan) -> CallPlan:
-    """The agreement, with as many dummy microbatches more as the schedule needs; the same on all ranks."""
+def fill_up_schedule(wrapper: Wrapper, prepared: PreparedBatch, call: CallPlan) -> CallPlan:
+    """Return the call's plan with as many dummy microbatches more as the schedule needs; the same on all ranks."""
+    assert isinstance(wrapper, PipelineWrapper)
     num_microbatches = wrapper.pipeline.filled(call.num_microbatches)
-    dummy = call.dummy or share.dummy  # without the former this rank has samples
+    dummy = call.dummy or prepared.dummy  # without the former this rank has samples
     return replace(call, num_microbatches=num_microbatches, dummy=dummy)
 
 
-def run(
-    share: PreparedBatch,
-    call: CallPlan,
-    weigh: Weigh | None,
-    loss_fn: LossFunction,
-    wrapper: PipelineWrapper,
+def run_schedule(
+    loss_fn: LossFunction | JointLoss, prepared: PreparedBatch, call: CallPlan, wrapper: Wrapper,
     opened: OpenUpdate,
-) -> dict[str, Term]:
-    """Add a call's gradient to the open update; returns its sums, the same on every stage.
+) -> dict[str, Term]:  # fmt: skip
+    """Add a call's gradient to the open update; return its sums, the same on every stage.
 
     What the loss or a stage raises is raised on all ranks, when the step has come to its end. A stage that leaves its
     wrapper's collectives half-way keeps its data ranks waiting, as it does without a pipeline.
     """
+    assert isinstance(wrapper, PipelineWrapper)
+    if takes_divisor(loss_fn):
+        raise PlanError("a loss that takes the divisor cannot run through a Pipeline; give one that returns its sum")
+    if isinstance(loss_fn, JointLoss):
+        raise PlanError("a JointLoss cannot run through a Pipeline; give a loss that sums over samples")
     opened.open_call(call)
     if not call.num_microbatches:
         return {}
     model, device = wrapper.pipeline, wrapper.device
     recorded = _recorded_by_all(
-        lambda: list(iterate_steps(share, call, weigh, wrapper, device)), loss_fn, model, device, wrapper.loss_factor
+        lambda: list(iterate_steps(prepared, call, weigh_of(loss_fn), wrapper)),
+        loss_fn,
+        model,
+        device,
+        wrapper.loss_factor,
     )
     last = _LastStage(model, *recorded, loss_fn, opened)
     with wrapper.call():
         model.step(last.inputs, last.loss, device, backward=True)
     sums: dict[str, Term] = {}
-    for terms, step in zip(last.told(device), last.turns, strict=True):
+    for terms, step in zip(last.told(device), last.steps, strict=True):
         if not model.has_last_stage:
             opened.objective(terms, step)  # to note what it has noted on the last stage
         add_terms(sums, opened.add(terms, step))
@@ -219,12 +234,12 @@ class _LastStage:
     def __init__(
         self,
         model: Pipeline,
-        iterate_steps: Sequence[MicrobatchStep],
+        steps: Sequence[MicrobatchStep],
         calls: Sequence[Inputs],
         loss_fn: LossFunction,
         opened: OpenUpdate | None,
     ) -> None:
-        self._model, self.turns, self._calls, self._loss_fn, self._opened = model, iterate_steps, calls, loss_fn, opened
+        self._model, self.steps, self._calls, self._loss_fn, self._opened = model, steps, calls, loss_fn, opened
         self.inputs = in_one_shape(calls)
         self._with_graph = torch.is_grad_enabled()  # here: schedules change it
         self._terms: dict[int, dict[str, Term]] = {}  # of each microbatch that was well
@@ -236,7 +251,7 @@ class _LastStage:
             terms = self._terms_of(output, index)
             objective = nothing_of(output)
             if self._opened is not None:
-                objective = self._opened.objective(terms, self.turns[index])
+                objective = self._opened.objective(terms, self.steps[index])
         except Exception as error:  # of any kind: the user's loss is called in there
             if is_out_of_memory(error):  # of which the others hear otherwise
                 raise
@@ -258,7 +273,7 @@ class _LastStage:
             leaves = [each.detach().requires_grad_(each.is_floating_point()) for each in leaves]
         answer = _Answer(pytree.tree_unflatten(leaves, model.structure))
         with torch.set_grad_enabled(self._with_graph):
-            terms = terms_of(self._loss_fn(answer, self.turns[index].microbatch))
+            terms = terms_of(self._loss_fn(answer, self.steps[index].microbatch))
         if answer.num_calls != 1:
             raise LossContractError(
                 f"the loss called the model {answer.num_calls} times for one microbatch; under a Pipeline call it once"

@@ -305,6 +305,7 @@ def nothing_of(output: Any) -> Tensor:
 class PipelineWrapper(MultiModelWrapper):
     """Reduces every stage of this rank by its own wrapper, once per call, when all its microbatches have run."""
 
+    is_pipeline = True
     kind_name = "a pipeline"
     one_shape = True
 

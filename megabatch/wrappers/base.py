@@ -31,6 +31,7 @@ class Wrapper:
 
     kind_name = "no wrapper"
     loss_factor = 1.0
+    is_pipeline = False  # the microbatches of a call run together
     one_shape = False  # whether microbatches are filled up to the largest of a call
     forwards_meet = False  # whether ranks wait for each other in every module that is called
     replaces_gradients = False  # whether the wrapper lays other views into ``p.grad`` by itself
@@ -55,7 +56,7 @@ class Wrapper:
 
     def check_unchanged(self) -> None:
         """Raise `PlanError` where an update would be reduced otherwise than what was looked at in the beginning."""
-        now = trainable(self._model)
+        now = [each for each in self._model.parameters() if each.requires_grad]
         if len(now) != len(self.parameters) or any(a is not b for a, b in zip(now, self.parameters, strict=True)):
             raise PlanError(CHANGED)
         self.check_parameters()

@@ -51,6 +51,12 @@ class DataRanks:
     context_groups: Sequence[dist.ProcessGroup] = ()
     tensor_groups: Sequence[dist.ProcessGroup] = ()
     pipeline_groups: Sequence[dist.ProcessGroup] = ()
+    groups: list[dist.ProcessGroup] = field(init=False)  # gradients, totals and weights are summed over these
+    degree: int = field(init=False)  # ranks that see different samples: dp_degree
+    context_degree: int = field(init=False)  # stretches that each sequence is cut into
+    num_weighing: int = field(init=False)  # ranks that see different targets: weights are summed over them
+    num_all: int = field(init=False)  # with the ranks that hold other parts of the model
+    is_alone: bool = field(init=False)  # no other rank works on the update
     _cpu_groups: list[dist.ProcessGroup] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -58,7 +64,14 @@ class DataRanks:
             [group for group in groups if group.size() > 1]
             for groups in (self.data_groups, self.context_groups, self.tensor_groups, self.pipeline_groups)
         )
-        self._cpu_groups = [_cpu_group(group) for group in (*self.groups, *self.tensor_groups, *self.pipeline_groups)]
+        self.groups = [*self.data_groups, *self.context_groups]
+        all_groups = [*self.groups, *self.tensor_groups, *self.pipeline_groups]
+        self.degree = prod(group.size() for group in self.data_groups)
+        self.context_degree = prod(group.size() for group in self.context_groups)
+        self.num_weighing = self.degree * self.context_degree
+        self.num_all = prod(group.size() for group in all_groups)
+        self.is_alone = not all_groups
+        self._cpu_groups = [_cpu_group(group) for group in all_groups]
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh) -> "DataRanks":
@@ -68,34 +81,9 @@ class DataRanks:
         return cls(data[::-1], *others)
 
     @property
-    def groups(self) -> list[dist.ProcessGroup]:
-        """Those over which gradients, totals and weights are summed."""
-        return [*self.data_groups, *self.context_groups]
-
-    @property
-    def degree(self) -> int:
-        """How many ranks see different samples: dp_degree."""
-        return _num_ranks(self.data_groups)
-
-    @property
-    def context_degree(self) -> int:
-        """Into how many stretches each sequence is cut."""
-        return _num_ranks(self.context_groups)
-
-    @property
     def context_rank(self) -> int:
         """Which of them this rank sees."""
         return self.context_groups[0].rank() if self.context_groups else 0
-
-    @property
-    def num_weighing(self) -> int:
-        """How many ranks see different targets: weights are summed over them."""
-        return self.degree * self.context_degree
-
-    @property
-    def num_all(self) -> int:
-        """How many ranks there are, with those that hold other parts of the model."""
-        return _num_ranks(self._cpu_groups)
 
     @property
     def pipeline(self) -> dist.ProcessGroup | None:
@@ -130,10 +118,6 @@ def num_collectives() -> int | None:
     with contextlib.suppress(RuntimeError):
         return sum(map(num_begun, groups_of_process()))
     return None
-
-
-def _num_ranks(groups: Sequence[dist.ProcessGroup]) -> int:
-    return prod(group.size() for group in groups)
 
 
 def _gather(rows: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:

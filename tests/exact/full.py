@@ -39,7 +39,6 @@ SOURCES = (  # the library files that decide the numbers
     "engine/random_state.py",
     "engine/representations.py",
     "engine/update.py",
-    "engine/way.py",
     "pipeline/run.py",
     "pipeline/stages.py",
     "wrappers/base.py",

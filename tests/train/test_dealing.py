@@ -33,7 +33,7 @@ import inspect
 def quadratic(model, microbatch):
     rows, tokens = microbatch["input_ids"].shape
     time.sleep(rows * tokens * (1 + tokens / 32) * 200e-6)
-    is_of_update = any(frame.filename.endswith("/way.py") for frame in inspect.stack(0))  # no copy that is measured
+    is_of_update = any(each.filename.endswith("accumulator.py") for each in inspect.stack(0))  # not a measured copy
     return (within if is_of_update else losses.next_token)(model, microbatch)
 """
 )

@@ -639,7 +639,7 @@ def test_options_are_the_accumulators():
 
 
 PLANTED = {  # in the library, of one process: where, what stands there, what is planted, how it is seen
-    "a gradient that is not scaled": ("megabatch.engine.way.scale_gradients", lambda parameters, factor: None),
+    "a gradient that is not scaled": ("megabatch.accumulator.scale_gradients", lambda parameters, factor: None),
     "microbatches that are dropped": (
         "megabatch.engine.prepare.plan_rank",
         lambda *given, plan=plan_module.plan, **named: [
