@@ -22,7 +22,6 @@ from megabatch.engine.prepare import MicrobatchPlanner
 from megabatch.engine.update import OpenUpdate
 from megabatch.errors import MegabatchError, PlanError
 from megabatch.losses.contract import JointLoss, LossFunction
-from megabatch.pipeline.stages import PipelineWrapper
 from megabatch.planning.limits import TunedLimit, bound_tokens, cost_of, in_gib, largest_fitting, search
 from megabatch.torch_private import is_fsdp2
 from megabatch.wrappers.base import Wrapper
@@ -61,7 +60,7 @@ class MicrobatchTuner:
                 f"the model has parameters on {' and '.join(devices)}, of which the memory of one is measured, and "
                 f'max_microbatch_tokens is "auto"; {GIVE_A_BOUND}'
             )
-        if isinstance(self.wrapper, PipelineWrapper):
+        if self.wrapper.is_pipeline:
             raise PlanError(
                 "a Pipeline runs the microbatches of a call together, so that one does not tell what fits, and "
                 f'max_microbatch_tokens is "auto"; {GIVE_A_BOUND}'

@@ -18,10 +18,10 @@ from torch.optim.optimizer import (
     _global_optimizer_post_hooks,  # pyright: ignore[reportPrivateUsage]
     _global_optimizer_pre_hooks,  # pyright: ignore[reportPrivateUsage]
 )
-from torch.utils import _pytree as pytree
 
 from megabatch.engine import random_state
 from megabatch.errors import PlanError, in_one_line
+from megabatch.torch_private import count_writes, pytree
 
 LEAVE_OUT = "or leave step_in_backward() out"
 NUM_STEPS = 3  # a count that parameters share runs ahead in these
@@ -84,7 +84,9 @@ def step_alone(optimizer: Optimizer, group: Group, parameter: Tensor) -> None:
 
 def _marks(group: Group) -> dict[str, object]:
     """What changes where something is written to a parameter group."""
-    return {name: (id(value), value._version if isinstance(value, Tensor) else None) for name, value in group.items()}
+    return {
+        name: (id(value), count_writes(value) if isinstance(value, Tensor) else None) for name, value in group.items()
+    }
 
 
 class _Small(NamedTuple):

@@ -31,6 +31,7 @@ class Wrapper:
 
     kind_name = "no wrapper"
     loss_factor = 1.0
+    hands_over_in_backward = False  # each whole gradient, as soon as it is reduced
     is_pipeline = False  # the microbatches of a call run together
     one_shape = False  # whether microbatches are filled up to the largest of a call
     forwards_meet = False  # whether ranks wait for each other in every module that is called

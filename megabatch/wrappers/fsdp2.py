@@ -32,6 +32,7 @@ class FSDP2Wrapper(Wrapper):
 
     kind_name = "FSDP2 without replicas"
     forwards_meet = True
+    hands_over_in_backward = True
 
     def __init__(self, model: nn.Module, modules: list[FSDPModule], ranks: DataRanks) -> None:
         super().__init__(model, ranks)
