@@ -44,7 +44,7 @@ def check_torch() -> None:
     for owner, name, what in NEEDED:
         if not hasattr(owner, name):
             raise ImportError(
-                f"torch {torch.__version__} has no {name}, by which megabatch reads {what}; take torch 2.13"
+                f"torch {torch.__version__} has no {name}, by which megabatch reads {what}; install torch 2.13"
             )
 
 
@@ -176,6 +176,27 @@ def is_given_to_replicate(module: nn.Module) -> bool:
     from torch.distributed._composable.contract import _get_registry  # pyright: ignore[reportPrivateUsage]
 
     return "replicate" in (_get_registry(module) or {})
+
+
+def global_step_hooks() -> tuple[Mapping[int, Callable[..., Any]], ...]:
+    """``_global_optimizer_pre_hooks`` and ``_post_hooks``: those of every optimizer's step."""
+    from torch.optim import optimizer
+
+    hooks = cast(Any, optimizer)
+    return hooks._global_optimizer_pre_hooks, hooks._global_optimizer_post_hooks
+
+
+def start_profiler() -> None:
+    """``_enable_profiler_legacy``, with memory. Raises RuntimeError where another profiler runs."""
+    profiler: Any = cast(Any, torch._C)._profiler
+    experimental = profiler._ExperimentalConfig()
+    config = profiler.ProfilerConfig(profiler.ProfilerState.CPU, False, True, False, False, False, experimental)
+    cast(Any, torch._C)._autograd._enable_profiler_legacy(config)
+
+
+def stop_profiler() -> list[list[Any]]:
+    """``_disable_profiler_legacy``: the events of each thread."""
+    return cast(Any, torch._C)._autograd._disable_profiler_legacy()
 
 
 # Process groups and meshes

@@ -9,10 +9,10 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from megabatch.torch_private import is_dtensor
 from megabatch.engine.step_in_backward import StepInBackward
 from megabatch.engine.update import OpenUpdate
 from megabatch.errors import PlanError
+from megabatch.torch_private import is_dtensor
 from megabatch.wrappers.base import Wrapper, local
 from megabatch.wrappers.gradients import WideGradients
 
