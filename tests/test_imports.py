@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megabatch"
 
 CHAPTERS = [  # a chapter imports only chapters above it
-    "lazy", "errors", "planning", "batching", "losses", "wrappers", "engine", "pipeline", "autotune", "accumulator",
-    "learner", "verification", "experts", "simulate", "integrations",
+    "lazy", "errors", "torch_private", "planning", "batching", "losses", "wrappers", "engine", "pipeline", "autotune",
+    "accumulator", "learner", "verification", "experts", "simulate", "integrations",
 ]  # fmt: skip
 LARGE = {"engine": 12}  # files of a chapter; of any other 9 at most
 WITHOUT_TORCH = ("errors", "planning.partition", "planning.plan", "planning.limits")

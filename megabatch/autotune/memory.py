@@ -16,17 +16,9 @@ from typing import Any
 
 import torch
 from torch import optim
-from torch._C._autograd import (
-    _disable_profiler_legacy,  # pyright: ignore[reportPrivateUsage]
-    _enable_profiler_legacy,  # pyright: ignore[reportPrivateUsage]
-)
-from torch._C._profiler import (
-    ProfilerConfig,
-    ProfilerState,
-    _ExperimentalConfig,  # pyright: ignore[reportPrivateUsage]
-)
 
 from megabatch.errors import PlanError
+from megabatch.torch_private import start_profiler, stop_profiler
 from megabatch.wrappers.base import local
 from megabatch.wrappers.mesh import DataRanks
 
@@ -158,9 +150,8 @@ def _measuring_cuda(needed: MemoryUse, device: torch.device) -> Generator[None]:
 @contextlib.contextmanager
 def _measuring_cpu(needed: MemoryUse) -> Generator[None]:
     """Measure with the old profiler, which prints nothing and does not end another one."""
-    config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
     try:
-        _enable_profiler_legacy(config)
+        start_profiler()
     except RuntimeError:
         raise PlanError(
             "a profiler runs, and memory is measured with torch's own; start it after the bound is chosen, or "
@@ -169,7 +160,7 @@ def _measuring_cpu(needed: MemoryUse) -> Generator[None]:
     try:
         yield
     finally:
-        threads: list[list[Any]] = _disable_profiler_legacy()
+        threads: list[list[Any]] = stop_profiler()
     start = threads[0][0]
     events = [(start.cpu_elapsed_us(each), each) for events in threads for each in events]
     total = 0

@@ -16,11 +16,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megabatch.batching.samples import IGNORED_LABEL, Microbatch, gather_columns, stack_padded
 from megabatch.errors import LossContractError, PlanError
+from megabatch.torch_private import is_fake, original_of
 
 IDS, MASK, POSITIONS = "input_ids", "attention_mask", "position_ids"
 RIGHT_PADDED = "megabatch: padded on the right"  # in a microbatch, beside its mask
@@ -323,8 +323,8 @@ def is_causal(model: Any, *, with_experts: bool = False) -> bool:
 def with_config(model: Any) -> Any:
     """Unwrap a transformers model from DDP, FSDP1 or torch.compile; return the innermost module if there is none."""
     while not hasattr(model, "config"):
-        inner = getattr(model, "module", getattr(model, "_orig_mod", None))
-        if not isinstance(inner, nn.Module):
+        inner = model.module if hasattr(model, "module") else original_of(model)
+        if inner is model or not isinstance(inner, nn.Module):
             break
         model = inner
     return model

@@ -18,11 +18,11 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megabatch.batching.tree import clone, each_leaf
 from megabatch.errors import PlanError, require_count
+from megabatch.torch_private import pytree
 
 Batch = Mapping[str, Tensor] | Sequence[Any]  # all samples of this rank
 Microbatch = Any  # what collate returns: a mapping of tensors unless the user's collate says otherwise

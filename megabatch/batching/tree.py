@@ -6,7 +6,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from megabatch.torch_private import pytree
 
 
 def to_device(microbatch: Any, device: torch.device) -> Any:

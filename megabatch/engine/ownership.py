@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from torch import Tensor, nn
-from torch.distributed.fsdp._flat_param import FlatParameter
 
 from megabatch.batching.tree import each_leaf
 from megabatch.errors import LossContractError, MegabatchError
 from megabatch.losses.contract import Term, differentiable, takes_divisor
+from megabatch.torch_private import count_writes, is_flat_parameter
 from megabatch.wrappers.base import Wrapper
 from megabatch.wrappers.gradients import find_functions, graph_leaves, is_linear, name_of_function
 
@@ -163,7 +163,7 @@ class Ownership:
         """
         known, reached = set(map(id, self._wrapper.accumulating)), False
         for leaf in graph_leaves([terms[name].total for name in differentiable(terms)]):
-            if id(leaf) in known or isinstance(leaf, FlatParameter):
+            if id(leaf) in known or is_flat_parameter(leaf):
                 reached = True
             elif not _holds(given, leaf):
                 self._passing.append(weakref.ref(leaf))
@@ -227,6 +227,6 @@ def _key_of(loss_fn: Any) -> tuple[Any, Any]:
 
 def _num_writes(tensors: Sequence[Tensor]) -> list[int]:
     try:
-        return [each._version for each in tensors]
+        return [count_writes(each) for each in tensors]
     except RuntimeError:  # one that was made in inference mode counts none
-        return [0 if each.is_inference() else each._version for each in tensors]
+        return [0 if each.is_inference() else count_writes(each) for each in tensors]

@@ -25,6 +25,7 @@ from megabatch.engine import random_state
 from megabatch.errors import PlanError
 from megabatch.losses.contract import JointLoss, LossFunction, Term
 from megabatch.planning.plan import check_bounds
+from megabatch.torch_private import param_groups
 from megabatch.verification.finite_difference import check_backward
 from megabatch.verification.float64_copy import Float64WithoutDropout
 from megabatch.verification.gradient_comparison import (
@@ -38,7 +39,6 @@ from megabatch.verification.gradient_comparison import (
     relative_errors,
 )
 from megabatch.verification.mixing import explain_padding, find_mixing_module, find_router_terms
-from megabatch.wrappers import fsdp2
 from megabatch.wrappers.base import local
 from megabatch.wrappers.detect import Models
 
@@ -127,7 +127,7 @@ def _restoring(models: Sequence[nn.Module]) -> Generator[None]:
     modules = [module for model in models for module in model.modules()]
     hooks = [each for module in modules for name, each in vars(module).items() if "hooks" in name and each is not None]
     kept = [(each, each.copy()) for each in hooks if isinstance(each, dict)]
-    groups = fsdp2.param_groups([module for module in modules if isinstance(module, FSDPModule)])
+    groups = param_groups([module for module in modules if isinstance(module, FSDPModule)])
     told = [(group, name, vars(group)[name]) for group in groups for name in FSDP2_SETTINGS if name in vars(group)]
     device = next((each.device for model in models for each in model.parameters()), torch.device("cpu"))
     drawn, others = random_state.note(device), (random.getstate(), np.random.get_state())

@@ -7,14 +7,20 @@ import contextlib
 import weakref
 import zlib
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import _dynamo_disable  # pyright: ignore[reportPrivateUsage]
 
 from megabatch.errors import PlanError
+from megabatch.torch_private import (
+    drop_fsdp_gradients,
+    hide_from_dynamo,
+    param_groups,
+    reducing_to,
+    unsharded_parameters,
+)
 from megabatch.wrappers.base import CHANGED, Choice, Wrapper
 from megabatch.wrappers.checks import check_precision, check_wide
 from megabatch.wrappers.gradients import WideGradients
@@ -26,6 +32,7 @@ class FSDP2Wrapper(Wrapper):
 
     kind_name = "FSDP2 without replicas"
     forwards_meet = True
+    hands_over_in_backward = True
 
     def __init__(self, model: nn.Module, modules: list[FSDPModule], ranks: DataRanks) -> None:
         super().__init__(model, ranks)
@@ -68,8 +75,7 @@ class FSDP2Wrapper(Wrapper):
 
     @property
     def accumulating(self) -> Sequence[nn.Parameter]:
-        managed = [each for group in self._groups for each in group.fsdp_params]
-        return [*self.parameters, *(each._unsharded_param for each in managed if hasattr(each, "_unsharded_param"))]
+        return [*self.parameters, *(each for group in self._groups for each in unsharded_parameters(group))]
 
     @property
     def runs_alone(self) -> bool:
@@ -95,7 +101,9 @@ class FSDP2Wrapper(Wrapper):
         self._set(reduce=last or policy != "last", all_reduce=last or policy == "every", last=last)
         self._is_running = True
         try:
-            with self._handing_over_wide():
+            # Where gradients are added wide, FSDP2 is not to round what it has reduced before it is added.
+            wide = reducing_to(self._modules, self._wide.dtype) if self._wide.widens else contextlib.nullcontext()
+            with wide:
                 yield
         finally:
             self._is_running = False
@@ -107,34 +115,7 @@ class FSDP2Wrapper(Wrapper):
 
     def discard(self) -> None:
         self.gathered = 0
-        # zero_grad does not reach what was accumulated unsharded, and reset_iter_state of torch 2.13 leaves it too.
-        for module in self._modules:
-            state = cast(Any, module)._get_fsdp_state()
-            if state._is_root:  # None before the first forward
-                cast(Any, module).reset_iter_state()
-        for group in self._groups:
-            group._partial_reduce_output = None
-            for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter._unsharded_param.grad = None
-
-    @contextlib.contextmanager
-    def _handing_over_wide(self) -> Generator[None]:
-        """Where gradients are added wide, FSDP2 is not to round what it has reduced before it is added."""
-        if not self._wide.widens:
-            yield
-            return
-        for module in self._modules:  # else the first forward does this, and sets the dtype again
-            cast(Any, module)._get_fsdp_state()._lazy_init()
-        own = [group._orig_dtype for group in self._groups]
-        try:
-            for group in self._groups:
-                group._orig_dtype = self._wide.dtype
-            yield
-        finally:
-            for group, dtype in zip(self._groups, own, strict=True):
-                group._orig_dtype = dtype
+        drop_fsdp_gradients(self._modules)
 
     def _set(self, *, reduce: bool, all_reduce: bool, last: bool) -> None:
         for module in self._modules:
@@ -148,17 +129,12 @@ def _noting_gather(wrapper: FSDP2Wrapper, number: int) -> Callable[..., None]:
     """A hook of a module, which a copy of the module does not take the reducer along with."""
     reference = weakref.ref(wrapper)
 
-    @_dynamo_disable
+    @hide_from_dynamo
     def note(*_: object) -> None:
         if (alive := reference()) is not None:
             alive.note_gather(number)
 
     return note
-
-
-def param_groups(modules: list[FSDPModule]) -> list[Any]:
-    """FSDP2's groups of parameters that are gathered and reduced together."""
-    return [group for module in modules for group in cast(Any, module)._get_fsdp_state()._fsdp_param_groups]
 
 
 def reducing_groups(model: nn.Module, modules: list[FSDPModule]) -> list[dist.ProcessGroup]:
