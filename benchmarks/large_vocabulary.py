@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import result
 from megabatch import losses
-from megabatch.autotune.memory import measuring
+from megabatch.autotune.memory import measure_memory
 
 MEGABYTE = 10**6
 CPU = torch.device("cpu")
@@ -82,7 +82,7 @@ def batch_of(size: Size) -> Batch:
 
 
 def peak_bytes(model: nn.Module, loss: Loss, batch: Batch) -> float:
-    with measuring(CPU) as needed:
+    with measure_memory(CPU) as needed:
         loss(model, batch).backward()
     return needed.peak_bytes
 

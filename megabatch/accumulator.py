@@ -23,7 +23,7 @@ from megabatch.engine.packing_check import check_packing, watched
 from megabatch.engine.prepare import MicrobatchPlanner, PreparedBatch
 from megabatch.engine.step_in_backward import StepInBackward
 from megabatch.engine.update import OpenUpdate, Update, add_terms
-from megabatch.errors import MegabatchError, MicrobatchLimit, PlanError, check_positive, require_positive
+from megabatch.errors import MegabatchError, MicrobatchLimit, PlanError, check_positive
 from megabatch.losses.contract import (
     JointLoss,
     LossFunction,
@@ -35,9 +35,8 @@ from megabatch.losses.contract import (
     terms_given,
     terms_of,
 )
-from megabatch.planning.cost import CostModel, check_cost
 from megabatch.planning.limits import TunedLimit, parse_limit
-from megabatch.planning.plan import Plan, check_bounds
+from megabatch.planning.plan import CostModel, Plan, check_bounds, check_cost
 from megabatch.wrappers.checks import check_rank_agreement
 from megabatch.wrappers.detect import Models, choose_policy, detect_wrapper
 from megabatch.wrappers.gradients import (
@@ -88,11 +87,16 @@ class GradientAccumulator:
             to choose the bound, or relative defaults where a bound is given.
         sync: "last" reduces gradients once per call, "every" with each microbatch, "replica_last" (for HSDP)
             reduce-scatters with each and all-reduces once per call; "auto" is what suits the wrapper.
-        collate: Makes a microbatch of a list of samples; the default pads on the right. `rows.OneRow` pads nothing.
+        collate: Makes a microbatch of a list of samples; the default pads on the right. `OneRow` pads nothing.
         padding: What the default pads a key with, ``{key: value}``, in place of what `Padding` would.
         length: Tokens of a sample; the default is the size of dim 0 of its first tensor.
         accumulate_dtype: What gradients are added in, torch.float32 for bfloat16 parameters; rounded to theirs in
             `finalize`, after the norm and the clip. None: each parameter's own.
+
+    Attributes:
+        fit: The limit that was measured, a `TunedLimit`; None where one is given, and before it is measured.
+        last_plan: The `Plan` of this rank's last call, as it ran; None before the first.
+        steps_in_backward: True after `step_in_backward`.
 
     Raises `PlanError` for what cannot be planned or reduced exactly.
     """
@@ -115,8 +119,6 @@ class GradientAccumulator:
         fit, tokens = parse_limit(max_microbatch_tokens)
         bounds = check_bounds(micro_batch_size, tokens)
         check_cost(cost)
-        if memory_bytes is not None:
-            require_positive("memory_bytes", memory_bytes)
         self.model = model
         self._wrapper = detect_wrapper(model, mesh)
         self._wide = WideGradients(self._wrapper.parameters, accumulate_dtype)
@@ -156,30 +158,42 @@ class GradientAccumulator:
 
     @property
     def open_update(self) -> OpenUpdate | None:
-        """What is being accumulated; None from `finalize` to the next call."""
+        """The open update; None from `finalize` to the next call."""
         return self._open
 
     @property
     def is_counting(self) -> bool | None:
-        """Whether the microbatch that runs is counted, as a dummy microbatch is not; None where none runs by itself."""
+        """True while a microbatch runs, False while a dummy microbatch does; None where none runs by itself."""
         return self._wrapper.is_counting
 
     @property
-    def learned(self) -> MicrobatchLimit | None:
-        """What a microbatch may hold since one did not fit in memory and ran in parts; None while all fit."""
+    def oom_limit(self) -> MicrobatchLimit | None:
+        """The limit of a microbatch since one did not fit in memory and ran in parts; None while all fit."""
         return self._planner.learned
 
-    def learn(self, bound: MicrobatchLimit | None) -> None:
-        """Begin with what another accumulator has learned, or an error's ``shortage`` says; None changes nothing."""
-        self._planner = self._planner.lowered(bound)
+    def lower_limit(self, limit: MicrobatchLimit | None) -> None:
+        """Lower the limit of a microbatch, to another accumulator's ``oom_limit`` say; None changes nothing.
+
+        The ``shortage.bound`` of a `MegabatchError` is such a limit, too.
+        """
+        self._planner = self._planner.lowered(limit)
 
     def step_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
-        """From here on, step ``optimizer`` in each update's last backward, for less memory; see `StepInBackward`."""
+        """Step ``optimizer`` in each update's last backward from now on, for less memory.
+
+        Each parameter is stepped as soon as its gradient is there, and the gradient is freed. An update is one call
+        then, whose loss says how its weight is counted, and `finalize` takes neither ``max_norm`` nor ``weight``. Where
+        ``update.finite`` is false the parameters have moved already. Raises `PlanError` for another wrapper than
+        FSDP2's among several ranks, and for an optimizer that looks at several parameters at once.
+        """
         self._stepping, self.steps_in_backward = StepInBackward(optimizer, self._wrapper), True
         self.reserve_for(optimizer)
 
     def reserve_for(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep room for the states of ``optimizer``, for "auto"; without it for two to each trained element."""
+        """Keep room for the states of ``optimizer`` where "auto" chooses the limit.
+
+        Without it there is room for two states for each trained element. `Learner` calls this.
+        """
         if self._tuner is not None:
             self._tuner.optimizer = optimizer
 
@@ -187,8 +201,12 @@ class GradientAccumulator:
         """How this rank's part of a batch would be cut; runs nothing and asks no other rank."""
         return self._planner.plan(self._planner.samples(batch))
 
-    def choose_bound(self, batch: Batch, loss_fn: LossFunction | JointLoss) -> None:
-        """Choose the bound for samples as long as the longest of this batch, if that is "auto" and not done."""
+    def tune(self, batch: Batch, loss_fn: LossFunction | JointLoss) -> None:
+        """Measure the limit for samples as long as the longest of this batch, if it is "auto" and not known.
+
+        The first `forward_backward` does this by itself. Afterwards ``fit`` is the limit; nothing else changes.
+        Collective. Raises `PlanError` where memory cannot be measured, or not even one sample fits.
+        """
         if self._tuner is not None:
             with self._guarded():
                 self._planner = self._tuner.fitted(self._planner, batch, loss_fn, self._open)
@@ -202,7 +220,7 @@ class GradientAccumulator:
         """
         self._check_can_add()
         if self._tuner is not None:
-            self.choose_bound(batch, loss_fn)
+            self.tune(batch, loss_fn)
         sums: dict[str, Term] = {}
         with self._guarded(), self._open_call(batch, loss_fn, loss_hooks(loss_fn)) as call:
             if isinstance(loss_fn, JointLoss) or self._wrapper.is_pipeline:
@@ -346,7 +364,7 @@ class GradientAccumulator:
             if prepared.parts:
                 self.last_plan = planned.in_parts(prepared.parts)
                 ran = [rows for parts in prepared.parts.values() for rows in parts if rows]
-                self.learn(planned.bound_of(ran) if ran else None)
+                self.lower_limit(planned.bound_of(ran) if ran else None)
         finally:
             if self._running:  # the loss raised, or the loop was left early
                 self._is_lost = had_calls

@@ -1,4 +1,4 @@
-"""Learner: two verbs for all of training."""
+"""Training in two calls, `Learner.forward_backward` and `Learner.optim_step`."""
 
 from typing import Any, cast
 
@@ -14,18 +14,19 @@ from megabatch.losses.contract import JointLoss, LossFunction, Term
 
 
 class Learner:
-    """A model, its optimizer and its schedule, moved by updates.
+    """A model with its optimizer, schedule and gradient accumulator.
 
-    Call `forward_backward` as often as data comes, then `optim_step`.
+    Call `forward_backward` for each batch of an update, then `optim_step` once.
 
     Args:
-        model: The model that ``gradient`` was made for.
+        model: The model of ``gradient``.
         optimizer: Any torch optimizer over its parameters.
         gradient: Computes the gradient of an update.
-        scheduler: Stepped once per update that was stepped.
+        scheduler: Steps once after each step of the optimizer.
         max_norm: Clips each update's gradient to this norm.
 
-    Raises `PlanError` for a scheduler that is stepped with a metric.
+    Raises:
+        PlanError: The scheduler needs a metric in each step.
     """
 
     def __init__(
@@ -51,7 +52,11 @@ class Learner:
         self.step = 0  # updates so far, stepped or not
 
     def forward_backward(self, batch: Batch, loss_fn: LossFunction | JointLoss) -> dict[str, Term]:
-        """Add this rank's samples to the update; returns this rank's sums of this call."""
+        """Add this rank's samples to the update.
+
+        Returns:
+            This rank's sums in this call, by name of the term, detached.
+        """
         if self.max_norm is not None and self.gradient.steps_in_backward:
             raise PlanError(
                 "the Learner clips to max_norm, but its optimizer steps in backward, before a norm is known; leave "
@@ -60,12 +65,13 @@ class Learner:
         return self.gradient.forward_backward(batch, loss_fn)
 
     def optim_step(self) -> Update:
-        """Close the update and step optimizer and scheduler once; neither, where ``update.finite`` is false.
+        """Finalize the update and step optimizer and scheduler once; neither if ``update.finite`` is false.
 
-        Raises `LossContractError` where the weight that was counted is not the weight that was returned.
+        Raises:
+            LossContractError: The counted weight differs from the weight that the loss returned.
         """
         update = self.gradient.finalize(max_norm=self.max_norm)
-        if update.finite:  # the one wait for the device
+        if update.finite:  # the only wait for the device
             self.optimizer.step()
             if self.scheduler is not None:
                 self.scheduler.step()
@@ -76,18 +82,28 @@ class Learner:
         return update
 
     def state_dict(self) -> dict[str, Any]:
-        """Model, optimizer, schedule and step, under names and shards that torch.distributed.checkpoint can re-deal."""
+        """Return the state of model, optimizer, schedule and step, which torch.distributed.checkpoint can reshard."""
         is_new = not self.optimizer.state
-        model, optimizer = self._described_new() if is_new else get_state_dict(self.model, self.optimizer)
+        model, optimizer = self._state_of_new_optimizer() if is_new else get_state_dict(self.model, self.optimizer)
         state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": self.step}
         if self.scheduler is not None:
             state["scheduler"] = self.scheduler.state_dict()
         return state
 
-    def _described_new(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What torch says of an optimizer that has made no step: it makes one with zeros, to have something to say.
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state that `state_dict` returned."""
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        if state["step"] == 0:  # the states in the dict are torch's zeros, not the optimizer's own
+            self.optimizer.state.clear()
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        self.step = state["step"]
 
-        That step is not counted, and nothing of it stays. Gradients, of which torch would say less, are kept aside.
+    def _state_of_new_optimizer(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return torch's state dicts for an optimizer that has made no step.
+
+        torch makes a step with zeros to create the states; this method undoes it. Gradients are set aside, since torch
+        would create no states beside them.
         """
         kept = {each: each.grad for group in self.optimizer.param_groups for each in group["params"]}
         for parameter in kept:
@@ -100,12 +116,3 @@ class Learner:
             if "step" in state:
                 state["step"] = torch.zeros_like(torch.as_tensor(state["step"]))
         return cast(dict[str, Any], model), cast(dict[str, Any], optimizer)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        if state["step"] == 0:  # what is described is not the optimizer's own
-            self.optimizer.state.clear()
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
-        self.step = state["step"]

@@ -1,4 +1,4 @@
-"""Small updates of copies of a sample: what they take of memory and time, told to all ranks."""
+"""Memory and time of small updates on copies of one sample, the same on all ranks."""
 
 import contextlib
 import itertools
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.autotune.memory import GIVE_A_BOUND, Budget, bytes_to_come, measuring, timing
+from megabatch.autotune.memory import GIVE_A_BOUND, Budget, estimate_state_bytes, measure_memory, measure_time
 from megabatch.engine.call import CallPlan, first_failure, iterate_steps
 from megabatch.engine.oom_broadcast import is_out_of_memory, rank_of_process, whoever_runs
 from megabatch.engine.prepare import MicrobatchPlanner, PreparedBatch, collate_planned
@@ -23,11 +23,11 @@ from megabatch.torch_private import pytree
 from megabatch.wrappers.base import Wrapper
 from megabatch.wrappers.gradients import WideGradients, drop_gradients, no_float16_autocast
 
-NUM_RUN = 2  # microbatches of a measured update: the second has gradients beside it, and a third would have no more
+NUM_RUN = 2  # microbatches of a measured update: the second runs beside gradients, as every later one would
 
 
 class Sample(NamedTuple):
-    """One sample of a batch, on its own memory."""
+    """One sample of a batch, in memory of its own."""
 
     value: Any
     num_tokens: int  # as its batch counts them
@@ -35,39 +35,39 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class LongestSample:
-    """The longest sample of a call, and what else is to be known of its samples."""
+    """The longest sample of a call, with statistics of all its samples."""
 
     sample: Sample
     usual: Sample  # of another length
-    most_rows: int  # samples of the rank that has the most
-    most_tokens: float  # of the rank that has the most
+    most_rows: int  # samples of the rank with the most
+    most_tokens: float  # of the rank with the most
 
     @property
     def num_tokens(self) -> int:
-        """At least 1, to divide by."""
+        """Tokens of the longest sample, at least 1."""
         return max(1, self.sample.num_tokens)
 
 
 class MeasuredModel:
-    """A model that is measured, and what an update of it leaves."""
+    """A model with its wrapper, for measured updates."""
 
     def __init__(self, model: Any, wrapper: Wrapper, wide: WideGradients) -> None:
         self.model, self.wrapper, self.wide = model, wrapper, wide
 
     @property
     def waits(self) -> bool:
-        """Whether ranks wait for each other inside of a measured update."""
+        """True if ranks wait for each other inside of a measured update."""
         return not self.wrapper.runs_alone or any(map(_finds_unused, self.wrapper.models))
 
-    def forget(self) -> None:
-        """Drop what a measured update has left."""
+    def discard(self) -> None:
+        """Drop the gradients and buffers of a measured update."""
         self.wrapper.discard()
         self.wide.discard()
         drop_gradients(self.wrapper.parameters)
 
 
 class MicrobatchMeasurer:
-    """Runs small updates of copies of the longest sample, and keeps what they say of memory."""
+    """Runs small updates on copies of the longest sample, and records their memory."""
 
     def __init__(
         self, subject: MeasuredModel, planner: MicrobatchPlanner, longest: LongestSample, loss_fn: LossFunction,
@@ -81,43 +81,43 @@ class MicrobatchMeasurer:
         self.limit_bytes = self.allowed_bytes = 0.0  # the least that a rank may use, and of it for an update
 
     def measure(self, rows: int) -> MeasuredMicrobatch:
-        """What a microbatch of so many rows takes, in an update of a few; collective."""
+        """Return the peak memory of a microbatch of so many rows; collective."""
         wrapper, sample = self._subject.wrapper, self._longest.sample
-        with self._heard(sample, rows):
-            share = self._share(sample, rows)
+        with self._raising_on_all(sample, rows):
+            share = self._make_update(sample, rows)
             self._subject.wide.begin()
-            with measuring(wrapper.device) as needed:
-                self._run(share)
-            self._subject.forget()
-            own_bytes = self._own_bytes(share, rows)
-        before = self.budget.used + bytes_to_come(self._optimizer, wrapper.parameters)
-        stays = before + needed.left_bytes + own_bytes
-        told = [needed.peak_bytes - needed.left_bytes, stays]
-        told += [self.budget.limit - stays, self.budget.there - stays, self.budget.limit, self.budget.limit - before]
-        peaks, kept, allowed, there, limits, for_updates = zip(*wrapper.ranks.exchange(told), strict=True)
+            with measure_memory(wrapper.device) as use:
+                self._run_update(share)
+            self._subject.discard()
+            collated_bytes = self._collated_bytes(share, rows)
+        before = self.budget.used + estimate_state_bytes(self._optimizer, wrapper.parameters)
+        stays = before + use.left_bytes + collated_bytes
+        sent = [use.peak_bytes - use.left_bytes, stays]
+        sent += [self.budget.limit - stays, self.budget.there - stays, self.budget.limit, self.budget.limit - before]
+        peaks, kept, allowed, there, limits, for_updates = zip(*wrapper.ranks.exchange(sent), strict=True)
         self.space, self.stays_bytes = MemoryRoom(min(allowed), min(there)), max(kept)
         self.limit_bytes, self.allowed_bytes = min(limits), min(for_updates)
         return MeasuredMicrobatch(rows, max(peaks))
 
-    def timed(self, sample: Sample, most_rows: int) -> list[TimedMicrobatch]:
-        """The seconds of a microbatch of one copy of a sample, and of several; collective."""
+    def measure_seconds(self, sample: Sample, most_rows: int) -> list[TimedMicrobatch]:
+        """Return the seconds of a microbatch with one copy of a sample, and with several; collective."""
         found: list[TimedMicrobatch] = []
         for rows in sorted({1, most_rows}):
             seconds = math.inf
-            with self._heard(sample, rows):
-                share = self._share(sample, rows)
-                for _ in range(2):  # the better of two: what else the machine does only adds
+            with self._raising_on_all(sample, rows):
+                share = self._make_update(sample, rows)
+                for _ in range(2):  # the faster of two, since other work on the machine only adds time
                     self._subject.wide.begin()
-                    with timing(self._subject.wrapper.device) as took:
-                        self._run(share)
-                    self._subject.forget()
+                    with measure_time(self._subject.wrapper.device) as took:
+                        self._run_update(share)
+                    self._subject.discard()
                     seconds = min(seconds, took.seconds / NUM_RUN)
             slowest = max(told for (told,) in self._subject.wrapper.ranks.exchange([seconds]))
             found.append(TimedMicrobatch(rows, max(1, sample.num_tokens), slowest))
         return found
 
-    def _share(self, sample: Sample, rows: int) -> PreparedBatch:
-        """An update of copies of a sample, in microbatches of ``rows``."""
+    def _make_update(self, sample: Sample, rows: int) -> PreparedBatch:
+        """Make an update of copies of a sample, in microbatches of ``rows``."""
         hooks = loss_hooks(self._loss_fn)
 
         def length(_: Any) -> int:
@@ -127,11 +127,11 @@ class MicrobatchMeasurer:
         cut = tuple(tuple(range(index * rows, (index + 1) * rows)) for index in range(NUM_RUN))
         return collate_planned(samples, Plan(cut, tuple(samples.lengths), sync=self._planner.choice[0]), hooks.weigh)
 
-    def _run(self, share: PreparedBatch) -> None:
-        """One update."""
+    def _run_update(self, share: PreparedBatch) -> None:
+        """Run one update."""
         wrapper, weigh = self._subject.wrapper, weigh_of(self._loss_fn)
-        # One microbatch more is announced and not run, so that DDP, which would rebuild its buckets, does not reduce.
-        # Where it is to find unused parameters it keeps the buckets, and forgets those it found when it reduces.
+        # The plan has one microbatch more than run, so that DDP does not reduce, which would rebuild its buckets.
+        # With find_unused_parameters all run: DDP keeps its buckets then, and a reduction clears its unused parameters.
         num_run = None if any(map(_finds_unused, wrapper.models)) else NUM_RUN
         call = CallPlan(
             NUM_RUN + 1, len(share.samples), share.plan.num_tokens, share.weight_sums(), share.dummy
@@ -148,14 +148,14 @@ class MicrobatchMeasurer:
                 del step, terms  # with its microbatch
 
     @contextlib.contextmanager
-    def _heard(self, sample: Sample, rows: int) -> Generator[None]:
-        """Surrounds a measured update: what it raises on one rank is raised on all, unless they wait inside of it."""
+    def _raising_on_all(self, sample: Sample, rows: int) -> Generator[None]:
+        """Raise an error of one rank on all ranks, unless they wait for each other inside of the update."""
         ranks, failure = self._subject.wrapper.ranks, None
         try:
             yield
         except Exception as error:
-            if is_out_of_memory(error):  # which is told by the alarm
-                raise self._shortage(error, sample, rows) from error
+            if is_out_of_memory(error):  # oom_broadcast tells the other ranks
+                raise self._out_of_memory(error, sample, rows) from error
             failure = error
             if rows == 1 and not isinstance(error, MegabatchError):
                 failure = PlanError(
@@ -168,8 +168,8 @@ class MicrobatchMeasurer:
         if any(failed for (failed,) in ranks.exchange([float(failure is not None)])):
             raise first_failure(ranks, failure)
 
-    def _shortage(self, error: Exception, sample: Sample, rows: int) -> MegabatchError:
-        """There may be less memory than the system said."""
+    def _out_of_memory(self, error: Exception, sample: Sample, rows: int) -> MegabatchError:
+        """Return the error of a measured update that ran out of memory, since the system had less than it reported."""
         who, bound = whoever_runs(self._subject.wrapper.ranks.num_all), None
         samples, change = "a sample", "shorten it, checkpoint activations, or shard the model over more ranks"
         if rows > 1:
@@ -182,8 +182,8 @@ class MicrobatchMeasurer:
         failure.shortage = Shortage(rank_of_process(), (), bound)
         return failure
 
-    def _own_bytes(self, share: PreparedBatch, rows: int) -> float:
-        """A whole update's microbatches, which are collated before they are run where they are weighed, on the CPU."""
+    def _collated_bytes(self, share: PreparedBatch, rows: int) -> float:
+        """Return the bytes of an update's microbatches on the CPU, if all are collated in advance to weigh them."""
         if self._subject.wrapper.device.type != "cpu" or not share.collated:
             return 0.0
         leaves = [leaf for leaf in pytree.tree_leaves(share.collated[0]) if isinstance(leaf, Tensor)]

@@ -1,7 +1,7 @@
-"""What memory this rank uses, may use, and needs at the peak. The only clock, and the only measuring place.
+"""Measurements of memory and time: the memory of this rank in use, free, and at the peak of a piece of work.
 
-On a GPU torch's caching allocator tells all of it. On the CPU torch's allocator tells what tensors take while its own
-profiler runs, and the kernel what the process has and what there is; no other module of the library reads a file.
+On a GPU torch's caching allocator reports all of it. On the CPU torch's old profiler reports the memory of tensors, and
+the kernel that of the process and the host. No other module of the library reads a file or a clock.
 """
 
 import contextlib
@@ -22,10 +22,11 @@ from megabatch.torch_private import start_profiler, stop_profiler
 from megabatch.wrappers.base import local
 from megabatch.wrappers.mesh import DataRanks
 
-KEPT_FREE = 0.1  # of what is free, where no cap is given: for what no microbatch shows, fragments and neighbours
+KEPT_FREE = 0.1  # fraction of free memory without memory_bytes: for fragments and other processes
 PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 GIVE_A_BOUND = "give max_microbatch_tokens= or micro_batch_size="
-STATES: dict[type[optim.Optimizer], tuple[int, tuple[str, ...]]] = {  # tensors, and the settings that add one each
+# Tensors for each parameter, and the settings that add one each.
+STATES: dict[type[optim.Optimizer], tuple[int, tuple[str, ...]]] = {
     optim.SGD: (0, ("momentum",)),
     optim.Adam: (2, ("amsgrad",)),
     optim.RMSprop: (1, ("momentum", "centered")),
@@ -34,29 +35,29 @@ STATES: dict[type[optim.Optimizer], tuple[int, tuple[str, ...]]] = {  # tensors,
     optim.ASGD: (1, ()),
     optim.Muon: (1, ()),
 }
-UNREADABLE = (OSError, ValueError, KeyError)  # of a file that the kernel does not have, or has otherwise
+UNREADABLE = (OSError, ValueError, KeyError)  # errors of a kernel file that is missing or has another format
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes of this rank, on its device."""
+    """Memory of this rank on its device, in bytes."""
 
-    used: float  # now
-    limit: float  # what it may come to
-    there: float  # what it could come to before memory runs out
-
-
-@dataclass
-class Needed:
-    """What a piece of work took, once it is done."""
-
-    peak_bytes: float = 0.0  # beyond what was there before it
-    left_bytes: float = 0.0  # of that, what is still there after it
+    used: float  # in use now
+    limit: float  # the most that it may use
+    there: float  # the most that it can use before memory runs out
 
 
 @dataclass
 class MemoryUse:
-    """How long a piece of work took, once it is done."""
+    """Memory of a piece of work, set when it is done."""
+
+    peak_bytes: float = 0.0  # beyond the memory in use before
+    left_bytes: float = 0.0  # of that, still in use afterwards
+
+
+@dataclass
+class Duration:
+    """Time of a piece of work, set when it is done."""
 
     seconds: float = 0.0
 
@@ -68,16 +69,16 @@ def check_device(device: torch.device) -> None:
 
 
 def check_measurable(device: torch.device) -> None:
-    """Raise `PlanError` where measuring cannot begin now."""
-    with measuring(device):
+    """Raise `PlanError` where memory cannot be measured now: a profiler runs, or the system does not tell."""
+    with measure_memory(device):
         pass
     if device.type == "cpu":
         resident_bytes()
         free_bytes()
 
 
-def budget_of(device: torch.device, cap_bytes: float | None, ranks: DataRanks) -> Budget:
-    """What this rank uses and may use; collective. Raises `PlanError` where the system does not tell."""
+def measure_budget(device: torch.device, cap_bytes: float | None, ranks: DataRanks) -> Budget:
+    """Measure the memory that this rank uses and may use; collective. Raise `PlanError` without numbers."""
     hosts: list[str] = ranks.exchange_objects(socket.gethostname())
     gc.collect()
     _trim()
@@ -91,25 +92,31 @@ def budget_of(device: torch.device, cap_bytes: float | None, ranks: DataRanks) -
 
 
 def free_on(device: torch.device) -> float:
-    """What the device can still give, a CPU to all processes together. Raises `PlanError` where none can tell."""
+    """Return the bytes that a device can still give; those of a CPU are for all processes of the host together.
+
+    The limit of the process's control group counts. Raises `PlanError` where the system does not tell.
+    """
     return float(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free_bytes()
 
 
 def device_text(device: torch.device) -> str:
-    """The device and the memory that it can give this process, by which another is told from it."""
+    """Return the name of a device and the memory that it can give this process: "cpu, 62 GiB".
+
+    What was measured on one device holds on another of the same text.
+    """
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
     with contextlib.suppress(*UNREADABLE):
-        whole = min([_table(PROC / "meminfo")["MemTotal"], *(limit for limit, _ in _limits())])
+        whole = min([_parse_table(PROC / "meminfo")["MemTotal"], *(limit for limit, _ in _limits())])
         return f"{device.type}, {whole / 2**30:.0f} GiB"
     return device.type
 
 
 @contextlib.contextmanager
-def measuring(device: torch.device) -> Generator[Needed]:
-    """Measures what is done inside; it waits for the device before and after."""
-    needed = Needed()
+def measure_memory(device: torch.device) -> Generator[MemoryUse]:
+    """Measure the memory of the work inside; wait for the device before and after."""
+    needed = MemoryUse()
     with _measuring_cuda(needed, device) if device.type == "cuda" else _measuring_cpu(needed):
         yield needed
         if device.type == "cuda":
@@ -117,9 +124,9 @@ def measuring(device: torch.device) -> Generator[Needed]:
 
 
 @contextlib.contextmanager
-def timing(device: torch.device) -> Generator[MemoryUse]:
-    """Times what is done inside; it waits for the device before and after."""
-    took = MemoryUse()
+def measure_time(device: torch.device) -> Generator[Duration]:
+    """Measure the time of the work inside; wait for the device before and after."""
+    took = Duration()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()
@@ -130,7 +137,7 @@ def timing(device: torch.device) -> Generator[MemoryUse]:
 
 
 @contextlib.contextmanager
-def _measuring_cuda(needed: Needed, device: torch.device) -> Generator[None]:
+def _measuring_cuda(needed: MemoryUse, device: torch.device) -> Generator[None]:
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -141,8 +148,8 @@ def _measuring_cuda(needed: Needed, device: torch.device) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def _measuring_cpu(needed: Needed) -> Generator[None]:
-    """By the old profiler, which says nothing by itself and does not end another that runs already."""
+def _measuring_cpu(needed: MemoryUse) -> Generator[None]:
+    """Measure with the old profiler, which prints nothing and does not end another one."""
     try:
         start_profiler()
     except RuntimeError:
@@ -167,37 +174,15 @@ def _measuring_cpu(needed: Needed) -> Generator[None]:
 
 
 def _trim() -> None:
-    """Give free pages back: what glibc keeps of a large measured microbatch would lie beside the small ones to come."""
-    with contextlib.suppress(AttributeError, OSError, TypeError):  # of a system without it
+    """Return free pages to the system, which glibc would keep after a large microbatch and count for the next."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # the system does not have it
         ctypes.CDLL(None).malloc_trim(0)
 
 
-class HighWater:
-    """The most memory that this process has had on its device since this was made, as the system counts it."""
+def estimate_state_bytes(optimizer: optim.Optimizer | None, parameters: list[torch.nn.Parameter]) -> float:
+    """Return the bytes of optimizer states that do not exist yet, in the dtype of their parameters.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            return
-        with contextlib.suppress(*UNREADABLE):
-            (PROC / "self/clear_refs").write_text("5")
-
-    def bytes(self) -> float | None:
-        """On a GPU what was reserved; on the CPU what was resident, without files. None where nobody can tell."""
-        if self._device.type == "cuda":
-            return float(torch.cuda.max_memory_reserved(self._device))
-        try:
-            status = _table(PROC / "self/status")
-        except UNREADABLE:
-            return None
-        return status["VmHWM"] - status["RssFile"]
-
-
-def bytes_to_come(optimizer: optim.Optimizer | None, parameters: list[torch.nn.Parameter]) -> float:
-    """What the optimizer's states will take that are not there yet, each in the parameter's dtype.
-
-    Without an optimizer two for each parameter.
+    Without an optimizer it assumes two states for each parameter.
     """
     if optimizer is None:
         return 2.0 * sum(local(each.data).nbytes for each in parameters)
@@ -210,7 +195,7 @@ def bytes_to_come(optimizer: optim.Optimizer | None, parameters: list[torch.nn.P
 
 
 def _num_states(optimizer: optim.Optimizer, group: dict[str, Any]) -> int:
-    """Of a parameter's size; two where the class is not known."""
+    """Return the number of states of a parameter's size; two for an unknown class."""
     for kind, (always, asked_for) in STATES.items():
         if isinstance(optimizer, kind):
             return always + sum(bool(group.get(key)) for key in asked_for)
@@ -218,32 +203,32 @@ def _num_states(optimizer: optim.Optimizer, group: dict[str, Any]) -> int:
 
 
 def resident_bytes() -> float:
-    """What this process has in memory, without what files would give again. Raises `PlanError` where none can tell."""
+    """Return the resident bytes of this process, without files. Raise `PlanError` if the system has no numbers."""
     try:
-        status = _table(PROC / "self/status")
+        status = _parse_table(PROC / "self/status")
         return status["RssAnon"] + status["RssShmem"]
     except UNREADABLE:
         raise PlanError(f'this system does not say what memory a process uses, for "auto"; {GIVE_A_BOUND}') from None
 
 
 def free_bytes() -> float:
-    """What this host, or the group that this process is limited with, can still give."""
+    """Return the free bytes of this host, or of the control group that limits this process."""
     try:
-        free = _table(PROC / "meminfo")["MemAvailable"]
+        free = _parse_table(PROC / "meminfo")["MemAvailable"]
     except UNREADABLE:
         raise PlanError(f'this system does not say what memory is free, for "auto"; {GIVE_A_BOUND}') from None
     return max(0.0, min([free, *(limit - used for limit, used in _limits())]))
 
 
 def _limits() -> list[tuple[float, float]]:
-    """The limit of each control group above this process, of either version, and what is used of it."""
+    """Return the limit and use of each control group above this process, of either version."""
     found: list[tuple[float, float]] = []
     with contextlib.suppress(*UNREADABLE):
         for line in (PROC / "self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers in ("", "memory"):
                 base = CGROUP / controllers
-                within = base / path.strip("/")  # in a container the file system may begin at its own group
+                within = base / path.strip("/")  # a container's file system may begin at its own group
                 found += [each for group in (within, *within.parents) if group.is_relative_to(base)
                           for each in _limit_of(group)]  # fmt: skip
     return found
@@ -255,14 +240,14 @@ def _limit_of(group: Path) -> list[tuple[float, float]]:
         "memory.limit_in_bytes": ("total_rss", "total_shmem"),
     }.items():
         with contextlib.suppress(*UNREADABLE):
-            whole = float((group / limit).read_text())  # "max" is no number: no limit
-            used = _table(group / "memory.stat")
+            whole = float((group / limit).read_text())  # "max" is no number and no limit
+            used = _parse_table(group / "memory.stat")
             return [(whole, sum(used.get(name, 0.0) for name in names))]
     return []
 
 
-def _table(path: Path) -> dict[str, float]:
-    """The numbers of a file of lines "name: number kB", or of "name number"; in bytes."""
+def _parse_table(path: Path) -> dict[str, float]:
+    """Parse a file of lines "name: number kB" or "name number"; in bytes."""
     rows = [line.split() for line in path.read_text().splitlines()]
     return {
         row[0].rstrip(":"): float(row[1]) * (1024 if row[-1] == "kB" else 1)

@@ -1,4 +1,4 @@
-"""What measured updates may move besides gradients of the model, kept and put back."""
+"""Snapshots of state that a forward or backward changes besides the model's gradients, to be put back."""
 
 import math
 import struct
@@ -14,70 +14,72 @@ from megabatch.torch_private import buffers_of, is_flat_parameter, is_fsdp1, tra
 from megabatch.wrappers.base import local
 from megabatch.wrappers.gradients import graph_leaves
 
-OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}  # its tables of parameters, buffers, modules and hooks
-OF_TORCH = "__composable_api"  # where fully_shard and replicate keep their own, in the user's modules
-# Hooks by which a model of transformers returns router_logits stay; without this flag they would be laid twice.
+OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}  # tables of parameters, buffers, modules and hooks
+OF_TORCH = "__composable_api"  # attributes of fully_shard and replicate in the user's modules
+# Hooks with which a transformers model returns router_logits stay; without this flag it would install them twice.
 OF_HOOKS = "_output_capturing_hooks_installed"
 CONTAINERS = (dict, OrderedDict, defaultdict, Counter, set, list)
 
 
 class ModuleSnapshot:
-    """What a forward may move in a module: its mode, its buffers, and attributes of its own.
+    """A copy of what a forward may change in a module, without its submodules: mode, buffers, attributes of its own.
 
-    Attributes are kept as they are, with the numbers of a tensor and the entries of a dictionary or list. Those that
-    carry a gradient are let be: wrappers lay parameters there.
+    It keeps each attribute, with the numbers of a tensor and the entries of a dictionary, set or list. It skips tensors
+    that require a gradient, since wrappers store parameters there.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._is_training = module, module.training
         self._transient = transient_buffers(module).copy()
-        self._buffers = [(name, each, _copied(each)) for name, each in buffers_of(module).items()]
-        self._own = [(name, each, _copied(each)) for name, each in _own(module).items()]
+        self._buffers = [(name, each, _copy(each)) for name, each in buffers_of(module).items()]
+        self._own = [(name, each, _copy(each)) for name, each in _own_attributes(module).items()]
         self._syncs = module.require_forward_param_sync if isinstance(module, DistributedDataParallel) else None
 
     def put_back(self) -> None:
+        """Set the module to what it was, in place."""
         self._module.training = self._is_training
         buffers_of(self._module).clear()
         for name, each, copied in self._buffers:
-            buffers_of(self._module)[name] = _as_it_was(each, copied)
+            buffers_of(self._module)[name] = _restore(each, copied)
         transient_buffers(self._module).clear()
         transient_buffers(self._module).update(self._transient)
-        for name in _own(self._module).keys() - {name for name, _, _ in self._own}:
+        for name in _own_attributes(self._module).keys() - {name for name, _, _ in self._own}:
             del vars(self._module)[name]
         for name, each, copied in self._own:
-            vars(self._module)[name] = _as_it_was(each, copied)
+            vars(self._module)[name] = _restore(each, copied)
         if self._syncs is not None:
             cast(DistributedDataParallel, self._module).require_forward_param_sync = self._syncs
 
 
 class ExternalGrads:
-    """Gradients of trainable tensors that a loss reaches and that are not the model's."""
+    """A snapshot of gradients of trainable tensors that a loss reaches outside of the model."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._known = set(map(id, parameters))
         self._noted: dict[int, tuple[Tensor, Tensor | None, Any]] = {}
 
     def note(self, totals: Sequence[Tensor]) -> None:
-        """Before a backward from ``totals``."""
+        """Keep the gradients that a backward from ``totals`` would change."""
         for leaf in graph_leaves(totals):
             if id(leaf) not in self._known | self._noted.keys() and not is_flat_parameter(leaf):
-                self._noted[id(leaf)] = leaf, leaf.grad, _copied(leaf.grad)
+                self._noted[id(leaf)] = leaf, leaf.grad, _copy(leaf.grad)
 
     def put_back(self) -> None:
+        """Restore these gradients."""
         for leaf, found, copied in self._noted.values():
-            leaf.grad = _as_it_was(found, copied)
+            leaf.grad = _restore(found, copied)
 
 
 @torch.no_grad()
-def norms(parameters: Iterable[nn.Parameter]) -> list[bytes]:
-    """Of what this rank holds of each, its norm: others where that has moved, even one that is not a number."""
+def parameter_norms(parameters: Iterable[nn.Parameter]) -> list[bytes]:
+    """Return the norm of each local parameter as bytes, which differ after a change, even for NaN."""
     found = [float(torch.linalg.vector_norm(local(each.data).detach().float())) for each in parameters]
     return [struct.pack("d", math.nan if math.isnan(each) else each) for each in found]
 
 
-def _own(module: nn.Module) -> dict[str, Any]:
-    """The attributes that a forward may set."""
-    if isinstance(module, DistributedDataParallel) or is_fsdp1(module):  # their attributes say what they have reduced
+def _own_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes that a forward may set."""
+    if isinstance(module, DistributedDataParallel) or is_fsdp1(module):  # their attributes record past reductions
         return {}
     return {
         name: each
@@ -89,16 +91,16 @@ def _own(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _copied(value: Any) -> Any:
-    """What may be written to in place, by itself; None for what may not."""
+def _copy(value: Any) -> Any:
+    """Copy a value that can change in place; None for others."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     return value.copy() if type(value) in CONTAINERS else None
 
 
 @torch.no_grad()
-def _as_it_was(value: Any, copied: Any) -> Any:
-    """The same object, holding what it held; a tensor that was not written to is not touched."""
+def _restore(value: Any, copied: Any) -> Any:
+    """Return the same object with its old contents; an unchanged tensor is not written."""
     if isinstance(value, Tensor):
         if not _same(local(value), local(copied)):
             value.copy_(copied)

@@ -1,58 +1,76 @@
-"""Chooses the bound of microbatches by small updates, which leave nothing behind."""
+"""Tuning of the microbatch limit, and the memory of a policy, by small updates that leave no trace."""
 
 import contextlib
 import random
 import weakref
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from inspect import unwrap
 from typing import Any, cast
 
 import numpy as np
+import torch
 from torch import optim
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.autotune.measure import LongestSample, MeasuredModel, MicrobatchMeasurer, Sample
-from megabatch.autotune.memory import GIVE_A_BOUND, Budget, budget_of, check_device, check_measurable
-from megabatch.autotune.snapshot import ModuleSnapshot, norms
-from megabatch.batching.samples import Batch, Samples
+from megabatch.autotune.memory import GIVE_A_BOUND, Budget, check_device, check_measurable, measure_budget
+from megabatch.autotune.snapshot import ModuleSnapshot, parameter_norms
+from megabatch.batching.padding import Padding
+from megabatch.batching.samples import Batch, Collate, Samples
 from megabatch.engine import random_state
 from megabatch.engine.call import first_failure
+from megabatch.engine.oom_broadcast import guard_memory
 from megabatch.engine.prepare import MicrobatchPlanner
 from megabatch.engine.update import OpenUpdate
-from megabatch.errors import MegabatchError, PlanError
+from megabatch.errors import MegabatchError, PlanError, require_positive
 from megabatch.losses.contract import JointLoss, LossFunction
-from megabatch.planning.limits import TunedLimit, bound_tokens, cost_of, in_gib, largest_fitting, search
+from megabatch.planning.limits import (
+    MeasuredMicrobatch,
+    MemoryRoom,
+    TunedLimit,
+    bound_tokens,
+    cost_of,
+    in_gib,
+    largest_fitting,
+    next_rows,
+    search,
+)
 from megabatch.torch_private import is_fsdp2
 from megabatch.wrappers.base import Wrapper
+from megabatch.wrappers.detect import choose_policy, detect_wrapper
 from megabatch.wrappers.gradients import WideGradients, drop_gradients
 
-TIMED_ROWS = 8  # at most: where a launch is no longer to be seen, and soon done
+TIMED_ROWS = 8  # at most: enough to hide the cost of launches, and quick
 
 
 class MicrobatchTuner:
-    """Chooses the bound of microbatches by measuring some.
+    """Chooses the limit of microbatches by measuring some.
 
     Args:
-        model: What the loss is called with.
-        reducer: Of that model.
-        wide: How its gradients are added.
-        cutter: Says whether the bound is to be chosen.
-        memory_bytes: What this rank may use on its device; None: what is free there, a tenth of it kept free.
+        model: The model that the loss gets.
+        wrapper: The wrapper of that model.
+        wide: Accumulates its gradients.
+        planner: Tells if the limit is to be chosen.
+        memory_bytes: Memory that this rank may use on its device. None: its free memory, less a tenth.
 
-    Raises `PlanError` for what cannot be measured.
+    Raises:
+        PlanError: For a device, model or wrapper that cannot be measured.
     """
 
     def __init__(
         self, model: Any, wrapper: Wrapper, wide: WideGradients, planner: MicrobatchPlanner, memory_bytes: float | None
     ) -> None:
-        self.optimizer: optim.Optimizer | None = None  # whose states are to have room; None: two for each parameter
-        self.wrapper, self._subject, self._memory_bytes = wrapper, MeasuredModel(model, wrapper, wide), memory_bytes
-        self._measured: tuple[Callable[[], Any], Sample] | None = None  # a loss, and the longest sample it was given
+        self.optimizer: optim.Optimizer | None = None  # to leave room for its states; None: two for each parameter
+        self.wrapper, self._memory_bytes = wrapper, memory_bytes
+        self._subject = MeasuredModel(model, wrapper, wide)
+        self._measured: tuple[Callable[[], Any], Sample] | None = None  # a loss, and its longest measured sample
+        if memory_bytes is not None:
+            require_positive("memory_bytes", memory_bytes)
         self._check_auto()
 
     def _check_auto(self) -> None:
-        """Raise `PlanError` for what a measured microbatch would not leave as it was, or does not tell."""
+        """Raise `PlanError` for a model that a measured microbatch would change, or would not represent."""
         check_device(self.wrapper.device)
         devices = {str(each.device): None for model in self.wrapper.models for each in model.parameters()}
         if len(devices) > 1:
@@ -82,15 +100,15 @@ class MicrobatchTuner:
             raise PlanError(
                 f"a sample of {longest} tokens comes in a later call of an update, when there are gradients beside "
                 f"which nothing is measured, and the bound that was chosen is {bound}; give the longest sample to the "
-                "first call or to choose_bound(), or give max_microbatch_tokens="
+                "first call or to tune(), or give max_microbatch_tokens="
             )
 
     def fitted(
         self, planner: MicrobatchPlanner, batch: Batch, loss_fn: LossFunction | JointLoss, opened: OpenUpdate | None
     ) -> MicrobatchPlanner:
-        """The cutter, whose bound is to be chosen, with one for this batch; the same on all ranks. Collective.
+        """Return the planner with a limit for this batch, the same on all ranks. Collective.
 
-        Measured are copies of the longest sample of all ranks, unless ones as long were measured before.
+        This measures copies of the longest sample of all ranks, unless it measured ones as long before.
         """
         if isinstance(loss_fn, JointLoss):
             raise PlanError(
@@ -99,62 +117,61 @@ class MicrobatchTuner:
             )
         if _has_gradients(opened):  # beside which nothing is measured
             return planner
-        longest = self.longest(planner, batch, loss_fn)
+        longest = self.find_longest(planner, batch, loss_fn)
         if longest is None:
             return planner
-        with self.copies(planner, longest, loss_fn, opened) as copies:
-            fit = self._fit(copies, longest, _most_rows(planner, longest))
-        self._measured = referred(loss_fn), longest.sample
+        with self.measuring_copies(planner, longest, loss_fn, opened) as measurer:
+            fit = self._tune(measurer, longest, _most_rows(planner, longest))
+        self._measured = weak_reference(loss_fn), longest.sample
         return replace(planner, fit=fit)
 
     @contextlib.contextmanager
-    def copies(
+    def measuring_copies(
         self, planner: MicrobatchPlanner, longest: LongestSample, loss_fn: LossFunction, opened: OpenUpdate | None,
         budget: Budget | None = None,
     ) -> Generator[MicrobatchMeasurer]:  # fmt: skip
-        """Surrounds small updates, of which nothing is left; with what tells of their memory. Collective.
+        """Run small updates inside, and restore all state after them. Collective.
 
-        ``budget``: as it was found before others like them; None: it is found here.
+        ``budget`` is that of earlier updates like these; None: measure it.
         """
         self.wrapper.check_unchanged()
         drop_gradients(self.wrapper.parameters)
-        with self._as_before(opened):
-            copies = MicrobatchMeasurer(self._subject, planner, longest, loss_fn, self.optimizer)
+        with self._restoring(opened):
+            measurer = MicrobatchMeasurer(self._subject, planner, longest, loss_fn, self.optimizer)
             if budget is None:
-                copies.measure(1)  # what is made once, workspaces and compiled code, is there from here on
-                budget = budget_of(self.wrapper.device, self._memory_bytes, self.wrapper.ranks)
-            copies.budget = budget
-            yield copies
+                measurer.measure(1)  # allocates once: workspaces and compiled code
+                budget = measure_budget(self.wrapper.device, self._memory_bytes, self.wrapper.ranks)
+            measurer.budget = budget
+            yield measurer
 
-    def longest(self, planner: MicrobatchPlanner, batch: Batch, loss_fn: LossFunction) -> LongestSample | None:
-        """The longest sample of all ranks, or of an earlier call; None where the bound need not be chosen for it."""
+    def find_longest(self, planner: MicrobatchPlanner, batch: Batch, loss_fn: LossFunction) -> LongestSample | None:
+        """Return the longest sample of all ranks or of an earlier call; None if the limit stays."""
         ranks, told, failure, samples = self.wrapper.ranks, [1.0, 0.0, 0.0, 0.0, 0.0], None, None
-        known = (
-            None
-            if self._measured is None or self._measured[0]() is not unwrap(cast(Any, loss_fn))
-            else self._measured[1]
-        )
+        known = None
+        if self._measured is not None and self._measured[0]() is unwrap(cast(Any, loss_fn)):
+            known = self._measured[1]
         knowledge = -1.0 if self._measured is None else float(known is not None)
         try:
             samples = planner.samples(batch)
             told = [0.0, len(samples), max(samples.lengths, default=-1), sum(samples.lengths), knowledge]
-        except Exception as error:  # whatever the user's length raises, the other ranks must hear of it
+        except Exception as error:  # the user's length may raise anything, and the other ranks must know
             failure = error
         failed, counts, lengths, sums, knows = zip(*ranks.exchange(told), strict=True)
         if any(failed):
             raise first_failure(ranks, failure)
         assert samples is not None  # only a failure leaves it out
-        if not _is_needed(planner.fit, counts, lengths, knows=min(knows) > 0):
+        if not _needs_tuning(planner.fit, counts, lengths, knows=min(knows) > 0):
             if planner.fit is not None and max(knows) < 0 and max(lengths) == planner.fit.longest_tokens:
-                self._measured = referred(loss_fn), self._offered(samples, int(max(lengths)))[0]  # as it was elsewhere
+                # The limit was chosen elsewhere, so this sample counts as measured.
+                self._measured = weak_reference(loss_fn), self._pick_samples(samples, int(max(lengths)))[0]
             return None
-        longest, usual = self._offered(samples, int(max(lengths)))
+        longest, usual = self._pick_samples(samples, int(max(lengths)))
         if known is not None and min(knows) > 0 and known.num_tokens > longest.num_tokens:
             longest = known
         return LongestSample(longest, usual, int(max(counts)), max(sums))
 
-    def _offered(self, samples: Samples, num_tokens: int) -> tuple[Sample, Sample]:
-        """A sample of so many tokens, the longest, and one of middle length; the same on all ranks."""
+    def _pick_samples(self, samples: Samples, num_tokens: int) -> tuple[Sample, Sample]:
+        """Return the longest sample, of so many tokens, and one of median length; the same on all ranks."""
         ranks, failure, longest, usual = self.wrapper.ranks, None, None, None
         try:
             check_measurable(self.wrapper.device)
@@ -163,7 +180,7 @@ class MicrobatchTuner:
                 longest = _sample(samples, order[-1])
             if order:
                 usual = _sample(samples, order[len(order) // 2])
-        except Exception as error:  # whatever the user's loading raises, as above
+        except Exception as error:  # the user's loading may raise anything
             failure = error
         failed, *offers = zip(*ranks.exchange_objects((failure is not None, longest, usual)), strict=True)
         if any(failed):
@@ -171,53 +188,56 @@ class MicrobatchTuner:
         longest, usual = (next(each for each in of_all if each is not None) for of_all in offers)
         return longest, usual
 
-    def _fit(self, copies: MicrobatchMeasurer, longest: LongestSample, most_rows: int) -> TunedLimit:
-        measured = search(copies.measure, lambda: copies.space, most_rows)
-        tokens = bound_tokens(measured, copies.space, longest.num_tokens)
-        largest = largest_fitting(measured, copies.space)
+    def _tune(self, measurer: MicrobatchMeasurer, longest: LongestSample, most_rows: int) -> TunedLimit:
+        measured = search(measurer.measure, lambda: measurer.space, most_rows)
+        tokens = bound_tokens(measured, measurer.space, longest.num_tokens)
+        largest = largest_fitting(measured, measurer.space)
         if tokens is None or largest is None:
-            left = max(0.0, copies.space.allowed)
+            left = max(0.0, measurer.space.allowed)
             raise PlanError(
                 f"one sample of {longest.num_tokens} tokens needs {in_gib(measured[0].num_bytes)}, and parameters, "
-                f"gradients and states leave {in_gib(left)} of the {in_gib(copies.limit_bytes)} that may be used; "
+                f"gradients and states leave {in_gib(left)} of the {in_gib(measurer.limit_bytes)} that may be used; "
                 "give more memory, shorten it, shard the model or recompute activations"
             )
         timed_rows = min(TIMED_ROWS, largest.rows)
-        timed = [*copies.timed(longest.sample, timed_rows), *copies.timed(longest.usual, timed_rows)]
-        cost = cost_of(measured, copies.space, copies.stays_bytes, longest.num_tokens, timed)
+        timed = [
+            *measurer.measure_seconds(longest.sample, timed_rows),
+            *measurer.measure_seconds(longest.usual, timed_rows),
+        ]
+        cost = cost_of(measured, measurer.space, measurer.stays_bytes, longest.num_tokens, timed)
         return TunedLimit(
-            tokens, cost, longest.num_tokens, tuple(measured), copies.limit_bytes, copies.allowed_bytes,
+            tokens, cost, longest.num_tokens, tuple(measured), measurer.limit_bytes, measurer.allowed_bytes,
             outgrown_rows=longest.most_rows if largest.rows == longest.most_rows else None,
         )  # fmt: skip
 
     @contextlib.contextmanager
-    def _as_before(self, opened: OpenUpdate | None) -> Generator[None]:
-        """Surrounds measured updates: what they move is put back, or an error says what could not be."""
+    def _restoring(self, opened: OpenUpdate | None) -> Generator[None]:
+        """Restore all state after measured updates; raise if a forward has written to parameters."""
         modules = {id(each): each for model in self.wrapper.models for each in model.modules()}.values()
         for module in modules:
             if is_fsdp2(module):
                 module.reshard()  # an evaluation may have left it gathered
         kept = [ModuleSnapshot(module) for module in modules]
         parameters = {name: each for model in self.wrapper.models for name, each in model.named_parameters()}
-        before = norms(parameters.values())
+        before = parameter_norms(parameters.values())
         state, others = random_state.note(self.wrapper.device), (random.getstate(), np.random.get_state())
         try:
             yield
         finally:
-            self._subject.forget()
-            if opened is not None:  # by a call without samples
+            self._subject.discard()
+            if opened is not None:  # an earlier call had no samples
                 self._subject.wide.begin()
             for each in kept:
                 each.put_back()
             random_state.put_back(state)
             random.setstate(others[0])
             np.random.set_state(others[1])
-        now = norms(parameters.values())
+        now = parameter_norms(parameters.values())
         moved = [name for name, a, b in zip(parameters, before, now, strict=True) if a != b]
         self._check_moved(moved)
 
     def _check_moved(self, names: Sequence[str]) -> None:
-        """Raise, on all ranks, where a forward has written to parameters."""
+        """Raise on all ranks if a forward has written to parameters."""
         ranks = self.wrapper.ranks
         if not any(moved for (moved,) in ranks.exchange([float(len(names))])):
             return
@@ -230,11 +250,11 @@ class MicrobatchTuner:
         raise first_failure(ranks, failure)
 
 
-def referred(loss_fn: LossFunction | JointLoss) -> Callable[[], Any]:
-    """Gives the loss for as long as it is there; what stands in its place, to watch it, is no other one."""
+def weak_reference(loss_fn: LossFunction | JointLoss) -> Callable[[], Any]:
+    """Return a weak reference to the loss, under its wrappers."""
     try:
         return weakref.ref(unwrap(cast(Any, loss_fn)))
-    except TypeError:  # of a callable of another kind
+    except TypeError:  # a callable without weak references
         return lambda: None
 
 
@@ -246,8 +266,8 @@ def _sample(samples: Samples, index: int) -> Sample:
     return Sample(samples.one(index), samples.lengths[index])
 
 
-def _is_needed(fit: TunedLimit | None, counts: Sequence[float], lengths: Sequence[float], *, knows: bool) -> bool:
-    """Whether a bound is to be chosen for what the ranks have; ``knows``: they have the sample that was measured."""
+def _needs_tuning(fit: TunedLimit | None, counts: Sequence[float], lengths: Sequence[float], *, knows: bool) -> bool:
+    """Return true if the limit must be chosen for these samples; ``knows``: all ranks have the measured sample."""
     if fit is None or max(lengths) > fit.longest_tokens:
         return max(lengths) >= 0
     outgrown = any(fit.is_outgrown(rows, rows * tokens) for rows, tokens in zip(counts, lengths, strict=True))
@@ -255,6 +275,91 @@ def _is_needed(fit: TunedLimit | None, counts: Sequence[float], lengths: Sequenc
 
 
 def _most_rows(planner: MicrobatchPlanner, longest: LongestSample) -> int:
-    """Of a microbatch: no more than a rank has, or than have fitted in memory."""
+    """Return the most rows of a microbatch: as many as a rank has, or as fitted in memory."""
     learned = longest.most_rows if planner.learned is None else planner.learned.tokens // longest.num_tokens
     return max(1, min(longest.most_rows, learned))
+
+
+@dataclass(frozen=True)
+class PolicyMemory:
+    """Memory of a microbatch under a policy, in bytes; the same on all ranks."""
+
+    num_bytes: float  # at its peak, beyond stays_bytes: the most over all ranks
+    stays_bytes: float  # between microbatches: parameters, gradients, states, the rest of the process
+    allowed_bytes: float  # for a microbatch: the least over all ranks
+    limit_bytes: float  # for the whole process
+    budget: Budget  # of this rank
+
+    @property
+    def peak_bytes(self) -> float:
+        """Peak of the whole process."""
+        return self.stays_bytes + self.num_bytes
+
+    def fits(self, spare_bytes: float = 0.0) -> bool:
+        """Return true if it fits with so many bytes beside it."""
+        return self.num_bytes + spare_bytes <= self.allowed_bytes
+
+
+def measure_policy(
+    policy: str, model: Any, batch: Batch, loss_fn: LossFunction, *, optimizer: optim.Optimizer, rows: int,
+    tokens: int | None = None, spare_bytes: float = 0.0, memory_bytes: float | None = None,
+    accumulate_dtype: torch.dtype | None = None, budget: Budget | None = None, collate: Collate | None = None,
+) -> PolicyMemory | None:  # fmt: skip
+    """Measure the memory of a microbatch under a policy. Collective; all state is restored.
+
+    It runs as few rows as show that the microbatch fits with ``spare_bytes`` beside it, and never more than are sure
+    to fit.
+
+    Args:
+        policy: "every", "last" or "replica_last".
+        model: In its wrapper.
+        batch: This rank's samples; copies of the longest one are measured.
+        loss_fn: As for `GradientAccumulator`.
+        optimizer: Its missing states count as memory in use.
+        rows: Samples of the microbatch.
+        tokens: Limit of its tokens, which may lower ``rows``.
+        spare_bytes: Memory to keep free beside it.
+        memory_bytes: As for `GradientAccumulator`.
+        accumulate_dtype: As for `GradientAccumulator`.
+        budget: The budget of a policy that was measured before.
+        collate: As for `GradientAccumulator`.
+
+    Returns:
+        The memory, or None if no rank has a sample.
+
+    Raises:
+        PlanError: The memory cannot be measured.
+    """
+    wrapper = detect_wrapper(model, None)
+    wide = WideGradients(wrapper.parameters, accumulate_dtype)
+    wrapper.accumulate_in(wide)
+    choice = choose_policy(wrapper, policy)
+    pad = Padding(wrapper.models)
+    planner = MicrobatchPlanner(
+        None, None, collate, None, choice, wrapper.ranks, wrapper.one_shape, cost=None, padding=pad
+    )
+    tuner = MicrobatchTuner(model, wrapper, wide, planner, memory_bytes)
+    tuner.optimizer = optimizer
+    with guard_memory(wrapper.ranks, wrapper.device):
+        longest = tuner.find_longest(planner, batch, loss_fn)
+        if longest is None:
+            return None
+        wanted = max(1.0, float(rows) if tokens is None else min(rows, tokens / longest.num_tokens))
+        with tuner.measuring_copies(planner, longest, loss_fn, None, budget) as measurer:
+            measured = [measurer.measure(1)]
+            while True:
+                need, space = _estimate_bytes(measured, wanted), _reserve_bytes(measurer.space, spare_bytes)
+                if need <= space.allowed or (more := next_rows(measured, space, int(wanted))) is None:
+                    break
+                measured.append(measurer.measure(more))
+    return PolicyMemory(need, measurer.stays_bytes, measurer.space.allowed, measurer.limit_bytes, measurer.budget)
+
+
+def _estimate_bytes(measured: Sequence[MeasuredMicrobatch], rows: float) -> float:
+    """Estimate the bytes of a microbatch: k times the rows of another one need at most k times its bytes."""
+    return min(each.num_bytes * max(1.0, rows / each.rows) for each in measured)
+
+
+def _reserve_bytes(space: MemoryRoom, num_bytes: float) -> MemoryRoom:
+    """Return the room that is left beside so many bytes."""
+    return MemoryRoom(space.allowed - num_bytes, space.there - num_bytes)

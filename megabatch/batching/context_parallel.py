@@ -1,12 +1,12 @@
-"""Context parallelism: ranks along mesh axis ``cp`` are given the same samples, and each runs its own stretch of them.
+"""Context parallelism: ranks along mesh axis ``cp`` get the same samples, and each runs its own stretch of them.
 
-A sequence is cut into two pieces per rank, and rank r of n has pieces r and 2n - 1 - r, so that all do the same work
-although late positions attend to more. Each layer gathers the keys and values of the whole sequence and attends with
-its own queries, which works on every device and in every dtype. Ring attention, which never holds the whole sequence's
-keys, is not used: torch's own runs on CUDA alone, and merges pieces in float32.
+Each sequence is split into two pieces per rank. Rank r of n has pieces r and 2n - 1 - r, so that all ranks do the same
+work although late positions attend to more. Each layer gathers the keys and values of the whole sequence and attends
+with its own queries, which works on every device and in every dtype. Ring attention, which never holds the whole
+sequence's keys, is not used: torch's own runs on CUDA alone, and merges pieces in float32.
 
-A loss of one's own needs one change: a position's target may lie on another rank, so a stretch has no ``labels`` but
-``shift_labels``, which says for each position what it predicts. Totals and weights must be sums over positions.
+Your own loss needs one change. A position's target may lie on another rank, so a stretch has ``shift_labels`` in place
+of ``labels``: entry t is the target of position t. Totals and weights must be sums over positions.
 """
 
 import math
@@ -47,20 +47,21 @@ pytree.register_pytree_node(  # it moves between devices as the mapping that it 
 
 
 def stretch(microbatch: Microbatch, index: int, degree: int) -> Stretch:
-    """What context rank ``index`` of ``degree`` sees of a microbatch, given whole to each.
+    """Return the part of a whole microbatch that context rank ``index`` of ``degree`` runs.
 
-    ``microbatch``: a mapping with ``input_ids`` [B, T] and ``labels`` [B, T], unshifted (or ``shift_labels``). Returned
-    are, with L = T / degree rounded up to an even number:
+    ``microbatch``: a mapping with ``input_ids`` [B, T] and ``labels`` [B, T], unshifted (or ``shift_labels``). The
+    result has, with L = T / degree rounded up to an even number:
 
-    - ``input_ids``, ``position_ids`` [B, L], and ``shift_labels`` [B, L] in place of ``labels``: what each position
-      predicts, -100 for nothing;
-    - ``attention_mask`` [B, 1, 1, L * degree], the documents of the whole sequence, which `GatheredAttention` reads;
-      of type bool, and True, where the order says all. A model that attends by itself, to its stretch alone, fails on
+    - ``input_ids``, ``position_ids`` [B, L], and ``shift_labels`` [B, L] in place of ``labels``: the target of each
+      position, -100 for none;
+    - ``attention_mask`` [B, 1, 1, L * degree], the documents of the whole sequence, which `GatheredAttention` reads. It
+      is of type bool, and True, where causal order alone decides. A model that attends to its stretch alone fails on
       this shape;
-    - other keys that begin with ``shift_``, cut in the same way and padded with 0, and those without a sequence, whole.
+    - other keys that begin with ``shift_``, split in the same way and padded with 0, and those without a sequence,
+      whole.
 
-    Positions that begin anew within a row begin another document, and documents do not attend to each other. Raises
-    `PlanError` for what cannot be cut.
+    A position that restarts within a row begins another document, and documents do not attend to each other. Raises
+    `PlanError` for a microbatch that cannot be split.
     """
     whole = _shifted(_checked(microbatch))
     ids = cast(Tensor, whole["input_ids"])  # [B, T]
@@ -123,7 +124,7 @@ class GatheredAttention:
         self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor, piece: int,
         scale: float | None, dropout: float,
     ) -> Tensor:  # fmt: skip
-        """Attention of one piece to all that come before, and to itself."""
+        """Compute the attention of one piece to itself and all before it."""
         start, end = piece * query.shape[2], (piece + 1) * query.shape[2]
         key, value = key[:, :, :end], value[:, :, :end]
         if documents.dtype == torch.bool:
@@ -146,9 +147,9 @@ class GatheredAttention:
 
 
 def piece_mask(documents: Tensor, start: int, end: int, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores of queries ``start`` to ``end``: 0 for what they see, else -inf.
+    """Return the mask to add to the scores of queries ``start`` to ``end``: 0 where they attend, else -inf.
 
-    ``documents`` [B, T]: of each position the number of its document, negative where nothing may attend to it.
+    ``documents`` [B, T]: the document number of each position, negative where nothing may attend to it.
     Returns [B, 1, end - start, end].
     """
     positions = torch.arange(end, device=documents.device)
@@ -184,7 +185,7 @@ def _gather(local: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _checked(microbatch: Microbatch) -> dict[str, Any]:
-    """A copy of the mapping. Raises `PlanError` for what cannot be cut exactly."""
+    """Copy the mapping. Raises `PlanError` for a microbatch that cannot be split exactly."""
     found: dict[str, Any] = dict(cast(Any, microbatch)) if isinstance(microbatch, Mapping) else {}
     ids = found.get("input_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2:
@@ -209,7 +210,7 @@ def _checked(microbatch: Microbatch) -> dict[str, Any]:
 
 
 def _shifted(whole: dict[str, Any]) -> dict[str, Any]:
-    """``shift_labels`` in place of ``labels``, before anything is cut."""
+    """Replace ``labels`` by ``shift_labels``, before anything is split."""
     labels = whole.pop("labels", None)
     if labels is not None:
         if "shift_labels" in whole:
@@ -224,9 +225,9 @@ def _shifted(whole: dict[str, Any]) -> dict[str, Any]:
 
 
 def _documents(positions: Tensor, attended: Tensor | None) -> Tensor:
-    """Of each position the number of its document, from 1; negative where nothing may attend to it; [B, T].
+    """Return the document number of each position, from 1, negative where nothing may attend to it: [B, T].
 
-    These are the rules of transformers, where an attention_mask says all and positions are not looked at beside it.
+    These are the rules of transformers, which ignores positions beside an attention_mask.
     """
     if attended is None:
         return (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(1) + 1
@@ -241,7 +242,7 @@ def _documents(positions: Tensor, attended: Tensor | None) -> Tensor:
 
 
 def _order_says_all(documents: Tensor, whole: Mapping[str, Any]) -> bool:
-    """Whether every position that matters is of its row's first document and may be attended to."""
+    """Return True if every position that matters is in its row's first document and may be attended to."""
     matters = torch.ones_like(documents, dtype=torch.bool)
     if [name for name in whole if name.startswith(SHIFTED)] == ["shift_labels"]:  # nothing after the last target does
         matters = (whole["shift_labels"] != IGNORED_LABEL).flip(1).cummax(1).values.flip(1)
@@ -249,7 +250,7 @@ def _order_says_all(documents: Tensor, whole: Mapping[str, Any]) -> bool:
 
 
 def _cut(value: Tensor, missing: int, fill: int, index: int, degree: int) -> Tensor:
-    """Two pieces of dim 1, which is padded on the right: [B, T, ...] -> [B, L, ...]."""
+    """Pad dim 1 on the right and take two pieces of it: [B, T, ...] -> [B, L, ...]."""
     padding = value.new_full((value.shape[0], missing, *value.shape[2:]), fill)
     pieces = torch.cat([value, padding], dim=1).chunk(2 * degree, dim=1)
     return torch.cat([pieces[index], pieces[-1 - index]], dim=1)

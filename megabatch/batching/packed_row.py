@@ -1,8 +1,8 @@
-"""OneRow: the samples of a microbatch in one row, one after another, so that nothing is padded.
+"""OneRow: the samples of a microbatch packed into one row, so that nothing is padded.
 
-transformers' models find in ``position_ids`` where a sample begins, and attend within it. With flash_attention_2 or
-flex_attention nothing else is computed; sdpa and eager compute the whole square of the row and hide most of it, which
-takes longer than padding does. Whether a model does so is tried, see `apart`.
+transformers' models read from ``position_ids`` where a sample begins, and attend within it. flash_attention_2 and
+flex_attention compute nothing else. sdpa and eager compute the whole square of the row and hide most of it, which takes
+longer than padding does. `engine.packing_check` tries the model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch.batching.samples import IGNORED_LABEL, check_keys, tensor_of
+from megabatch.batching.samples import IGNORED_LABEL, gather_columns
 from megabatch.errors import PlanError
 
 NOT_ALONG = "in one row everything runs along input_ids. Leave OneRow out"
@@ -33,17 +33,16 @@ class OneRow:
     """
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """The samples one after another. Raises `PlanError` for what cannot lie in a row."""
-        check_keys(samples)
-        rows = [_row(sample) for sample in samples]
+        """Concatenate the samples. Raises `PlanError` for samples that cannot lie in a row."""
+        columns = gather_columns(samples)
+        rows = [_row(dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)]
         for row in rows:
             _check_alike(row, rows[0])
         return {name: torch.cat([row[name] for row in rows])[None] for name in rows[0]}
 
 
-def _row(sample: Mapping[str, Any]) -> dict[str, Tensor]:
-    """One sample's part of the row, each tensor along its tokens."""
-    row = {name: tensor_of(name, value) for name, value in sample.items()}
+def _row(row: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return one sample's part of the row, each tensor along its tokens."""
     ids = row.get("input_ids")
     if ids is None or ids.ndim != 1:
         raise PlanError("a sample has no input_ids [T], along which samples lie in one row; leave OneRow out")
@@ -72,7 +71,7 @@ def _row(sample: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _check_alike(row: Mapping[str, Tensor], first: Mapping[str, Tensor]) -> None:
-    """Raise `PlanError` where samples differ in more than their length."""
+    """Raise `PlanError` for samples that differ in more than their length."""
     for name, value in row.items():
         if (value.dtype, value.shape[1:]) != (first[name].dtype, first[name].shape[1:]):
             kinds = [f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}" for each in (first[name], value)]

@@ -1,4 +1,4 @@
-"""Microbatches in one shape, which a pipeline's schedule needs, and outputs cut back to what was asked for."""
+"""Microbatches padded to one shape for a pipeline's schedule, and outputs cropped to the real shape."""
 
 import zlib
 from collections.abc import Callable, Sequence
@@ -15,14 +15,14 @@ SEEN_BYTES = 1 << 16  # of each tensor, in the number by which stages compare th
 
 
 class Inputs(NamedTuple):
-    """What a loss gives the model for one microbatch."""
+    """The arguments of one call of the model."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors in it, in order."""
+        """All tensors of the arguments, in order."""
         return [leaf for leaf in pytree.tree_leaves(tuple(self)) if isinstance(leaf, Tensor)]
 
     @property
@@ -32,16 +32,16 @@ class Inputs(NamedTuple):
 
 
 def equal_rows(lengths: Sequence[int], max_microbatch_tokens: int) -> int:
-    """Samples per microbatch that stay under a cap when every one is filled up to the longest sample of all."""
+    """Return the samples per microbatch that stay under a cap when each is padded to the longest sample of all."""
     check_lengths(lengths, max_microbatch_tokens)
     return max_microbatch_tokens // max(1, *lengths, 1)
 
 
-Shape = Callable[..., Any]  # called as the model is: says a meta tensor, or a tuple of them
+Shape = Callable[..., Any]  # called as the model is; returns a meta tensor, or a tuple of them
 
 
 def said(shape: Shape, inputs: Inputs) -> tuple[Tensor, ...]:
-    """The meta tensors that ``shape`` says for these inputs."""
+    """Return the meta tensors of ``shape`` for these inputs."""
     answer = shape(*inputs.args, **inputs.kwargs)
     tensors = tuple(answer) if isinstance(answer, tuple | list) else (answer,)
     if not all(isinstance(each, Tensor) for each in tensors):
@@ -53,7 +53,7 @@ def said(shape: Shape, inputs: Inputs) -> tuple[Tensor, ...]:
 
 
 def difference(found: Any, expected: Sequence[Tensor]) -> str | None:
-    """In which way tensors, one or a tuple, are not what was said of them; None where they are."""
+    """Describe the difference between tensors and their expected shapes and dtypes; None where there is none."""
     leaves = found if isinstance(found, tuple | list) else (found,)
     for each in leaves:
         if not isinstance(each, Tensor) or is_dtensor(each):
@@ -63,7 +63,7 @@ def difference(found: Any, expected: Sequence[Tensor]) -> str | None:
 
 
 def in_one_shape(calls: Sequence[Inputs]) -> list[Inputs]:
-    """All microbatches as large as the largest: their last row is repeated, and dim 1 gets zeros on the right."""
+    """Pad all microbatches to the largest: repeat the last row, and append zeros to dim 1."""
     if not calls:
         return []
     flat, specs = zip(*(pytree.tree_flatten(tuple(each)) for each in calls), strict=True)
@@ -79,7 +79,7 @@ def in_one_shape(calls: Sequence[Inputs]) -> list[Inputs]:
 
 
 def _filled_up(values: Sequence[Any], rows: Sequence[int]) -> Sequence[Any]:
-    """One input of all microbatches, in one shape."""
+    """Pad one input of all microbatches to one shape."""
     shapes: list[tuple[int, ...]] = [tuple(value.shape) if isinstance(value, Tensor) else () for value in values]
     if all(shape == shapes[0] for shape in shapes):
         return values
@@ -103,7 +103,7 @@ def _grown(value: Tensor, largest: Sequence[int]) -> Tensor:
 
 
 def cut_back(output: Sequence[Tensor], shape: Shape, whole: Inputs, real: Inputs) -> list[Tensor]:
-    """The output for ``whole`` without what was filled up: as it is for ``real``, where ``shape`` says it."""
+    """Crop the output for the padded ``whole`` to the shapes that ``shape`` gives for ``real``."""
     wanted = said(shape, real)
     if whole.num_rows != real.num_rows:
         _check_rows(said(shape, whole), wanted, whole, real)
@@ -111,7 +111,7 @@ def cut_back(output: Sequence[Tensor], shape: Shape, whole: Inputs, real: Inputs
 
 
 def _check_rows(expected: Sequence[Tensor], wanted: Sequence[Tensor], whole: Inputs, real: Inputs) -> None:
-    """Raise where copies of rows cannot be taken out of the output again."""
+    """Raise `PlanError` where repeated rows cannot be removed from the output."""
     sizes = [(each.shape[:1], other.shape[:1]) for each, other in zip(expected, wanted, strict=True)]
     if any(each != ((whole.num_rows,), (real.num_rows,)) for each in sizes):
         raise PlanError(
@@ -121,7 +121,7 @@ def _check_rows(expected: Sequence[Tensor], wanted: Sequence[Tensor], whole: Inp
 
 
 def fingerprint(microbatches: Sequence[Any]) -> int:
-    """A number that differs where microbatches do: of their shapes, and of what the host can see of them."""
+    """Hash the shapes of microbatches, and the numbers that are on the CPU."""
     found = 0
     for leaf in pytree.tree_leaves(list(microbatches)):
         if isinstance(leaf, Tensor):

@@ -1,7 +1,11 @@
-"""How samples of unequal lengths become one microbatch that a model takes for what they are.
+"""Padding and attention masks: samples of unequal lengths in one microbatch that a model reads correctly.
 
-A model of transformers tells its pad token and whether it reads an attention mask. Of other models nothing is known:
-`pad_right` says what they get.
+The config of a transformers model names its pad token, and its forward an attention mask. Of other models nothing is
+known: they get what `pad_right` makes.
+
+A causal model needs no mask for padding on the right: no token sees it. Without a mask torch takes its fast attention
+kernels, and nothing waits for a device to look at the mask. The results at masked positions do change, so no target may
+lie there.
 """
 
 import contextlib
@@ -14,16 +18,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megabatch.batching.attention_mask import MASK, POSITIONS, is_causal, with_config
-from megabatch.batching.samples import Microbatch, check_keys, columns_of, stacked
+from megabatch.batching.samples import IGNORED_LABEL, Microbatch, gather_columns, stack_padded
 from megabatch.errors import LossContractError, PlanError
-from megabatch.torch_private import is_fake
+from megabatch.torch_private import is_fake, original_of
 
-IDS = "input_ids"
+IDS, MASK, POSITIONS = "input_ids", "attention_mask", "position_ids"
+RIGHT_PADDED = "megabatch: padded on the right"  # in a microbatch, beside its mask
+# Keys in transformers' configs of models that send tokens to experts, which may count them by the mask.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 class Padding:
-    """Pads samples on the right for a model, and checks microbatches that were made otherwise.
+    """The default collate function: pads samples on the right for a model, ``Padding([model])(samples)``.
 
     - ``input_ids`` and keys that end with it are padded with the model's pad token, where its config has one. A model
       that looks for its pad token, as the decoders that classify do, gets no other.
@@ -33,9 +39,9 @@ class Padding:
     - Labels are padded with -100, everything else with 0; see `pad_right`.
 
     Args:
-        models: Those that are trained.
-        fills: What to pad a key with instead, by key.
-        names_collate: Whether the user has a collate function, which pads by itself.
+        models: The models that are trained.
+        fills: Padding values of keys, in place of these.
+        names_collate: True if the user has a collate function, which pads by itself.
 
     Raises `PlanError` for ``fills`` that are not numbers, and beside a collate function.
     """
@@ -53,26 +59,45 @@ class Padding:
         self._fills = dict(fills or {})
         self._called = list(models)
         self._models = [inner for model in self._called if hasattr(inner := with_config(model), "config")]
-        self._masks = WeakTensorKeyDictionary()  # of microbatches in which only these tell padding from tokens
-        self._expected: tuple[int, ...] | None = None  # the shape of the mask that the microbatch that runs wants
+        self._masks = WeakTensorKeyDictionary()  # those of padded microbatches
+        self._expected: tuple[int, ...] | None = None  # shape of the mask that the running microbatch needs
 
     def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """The samples as one microbatch, ``{name: [B, longest, ...]}``. Raises `PlanError` as `pad_right`."""
-        check_keys(samples)
+        """Return the samples as one microbatch, ``{name: [B, longest, ...]}``. Raises `PlanError` as `pad_right`."""
+        columns = gather_columns(samples)
         for name in self._fills:
-            if name not in samples[0]:
+            if name not in columns:
                 raise PlanError(f"padding= names {name!r} and the samples have the keys {list(samples[0])}")
-        columns = columns_of(samples)
         ragged = {name for name, values in columns.items() if len({each.shape for each in values}) > 1}
-        made = {name: stacked(name, values, self._fill(name, name in ragged)) for name, values in columns.items()}
+        made: dict[str, Tensor] = {}
+        for name, values in columns.items():
+            fill = self._fills.get(name)
+            if name in ragged and (name == IDS or name.endswith(f"_{IDS}")):
+                if self._looks_for_pads:
+                    self._check_fill(name, fill)
+                fill = self._pad_token if fill is None else fill
+            made[name] = stack_padded(name, values, fill)
         main = next((name for name in self._main_inputs if name in made), None)
         if main is not None and self._takes_mask and (main in ragged or not self._is_causal):
             self._add_mask(made, main, columns[main])
         self.check(made)
         return made
 
+    def _check_fill(self, name: str, given: float | None) -> None:
+        """Raise `PlanError` where a model that looks for its pad token would get another."""
+        if self._pad_token is None:
+            raise PlanError(
+                f"samples have {name} of unequal lengths and {self._name} finds the end of a sample by its pad token, "
+                "which its config does not name; set model.config.pad_token_id"
+            )
+        if given not in (None, self._pad_token):
+            raise PlanError(
+                f"padding= says {given} for {name!r} and {self._name} finds the end of a sample by its pad token, "
+                f"config.pad_token_id={self._pad_token}; leave it out of padding="
+            )
+
     def _add_mask(self, made: dict[str, Tensor], main: str, values: list[Tensor]) -> None:
-        """Ones for what is real; in every microbatch of a model that is not causal, so that a loss always finds it."""
+        """Add a mask of ones for tokens; to every microbatch of a model that is not causal, so losses have one."""
         if made[main].ndim > 1 and not (POSITIONS in made and self._is_causal):
             mask = made.setdefault(MASK, _mask(values, made[main]))
             if len({len(each) for each in values}) > 1:
@@ -85,7 +110,7 @@ class Padding:
 
     @contextlib.contextmanager
     def watched(self) -> Generator[None]:
-        """Surrounds a call. Raises `LossContractError` where the loss keeps the mask from a model that needs it."""
+        """Raise `LossContractError` during a call where the loss keeps the mask from a model that needs it."""
 
         def look(model: nn.Module, placed: tuple[Any, ...], named: Mapping[str, Any]) -> None:
             if self._expected is None or len(placed) > 1 or named.get(MASK) is not None:
@@ -108,7 +133,7 @@ class Padding:
                 hook.remove()
 
     def check(self, microbatch: Microbatch) -> None:
-        """Raise `PlanError` for tokens that the model has not, and padding that it would take for tokens."""
+        """Raise `PlanError` for tokens beyond the vocabulary, and for padding that the model would take for tokens."""
         ids = microbatch.get(IDS) if isinstance(microbatch, Mapping) else None
         if not isinstance(ids, Tensor) or ids.device.type != "cpu" or ids.is_floating_point() or not ids.numel():
             return
@@ -143,31 +168,18 @@ class Padding:
                 f"input_ids are padded with {int(hidden[0])}; pad with the token that the config names"
             )
 
-    def _fill(self, name: str, is_ragged: bool) -> float | None:
-        """What a key is padded with; None for what its name says."""
-        is_ids = name == IDS or name.endswith(f"_{IDS}")
-        given = self._fills.get(name)
-        if not is_ids or not is_ragged:
-            return given
-        if self._looks_for_pads and self._pad_token is None:
-            raise PlanError(
-                f"samples have {name} of unequal lengths and {self._name} finds the end of a sample by its pad token, "
-                "which its config does not name; set model.config.pad_token_id"
-            )
-        if self._looks_for_pads and given not in (None, self._pad_token):
-            raise PlanError(
-                f"padding= says {given} for {name!r} and {self._name} finds the end of a sample by its pad token, "
-                f"config.pad_token_id={self._pad_token}; leave it out of padding="
-            )
-        return self._pad_token if given is None else given
-
     @property
     def _pad_token(self) -> int | None:
-        """Read when it is needed: it is often set after the model is made. A model that has none says None or -1."""
-        found = {_pad_token_of(model) for model in self._models} - {None}
+        """The pad token of the configs. Read anew each time: it is often set after the model is made."""
+        found: set[int] = set()
+        for model in self._models:
+            config: Any = model.config
+            text = config.get_text_config() if callable(getattr(config, "get_text_config", None)) else None
+            named = (getattr(each, "pad_token_id", None) for each in (config, text))  # a model without one has None, -1
+            found.update([token for token in named if isinstance(token, int) and token >= 0][:1])
         if len(found) > 1 and IDS not in self._fills:
             raise PlanError(
-                f"the models have the pad tokens {sorted(cast(set[int], found))}, and samples are padded for all; say "
+                f"the models have the pad tokens {sorted(found)}, and samples are padded for all; say "
                 'padding={"input_ids": ...}'
             )
         return next(iter(found), None) if len(found) < 2 else None
@@ -184,49 +196,40 @@ class Padding:
 
     @cached_property
     def _looks_for_pads(self) -> bool:
-        """Whether a model that classifies reads config.pad_token_id in its forward, as a decoder does."""
+        """True if a model that classifies reads config.pad_token_id in its forward, as a decoder does."""
         kinds = {type(module) for model in self._models for module in model.modules()}
         forwards = (inspect.unwrap(kind.forward) for kind in kinds if "ForSequenceClassification" in kind.__name__)
         return any("pad_token_id" in each.__code__.co_names for each in forwards if hasattr(each, "__code__"))
 
     @cached_property
     def _takes_mask(self) -> bool:
-        """Whether a model needs a mask to leave padding out, and takes one."""
+        """True if a model needs a mask to leave padding out, and takes one."""
         return any(_reads(model, MASK) and not is_causal(model) for model in self._models)
 
     @cached_property
     def _is_causal(self) -> bool:
-        """Whether padding on the right is seen by no token, whatever experts count."""
+        """True if no token sees padding on the right, whatever experts count."""
         return all(is_causal(model, with_experts=True) for model in self._models)
 
     @cached_property
     def _main_inputs(self) -> list[str]:
-        """What a mask is of: tokens, their embeddings, or what a model reads in their place."""
+        """Names of the input that a mask describes: tokens, their embeddings, or what a model reads in their place."""
         own = [str(getattr(model, "main_input_name", IDS)) for model in self._models]
         return [*dict.fromkeys([IDS, "inputs_embeds", *own])]
 
     @cached_property
     def _vocab_size(self) -> int | None:
-        """Of the smallest table of tokens; None where a model does not tell."""
+        """Rows of the smallest table of tokens; None where a model does not tell."""
         return min((size for model in self._models if (size := _vocab_size_of(model)) is not None), default=None)
 
     @cached_property
     def _num_positions(self) -> int | None:
-        """Of the smallest table of learned positions beside one of tokens; None for models without one."""
+        """Rows of the smallest table of learned positions beside one of tokens; None for models without one."""
         return min((size for model in self._models for size in _position_tables(model)), default=None)
 
 
-def _pad_token_of(model: Any) -> int | None:
-    config: Any = model.config
-    for each in (config, config.get_text_config() if callable(getattr(config, "get_text_config", None)) else None):
-        token = getattr(each, "pad_token_id", None)
-        if isinstance(token, int) and token >= 0:
-            return token
-    return None
-
-
 def _tokens_of(model: Any) -> Any:
-    """The table of a model's tokens; None where it reads something else."""
+    """Return the table of a model's tokens; None where it reads something else."""
     try:
         return model.get_input_embeddings()
     except (AttributeError, NotImplementedError):
@@ -239,7 +242,7 @@ def _vocab_size_of(model: Any) -> int | None:
 
 
 def _position_tables(model: Any) -> Iterator[int]:
-    """The positions of each table that stands beside that of the tokens."""
+    """Yield the positions of each table that stands beside that of the tokens."""
     tokens = _tokens_of(model)
     for module in model.modules():
         children = dict(module.named_children())
@@ -252,12 +255,104 @@ def _position_tables(model: Any) -> Iterator[int]:
 
 
 def _reads(model: Any, name: str) -> bool:
-    """Whether the forward of a model, inside of its adapter, names an argument."""
+    """Return True if the forward of a model, inside of its adapter, names an argument."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     return name in inspect.signature(inner.forward).parameters
 
 
 def _mask(values: list[Tensor], padded: Tensor) -> Tensor:
-    """Ones for what is real: [B, T]."""
+    """Return ones for tokens: [B, T]."""
     lengths = torch.tensor([len(each) for each in values], device=padded.device)  # [B]
     return (torch.arange(padded.shape[1], device=padded.device) < lengths[:, None]).long()
+
+
+def next_targets(microbatch: Mapping[str, Any]) -> Tensor:
+    """Return each position's target: ``shift_labels`` [B, T], or ``labels`` but the first of each row [B, T - 1].
+
+    Raises `LossContractError` where the microbatch has neither.
+    """
+    shifted: Any = microbatch.get("shift_labels")
+    found: Any = microbatch.get("labels") if shifted is None else shifted
+    if not isinstance(found, Tensor) or found.ndim != 2 or found.is_floating_point():
+        seen = "no labels" if found is None else f"labels that are {_kind(found)}"
+        raise LossContractError(
+            f"the samples have {seen} (their keys: {', '.join(map(str, microbatch))}); next_token wants labels [B, T] "
+            "of whole numbers, or shift_labels"
+        )
+    return found[:, 1:] if shifted is None else found
+
+
+def _kind(value: Any) -> str:
+    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def note_padding(microbatch: Microbatch) -> Microbatch:
+    """Mark a microbatch on the CPU whose mask does no more than leave out padding on the right."""
+    if not isinstance(microbatch, Mapping) or MASK not in microbatch:
+        return microbatch
+    if not _only_pads(cast(Mapping[str, Any], microbatch)):
+        return microbatch
+    return {**microbatch, RIGHT_PADDED: True}
+
+
+def without_needless(model: Any, microbatch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the microbatch without the mark, and without a mask that the model does not need."""
+    is_noted = microbatch.get(RIGHT_PADDED) or _only_pads(microbatch)
+    needless = (RIGHT_PADDED, MASK) if is_noted and is_causal(model) else (RIGHT_PADDED,)
+    return {name: value for name, value in microbatch.items() if name not in needless}
+
+
+def is_causal(model: Any, *, with_experts: bool = False) -> bool:
+    """Return True if no token of a transformers model sees a later one and a mask only hides some.
+
+    The config and every layer with attention must say so. Other models are False: nothing is known of them. So are
+    models that send tokens to experts, which may count them by the mask, unless ``with_experts``.
+    """
+    model = with_config(model)
+    config = getattr(model, "config", None)
+    if not isinstance(model, nn.Module) or config is None or getattr(config, "is_encoder_decoder", True):
+        return False
+    if getattr(config, "use_bidirectional_attention", None):
+        return False
+    if not with_experts and any(getattr(config, each, None) for each in EXPERTS):
+        return False
+    said = [each for module in model.modules() if (each := vars(module).get("is_causal")) is not None]
+    return bool(said) and all(each is True for each in said)
+
+
+def with_config(model: Any) -> Any:
+    """Unwrap a transformers model from DDP, FSDP1 or torch.compile; return the innermost module if there is none."""
+    while not hasattr(model, "config"):
+        inner = model.module if hasattr(model, "module") else original_of(model)
+        if inner is model or not isinstance(inner, nn.Module):
+            break
+        model = inner
+    return model
+
+
+def _only_pads(microbatch: Mapping[str, Any]) -> bool:
+    """Return True if the mask does no more than leave out padding on the right.
+
+    Beside positions it does more: without a mask transformers keeps documents apart where positions begin anew, and
+    with one it does not look.
+    """
+    mask = microbatch.get(MASK)
+    return POSITIONS not in microbatch and _is_right_padded(mask) and not _hides_targets(cast(Tensor, mask), microbatch)
+
+
+def _hides_targets(mask: Tensor, microbatch: Mapping[str, Any]) -> bool:
+    """Return True if a masked position has a target, as where labels are copied from padded input_ids."""
+    targets = next_targets(microbatch)
+    if targets.device != mask.device or len(targets) != len(mask) or targets.shape[1] > mask.shape[1]:
+        return True  # it is not known
+    return bool((targets[mask[:, : targets.shape[1]] == 0] != IGNORED_LABEL).any())
+
+
+def _is_right_padded(mask: Any) -> bool:
+    """Return True if ones precede zeros in each row of a mask [B, T] on the CPU; reading a device would wait."""
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.device.type != "cpu" or mask.is_floating_point():
+        return False
+    if is_fake(mask):  # it has no numbers
+        return False
+    is_real = mask != 0
+    return not bool((is_real[:, 1:] & ~is_real[:, :-1]).any())

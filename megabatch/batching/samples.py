@@ -1,10 +1,11 @@
-"""The only file that knows what a batch looks like.
+"""Samples: a batch as samples, and any of them as one microbatch.
 
 A batch is a mapping of tensors with samples in dim 0, or a list of samples (mappings of tensors of any length).
-A mapping is cut by rows and never trimmed; samples are padded to the longest of their microbatch.
-A deferred batch is a list whose samples are loaded when their microbatch comes.
+Rows of a mapping are taken as they are. Samples of a list are padded to the longest of their microbatch.
+A `Deferred` batch is a list whose samples are loaded when their microbatch runs.
 """
 
+import functools
 import math
 import re
 import threading
@@ -28,24 +29,25 @@ Microbatch = Any  # what collate returns: a mapping of tensors unless the user's
 Collate = Callable[[list[Any]], Microbatch]
 Length = Callable[[Any], int]
 
-IGNORED_LABEL = -100  # torch's cross-entropy ignores it by default
+IGNORED_LABEL = -100
+"""The label of a position without a target: the default ``ignore_index`` of torch's cross-entropy."""
 _PADDED_NUMBERS = WeakTensorKeyDictionary()
 LABELS = re.compile(r"(^|_)(labels?|label_ids)(_|$)")  # keys of labels: labels, shift_labels, label_ids, chosen_labels
 
 
 class Deferred(Sequence[Any]):
-    """A batch whose samples are loaded when their microbatch comes, at most ``look_ahead`` microbatches before it.
+    """A batch whose samples are loaded when their microbatch runs, at most ``look_ahead`` microbatches early.
 
     Args:
-        load: Gives a sample by its index, on the CPU. It and the collate function are called in a thread of its own;
-            they must not draw from generators that the model draws from.
-        lengths: Tokens of each sample, as they will be counted when it is loaded.
-        weights: What the loss's ``weigh`` counts for each sample alone, where it returns a number. With them the first
-            forward waits for its own microbatch only (and for a sample to send, where a rank has none); without them
-            a loss that weighs has every sample loaded twice. A loss without ``weigh`` does not look at them.
-        look_ahead: Microbatches that are made while one runs. 0 makes each in its turn.
-        measured: Whether lengths are what is counted when a sample is loaded. False: of another kind, patches of an
-            image say, and taken as told.
+        load: Returns a sample by its index, on the CPU. It and the collate function run in a thread of their own and
+            must not draw from generators that the model draws from.
+        lengths: Tokens of each sample, as they are counted when it is loaded.
+        weights: The weight of each sample alone, as the loss's ``weigh`` counts it, where it returns a number. With
+            them the first forward waits for its own microbatch only (and for a sample to send, where a rank has none).
+            Without them a loss that weighs has every sample loaded twice. A loss without ``weigh`` ignores them.
+        look_ahead: Microbatches that are prepared while one runs. 0 prepares each in its turn.
+        measured: True if lengths are counted when a sample is loaded. False for lengths of another kind, patches of an
+            image say, which are taken as given.
     """
 
     def __init__(
@@ -64,12 +66,12 @@ class Deferred(Sequence[Any]):
         return len(self.lengths)
 
     def __getitem__(self, index: Any) -> Any:
-        """The sample at ``index``, loaded; a list of them for a slice."""
+        """Load the sample at ``index``; a list of them for a slice."""
         asked = range(len(self))[index]
         return self._load(asked) if isinstance(asked, int) else [self._load(each) for each in asked]
 
     def check(self) -> None:
-        """Raise `PlanError` for what cannot be; by the accumulator, which tells all ranks."""
+        """Raise `PlanError` for invalid arguments. The accumulator calls it, which tells all ranks."""
         require_count("look_ahead", self.look_ahead, least=0)
         weights = [] if self.weights is None else self.weights
         if self.weights is not None and len(weights) != len(self):
@@ -90,57 +92,92 @@ class Samples:
         part: Callable[[Microbatch], Microbatch] | None = None,
         pad: "Pad | None" = None,
     ) -> None:
-        """``part`` is what the loss sees of a microbatch on this rank, where that is not what was collated.
+        """Measure the samples of a batch.
 
-        ``pad`` collates samples where there is no ``collate``, and checks what either has made; None pads as
-        `pad_right` does.
+        Args:
+            batch: All samples of this rank.
+            collate: The user's collate function.
+            length: The user's length of a sample; None counts the size of dim 0 of its first tensor.
+            part: Returns the loss's view of a collated microbatch on this rank.
+            pad: Collates samples where there is no ``collate``, and checks the microbatches of the others. None pads as
+                `pad_right` does.
         """
+        is_list = not isinstance(batch, Mapping | Deferred)
+        if is_list and (not isinstance(cast(Any, batch), Sequence) or isinstance(batch, str | bytes)):
+            raise PlanError(
+                f"the batch is a {type(batch).__name__}; expected a mapping of tensors with samples in dim 0, "
+                "or a list of samples"
+            )
         self.deferred = batch if isinstance(batch, Deferred) else None
         self._rows = _checked_rows(batch) if isinstance(batch, Mapping) else None
-        self._list = [] if self._rows is not None or self.deferred is not None else _checked_list(batch)
+        self._list = list(batch) if is_list else []
         self._collate = collate
         self._length = length
         self._part = part
         self._pad = pad
+        self._stack = collate if collate is not None else pad if pad is not None else pad_right
         self._kept: dict[int, Any] = {}  # the last sample of a deferred batch, once it is loaded
         self._loading = threading.Lock()  # one thread at a time loads and collates
-        self.lengths: list[int] = self._measure(length)
+        self.is_collated_by_user = collate is not None
+        self.expect: Callable[[Microbatch], None] = _ignore if pad is None else pad.expect  # the microbatch to run next
+        if self._rows is not None:
+            lengths = _row_lengths(self._rows, length)
+        elif self.deferred is not None:
+            lengths = _given_lengths(self.deferred)
+        else:
+            lengths = [int((length or sample_length)(sample)) for sample in self._list]
+        if 0 in lengths and length is None and self.deferred is None:
+            raise PlanError(
+                f"sample {lengths.index(0)} of the batch has length 0; leave it out, or give length= if it has tokens "
+                "elsewhere"
+            )
+        self.lengths: list[int] = lengths
+        may_be_images = length is None and self.deferred is None and len(set(lengths)) == 1
+        # Real tokens, without padding; samples where none has a length.
+        self.num_tokens = len(lengths) if may_be_images and self._are_images() else sum(lengths)
+
+    def _are_images(self) -> bool:
+        """Return True for images [C, H, W]: their dim 0 counts nothing."""
+        value: Any = next(iter((self._list[0] if self._rows is None else self._rows).values()))
+        num_dims = value.ndim - (self._rows is not None) if isinstance(value, Tensor) else 0
+        return num_dims > 2 and value.is_floating_point()
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def take(self, indices: Sequence[int]) -> Microbatch:
-        """The samples at ``indices``, collated; on the device where the batch is."""
+        """Collate the samples at ``indices``, on the device of the batch."""
         with self._loading:
-            whole = self._take(indices)
-        return whole if self._part is None else self._part(whole)
+            if self._rows is not None:
+                rows = _take_rows(self._rows, indices)
+                made = rows if self._collate is None else self._collate(_split(rows))
+            else:
+                get = self._list.__getitem__ if self.deferred is None else self._load
+                made = self._stack([get(index) for index in indices])
+            if self._pad is not None and (self._rows is not None or self._collate is not None):
+                self._pad.check(made)
+        return made if self._part is None else self._part(made)
 
-    def _take(self, indices: Sequence[int]) -> Microbatch:
-        if self._rows is None:
-            get = self._list.__getitem__ if self.deferred is None else self._loaded
-            return self._collated([get(index) for index in indices])
-        rows: slice | Tensor = torch.tensor(indices, device="cpu")
-        if list(indices) == list(range(indices[0], indices[0] + len(indices))):
-            rows = slice(indices[0], indices[0] + len(indices))  # a view, where a copy would say the same
-        taken = {name: tensor[rows] for name, tensor in self._rows.items()}
-        if self._collate is not None:
-            return self._collated(_split(taken))
-        if self._pad is not None:
-            self._pad.check(taken)
-        return taken
-
-    def _collated(self, samples: list[Any]) -> Microbatch:
-        if self._collate is None:
-            return pad_right(samples) if self._pad is None else self._pad(samples)
-        made = self._collate(samples)
-        if self._pad is not None:
-            self._pad.check(made)
-        return made
+    def _load(self, index: int) -> Any:
+        """Load a sample of a deferred batch and compare it with its given length."""
+        assert self.deferred is not None
+        if index in self._kept:
+            return self._kept[index]
+        sample = self.deferred[index]
+        length = int((self._length or sample_length)(sample)) if self.deferred.measured else self.lengths[index]
+        if length != self.lengths[index]:
+            raise PlanError(
+                f"sample {index} of Deferred has {length} tokens, but lengths says {self.lengths[index]}; "
+                "give the length that is counted when the sample is loaded, or measured=False"
+            )
+        if index == len(self) - 1:
+            self._kept[index] = sample
+        return sample
 
     def in_turn(self, microbatches: Sequence[Sequence[int]]) -> Generator[Microbatch]:
-        """Each of ``microbatches`` when it is asked for; of a deferred batch, the next are made while it is used.
+        """Yield each of ``microbatches``; of a deferred batch, the next are prepared in a thread meanwhile.
 
-        Who lets go of one before asking for the next has at most ``look_ahead + 1`` of a deferred batch in memory.
+        A caller that drops one before it asks for the next holds at most ``look_ahead + 1`` of a deferred batch.
         """
         if self.deferred is None:
             yield from map(self.take, microbatches)
@@ -156,13 +193,13 @@ class Samples:
             thread.shutdown(cancel_futures=True)
 
     def _take_kept(self, indices: Sequence[int]) -> Microbatch:
-        """A microbatch that outlives the next: a collate function of the user may fill the same buffer again."""
+        """Take a microbatch that outlives the next: the user's collate function may fill the same buffer again."""
         made = self.take(indices)
         is_ahead = self.deferred is not None and self.deferred.look_ahead > 0
         return clone(made) if is_ahead and self._collate is not None else made
 
     def last(self) -> "Samples":
-        """The last sample, on its own memory, so that keeping it does not keep the batch."""
+        """Return the last sample, on its own memory, so that keeping it does not keep the batch."""
         if self.deferred is not None:
             return self  # of a deferred batch there is no more in memory
         if self._rows is None:
@@ -171,20 +208,20 @@ class Samples:
         return Samples(rows, self._collate, self._length, self._part, self._pad)
 
     def one(self, index: int) -> Any:
-        """The sample at ``index``, on its own memory, as an element of a list of samples."""
+        """Return the sample at ``index``, on its own memory, as an element of a list of samples."""
         if self._rows is not None:
             return {name: tensor[index].clone() for name, tensor in self._rows.items()}
-        sample = self._list[index] if self.deferred is None else self._loaded(index)
+        sample = self._list[index] if self.deferred is None else self._load(index)
         return clone(sample)
 
     def dummy(self) -> Microbatch:
-        """The last sample as a microbatch of its own."""
+        """Return the last sample as a microbatch of its own."""
         return self.take([len(self) - 1])
 
     def owned(self, microbatch: Microbatch, moved: Microbatch) -> Microbatch:
-        """``moved``, the microbatch on its device, on memory of its own, so that a loss may write to it.
+        """Return ``moved``, the microbatch on its device, on memory of its own, so that a loss may write to it.
 
-        Rows of a mapping and what the user's collate returns may be the caller's own tensors.
+        Rows of a mapping and tensors of the user's collate function may be the caller's own.
         """
         if self._rows is None and self._collate is None:
             return moved
@@ -192,27 +229,12 @@ class Samples:
         each_leaf(microbatch, lambda leaf: kept.add(id(leaf)) or leaf)
         return each_leaf(moved, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) and id(leaf) in kept else leaf)
 
-    @property
-    def is_collated_by_user(self) -> bool:
-        """True if the user has a collate function."""
-        return self._collate is not None
-
-    def expect(self, microbatch: Microbatch) -> None:
-        """Note the microbatch that runs next, on the CPU."""
-        if self._pad is not None:
-            self._pad.expect(microbatch)
-
-    @property
-    def num_tokens(self) -> int:
-        """Real tokens, without padding; samples where none has a length, as images."""
-        return sum(self.lengths) if self._has_lengths else len(self)
-
     def held(self) -> object:
-        """The batch, as far as it is in memory."""
+        """Return the batch, as far as it is in memory."""
         return [self._list, self._rows, list(self._kept.values())]
 
     def keys(self) -> list[tuple[str, ...]]:
-        """The keys of samples, each set once; none where samples are not there yet, or the user's collate chooses."""
+        """Return each set of keys of samples once; none before samples are loaded or if the user's collate chooses."""
         if self._collate is not None:
             return []
         if self._rows is not None:
@@ -220,7 +242,7 @@ class Samples:
         return sorted({tuple(sorted(map(str, sample))) for sample in self._list if isinstance(sample, Mapping)})
 
     def fingerprint(self) -> int:
-        """A number that nearly always differs where the samples do: of all lengths, and of what the last one holds."""
+        """Hash all lengths and the last sample's numbers."""
         found = zlib.crc32(repr(self.lengths).encode())
         if len(self) and self.deferred is None:
             last = self._list[-1] if self._rows is None else {name: rows[-1] for name, rows in self._rows.items()}
@@ -229,53 +251,9 @@ class Samples:
                     found = zlib.crc32(leaf.detach().reshape(-1).view(torch.uint8).numpy().tobytes(), found)
         return found
 
-    def _loaded(self, index: int) -> Any:
-        """A sample of a deferred batch, held against what was told of it."""
-        assert self.deferred is not None
-        if index in self._kept:
-            return self._kept[index]
-        sample = self.deferred[index]
-        length = int((self._length or sample_length)(sample)) if self.deferred.measured else self.lengths[index]
-        if length != self.lengths[index]:
-            raise PlanError(
-                f"sample {index} of Deferred has {length} tokens, but lengths says {self.lengths[index]}; "
-                "give the length that is counted when the sample is loaded, or measured=False"
-            )
-        if index == len(self) - 1:
-            self._kept[index] = sample
-        return sample
-
-    def _measure(self, length: Length | None) -> list[int]:
-        if self.deferred is not None:
-            self.deferred.check()
-            told = enumerate(self.deferred.lengths)
-            return [require_count(f"the length of sample {index}", length, least=0) for index, length in told]
-        if self._rows is None:
-            lengths = [int((length or sample_length)(sample)) for sample in self._list]
-        elif length is not None:
-            lengths = [int(length(sample)) for sample in _split(self._rows)]
-        else:
-            first = next(iter(self._rows.values()))
-            lengths = [first.shape[1] if first.ndim > 1 else 1] * len(first)
-        if length is None and 0 in lengths:
-            raise PlanError(
-                f"sample {lengths.index(0)} of the batch has length 0; leave it out, or give length= if it has tokens "
-                "elsewhere"
-            )
-        return lengths
-
-    @property
-    def _has_lengths(self) -> bool:
-        """True if lengths count tokens; dim 0 of images, [C, H, W] and of one shape, counts nothing."""
-        if self.deferred is not None or self._length is not None or len(set(self.lengths)) > 1 or not len(self):
-            return True
-        first = self._list[0] if self._rows is None else {name: value[0] for name, value in self._rows.items()}
-        value = next(iter(fields_of(first).values()))
-        return not (isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 2)
-
 
 class Pad(Protocol):
-    """Makes a microbatch of samples of unequal lengths, and checks a microbatch that was made otherwise."""
+    """Pads samples into a microbatch, and checks a microbatch that was made otherwise."""
 
     def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Tensor]: ...
 
@@ -285,9 +263,15 @@ class Pad(Protocol):
 
 
 def sample_length(sample: Any) -> int:
-    """Tokens of a sample: the size of dim 0 of its first tensor, 1 for a scalar."""
-    name, value = next(iter(fields_of(sample).items()))
-    first = tensor_of(name, value)
+    """Return the tokens of a sample: the size of dim 0 of its first tensor, 1 for a scalar.
+
+    This is the default ``length`` of a `GradientAccumulator`. Raises `PlanError` for a sample that is no mapping of
+    tensors.
+    """
+    if not isinstance(sample, Mapping) or not sample:
+        raise _no_mapping(sample)
+    name, value = next(iter(cast(Mapping[str, Any], sample).items()))
+    first = to_dense_tensor(name, value)
     return first.shape[0] if first.ndim else 1
 
 
@@ -297,51 +281,36 @@ def pad_right(samples: list[Mapping[str, Any]]) -> dict[str, Tensor]:
     Labels are ``labels``, and whole numbers under ``label``, ``label_ids`` and keys such as ``shift_labels``.
 
     Returns ``{name: [B, longest, ...]}``, or ``[B]`` for scalars. Raises `PlanError` where the samples' keys or
-    their other dims differ, and where the dtype of a key cannot hold what it is padded with.
+    their other dims differ, and where the dtype of a key cannot hold its padding value.
     """
-    check_keys(samples)
-    return {name: stacked(name, values) for name, values in columns_of(samples).items()}
+    return {name: stack_padded(name, values) for name, values in gather_columns(samples).items()}
 
 
-def columns_of(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Tensor]]:
-    """The tensors of each key, one per sample."""
-    return {name: [tensor_of(name, sample[name]) for sample in samples] for name in samples[0]}
-
-
-def is_label(name: str) -> bool:
-    """Return True if a key of a sample holds labels, by its name."""
-    return LABELS.search(name) is not None and "mask" not in name
-
-
-def check_keys(samples: Sequence[Mapping[str, Any]]) -> None:
-    """Raise `PlanError` where samples are no mappings of the same names."""
+def gather_columns(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Tensor]]:
+    """Return the tensors of each key, one per sample. Raises `PlanError` unless all samples have the same keys."""
     for sample in samples:
-        if fields_of(sample).keys() != samples[0].keys():
+        if not isinstance(cast(Any, sample), Mapping) or not sample:
+            raise _no_mapping(sample)
+        if sample.keys() != samples[0].keys():
             raise PlanError(
                 f"samples of one batch have the keys {list(samples[0])} and {list(sample)}; give all the same"
             )
+    return {name: [to_dense_tensor(name, sample[name]) for sample in samples] for name in samples[0]}
 
 
-def fields_of(sample: Any) -> Mapping[str, Any]:
-    if not isinstance(sample, Mapping) or not sample:
-        raise PlanError(
-            f"a sample is {'empty' if sample == {} else f'a {type(sample).__name__}'}; expected a mapping of tensors. "
-            "Give such mappings, or say collate= and length= of your own"
-        )
-    return cast(Mapping[str, Any], sample)
-
-
-def tensor_of(name: str, value: Any) -> Tensor:
+def to_dense_tensor(name: str, value: Any) -> Tensor:
+    """Return a value of a sample as a dense tensor."""
     try:
         made = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         raise PlanError(f"{name!r} of a sample is a {type(value).__name__}; expected a tensor, or numbers") from None
-    _check_layout(f"{name!r} of a sample", made)
+    if made.layout != torch.strided or made.is_nested:
+        raise _not_dense(f"{name!r} of a sample", made)
     return made
 
 
-def stacked(name: str, values: list[Tensor], fill: float | None = None) -> Tensor:
-    """One key of samples as [B, longest, ...]."""
+def stack_padded(name: str, values: list[Tensor], fill: float | None = None) -> Tensor:
+    """Stack one key of samples as [B, longest, ...], padded with ``fill``; None: with -100 for labels, else with 0."""
     first = values[0]
     if any(value.dtype != first.dtype for value in values):
         raise PlanError(
@@ -352,9 +321,9 @@ def stacked(name: str, values: list[Tensor], fill: float | None = None) -> Tenso
     if any(value.shape[1:] != first.shape[1:] or value.ndim != first.ndim for value in values):
         shapes = sorted({tuple(value.shape) for value in values})
         raise PlanError(f"{name!r} has the shapes {shapes}; only dim 0 is padded, the others must agree")
-    is_class = name == "labels" or (is_label(name) and not first.is_floating_point())  # soft labels have no such value
+    is_class = name == "labels" or (_is_label(name) and not first.is_floating_point())  # soft labels have no such value
     fill = (IGNORED_LABEL if is_class else 0) if fill is None else fill
-    if not _holds(first.dtype, fill):
+    if not _can_hold(first.dtype, fill):
         raise PlanError(
             f"{name!r} has samples of unequal lengths and the dtype {first.dtype}, which cannot hold the padding value "
             f"{fill}; give it as torch.long, say, or another value in padding="
@@ -367,12 +336,14 @@ def stacked(name: str, values: list[Tensor], fill: float | None = None) -> Tenso
     return padded
 
 
-def has_padded_numbers(labels: Tensor) -> bool:
-    """Return True for floating labels that were padded here: their padding looks like any number."""
-    return labels in _PADDED_NUMBERS
+@functools.lru_cache
+def _is_label(name: str) -> bool:
+    """Return True if a key of a sample holds labels, by its name."""
+    return LABELS.search(name) is not None and "mask" not in name
 
 
-def _holds(dtype: torch.dtype, number: float) -> bool:
+@functools.lru_cache
+def _can_hold(dtype: torch.dtype, number: float) -> bool:
     """Return True if a dtype holds a number, to its own rounding."""
     if dtype == torch.bool:
         return number in (0, 1)
@@ -382,22 +353,24 @@ def _holds(dtype: torch.dtype, number: float) -> bool:
     return info.min <= number <= info.max and number == int(number)
 
 
-def _check_layout(what: str, tensor: Tensor) -> None:
-    if tensor.layout != torch.strided or tensor.is_nested:
-        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-        raise PlanError(
-            f"{what} is a {kind} tensor; give dense ones, as a list of samples where lengths differ, or collate= and "
-            "length= of your own"
-        )
+def has_padded_numbers(labels: Tensor) -> bool:
+    """Return True for floating labels that were padded here: their padding looks like any number."""
+    return labels in _PADDED_NUMBERS
 
 
-def _checked_list(batch: Any) -> list[Any]:
-    if not isinstance(batch, Sequence) or isinstance(batch, (str, bytes)):
-        raise PlanError(
-            f"the batch is a {type(batch).__name__}; expected a mapping of tensors with samples in dim 0, "
-            "or a list of samples"
-        )
-    return list(cast(Sequence[Any], batch))
+def _no_mapping(sample: Any) -> PlanError:
+    return PlanError(
+        f"a sample is {'empty' if sample == {} else f'a {type(sample).__name__}'}; expected a mapping of tensors. "
+        "Give such mappings, or say collate= and length= of your own"
+    )
+
+
+def _not_dense(what: str, tensor: Tensor) -> PlanError:
+    kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+    return PlanError(
+        f"{what} is a {kind} tensor; give dense ones, as a list of samples where lengths differ, or collate= and "
+        "length= of your own"
+    )
 
 
 def _checked_rows(batch: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -409,11 +382,36 @@ def _checked_rows(batch: Mapping[str, Any]) -> dict[str, Tensor]:
         if not isinstance(value, Tensor) or value.ndim == 0:
             kind = "a scalar" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise PlanError(f"{name!r} of the batch is {kind}; expected a tensor with samples in dim 0")
-        _check_layout(f"{name!r} of the batch", value)
+        if value.layout != torch.strided or value.is_nested:
+            raise _not_dense(f"{name!r} of the batch", value)
     sizes = {name: len(value) for name, value in batch.items()}
     if len(set(sizes.values())) > 1:
         raise PlanError(f"the tensors of the batch differ in dim 0: {sizes}; expected one row per sample in each")
     return dict(batch)
+
+
+def _take_rows(batch: Mapping[str, Tensor], indices: Sequence[int]) -> dict[str, Tensor]:
+    rows: slice | Tensor = torch.tensor(indices, device="cpu")
+    if list(indices) == list(range(indices[0], indices[0] + len(indices))):
+        rows = slice(indices[0], indices[0] + len(indices))  # a view, where a copy would say the same
+    return {name: tensor[rows] for name, tensor in batch.items()}
+
+
+def _row_lengths(rows: Mapping[str, Tensor], length: Length | None) -> list[int]:
+    if length is not None:
+        return [int(length(sample)) for sample in _split(rows)]
+    first = next(iter(rows.values()))
+    return [first.shape[1] if first.ndim > 1 else 1] * len(first)
+
+
+def _given_lengths(batch: Deferred) -> list[int]:
+    batch.check()
+    given = enumerate(batch.lengths)
+    return [require_count(f"the length of sample {index}", length, least=0) for index, length in given]
+
+
+def _ignore(microbatch: Microbatch) -> None:
+    pass
 
 
 def _split(rows: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:

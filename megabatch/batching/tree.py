@@ -1,4 +1,4 @@
-"""What is in a microbatch, whatever it is made of: moved, cloned, or anything else that is done to every leaf."""
+"""Nested microbatches: move them, clone them, or apply a function to every leaf."""
 
 import copy
 from collections.abc import Callable, MutableMapping
@@ -11,7 +11,15 @@ from megabatch.torch_private import pytree
 
 
 def to_device(microbatch: Any, device: torch.device) -> Any:
-    """The microbatch, from the CPU to ``device``; to a GPU through pinned memory, so that the host does not wait."""
+    """Return the microbatch with its tensors on ``device``.
+
+    A copy from the CPU to a GPU goes through pinned memory, so that the host does not wait for it. Whatever has a
+    method ``to``, such as a graph, is moved by that; other values stay as they are.
+
+    Args:
+        microbatch: Tensors in mappings, lists and tuples of any depth.
+        device: Where they shall be.
+    """
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -22,7 +30,7 @@ def to_device(microbatch: Any, device: torch.device) -> Any:
 
 
 def _pinned(leaf: Tensor, device: torch.device) -> Tensor:
-    """The tensor, pinned where it can be: a copy from other memory waits for all that the GPU has been given.
+    """Pin a tensor where that is possible: a copy from other memory waits for all of the GPU's queue.
 
     Torch keeps the pinned memory until the GPU has read it.
     """
@@ -33,12 +41,12 @@ def _pinned(leaf: Tensor, device: torch.device) -> Tensor:
 
 
 def clone(microbatch: Any) -> Any:
-    """The microbatch with tensors of its own, which may be written to."""
+    """Clone every tensor of a microbatch, so that they may be written to."""
     return each_leaf(microbatch, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
 
 
 def memory_of(microbatch: Any) -> set[int]:
-    """Where the tensors of a microbatch lie."""
+    """Return the addresses of a microbatch's storages."""
     found: set[int] = set()
 
     def note(leaf: Any) -> Any:
@@ -51,7 +59,7 @@ def memory_of(microbatch: Any) -> set[int]:
 
 
 def each_leaf(value: Any, function: Callable[[Any], Any]) -> Any:
-    """The value, of the same kind, with what the function makes of every leaf.
+    """Return the value with ``function`` applied to every leaf.
 
     Mappings that torch's pytree does not know, as transformers' tokenizers return them, are no leaves.
     """

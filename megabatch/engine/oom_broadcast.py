@@ -148,6 +148,21 @@ class OOMBroadcast:
         return own
 
 
+@contextlib.contextmanager
+def guard_memory(ranks: DataRanks, device: torch.device) -> Generator[None]:
+    """Surround what may run out of memory: that is said in one line, and among several ranks told and heard."""
+    if not ranks.is_alone:
+        with OOMBroadcast(ranks, device).listening():
+            yield
+        return
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise out_of_memory_error(error, ranks) from error
+        raise
+
+
 def out_of_memory_error(error: Exception, ranks: DataRanks) -> MegabatchError:
     """Return the error of what ran out of memory where no microbatch can be named, or none be run again."""
     who, seen = whoever_runs(ranks.num_all), in_one_line(_first_cause(error))

@@ -6,18 +6,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from megabatch.batching import context_parallel
-from megabatch.batching.attention_mask import note_padding
 from megabatch.batching.packed_row import OneRow
 from megabatch.batching.pad_to_shape import equal_rows
-from megabatch.batching.padding import Padding
+from megabatch.batching.padding import Padding, note_padding
 from megabatch.batching.samples import Batch, Collate, Length, Microbatch, Samples
 from megabatch.batching.tree import clone, memory_of
 from megabatch.errors import LossContractError, MicrobatchLimit, PlanError
 from megabatch.losses.contract import PAIR_NAME, WEIGHT_TOLERANCE, LossHooks, Prepare, Weigh, counted_weights
-from megabatch.planning.cost import CostModel
 from megabatch.planning.limits import TunedLimit
-from megabatch.planning.plan import Plan, check_lengths, priced, without_padding
-from megabatch.planning.plan import plan as plan_rank
+from megabatch.planning.plan import CostModel, Plan, check_lengths, plan_share, priced, without_padding
 from megabatch.wrappers.mesh import DataRanks
 
 MAX_COMPARED = 8  # samples of a row whose weights are held against those of each alone
@@ -130,7 +127,7 @@ class MicrobatchPlanner:
             tokens = max(min(tokens, self.learned.tokens), 1)
             lengths = [min(each, tokens) for each in lengths]  # a sample that is longer goes alone
         cost = self.cost or (self.fit and self.fit.cost)
-        (plan,) = plan_rank(lengths, micro_batch_size=rows, max_microbatch_tokens=tokens, cost=cost)
+        plan = plan_share(lengths, rows, tokens, cost)
         if isinstance(self.collate, OneRow):
             plan = without_padding(lengths, plan, tokens)
         sync, reason = self.choice
@@ -141,7 +138,7 @@ class MicrobatchPlanner:
         """Raise `PlanError` for samples, while the limit is to be chosen; no samples need no limit."""
         if len(samples):
             raise PlanError(
-                'max_microbatch_tokens is "auto" and the first forward_backward() or choose_bound() chooses the bound, '
+                'max_microbatch_tokens is "auto" and the first forward_backward() or tune() chooses the bound, '
                 "from the loss and its samples; call one of them before, or give max_microbatch_tokens="
             )
         return 1

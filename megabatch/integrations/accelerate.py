@@ -1,4 +1,4 @@
-"""Exact updates in a loop of Accelerate's: what it has prepared is taken as it is, but stepped once per update."""
+"""A `Learner` for objects that Hugging Face Accelerate has prepared."""
 
 from typing import Any
 
@@ -27,21 +27,23 @@ def learner(
     max_norm: float | None = None,
     **cut: Any,
 ) -> Learner:
-    """A `Learner` for what ``accelerator.prepare`` gave: its updates are exact, and the schedule moves once with each.
+    """Make a `Learner` from prepared objects; its updates are exact, and the schedule steps once with each.
 
-    A prepared scheduler would move ``num_processes`` times, so what it wraps is stepped; ``accelerator.save_state`` and
-    ``load_state`` hold the same objects. Neither ``accelerator.backward`` nor ``accumulate`` is called, so
-    ``gradient_accumulation_steps`` says nothing. Give samples to the ranks by `UpdateSampler`, in a DataLoader that is
-    not prepared: a prepared one deals them once more, and repeats some.
+    A prepared scheduler steps ``num_processes`` times, so the learner steps the scheduler inside it.
+    ``accelerator.save_state`` and ``load_state`` hold the same objects. The learner calls neither
+    ``accelerator.backward`` nor ``accumulate``, so ``gradient_accumulation_steps`` has no effect. Use `UpdateSampler`
+    in a DataLoader that is not prepared: a prepared one splits the samples over ranks again, and repeats some.
 
     Args:
-        model: Prepared, or not.
+        accelerator: The Accelerator that prepared the objects.
+        model: Any model, prepared or not.
         optimizer: Any torch optimizer, prepared or not.
-        scheduler: Prepared or not; None where there is none.
+        scheduler: Any scheduler, prepared or not, or None.
         max_norm: Clips each update's gradient to this norm.
         cut: `GradientAccumulator`'s arguments: ``max_microbatch_tokens``, ``micro_batch_size``, ``collate``, ...
 
-    Raises `PlanError` for float16 and for what `GradientAccumulator` refuses.
+    Raises:
+        PlanError: For float16, and for everything that `GradientAccumulator` refuses.
     """
     if accelerator.mixed_precision in ("fp16", "fp8"):
         raise PlanError(

@@ -1,4 +1,4 @@
-"""ExactUpdates: a LightningModule whose optimizer steps on exact gradients, by manual optimization."""
+"""Exact updates in a LightningModule, by manual optimization: `ExactUpdates`."""
 
 from collections.abc import Mapping
 from typing import Any, cast
@@ -11,24 +11,26 @@ from megabatch.engine.update import Update
 from megabatch.errors import LossContractError, PlanError, require_count
 from megabatch.losses.contract import JointLoss, LossFunction
 
-STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")  # whose module is whole on every rank
+STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")  # every rank holds the whole module
 
 
 class ExactUpdates:
-    """Stands before ``LightningModule`` among the bases: each update is the exact gradient of its batches.
+    """A mixin for ``LightningModule`` whose updates have the exact gradient of their batches.
 
-    ``class Model(ExactUpdates, LightningModule)``, with ``super().__init__(losses.next_token, ...)`` first; it defines
-    ``forward`` and ``configure_optimizers`` and no ``training_step``. A batch is a list of samples: give the DataLoader
-    ``collate_fn=list``. An epoch's last update takes what is left. The schedule, if there is one, moves once with each
-    update, and "train_loss" is logged: the loss of the update over all ranks. One device or DDP.
+    Write ``class Model(ExactUpdates, LightningModule)`` and call ``super().__init__(losses.next_token, ...)`` first.
+    Define ``forward`` and ``configure_optimizers``, and no ``training_step``. A batch is a list of samples: give the
+    DataLoader ``collate_fn=list``. The last update of an epoch has the remaining batches. The schedule, if there is
+    one, steps once with each update. "train_loss" is the loss of the update over all ranks. It supports one device
+    and DDP.
 
     Args:
-        loss_fn: In megabatch's contract; its model is this module.
-        batches_per_update: Batches of each rank in an update, in place of Trainer's ``accumulate_grad_batches``.
-        max_norm: Clips each update's gradient to this norm, in place of Trainer's ``gradient_clip_val``.
+        loss_fn: A loss in megabatch's contract; its model is this module.
+        batches_per_update: Batches of each rank in an update. Replaces Trainer's ``accumulate_grad_batches``.
+        max_norm: Clips each update's gradient to this norm. Replaces Trainer's ``gradient_clip_val``.
         cut: `GradientAccumulator`'s arguments: ``max_microbatch_tokens``, ``micro_batch_size``, ``collate``, ...
 
-    Raises `PlanError` in the first update for float16, another strategy, several optimizers and other batches.
+    Raises:
+        PlanError: In the first update, for float16, another strategy, several optimizers or other batches.
     """
 
     def __init__(
@@ -48,18 +50,18 @@ class ExactUpdates:
         self._samples: list[Any] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """The module without what makes its gradients, which a copy makes anew."""
+        """Leave out the accumulator and pending samples; a copy makes its own."""
         return cast(Any, super()).__getstate__() | {"_gradient": None, "_samples": []}
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
-        """A batch to train on stays where it is: its microbatches are moved."""
+        """Leave training batches on their device: each microbatch is moved later."""
         lightning = cast(Any, self)
         if lightning.trainer.training:
             return batch
         return cast(Any, super()).transfer_batch_to_device(batch, device, dataloader_idx)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        """The whole update with its last batch; nothing with those before."""
+        """Run the whole update with its last batch; only collect samples before."""
         lightning = cast(Any, self)
         if isinstance(batch, Mapping) or not isinstance(batch, list):
             raise PlanError(
@@ -78,7 +80,7 @@ class ExactUpdates:
         self._step(self._gradient.finalize(max_norm=lightning.max_norm), optimizer, schedule)
 
     def _step(self, update: Update, optimizer: Any, schedule: Any) -> None:
-        """Optimizer and schedule once; neither for an update that is not finite."""
+        """Step optimizer and schedule once; neither for an update that is not finite."""
         if update.finite:
             optimizer.step()
             if schedule is not None:

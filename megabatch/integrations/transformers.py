@@ -1,14 +1,14 @@
-"""MegabatchTrainer: Hugging Face's Trainer, each of whose updates is the exact gradient of its samples."""
+"""Hugging Face's Trainer with exact gradients: `MegabatchTrainer`."""
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, SequentialSampler
 
 from megabatch import losses
 from megabatch.accumulator import GradientAccumulator
@@ -16,11 +16,11 @@ from megabatch.batching.packed_row import OneRow
 from megabatch.batching.samples import Microbatch
 from megabatch.engine.update import Update
 from megabatch.errors import LossContractError, MegabatchError, PlanError, in_one_line
-from megabatch.integrations import loss_trial, metric_means
-from megabatch.integrations.balance import DealtBatches
-from megabatch.integrations.trainer_arguments import refuse
-from megabatch.losses.chunked_cross_entropy import HALF_TYPES
+from megabatch.integrations import mean_loss
+from megabatch.integrations.mean_loss import LossTrial, choose_samples
+from megabatch.integrations.object_snapshot import ObjectSnapshot, restore_after_trial
 from megabatch.losses.contract import JointLoss, LossFunction, LossHooks, loss_hooks
+from megabatch.losses.ready_made import HALF_TYPES
 
 try:
     from accelerate.utils import gather_object
@@ -33,34 +33,36 @@ except ModuleNotFoundError as error:
         "accelerate"
     ) from None
 
-LAST_TRIED = 2**7  # update; those of a power of two up to here are looked at
+LAST_TRIED = 2**7  # the last update that may try the loss; updates 1, 2, 4, ... do
 
 
 class MegabatchTrainer(Trainer):
-    """A Trainer whose every update is the exact gradient of its samples, however many, and wherever they are.
+    """A Trainer whose every update has the exact gradient of its samples.
 
-    They are the ``per_device_train_batch_size * gradient_accumulation_steps`` samples of each process, re-cut by
-    length. Loop, logging, callbacks, checkpoints and evaluation are Hugging Face's; the loss that is logged is the
-    update's. Alone or with DistributedDataParallel (torchrun). An update whose loss, or clipped gradient, is not finite
-    leaves weights and optimizer as they are. Put it before another Trainer to train with that one's loss:
-    ``class Exact(MegabatchTrainer, SFTTrainer): pass``.
+    An update consumes ``per_device_train_batch_size * gradient_accumulation_steps`` samples of each process. The
+    trainer groups them into microbatches by length. Loop, logging, callbacks, checkpoints and evaluation are Hugging
+    Face's. The logged loss is the update's. It runs in one process or with DistributedDataParallel (torchrun). An
+    update whose loss or clipped gradient is not finite leaves weights and optimizer unchanged. Put this class before
+    another Trainer to train with that one's loss: ``class Exact(MegabatchTrainer, SFTTrainer): pass``.
 
-    ``_prepare_inputs`` and ``compute_loss_context_manager`` are called for each microbatch where you override them.
-    ``get_train_dataloader`` may give lists of samples, which are collated here, or batches that are mappings of
-    tensors with samples in dim 0. ``training_step`` gets batches that are run with the update's last one.
+    If you override ``_prepare_inputs`` or ``compute_loss_context_manager``, they are called for each microbatch.
+    ``get_train_dataloader`` may yield lists of samples, which the trainer collates, or batches that are mappings of
+    tensors with samples in dim 0. ``training_step`` runs all batches of an update with the last one.
 
     Args:
-        loss_fn: The loss in megabatch's contract. None: the next token's cross-entropy for a causal model that trains
-            with it; else what ``compute_loss`` (yours, ``compute_loss_func``, label smoothing or the model's own)
-            gives without ``num_items_in_batch``, taken as a mean over `count_targets`.
+        loss_fn: The loss in megabatch's contract. None: the next-token cross-entropy for a causal model that trains
+            with it; otherwise the result of ``compute_loss`` (yours, ``compute_loss_func``, label smoothing or the
+            model's own) without ``num_items_in_batch``, as a mean over `count_targets`.
         max_microbatch_tokens: Padded tokens per forward, a hard cap, or "auto"; see `GradientAccumulator`. None:
             ``per_device_train_batch_size`` samples.
-        check_loss: Try, without ``loss_fn``, whether the loss is that mean: on up to 8 samples that differ, before the
-            first update and in updates 2, 4, 8 to 128 that bring other samples. It is refused where it is none.
-        arguments: All of Trainer's, by name.
+        check_loss: Without ``loss_fn``, check that the loss is that mean: on up to 8 different samples, before the
+            first update and in updates 2, 4, 8 to 128 if they bring new kinds of samples.
+        arguments: All arguments of Trainer, by name.
 
-    Raises `PlanError` when training begins for settings that cannot be kept, each named in docs/integrations.md, and
-    `LossContractError` for a loss that cannot be told to be exact.
+    Raises:
+        PlanError: When training begins, for a setting that exact updates cannot keep (docs/integrations.md lists
+            them).
+        LossContractError: The loss is not that mean, or its trial cannot tell.
     """
 
     def __init__(
@@ -79,21 +81,21 @@ class MegabatchTrainer(Trainer):
         self._batches: list[Any] = []  # this rank's, of the update
         self._gives_samples = False  # whether batches are those of get_train_dataloader below
         self._num_updates = 0
-        self._tried: list[Any] = []  # samples of trials, and what they told
+        self._trial_samples: list[Any] = []  # samples of past trials, and their features
         self._features: set[Any] = set()
         self._update: Update | None = None
         self._was_stepped = False  # whether training_step below was called
         self._is_causal = self._shifts_labels()
 
     def train(self, *positional: Any, **named: Any) -> Any:
-        """Trainer's, for settings that can be kept."""
-        refuse(self.args, self.accelerator)
+        """Train as Trainer does, after a check of the settings."""
+        check_arguments(self.args, self.accelerator)
         if isinstance(self.data_collator, OneRow):
             raise PlanError(
                 "MegabatchTrainer cannot keep data_collator=OneRow(), with which Trainer evaluates too; leave it "
                 "out, or use GradientAccumulator"
             )
-        owner = _owner(super().training_step)
+        owner = _defining_class(super().training_step)
         if owner is not Trainer and not hasattr(self, "maybe_activation_offload_context"):
             raise PlanError(f"MegabatchTrainer cannot keep {owner.__name__}.training_step; train with {owner.__name__}")
         if getattr(self, "calculate_KL", False):  # 0 before the first step, so that no trial would tell
@@ -105,16 +107,17 @@ class MegabatchTrainer(Trainer):
         return super().train(*positional, **named)
 
     def count_targets(self, microbatch: Any) -> Any:
-        """What ``compute_loss`` is a mean over: labels that are not -100, but a causal model's first of each row.
+        """Count the targets that ``compute_loss`` is a mean over.
 
-        Rows where there are no ``labels`` and where they are one floating number each.
+        They are the labels that are not -100, except the first of each row for a causal model. Without ``labels``,
+        or with one floating-point label each, they are the rows.
         """
-        return metric_means.count_labels(microbatch, shifted=self._is_causal)
+        return mean_loss.count_labels(microbatch, shifted=self._is_causal)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Samples as they are: they are collated when their microbatch is known. None is repeated."""
-        if self.train_dataset is None or _owner(super().get_train_dataloader) is not Trainer:
-            return super().get_train_dataloader()  # which says so; or that of another Trainer's subclass
+        """Return a loader of uncollated samples: each microbatch is collated later. No sample is repeated."""
+        if self.train_dataset is None or _defining_class(super().get_train_dataloader) is not Trainer:
+            return super().get_train_dataloader()  # raises without a dataset; or the one that a subclass defines
         dataset: Any = self.train_dataset
         if hasattr(dataset, "remove_columns") and not isinstance(dataset, IterableDataset):
             dataset = self._remove_unused_columns(dataset, "training")
@@ -136,13 +139,13 @@ class MegabatchTrainer(Trainer):
             loader = _Loader(dataset, self._train_batch_size, drop_last=args.dataloader_drop_last, **settings)
         else:
             start = partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index)
-            loader = _Loader(dataset, batch_sampler=self._dealt(), worker_init_fn=start, **settings)
+            loader = _Loader(dataset, batch_sampler=self._batch_sampler(), worker_init_fn=start, **settings)
         loader.total_batch_size = self._train_batch_size * args.world_size
         self._gives_samples = True
         return loader
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
-        """The batches of an update, which are kept for its last `training_step`."""
+        """Return the batches of an update and keep them for its last `training_step`."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         for batch in [] if self._gives_samples else batches:
             if not isinstance(batch, Mapping | list) or any(isinstance(each, Tensor) for each in batch):
@@ -154,7 +157,7 @@ class MegabatchTrainer(Trainer):
         return self._batches, None
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        """The whole update in its last call; nothing in those before. Returns the loss that they add up to."""
+        """Run the whole update in its last call and return its loss; return zero in the calls before."""
         self._was_stepped = True
         if not any(inputs is each for each in self._batches):
             raise PlanError(
@@ -175,11 +178,11 @@ class MegabatchTrainer(Trainer):
         if not update.finite:
             if isinstance(problem := update.problem(), LossContractError):
                 raise problem
-            model.zero_grad()  # so that nothing is stepped
+            model.zero_grad()  # so that the optimizer has nothing to step
         return update.loss.to(torch.float32)
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Of a batch of samples, without padding. Called after each training_step."""
+        """Estimate the operations of a batch, without padding. Trainer calls this after each training_step."""
         if not self._was_stepped:
             raise PlanError(
                 f"{type(self).__name__}.training_step does not call MegabatchTrainer's, so nothing was trained; call "
@@ -193,39 +196,39 @@ class MegabatchTrainer(Trainer):
         return super().floating_point_ops(inputs)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Without padding: how much of it there is follows from the cut."""
+        """Count tokens without padding, since the amount of padding depends on the microbatches."""
         if self.args.include_num_input_tokens_seen != "no" and self.accelerator.sync_gradients and self._update:
             self.state.num_input_tokens_seen += self._update.num_tokens
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        """The norm before the gradient was clipped, which is done."""
+        """Return the norm before clipping; `GradientAccumulator.finalize` has clipped already."""
         return None if self._update is None else self._update.grad_norm
 
     def _shifts_labels(self) -> bool:
-        """Whether the model predicts the next label from each position, as causal models do."""
+        """Return true if the model predicts the next label from each position, as causal models do."""
         model: Any = self.model
-        model = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's base model
         is_named = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         return self._loss_shifts_labels or (is_named and not getattr(model.config, "is_encoder_decoder", False))
 
     def _offloading(self) -> contextlib.AbstractContextManager[Any]:
-        """What the training_step of TRL's trainers does, where ours stands in its place."""
-        is_replaced = _owner(super().training_step) is not Trainer
+        """Return the context that the training_step of TRL's trainers opens, which ours replaces."""
+        is_replaced = _defining_class(super().training_step) is not Trainer
         return cast(Any, self).maybe_activation_offload_context if is_replaced else contextlib.nullcontext()
 
     @property
     def _is_collated(self) -> bool:
-        """Whether batches of the update are mappings, which a get_train_dataloader of the user's gives."""
+        """True if the batches are mappings, from a get_train_dataloader of the user."""
         return any(isinstance(each, Mapping) for each in self._batches)
 
     def _calls(self) -> list[Any]:
-        """The update as batches of GradientAccumulator; mappings may be padded differently, so each is its own."""
+        """Return the update as batches for GradientAccumulator; a mapping is its own batch, as it is padded."""
         return self._batches if self._is_collated else [[sample for batch in self._batches for sample in batch]]
 
     def _accumulator(self, model: nn.Module) -> GradientAccumulator:
-        """Made with the first update, when the model is wrapped."""
+        """Return the accumulator; the first update makes it, when the model is wrapped."""
         if self._gradient is None or self._gradient.model is not model:
-            self._loss_fn = self._with_hooks(self._given_loss or self._known_loss())
+            self._loss_fn = self._with_hooks(self._given_loss or self._default_loss())
             tokens = self._max_microbatch_tokens
             self._gradient = GradientAccumulator(
                 model,
@@ -241,33 +244,33 @@ class MegabatchTrainer(Trainer):
     def _collate(self) -> Callable[[list[Any]], Microbatch]:
         return self._get_collator_with_removed_columns(self.data_collator, "training")
 
-    def _known_loss(self) -> LossFunction:
-        """The next token's cross-entropy where nothing was put in its place, else the mean that there is."""
+    def _default_loss(self) -> LossFunction:
+        """Return next-token cross-entropy unless the user replaced it, otherwise the mean of ``compute_loss``."""
         is_replaced = self._overrides("compute_loss") or self.compute_loss_func or self.label_smoother
         if self._is_causal and not is_replaced:
             return losses.next_token
-        return metric_means.times_count(self._mean, lambda microbatch: self.count_targets(microbatch))
+        return mean_loss.make_sum_loss(self._mean, lambda microbatch: self.count_targets(microbatch))
 
     def _mean(self, model: nn.Module, microbatch: Microbatch) -> Any:
-        """The mean; one that is not counted leaves no metrics."""
+        """Return the mean loss; a dummy microbatch leaves no metrics behind."""
         if self._gradient is None or self._gradient.is_counting is not False:
             return self.compute_loss(cast(Any, model), microbatch)
-        unseen = self._remembered()
+        snapshot = self._take_snapshot()
         try:
             return self.compute_loss(cast(Any, model), microbatch)
         finally:
-            unseen.put_back()
+            snapshot.put_back()
 
-    def _remembered(self) -> loss_trial.Remembered:
-        """What a loss may write to the trainer and to what it holds, but for its data."""
-        return loss_trial.Remembered(self, leave=(self.train_dataset, self.eval_dataset, self._batches, self._tried))
+    def _take_snapshot(self) -> ObjectSnapshot:
+        """Snapshot what a loss may write to: the trainer and the objects it holds, except its data."""
+        return ObjectSnapshot(self, leave=(self.train_dataset, self.eval_dataset, self._batches, self._trial_samples))
 
     def _overrides(self, *names: str) -> bool:
-        """Whether one of these is not Trainer's own."""
+        """Return true if one of these methods is not Trainer's own."""
         return any(getattr(getattr(self, name), "__func__", None) is not getattr(Trainer, name) for name in names)
 
     def _with_hooks(self, loss_fn: LossFunction | JointLoss) -> LossFunction | JointLoss:
-        """The loss inside ``compute_loss_context_manager``, of what ``_prepare_inputs`` gives, where they are own."""
+        """Wrap the loss in the user's ``compute_loss_context_manager`` and ``_prepare_inputs``, if overridden."""
         prepares = self._overrides("_prepare_inputs", "_prepare_input")
         surrounds = self._overrides("compute_loss_context_manager", "autocast_smart_context_manager")
         if not prepares and not surrounds:
@@ -293,27 +296,31 @@ class MegabatchTrainer(Trainer):
         return hooked
 
     def _try_loss(self, model: nn.Module) -> None:
-        """Whether the loss is what it is taken for, on samples that differ; every rank tries the same ones."""
+        """Check the loss on samples that differ; every rank tries the same ones.
+
+        Raises:
+            LossContractError: The loss is not the mean over `count_targets`; on all ranks.
+        """
         self._num_updates += 1
         number = self._num_updates
         if not self._checks_loss or self._given_loss is not None or number & (number - 1) or number > LAST_TRIED:
             return
-        samples, collate = self._to_try()
-        new = loss_trial.choose(gather_object(loss_trial.choose(samples, self._features)), self._features)
+        samples, collate = self._choose_candidates()
+        new = choose_samples(gather_object(choose_samples(samples, self._features)), self._features)
         if not new:
             return
         if self._is_collated:  # stacked as they are
             shapes = _shapes(new[0])
-            new, self._tried = [each for each in new if _shapes(each) == shapes], []
-        self._features |= loss_trial.features_of(new)
-        self._tried = loss_trial.choose([*new, *self._tried], set())
+            new, self._trial_samples = [each for each in new if _shapes(each) == shapes], []
+        self._features |= mean_loss.collect_features(new)
+        self._trial_samples = choose_samples([*new, *self._trial_samples], set())
         problem = None
         unwrapped = self.accelerator.unwrap_model(model)
         try:
-            with loss_trial.without_traces(unwrapped, self._remembered()):
-                vars(self)["log"] = _say_nothing  # until attributes are put back
-                self._run_trial(unwrapped, self._tried, collate)
-        except loss_trial.NotFiniteError as error:  # later on, such an update is not stepped
+            with restore_after_trial(unwrapped, self._take_snapshot()):
+                vars(self)["log"] = _ignore_log  # until attributes are put back
+                self._run_trial(unwrapped, self._trial_samples, collate)
+        except mean_loss.NotFiniteError as error:  # later on, such an update is not stepped
             problem = str(error) if number == 1 else None
         except Exception as error:
             problem = (
@@ -323,8 +330,8 @@ class MegabatchTrainer(Trainer):
             if told is not None:
                 raise LossContractError(told)
 
-    def _to_try(self) -> tuple[list[Any], Callable[[list[Any]], Microbatch]]:
-        """Samples of the update of which two fit in a microbatch, if there are any; and what collates them."""
+    def _choose_candidates(self) -> tuple[list[Any], Callable[[list[Any]], Microbatch]]:
+        """Return samples of the update, preferably two that fit in one microbatch, and their collate function."""
         tokens, collate = self._max_microbatch_tokens, self._collate
         samples = [sample for batch in self._calls()[:1] for sample in _rows(batch)]
         if isinstance(tokens, int):
@@ -339,14 +346,14 @@ class MegabatchTrainer(Trainer):
         if isinstance(tokens, int):
             size = tokens // max(map(self._length, samples))
         if isinstance(tokens, str) or (size > 1 and getattr(model, "is_gradient_checkpointing", False)):
-            size = 2  # what fits is not known, or only in train mode
+            size = 2  # the size that fits is unknown, or known only in train mode
 
         def mean(model: nn.Module, microbatch: Microbatch) -> Any:
             with self.compute_loss_context_manager():
                 return self.compute_loss(cast(Any, model), microbatch)
 
-        is_next_token = self._known_loss() is losses.next_token
-        tried = loss_trial.Trial(
+        is_next_token = self._default_loss() is losses.next_token
+        tried = LossTrial(
             model, samples, collate, self._prepare_inputs, mean,
             losses.count_targets if is_next_token else self.count_targets,
             size=size, one_row=size == 1 and tokens is None, tolerance=rounding,
@@ -357,11 +364,11 @@ class MegabatchTrainer(Trainer):
         else:
             tried.check_mean()
 
-    def _dealt(self) -> DealtBatches:
+    def _batch_sampler(self) -> "RankBatchSampler":
         args = self.args
         sampler: Any = self._get_train_sampler()
         seed = args.seed if args.data_seed is None else args.data_seed
-        return DealtBatches(
+        return RankBatchSampler(
             sampler, self._train_batch_size, rank=args.process_index, world=args.world_size,
             drop_last=args.dataloader_drop_last, seed=seed,
         )  # fmt: skip
@@ -371,7 +378,7 @@ class MegabatchTrainer(Trainer):
         return getattr(self.model, "main_input_name", "input_ids")
 
     def _length(self, sample: Any) -> int:
-        """Tokens of a sample; 1 where it has none to count and none are asked for."""
+        """Count the tokens of a sample; 1 if it has none and no token limit is set."""
         try:
             return len(sample[self._input_name])
         except (KeyError, TypeError, IndexError):
@@ -383,7 +390,7 @@ class MegabatchTrainer(Trainer):
 
 
 class _Loader(DataLoader[Any]):
-    """Tells its sampler which epoch begins, and how much there is, as Accelerate's loaders do."""
+    """A loader that passes the epoch to its sampler and reports its size, as Accelerate's loaders do."""
 
     total_batch_size = 0
 
@@ -392,12 +399,12 @@ class _Loader(DataLoader[Any]):
         return len(cast(Any, self.dataset))
 
     def set_epoch(self, epoch: int) -> None:
-        if isinstance(self.batch_sampler, DealtBatches):
+        if isinstance(self.batch_sampler, RankBatchSampler):
             self.batch_sampler.set_epoch(epoch)
 
 
 class _Samples(list[Any]):
-    """A batch of samples, which are not collated yet."""
+    """A batch of samples that are not collated yet."""
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, str):
@@ -408,17 +415,17 @@ class _Samples(list[Any]):
         return super().__getitem__(index)
 
 
-def _say_nothing(*positional: Any, **named: Any) -> None:
-    """In place of ``log``."""
+def _ignore_log(*positional: Any, **named: Any) -> None:
+    """Replace ``log`` during a trial."""
 
 
-def _owner(method: Any) -> type:
-    """The class that defines a method."""
+def _defining_class(method: Any) -> type:
+    """Return the class that defines a method."""
     return next(kind for kind in type(method.__self__).__mro__ if vars(kind).get(method.__name__) is method.__func__)
 
 
 def _rows(batch: Any) -> list[Any]:
-    """The samples of a batch."""
+    """Return the samples of a batch."""
     if not isinstance(batch, Mapping):
         return batch
     tensors = {name: each for name, each in batch.items() if isinstance(each, Tensor) and each.ndim}
@@ -432,3 +439,114 @@ def _stacked(rows: list[Any]) -> dict[str, Tensor]:
 
 def _shapes(row: Mapping[str, Tensor]) -> dict[str, Any]:
     return {name: each.shape for name, each in row.items()}
+
+
+class RankBatchSampler(Sampler[list[int]]):
+    """A ``batch_sampler`` that yields this rank's samples of each global batch, in the order of another sampler.
+
+    It repeats no sample, and drops none without ``drop_last``. In the last batch some ranks may have fewer samples
+    than others, or none. Every rank has the same number of batches.
+
+    Args:
+        sampler: Sample ids of an epoch, in order; the same on every rank.
+        batch_size: Samples per rank.
+        rank: This process.
+        world: Number of processes.
+        drop_last: Leave out a last batch that is not full.
+        seed: Seeds, together with the epoch, a sampler that has a generator.
+
+    Raises:
+        PlanError: The order of the sampler may differ from rank to rank.
+    """
+
+    def __init__(
+        self, sampler: Sampler[int], batch_size: int, *, rank: int, world: int, drop_last: bool, seed: int
+    ) -> None:
+        self.sampler = sampler
+        self._size = batch_size * world
+        self._rank, self._world, self._drop_last, self._seed = rank, world, drop_last, seed
+        known = isinstance(sampler, SequentialSampler) or hasattr(sampler, "set_epoch") or hasattr(sampler, "generator")
+        if isinstance(sampler, DistributedSampler) or (world > 1 and not known):
+            raise PlanError(
+                f"the order of samples is a {type(sampler).__name__}'s, which may differ from rank to rank; give a "
+                "sampler with set_epoch(), the same on all ranks, and let this one deal"
+            )
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Use the order of this epoch from now on."""
+        self._epoch = epoch
+        if hasattr(self.sampler, "set_epoch"):
+            cast(Any, self.sampler).set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if hasattr(self.sampler, "generator"):  # as Accelerate seeds it
+            cast(Any, self.sampler).generator = torch.Generator().manual_seed(self._seed + self._epoch)
+        batch: list[int] = []
+        for sample in self.sampler:
+            batch.append(sample)
+            if len(batch) == self._size:
+                yield batch[self._rank :: self._world]
+                batch = []
+        if batch and not self._drop_last:
+            yield batch[self._rank :: self._world]
+
+    def __len__(self) -> int:
+        whole, rest = divmod(len(cast(Sized, self.sampler)), self._size)
+        return whole + (rest > 0 and not self._drop_last)
+
+
+OTHER_WRAPPERS = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA", "TP")
+
+
+def check_arguments(args: Any, accelerator: Any) -> None:
+    """Raise `PlanError` for the first argument that exact updates cannot keep; docs/integrations.md lists them."""
+    for setting, is_set, instead in _find_refused(args, accelerator):
+        if is_set:
+            raise PlanError(f"MegabatchTrainer cannot keep {setting}; {instead}")
+
+
+def _find_refused(args: Any, accelerator: Any) -> list[tuple[str, bool, str]]:
+    """Return settings, true for each that is set, and the change to make."""
+    data = args.accelerator_config
+    wrapper = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+    optim = str(getattr(args.optim, "value", args.optim))
+    return [
+        ("fp16", accelerator.mixed_precision in ("fp16", "fp8"), "float16 loses small gradients: set bf16=True"),
+        (wrapper, wrapper in OTHER_WRAPPERS, "use DistributedDataParallel (torchrun), or megabatch train for FSDP2"),
+        ("parallelism_config", args.parallelism_config is not None, "leave it out, or use megabatch train"),
+        (f"{args.n_gpu} GPUs in one process", args.n_gpu > 1, "start a process for each with torchrun"),
+        (
+            "auto_find_batch_size=True",
+            args.auto_find_batch_size,
+            "it would change the update; leave it out, and set max_microbatch_tokens to what fits",
+        ),
+        (
+            "average_tokens_across_devices=False",
+            not args.average_tokens_across_devices,
+            "each rank would weigh its own way; leave it out",
+        ),
+        (
+            "train_sampling_strategy='batch_rebalance'",
+            args.train_sampling_strategy == "batch_rebalance",
+            "set 'random': an update is cut by length whatever its order",
+        ),
+        (
+            f"optim={optim!r}",
+            "layerwise" in optim or "lomo" in optim,
+            "it steps inside backward; choose one that steps afterwards",
+        ),
+        ("torch_empty_cache_steps", args.torch_empty_cache_steps is not None, "leave it out"),
+        ("accelerator_config.split_batches", data.split_batches, "leave it out: batches are dealt by sample"),
+        ("accelerator_config.dispatch_batches", bool(data.dispatch_batches), "leave it out: each rank reads its own"),
+        (
+            "accelerator_config.use_seedable_sampler=False",
+            not data.use_seedable_sampler,
+            "leave it out: ranks must draw one order",
+        ),
+        (
+            "accelerator_config.gradient_accumulation_kwargs",
+            bool(data.gradient_accumulation_kwargs),
+            "leave it out: gradients are summed by megabatch",
+        ),
+    ]

@@ -1,12 +1,13 @@
-"""The cross-entropy of a language model's output head, summed chunk by chunk: its logits are never all there.
+"""Chunked cross-entropy: a language model's head sums its loss chunk by chunk and never holds all logits.
 
-`losses.next_token` asks for it, and the model's own head does it inside of the model's forward, where every wrapper has
-the weight ready. Only heads whose output is known to leave the model untouched do so, and only where nothing else would
-see it; everywhere else there are logits as ever.
+`losses.next_token` asks for it where logits are large. The model's own head does it inside the model's forward, where
+every wrapper has the weight ready. Only heads whose output is known to leave the model untouched do so, and only where
+nothing else would see it. Everywhere else there are logits.
 """
 
 import contextlib
 from collections.abc import Generator, Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 
 from megabatch.batching.samples import IGNORED_LABEL
 from megabatch.errors import MegabatchError
+from megabatch.losses import ready_made
+from megabatch.losses.ready_made import HALF_TYPES
 from megabatch.torch_private import (
     FakeTensor,
     forward_hooks,
@@ -44,33 +47,25 @@ WRAPPERS = {  # that hand on what the model inside of them returns
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel",
     "megabatch.simulate.replica.Replica",
 }
-BREAK_EVEN = 4 / 3  # chunks, as measured: here all logits take what a chunk and the gradient of the weight take, so
-# that a smaller microbatch, which has its logits, does not need more than a larger one
 LINEAR = "torch.nn.modules.linear.Linear"
-HALF_TYPES = (torch.bfloat16, torch.float16)
-MIN_CHUNK_LOGITS = 2**22  # of a chunk: 16 MiB in float32; smaller ones save nothing, and at 1 MiB are slower
 
 
+@dataclass
 class Summed:
-    """Whether the head has summed what its model was called for."""
+    """The sum that the head has returned in place of logits; None where it has returned logits."""
 
-    def __init__(self) -> None:
-        self.total: Tensor | None = None
-
-    @property
-    def is_there(self) -> bool:
-        return self.total is not None
+    total: Tensor | None = None
 
 
 @contextlib.contextmanager
 def summing(model: Any, targets: Tensor) -> Generator[Summed]:
-    """While it is open, a call of the model may give a scalar for its logits; what is yielded says whether it has.
+    """Let the model return a scalar in place of its logits while the context is open; the yielded sum tells if it has.
 
-    The scalar is the summed cross-entropy of ``targets`` [B, T], -100 where there is none: entry t is what position t
-    predicts. For another number of positions there are logits as ever. Raises `MegabatchError` where the model returns
+    The scalar is the summed cross-entropy of ``targets`` [B, T], -100 where there is none: entry t is the target of
+    position t. For another number of positions the model returns logits. Raises `MegabatchError` where it returns
     anything else.
     """
-    summed, found = Summed(), _found(model)
+    summed, found = Summed(), _find_head(model)
     if found is None:
         yield summed
         return
@@ -78,13 +73,13 @@ def summing(model: Any, targets: Tensor) -> Generator[Summed]:
     logits_of = head.forward
 
     def forward(hidden: Tensor) -> Tensor:
-        if summed.is_there or not _fits(hidden, head, targets, _cast_to(causal) | _cast_to(head)):
+        if summed.total is not None or not _fits(hidden, head, targets, _cast_to(causal) | _cast_to(head)):
             return logits_of(hidden)
         summed.total = cross_entropy_sum(hidden, head.weight, head.bias, targets)
         return summed.total
 
     def check(_model: nn.Module, _inputs: Any, output: Any) -> None:
-        if summed.is_there and getattr(output, "logits", None) is not summed.total:
+        if summed.total is not None and getattr(output, "logits", None) is not summed.total:
             raise MegabatchError(
                 f"{type(causal).__name__} does not return what its lm_head gives, which losses.next_token had summed "
                 "there; give a loss of your own that takes the model's logits"
@@ -144,7 +139,7 @@ class _CrossEntropySum(torch.autograd.Function):
 
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """In place, where no other backward will ask for it: a copy would be as large as the weight."""
+    """Scale a gradient, in place where no other backward asks for it: a copy would be as large as the weight."""
     return (gradient * factor if keeps_graph() else gradient.mul_(factor)).to(dtype)
 
 
@@ -191,22 +186,13 @@ class _Sums:
 def _summed(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *, wanted: tuple[bool, ...]) -> _Sums:
     sums = _Sums(hidden, weight, bias, wanted)
     with torch.autocast(hidden.device.type, enabled=False):
-        for rows in _chunks(labels, chunk_tokens(*weight.shape)):
+        for rows in _chunks(labels, ready_made.chunk_tokens(*weight.shape)):
             sums.add(rows, hidden[rows], labels[rows])
     return sums
 
 
-def chunk_tokens(num_classes: int, width: int) -> int:
-    """Positions whose logits are made at once, for a weight [V, D].
-
-    Half as many as there are columns: the weight's gradient is written to for every chunk, and its logits are then
-    half as large as it is.
-    """
-    return max(width // 2, MIN_CHUNK_LOGITS // num_classes)
-
-
 def _chunks(labels: Tensor, num_tokens: int) -> Iterator[Tensor | slice]:
-    """Positions with a target; on a device, which would have to be waited for, and where there are no data, all."""
+    """Yield the positions with a target; on a device, which is not waited for, and without data, all positions."""
     if labels.device.type == "cpu" and not isinstance(labels, FakeTensor):
         positions = (labels != IGNORED_LABEL).nonzero().flatten()
         yield from positions.split(num_tokens) if len(positions) else ()
@@ -216,7 +202,7 @@ def _chunks(labels: Tensor, num_tokens: int) -> Iterator[Tensor | slice]:
 
 
 def _is_cast(hidden: Tensor) -> bool:
-    """Whether autocast chooses the dtype of products; it leaves float64 alone."""
+    """Return True if autocast chooses the dtype of products. It leaves float64 alone."""
     return torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64
 
 
@@ -225,20 +211,18 @@ def _dtype_of_products(hidden: Tensor) -> torch.dtype:
 
 
 def _fits(hidden: Any, head: nn.Linear, targets: Tensor, output_dtypes: set[torch.dtype]) -> bool:
-    """Whether tensors are as `cross_entropy_sum` takes them, and enough: all logits of fewer take no more memory."""
+    """Return True if the tensors are as `cross_entropy_sum` takes them."""
     bias = cast(Tensor | None, head.bias)
     if not _go_together([hidden, head.weight] if bias is None else [hidden, head.weight, bias], targets):
         return False
     if hidden.ndim != 3 or targets.ndim != 2 or hidden.shape[:2] != targets.shape:
         return False
     dtype = _dtype_of_products(hidden)
-    if not output_dtypes <= {torch.float32 if dtype in HALF_TYPES else dtype}:  # the total would be rounded
-        return False
-    return hidden.shape[0] * hidden.shape[1] >= BREAK_EVEN * chunk_tokens(*head.weight.shape)
+    return output_dtypes <= {torch.float32 if dtype in HALF_TYPES else dtype}  # or the total would be rounded
 
 
 def _go_together(floats: list[Tensor], targets: Tensor) -> bool:
-    """Whether these are tensors of no special kind, on one device, and of one dtype or cast to one."""
+    """Return True for plain tensors on one device, of one dtype or cast to one."""
     if not all(type(each) in (Tensor, nn.Parameter, FakeTensor) for each in (*floats, targets)):
         return False
     if targets.dtype != torch.long or len({each.device for each in (*floats, targets)}) > 1:
@@ -249,8 +233,8 @@ def _go_together(floats: list[Tensor], targets: Tensor) -> bool:
     return len(dtypes) == 1 or (_is_cast(floats[0]) and torch.float64 not in dtypes)
 
 
-def _found(model: Any) -> tuple[nn.Module, nn.Linear] | None:
-    """The causal model and its head, where nobody else sees or changes what they return."""
+def _find_head(model: Any) -> tuple[nn.Module, nn.Linear] | None:
+    """Return the causal model and its head if nobody else sees or changes their outputs."""
     if torch.compiler.is_compiling() or is_transformed():
         return None
     if not isinstance(model, nn.Module) or has_global_forward_hooks():
@@ -265,13 +249,13 @@ def _found(model: Any) -> tuple[nn.Module, nn.Linear] | None:
 
 
 def _name_of(module: nn.Module) -> str:
-    """Its class, without the one that FSDP2 puts before it."""
+    """Return the full name of a module's class, without the class that FSDP2 puts before it."""
     kind = next(each for each in type(module).__mro__ if not (is_fsdp2(module) and _is_of_fsdp2(each)))
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _is_unseen(module: Any) -> bool:
-    """Whether no hook but FSDP2's sees what a module returns, and nothing stands in for its forward."""
+    """Return True if no hook but FSDP2's sees a module's output and its forward is its class's own."""
     if "forward" in vars(module) or is_compiled(module):
         return False
     return all(map(_is_of_fsdp2, forward_hooks(module).values())) and not has_backward_hooks(module)
@@ -282,6 +266,6 @@ def _is_of_fsdp2(each: Any) -> bool:
 
 
 def _cast_to(module: nn.Module) -> set[torch.dtype]:
-    """What FSDP2 casts the output of a module to."""
+    """Return the dtype that FSDP2 casts the output of a module to."""
     dtype = fsdp_policy(module).output_dtype if is_fsdp2(module) else None
     return set() if dtype is None else {dtype}

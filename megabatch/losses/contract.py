@@ -1,4 +1,4 @@
-"""What a loss function returns, and how it says that its weight can be counted from the data.
+"""The contract of a loss function: its return value, and the hooks that count its weight from the data.
 
 ``loss_fn(model, microbatch)`` returns a pair ``(total, weight)``, or a mapping of names to such pairs. It sums and
 counts, and never divides: the update's loss is the sum of the totals over the sum of the weights.
@@ -57,6 +57,7 @@ class JointLoss:
 
 _TAKES_DIVISOR: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # an inspection takes longer than all other checks
 LossFunction = Callable[[Any, Any], Any]
+"""Type of a loss: ``loss_fn(model, microbatch)`` returns ``(total, weight)``, or a mapping of names to such pairs."""
 Weigh = Callable[[Any], Any]
 Prepare = Callable[[Any], Any]
 F = TypeVar("F", bound=LossFunction)
@@ -78,7 +79,7 @@ def loss(*, weigh: Weigh, prepare: Prepare | None = None) -> Callable[[F], F]:
 
     def attach(function: F) -> F:
         if weigh_of(function) is not None:  # a ready-made loss, which others go on using
-            function = _another(function)
+            function = cast(F, _copy_function(function))
         cast(Any, function).weigh = weigh
         cast(Any, function).prepare = prepare
         return function
@@ -86,18 +87,16 @@ def loss(*, weigh: Weigh, prepare: Prepare | None = None) -> Callable[[F], F]:
     return attach
 
 
-def _another(function: F) -> F:
-    """One that does the same."""
-
+def _copy_function(function: LossFunction) -> LossFunction:
     @functools.wraps(function)
     def run(*given: Any, **named: Any) -> Any:
         return function(*given, **named)
 
-    return cast(F, run)
+    return run
 
 
 def weigh_of(loss_fn: LossFunction | JointLoss) -> Weigh | None:
-    """The counting function that `loss` attached, if any."""
+    """Return the counting function that `loss` attached, if any."""
     return cast(Weigh | None, getattr(loss_fn, "weigh", None))
 
 
@@ -115,29 +114,74 @@ def takes_divisor(loss_fn: LossFunction | JointLoss) -> bool:
 
 
 class LossHooks(NamedTuple):
-    """What a loss wants done on the CPU, before its microbatches are moved."""
+    """Functions that a loss wants called with each collated microbatch, on the CPU; None where it wants none."""
 
     weigh: Weigh | None = None
     prepare: Prepare | None = None
 
 
 def loss_hooks(loss_fn: LossFunction | JointLoss) -> LossHooks:
-    """What `loss` attached, if anything."""
-    return LossHooks(weigh_of(loss_fn), cast(Prepare | None, getattr(loss_fn, "prepare", None)))
+    """Return the two functions ``(weigh, prepare)`` that `loss` attached to a loss, None for each that it did not.
+
+    Call ``prepare(microbatch)`` before ``loss_fn(model, microbatch)`` where you call a loss yourself. Set the
+    attributes ``weigh`` and ``prepare`` on a function that stands for the loss.
+    """
+    return LossHooks(getattr(loss_fn, "weigh", None), getattr(loss_fn, "prepare", None))
 
 
 def terms_of(returned: Any) -> dict[str, Term]:
-    """What a loss returned, checked, as named terms. Raises `LossContractError` in one line."""
+    """Return what a loss returned as named terms, checked.
+
+    A weight becomes a number where it can be read without waiting for a device, else a scalar on that device.
+
+    Args:
+        returned: What ``loss_fn(model, microbatch)`` returned.
+
+    Returns:
+        The terms by name; a pair without a name is called "loss". Totals are scalars on the model's device.
+
+    Raises:
+        LossContractError: It is neither a pair ``(total, weight)`` nor a mapping of names to such pairs, a total is not
+            a real scalar, or a weight is negative, not finite or carries a gradient.
+    """
     if isinstance(returned, Mapping) and returned:
-        named = cast(Mapping[str, Any], returned)
-        return {str(name): _term(f"term {name!r} of the loss", pair) for name, pair in named.items()}
-    return {PAIR_NAME: _term("the loss", returned)}
+        pairs = [(str(name), f"term {name!r} of the loss", each) for name, each in cast(Any, returned).items()]
+    else:
+        pairs = [(PAIR_NAME, "the loss", returned)]
+    terms: dict[str, Term] = {}
+    for name, source, pair in pairs:
+        if isinstance(pair, Tensor) or not isinstance(pair, tuple | list):
+            kind = f"a tensor of shape {tuple(pair.shape)}" if isinstance(pair, Tensor) else f"a {type(pair).__name__}"
+            raise LossContractError(f"{source} is {kind}, perhaps a mean; {EXPECTED}")
+        if len(cast(tuple[Any, ...], pair)) != 2:
+            raise LossContractError(f"{source} is a tuple of {len(cast(tuple[Any, ...], pair))}; {EXPECTED}")
+        total, weight = cast(tuple[Any, Any], pair)
+        if not isinstance(total, Tensor):
+            raise LossContractError(
+                f"the total of {source} is a {type(total).__name__}; {EXPECTED}, the total as a scalar tensor"
+            )
+        if total.numel() != 1:
+            raise LossContractError(
+                f"the total of {source} has shape {tuple(total.shape)}; sum it to a scalar, and {EXPECTED}"
+            )
+        if total.is_complex():
+            raise LossContractError(
+                f"the total of {source} is complex ({total.dtype}); return a real one, total.real say"
+            )
+        if isinstance(weight, Tensor) and weight.requires_grad:
+            raise LossContractError(f"the weight of {source} carries a gradient; count it from the data, or detach it")
+        if isinstance(weight, Tensor) and weight.device.type != "cpu" and weight.numel() == 1:
+            weight = weight.reshape(()).to(accumulation_dtype(weight.device))
+        else:
+            weight = _as_number(f"the weight of {source}", weight)
+        terms[name] = Term(total.reshape(()), weight)
+    return terms
 
 
 def terms_given(
     total: Tensor | Mapping[str, Any], weight: Tensor | float | None, weighed: Mapping[str, float]
 ) -> dict[str, Term]:
-    """What `backward` was given for one microbatch, as named terms; a weight that is left out is the one weighed."""
+    """Return the arguments of `backward` as named terms. A weight that is left out is the weighed one."""
     if isinstance(total, Mapping):
         return terms_of(total)
     if weight is None and len(weighed) != 1:
@@ -151,14 +195,14 @@ def differentiable(terms: Mapping[str, Term]) -> list[str]:
 
 
 def counted_weights(weight: Any) -> dict[str, float]:
-    """What ``weigh`` returned for one microbatch, as numbers by term name."""
+    """Return the result of ``weigh`` for one microbatch as numbers by term name."""
     if isinstance(weight, Mapping):
         named = cast(Mapping[str, Any], weight)
-        return {str(name): _number(f"what weigh counts for term {name!r}", value) for name, value in named.items()}
-    return {PAIR_NAME: _number("what weigh counts", weight)}
+        return {str(name): _as_number(f"what weigh counts for term {name!r}", value) for name, value in named.items()}
+    return {PAIR_NAME: _as_number("what weigh counts", weight)}
 
 
-def _number(source: str, weight: Any) -> float:
+def _as_number(source: str, weight: Any) -> float:
     if isinstance(weight, Tensor) and weight.numel() != 1:
         raise LossContractError(f"{source} has shape {tuple(weight.shape)}; sum it to one number")
     try:
@@ -170,35 +214,6 @@ def _number(source: str, weight: Any) -> float:
     return number
 
 
-def _term(source: str, pair: Any) -> Term:
-    if isinstance(pair, Tensor) or not isinstance(pair, tuple | list):
-        kind = f"a tensor of shape {tuple(pair.shape)}" if isinstance(pair, Tensor) else f"a {type(pair).__name__}"
-        raise LossContractError(f"{source} is {kind}, perhaps a mean; {EXPECTED}")
-    if len(cast(tuple[Any, ...], pair)) != 2:
-        raise LossContractError(f"{source} is a tuple of {len(cast(tuple[Any, ...], pair))}; {EXPECTED}")
-    total, weight = cast(tuple[Any, Any], pair)
-    if not isinstance(total, Tensor):
-        raise LossContractError(
-            f"the total of {source} is a {type(total).__name__}; {EXPECTED}, the total as a scalar tensor"
-        )
-    if total.numel() != 1:
-        raise LossContractError(
-            f"the total of {source} has shape {tuple(total.shape)}; sum it to a scalar, and {EXPECTED}"
-        )
-    if total.is_complex():
-        raise LossContractError(f"the total of {source} is complex ({total.dtype}); return a real one, total.real say")
-    return Term(total.reshape(()), _weight(f"the weight of {source}", weight))
-
-
-def _weight(source: str, weight: Any) -> Tensor | float:
-    """A number where it can be read without waiting, else a scalar on the device."""
-    if isinstance(weight, Tensor) and weight.requires_grad:
-        raise LossContractError(f"{source} carries a gradient; count it from the data, or detach it")
-    if isinstance(weight, Tensor) and weight.device.type != "cpu" and weight.numel() == 1:
-        return weight.reshape(()).to(accumulation_dtype(weight.device))
-    return _number(source, weight)
-
-
 def accumulation_dtype(device: torch.device) -> torch.dtype:
-    """The dtype in which totals and weights are summed: float64 wherever the device has it."""
+    """Return the dtype in which totals and weights are summed: float64 wherever the device has it."""
     return torch.float32 if device.type == "mps" else torch.float64

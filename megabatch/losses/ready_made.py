@@ -7,25 +7,35 @@ would be of something else.
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megabatch.batching import attention_mask
-from megabatch.batching.attention_mask import next_targets, with_config
+from megabatch.batching.padding import (
+    MASK,
+    RIGHT_PADDED,
+    next_targets,
+    note_padding,
+    with_config,
+    without_needless,
+)
 from megabatch.batching.samples import IGNORED_LABEL, Microbatch, has_padded_numbers
 from megabatch.errors import LossContractError
-from megabatch.losses.chunked_cross_entropy import HALF_TYPES, summing
 from megabatch.losses.contract import Term, loss
 
 TARGETS = ("labels", "shift_labels")
+HALF_TYPES = (torch.bfloat16, torch.float16)
+MIN_CHUNK_LOGITS = 2**22  # of a chunk: 16 MiB in float32; smaller ones save nothing, and at 1 MiB are slower
+BREAK_EVEN = 4 / 3  # chunks, as measured: here all logits take what a chunk and the gradient of the weight take, so
+# that a smaller microbatch, which has its logits, does not need more than a larger one
 
 
 def count_targets(microbatch: Microbatch) -> Tensor:
-    """Targets of a causal model: what its positions predict, where that is not -100."""
+    """Count the targets of a causal model: the labels its positions predict, without -100."""
     return (next_targets(microbatch) != IGNORED_LABEL).sum()
 
 
-@loss(weigh=count_targets, prepare=attention_mask.note_padding)
+@loss(weigh=count_targets, prepare=note_padding)
 def next_token(model: nn.Module, microbatch: Microbatch) -> Term:
     """Cross-entropy of each next token: ``-sum log p(labels[t + 1] | input_ids[..t])`` over its targets.
 
@@ -48,18 +58,32 @@ def next_token(model: nn.Module, microbatch: Microbatch) -> Term:
 
 
 def next_token_beside(model: nn.Module, microbatch: Microbatch, **asked: Any) -> tuple[Term, Any]:
-    """The term of `next_token`, and the output of the model, which is called with ``asked`` too.
+    """Return the term of `next_token` and the output of the model, which is called with ``asked`` too.
 
-    The output's logits may be that sum in place of logits.
+    The output's logits may be their summed cross-entropy instead.
     """
     targets = next_targets(microbatch)  # [B, T], or [B, T - 1] where the last position predicts nothing
     num_positions = targets.shape[1] + (microbatch.get("shift_labels") is None)
-    _check_decoder(model)
-    with summing(model, F.pad(targets, (0, num_positions - targets.shape[1]), value=IGNORED_LABEL)) as summed:
-        output = _run(model, attention_mask.without_needless(model, microbatch), **asked)
-        predicted = _logits(output)  # [B, T, V]; a scalar where it is summed
-    if summed.is_there:
-        return Term(predicted, count_targets(microbatch)), output
+    inner: Any = model if hasattr(model, "config") else with_config(model)  # of a wrapper
+    if getattr(getattr(inner, "config", None), "is_encoder_decoder", False) is True:
+        raise LossContractError(
+            f"{type(inner).__name__} is an encoder-decoder, whose position t predicts label t; give "
+            "losses.classification, with decoder_input_ids in the samples, in place of next_token"
+        )
+    if MASK in microbatch or RIGHT_PADDED in microbatch:
+        microbatch = without_needless(model, microbatch)
+    head, summed = getattr(inner, "lm_head", None), None
+    if isinstance(head, nn.Linear) and len(targets) * num_positions >= BREAK_EVEN * chunk_tokens(
+        head.out_features, head.in_features
+    ):
+        from megabatch.losses.chunked_cross_entropy import summing
+
+        with summing(model, F.pad(targets, (0, num_positions - targets.shape[1]), value=IGNORED_LABEL)) as summed:
+            predicted, output = _predict(model, microbatch, **asked)  # [B, T, V]; a scalar where it is summed
+    else:
+        predicted, output = _predict(model, microbatch, **asked)  # [B, T, V]
+    if summed is not None and summed.total is not None:
+        return Term(predicted, (targets != IGNORED_LABEL).sum()), output
     if predicted.ndim != 3 or predicted.shape[:2] != (len(targets), num_positions):
         raise LossContractError(
             f"the model returns logits of shape {tuple(predicted.shape)} for labels of shape "
@@ -67,11 +91,21 @@ def next_token_beside(model: nn.Module, microbatch: Microbatch, **asked: Any) ->
             "front labels of -100)"
         )
     logits = predicted[:, : targets.shape[1]]  # [B, T or T - 1, V]
-    return Term(_cross_entropy(logits.flatten(0, 1), targets.flatten()), count_targets(microbatch)), output
+    total = _cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return Term(total, (targets != IGNORED_LABEL).sum()), output
+
+
+def chunk_tokens(num_classes: int, width: int) -> int:
+    """Return the number of positions whose logits are computed at once, for a head's weight [V, D].
+
+    Half as many as there are columns: the weight's gradient is written for every chunk, and its logits are then half
+    as large as it is.
+    """
+    return max(width // 2, MIN_CHUNK_LOGITS // num_classes)
 
 
 def count_labels(microbatch: Microbatch) -> Tensor:
-    """Samples (or positions) that have a class."""
+    """Count the samples (or positions) that have a class."""
     return (_labels(microbatch) != IGNORED_LABEL).sum()
 
 
@@ -88,7 +122,7 @@ def classification(model: nn.Module, microbatch: Microbatch) -> Term:
             f"labels are {labels.dtype} of shape {tuple(labels.shape)}, probabilities perhaps; classification wants "
             "the number of a class for each, or give a loss of your own"
         )
-    logits = _logits(_run(model, microbatch))  # [B, ..., C]
+    logits = _predict_labels(model, microbatch)  # [B, ..., C]
     is_square = logits.ndim > 3 and logits.shape[2:] == labels.shape[1:]  # classes may be in dim 1, as torch has them
     if logits.shape[:-1] != labels.shape or is_square:
         raise LossContractError(
@@ -100,12 +134,12 @@ def classification(model: nn.Module, microbatch: Microbatch) -> Term:
 
 
 def count_values(microbatch: Microbatch) -> int:
-    """Numbers that are predicted."""
+    """Count the numbers that are predicted."""
     return _labels(microbatch).numel()
 
 
 def without_padding(microbatch: Microbatch) -> Microbatch:
-    """The microbatch. Raises `LossContractError` where its labels were padded."""
+    """Return the microbatch. Raises `LossContractError` where its labels were padded."""
     if has_padded_numbers(_labels(microbatch)):
         raise LossContractError(
             "labels of samples have unequal lengths and were padded with -100, and mse counts every number; give "
@@ -121,7 +155,7 @@ def mse(model: nn.Module, microbatch: Microbatch) -> Term:
     The model returns predictions of that very shape, or an object with ``.logits``. Samples must be of one shape:
     padded numbers would count. Raises `LossContractError` for other shapes, and for labels that were padded.
     """
-    predictions, labels = _logits(_run(model, microbatch)), _labels(microbatch)  # [B, ...]
+    predictions, labels = _predict_labels(model, microbatch), _labels(microbatch)  # [B, ...]
     if predictions.shape != labels.shape:
         raise LossContractError(
             f"the model returns predictions of shape {tuple(predictions.shape)} for labels of shape "
@@ -139,30 +173,36 @@ def _labels(microbatch: Microbatch) -> Tensor:
     return labels
 
 
-def _run(model: nn.Module, microbatch: Microbatch, **asked: Any) -> Any:
-    """The model's output for everything but targets: a lone input by position, several by name, ``asked`` by name."""
-    inputs = {name: value for name, value in microbatch.items() if name not in TARGETS}
-    decodes = getattr(getattr(with_config(model), "config", None), "is_encoder_decoder", False) is True
-    if decodes and not any(name.startswith("decoder_") for name in inputs):
+def _predict_labels(model: nn.Module, microbatch: Microbatch) -> Tensor:
+    """Return the logits of a model that predicts the label of each position, an encoder-decoder among them."""
+    inner: Any = with_config(model)
+    decodes = getattr(getattr(inner, "config", None), "is_encoder_decoder", False) is True
+    if decodes and not any(name.startswith("decoder_") for name in microbatch):
         raise LossContractError(
-            f"{type(with_config(model)).__name__} is an encoder-decoder and the samples have no decoder_input_ids; "
+            f"{type(inner).__name__} is an encoder-decoder and the samples have no decoder_input_ids; "
             "make them with model.prepare_decoder_input_ids_from_labels(labels), or give a loss of your own"
         )
+    return _predict(model, microbatch)[0]
+
+
+def _predict(model: nn.Module, microbatch: Microbatch, **asked: Any) -> tuple[Tensor, Any]:
+    """Call the model with everything but targets: a lone input by position, several by name; return logits and output.
+
+    Logits of half types become float32: a sum of thousands needs more digits than theirs.
+    """
+    inputs = {name: value for name, value in microbatch.items() if name not in TARGETS}
     lone = len(inputs) == 1 and next(iter(inputs)) != "inputs_embeds"
-    return model(*inputs.values(), **asked) if lone else model(**inputs, **asked)
-
-
-def _logits(output: Any) -> Tensor:
+    output: Any = model(*inputs.values(), **asked) if lone else model(**inputs, **asked)
     logits: Any = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(logits, Tensor):
         raise LossContractError(
             f"the model returns a {type(output).__name__} without logits; expected a tensor, or an object with .logits"
         )
-    return logits.float() if logits.dtype in HALF_TYPES else logits  # a sum of thousands needs more digits than theirs
+    return logits.float() if logits.dtype in HALF_TYPES else logits, output
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Summed over labels [N] that are not -100; logits are [N, C]."""
+    """Sum over the labels [N] that are not -100; logits are [N, C]."""
     try:
         return F.cross_entropy(logits, labels.long(), ignore_index=IGNORED_LABEL, reduction="sum")
     except IndexError:  # on the CPU; a device stops instead
@@ -171,13 +211,3 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
             f"labels are from {int(real.min())} to {int(real.max())} and the model has {logits.shape[-1]} classes; "
             f"expected 0 to {logits.shape[-1] - 1}, or {IGNORED_LABEL} for none"
         ) from None
-
-
-def _check_decoder(model: nn.Module) -> None:
-    """Raise `LossContractError` for a model that predicts the label of each position, not the next one."""
-    config = getattr(with_config(model), "config", None)
-    if getattr(config, "is_encoder_decoder", False) is True:
-        raise LossContractError(
-            f"{type(with_config(model)).__name__} is an encoder-decoder, whose position t predicts label t; give "
-            "losses.classification, with decoder_input_ids in the samples, in place of next_token"
-        )

@@ -1,7 +1,7 @@
-"""Fit: from a few measured microbatches to the largest bound that fits, and to what a microbatch costs.
+"""Limits from measurements: the largest microbatch that fits in memory, and a cost model, from a few measured ones.
 
-Pure: numbers in, numbers out. All measured microbatches have samples of one length, the longest; of rows alone their
-memory grows in a straight line, or in several, of which the steepest comes last.
+Pure: numbers in, numbers out. All measured microbatches have samples of one length, the longest. Their memory grows
+with the rows along a straight line, or along several, of which the steepest comes last.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,16 +11,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megabatch.planning.cost import CostModel
+from megabatch.planning.plan import CostModel
 
-GROWTH = 4  # times the rows that were measured last, at most
-NEARBY = 32  # a bound is near enough when one part in so many of it is left
+GROWTH = 4  # the next measurement has at most this many times the rows of the last
+NEARBY = 32  # the search ends when less than a 32nd of the limit is left
 MAX_MEASURED = 12
 
 
 @dataclass(frozen=True)
 class MeasuredMicrobatch:
-    """What a microbatch of ``rows`` longest samples was measured to take, the most over all ranks."""
+    """Measured memory of a microbatch of ``rows`` samples, each as long as the longest; the most over all ranks."""
 
     rows: int
     num_bytes: float  # at the peak, beyond what stays from microbatch to microbatch
@@ -39,12 +39,16 @@ class MemoryRoom:
     """Bytes for one microbatch beyond what stays, the least over all ranks."""
 
     allowed: float
-    there: float  # with what is kept free, or above the cap that was given: what a measurement may come to
+    there: float  # for a measurement: with the reserve, or beyond the given cap
 
 
 @dataclass(frozen=True)
 class TunedLimit:
-    """The bound that was chosen, and what it was chosen from."""
+    """A limit for microbatches that was measured to fit: the ``fit`` of a `GradientAccumulator` without a limit.
+
+    Pass it as ``max_microbatch_tokens`` to a new accumulator for the same model, which then measures nothing. It is a
+    tree of plain numbers: ``dataclasses.asdict`` gives what JSON can hold.
+    """
 
     max_microbatch_tokens: int
     cost: CostModel
@@ -55,13 +59,13 @@ class TunedLimit:
     outgrown_rows: int | None = None  # samples of a rank, where only their number ended the search; None: memory did
 
     def is_outgrown(self, rows: float, padded_tokens: float) -> bool:
-        """Whether a rank with so many samples could use a larger bound, and a larger one was never measured."""
+        """Return True if a rank with so many samples could use a larger limit than any that was measured."""
         return (
             self.outgrown_rows is not None and rows > self.outgrown_rows and padded_tokens > self.max_microbatch_tokens
         )
 
     def explain(self) -> str:
-        """The choice in words, for a person: one line."""
+        """Describe the choice for a person in one line."""
         rows = ", ".join(str(each.rows) for each in self.measured)
         return (
             f"max_microbatch_tokens {self.max_microbatch_tokens:,}: predicted peak "
@@ -71,19 +75,19 @@ class TunedLimit:
 
 
 def parse_limit(given: int | str | TunedLimit | None) -> tuple[TunedLimit | None, int | str | None]:
-    """What a user says a microbatch may hold: a fit that was made before, with what it was asked for, or a bound."""
+    """Split the user's limit into an earlier `TunedLimit`, if it is one, and the limit asked for."""
     return (given, "auto") if isinstance(given, TunedLimit) else (None, given)
 
 
 def in_gib(num_bytes: float) -> str:
-    """Bytes as a person reads them."""
+    """Format bytes for a person."""
     return f"{num_bytes / 2**30:.2f} GiB"
 
 
 def search(
     measure: Callable[[int], MeasuredMicrobatch], space: Callable[[], MemoryRoom], most_rows: int
 ) -> list[MeasuredMicrobatch]:
-    """Measure a microbatch of one row, and larger ones as long as they are sure to fit and bring the bound nearer."""
+    """Measure a microbatch of one row, then larger ones while they are sure to fit and improve the limit."""
     measured = [measure(1)]
     while len(measured) < MAX_MEASURED and (rows := next_rows(measured, space(), most_rows)) is not None:
         measured.append(measure(rows))
@@ -91,10 +95,10 @@ def search(
 
 
 def next_rows(measured: Sequence[MeasuredMicrobatch], space: MemoryRoom, most_rows: int) -> int | None:
-    """Rows of the microbatch to measure next; None where enough is known.
+    """Return the rows of the microbatch to measure next; None where enough is known.
 
-    More rows than were measured are tried where everything that was measured may grow with them and is there even so,
-    or, up to twice the rows, where a line through two measurements stays below what is allowed.
+    More rows than were measured are tried where the whole measured memory may grow in proportion and still fits, or, up
+    to twice the rows, where a line through two measurements stays below the allowed memory.
     """
     low, over = largest_fitting(measured, space), smallest_not_fitting(measured, space)
     if low is None:
@@ -110,9 +114,9 @@ def next_rows(measured: Sequence[MeasuredMicrobatch], space: MemoryRoom, most_ro
 
 
 def bound_tokens(measured: Sequence[MeasuredMicrobatch], space: MemoryRoom, longest_tokens: int) -> int | None:
-    """The largest bound that fits, in padded tokens; None where one sample does not.
+    """Return the largest limit that fits, in padded tokens; None where one sample does not.
 
-    Part of a row more than was measured is granted where everything measured may grow with it.
+    It may exceed the measured rows by part of a row, as far as the whole measured memory may grow in proportion.
     """
     low = largest_fitting(measured, space)
     if low is None:
@@ -128,8 +132,10 @@ def cost_of(
     longest_tokens: int,
     timed: Sequence[TimedMicrobatch],
 ) -> CostModel:
-    """What a microbatch costs: its bytes through the two largest that were measured and fit, or in proportion to the
-    only one; its seconds by `seconds_of`."""
+    """Return the cost of a microbatch, its seconds by `seconds_of`.
+
+    Its bytes are a line through the two largest measurements that fit, or in proportion to the only one.
+    """
     fitting = sorted((each for each in measured if each.num_bytes <= space.allowed), key=lambda each: each.rows)
     high, low = fitting[-1], fitting[-2] if len(fitting) > 1 else MeasuredMicrobatch(0, 0.0)
     row_bytes = max(0.0, (high.num_bytes - low.num_bytes) / (high.rows - low.rows))
@@ -141,9 +147,9 @@ def cost_of(
 
 
 def seconds_of(timed: Sequence[TimedMicrobatch]) -> tuple[float, float, float]:
-    """Seconds of a microbatch, a token and a pair, as `CostModel` adds them up; the closest in proportion.
+    """Fit the seconds of a microbatch, a token and a pair for `CostModel`, with the least relative error.
 
-    With samples of one length alone attention has the share that `CostModel` gives it.
+    With samples of one length only, attention has the share of `CostModel`'s defaults.
     """
     usual = CostModel()
     counts = np.array([[1.0, rows * tokens, rows * tokens * tokens] for rows, tokens, _ in timed])
@@ -155,7 +161,7 @@ def seconds_of(timed: Sequence[TimedMicrobatch]) -> tuple[float, float, float]:
 
 
 def _closest(counts: np.ndarray, timed: Sequence[TimedMicrobatch]) -> tuple[float, float, float]:
-    """Least squares without negative factors: the best of those that leave some out (there are at most three)."""
+    """Solve least squares without negative factors, trying every subset of the at most three columns."""
     weights = np.array([1 / each.seconds for each in timed])[:, None]
     best, found = np.inf, np.zeros(3)
     num_columns = counts.shape[1]
@@ -179,9 +185,9 @@ def smallest_not_fitting(measured: Sequence[MeasuredMicrobatch], space: MemoryRo
 def _along_line(
     measured: Sequence[MeasuredMicrobatch], low: MeasuredMicrobatch, over: MeasuredMicrobatch | None, num_bytes: float
 ) -> float:
-    """Rows, or a little fewer, for which the line through the nearest two measurements says ``num_bytes``.
+    """Return the rows, or a few less, at which a line through the nearest two measurements reaches ``num_bytes``.
 
-    0 without two.
+    Returns 0 without two measurements.
     """
     below = [each for each in measured if each.rows < low.rows]
     if over is None and not below:

@@ -1,6 +1,6 @@
-"""Integers into bins: `deal` balances shares over ranks, `pack` fills microbatches under a cap, `best_fit` to the brim.
+"""Integers into bins: `balance` shares over ranks, `split` a share into microbatches, `best_fit` packed rows.
 
-Both are pure and deterministic: every rank computes the same answer from the same lengths.
+All are pure and deterministic: every rank computes the same answer from the same lengths.
 """
 
 import heapq
@@ -9,16 +9,22 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 
-BLOCK_BITS = 10  # of the numbers that one word of a Spaces holds
-Size = Callable[[int, int], float]  # (rows, longest length) -> price of a microbatch
+BLOCK_BITS = 10  # one word of a Spaces holds 2**BLOCK_BITS numbers
 
 
 def balance(costs: Sequence[float], num_bins: int) -> list[list[int]]:
-    """Deal the items over ``num_bins`` bins whose sizes differ by at most one and whose costs are close.
+    """Deal items over bins whose sizes differ by at most one and whose costs are close.
 
     The costliest item goes first, each to the cheapest bin that still has room (longest processing time first,
-    Graham 1969, with equal cardinalities so that the bins also cut into equal numbers of microbatches).
-    Returns each bin's item indices in rising order; with fewer items than bins some bins are empty.
+    Graham 1969, with equal cardinalities so that the bins also cut into equal numbers of microbatches). The answer is
+    the same on every rank, if the costs are.
+
+    Args:
+        costs: Cost of each item, in any unit.
+        num_bins: Number of bins, ranks for example.
+
+    Returns:
+        The indices of each bin's items, rising. With fewer items than bins some bins are empty.
     """
     if num_bins == 1:
         return [list(range(len(costs)))]
@@ -35,25 +41,31 @@ def balance(costs: Sequence[float], num_bins: int) -> list[list[int]]:
 
 
 def split(
-    lengths: Sequence[int], price: Size, *, max_rows: int | None = None, max_tokens: int | None = None
+    lengths: Sequence[int],
+    launch: float,
+    rate: Callable[[int], float],
+    *,
+    max_rows: int | None = None,
+    max_tokens: int | None = None,
 ) -> list[tuple[int, ...]]:
     """Group the items into microbatches under a cap, at the least total price; the longest come first.
 
-    A microbatch of ``rows`` items whose longest is ``longest`` holds ``rows * longest`` padded tokens, at most
-    ``max_tokens``, and at most ``max_rows`` items; an item that is longer goes alone. The price must be linear in the
-    rows and grow with both arguments, as `CostModel.seconds` does. Some cheapest grouping then takes neighbours in the
-    order of length, which is a shortest path over the sorted items: O(items log rows), by `_starts`.
+    A microbatch of ``rows`` items whose longest is ``longest`` holds ``tokens = rows * longest`` padded tokens, at most
+    ``max_tokens``, and at most ``max_rows`` items. An item that is longer than the cap goes alone. The price is
+    ``launch + tokens * rate(longest)``, as `CostModel.seconds` has it, and the rate must not fall with the length. Some
+    cheapest grouping then takes neighbours in the order of length, which is a shortest path over the sorted items:
+    O(items log rows), by `_shortest_path`.
 
-    With ``max_rows`` alone the number of microbatches is the smallest possible: who counts samples asked for
-    ``max_rows`` at a time.
+    With ``max_rows`` alone the number of microbatches is the smallest possible, as a user who counts samples expects.
     """
     order = sorted(range(len(lengths)), key=lambda item: (-lengths[item], item))
     longest = [max(1, lengths[item]) for item in order]
     most = len(order) if max_rows is None else max_rows
     limits = [max(1, most if max_tokens is None else min(most, max_tokens // length)) for length in longest]
-    # One microbatch more costs more than anything else saves, where they are to be few.
-    launch = len(order) * price(1, longest[0]) if max_tokens is None and order else 0.0
-    starts = _starts(longest, limits, lambda rows, length: launch + price(rows, length))
+    rates = [rate(length) for length in longest]
+    # A fee per microbatch that exceeds any other saving makes their number the smallest.
+    fee = len(order) * (launch + longest[0] * rates[0]) if max_tokens is None and order else 0.0
+    starts = _shortest_path(limits, lambda start, rows: fee + (launch + rows * longest[start] * rates[start]))
     groups: list[tuple[int, ...]] = []
     end = len(order)
     while end:
@@ -62,19 +74,20 @@ def split(
     return groups[::-1]
 
 
-def _starts(longest: Sequence[int], limits: Sequence[int], price: Size) -> list[int]:
-    """Where the last group begins in the cheapest grouping of the first ``end`` items, for each end; neighbours only.
+def _shortest_path(limits: Sequence[int], price: Callable[[int, int], float]) -> list[int]:
+    """Return where the last group begins in the cheapest grouping of the first ``end`` items, for each ``end``.
 
-    The price of a later start grows more slowly with the end, and a later start may go further before its limit. So
-    once it is the cheaper of two it stays so, and what is cheapest for the ends ahead is a queue of starts, each from
-    some end on (the one-dimensional dynamic programming of Galil and Park, 1992, of the concave kind).
+    Groups are neighbours, ``price(start, rows)`` is that of one group, and ``limits[start]`` its most rows. The price
+    of a later start grows more slowly with the end, and a later start may go further before its limit. So once it is
+    the cheaper of two it stays so, and the cheapest starts for the ends ahead are a queue, each from some end on (the
+    one-dimensional dynamic programming of Galil and Park, 1992, of the concave kind).
     """
-    num, best, starts = len(longest), [0.0], [0]
+    num, best, starts = len(limits), [0.0], [0]
     queue: deque[tuple[int, int]] = deque()  # (start, first end for which it is the cheapest of those that came before)
 
     def cost(start: int, end: int) -> float:
         rows = end - start
-        return best[start] + price(rows, longest[start]) if rows <= limits[start] else math.inf
+        return best[start] + price(start, rows) if rows <= limits[start] else math.inf
 
     for end in range(1, num + 1):
         start = end - 1  # it comes in now
@@ -98,26 +111,26 @@ def _starts(longest: Sequence[int], limits: Sequence[int], price: Size) -> list[
 
 
 class Spaces:
-    """A set of whole numbers that finds its least member of at least so much, in time that does not grow with it."""
+    """A set of whole numbers that finds its least member above a bound in constant time."""
 
     def __init__(self, largest: int) -> None:
         self._words = [0] * ((largest >> BLOCK_BITS) + 1)
         self._used = 0  # which words are not zero
 
     def add(self, number: int) -> None:
-        """Put a number in."""
+        """Add a number."""
         self._words[number >> BLOCK_BITS] |= 1 << (number & ((1 << BLOCK_BITS) - 1))
         self._used |= 1 << (number >> BLOCK_BITS)
 
     def remove(self, number: int) -> None:
-        """Take a number out that is in it."""
+        """Remove a member."""
         block = number >> BLOCK_BITS
         self._words[block] ^= 1 << (number & ((1 << BLOCK_BITS) - 1))
         if not self._words[block]:
             self._used ^= 1 << block
 
     def at_least(self, number: int) -> int | None:
-        """The least member of at least ``number``, if there is one."""
+        """Return the least member of at least ``number``, if there is one."""
         block = number >> BLOCK_BITS
         within = self._words[block] >> (number & ((1 << BLOCK_BITS) - 1))
         if within:
@@ -130,12 +143,22 @@ class Spaces:
 
 
 def lowest_bit(number: int) -> int:
-    """Place of the lowest set bit."""
+    """Return the index of the lowest set bit."""
     return (number & -number).bit_length() - 1
 
 
 def best_fit(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
-    """Item numbers of each row: the longest first, each into the fullest row that has room for it; O(n log n)."""
+    """Pack items into rows of a fixed size (best fit decreasing), in O(n log n).
+
+    The longest item goes first, each into the fullest row that has room for it.
+
+    Args:
+        lengths: Tokens of each item, from 1 to ``row_tokens``.
+        row_tokens: Tokens of a row.
+
+    Returns:
+        The indices of each row's items, the longest first.
+    """
     spaces = Spaces(row_tokens)
     rows_with: dict[int, list[list[int]]] = {}  # by the room that is left in them
     rows: list[list[int]] = []

@@ -1,26 +1,55 @@
-"""Plan and plan(): which samples share a microbatch, in what order, and when gradients are reduced.
+"""Plan and plan(): the samples of each microbatch, their order and their predicted cost.
 
 Pure: lengths in, a frozen plan out. It knows no tensor, model or process group.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megabatch.errors import MicrobatchLimit, PlanError, require_count
-from megabatch.planning.cost import CostModel, check_cost
 from megabatch.planning.partition import balance, best_fit, split
 
-# Without a measured cost, one more microbatch is worth a sixteenth of what the cap says the hardware takes at once.
-LAUNCH_SHARE = 16
+LAUNCH_SHARE = 16  # without a measured cost, launching a microbatch costs a sixteenth of the cap's tokens
 Parts = Mapping[int, Sequence[tuple[int, ...]]]  # of microbatches that did not fit in memory, by their index
 
 
 @dataclass(frozen=True)
+class CostModel:
+    """Seconds and bytes of one microbatch of ``rows`` samples padded to ``longest`` tokens.
+
+    ``seconds = seconds_per_microbatch + tokens * (seconds_per_token + longest * seconds_per_pair)`` and
+    ``bytes = bytes_fixed + tokens * bytes_per_token`` with ``tokens = rows * longest``: a launch cost, the
+    matrix products, which are linear in the tokens, and attention, which is quadratic in the length.
+
+    The defaults are relative, not measured: one token costs 1, and attention as much as the rest at 4096 tokens.
+    They choose sensible microbatches. They do not predict a time.
+    """
+
+    seconds_per_microbatch: float = 0.0
+    seconds_per_token: float = 1.0
+    seconds_per_pair: float = 1 / 4096
+    bytes_fixed: float = 0.0
+    bytes_per_token: float = 0.0
+
+    def seconds(self, rows: int, longest: int) -> float:
+        """Price of one forward and backward of ``rows`` x ``longest`` padded tokens."""
+        tokens = rows * longest
+        return self.seconds_per_microbatch + tokens * (self.seconds_per_token + longest * self.seconds_per_pair)
+
+    def sample_seconds(self, length: int) -> float:
+        """Price of one sample's own tokens, without launch cost and padding."""
+        return self.seconds(1, length) - self.seconds_per_microbatch
+
+    def peak_bytes(self, rows: int, longest: int) -> float:
+        """Memory that one microbatch of ``rows`` x ``longest`` padded tokens needs at its peak."""
+        return self.bytes_fixed + rows * longest * self.bytes_per_token
+
+
+@dataclass(frozen=True)
 class Plan:
-    """One rank's part of an update, cut into microbatches."""
+    """One rank's share of an update, split into microbatches."""
 
     microbatches: tuple[tuple[int, ...], ...]  # indices into ``lengths``; () is a dummy microbatch
     lengths: tuple[int, ...]  # tokens of this rank's samples
@@ -30,8 +59,8 @@ class Plan:
     seconds: float | None = None  # predicted by the cost model that was given
     peak_bytes: float | None = None
     num_split: int = 0  # microbatches that did not fit in memory and were run in parts
-    one_shape: bool = False  # whether each is filled up to the most samples and the longest of all, as in a pipeline
-    padded: bool = True  # whether samples are filled up to the longest of their microbatch
+    one_shape: bool = False  # each microbatch is padded to the most samples and the longest of all, for a pipeline
+    padded: bool = True  # samples are padded to the longest of their microbatch
 
     @property
     def num_microbatches(self) -> int:
@@ -45,7 +74,7 @@ class Plan:
 
     @property
     def padded_tokens(self) -> int:
-        """Tokens that go through the model: rows times the longest row where they are padded; no dummy microbatches."""
+        """Tokens that go through the model: rows times the longest row if padded. Dummy microbatches do not count."""
         cut = [rows for rows in self.microbatches if rows]
         if self.one_shape:
             return len(cut) * max(map(len, cut), default=0) * max(self.lengths, default=0)
@@ -53,11 +82,11 @@ class Plan:
 
     @property
     def padding(self) -> float:
-        """Share of the computed tokens that are padding, in [0, 1)."""
+        """Fraction of the processed tokens that are padding, in [0, 1)."""
         return 1 - self.num_tokens / self.padded_tokens if self.num_tokens else 0.0
 
     def tokens_of(self, rows: Sequence[int]) -> int:
-        """Tokens that samples take together, with their padding."""
+        """Tokens of samples that share a microbatch, with padding."""
         lengths = self.lengths_of(rows)
         return len(lengths) * max(lengths, default=0) if self.padded else sum(lengths)
 
@@ -66,16 +95,16 @@ class Plan:
         return [self.lengths[row] for row in rows]
 
     def bound_of(self, parts: Sequence[Sequence[int]]) -> MicrobatchLimit:
-        """What holds each of some microbatches."""
+        """Return the smallest limit that admits every one of ``parts``."""
         return MicrobatchLimit(max(map(len, parts)), max(map(self.tokens_of, parts)))
 
     def in_parts(self, parts: Parts) -> "Plan":
-        """The plan as it was run."""
+        """Return the plan as it ran, with split microbatches replaced by their parts."""
         cut = (parts.get(index, [rows]) for index, rows in enumerate(self.microbatches))
         return replace(self, microbatches=tuple(rows for each in cut for rows in each), num_split=len(parts))
 
     def explain(self) -> str:
-        """The plan in words, for a person: one line a fact."""
+        """Describe the plan for a person, one fact per line."""
         dummies = sum(not rows for rows in self.microbatches)
         rows = [len(rows) for rows in self.microbatches if rows] or [0]
         spread = f"{min(rows)}" if min(rows) == max(rows) else f"{min(rows)} to {max(rows)}"
@@ -96,6 +125,10 @@ class Plan:
         return "\n".join(lines)
 
 
+def _count(number: int, noun: str, plural: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else plural}"
+
+
 def plan(
     lengths: Sequence[int],
     *,
@@ -104,9 +137,9 @@ def plan(
     max_microbatch_tokens: int | None = None,
     cost: CostModel | None = None,
 ) -> list[Plan]:
-    """Deal an update's samples over ``dp_degree`` ranks and cut each share into microbatches.
+    """Balance an update's samples over ``dp_degree`` ranks and split each share into microbatches.
 
-    Returns a plan per rank; each runs the same number of microbatches, the shorter shares end with dummy microbatches.
+    Returns a plan per rank. All plans have the same number of microbatches: shorter shares end with dummy microbatches.
     Exactly one of ``micro_batch_size`` (samples) and ``max_microbatch_tokens`` (padded tokens, a hard cap)
     must be given. Raises `PlanError` for anything that cannot be planned.
     """
@@ -114,25 +147,40 @@ def plan(
     check_cost(cost)
     require_count("dp_degree", dp_degree)
     check_lengths(lengths, max_microbatch_tokens)
-    price = cost or CostModel(seconds_per_microbatch=(max_microbatch_tokens or 0) / LAUNCH_SHARE)
+    price = cost or CostModel()
     shares = balance([price.sample_seconds(length) for length in lengths], dp_degree)
-    cuts: list[list[tuple[int, ...]]] = []
-    for share in shares:
-        own = [lengths[sample] for sample in share]
-        cuts.append(split(own, price.seconds, max_rows=micro_batch_size, max_tokens=max_microbatch_tokens))
-    num_microbatches = max(len(cut) for cut in cuts)
-    plans: list[Plan] = []
-    for share, cut in zip(shares, cuts, strict=True):
-        own = tuple(lengths[sample] for sample in share)
-        made = Plan(pad_with_dummies(cut, num_microbatches), own, tuple(share))
-        plans.append(made if cost is None else priced(made, cost))
-    return plans
+    plans = [
+        replace(
+            plan_share([lengths[sample] for sample in share], micro_batch_size, max_microbatch_tokens, cost),
+            samples=tuple(share),
+        )
+        for share in shares
+    ]
+    if cost is not None:
+        plans = [priced(each, cost) for each in plans]
+    num_microbatches = max(each.num_microbatches for each in plans)
+    return [replace(each, microbatches=pad_with_dummies(each.microbatches, num_microbatches)) for each in plans]
+
+
+def plan_share(
+    lengths: Sequence[int], micro_batch_size: int | None, max_microbatch_tokens: int | None, cost: CostModel | None
+) -> Plan:
+    """Split one rank's samples into microbatches, unpriced. The arguments are those of `plan`, already checked."""
+    price = cost or CostModel(seconds_per_microbatch=(max_microbatch_tokens or 0) / LAUNCH_SHARE)
+    microbatches = split(
+        lengths,
+        price.seconds_per_microbatch,
+        lambda longest: price.seconds_per_token + longest * price.seconds_per_pair,
+        max_rows=micro_batch_size,
+        max_tokens=max_microbatch_tokens,
+    )
+    return Plan(tuple(microbatches), tuple(lengths), tuple(range(len(lengths))))
 
 
 def without_padding(lengths: Sequence[int], plan: Plan, max_microbatch_tokens: int | None) -> Plan:
-    """The plan of one rank's samples where nothing is padded: as few microbatches as best fit finds under the cap.
+    """Return one rank's plan for packed samples: the fewest microbatches that best fit finds under the cap.
 
-    Without a cap samples are counted, and stay as they were cut.
+    Without a cap the microbatches stay as they are.
     """
     if max_microbatch_tokens is not None:
         rows = best_fit([max(1, length) for length in lengths], max_microbatch_tokens)
@@ -140,17 +188,13 @@ def without_padding(lengths: Sequence[int], plan: Plan, max_microbatch_tokens: i
     return replace(plan, padded=False)
 
 
-def _count(number: int, noun: str, plural: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else plural}"
-
-
 def pad_with_dummies(microbatches: Sequence[tuple[int, ...]], num_microbatches: int) -> tuple[tuple[int, ...], ...]:
-    """The microbatches, followed by as many dummy microbatches as make ``num_microbatches``."""
+    """Append dummy microbatches until there are ``num_microbatches``."""
     return (*microbatches, *[()] * (num_microbatches - len(microbatches)))
 
 
 def split_in_halves(rows: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The samples of a microbatch in two parts, or in one where there is only one sample."""
+    """Split the samples of a microbatch into two parts; a single sample stays one part."""
     middle = (len(rows) + 1) // 2
     return [each for each in (rows[:middle], rows[middle:]) if each]
 
@@ -168,7 +212,7 @@ def check_bound(micro_batch_size: int | None, max_microbatch_tokens: int | None)
 def check_bounds(
     micro_batch_size: int | None, max_microbatch_tokens: int | str | None
 ) -> tuple[int | None, int | None]:
-    """Both bounds, "auto" as None. Raises `PlanError` where both are given, or one that is no positive whole number."""
+    """Return both limits, "auto" as None. Raises `PlanError` for both at once and for one that is no positive count."""
     if micro_batch_size is not None and max_microbatch_tokens is not None:
         raise PlanError(
             "both of micro_batch_size and max_microbatch_tokens given; "
@@ -181,8 +225,37 @@ def check_bounds(
     return micro_batch_size, require_count("max_microbatch_tokens", max_microbatch_tokens)
 
 
+def check_cost(cost: object) -> None:
+    """Raise `PlanError` unless ``cost`` is a `CostModel` or None."""
+    if cost is not None and not isinstance(cost, CostModel):
+        raise PlanError(
+            f'cost is {cost!r}; expected a CostModel, or leave it out: with max_microbatch_tokens="auto" it is measured'
+        )
+
+
+def check_lengths(lengths: Sequence[int], max_microbatch_tokens: int | None) -> None:
+    """Raise `PlanError` for a length that is no count, and for one above the cap."""
+    # There may be millions of lengths, so look at all of them at once first.
+    if isinstance(lengths, np.ndarray):
+        are_counts = lengths.dtype.kind in "iu" and lengths.ndim == 1 and int(lengths.min(initial=0)) >= 0
+        largest = int(lengths.max(initial=0)) if are_counts else 0
+    else:
+        are_counts = set(map(type, lengths)) <= {int} and min(lengths, default=0) >= 0
+        largest = max(lengths, default=0) if are_counts else 0
+    if are_counts and (max_microbatch_tokens is None or largest <= max_microbatch_tokens):
+        return
+    for sample, length in enumerate(lengths):
+        require_count(f"the length of sample {sample}", length, least=0)
+    sample = max(range(len(lengths)), key=lengths.__getitem__, default=0)
+    if max_microbatch_tokens is not None and len(lengths) and (length := lengths[sample]) > max_microbatch_tokens:
+        raise PlanError(
+            f"sample {sample} has {length} tokens, more than max_microbatch_tokens={max_microbatch_tokens} allows; "
+            f"raise it to {length} or shorten the sample"
+        )
+
+
 def priced(plan: Plan, cost: CostModel) -> Plan:
-    """The plan with what it costs, dummy microbatches left out."""
+    """Return the plan with its predicted seconds and peak bytes. Dummy microbatches cost nothing."""
     cut = [rows for rows in plan.microbatches if rows]
     return replace(
         plan,
@@ -192,33 +265,7 @@ def priced(plan: Plan, cost: CostModel) -> Plan:
 
 
 def _seconds(lengths: Sequence[int], cost: CostModel, *, padded: bool) -> float:
-    """Of one microbatch. Not padded, each sample costs what its own tokens do."""
+    """Price one microbatch. Without padding each sample costs its own tokens."""
     if padded:
         return cost.seconds(len(lengths), max(lengths))
     return cost.seconds_per_microbatch + sum(map(cost.sample_seconds, lengths))
-
-
-def check_lengths(lengths: Sequence[int], max_microbatch_tokens: int | None) -> None:
-    """Raise `PlanError` where a length is no count, or the longest does not fit under the cap."""
-    most = math.inf if max_microbatch_tokens is None else max_microbatch_tokens
-    if _are_counts(lengths) and _largest(lengths) <= most:
-        return
-    for sample, length in enumerate(lengths):
-        require_count(f"the length of sample {sample}", length, least=0)
-    sample = max(range(len(lengths)), key=lengths.__getitem__, default=0)
-    if len(lengths) and (length := lengths[sample]) > most:
-        raise PlanError(
-            f"sample {sample} has {length} tokens, more than max_microbatch_tokens={max_microbatch_tokens} allows; "
-            f"raise it to {length} or shorten the sample"
-        )
-
-
-def _are_counts(lengths: Sequence[int]) -> bool:
-    """Whether it is plain that none is negative or no whole number; there may be millions."""
-    if isinstance(lengths, np.ndarray):
-        return lengths.dtype.kind in "iu" and lengths.ndim == 1 and (not lengths.size or int(lengths.min()) >= 0)
-    return set(map(type, lengths)) <= {int} and min(lengths, default=0) >= 0
-
-
-def _largest(lengths: Sequence[int]) -> int:
-    return int(lengths.max(initial=0)) if isinstance(lengths, np.ndarray) else max(lengths, default=0)

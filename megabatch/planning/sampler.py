@@ -1,7 +1,7 @@
-"""UpdateSampler: which samples are in an update, and which of them are this rank's share.
+"""UpdateSampler: the samples of each update, and this rank's share of them.
 
-The samples of an update follow from (seed, epoch, position) alone. How many ranks there are decides only who runs
-them, so a run may go on with another number of ranks.
+The samples of an update follow from (seed, epoch, position) alone. The number of ranks decides only which rank runs
+them, so a run may resume with another number of ranks.
 """
 
 import zlib
@@ -14,22 +14,24 @@ import torch
 import torch.distributed as dist
 
 from megabatch.errors import PlanError, require_count
-from megabatch.planning.cost import CostModel, check_cost
 from megabatch.planning.partition import balance
-from megabatch.planning.plan import check_lengths
+from megabatch.planning.plan import CostModel, check_cost, check_lengths
 
 TAILS = ("step", "drop", "carry")
 
 
 class Consumed(NamedTuple):
-    """What was handed out before an update, over all ranks."""
+    """Updates, samples and tokens that were handed out before an update, over all ranks.
+
+    `UpdateSampler` calls its ``global_batch_size`` with one, where that is a function.
+    """
 
     updates: int = 0
     samples: int = 0
     tokens: int = 0
 
     def after(self, num_samples: int, num_tokens: int) -> "Consumed":
-        """The same after one more update."""
+        """Return the counts after one more update of ``num_samples`` samples and ``num_tokens`` tokens."""
         return Consumed(self.updates + 1, self.samples + num_samples, self.tokens + num_tokens)
 
 
@@ -44,18 +46,18 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
 
     Args:
         lengths: Tokens of each sample of the data set.
-        global_batch_size: Samples of an update over all ranks; it need not divide by anything. Or a function that gives
-            them for each update, by what was handed out before it: ``lambda seen: 64 if seen.tokens < 50e6 else 256``.
+        global_batch_size: Samples of an update over all ranks; it need not divide by anything. Or a function that
+            returns them for each update from the totals before it: ``lambda seen: 64 if seen.tokens < 50e6 else 256``.
         seed: With the epoch, decides the order of the samples.
-        dp_rank: Which share is this rank's. None: the rank in the process group, or 0 without one.
-        dp_degree: Number of ranks that see different samples; give it with ``dp_rank`` where the model is cut over
+        dp_rank: Index of this rank's share. None: the rank in the process group, or 0 without one.
+        dp_degree: Number of ranks that see different samples; give it with ``dp_rank`` where the model is sharded over
             ranks too (cp, tp or pp). None: all ranks of the process group, or 1 without one.
-        tail: What becomes of an epoch's last samples that do not fill an update: "step" makes a short update of
-            them, "drop" leaves them out, "carry" begins the next epoch's first update with them.
-        cost: Balances shares by seconds; by default by length. It may be set later, as an attribute, and is the same on
-            all ranks, to the bit.
-        order: The sample ids of an epoch, in order, by its number: any of the data set's, the same in every process,
-            and equally many in every epoch. By default all of them, shuffled by seed and epoch.
+        tail: Handling of an epoch's last samples that do not fill an update: "step" makes a short update of them,
+            "drop" leaves them out, "carry" begins the next epoch's first update with them.
+        cost: Balances shares by seconds; None balances by length. It may be set later, as an attribute, and must be the
+            same on all ranks, to the bit.
+        order: Returns the sample ids of an epoch, in order, by the epoch's number: any ids of the data set, the same in
+            every process, and equally many in every epoch. By default all of them, shuffled by seed and epoch.
 
     Raises `PlanError` for a size, a rank, a tail or an order that cannot be, and on all ranks where their first updates
     are not the same.
@@ -120,7 +122,7 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
         return -(-left // self._size) if self._tail == "step" else left // self._size
 
     def sizes(self, num_epochs: int) -> Iterator[int]:
-        """Samples of each update that is still to come, over all ranks, in the first ``num_epochs`` epochs."""
+        """Yield the samples of each update still to come, over all ranks, in the first ``num_epochs`` epochs."""
         ahead, end = copy(self), num_epochs * self._epoch_size
         while ahead._consumed < end:
             for start, stop in ahead._spans():
@@ -129,19 +131,19 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
                 yield stop - start
 
     def share(self, samples: Sequence[int]) -> list[int]:
-        """This rank's part of an update's sample ids."""
+        """Return this rank's share of an update's sample ids."""
         return [samples[index] for index in self._shares(samples)[self._dp_rank]]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream of samples stands, whatever the number of ranks.
+        """Return the position in the stream of samples, independent of the number of ranks.
 
-        It counts what was handed out: workers of a DataLoader run ahead of the training.
+        It counts the samples handed out. Workers of a DataLoader run ahead of the training.
         """
         seen = {"seen": list(self._seen)} if callable(self._given) else {}
         return {"samples": self._consumed, "num_samples": self._epoch_size, "seed": self._seed, **seen}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was taken. Raises `PlanError` where it is of another data set or seed."""
+        """Resume at ``state``. Raises `PlanError` for a state of another data set or seed."""
         for key, mine in {"num_samples": self._epoch_size, "seed": self._seed}.items():
             if state[key] != mine:
                 raise PlanError(
@@ -163,7 +165,7 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
         return require_count("global_batch_size", given(self._seen) if callable(given) else given)
 
     def _shares(self, samples: Sequence[int]) -> list[list[int]]:
-        """Every rank's part of an update, by position."""
+        """Return every rank's share of an update, by position."""
         lengths: list[int] = self._lengths[np.asarray(samples, dtype=np.int64)].tolist()
         price = float if self.cost is None else self.cost.sample_seconds
         return balance([price(length) for length in lengths], self._dp_degree)
@@ -177,7 +179,7 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
         return (self._place or _place_in_group())[1]
 
     def _compare_ranks(self) -> None:
-        """Raise on all ranks where their shares are not of one update, or one of them is dealt twice."""
+        """Raise on all ranks where their shares are not of one update, or two ranks have the same share."""
         _, num_ranks = _place_in_group()
         is_worker = torch.utils.data.get_worker_info() is not None  # which cannot speak for its rank
         if self._compared or num_ranks == 1 or num_ranks != self._dp_degree or is_worker:
@@ -198,7 +200,7 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
             )
 
     def _spans(self) -> Iterator[tuple[int, int]]:
-        """Where each update of this epoch begins and ends in the endless stream; the state is that after it."""
+        """Yield the start and stop of each update of this epoch in the endless stream, advancing the state first."""
         end = self._end()
         while (stop := self._stop(end)) is not None:
             start, self._consumed = self._consumed, stop
@@ -211,20 +213,20 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
             self._consumed = end
 
     def _end(self) -> int:
-        """Where in the stream the epoch of the next update ends; a carried update belongs to the epoch it ends in."""
+        """Return the end in the stream of the next update's epoch; a carried update belongs to the epoch it ends in."""
         size = self._epoch_size
         last = self._consumed + (self._size if self._tail == "carry" else 1) - 1
         return (last // size + 1) * size
 
     def _stop(self, end: int) -> int | None:
-        """Where the next update of this epoch stops, if there is one."""
+        """Return the stop of the next update of this epoch, if there is one."""
         stop = self._consumed + self._size
         if stop <= end:
             return stop
         return end if self._tail == "step" and self._consumed < end else None
 
     def _ids(self, start: int, stop: int) -> np.ndarray:
-        """Sample ids from ``start`` to ``stop`` of the endless stream of epochs."""
+        """Return the sample ids from ``start`` to ``stop`` of the endless stream of epochs."""
         size = self._epoch_size
         epochs = range(start // size, (stop - 1) // size + 1)
         parts = [self._order_of(epoch)[max(0, start - epoch * size) : stop - epoch * size] for epoch in epochs]
@@ -252,13 +254,13 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
 
 
 def _place_in_group() -> tuple[int, int]:
-    """Rank and number of ranks; those of a process alone without a process group."""
+    """Return rank and number of ranks; (0, 1) without a process group."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
 
 
 def in_few_bytes(lengths: Sequence[int]) -> np.ndarray:
-    """A copy of the lengths, in the narrowest type that holds them: 20 MB for ten million of up to 65,535 tokens."""
+    """Copy the lengths into the narrowest type that holds them: 20 MB for ten million of up to 65,535 tokens."""
     counts = np.asarray(lengths, dtype=np.int64)
     return counts.astype(np.min_scalar_type(int(counts.max())))

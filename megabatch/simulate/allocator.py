@@ -1,11 +1,10 @@
-"""The caching allocator of CUDA, on a list of what was allocated and freed: what it reserves, and whether that fits.
+"""CUDA's caching allocator on a trace of allocations: the memory that it reserves, and if that fits.
 
-Its rules, with the constants of c10/cuda/CUDACachingAllocator.cpp: sizes are rounded to 512 bytes; blocks of up to
-1 MiB and larger ones are kept apart, and so are those of different streams; the smallest free block that fits is taken,
-and split; neighbours that are free are merged; where the device is full, what is wholly free is given back, once.
+Its rules, with the constants of c10/cuda/CUDACachingAllocator.cpp: It rounds sizes to 512 bytes. Blocks of up to 1 MiB,
+larger blocks, and blocks of different streams have pools of their own. It takes the smallest free block that fits, and
+splits it. It merges free neighbours. When the device is full it releases wholly free segments, once.
 
-Not here: memory that another process holds, blocks that wait for a second stream (FSDP2 has none), and cudaMalloc's own
-rounding.
+Left out: memory of other processes, blocks that wait for a second stream (FSDP2 has none), and cudaMalloc's rounding.
 """
 
 import bisect
@@ -22,26 +21,26 @@ LEAST_REST_BYTES = MIB  # a large block is split if more than this is left of it
 
 
 class Event(NamedTuple):
-    """Something was allocated, or freed."""
+    """An allocation, or the release of one."""
 
     is_allocation: bool
-    name: int  # of what was allocated; the same when it is freed
+    name: int  # of the allocation; its release has the same
     num_bytes: int
     stream: int
 
 
 @dataclass(frozen=True)
 class Reserved:
-    """What the allocator took from the device."""
+    """Memory that the allocator took from the device."""
 
-    peak_bytes: int  # reserved, at its highest, or when the device was full
-    allocated_bytes: int  # of that in use, at its highest; rounded, and with what was too little to be split off
-    retries: int  # how often all that was free had to be given back: a run that does this is slow
+    peak_bytes: int  # of reserved memory, or when the device was full
+    allocated_bytes: int  # peak in use; rounded, with rests too small to split off
+    retries: int  # releases of all free segments: a run that does this is slow
     fits: bool
 
 
 def reserved(trace: Iterable[Event], *, limit_bytes: int | None = None, expandable: bool = False) -> Reserved:
-    """Play a trace through the allocator of a device that holds ``limit_bytes``; None: as much as is asked for.
+    """Replay a trace on a device with ``limit_bytes``; None: without limit.
 
     ``expandable`` is ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``: one segment per pool, which grows.
     """
@@ -62,21 +61,21 @@ class _Block:
     start: int
     size: int
     is_free: bool = True
-    is_mapped: bool = True  # false: given back, inside an expandable segment
+    is_mapped: bool = True  # false: released, inside an expandable segment
     before: "_Block | None" = None
     after: "_Block | None" = None
-    number: int = 0  # free blocks of one size are taken in the order in which they were made
+    number: int = 0  # free blocks of one size are taken in the order of their release
 
     def split(self, size: int) -> "_Block":
-        """Keep ``size`` bytes; the rest is a block of its own."""
+        """Keep ``size`` bytes; return the rest as a block of its own."""
         rest = _Block(self.pool, self.start + size, self.size - size, self.is_free, self.is_mapped, self, self.after)
         if self.after is not None:
             self.after.before = rest
         self.after, self.size = rest, size
         return rest
 
-    def swallow_after(self) -> None:
-        """Take the next block in."""
+    def merge_after(self) -> None:
+        """Merge the next block into this one."""
         assert self.after is not None
         self.size += self.after.size
         self.after = self.after.after
@@ -102,8 +101,8 @@ class _Pool:
     def remove(self, block: _Block) -> None:
         del self.free[bisect.bisect_left(self.free, (block.size, block.number))]
 
-    def best(self, size: int) -> _Block | None:
-        """The smallest free block that holds ``size`` bytes, no longer free."""
+    def take_best(self, size: int) -> _Block | None:
+        """Take the smallest free block of at least ``size`` bytes; None if there is none."""
         at = bisect.bisect_left(self.free, (size,))
         return self.free.pop(at)[2] if at < len(self.free) else None
 
@@ -119,14 +118,14 @@ class _Allocator:
         return Reserved(self._peak, self._allocated_peak, self._retries, fits)
 
     def allocate(self, name: int, num_bytes: int, stream: int) -> bool:
-        """Whether there was room."""
+        """Allocate; return false if there is no room."""
         size = max(ROUND_BYTES, -(-num_bytes // ROUND_BYTES) * ROUND_BYTES)
         pool = self._pools.setdefault((stream, size <= SMALL_BYTES), _Pool(size <= SMALL_BYTES))
-        block = pool.best(size) or self._new(pool, size)
+        block = pool.take_best(size) or self._new_block(pool, size)
         if block is None:
             self._retries += 1
             self._release()
-            block = self._new(pool, size)
+            block = self._new_block(pool, size)
         if block is None:
             return False
         self._take(block, size)
@@ -140,7 +139,7 @@ class _Allocator:
             if other is not None and other.is_free and other.is_mapped:
                 other.pool.remove(other)
                 block = block if other is block.after else other
-                block.swallow_after()
+                block.merge_after()
         self._put(block)
 
     def _take(self, block: _Block, size: int) -> None:
@@ -163,16 +162,16 @@ class _Allocator:
         self._peak = max(self._peak, self._reserved)
         return True
 
-    def _new(self, pool: _Pool, size: int) -> _Block | None:
-        """A block of a new segment, or of more of the expandable one; None where the device is full."""
+    def _new_block(self, pool: _Pool, size: int) -> _Block | None:
+        """Return a block of a new segment, or grow the expandable one; None if the device is full."""
         if self._expandable:
-            return self._grown(pool, size)
+            return self._grow(pool, size)
         own = -(-size // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
         segment = pool.page_bytes if size < OWN_SEGMENT_BYTES else own
         return _Block(pool, 0, segment) if self._reserve(segment) else None
 
-    def _grown(self, pool: _Pool, size: int) -> _Block | None:
-        """Map the first hole of the segment that is large enough, with what is free before it; its end has no end."""
+    def _grow(self, pool: _Pool, size: int) -> _Block | None:
+        """Map the first hole that is large enough, with free bytes before it; the last hole has no end."""
         hole, last = pool.first, None
         while hole is not None and (hole.is_mapped or _room(hole) < size):
             hole, last = hole.after, hole
@@ -192,12 +191,12 @@ class _Allocator:
         hole.size, hole.is_mapped = needed, True
         if (before := hole.before) is not None and _free_before(hole):
             pool.remove(before)
-            before.swallow_after()
+            before.merge_after()
             return before
         return hole
 
     def _release(self) -> None:
-        """Give back every segment, or every page, that is wholly free."""
+        """Release every segment, or every page, that is wholly free."""
         for pool in self._pools.values():
             for _, _, block in list(pool.free):
                 if self._expandable:
@@ -224,18 +223,18 @@ class _Allocator:
 
 
 def _free_before(hole: _Block) -> int:
-    """Bytes of the block before a hole that can be taken with it."""
+    """Return the bytes of a free block before a hole."""
     before = hole.before
     return before.size if before is not None and before.is_free and before.is_mapped else 0
 
 
 def _room(hole: _Block) -> float:
-    """What a hole can hold; the last one grows."""
+    """Return the room of a hole; the last one grows."""
     return float("inf") if hole.after is None else hole.size + _free_before(hole)
 
 
 def _drop_empty(hole: _Block) -> None:
-    """Take a hole out again that was made for nothing."""
+    """Remove a hole without size."""
     if hole.size:
         return
     if hole.before is None:

@@ -1,13 +1,19 @@
-"""Devices by name: what they hold, how fast they compute, and how fast they send.
+"""Devices by name, and the time that an operation takes on one.
 
 Data sheets of NVIDIA (A100, H100, H200, HGX B200, L40S, RTX 4090): dense rates without sparsity, float32 without TF32,
-memory as the driver reports it. NVLink and PCIe reach about four fifths of what is printed, which is what is here.
+memory as the driver reports it. NVLink and PCIe reach about four fifths of the printed rate, which is the rate here.
+
+An operation takes as long as its arithmetic, or as reading and writing its memory, whichever is longer. Launches, the
+host and overlap are left out, so small models are slower in practice than predicted.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from megabatch.errors import PlanError
 
@@ -17,24 +23,24 @@ LINK_SHARE = 0.8  # of the printed rate; NCCL's ring on eight A100 moves 235 of 
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator of a rank, and the links it has to others."""
+    """One accelerator of a rank, and its links to others."""
 
     name: str
     memory_bytes: int
     flops: Mapping[torch.dtype, float]  # per second, at most
     memory_bytes_per_second: float
-    link_bytes_per_second: float  # that a rank can send to ranks of its node
-    network_bytes_per_second: float = 25 * GIGA  # that a rank can send to another node: 200 Gbit/s
+    link_bytes_per_second: float  # from a rank to the ranks of its node
+    network_bytes_per_second: float = 25 * GIGA  # from a rank to another node: 200 Gbit/s
     ranks_per_node: int = 8
-    efficiency: float = 0.5  # of ``flops`` that the matrix products of a large model reach
-    overhead_bytes: int = 2 * GIB  # that no tensor can use: context, NCCL's buffers, cuBLAS's workspaces
+    efficiency: float = 0.5  # fraction of ``flops`` that the matrix products of a large model reach
+    overhead_bytes: int = 2 * GIB  # outside of tensors: context, NCCL's buffers, cuBLAS's workspaces
 
     def flops_per_second(self, dtype: torch.dtype) -> float:
-        """What matrix products of a dtype reach."""
+        """Return the rate that matrix products of a dtype reach."""
         return self.efficiency * self.flops.get(dtype, self.flops[torch.float32])
 
     def sending_bytes_per_second(self, ranks: list[int]) -> float:
-        """What a rank can send in a ring over ``ranks``: between nodes, its neighbours' network cards help."""
+        """Return the rate of a rank in a ring over ``ranks``; between nodes its neighbours' network cards help."""
         here = sum(rank // self.ranks_per_node == ranks[0] // self.ranks_per_node for rank in ranks)
         if here == len(ranks):
             return self.link_bytes_per_second
@@ -42,7 +48,7 @@ class Device:
 
 
 def _rates(bfloat16: float, float32: float, float64: float) -> dict[torch.dtype, float]:
-    """Of matrix products, given in teraflops per second."""
+    """Return the rates of matrix products by dtype, from teraflops per second."""
     half = bfloat16 * TERA
     return {
         torch.bfloat16: half,
@@ -53,7 +59,7 @@ def _rates(bfloat16: float, float32: float, float64: float) -> dict[torch.dtype,
 
 
 def _link(gigabytes: float) -> float:
-    """What NVLink or PCIe carries in one direction, from what is printed of it."""
+    """Return the usable rate of NVLink or PCIe in one direction, from the printed one."""
     return LINK_SHARE * gigabytes * GIGA
 
 
@@ -68,17 +74,88 @@ DEVICES = {
         Device("b200", 183_359 * MIB, _rates(2250, 75, 37), 8000 * GIGA, _link(900), 50 * GIGA),
         Device("l40s", 46_068 * MIB, _rates(362, 91.6, 1.4), 864 * GIGA, _link(32)),
         Device("rtx4090", 24_564 * MIB, _rates(165, 82.6, 1.3), 1008 * GIGA, _link(32)),
-        # A core of a server: nothing measured, a place to put what runs there.
+        # A core of a server: nothing is measured, it is a placeholder for CPU runs.
         Device("cpu", 64 * GIB, _rates(0.1, 0.1, 0.05), 20 * GIGA, 5 * GIGA, 1 * GIGA, overhead_bytes=0),
     )
 }
+"""The devices that are known by name, with numbers of their data sheets."""
 ALIASES = {"a100": "a100-80g", "h100": "h100-80g"}
 
 
 def device_named(name: str) -> Device:
-    """The device of a name. Raises `PlanError` for one that is not known."""
+    """Return the device of a name, such as "h100-80g". Raises `PlanError` for one that is not known."""
     device = DEVICES.get(ALIASES.get(name.lower(), name.lower()))
     if device is None:
         known = ", ".join([*DEVICES, *ALIASES])
         raise PlanError(f"the device {name!r} is not known; name one of {known}")
     return device
+
+
+aten = torch.ops.aten
+FREE = {  # operations that move no bytes, besides torch's views
+    aten.empty,
+    aten.empty_like,
+    aten.empty_strided,
+    aten.new_empty,
+    aten.new_empty_strided,
+    aten._unsafe_view,
+    aten._reshape_alias,
+    aten.lift_fresh,
+    aten.set_,
+    aten.resize_,
+}
+
+
+class Cost(NamedTuple):
+    """Cost of one operation."""
+
+    flops: int
+    seconds: float
+    is_arithmetic: bool  # true if arithmetic takes longer than memory
+
+
+NOTHING = Cost(0, 0.0, False)
+
+
+def cost_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, device: Device) -> Cost:
+    """Return the cost of an operation of torch that is no view, from the shapes of its arguments and results."""
+    if func._overloadpacket in FREE or func.namespace not in ("aten", "fsdp"):
+        return NOTHING
+    tensors = [*tensors_in(args), *tensors_in(kwargs.values()), *tensors_in((result,))]
+    moving = sum(tensor.numel() * tensor.element_size() for tensor in tensors) / device.memory_bytes_per_second
+    formula = FORMULAS.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
+    if formula is None:
+        return Cost(0, moving, False)
+    flops = int(formula(*args, **kwargs, out_val=result))
+    arithmetic = flops / device.flops_per_second(next(tensors_in((result,))).dtype)
+    return Cost(flops, max(moving, arithmetic), arithmetic > moving)
+
+
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors among arguments, and in lists of them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:
+    return sdpa_flop_count(query.shape, key.shape, value.shape)
+
+
+def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:
+    return sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
+
+
+def _grouped_mm(tokens: Tensor, weights: Tensor, *_: object, **__: object) -> int:
+    """Count [T, K] times one of [E, K, N] per row; in the backward of weights, [K, T] times [T, N] in parts of T."""
+    return 2 * tokens.shape[-2] * tokens.shape[-1] * weights.shape[-1]
+
+
+# Operations of a CPU, a fake one too, for which torch has no formula.
+FORMULAS: dict[Any, Callable[..., int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    aten._grouped_mm: _grouped_mm,
+}

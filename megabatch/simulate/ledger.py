@@ -1,51 +1,98 @@
-"""Ledger: what is in memory, by what it is for, while code runs; with what it computes and what it sends.
+"""Ledger of memory by category while code runs, with its arithmetic and its traffic.
 
-It keeps its book of storages, so views cost nothing and what is freed is seen. It does so for fake tensors, as a
-prediction, and for real ones, as a measurement. Two things happen outside of torch's operations and are watched by
-replacing a method of torch while the ledger is open: storages that are resized (as FSDP2 frees what it gathered), and
-DTensor's trials of an operation on tensors of the global shape, which are no memory. Only one ledger is open at a time.
+The ledger counts storages, so views cost nothing and it sees each one freed. It counts fake tensors (a prediction) and
+real ones (a measurement). Two things happen outside of torch's operations, so the ledger replaces a method of torch
+while it is open: the resizing of storages (FSDP2 frees its gathered parameters this way), and DTensor's trial runs of
+an operation on tensors of the global shape, which take no memory. Only one ledger can be open at a time.
 """
 
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from megabatch.simulate.allocator import ROUND_BYTES, Event
-from megabatch.simulate.devices import DEVICES, Device
-from megabatch.simulate.record import HOST, Moment, Phase
-from megabatch.simulate.roofline import cost_of, tensors_in
-from megabatch.simulate.traffic import Collective, collective_of, sent_by
+from megabatch.simulate.devices import DEVICES, Device, cost_of, tensors_in
+from megabatch.simulate.traffic import Collective, Key, Sent, count_traffic, parse_collective
 
-DEVICE_OF = torch.ops.prim.device.default  # of fake tensors alone
-SILENT = ("prim", "profiler")  # namespaces of what holds and moves nothing
+CATEGORIES = (
+    "parameters",  # the shards that a rank keeps, or all
+    "buffers",
+    "optimizer states",
+    "gradients",  # the same
+    "unsharded parameters",
+    "unsharded gradients",
+    "communication",  # DDP's buckets, and the buffers of FSDP2's collectives
+    "activations",
+    "temporaries",
+)
+HOST = "host"  # category of memory on the host only
+DEVICE_OF = torch.ops.prim.device.default  # of fake tensors only
+SILENT = ("prim", "profiler")  # namespaces of operations without memory and work
+
+
+@dataclass
+class Phase:
+    """A part of an update: a forward, a backward, the step."""
+
+    peak_bytes: int = 0
+    at_peak: dict[str, int] = field(default_factory=dict)  # by category
+    flops: int = 0
+    compute_seconds: float = 0.0
+    arithmetic_seconds: float = 0.0  # of those, in operations that arithmetic limits and not memory
+    sent: dict[Key, Sent] = field(default_factory=dict)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sends."""
+        return sum(each.sent_bytes for each in self.sent.values())
+
+    @property
+    def traffic_seconds(self) -> float:
+        """Seconds of all collectives, one after the other."""
+        return sum(each.seconds for each in self.sent.values())
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the phase; traffic overlaps with computing."""
+        return max(self.compute_seconds, self.traffic_seconds)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Memory at one time."""
+
+    phase: str
+    seconds: float  # of computing, since the first phase
+    bytes: dict[str, int]  # by category
 
 
 @dataclass
 class _Storage:
-    """What the ledger knows of one."""
+    """One entry of the ledger."""
 
     num_bytes: int
     category: str
     name: int  # in the trace
-    alive: Any = None  # a weak reference, which says when it is freed
+    alive: Any = None  # a weak reference, whose callback tells when it is freed
 
 
 class Ledger(TorchDispatchMode):
-    """Counts while it is open.
+    """A mode that counts memory, arithmetic and traffic while it is open.
 
     Args:
-        device: What computes and sends, for the seconds.
-        axes: The axes of the mesh of all ranks with their sizes, for the names of what is sent.
-        on_host: Categories that lie in the host's memory; they are counted in ``host_bytes`` alone.
+        device: Computes and sends; it determines the seconds.
+        axes: Axes of the mesh of all ranks with their sizes, to name the traffic.
+        on_host: Categories in the host's memory; only ``host_bytes`` counts them.
     """
 
     def __init__(
@@ -71,34 +118,34 @@ class Ledger(TorchDispatchMode):
         self._undo = contextlib.ExitStack()
 
     def enter_phase(self, name: str, category: str) -> None:
-        """What follows is of this phase, and new storages of this category until they are tagged."""
-        self._step()
+        """Begin a phase; new storages have this category until they are tagged."""
+        self._record_moment()
         self.phase, self.category = name, category
         self._record = self.phases.setdefault(name, Phase())
         self._raise_peak()
 
     def begin(self) -> None:
-        """Forget what was recorded, but not what is held."""
+        """Clear the record, but not the memory that is held."""
         self.phases.clear()
         self.history.clear()
         self._seconds, self.host_peak_bytes = 0.0, self.host_bytes
         self._record = Phase()
 
     def begin_trace(self) -> None:
-        """Begin the trace with what is there now, in the order in which it came."""
+        """Begin the trace with the memory that is held now, in the order of its allocation."""
         alive = sorted(self._storages.values(), key=lambda storage: storage.name)
         self.trace = [Event(True, each.name, each.num_bytes, 0) for each in alive if self._is_traced(each)]
 
     @property
     def peak(self) -> tuple[str, Phase]:
-        """The phase with the highest peak, and its name."""
+        """Name and record of the phase with the highest peak."""
         return max(self.phases.items(), key=lambda each: each[1].peak_bytes)
 
     def tag(self, tensors: Iterable[Tensor | None], category: str) -> None:
-        """Say what storages are for; those not seen before are counted from now on."""
+        """Set the category of storages, and count those not seen before."""
         for tensor in tensors:
-            for storage in () if tensor is None else storages_of(tensor):
-                self._see(storage, category, retag=True)
+            for storage in () if tensor is None else list_storages(tensor):
+                self._note_storage(storage, category, retag=True)
 
     def __enter__(self) -> "Ledger":
         self._undo = contextlib.ExitStack()
@@ -112,7 +159,7 @@ class Ledger(TorchDispatchMode):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._step()
+        self._record_moment()
         try:
             super().__exit__(*error)
         finally:
@@ -120,22 +167,22 @@ class Ledger(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No compiler comes here, and to keep one out takes longer than what is done here."""
+        """Return false: no compiler comes here, and keeping one out would take longer than the work."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is DEVICE_OF and not args[0].fake_mode.in_kernel_invocation:  # asked for more often than all others
+        if func is DEVICE_OF and not args[0].fake_mode.in_kernel_invocation:  # the most frequent operation by far
             return args[0].fake_device
         for each in types:
             if hasattr(each, "__tensor_flatten__"):
-                return NotImplemented  # so that what is inside of its operations is seen
+                return NotImplemented  # so that the operations inside of it come here
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if self._muted or func.is_view or func.namespace in SILENT:
             return result
         for tensor in (result,) if isinstance(result, Tensor) else tensors_in((result,)):
-            self._see(tensor.untyped_storage(), self.category)
-        if (collective := collective_of(func, args, kwargs, result)) is not None:
+            self._note_storage(tensor.untyped_storage(), self.category)
+        if (collective := parse_collective(func, args, kwargs, result)) is not None:
             self._count_collective(collective)
         cost = cost_of(func, args, kwargs, result, self.device)
         self._record.flops += cost.flops
@@ -145,7 +192,7 @@ class Ledger(TorchDispatchMode):
         return result
 
     def _count_collective(self, collective: Collective) -> None:
-        sent = sent_by(collective, self.axes, self.device)
+        sent = count_traffic(collective, self.axes, self.device)
         key = (sent.collective, sent.axis, sent.num_ranks)
         self._record.sent[key] = sent + self._record.sent[key] if key in self._record.sent else sent
         if collective.kind in ("all_gather", "reduce_scatter"):
@@ -153,14 +200,14 @@ class Ledger(TorchDispatchMode):
 
     @contextlib.contextmanager
     def muted(self) -> Any:
-        """What happens inside is not counted."""
+        """Count nothing inside."""
         self._muted += 1
         try:
             yield
         finally:
             self._muted -= 1
 
-    def _see(self, storage: torch.UntypedStorage, category: str, *, retag: bool = False) -> None:
+    def _note_storage(self, storage: torch.UntypedStorage, category: str, *, retag: bool = False) -> None:
         address = _address(storage)
         known = self._storages.get(address)
         if known is None:
@@ -175,10 +222,10 @@ class Ledger(TorchDispatchMode):
     def _count(self, storage: torch.UntypedStorage, address: int, category: str) -> None:
         self._names += 1
         known = self._storages[address] = _Storage(0, category, self._names)
-        book = weakref.ref(self)
+        ledger_ref = weakref.ref(self)
 
         def freed(_: object) -> None:
-            if (ledger := book()) is not None and ledger._storages.get(address) is known:
+            if (ledger := ledger_ref()) is not None and ledger._storages.get(address) is known:
                 del ledger._storages[address]
                 ledger._resize(known, 0)
 
@@ -196,7 +243,7 @@ class Ledger(TorchDispatchMode):
             self.trace.append(Event(True, known.name, num_bytes, self._stream()))
 
     def _move(self, known: _Storage, category: str) -> None:
-        """To another category; between device and host it is freed here and made there."""
+        """Change the category; a move between device and host frees and allocates."""
         was_on_host, is_on_host = known.category in self.on_host, category in self.on_host
         if was_on_host != is_on_host:
             num_bytes = known.num_bytes
@@ -218,13 +265,13 @@ class Ledger(TorchDispatchMode):
             self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
             return
         if num_bytes and (num_bytes > 0) != self._was_rising:
-            self._step()
+            self._record_moment()
             self._was_rising = num_bytes > 0
         self.held[category] += num_bytes
         self.total_bytes += num_bytes
 
-    def _step(self) -> None:
-        """Note what is held, where it stops rising or falling; a peak is always such a point."""
+    def _record_moment(self) -> None:
+        """Record the memory where it stops rising or falling; every peak is such a point."""
         self._raise_peak()
         self.history.append(Moment(self.phase, self._seconds, dict(+self.held)))
 
@@ -233,7 +280,7 @@ class Ledger(TorchDispatchMode):
             self._record.peak_bytes, self._record.at_peak = self.total_bytes, dict(+self.held)
 
     def _stream(self) -> int:
-        """The number of the stream in which something is allocated; FSDP2 has four."""
+        """Return the number of the current stream; FSDP2 has four."""
         stream = torch.cpu.current_stream()
         return self._streams.setdefault(id(stream), (len(self._streams), stream))[0]
 
@@ -256,19 +303,55 @@ class Ledger(TorchDispatchMode):
         return muted
 
 
-def storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
-    """The storages of a tensor, of what it holds if it is a DTensor or the like."""
+@contextlib.contextmanager
+def tagging_shards(ledger: Ledger) -> Generator[None]:
+    """Tag, in any model, the parameters that FSDP2 gathers and the gradients that it accumulates."""
+
+    def gathering(wait: Callable[..., Any]) -> Callable[..., Any]:
+        def wait_for_unshard(group: Any) -> Any:
+            result = wait(group)
+            for parameter in group.fsdp_params:
+                ledger.tag(getattr(parameter, "all_gather_outputs", ()), "unsharded parameters")
+            return result
+
+        return wait_for_unshard
+
+    def reducing(after: Callable[..., Any]) -> Callable[..., Any]:
+        def post_backward(group: Any, *unused: Any) -> Any:
+            _tag_gradients(ledger, group)
+            result = after(group, *unused)
+            _tag_gradients(ledger, group)
+            return result
+
+        return post_backward
+
+    with (
+        replaced(FSDPParamGroup, "wait_for_unshard", gathering),
+        replaced(FSDPParamGroup, "post_backward", reducing),
+    ):
+        yield
+
+
+def _tag_gradients(ledger: Ledger, group: Any) -> None:
+    for parameter in group.fsdp_params:
+        unsharded = getattr(parameter, "_unsharded_param", None)
+        ledger.tag((getattr(unsharded, "grad", None), parameter.unsharded_accumulated_grad), "unsharded gradients")
+        ledger.tag((parameter.sharded_param.grad, group._partial_reduce_output), "gradients")
+
+
+def list_storages(tensor: Tensor) -> list[torch.UntypedStorage]:
+    """Return the storages of a tensor, or of the tensors inside of a DTensor or another wrapper."""
     if isinstance(tensor, DTensor):
-        return storages_of(cast(Any, tensor)._local_tensor)
+        return list_storages(cast(Any, tensor)._local_tensor)
     if is_traceable_wrapper_subclass(tensor):
         inner = tensor.__tensor_flatten__()[0]
-        return [storage for name in inner for storage in storages_of(getattr(tensor, name))]
+        return [storage for name in inner for storage in list_storages(getattr(tensor, name))]
     return [tensor.untyped_storage()]
 
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
-    """A method of a class, replaced while this is open."""
+    """Replace a method of a class while this is open."""
     original, is_own = getattr(owner, name), name in vars(owner)
     setattr(owner, name, make(original))
     try:

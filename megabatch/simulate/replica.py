@@ -1,8 +1,8 @@
 """DistributedDataParallel for fake tensors, on which its own reducer, in C++, fails.
 
-It allocates, reduces and copies as that reducer does, in torch 2.13: all gradients in one bucket until the first
-reduction has told their order, then in buckets of the size asked for; a gradient that was held back lies beside its
-bucket, and with gradient_as_bucket_view=True moves into it when it is reduced.
+It allocates, reduces and copies as that reducer does in torch 2.13. All gradients share one bucket until the first
+reduction has shown their order, then buckets have the size of ``bucket_cap_mb``. A gradient that was not reduced lies
+beside its bucket, and with gradient_as_bucket_view=True moves into it with the reduction.
 """
 
 from types import SimpleNamespace
@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 MIB = 2**20
-DEFAULT_BUCKET_MB, FIRST_BUCKET_MB = 25.0, 1.0  # torch's; the first is small so that reducing begins early
+DEFAULT_BUCKET_MB, FIRST_BUCKET_MB = 25.0, 1.0  # torch's; the first is small so that reduction begins early
 
 
 class Bucket:
-    """Gradients that are reduced together, one after the other in memory."""
+    """Gradients that one all-reduce sums, contiguous in memory."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         first = parameters[0]
@@ -30,13 +30,13 @@ class Bucket:
 
 
 class Replica(DistributedDataParallel):
-    """Stands where DistributedDataParallel would, in a simulation.
+    """DistributedDataParallel in a simulation.
 
     Args:
         module: The model, which may still be on the meta device.
         bucket_cap_mb: As DDP's; None is its default, 25 MiB after a first one of 1 MiB.
         gradient_as_bucket_view: As DDP's.
-        find_unused_parameters: As DDP's; what is not used is reduced as zeros after the backward.
+        find_unused_parameters: As DDP's; unused gradients are reduced as zeros after the backward.
         broadcast_buffers: As DDP's.
     """
 
@@ -69,13 +69,13 @@ class Replica(DistributedDataParallel):
         self._caps_bytes = [int(first * MIB), int(cap * MIB)]
         self._buckets: list[Bucket] = []
         self._order: list[nn.Parameter] = []  # of gradients in the first backward that reduces
-        self._is_rebuilt = find_unused_parameters  # which DDP never does then
+        self._is_rebuilt = find_unused_parameters  # DDP never does it then
         self._reduces = False  # in the backward of the last forward
         self._is_backward = False
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if not self._buckets:
-            self._begin()
+            self._make_first_buckets()
         else:
             self._rebuild_buckets()
         if self.require_forward_param_sync:
@@ -89,7 +89,7 @@ class Replica(DistributedDataParallel):
 
     @property
     def reducer(self) -> "Replica":
-        """What DDP keeps its buckets in."""
+        """The object that holds the buckets, as in DDP."""
         return self
 
     def _rebuild_buckets(self) -> None:
@@ -97,7 +97,7 @@ class Replica(DistributedDataParallel):
             self._rebuild()
 
     def memory(self) -> list[Tensor]:
-        """The buckets' own; there from the first forward on."""
+        """Return the memory of the buckets, which exists from the first forward on."""
         return [bucket.flat for bucket in self._buckets]
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
@@ -110,21 +110,21 @@ class Replica(DistributedDataParallel):
     def _trained(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
-    def _begin(self) -> None:
-        """Before the first forward: one bucket of a dtype, or as asked for where unused parameters are looked for."""
+    def _make_first_buckets(self) -> None:
+        """Make the first buckets: one for each dtype, or of the final size with find_unused_parameters."""
         parameters = self._trained()
-        self._buckets = _buckets(parameters, self._caps_bytes if self.find_unused_parameters else [2**63])[::-1]
+        self._buckets = _make_buckets(parameters, self._caps_bytes if self.find_unused_parameters else [2**63])[::-1]
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._ready)
 
     def _rebuild(self) -> None:
-        """Before the first forward after a reduction: in the order in which gradients came."""
+        """Make the buckets anew in the order of gradients, before the first forward after a reduction."""
         self._buckets = []  # first, as DDP does
-        self._buckets = _buckets(self._order, self._caps_bytes)
+        self._buckets = _make_buckets(self._order, self._caps_bytes)
         self._is_rebuilt = True
 
     def _send_buffers(self) -> None:
-        """Those of rank 0, to all."""
+        """Broadcast the buffers of rank 0."""
         buffers = list(self.module.buffers()) if self.forward_sync_buffers else []
         for dtype in sorted({each.dtype for each in buffers}, key=str):
             flat = torch.cat([each.flatten() for each in buffers if each.dtype == dtype])
@@ -135,7 +135,7 @@ class Replica(DistributedDataParallel):
         return cast(dist.ProcessGroup, self.process_group)
 
     def _ready(self, parameter: Tensor) -> None:
-        """A gradient has come."""
+        """Reduce the bucket of a new gradient once it is full."""
         if not self._reduces:
             return
         if not self._is_backward:
@@ -150,7 +150,7 @@ class Replica(DistributedDataParallel):
             dist.all_reduce(bucket.flat, group=self._group)
 
     def _move(self, parameter: nn.Parameter, bucket: Bucket) -> None:
-        """Divide a gradient by the ranks, into its bucket."""
+        """Write a gradient, divided by the number of ranks, into its bucket."""
         view = bucket.views[parameter]
         if parameter.grad is view:
             view.div_(self._group.size())
@@ -161,17 +161,17 @@ class Replica(DistributedDataParallel):
             parameter.grad = view
 
     def _finish(self) -> None:
-        """After a backward that reduces."""
+        """Close a backward that reduces."""
         self._is_backward = False
         if self.find_unused_parameters:
-            self._reduce_the_unused()
+            self._reduce_unused()
         if not self.gradient_as_bucket_view and not any(bucket.waiting for bucket in self._buckets):
             for bucket in self._buckets:
                 for parameter, view in bucket.views.items():
                     if parameter.grad is not None:
                         parameter.grad.copy_(view)
 
-    def _reduce_the_unused(self) -> None:
+    def _reduce_unused(self) -> None:
         for bucket in self._buckets:
             for parameter in bucket.waiting:
                 bucket.views[parameter].zero_()
@@ -182,8 +182,8 @@ class Replica(DistributedDataParallel):
         dist.all_reduce(used, group=self._group)
 
 
-def _buckets(parameters: list[nn.Parameter], caps_bytes: list[int]) -> list[Bucket]:
-    """In this order, by dtype; a bucket is full when it has reached its cap, the last of which holds for the rest."""
+def _make_buckets(parameters: list[nn.Parameter], caps_bytes: list[int]) -> list[Bucket]:
+    """Make buckets in this order, by dtype; each is full at its cap, and the last cap holds for the rest."""
     made: list[Bucket] = []
     filling: dict[torch.dtype, tuple[list[nn.Parameter], int]] = {}
     caps = dict.fromkeys((each.dtype for each in parameters), 0)

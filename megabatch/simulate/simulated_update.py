@@ -1,24 +1,24 @@
-"""simulate: one update on rank 0 of N, with megabatch's own reducers, torch's own wrappers, and no memory at all.
+"""Simulation of one update on rank 0 of N, with megabatch's reducers and torch's wrappers, but without memory.
 
-What it knows, and what it does not:
-
-- Two updates are run and the second is reported: the first makes the optimizer's states, late, as a real run does, and
-  the allocator remembers that. Two microbatches of each show the peak of any number: from the second on, the gradient
-  of the first is there. Only the seconds of more are a little short: adding to a gradient is counted once.
-- The step's temporaries are in it (``foreach=True`` makes a copy of all parameters), and so are buckets and buffers,
-  and what FSDP2 keeps when a backward is not the last, or when parameters stay gathered.
-- Code is run on fake tensors of the CPU. Give the microbatch that is the longest, the attention that will be used, and
-  an optimizer with ``foreach=True`` or ``fused=True``, since torch chooses by the device. A fused kernel of CUDA that
-  saves less than the CPU's is not seen; nor are workspaces, the context and NCCL (``Device.overhead_bytes``).
-- Contents are not known: experts get tokens by shape alone, and code that looks at numbers is refused.
-- ``peak_bytes`` is what is allocated. What fits is decided by what is reserved: ask `Simulated.reserved` with a limit.
-- On a real CPU memory that was never touched is not counted by the system, so a measurement can be below this.
+- It runs two updates and reports the second: the first makes the optimizer's states, late, as a real run does, and the
+  allocator remembers that. Two microbatches in each show the peak of any number: from the second on, the gradient of
+  the first is in memory. Only the seconds of more microbatches are a little short, since additions to a gradient are
+  counted once.
+- It includes the temporaries of the step (``foreach=True`` copies all parameters), buckets and buffers, and the memory
+  that FSDP2 keeps when a backward is not the last or when parameters stay gathered.
+- Code runs on fake tensors of the CPU. Give the longest microbatch, the attention of the real run, and an optimizer
+  with ``foreach=True`` or ``fused=True``, since torch's default depends on the device. A fused CUDA kernel that saves
+  less than the CPU's is not seen; nor are workspaces, the context and NCCL (``Device.overhead_bytes``).
+- Tensors have no contents: experts get tokens by shape only, and code that reads numbers is refused.
+- ``peak_bytes`` is allocated memory. Reserved memory decides what fits: call `Simulated.reserved` with a limit.
+- On a real CPU the system does not count memory that was never touched, so a measurement can be below the prediction.
 - With CPU offload the copy of a unit's shard on its way to the device is not counted.
 """
 
 import contextlib
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -27,17 +27,108 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from megabatch.errors import LossContractError, PlanError, require_count, require_positive
 from megabatch.losses.contract import JointLoss, LossFunction, differentiable, terms_of
+from megabatch.simulate.allocator import Event, Reserved, reserved
 from megabatch.simulate.devices import Device, device_named
-from megabatch.simulate.fake import Fake, check_model, give_fake_memory, groups_of, no_collector, refusing_data
-from megabatch.simulate.ledger import Ledger
-from megabatch.simulate.record import HOST
+from megabatch.simulate.fake_cluster import (
+    FakeMode,
+    OnlyRank,
+    check_model,
+    disabled_gc,
+    fake_mesh,
+    fsdp_groups,
+    give_fake_memory,
+    refuse_data_access,
+)
+from megabatch.simulate.ledger import HOST, Ledger, Moment, Phase, tagging_shards
 from megabatch.simulate.replica import Replica
-from megabatch.simulate.shards import tagging_shards
-from megabatch.simulate.simulated import NUM_TELLING, Simulated, times_of
-from megabatch.simulate.world import OnlyRank, world
+from megabatch.simulate.traffic import Sent
 from megabatch.wrappers.base import Wrapper
 from megabatch.wrappers.detect import Models, choose_policy, detect_wrapper
 from megabatch.wrappers.gradients import WideGradients, clip_gradients, drop_gradients
+
+NUM_DISTINCT = 2  # microbatches, after which every other one repeats the second
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """Memory, traffic and time of one update of ``num_microbatches`` on rank 0."""
+
+    phases: dict[str, Phase]  # that were run, in order
+    where: str  # the phase with the peak
+    steady_bytes: int  # from update to update: parameters, states, buckets
+    host_bytes: int  # peak of CPU offload on the host; part of no other number
+    sync: str  # the policy of the run
+    num_microbatches: int
+    times: dict[str, int]  # count of each phase in an update
+    num_parameters: int  # of the whole model
+    history: tuple[Moment, ...]  # points where memory stops rising or falling
+    trace: tuple[Event, ...]  # of both updates
+    device: Device
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory allocated at once."""
+        return self.phases[self.where].peak_bytes
+
+    @property
+    def at_peak(self) -> dict[str, int]:
+        """Memory at the peak, by category."""
+        return self.phases[self.where].at_peak
+
+    @property
+    def sent(self) -> tuple[Sent, ...]:
+        """Traffic of this rank, by collective and axis."""
+        sums: dict[object, Sent] = {}
+        for name, phase in self.phases.items():
+            for key, each in phase.sent.items():
+                sums[key] = each.times_plus(self.times[name], sums.get(key))
+        return tuple(sums.values())
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(each.sent_bytes for each in self.sent)
+
+    @property
+    def flops(self) -> int:
+        return sum(self.times[name] * phase.flops for name, phase in self.phases.items())
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of computing and sending, which overlap within a phase and not between phases."""
+        return sum(self.times[name] * phase.seconds for name, phase in self.phases.items())
+
+    @property
+    def compute_seconds(self) -> float:
+        return sum(self.times[name] * phase.compute_seconds for name, phase in self.phases.items())
+
+    @property
+    def traffic_seconds(self) -> float:
+        return sum(self.times[name] * phase.traffic_seconds for name, phase in self.phases.items())
+
+    @property
+    def bound(self) -> str:
+        """The limit that takes most of the time: "compute", "memory bandwidth" or "traffic"."""
+        sums = dict.fromkeys(("compute", "memory bandwidth", "traffic"), 0.0)
+        for name, phase in self.phases.items():
+            memory_seconds = phase.compute_seconds - phase.arithmetic_seconds
+            kind = "compute" if phase.arithmetic_seconds >= memory_seconds else "memory bandwidth"
+            kind = "traffic" if phase.traffic_seconds > phase.compute_seconds else kind
+            sums[kind] += self.times[name] * phase.seconds
+        return max(sums, key=sums.__getitem__)
+
+    def at(self, num_microbatches: int) -> "Simulated":
+        """Return the same update with another number of microbatches; two or all of them must have been run."""
+        num_run = sum(name.startswith("forward") for name in self.phases)
+        if num_microbatches != num_run and not num_microbatches > num_run == NUM_DISTINCT:
+            raise PlanError(
+                f"{num_run} microbatches were run, which do not tell of {num_microbatches}; simulate with "
+                f"num_microbatches={num_microbatches}"
+            )
+        return replace(self, num_microbatches=num_microbatches, times=count_phases(num_run, num_microbatches))
+
+    def reserved(self, limit_bytes: int | None = None, *, expandable: bool = False) -> Reserved:
+        """Return the memory that CUDA's caching allocator reserves over both updates, within ``limit_bytes``."""
+        return reserved(self.trace, limit_bytes=limit_bytes, expandable=expandable)
 
 
 def simulate(
@@ -55,22 +146,25 @@ def simulate(
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     run_all: bool = False,
 ) -> Simulated:
-    """One update on rank 0 of a mesh, without its memory, its peers and its data; half a minute for 34B parameters.
+    """Simulate one update on rank 0 of a mesh, without memory, peers and data; half a minute for 34B parameters.
 
     Args:
-        make_model: ``make_model(mesh)`` makes the model, on the meta device, and wraps it over the mesh (None for one
-            rank); it is given fake memory afterwards. In place of DistributedDataParallel take `Replica`.
-        make_optimizer: ``make_optimizer(model)``.
-        make_batch: Makes a microbatch; give the longest that there is.
-        loss_fn: As `GradientAccumulator` takes it; a weight may be left to the data.
+        make_model: ``make_model(mesh)`` makes the model on the meta device and wraps it over the mesh (None for one
+            rank); it gets fake memory afterwards. Use `Replica` in place of DistributedDataParallel.
+        make_optimizer: ``make_optimizer(model)`` makes the optimizer.
+        make_batch: Makes a microbatch; give the longest one.
+        loss_fn: As for `GradientAccumulator`; a weight may depend on the data.
         axes: The axes of the mesh in order, with their sizes: ``{"dp_replicate": 2, "dp_shard": 8}``.
-        num_microbatches: Of an update, on each rank.
-        sync: As `GradientAccumulator` takes it, and so are ``max_norm`` and ``accumulate_dtype``.
-        device: What the rank runs on, by name or as a `Device`.
-        around: Makes a context manager, opened around each forward and backward: torch's loss_parallel, say.
-        run_all: Run every microbatch. False: two of them, which are counted as often as they happen.
+        num_microbatches: Microbatches of an update, on each rank.
+        sync: As for `GradientAccumulator`.
+        max_norm: As for `GradientAccumulator.finalize`.
+        accumulate_dtype: As for `GradientAccumulator`.
+        device: The rank's device, by name or as a `Device`.
+        around: Makes a context manager around each forward and backward, for example torch's loss_parallel.
+        run_all: Run every microbatch. False: run two of them, and count the second for the others.
 
-    Raises `PlanError` for what cannot be simulated, and leaves no process group and no trace in torch behind.
+    Raises:
+        PlanError: For a model or loss that cannot be simulated. No process group and no change in torch stays behind.
     """
     require_count("num_microbatches", num_microbatches)
     if max_norm is not None:
@@ -78,15 +172,15 @@ def simulate(
     if isinstance(loss_fn, JointLoss):
         raise PlanError("a JointLoss needs the representations of other ranks, which are not there; simulate encode")
     place = device_named(device) if isinstance(device, str) else device
-    num_run = num_microbatches if run_all else min(num_microbatches, NUM_TELLING)
-    with world(axes or {}) as mesh, refusing_data(), no_collector():
+    num_run = num_microbatches if run_all else min(num_microbatches, NUM_DISTINCT)
+    with fake_mesh(axes or {}) as mesh, refuse_data_access(), disabled_gc():
         model = make_model(mesh)
         models = check_model(model)
-        ledger = Ledger(place, axes, _on_host(models))
+        ledger = Ledger(place, axes, _host_categories(models))
         run = _Run(model, models, mesh, ledger, make_optimizer, accumulate_dtype, sync)
-        with run.watched():
+        with run.tagging():
             run.update(make_batch, loss_fn, max_norm, num_run, around)
-            steady_bytes = run.begin()
+            steady_bytes = run.begin_second()
             run.update(make_batch, loss_fn, max_norm, num_run, around)
     return Simulated(
         phases=dict(ledger.phases),
@@ -95,7 +189,7 @@ def simulate(
         host_bytes=ledger.host_peak_bytes,
         sync=run.policy,
         num_microbatches=num_microbatches,
-        times=times_of(num_run, num_microbatches),
+        times=count_phases(num_run, num_microbatches),
         num_parameters=sum(each.numel() for each in run.parameters()),
         history=tuple(ledger.history),
         trace=tuple(ledger.trace),
@@ -103,8 +197,16 @@ def simulate(
     )
 
 
+def count_phases(num_run: int, num_microbatches: int) -> dict[str, int]:
+    """Count each phase of an update. The first backward and the second forward stand for all that are not run."""
+    times = {f"{phase} {index + 1}": 1 for index in range(num_run) for phase in ("forward", "backward")} | {"step": 1}
+    if num_run < num_microbatches:
+        times["backward 1"] = times["forward 2"] = num_microbatches - 1
+    return times
+
+
 class _Run:
-    """A model with fake memory, and what moves it."""
+    """A model with fake memory, its wrapper and its optimizer."""
 
     def __init__(
         self,
@@ -117,14 +219,14 @@ class _Run:
         sync: str,
     ) -> None:
         self._model, self._models, self._ledger = model, models, ledger
-        self._fake = Fake()
+        self._fake = FakeMode()
         with self._fake, ledger:
             give_fake_memory(self._models)
             for each in self._models:
                 ledger.tag(each.parameters(), "parameters")
                 ledger.tag(each.buffers(), "buffers")
-        self._wrapper = detect_wrapper(model, mesh)  # outside of the mode: it reads the mesh
-        _silence(self._wrapper)
+        self._wrapper = detect_wrapper(model, mesh)  # outside of the mode, since it reads the mesh
+        _use_only_rank(self._wrapper)
         self._wide = WideGradients(self._wrapper.parameters, accumulate_dtype)
         self._wrapper.accumulate_in(self._wide)
         self.policy = choose_policy(self._wrapper, sync)[0]
@@ -137,8 +239,8 @@ class _Run:
         return [parameter for model in self._models for parameter in model.parameters()]
 
     @contextlib.contextmanager
-    def watched(self) -> Generator[None]:
-        """Surrounds the updates."""
+    def tagging(self) -> Generator[None]:
+        """Tag gradients, buckets and shards during the updates."""
         hooks = [each.register_post_accumulate_grad_hook(self._tag_gradient) for each in self._wrapper.parameters]
         hooks += [each.module.register_forward_pre_hook(self._tag_buckets) for each in self._replicas()]
         try:
@@ -149,8 +251,8 @@ class _Run:
             for hook in hooks:
                 hook.remove()
 
-    def begin(self) -> int:
-        """Between two updates, the gradients of the first dropped; the bytes that stay."""
+    def begin_second(self) -> int:
+        """Drop the gradients of the first update and return the bytes that stay."""
         drop_gradients(self._wrapper.parameters)
         self._ledger.begin()
         return self._ledger.total_bytes
@@ -163,14 +265,14 @@ class _Run:
         num: int,
         around: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        """What `GradientAccumulator` does in an update of one call, and the optimizer's step."""
+        """Run what `GradientAccumulator` does in an update of one call, and the optimizer's step."""
         wrapper, ledger = self._wrapper, self._ledger
         drop_gradients(wrapper.parameters)
         self._wide.begin()
         for index in range(num):
             with wrapper.microbatch(self.policy, last=index == num - 1), around():
                 ledger.enter_phase(f"forward {index + 1}", "activations")
-                objective = _objective(loss_fn(self._model, make_batch())) * wrapper.loss_factor
+                objective = _sum_totals(loss_fn(self._model, make_batch())) * wrapper.loss_factor
                 ledger.enter_phase(f"backward {index + 1}", "temporaries")
                 objective.backward()
                 del objective
@@ -199,12 +301,12 @@ class _Run:
             self._ledger.tag((each for each in state.values() if isinstance(each, Tensor)), "optimizer states")
 
 
-def _objective(returned: Any) -> Tensor:
-    """The sum of the totals of what a loss returned; its weights are numbers that nobody knows here."""
+def _sum_totals(returned: Any) -> Tensor:
+    """Return the sum of the totals of a loss; its weights may depend on data, so they are left out."""
     if isinstance(returned, Mapping):
-        returned = {name: _unweighed(pair) for name, pair in cast(Mapping[str, Any], returned).items()}
+        returned = {name: _drop_weight(pair) for name, pair in cast(Mapping[str, Any], returned).items()}
     else:
-        returned = _unweighed(returned)
+        returned = _drop_weight(returned)
     terms = terms_of(returned)
     names = differentiable(terms)
     if not names:
@@ -215,20 +317,20 @@ def _objective(returned: Any) -> Tensor:
     return totals[0] if len(totals) == 1 else torch.stack(totals).sum()
 
 
-def _unweighed(pair: Any) -> Any:
+def _drop_weight(pair: Any) -> Any:
     is_pair = isinstance(pair, tuple | list) and len(cast(tuple[Any, ...], pair)) == 2
     return (cast(tuple[Any, ...], pair)[0], 1.0) if is_pair else pair
 
 
-def _silence(wrapper: Wrapper) -> None:
-    """Nobody is there to answer; let every other rank say what this one says."""
+def _use_only_rank(wrapper: Wrapper) -> None:
+    """Let every other rank answer as this one, since none is there."""
     wrapper.ranks = OnlyRank.like(wrapper.ranks)
     for each in getattr(wrapper, "_reducers", ()):
-        _silence(each)
+        _use_only_rank(each)
 
 
-def _on_host(models: list[nn.Module]) -> tuple[str, ...]:
-    """What FSDP2's CPU offload keeps out of the device."""
-    groups = [group for model in models for group in groups_of(model)]
+def _host_categories(models: list[nn.Module]) -> tuple[str, ...]:
+    """Return the categories that FSDP2's CPU offload keeps on the host."""
+    groups = [group for model in models for group in fsdp_groups(model)]
     is_offloaded = any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups)
     return ("parameters", "gradients", "optimizer states") if is_offloaded else ()

@@ -1,4 +1,4 @@
-"""What a rank sends: collectives by kind and axis, in bytes of ring algorithms and in seconds of a device's links."""
+"""Traffic of a rank: collectives by kind and mesh axis, in bytes of ring algorithms and seconds of a device's links."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from torch import Tensor
 from megabatch.simulate.devices import Device
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
-KINDS = {  # by the beginning of torch's name without underscores: our name, and how often a buffer's part is sent
+KINDS = {  # by the start of torch's name without underscores: our name, and how often each part of a buffer is sent
     "allgather": ("all_gather", 1),
     "allreduce": ("all_reduce", 2),
     "alltoall": ("all_to_all", 1),
@@ -25,17 +25,19 @@ KINDS = {  # by the beginning of torch's name without underscores: our name, and
     "send": ("send", 1),
     "isend": ("send", 1),
 }
+# Operations of reductions, which are strings among the arguments as well.
+OPERATIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What was sent by one kind of collective along one axis."""
+    """Traffic of one kind of collective along one axis."""
 
     collective: str
     axis: str  # of the mesh, or several joined by "+"; "world" where no axes are known
     num_ranks: int
     calls: int
-    buffer_bytes: int  # the larger side of each call: all that is gathered, or all that is reduced
+    buffer_bytes: int  # the larger side of each call: the gathered result, or the input to reduce
     sent_bytes: int  # by this rank, in a ring
     seconds: float
 
@@ -43,7 +45,7 @@ class Sent:
         return self.times_plus(1, other)
 
     def times_plus(self, factor: int, other: "Sent | None" = None) -> "Sent":
-        """The same ``factor`` times, and another."""
+        """Return this traffic ``factor`` times, plus another."""
         extra = other or Sent(self.collective, self.axis, self.num_ranks, 0, 0, 0, 0.0)
         return Sent(
             self.collective,
@@ -56,11 +58,11 @@ class Sent:
         )
 
 
-Key = tuple[str, str, int]  # of what is added up: collective, axis, ranks
+Key = tuple[str, str, int]  # of a sum: collective, axis, ranks
 
 
 class Collective(NamedTuple):
-    """One call, and the tensors that it reads and writes."""
+    """One call of a collective, with the tensors that it reads and writes."""
 
     kind: str
     rounds: int  # how often each part of the buffer is sent
@@ -69,8 +71,8 @@ class Collective(NamedTuple):
     group: dist.ProcessGroup
 
 
-def collective_of(func: Any, args: Any, kwargs: Any, result: Any) -> Collective | None:
-    """The collective that an operation of torch is; None for any other."""
+def parse_collective(func: Any, args: Any, kwargs: Any, result: Any) -> Collective | None:
+    """Return the collective of an operation of torch; None for any other operation."""
     if func.namespace not in NAMESPACES:
         return None
     name = func._opname.replace("_", "")
@@ -80,21 +82,21 @@ def collective_of(func: Any, args: Any, kwargs: Any, result: Any) -> Collective 
         return None
     sides = [side for value in (*args, *kwargs.values(), result) if (side := _side(value))]
     tensors = [tensor for side in sides for tensor in side]
-    return Collective(*found, tensors, max((sum(map(_nbytes, side)) for side in sides), default=0), group)
+    return Collective(*found, tensors, max((sum(each.nbytes for each in side) for side in sides), default=0), group)
 
 
-def sent_by(collective: Collective, axes: Mapping[str, int], device: Device) -> Sent:
-    """What this rank sends in a ring: its buffer is cut into as many parts as there are ranks."""
+def count_traffic(collective: Collective, axes: Mapping[str, int], device: Device) -> Sent:
+    """Return the traffic of this rank in a ring, which cuts the buffer into one part for each rank."""
     ranks = dist.get_process_group_ranks(collective.group)
     num = len(ranks)
     part = -(-collective.buffer_bytes // num)
     sent = collective.rounds * (num - 1) * part
     seconds = sent / device.sending_bytes_per_second(ranks)
-    return Sent(collective.kind, axis_of(ranks, axes), num, 1, collective.buffer_bytes, sent, seconds)
+    return Sent(collective.kind, find_axis(ranks, axes), num, 1, collective.buffer_bytes, sent, seconds)
 
 
-def axis_of(ranks: list[int], axes: Mapping[str, int]) -> str:
-    """Along which of the axes of a whole mesh the ranks lie."""
+def find_axis(ranks: list[int], axes: Mapping[str, int]) -> str:
+    """Return the mesh axes along which the ranks lie, joined by "+"."""
     if not axes:
         return "world"
     coordinates = np.unravel_index(ranks, tuple(axes.values()))
@@ -102,7 +104,7 @@ def axis_of(ranks: list[int], axes: Mapping[str, int]) -> str:
 
 
 def _side(value: Any) -> list[Tensor]:
-    """The tensors of an argument: one, or a list of them, or a list of lists."""
+    """Return the tensors of an argument: a tensor, or lists of tensors, nested or not."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, list | tuple):
@@ -110,12 +112,8 @@ def _side(value: Any) -> list[Tensor]:
     return []
 
 
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _group(values: tuple[Any, ...]) -> dist.ProcessGroup | None:
-    """The process group among the arguments, boxed or by its name."""
+    """Return the process group among the arguments, boxed or by its name."""
     for value in values:
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in value._type().qualified_name():
             return dist.ProcessGroup.unbox(value)
@@ -124,6 +122,3 @@ def _group(values: tuple[Any, ...]) -> dist.ProcessGroup | None:
         if isinstance(value, str) and value not in OPERATIONS:
             return cast(Any, dist.distributed_c10d)._resolve_process_group(value)
     return None
-
-
-OPERATIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")  # what is reduced how

@@ -1,1 +1,1 @@
-"""Compares the gradient that microbatches give with the one of plain torch, on the user's own model."""
+"""Comparison of the accumulated gradient with that of plain torch, on the user's own model."""

@@ -1,4 +1,4 @@
-"""Whether backward gives the slope that a loss has, by central differences in float64."""
+"""Check of a loss's backward by central differences in float64."""
 
 import contextlib
 from abc import ABC, abstractmethod
@@ -11,19 +11,19 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-STEPS = (1e-4, 1e-5, 1e-6)  # relative to the size of what is moved; each in a direction of its own
-OFFSET = 1e-3  # from where the model stands, since a loss may have a kink just there
+STEPS = (1e-4, 1e-5, 1e-6)  # relative to the moved tensors; each in its own direction
+OFFSET = 1e-3  # from the model's own point, where a loss may have a kink
 TOLERANCE = 1e-3
-READS = ("detach", "item", "tolist", "numpy")  # what leaves the graph
+READS = ("detach", "item", "tolist", "numpy")  # operations that leave the graph
 Loss = Callable[[], Tensor]
 
 
-def follows_its_loss(models: Sequence[nn.Module], loss: Loss) -> bool:
-    """Whether ``loss()`` changes as its backward says, along a random direction.
+def check_backward(models: Sequence[nn.Module], loss: Loss) -> bool:
+    """Return true if ``loss()`` changes as its backward says, along random directions.
 
-    What the models return is moved, so that what happens inside of them does not count (a quantized layer has no
-    slope); or their parameters, where the loss calls only parts of them. What a loss detaches stays as it is. True
-    where differences tell nothing: a loss is not to be blamed for a kink.
+    The check moves the outputs of the models, so that the inside of a model does not count (a quantized layer has no
+    slope). If the loss calls only parts of the models, it moves their parameters. Detached values stay the same. It
+    returns true if differences show nothing, for example at a kink.
     """
     generator = torch.Generator().manual_seed(0)
     return not all(_differs(models, loss, step, generator) for step in STEPS)
@@ -35,7 +35,7 @@ def _differs(models: Sequence[nn.Module], loss: Loss, step: float, generator: to
         with line.moved(), torch.enable_grad():
             with tape:
                 base = loss()
-            if not line.leaves:  # the loss has not called the models themselves
+            if not line.leaves:  # the loss calls only parts of the models
                 continue
             if any(isinstance(each, DTensor) for each in line.leaves):
                 return False
@@ -49,7 +49,7 @@ def _differs(models: Sequence[nn.Module], loss: Loss, step: float, generator: to
             del found, slopes
             try:
                 wide, narrow = (_central(line, tape, loss, each) for each in (step, step / 2))
-            except Exception:  # whatever a loss raises that goes another way than the first time
+            except Exception:  # a loss that takes another branch may raise anything
                 return False
         if tape.is_unsure:
             return False
@@ -70,7 +70,7 @@ def _central(line: "_Line", tape: "_Tape", loss: Loss, step: float) -> float:
 
 
 class _Line(ABC):
-    """A straight line through the point at which a loss is looked at."""
+    """A straight line along which a loss is evaluated."""
 
     def __init__(self, models: Sequence[nn.Module], generator: torch.Generator) -> None:
         self._models, self._generator = models, generator
@@ -79,15 +79,15 @@ class _Line(ABC):
 
     @abstractmethod
     def moved(self) -> contextlib.AbstractContextManager[None]:
-        """Surrounds all looks at the loss; begins near the point where the model stands."""
+        """Open around all evaluations; begin near the model's own point."""
 
     @abstractmethod
     def move(self, at: float) -> None:
-        """Go so many steps from where it begins."""
+        """Move to a point, in steps from the beginning."""
 
     @torch.no_grad()
     def _random(self, like: Tensor) -> Tensor:
-        """Of the size of its numbers."""
+        """Return random numbers of the same magnitude."""
         finite = like[torch.isfinite(like)]
         size = float(finite.square().mean().sqrt()) if finite.numel() else 0.0
         found = torch.randn(like.shape, dtype=torch.float64, generator=self._generator).to(like.device)
@@ -95,12 +95,12 @@ class _Line(ABC):
 
 
 class _Outputs(_Line):
-    """Moves what the models return where it carries a gradient."""
+    """A line of model outputs that carry a gradient."""
 
     def __init__(self, models: Sequence[nn.Module], generator: torch.Generator) -> None:
         super().__init__(models, generator)
         self._offsets: list[Tensor] = []
-        self._at: float | None = None  # None: the first look
+        self._at: float | None = None  # None: the first evaluation
         self._number = 0
 
     @contextlib.contextmanager
@@ -131,7 +131,7 @@ class _Outputs(_Line):
 
 
 class _Parameters(_Line):
-    """Moves the parameters that are trained."""
+    """A line of trainable parameters."""
 
     @contextlib.contextmanager
     def moved(self) -> Generator[None]:
@@ -156,13 +156,13 @@ class _Parameters(_Line):
 
 
 class _Tape(TorchFunctionMode):
-    """Remembers what is read out of the graph in a first look, and gives it again in each that follows."""
+    """Records values read out of the graph in a first evaluation, and returns them in each later one."""
 
     def __init__(self) -> None:
         super().__init__()
         self._read: list[Any] = []
-        self._number: int | None = None  # of the next to give; None: the first look
-        self.is_unsure = False  # whether trained parameters were used without a gradient, which is not remembered
+        self._number: int | None = None  # of the next value to return; None: the first evaluation
+        self.is_unsure = False  # true if trained parameters were used without a gradient, which is not recorded
 
     def begin_again(self) -> None:
         self._number = 0

@@ -1,4 +1,4 @@
-"""A model in float64 that stays there, so that what differs between two ways is not rounding."""
+"""Float64 copies of models, so that two runs differ by more than rounding only if they are wrong."""
 
 import copy
 from typing import Any, cast
@@ -22,13 +22,13 @@ DOUBLE = {
     **dict.fromkeys((torch.complex64, torch.complex32), torch.complex128),
 }
 IN_PLACE = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
-AS_THEY_ARE = ("__get__", "__set__", "backward", "grad")  # which speak of the tensors themselves
+AS_THEY_ARE = ("__get__", "__set__", "backward", "grad")  # they concern the tensor objects
 
 
 class Float64WithoutDropout(TorchFunctionMode):
-    """Inside, dropout passes its input on, and a float64 tensor is never cast to a lower precision.
+    """A mode without dropout and without casts from float64 to a lower precision.
 
-    A tensor of lower precision, a class weight say, is widened where it meets one of float64.
+    A tensor of lower precision, such as a class weight, is widened in operations with float64 tensors.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -39,19 +39,19 @@ class Float64WithoutDropout(TorchFunctionMode):
         if name == "scaled_dot_product_attention":
             kwargs["dropout_p"] = 0.0
         if name not in AS_THEY_ARE and any(map(_is_double, [*args, *kwargs.values()])):
-            args, kwargs = _widened(name, args, kwargs)
+            args, kwargs = _widen(name, args, kwargs)
         if args and _is_double(args[0]):
             if name in ("float", "half", "bfloat16", "cfloat"):
                 return args[0]
             if name == "_grouped_mm" and args[0].ndim == 2 and kwargs.get("offs") is not None:
                 return _grouped_mm(args[0], args[1], kwargs["offs"])
-            args = tuple(_kept(value) for value in args)
-            kwargs = {key: _kept(value) for key, value in kwargs.items()}
+            args = tuple(_keep_dtype(value) for value in args)
+            kwargs = {key: _keep_dtype(value) for key, value in kwargs.items()}
         return func(*args, **kwargs)
 
 
-def _widened(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments in float64, but for one that is written to."""
+def _widen(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments in float64, except one that the operation writes to."""
     is_in_place = name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
     if is_in_place and args and not _is_double(args[0]):
         return args, kwargs
@@ -64,37 +64,38 @@ def _is_double(value: Any) -> bool:
 
 
 def _double(value: Any) -> Any:
-    """In float64 or complex128, where it is of a lower precision."""
+    """Cast a tensor of lower precision to float64 or complex128."""
     return value.to(DOUBLE[value.dtype]) if isinstance(value, Tensor) and value.dtype in DOUBLE else value
 
 
 def _grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """[n, k] by [experts, k, m]: each expert's weights for the rows up to its offset. Torch has none in float64."""
+    """Multiply [n, k] by [experts, k, m], each expert for the rows up to its offset; torch has no float64 kernel."""
     ends = offsets.tolist()
     found = [rows[start:end] @ weight for start, end, weight in zip([0, *ends], ends, weights, strict=False)]
     return torch.cat([*found, rows.new_zeros(len(rows) - ends[-1], weights.shape[-1])])  # [n, m]
 
 
-def _kept(value: Any) -> Any:
+def _keep_dtype(value: Any) -> Any:
     return DOUBLE.get(value, value) if isinstance(value, torch.dtype) else value
 
 
 def in_float64(microbatch: Microbatch, device: torch.device) -> Microbatch:
-    """The microbatch on ``device``, what is floating in float64."""
+    """Return the microbatch on ``device``, with floating-point tensors in float64."""
     return each_leaf(to_device(microbatch, device), _double)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside of DistributedDataParallel and torch.compile."""
+    """Return the model inside of DistributedDataParallel and torch.compile."""
     model = getattr(model, "_orig_mod", model)
     model = model.module if isinstance(model, DistributedDataParallel) else model
     return getattr(model, "_orig_mod", model)
 
 
 def float64_copy(model: nn.Module) -> nn.Module:
-    """The whole model in float64 and in training, without its wrapper. Collective where FSDP2 has sharded it.
+    """Copy the whole model in float64 and in training mode, without its wrapper. Collective for FSDP2.
 
-    Raises `PlanError` for a model of FSDP1, one that is sharded and tensor parallel, and a Pipeline.
+    Raises:
+        PlanError: For a model of FSDP1, one that is sharded and tensor parallel, or a Pipeline.
     """
     model = unwrapped(model)
     states = _states(model)
@@ -108,23 +109,23 @@ def float64_copy(model: nn.Module) -> nn.Module:
                 memo[id(leaf)] = nn.Parameter(cast(DTensor, leaf.detach()).full_tensor(), leaf.requires_grad)
     sharded = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
     try:
-        for module, kind in sharded:  # FSDP2 puts a class of its own in place of the module's, which is not copied
+        for module, kind in sharded:  # FSDP2 has replaced the module's class by one that cannot be copied
             cast(Any, module).__class__ = kind.__bases__[1]
         made = copy.deepcopy(model, memo)
     finally:
         for module, kind in sharded:
             cast(Any, module).__class__ = kind
     for module in made.modules() if states else ():
-        _forget(module)
+        _remove_fsdp2(module)
     made._apply(_double)  # pyright: ignore[reportPrivateUsage]  # double() leaves complex numbers as they are
     for module in made.modules():
-        if isinstance(module, nn.RNNBase | nn.MultiheadAttention):  # whose dropout is in the middle of a function
+        if isinstance(module, nn.RNNBase | nn.MultiheadAttention):  # their dropout is inside of one operation
             module.dropout = 0.0
-    return made if model.training else made.train()  # in training, what was frozen by eval() stays so
+    return made if model.training else made.train()  # modules frozen by eval() stay so in a training model
 
 
 def stay_in_float64(model: nn.Module) -> None:
-    """Let modules be in `Float64WithoutDropout` where backward runs them again, as checkpoints do: there no mode is."""
+    """Open `Float64WithoutDropout` for modules that backward runs again (checkpointing), where no mode is open."""
     mode, entered = Float64WithoutDropout(), list[nn.Module]()
 
     def enter(module: nn.Module, *_: Any) -> None:
@@ -159,13 +160,13 @@ def _has_tensor_axis(parameter: DTensor) -> bool:
 
 
 def _states(model: nn.Module) -> list[Any]:
-    """The state that FSDP2 keeps of each call of fully_shard, the outermost first."""
+    """Return FSDP2's state of each call of fully_shard, the outermost first."""
     states = [cast(Any, each)._get_fsdp_state() for each in model.modules() if isinstance(each, FSDPModule)]
     return list(dict.fromkeys(states))
 
 
-def _forget(module: nn.Module) -> None:
-    """Take from the copy of a module what FSDP2 had put there."""
+def _remove_fsdp2(module: nn.Module) -> None:
+    """Remove FSDP2's attributes and hooks from the copy of a module."""
     for name in [name for name in vars(module) if name.startswith("__composable_api")]:
         del vars(module)[name]
     for hooks in (cast(Any, module)._forward_pre_hooks, cast(Any, module)._forward_hooks):
@@ -174,10 +175,10 @@ def _forget(module: nn.Module) -> None:
                 del hooks[key]
 
 
-def wrapped_alike(plain: nn.Module, model: nn.Module) -> nn.Module:
-    """A copy of ``plain`` in the wrapper that ``model`` has; itself where that has none. Collective.
+def wrap_like(plain: nn.Module, model: nn.Module) -> nn.Module:
+    """Copy ``plain`` into the wrapper of ``model``; return ``plain`` itself without a wrapper. Collective.
 
-    What only changes precision is left out: FSDP2's policies and DDP's communication hooks.
+    It leaves out settings that only change precision: FSDP2's policies and DDP's communication hooks.
     """
     wrapper = getattr(model, "_orig_mod", model)
     if isinstance(wrapper, DistributedDataParallel):
@@ -213,7 +214,7 @@ def wrapped_alike(plain: nn.Module, model: nn.Module) -> nn.Module:
 
 
 def _reshards(state: Any, group: Any) -> bool | int | None:
-    """The arguments that fully_shard was given for it."""
+    """Return the ``reshard_after_forward`` that fully_shard got."""
     after = group.post_forward_mesh_info
     if state._auto_reshard_after_forward or after is None:
         return None if state._auto_reshard_after_forward else False

@@ -1,4 +1,4 @@
-"""What mixes the samples of a microbatch, or cannot do without the others: modules, padding, and terms of routers."""
+"""Search for modules, padding and router terms that make a sample depend on its neighbours in a microbatch."""
 
 import contextlib
 from collections.abc import Callable, Generator, Mapping
@@ -13,38 +13,38 @@ from megabatch.batching.samples import IGNORED_LABEL
 from megabatch.losses.contract import differentiable, terms_of
 
 TOLERANCE = 1e-6  # relative; the shape of a batch changes the last bits of a matrix product
-Run = Callable[[Any], Any]  # the loss of a microbatch, by the model that is looked at
+Run = Callable[[Any], Any]  # computes the loss of a microbatch with the model
 
 
-def mixing_module(model: nn.Module, run: Run, batch: dict[str, Any], num_rows: int) -> str | None:
-    """Name of the first module whose output for a row depends on the rows beside it, or that does not run without them.
+def find_mixing_module(model: nn.Module, run: Run, batch: dict[str, Any], num_rows: int) -> str | None:
+    """Return the first module whose output for a row depends on the rows beside it, or that does not run without them.
 
-    Runs ``batch`` (samples in dim 0 of each tensor) whole and row by row, and compares what each module returned.
-    Rows that are only in another order, as those that experts are given, are right again in what is around them.
+    This runs ``batch`` (samples in dim 0 of each tensor) whole and row by row, and compares the outputs of each module.
+    A module whose rows are only reordered (experts) does not count: the output of a module around it is equal.
     """
-    together = _outputs(model, run, batch)
+    together = _record_outputs(model, run, batch)
     for row in range(num_rows):
         one = {name: value[row : row + 1] if isinstance(value, Tensor) else value for name, value in batch.items()}
         try:
-            alone = _outputs(model, run, one)
-        except Exception:  # a batch norm of one vector each, say
-            return failing_module(model, run, [one])
+            alone = _record_outputs(model, run, one)
+        except Exception:  # for example a batch norm of one vector
+            return find_failing_module(model, run, [one])
         both = [name for name in together if name in alone]
         differs = {name: _differs(together[name], alone[name], row, num_rows) for name in both}
         for name, mixes in differs.items():
-            if mixes and not any(differs.get(each) is False for each in _around(name)):
+            if mixes and not any(differs.get(each) is False for each in _enclosing(name)):
                 return name
     return None
 
 
-def _around(name: str) -> list[str]:
-    """Names of the modules that a module is in."""
+def _enclosing(name: str) -> list[str]:
+    """Return the names of the modules around a module."""
     parts = name.split(".")
     return [".".join(parts[:end]) for end in range(1, len(parts))]
 
 
-def failing_module(model: nn.Module, run: Run, microbatches: list[Any]) -> str | None:
-    """Name of the innermost module that was running when a microbatch raised; None where none was."""
+def find_failing_module(model: nn.Module, run: Run, microbatches: list[Any]) -> str | None:
+    """Return the innermost module that was running when a microbatch raised; None if none was."""
     entered: list[str] = []
 
     def enter(name: str) -> Callable[..., None]:
@@ -56,19 +56,23 @@ def failing_module(model: nn.Module, run: Run, microbatches: list[Any]) -> str |
     named = [(name, module) for name, module in model.named_modules() if name]
     handles = [module.register_forward_pre_hook(enter(name)) for name, module in named]
     handles += [module.register_forward_hook(leave) for _, module in named]
-    with _removed(handles):
+    with _removing(handles):
         try:
             for microbatch in microbatches:
                 run(microbatch)
-        except Exception:  # whatever it was, the caller has seen it
+        except Exception:  # the caller has seen the error
             return entered[-1] if entered else None
     return None
 
 
-def padding_that_counts(run: Run, alone: Mapping[str, Any], padded: Mapping[str, Any], pad_token: int | None) -> str:
-    """Why a sample has another loss with padding beside it, in words; empty where it has the same.
+def explain_padding(run: Run, alone: Mapping[str, Any], padded: Mapping[str, Any], pad_token: int | None) -> str:
+    """Explain why a sample has another loss with padding; return "" if the loss is the same.
 
-    ``alone`` is a microbatch of one sample, ``padded`` is the same where it lies beside a longer one.
+    Args:
+        run: Computes the loss.
+        alone: A microbatch of one sample.
+        padded: The same sample, padded to the length of a longer one.
+        pad_token: The pad token of the model's config.
     """
     one, other = (terms_of(run(dict(each))) for each in (alone, padded))
     if all(_near(a, b) for name in one for a, b in zip(one[name], other.get(name, one[name]), strict=True)):
@@ -82,7 +86,7 @@ def padding_that_counts(run: Run, alone: Mapping[str, Any], padded: Mapping[str,
         return ""
     found = ", ".join(f"{name!r} with {_filling(value)}" for name, value in grown.items())
     lengths = next((cast(Tensor, alone[name]).shape[1], value.shape[1]) for name, value in grown.items())
-    hints = []
+    hints: list[str] = []
     if "input_ids" in padded and pad_token is not None and _filling(padded["input_ids"]) != pad_token:
         hints.append(f"the model's pad token is {pad_token}: pad 'input_ids' with it")
     targets = [name for name, value in grown.items() if "label" in name and _filling(value) != IGNORED_LABEL]
@@ -104,10 +108,10 @@ def _near(one: Any, other: Any) -> bool:
     return abs(float(one) - float(other)) <= 1e-9 * max(abs(float(one)), abs(float(other)))
 
 
-def terms_of_routers(model: nn.Module, run: Run, microbatch: Any) -> set[str]:
-    """Names of the loss's terms that are made of what the model tells of its routers: their logits, or their loss.
+def find_router_terms(model: nn.Module, run: Run, microbatch: Any) -> set[str]:
+    """Return the names of the loss's terms that use the routers' logits or loss.
 
-    That a router works on the hidden states does not count: `aux_loss` and `router_logits` of an output are looked at.
+    It looks at `aux_loss` and `router_logits` of outputs, since every term depends on routers by the hidden states.
     """
     told: list[Tensor] = []
 
@@ -115,11 +119,11 @@ def terms_of_routers(model: nn.Module, run: Run, microbatch: Any) -> set[str]:
         loss, logits = getattr(output, "aux_loss", None), getattr(output, "router_logits", None)
         told.extend(each for each in [loss] if isinstance(each, Tensor) and each.requires_grad)
         if isinstance(logits, tuple | list) and all(isinstance(each, Tensor) for each in logits):
-            # As tensors of their own, which the layers above have not used.
+            # Views, which no layer above has used.
             output.router_logits = tuple(cast(Tensor, each).view_as(each) for each in logits)
             told.extend(each for each in output.router_logits if each.requires_grad)
 
-    with _removed([module.register_forward_hook(note) for module in model.modules()]):
+    with _removing([module.register_forward_hook(note) for module in model.modules()]):
         terms = terms_of(run(microbatch))
     return {name for name in differentiable(terms) if _reaches(terms[name].total, told)}
 
@@ -129,8 +133,8 @@ def _reaches(total: Tensor, told: list[Tensor]) -> bool:
     return any(bool(each.any()) for each in found)
 
 
-def _outputs(model: nn.Module, run: Run, microbatch: Any) -> dict[str, Tensor]:
-    """First tensor that each module returned in its first call, innermost and earliest first."""
+def _record_outputs(model: nn.Module, run: Run, microbatch: Any) -> dict[str, Tensor]:
+    """Return the first tensor of each module's first call, innermost and earliest first."""
     outputs: dict[str, Tensor] = {}
 
     def keep(name: str) -> Callable[..., None]:
@@ -142,13 +146,13 @@ def _outputs(model: nn.Module, run: Run, microbatch: Any) -> dict[str, Tensor]:
         return hook
 
     handles = [module.register_forward_hook(keep(name)) for name, module in model.named_modules() if name]
-    with _removed(handles), torch.no_grad():
+    with _removing(handles), torch.no_grad():
         run(microbatch)
     return outputs
 
 
 @contextlib.contextmanager
-def _removed(handles: list[RemovableHandle]) -> Generator[None]:
+def _removing(handles: list[RemovableHandle]) -> Generator[None]:
     try:
         yield
     finally:

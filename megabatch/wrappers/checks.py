@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
-from megabatch.batching.attention_mask import with_config
+from megabatch.batching.padding import with_config
 from megabatch.errors import PlanError
 from megabatch.torch_private import (
     forward_pre_hooks,

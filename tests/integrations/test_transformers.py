@@ -6,7 +6,7 @@ import pytest
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
 from megabatch import PlanError
-from megabatch.integrations.balance import DealtBatches
+from megabatch.integrations.transformers import RankBatchSampler
 from tests.exact.launch import launch, values
 
 WAYS = ["default", "capped", "loss_fn", "compute_loss", "compute_loss_func"]
@@ -79,7 +79,7 @@ def test_every_setting_that_cannot_be_kept_is_refused_in_one_line(results):
 
 def dealt(sampler, world, **settings):
     given = {"drop_last": False, "seed": 3} | settings
-    return [DealtBatches(sampler(), 2, rank=rank, world=world, **given) for rank in range(world)]
+    return [RankBatchSampler(sampler(), 2, rank=rank, world=world, **given) for rank in range(world)]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -102,5 +102,5 @@ def test_an_order_follows_from_seed_and_epoch():
 
 def test_an_order_that_may_differ_from_rank_to_rank_is_refused():
     with pytest.raises(PlanError, match=r"the order of samples is a DistributedSampler's, which may differ"):
-        DealtBatches(DistributedSampler(range(4), 1, 0), 2, rank=0, world=1, drop_last=False, seed=0)
+        RankBatchSampler(DistributedSampler(range(4), 1, 0), 2, rank=0, world=1, drop_last=False, seed=0)
     assert list(dealt(lambda: SequentialSampler(range(3)), 1)[0]) == [[0, 1], [2]]

@@ -5,8 +5,8 @@ from functools import cache
 import pytest
 import torch
 
-from megabatch.integrations import loss_trial
-from megabatch.integrations.metric_means import count_labels
+from megabatch.integrations import mean_loss
+from megabatch.integrations.mean_loss import count_labels
 from tests.exact.launch import launch, values
 from tests.integrations.users import CASES
 
@@ -90,18 +90,18 @@ def test_random_numbers_are_named_where_a_mean_cannot_be_told(results):
 
 def test_samples_are_chosen_for_what_they_add_and_a_trial_without_anything_new_has_none():
     samples = [{"labels": label, "ids": [1] * length} for label, length in [(0, 3), (0, 3), (0, 3), (1, 3), (0, 5)]]
-    chosen = loss_trial.choose(samples, set())
+    chosen = mean_loss.choose_samples(samples, set())
     assert chosen[0] == samples[0]
     assert [each in chosen for each in (samples[3], samples[4])] == [True, True]
     assert len(chosen) == 3
-    assert loss_trial.choose(samples, loss_trial.features_of(samples)) == []
-    assert len(loss_trial.choose(samples[:3], set())) == 2
-    assert loss_trial.choose([], set()) == []
+    assert mean_loss.choose_samples(samples, mean_loss.collect_features(samples)) == []
+    assert len(mean_loss.choose_samples(samples[:3], set())) == 2
+    assert mean_loss.choose_samples([], set()) == []
 
 
 @pytest.mark.parametrize(("num_samples", "size"), [(1, 8), (2, 1), (5, 2), (8, 2), (8, 3), (8, 8)])
 def test_groups_hold_each_sample_beside_different_ones(num_samples, size):
-    groups = loss_trial.groupings(num_samples, size)
+    groups = mean_loss.make_groups(num_samples, size)
     assert all(2 <= len(group) <= max(2, size) for group in groups)
     for sample in range(num_samples if num_samples > 3 else 0):
         assert any(sample in group for group in groups)
@@ -121,7 +121,7 @@ def test_each_row_draws_what_it_would_draw_alone(draw):
     torch.manual_seed(5)
     (alone,) = draw(1)
     torch.manual_seed(5)
-    with loss_trial._DrawnAlike(3, torch.device("cpu")):
+    with mean_loss._RowwiseRandom(3, torch.device("cpu")):
         together = draw(3)
     assert all(torch.equal(row, alone) for row in together)
 

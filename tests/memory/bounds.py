@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import megabatch
 from megabatch import GradientAccumulator, losses
-from megabatch.autotune.memory import budget_of, measuring
+from megabatch.autotune.memory import measure_budget, measure_memory
 from megabatch.planning.limits import TunedLimit
 from megabatch.wrappers.mesh import DataRanks
 from tests.exact.wrappers import wrap
@@ -94,10 +94,10 @@ class Run:
         self.batch = case.samples(dist.get_rank(), case.num_samples - 8 * dist.get_rank())
 
     def chosen(self) -> TunedLimit:
-        cap = budget_of(CPU, None, DataRanks()).used + self.case.spare_bytes
+        cap = measure_budget(CPU, None, DataRanks()).used + self.case.spare_bytes
         gradient = GradientAccumulator(self.model, memory_bytes=int(cap))
         gradient.reserve_for(self.optimizer)
-        gradient.choose_bound(self.batch, self.case.loss_fn)
+        gradient.tune(self.batch, self.case.loss_fn)
         assert gradient.fit is not None
         return gradient.fit
 
@@ -108,7 +108,7 @@ class Run:
             samples = [{name: value.new_ones(longest_tokens) for name, value in samples[0].items()}] * len(samples)
         gradient = GradientAccumulator(self.model, max_microbatch_tokens=max_microbatch_tokens)
         self.optimizer.zero_grad()
-        with measuring(CPU) as needed:
+        with measure_memory(CPU) as needed:
             gradient.forward_backward(samples, self.case.loss_fn)
         gradient.finalize()
         self.optimizer.step()

@@ -5,7 +5,7 @@ import torch
 
 from megabatch import PlanError
 from megabatch.simulate import DEVICES, device_named
-from megabatch.simulate.traffic import axis_of
+from megabatch.simulate.traffic import find_axis
 
 AXES = {"dp_replicate": 2, "dp_shard": 4, "tp": 2}
 H100 = DEVICES["h100-80g"]
@@ -42,8 +42,8 @@ def test_between_nodes_the_cards_of_a_node_help_each_other(ranks: list[int], rat
      (range(16), "dp_replicate+dp_shard+tp")],
 )  # fmt: skip
 def test_a_group_is_named_by_the_axes_it_lies_along(ranks: list[int], axis: str) -> None:
-    assert axis_of(list(ranks), AXES) == axis
+    assert find_axis(list(ranks), AXES) == axis
 
 
 def test_without_axes_a_group_is_of_the_world() -> None:
-    assert axis_of([0, 1], {}) == "world"
+    assert find_axis([0, 1], {}) == "world"

@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from megabatch import PlanError
-from megabatch.simulate import Ledger, reserved, tagging_shards
+from megabatch.simulate.allocator import reserved
 from megabatch.simulate.devices import DEVICES
-from megabatch.simulate.ledger import storages_of
-from megabatch.simulate.world import world
+from megabatch.simulate.fake_cluster import fake_mesh
+from megabatch.simulate.ledger import Ledger, list_storages, tagging_shards
 
 KIBI = 1024  # a tensor of 256 float32
 
@@ -69,7 +69,7 @@ def test_sizes_are_rounded_as_the_allocator_rounds_them() -> None:
 def test_a_storage_that_is_resized_is_counted_anew() -> None:
     with Ledger() as ledger:
         kept = ones(4)
-        (storage,) = storages_of(kept)
+        (storage,) = list_storages(kept)
         storage.resize_(0)
         assert ledger.total_bytes == 0
         storage.resize_(8 * KIBI)
@@ -116,7 +116,7 @@ def test_nothing_stays_replaced(fails: bool) -> None:
 
 def test_a_world_that_fails_leaves_no_process_group() -> None:
     def fail() -> None:
-        with world({"dp": 3}):
+        with fake_mesh({"dp": 3}):
             assert dist.get_world_size() == 3
             raise KeyError
 
@@ -133,7 +133,7 @@ def test_a_world_is_not_made_beside_another() -> None:
     )
     try:
         with pytest.raises(PlanError, match=re.escape(expected)):
-            world({"dp": 2}).__enter__()
+            fake_mesh({"dp": 2}).__enter__()
         assert dist.get_world_size() == 1, "the other one is as it was"
     finally:
         dist.destroy_process_group()
@@ -141,7 +141,7 @@ def test_a_world_is_not_made_beside_another() -> None:
 
 def of_a_shard() -> int:
     """The peak of one operation on a shard of 1 KiB of 8."""
-    with world({"dp": 8}) as mesh, FakeTensorMode(allow_non_fake_inputs=True), Ledger() as ledger:
+    with fake_mesh({"dp": 8}) as mesh, FakeTensorMode(allow_non_fake_inputs=True), Ledger() as ledger:
         ledger.enter_phase("one", "activations")
         shard = DTensor.from_local(ones(1), mesh, [Shard(0)], run_check=False)
         result = shard.sin()
@@ -159,7 +159,7 @@ def test_trials_of_an_operation_on_the_global_shape_are_no_memory(monkeypatch: p
 def test_meshes_of_an_earlier_world_are_forgotten() -> None:
     """DTensor would hand out a mesh that equals this one, with groups of other names."""
     for groups_before in (3, 0):
-        with world({"dp": 2, "tp": 2}) as mesh:
+        with fake_mesh({"dp": 2, "tp": 2}) as mesh:
             for _ in range(groups_before):
                 dist.new_group([0, 1])
             mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from megabatch import losses
 from megabatch.simulate import DEVICES, Replica, Simulated, simulate
-from megabatch.simulate.world import world
+from megabatch.simulate.fake_cluster import fake_mesh
 from tests.comm import jobs
 from tests.comm.counting import Collectives
 from tests.comm.planned import POLICIES, Policy, Sizes, expected
@@ -76,7 +76,7 @@ def buckets() -> Callable[[str], int]:
 def known_of(wrapper: str) -> tuple[dict[str, int], dict[str, int]]:
     """What formulas need to know of the model; and what another counter counts of one microbatch's activations."""
     axes = axes_of(wrapper)
-    with world(axes) as mesh:
+    with fake_mesh(axes) as mesh:
         model = jobs.of_model(f"model:{wrapper}")
         activations: dict[str, int] = {}
         if "tp" in axes:

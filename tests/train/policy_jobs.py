@@ -7,7 +7,7 @@ from typing import Any
 
 from megabatch import CostModel
 from megabatch.autotune.memory import Budget
-from megabatch.autotune.policy_memory import PolicyMemory
+from megabatch.autotune.tuner import PolicyMemory
 from megabatch.losses.contract import weigh_of
 from megabatch.planning.limits import MeasuredMicrobatch, TunedLimit
 from megabatch.train.bound import Bound

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megabatch.planning.cost import CostModel
 from megabatch.planning.limits import (
     MeasuredMicrobatch,
     MemoryRoom,
@@ -18,6 +17,7 @@ from megabatch.planning.limits import (
     search,
     seconds_of,
 )
+from megabatch.planning.plan import CostModel
 
 LONGEST, MOST = 100, 10_000
 GROWING: dict[str, Callable[[int], float]] = {  # bytes of a microbatch by its rows

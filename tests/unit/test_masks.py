@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from megabatch import GradientAccumulator, loss, losses
-from megabatch.batching.attention_mask import RIGHT_PADDED, is_causal, note_padding, without_needless
+from megabatch.batching.padding import RIGHT_PADDED, is_causal, note_padding, without_needless
 
 SIZES = {
     "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from megabatch.autotune import memory
-from megabatch.autotune.memory import bytes_to_come, device_text
+from megabatch.autotune.memory import device_text, estimate_state_bytes
 
 KEPT: list[tuple[type[optim.Optimizer], dict[str, Any]]] = [
     (optim.SGD, {}), (optim.SGD, {"momentum": 0.9}), (optim.AdamW, {}), (optim.AdamW, {"amsgrad": True}),
@@ -27,10 +27,10 @@ def test_what_an_optimizer_will_keep_is_known_before_its_first_step(
     parameter.grad = torch.ones(60, 50)
     optimizer = kind([parameter], **options)
     there = held(optimizer)
-    to_come = bytes_to_come(optimizer, [parameter])
+    to_come = estimate_state_bytes(optimizer, [parameter])
     optimizer.step()
     assert to_come == held(optimizer) - there
-    assert bytes_to_come(optimizer, [parameter]) == (0.0 if held(optimizer) else to_come)
+    assert estimate_state_bytes(optimizer, [parameter]) == (0.0 if held(optimizer) else to_come)
 
 
 def held(optimizer: optim.Optimizer) -> int:

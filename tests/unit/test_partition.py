@@ -1,15 +1,18 @@
-"""deal and pack, against what they promise and against every possible answer where there are few."""
+"""balance and split, against what they promise and against every possible answer where there are few."""
 
-from functools import cache
+from functools import cache, partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megabatch.planning.cost import CostModel
-from megabatch.planning.partition import balance, split
+from megabatch.planning import partition
+from megabatch.planning.partition import balance
+from megabatch.planning.plan import CostModel
 
-price = CostModel(seconds_per_microbatch=32.0).seconds
+COST = CostModel(seconds_per_microbatch=32.0)
+price = COST.seconds
+split = partial(partition.split, launch=32.0, rate=lambda longest: COST.sample_seconds(longest) / longest)
 
 costs = st.lists(st.floats(0, 1e6), max_size=40)
 few_lengths = st.lists(st.integers(0, 12), max_size=6)
@@ -19,7 +22,7 @@ bounds = st.one_of(
     st.fixed_dictionaries({"max_rows": st.integers(1, 7), "max_tokens": st.integers(12, 40)}),
 )
 
-DEALT = [  # costs, bins, the deal
+BALANCED = [  # costs, bins, shares
     ([], 3, [[], [], []]),
     ([5], 3, [[0], [], []]),
     ([1, 2, 3, 4], 1, [[0, 1, 2, 3]]),
@@ -27,7 +30,7 @@ DEALT = [  # costs, bins, the deal
     ([7, 7, 7], 2, [[0, 2], [1]]),
     ([9, 1, 1, 1], 2, [[0, 3], [1, 2]]),  # as many to each, not as much
 ]
-PACKED = [  # lengths, bound, microbatches
+SPLIT = [  # lengths, bound, microbatches
     ([], {"max_rows": 2}, []),
     ([3, 9, 1], {"max_rows": 8}, [(1, 0, 2)]),
     ([3, 9, 1, 2, 2], {"max_rows": 2}, [(1,), (0, 3), (4, 2)]),
@@ -39,13 +42,13 @@ PACKED = [  # lengths, bound, microbatches
 ]
 
 
-@pytest.mark.parametrize(("costs", "num_bins", "bins"), DEALT)
-def test_dealt(costs, num_bins, bins):
+@pytest.mark.parametrize(("costs", "num_bins", "bins"), BALANCED)
+def test_balanced(costs, num_bins, bins):
     assert balance(costs, num_bins) == bins
 
 
 @given(costs, st.integers(1, 9))
-def test_every_item_is_dealt_once_in_rising_order(costs, num_bins):
+def test_every_item_is_in_one_share_in_rising_order(costs, num_bins):
     bins = balance(costs, num_bins)
     assert len(bins) == num_bins
     assert sorted(item for items in bins for item in items) == list(range(len(costs)))
@@ -59,7 +62,7 @@ def test_sizes_differ_by_at_most_one(costs, num_bins):
 
 
 @given(costs, st.integers(1, 9))
-def test_the_same_costs_are_dealt_in_the_same_way(costs, num_bins):
+def test_the_same_costs_are_balanced_in_the_same_way(costs, num_bins):
     assert balance(costs, num_bins) == balance(list(costs), num_bins)
 
 
@@ -69,15 +72,15 @@ def test_loads_differ_by_at_most_the_costliest_item(costs, num_bins):
     assert max(loads) - min(loads) <= max(costs)
 
 
-@pytest.mark.parametrize(("lengths", "bound", "microbatches"), PACKED)
-def test_packed(lengths, bound, microbatches):
-    assert split(lengths, price, **bound) == microbatches
+@pytest.mark.parametrize(("lengths", "bound", "microbatches"), SPLIT)
+def test_split(lengths, bound, microbatches):
+    assert split(lengths, **bound) == microbatches
 
 
 @given(st.lists(st.integers(0, 64), max_size=40), bounds)
-def test_every_item_is_packed_once_under_the_cap(lengths, bound):
+def test_every_item_is_in_one_microbatch_under_the_cap(lengths, bound):
     lengths = [min(length, bound.get("max_tokens", 64)) for length in lengths]
-    microbatches = split(lengths, price, **bound)
+    microbatches = split(lengths, **bound)
     assert sorted(item for rows in microbatches for item in rows) == list(range(len(lengths)))
     assert all(rows for rows in microbatches)
     assert all(len(rows) <= bound.get("max_rows", len(rows)) for rows in microbatches)
@@ -87,13 +90,13 @@ def test_every_item_is_packed_once_under_the_cap(lengths, bound):
 
 @given(st.lists(st.integers(1, 64), max_size=40), st.integers(1, 9))
 def test_by_rows_alone_there_are_as_few_as_can_be(lengths, max_rows):
-    assert len(split(lengths, price, max_rows=max_rows)) == -(-len(lengths) // max_rows)
+    assert len(split(lengths, max_rows=max_rows)) == -(-len(lengths) // max_rows)
 
 
 @given(st.lists(st.integers(1, 64), max_size=40), bounds)
 def test_the_longest_come_first(lengths, bound):
     lengths = [min(length, bound.get("max_tokens", 64)) for length in lengths]
-    flat = [lengths[item] for rows in split(lengths, price, **bound) for item in rows]
+    flat = [lengths[item] for rows in split(lengths, **bound) for item in rows]
     assert flat == sorted(flat, reverse=True)
 
 
@@ -111,7 +114,7 @@ def groupings(size: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
 
 
 def key_of(groups, lengths, bound) -> tuple[int, float] | None:
-    """What pack makes as small as it can, or None where the groups are over the cap."""
+    """The number and price that split minimises; None for groups over the cap."""
     shapes = [(len(rows), max(1, *(lengths[item] for item in rows))) for rows in groups]
     max_rows, max_tokens = bound.get("max_rows", len(lengths)), bound.get("max_tokens", 999)
     if any(rows > max_rows or rows * longest > max_tokens for rows, longest in shapes):
@@ -123,5 +126,5 @@ def key_of(groups, lengths, bound) -> tuple[int, float] | None:
 @given(few_lengths, bounds)
 def test_no_other_grouping_is_cheaper(lengths, bound):
     best = min(key for groups in groupings(len(lengths)) if (key := key_of(groups, lengths, bound)) is not None)
-    mine = key_of(split(lengths, price, **bound), lengths, bound)
+    mine = key_of(split(lengths, **bound), lengths, bound)
     assert mine == pytest.approx(best, rel=1e-12)

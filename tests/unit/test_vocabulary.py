@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megabatch import GradientAccumulator, losses, verify
-from megabatch.autotune.memory import measuring
-from megabatch.losses import chunked_cross_entropy
+from megabatch.autotune.memory import measure_memory
+from megabatch.losses import chunked_cross_entropy, ready_made
 from megabatch.losses.chunked_cross_entropy import cross_entropy_sum
 from megabatch.verification.float64_copy import Float64WithoutDropout
 from tests.exact.spikes import Spikes
@@ -37,7 +37,7 @@ from tests.unit.heads import (
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Eight positions at once."""
-    monkeypatch.setattr(chunked_cross_entropy, "MIN_CHUNK_LOGITS", V)
+    monkeypatch.setattr(ready_made, "MIN_CHUNK_LOGITS", V)
 
 
 @pytest.mark.parametrize("family", KNOWN)
@@ -152,7 +152,7 @@ def truth(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor | None
 @pytest.mark.parametrize("tokens_at_once", [1, 8])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "phi"])
 def test_bfloat16_is_no_coarser_than_logits_would_be(family, tokens_at_once, monkeypatch):
-    monkeypatch.setattr(chunked_cross_entropy, "chunk_tokens", lambda *_: tokens_at_once)
+    monkeypatch.setattr(ready_made, "chunk_tokens", lambda *_: tokens_at_once)
     model, batch = causal(family, torch.bfloat16), microbatch()
     exact = truth(model, batch)
     head = [name for name in exact if name.startswith("lm_head")]
@@ -261,13 +261,13 @@ def test_all_positions_in_their_turn_are_the_same(monkeypatch):
 @pytest.mark.parametrize("positions", [341, 511])  # a chunk has 256; below 342 there are all logits
 def test_fewer_positions_need_no_more_memory(positions, monkeypatch):
     """A bound on memory, found for large microbatches, is one for small ones too."""
-    monkeypatch.setattr(chunked_cross_entropy, "MIN_CHUNK_LOGITS", 0)
+    monkeypatch.setattr(ready_made, "MIN_CHUNK_LOGITS", 0)
     wide = {"vocab_size": 4096, "hidden_size": 512, "max_position_embeddings": 512, "n_positions": 512}
     model = causal("gpt2", torch.float32, **wide)
     ids = torch.zeros(1, positions, dtype=torch.long)
     needed = []
     for batch in ({"input_ids": each, "labels": each} for each in (ids[:, :1], ids, F.pad(ids, (0, 1)))):
-        with measuring(torch.device("cpu")) as found:
+        with measure_memory(torch.device("cpu")) as found:
             losses.next_token(model, batch).total.backward()
         needed.append(found.peak_bytes)
     assert needed[1] <= 1.02 * needed[2]

@@ -9,14 +9,14 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 from megabatch import LossContractError, losses
-from megabatch.losses import chunked_cross_entropy
+from megabatch.losses import ready_made
 from tests.unit.heads import B, T, V, causal, compare, error, gradients, microbatch, plain, summed
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Eight positions at once."""
-    monkeypatch.setattr(chunked_cross_entropy, "MIN_CHUNK_LOGITS", V)
+    monkeypatch.setattr(ready_made, "MIN_CHUNK_LOGITS", V)
 
 
 def ways_to_see_logits():
@@ -64,7 +64,7 @@ def test_logits_stay_where_someone_may_look(way):
 
 
 def test_few_positions_have_logits(monkeypatch):
-    monkeypatch.setattr(chunked_cross_entropy, "MIN_CHUNK_LOGITS", V * (B * T + 1))
+    monkeypatch.setattr(ready_made, "MIN_CHUNK_LOGITS", V * (B * T + 1))
     compare(causal("gpt2"), microbatch(), 0.0, fused=False)
 
 

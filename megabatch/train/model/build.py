@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 from transformers import PreTrainedModel
 
+from megabatch import JointLoss
 from megabatch.errors import MegabatchError, in_one_line
-from megabatch.losses.contract import JointLoss, LossFunction
-from megabatch.pipeline.run import Pipeline
+from megabatch.losses import LossFunction
+from megabatch.pipeline import Pipeline
 from megabatch.train.config import Config, LossConfig, ModelConfig
 from megabatch.train.console import Console
 from megabatch.train.model.adapters import begun, check_layout
@@ -25,10 +26,10 @@ from megabatch.train.model.frozen import check_same_bits, choose_trained, left_o
 from megabatch.train.model.initial import fill
 from megabatch.train.model.precision import accumulation_of, computing, policy_of, precision_text
 from megabatch.train.model.quantized import check_quantized, described, quantized
+from megabatch.train.model.smoke_test import check_documents, try_forward
 from megabatch.train.model.source import Source, fresh_source, own_source, saved_source
 from megabatch.train.model.stages import Stages, pipeline, stages_of, stages_text
 from megabatch.train.model.tensor import NO_BORDERS, plain_terms, spread
-from megabatch.train.model.trial import probe_isolation, try_forward
 from megabatch.train.model.wrap import Wrapper, blocks_of, choose_wrapper, distribute, replicate
 from megabatch.train.passes import in_place_of
 from megabatch.train.ranks import Ranks
@@ -89,7 +90,7 @@ def build(config: Config, ranks: Ranks, console: Console, longest_tokens: int | 
         with computing(config.model, wrapper.casts_as, ranks.device):
             try_forward(run, config.model, ranks.device)
             if config.data.pack_tokens is not None:
-                isolated, text = probe_isolation(run, ranks.device)
+                isolated, text = check_documents(run, ranks.device)
                 (words if isolated else warnings).append(text)
     if mesh is not None and "cp" in (mesh.mesh_dim_names or ()):  # the trial has run whole sequences
         attend_over(cast(PreTrainedModel, base), mesh.get_group("cp"))

@@ -1,54 +1,95 @@
-"""The trial of another library's loss: is it the mean that it is taken for? Nothing is left of it."""
+"""Mean losses of other libraries as a sum and its count, and a trial that each is that mean."""
 
 import contextlib
 import copy
 import random
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader, Dataset, Sampler
 
-from megabatch.autotune.snapshot import ModuleSnapshot
 from megabatch.batching.samples import IGNORED_LABEL, Microbatch
 from megabatch.engine import random_state
 from megabatch.errors import LossContractError, MegabatchError, in_one_line
-from megabatch.integrations.metric_means import GIVE, Count, Mean, own_entries
+from megabatch.losses import contract
+from megabatch.losses.contract import LossFunction, Term
 
-MAX_TRIED = 8  # samples of a trial
-MAX_LOOKED_AT = 256  # samples of a rank among which they are chosen
-MAX_NUMEL = 2**20  # of a parameter whose gradient is compared
-MAX_COMPARED = 2**12  # elements of it
-MAX_DEPTH = 5  # of objects whose attributes are put back
-OTHERS = {"torch", "accelerate", "datasets", "megabatch"}  # whose objects a user's loss does not write to by itself
-MAX_ENTRIES = 1000  # of a container whose entries are put back one by one
-LEFT_ALONE = (
-    nn.Module,
-    torch.optim.Optimizer,
-    Dataset,
-    DataLoader,
-    Sampler,
-    type,
-    FunctionType,
-    MethodType,
-    ModuleType,
-)
+Mean = Callable[[Any, Any], Any]  # a scalar tensor, of a model and a microbatch
+Count = Callable[[Any], Any]  # what a microbatch's mean is over
+GIVE = "give loss_fn=, which returns (total, weight)"
 
 
-def choose(samples: Sequence[Any], known: set[Any], most: int = MAX_TRIED) -> list[Any]:
-    """Samples that differ in class, length, number of targets or whatever else they hold; the most telling first.
+def make_sum_loss(mean: Mean, count: Count) -> LossFunction:
+    """Return the loss whose total is ``mean * count`` and whose weight is ``count``.
+
+    Where the count is 0 the mean may be 0 / 0, but its gradient must be finite, as with torch's cross-entropy.
+    """
+
+    @contract.loss(weigh=count)
+    def total_and_count(model: nn.Module, microbatch: Microbatch) -> Term:
+        weight = count(microbatch)
+        found = mean(model, copy_mapping(microbatch))
+        return Term(torch.where(torch.as_tensor(weight > 0, device=found.device), found, 0.0) * weight, weight)
+
+    return total_and_count
+
+
+def copy_mapping(microbatch: Microbatch) -> Microbatch:
+    """Return a shallow copy of a mapping, since a loss may pop the labels."""
+    return copy.copy(cast(Any, microbatch)) if isinstance(microbatch, Mapping) else microbatch
+
+
+def count_labels(microbatch: Microbatch, *, shifted: bool) -> Tensor:
+    """Count the labels that are not -100, or the rows if there are no labels or one number for each row.
 
     Args:
-        known: What earlier samples had. Without anything new, nothing is chosen.
+        microbatch: A mapping of tensors, or another tree of them.
+        shifted: The model is causal and never uses the label at position 0.
     """
-    stride = max(1, len(samples) // MAX_LOOKED_AT)
+    named: Mapping[str, Any] = cast(Any, microbatch) if isinstance(microbatch, Mapping) else {}
+    labels: Any = named.get("shift_labels")
+    if labels is None and (labels := named.get("labels")) is not None and shifted and labels.ndim > 1:
+        labels = labels[..., 1:]
+    if labels is None:
+        return count_rows(microbatch)
+    if labels.is_floating_point() and labels.numel() == len(labels):
+        return torch.tensor(len(labels))  # regression targets, for which -100 is a value
+    return (labels != IGNORED_LABEL).sum()
+
+
+def count_rows(microbatch: Microbatch) -> Tensor:
+    """Return the size of dim 0 of the first tensor."""
+    leaves = microbatch.values() if isinstance(microbatch, Mapping) else pytree.tree_leaves(microbatch)
+    for leaf in cast(Any, leaves):
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            return torch.tensor(len(leaf))
+    raise LossContractError(
+        f"a microbatch is a {type(microbatch).__name__} without tensors, so what a mean is over cannot be counted; "
+        f"override count_targets(), or {GIVE}"
+    )
+
+
+MAX_TRIED = 8  # samples in a trial
+MAX_CANDIDATES = 256  # samples of a rank to choose from
+MAX_NUMEL = 2**20  # largest parameter whose gradient is compared
+MAX_COMPARED = 2**12  # elements of such a gradient
+
+
+def choose_samples(samples: Sequence[Any], known: set[Any], most: int = MAX_TRIED) -> list[Any]:
+    """Choose samples that differ in class, length, number of targets or other contents; those with most news first.
+
+    Args:
+        samples: Samples of this rank.
+        known: Features of earlier samples. Without a new feature nothing is chosen.
+        most: Number of samples to choose.
+    """
+    stride = max(1, len(samples) // MAX_CANDIDATES)
     left = [(_features(sample), sample) for sample in samples[::stride]]
     seen, chosen = set(known), list[Any]()
     while left and len(chosen) < most:
@@ -61,13 +102,13 @@ def choose(samples: Sequence[Any], known: set[Any], most: int = MAX_TRIED) -> li
     return chosen
 
 
-def features_of(samples: Iterable[Any]) -> set[Any]:
-    """What tells these samples from others."""
+def collect_features(samples: Iterable[Any]) -> set[Any]:
+    """Return the features of all these samples."""
     return {each for sample in samples for each in _features(sample)}
 
 
 def _features(sample: Any) -> set[Any]:
-    """By key: a number itself; of several their shape, how many are -100 or 0, and which they are, if few."""
+    """Return features by key: a number itself; for a tensor its shape, counts of -100 and 0, and its values if few."""
     named = sample.items() if isinstance(sample, Mapping) else enumerate(sample if type(sample) is tuple else (sample,))
     found: set[Any] = set()
     for name, value in cast(Any, named):
@@ -76,7 +117,7 @@ def _features(sample: Any) -> set[Any]:
             continue
         try:
             numbers = torch.as_tensor(value).cpu()
-        except Exception:  # of whatever a sample holds
+        except Exception:  # the sample may hold anything
             continue
         if numbers.ndim == 0:
             found.add((name, numbers.item()))
@@ -90,29 +131,33 @@ def _features(sample: Any) -> set[Any]:
     return found
 
 
-def groupings(num_samples: int, size: int) -> list[tuple[int, ...]]:
-    """Groups of at least two, of at most ``size``; each sample in two different ones where there are enough."""
-    inorder, size = list(range(num_samples)), max(2, min(size, num_samples))
-    dealt = [*inorder[::2], *inorder[1::2]]
+def make_groups(num_samples: int, size: int) -> list[tuple[int, ...]]:
+    """Return groups of 2 to ``size`` samples, each sample in two different groups if there are enough."""
+    in_order, size = list(range(num_samples)), max(2, min(size, num_samples))
+    alternating = [*in_order[::2], *in_order[1::2]]
     second = max(2, min(size, (num_samples + 1) // 2))
-    groups = [order[start : start + each] for order, each in ((inorder, size), (dealt, second))
+    groups = [order[start : start + each] for order, each in ((in_order, size), (alternating, second))
               for start in range(0, num_samples, each)]  # fmt: skip
     return list(dict.fromkeys(tuple(sorted(group)) for group in groups if len(group) > 1))
 
 
 class NotFiniteError(LossContractError):
-    """A gradient that is not finite, by which nothing can be told."""
+    """A gradient that is not finite, so that the trial has no result."""
 
 
 @dataclass(frozen=True)
-class Trial:
-    """Samples of an update, and what is asked of them.
+class LossTrial:
+    """A trial of a mean loss on samples of an update.
 
     Args:
+        model: The unwrapped model, in eval mode.
+        samples: Uncollated samples.
+        collate: Makes a microbatch of samples.
+        prepare: Moves a microbatch to the device.
         mean: The scalar loss of a model and a microbatch.
-        count: What a microbatch's mean is over.
-        size: Samples of a group, as a microbatch may have.
-        one_row: Microbatches are of one sample, so a model or collator may take no two.
+        count: Counts the targets of a microbatch.
+        size: Samples of a group: as many as a microbatch may have.
+        one_row: Microbatches have one sample, so model and collator need not take two.
         tolerance: Relative error of a gradient.
     """
 
@@ -127,31 +172,31 @@ class Trial:
     tolerance: float
 
     def check_mean(self) -> None:
-        """Raise `LossContractError` unless the mean of several samples follows from those of each alone.
+        """Raise `LossContractError` unless the mean of several samples follows from the mean of each alone.
 
-        Gradients times counts are compared, of the small parameters, without dropout.
+        This compares gradients times counts, of small parameters, without dropout.
         """
         indices = range(len(self.samples))
         take, is_drawn = self._microbatches()
         alone = [take((index,)) for index in indices]
         counts = [self._count(each) for each in alone]
-        if self._draws(alone[counts.index(max(counts))], max(counts)):
+        if self._is_random(alone[counts.index(max(counts))], max(counts)):
             is_drawn, take = True, self._cut_by_rows() or take
             alone = [take((index,)) for index in indices]
             counts = [self._count(each) for each in alone]
-        sums = [self._sum(each, count) for each, count in zip(alone, counts, strict=True)]
-        for group in groupings(len(self.samples), self.size):
+        sums = [self._scaled_gradient(each, count) for each, count in zip(alone, counts, strict=True)]
+        for group in make_groups(len(self.samples), self.size):
             try:
                 together = take(group)
                 count = self._count(together)
-                found = self._sum(together, count, rows=len(group) if is_drawn else 1)
+                found = self._scaled_gradient(together, count, rows=len(group) if is_drawn else 1)
             except LossContractError:
                 if self.one_row:
                     return
                 raise
             added = sum(counts[index] for index in group)
             if abs(count - added) > 1e-6 * added:
-                if self.one_row:  # what the collator leaves out of several is never fed
+                if self.one_row:  # the model never sees what the collator drops from several samples
                     return
                 raise LossContractError(
                     f"count_targets() counts {count:g} in {len(group)} samples together and {added:g} in each alone; "
@@ -159,8 +204,8 @@ class Trial:
                 )
             self._compare(found, [sums[index] for index in group], count, is_drawn=is_drawn)
 
-    def _draws(self, microbatch: Microbatch, count: float) -> bool:
-        """Whether the loss draws random numbers. Raises where they cannot be drawn again."""
+    def _is_random(self, microbatch: Microbatch, count: float) -> bool:
+        """Return true if the loss draws random numbers. Raise if a seed does not repeat them."""
         first, again, other = (self._gradient(microbatch, seed) for seed in (0, 0, 1))
         if not count:
             return False
@@ -177,10 +222,10 @@ class Trial:
         """Raise `LossContractError` unless ``total`` has the gradient of the mean times the count."""
         take, _ = self._microbatches()
         alone = [(index,) for index in range(len(self.samples))]
-        for group in alone if self.one_row else groupings(len(self.samples), self.size) or alone:
+        for group in alone if self.one_row else make_groups(len(self.samples), self.size) or alone:
             microbatch = take(group)
             count = self._count(microbatch)
-            expected, found = self._sum(microbatch, count), self._gradient(microbatch, 0, total)
+            expected, found = self._scaled_gradient(microbatch, count), self._gradient(microbatch, 0, total)
             error = _distance(found, expected) if count else 0.0
             if error == float("inf"):
                 raise NotFiniteError(f"the gradient of the model's loss is not finite for {count:g} targets")
@@ -205,19 +250,19 @@ class Trial:
             f"{error:.2g}; {GIVE}, or {instead}"
         )
 
-    def _sum(self, microbatch: Microbatch, count: float, rows: int = 1) -> Tensor:
-        """The gradient of the mean, times the count: called for every microbatch, since a loss may ask other ranks."""
+    def _scaled_gradient(self, microbatch: Microbatch, count: float, rows: int = 1) -> Tensor:
+        """Return the gradient of the mean, times the count; even for a count of 0, since a loss may be collective."""
         found = self._gradient(microbatch, 0, rows=rows)
         return found * count if count else torch.zeros_like(found)
 
     def _count(self, microbatch: Microbatch) -> float:
-        with _blamed("count_targets()"):
+        with _naming_source("count_targets()"):
             return float(self.count(microbatch))
 
     def _microbatches(self) -> tuple[Callable[[Sequence[int]], Microbatch], bool]:
-        """What makes a microbatch of some samples, and whether random numbers of the collator differ between two.
+        """Return a function that makes a microbatch of some samples, and true if its random numbers differ per call.
 
-        Samples are collated apart, as they are when they are cut, unless the collator draws random numbers.
+        Each microbatch is collated by itself, as in training, unless the collator draws random numbers.
         """
         if all(_same(self._collated((index,)), self._collated((index,), 1)) for index in range(len(self.samples))):
             return lambda indices: self._prepared(self._collated(indices)), False
@@ -225,43 +270,43 @@ class Trial:
         return by_rows or (lambda indices: self._prepared(self._collated(indices))), by_rows is None
 
     def _cut_by_rows(self) -> Callable[[Sequence[int]], Microbatch] | None:
-        """Cuts a microbatch of all samples by rows, so that nothing is drawn or padded anew; None where it has none."""
+        """Return a function that slices rows of one microbatch, so that nothing is redrawn; None without rows."""
         whole: Any = None
-        with contextlib.suppress(LossContractError):  # a collator may take only one
+        with contextlib.suppress(LossContractError):  # a collator may take only one sample
             whole = self._collated(range(len(self.samples)))
         if not isinstance(whole, Mapping) or _rows_of(cast(Any, whole)) != len(self.samples):
             return None
         return lambda indices: self._prepared(_cut(cast(Any, whole), indices))
 
     def _collated(self, indices: Sequence[int], seed: int = 0) -> Microbatch:
-        with _blamed(f"the data collator, given {len(indices)} of the samples,"), _seeded(self._device, seed):
+        with _naming_source(f"the data collator, given {len(indices)} of the samples,"), _seeded(self._device, seed):
             return self.collate([copy.copy(self.samples[index]) for index in indices])
 
     def _prepared(self, microbatch: Microbatch) -> Microbatch:
-        with _blamed("_prepare_inputs()"), _seeded(self._device, 0):
+        with _naming_source("_prepare_inputs()"), _seeded(self._device, 0):
             return self.prepare(microbatch)
 
     def _gradient(self, microbatch: Microbatch, seed: int, scalar: Mean | None = None, rows: int = 1) -> Tensor:
-        """Of some parameters, as one vector in float64 on the CPU."""
+        """Return the gradient of the small parameters as one float64 vector on the CPU."""
         trained = [each for each in self.model.parameters() if each.requires_grad]
         small = [each for each in trained if each.numel() <= MAX_NUMEL] or [min(trained, key=Tensor.numel)]
-        alike = _DrawnAlike(rows, self._device) if rows > 1 else contextlib.nullcontext()
-        with _blamed("compute_loss, tried on samples of the update,"), _seeded(self._device, seed):
-            with alike:
-                loss = (scalar or self.mean)(self.model, own_entries(microbatch))
+        draws = _RowwiseRandom(rows, self._device) if rows > 1 else contextlib.nullcontext()
+        with _naming_source("compute_loss, tried on samples of the update,"), _seeded(self._device, seed):
+            with draws:
+                loss = (scalar or self.mean)(self.model, copy_mapping(microbatch))
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 kind = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
                 raise LossContractError(f"compute_loss gives {kind}; expected a scalar tensor")
             found: Any = torch.autograd.grad(loss, small, allow_unused=True)
-        return torch.cat([_some(each, like) for each, like in zip(found, small, strict=True)])
+        return torch.cat([_sample_gradient(each, like) for each, like in zip(found, small, strict=True)])
 
     @property
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
 
 
-def _some(gradient: Tensor | None, parameter: Tensor) -> Tensor:
-    """At most so many elements, evenly spread; zeros where the loss does not come to the parameter."""
+def _sample_gradient(gradient: Tensor | None, parameter: Tensor) -> Tensor:
+    """Return up to MAX_COMPARED elements, evenly spaced; zeros if the loss does not reach the parameter."""
     stride = max(1, parameter.numel() // MAX_COMPARED)
     size = len(range(0, parameter.numel(), stride))
     if gradient is None:
@@ -270,18 +315,18 @@ def _some(gradient: Tensor | None, parameter: Tensor) -> Tensor:
 
 
 def _distance(found: Tensor, expected: Tensor, *parts: Tensor) -> float:
-    """Relative to the largest of all; infinite where a number is not finite."""
+    """Return the difference relative to the largest norm; infinite if a number is not finite."""
     scale = max(float(each.norm()) for each in (found, expected, *parts))
     error = float((found - expected).norm())
     return error / (scale or 1.0) if np.isfinite(error) and np.isfinite(scale) else float("inf")
 
 
-class _DrawnAlike(TorchDispatchMode):
-    """Lets each row of a microbatch draw what it would draw alone."""
+class _RowwiseRandom(TorchDispatchMode):
+    """Give each row of a microbatch the random numbers that it would draw alone."""
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         super().__init__()
-        self._num_rows, self._of = num_rows, device
+        self._num_rows, self._device = num_rows, device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -289,7 +334,7 @@ class _DrawnAlike(TorchDispatchMode):
             return func(*args, **kwargs)
         if not any(map(self._has_rows, (*args, *kwargs.values()))):
             return func(*args, **kwargs)
-        before, drawn = random_state.note(self._of), list[Tensor]()
+        before, drawn = random_state.note(self._device), list[Tensor]()
         for row in range(self._num_rows):
             random_state.put_back(before)
             cut = partial(self._row, row=row)
@@ -299,7 +344,7 @@ class _DrawnAlike(TorchDispatchMode):
     def _has_rows(self, value: Any) -> bool:
         if isinstance(value, Tensor):
             return value.ndim > 0 and len(value) == self._num_rows
-        return isinstance(value, list) and value[:1] == [self._num_rows]  # a size
+        return isinstance(value, list) and value[:1] == [self._num_rows]  # the sizes argument of an operation
 
     def _row(self, value: Any, row: int) -> Any:
         if not self._has_rows(value):
@@ -308,20 +353,20 @@ class _DrawnAlike(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def _blamed(whose: str) -> Generator[None]:
-    """Say whose error it is."""
+def _naming_source(source: str) -> Generator[None]:
+    """Name the source of an error raised inside."""
     try:
         yield
     except MegabatchError:
         raise
     except Exception as error:
         instead = "; check_loss=False leaves the trial out" if isinstance(error, torch.OutOfMemoryError) else ""
-        raise LossContractError(f"{whose} failed: {in_one_line(error)}{instead}") from error
+        raise LossContractError(f"{source} failed: {in_one_line(error)}{instead}") from error
 
 
 @contextlib.contextmanager
 def _seeded(device: torch.device, seed: int) -> Generator[None]:
-    """The generators of torch, numpy and Python begin with a seed, and stand afterwards where they stood before."""
+    """Seed the generators of torch, numpy and Python inside, and restore them afterwards."""
     state, of_python, of_numpy = random_state.note(device), random.getstate(), np.random.get_state()
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
@@ -355,90 +400,3 @@ def _same(one: Any, other: Any) -> bool:
         one, other = torch.as_tensor(one), torch.as_tensor(other)
         return one.shape == other.shape and bool(torch.allclose(one.double(), other.double(), 0, 0, equal_nan=True))
     return not isinstance(one, int | float | str | bytes | bool) or one == other
-
-
-@contextlib.contextmanager
-def without_traces(model: nn.Module, remembered: "Remembered") -> Generator[None]:
-    """In eval mode; what is written to the model's modules, and to what is remembered, is put back."""
-    kept = [ModuleSnapshot(module) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        remembered.put_back()
-        for each in kept:
-            each.put_back()
-
-
-class Remembered:
-    """What plain objects hold: their attributes, and the entries of containers and tensors among them.
-
-    Args:
-        leave: Objects that are not looked into.
-    """
-
-    def __init__(self, *objects: Any, leave: Iterable[Any] = ()) -> None:
-        self._undo: list[Callable[[], Any]] = []
-        self._seen = {id(each): each for each in leave}
-        for each in objects:
-            self._note(vars(each), MAX_DEPTH)
-
-    def put_back(self) -> None:
-        for undo in self._undo:
-            undo()
-
-    def _note(self, value: Any, depth: int) -> None:
-        if not depth or id(value) in self._seen or isinstance(value, LEFT_ALONE):
-            return
-        self._seen[id(value)] = value
-        inner: Iterable[Any] = ()
-        if isinstance(value, Tensor):
-            if not value.requires_grad and value.numel() <= MAX_NUMEL:
-                self._undo.append(partial(_fill, value, value.detach().clone()))
-        elif isinstance(value, np.ndarray):
-            self._undo.append(partial(np.copyto, value, value.copy()))
-        elif isinstance(value, torch.Generator):
-            self._undo.append(partial(value.set_state, value.get_state()))
-        elif isinstance(value, random.Random):
-            self._undo.append(partial(value.setstate, value.getstate()))
-        elif isinstance(value, np.random.Generator):
-            self._undo.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
-        elif isinstance(value, dict):
-            self._undo.append(partial(_put_back_entries, value, dict(value)))
-            inner = value.values()
-        elif isinstance(value, list | deque):
-            self._undo.append(partial(_refill, value, value.extend, list(cast(Any, value))))
-            inner = value
-        elif isinstance(value, set):
-            self._undo.append(partial(_refill, value, value.update, set(cast(Any, value))))
-        elif isinstance(value, tuple):
-            inner = value
-        elif hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in OTHERS:
-            self._undo.append(partial(_put_back_entries, vars(value), dict(vars(value))))
-            inner = vars(value).values()
-        if len(cast(Any, inner)) <= MAX_ENTRIES:
-            for each in list(inner):
-                self._note(each, depth - 1)
-
-
-def _put_back_entries(found: dict[Any, Any], entries: dict[Any, Any]) -> None:
-    """Only what has changed is touched, since other threads may read."""
-    if [*found] != [*entries]:
-        for name in found.keys() - entries.keys():
-            del found[name]
-    for name, value in entries.items():
-        if name not in found or found[name] is not value:
-            found[name] = value
-
-
-def _refill(container: Any, fill: Callable[[Any], Any], entries: Any) -> None:
-    if len(container) != len(entries) or any(one is not other for one, other in zip(container, entries, strict=True)):
-        container.clear()
-        fill(entries)
-
-
-@torch.no_grad()
-def _fill(tensor: Tensor, numbers: Tensor) -> None:
-    if tensor.shape != numbers.shape:
-        tensor.resize_(numbers.shape)
-    tensor.copy_(numbers)

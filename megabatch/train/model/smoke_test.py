@@ -1,5 +1,6 @@
-"""Trial: the model is run on a few tokens before a run begins, to see what its config does not say."""
+"""Smoke test of a model on a few tokens, before a run begins."""
 
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -7,27 +8,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from megabatch.engine.packing_check import check_packing_isolation, equal_but_rounding
 from megabatch.errors import MegabatchError
-from megabatch.pipeline.run import Pipeline, evaluate
+from megabatch.pipeline import Pipeline, evaluate
 from megabatch.train.config import ModelConfig
 from megabatch.train.model.architecture import refused
 from megabatch.train.model.quiet import quiet
 from megabatch.train.model.wrap import reshard
 
-NUM_FIRST, NUM_SECOND = 5, 6  # tokens of the probe's two documents
-
 
 def try_forward(model: nn.Module, config: ModelConfig, device: torch.device) -> None:
-    """Raise where sizes do not go together, or a token sees the next one; on every rank of a sharded model."""
+    """Raise `MegabatchError` if the model does not run, or a token sees the next one; on all ranks of the model."""
     vocab_size = vocab_size_of(model)
     try:
         one, other = (logits_of(model, torch.tensor([[0, last % vocab_size]], device=device)) for last in (0, 1))
-    except Exception as error:  # whatever its layers raise for what they cannot run
+    except Exception as error:  # layers raise anything for sizes that do not fit
         raise refused(config, error) from None
     if not bool(torch.isfinite(one).all()):
         key = "model.config" if config.name is None else f"model.name = {config.name!r}"
         raise MegabatchError(f"the model of {key} gives logits that are not finite; choose weights that are whole")
-    if not are_close(one[:, 0], other[:, 0]):
+    if not equal_but_rounding(one[:, 0], other[:, 0]):
         key = "model.config" if config.name is None else f"model.name = {config.name!r}"
         raise MegabatchError(
             f"the model of {key} is not causal: a token's output changes with the token after it; "
@@ -35,13 +35,13 @@ def try_forward(model: nn.Module, config: ModelConfig, device: torch.device) -> 
         )
 
 
-def probe_isolation(model: nn.Module, device: torch.device) -> tuple[bool, str]:
-    """Whether documents that are packed into a row are apart, and how, in words; on every rank of a sharded model.
-
-    The second document of a row must come out as it does alone; in a row by itself, and in one of two rows.
-    """
+def check_documents(model: nn.Module, device: torch.device) -> tuple[bool, str]:
+    """Return true if packed documents do not see each other, and the finding in words; on all ranks of the model."""
     attention = getattr(config_of(model), "_attn_implementation", None)
-    crossing = [num_rows for num_rows in (1, 2) if crosses(model, num_rows, device)]
+    logits, vocab_size = partial(logits_of, model), vocab_size_of(model)
+    crossing = [
+        num_rows for num_rows in (1, 2) if not check_packing_isolation(logits, vocab_size, device, num_rows=num_rows)
+    ]
     if not crossing:
         return True, f"documents are isolated by their position_ids ({attention})"
     rows = "" if 1 in crossing else " in a microbatch of several rows (update.micro_batch_size = 1 has one)"
@@ -51,28 +51,18 @@ def probe_isolation(model: nn.Module, device: torch.device) -> tuple[bool, str]:
     )
 
 
-def crosses(model: nn.Module, num_rows: int, device: torch.device) -> bool:
-    """Whether the second document of packed rows comes out otherwise than alone."""
-    lengths = (NUM_FIRST, NUM_SECOND)
-    tokens = torch.arange(num_rows * sum(lengths), device=device) * 7 % vocab_size_of(model)
-    rows = tokens.view(num_rows, sum(lengths))  # [B, T]
-    positions = torch.cat([torch.arange(length, device=device) for length in lengths]).expand(num_rows, -1)
-    packed = logits_of(model, rows, position_ids=positions)[:, NUM_FIRST:]
-    return not are_close(packed, logits_of(model, rows[:, NUM_FIRST:]))
-
-
 def vocab_size_of(model: nn.Module) -> int:
     return config_of(model).get_text_config().vocab_size
 
 
 def config_of(model: nn.Module) -> PreTrainedConfig:
-    """The config of a model, or of a pipeline's stages."""
+    """Return the config of a model, or of a pipeline's stages."""
     return next(each.config for each in model.modules() if isinstance(each, PreTrainedModel))
 
 
 @torch.no_grad()
 def logits_of(model: nn.Module, tokens: Tensor, **inputs: Tensor) -> Tensor:
-    """The model's logits [B, T, V] for tokens [B, T], without its dropout and not compiled; it is left as it was."""
+    """Return logits [B, T, V] for tokens [B, T], without dropout and compiler; the model's mode stays."""
     was_training = model.training
     model.eval()
     try:
@@ -86,7 +76,7 @@ def logits_of(model: nn.Module, tokens: Tensor, **inputs: Tensor) -> Tensor:
 
 
 def logits_through(model: Pipeline, inputs: dict[str, Tensor]) -> Tensor:
-    """The logits of a pipeline, on all of its ranks; collective."""
+    """Return the logits of a pipeline, on all of its ranks; collective."""
     found: list[Tensor] = []
 
     def keep(last_stage: Any, microbatch: Any) -> tuple[Tensor, float]:
@@ -98,10 +88,3 @@ def logits_through(model: Pipeline, inputs: dict[str, Tensor]) -> Tensor:
     logits = found[0].contiguous() if found else torch.empty_like(expected, device=inputs["input_ids"].device)
     dist.broadcast(logits, group=model.group, group_src=model.last_rank)
     return logits
-
-
-def are_close(a: Tensor, b: Tensor) -> bool:
-    """Equal but for rounding, which is far below what another token does to a logit."""
-    eps = max(torch.finfo(a.dtype).eps, torch.finfo(torch.float32).eps)  # norms compute in float32 at the best
-    scale = float(torch.maximum(a.abs().max(), b.abs().max()))
-    return float((a - b).abs().max()) <= eps**0.5 * scale

@@ -1,0 +1,187 @@
+"""Fake tensors and a fake process group: this process acts as rank 0 of many, without memory, weights or peers."""
+
+import contextlib
+import gc
+from collections.abc import Generator, Mapping, Sequence
+from math import prod
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor._redistribute import (
+    _gen_transform_infos,  # pyright: ignore[reportPrivateUsage]
+    clear_redistribute_planner_cache,
+)
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # pyright: ignore[reportPrivateUsage]
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megabatch.errors import PlanError, in_one_line, require_count
+from megabatch.pipeline.stages import Pipeline
+from megabatch.simulate.replica import Replica
+from megabatch.torch_private import param_groups
+from megabatch.wrappers.mesh import DataRanks, check_axes
+
+NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+
+class FakeMode(FakeTensorMode):
+    """torch's fake mode without its check for a compiler at every operation: there is none."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.dispatch(func, types, args, kwargs)
+
+
+def check_model(model: Any) -> list[nn.Module]:
+    """Return the models of one model or a list. Raise `PlanError` for one that cannot be simulated."""
+    models = list(cast(list[Any], model)) if isinstance(model, list | tuple) else [model]
+    for each in models:
+        if isinstance(each, Pipeline):
+            raise PlanError("a Pipeline sends activations that a simulated rank never gets; simulate each stage alone")
+        if not isinstance(each, nn.Module):
+            raise PlanError(
+                f"make_model returned a {type(each).__name__}; expected a torch.nn.Module, or a list of them"
+            )
+        for module in each.modules():
+            _check_module(module)
+    return models
+
+
+def _check_module(module: nn.Module) -> None:
+    if isinstance(module, DistributedDataParallel) and not isinstance(module, Replica):
+        raise PlanError(
+            "DistributedDataParallel's reducer cannot run on fake tensors; wrap with megabatch.simulate.Replica, "
+            "which takes its arguments"
+        )
+    if isinstance(module, FullyShardedDataParallel):
+        raise PlanError("FSDP1 cannot be simulated; shard with FSDP2's fully_shard")
+    if hasattr(module, "_orig_mod") or cast(Any, module)._compiled_call_impl is not None:
+        raise PlanError("the model is compiled, and what a compiler fuses cannot be simulated; leave compile out")
+
+
+def give_fake_memory(models: list[nn.Module]) -> None:
+    """Replace meta or real tensors by fake ones of the CPU; call it inside of a FakeTensorMode.
+
+    Parameters that several modules share stay shared. Pinned memory of CPU offload counts as ordinary memory.
+    """
+    for model in models:
+        for group in fsdp_groups(model):
+            for parameter in group.fsdp_params:
+                parameter.pin_memory = False
+        shared = _shared_places(model)
+        model.to_empty(device="cpu")
+        for first, *others in shared:
+            for module, name in others:
+                _own_parameters(module)[name] = _own_parameters(first[0])[first[1]]
+
+
+def fsdp_groups(model: nn.Module) -> list[Any]:
+    """Return FSDP2's groups of parameters."""
+    return param_groups([module for module in model.modules() if isinstance(module, FSDPModule)])
+
+
+def _shared_places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Return the places of each parameter that several modules share."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in _own_parameters(module).items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module, name))
+    return [each for each in places.values() if len(each) > 1]
+
+
+def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return a module's own parameters by name, shared ones included."""
+    return cast(Any, module)._parameters
+
+
+@contextlib.contextmanager
+def disabled_gc() -> Generator[None]:
+    """Disable Python's garbage collector, so that memory is freed at the same time in every run."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def refuse_data_access() -> Generator[None]:
+    """Raise `PlanError` in one line where code reads the contents of a tensor, which a simulation does not have."""
+    try:
+        yield
+    except NEEDS_DATA as error:
+        raise PlanError(
+            f"what is run looks at the contents of a tensor ({in_one_line(error)}), and a simulation has none; give "
+            "code whose shapes follow from shapes (experts by grouped_mm, no .item(), no nonzero)"
+        ) from None
+
+
+class OnlyRank(DataRanks):
+    """Ranks on which every other rank sends the same as this one."""
+
+    @classmethod
+    def like(cls, ranks: DataRanks) -> "OnlyRank":
+        """Return ranks with the same groups."""
+        return cls(ranks.data_groups, ranks.context_groups, ranks.tensor_groups, ranks.pipeline_groups)
+
+    def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
+        return [list(numbers) for _ in range(self.num_all)]
+
+    def exchange_objects(self, value: Any) -> list[Any]:
+        return [value for _ in range(self.num_all)]
+
+
+@contextlib.contextmanager
+def fake_mesh(axes: Mapping[str, int]) -> Generator[DeviceMesh | None]:
+    """Make this process rank 0 of a mesh with these axes, over a fake process group; None without axes.
+
+    Raises:
+        PlanError: A process group exists already, or an axis is unknown.
+    """
+    for axis, size in axes.items():
+        require_count(f"the size of mesh axis {axis!r}", size)
+    num_ranks = prod(axes.values())
+    if dist.is_initialized():
+        raise PlanError(
+            "this process has a process group, and a simulated one would take its place; simulate in a process of its "
+            "own, or call torch.distributed.destroy_process_group() before"
+        )
+    if not axes:
+        yield None
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    try:
+        _clear_mesh_caches()
+        with torch.device("cpu"):
+            mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+        check_axes(mesh)
+        yield mesh
+    finally:
+        dist.destroy_process_group()
+        _clear_mesh_caches()
+
+
+def _clear_mesh_caches() -> None:
+    """Clear DTensor's caches, which hold meshes whose process groups are gone."""
+    _clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
+    _gen_transform_infos.cache_clear()
