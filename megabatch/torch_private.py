@@ -115,7 +115,7 @@ def is_transformed() -> bool:
 
 def keeps_graph() -> bool:
     """Whether the backward that runs keeps its graph, in which case it may run again."""
-    return cast(Any, torch._C)._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportPrivateUsage]
+    return cast(Any, torch)._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportPrivateUsage]
 
 
 def inputs_of_node(node: Any) -> Sequence[Any]:
@@ -180,23 +180,21 @@ def is_given_to_replicate(module: nn.Module) -> bool:
 
 def global_step_hooks() -> tuple[Mapping[int, Callable[..., Any]], ...]:
     """``_global_optimizer_pre_hooks`` and ``_post_hooks``: those of every optimizer's step."""
-    from torch.optim import optimizer
-
-    hooks = cast(Any, optimizer)
+    hooks = cast(Any, sys.modules[torch.optim.Optimizer.__module__])
     return hooks._global_optimizer_pre_hooks, hooks._global_optimizer_post_hooks
 
 
 def start_profiler() -> None:
     """``_enable_profiler_legacy``, with memory. Raises RuntimeError where another profiler runs."""
-    profiler: Any = cast(Any, torch._C)._profiler
+    profiler: Any = cast(Any, torch)._C._profiler
     experimental = profiler._ExperimentalConfig()
     config = profiler.ProfilerConfig(profiler.ProfilerState.CPU, False, True, False, False, False, experimental)
-    cast(Any, torch._C)._autograd._enable_profiler_legacy(config)
+    cast(Any, torch)._C._autograd._enable_profiler_legacy(config)
 
 
 def stop_profiler() -> list[list[Any]]:
     """``_disable_profiler_legacy``: the events of each thread."""
-    return cast(Any, torch._C)._autograd._disable_profiler_legacy()
+    return cast(Any, torch)._C._autograd._disable_profiler_legacy()
 
 
 # Process groups and meshes

@@ -69,7 +69,7 @@ def test_private_names_of_torch_are_read_in_one_file(module: str) -> None:
         assert private_names(module) <= set(EXCEPTIONS.get(module, ()))
 
 
-def test_what_a_version_of_torch_lacks_is_said(monkeypatch) -> None:
+def test_what_a_version_of_torch_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_private, "NEEDED", ((torch.Tensor, "_there_is_none", "writes"),))
     with pytest.raises(ImportError) as raised:
         torch_private.check_torch()
@@ -78,7 +78,7 @@ def test_what_a_version_of_torch_lacks_is_said(monkeypatch) -> None:
     )
 
 
-def test_a_class_that_nobody_has_imported_has_no_instances(monkeypatch) -> None:
+def test_a_class_that_nobody_has_imported_has_no_instances(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch_private.is_partial(Partial())
     monkeypatch.delitem(sys.modules, "torch.distributed.tensor")
     assert not torch_private.is_partial(Partial())

@@ -141,7 +141,7 @@ class OOMBroadcast:
     def _key(self, name: str) -> str:
         return f"{name} ({self._number:.0f})"
 
-    def _store(self) -> dist.Store:
+    def _store(self) -> Any:
         own = self._own
         if own is None:
             own = self._own = _store_of_process().clone()
