@@ -320,20 +320,23 @@ class GradientAccumulator:
         """Surround one call, prepared and agreed on; what it leaves half-way is forgotten with its update."""
         wrapper, ownership = self._wrapper, self._ownership
 
-        def prepare() -> PreparedBatch:  # what it raises is raised on all ranks
+        prepared, failure = None, None
+        try:
             ownership.check()
             wrapper.check_unchanged()
             if self._tuner is not None:
                 self._tuner.check_longest(self._planner, batch, self._open)
-            return self._planner.prepare(batch, hooks)
-
+            prepared = self._planner.prepare(batch, hooks)
+        except Exception as error:  # whatever the user's collate or weigh raises, the other ranks must hear of it
+            failure = error
         try:
-            prepared, plan = agree_on_call(wrapper, prepare, hooks.weigh, partial(self._recall, loss_fn))
+            plan = agree_on_call(wrapper, prepared, failure, hooks.weigh, partial(self._recall, loss_fn))
         except MegabatchError as error:
             if error.loses_update:  # on whatever rank it was found; the gradients are another's
                 self._open, self._is_lost = None, True
                 self._wide.discard()
             raise
+        assert prepared is not None  # else its failure was raised
         if wrapper.is_pipeline:
             from megabatch.pipeline.run import fill_up_schedule
 
@@ -348,16 +351,24 @@ class GradientAccumulator:
             if self._wide.dtype is not None:
                 self._wide.begin()
             self._open = OpenUpdate(wrapper, self._stepping)
-        self.last_plan = planned = with_dummies(prepared.plan, plan.num_microbatches)
+        self.last_plan = planned = prepared.plan
+        if plan.num_microbatches > len(planned.microbatches):
+            self.last_plan = planned = with_dummies(planned, plan.num_microbatches)
         self._running = True
         try:
             with contextlib.ExitStack() as watching:
                 watching.enter_context(no_float16_autocast(wrapper.models))
-                watching.enter_context(self._padding.watched())
+                if self._padding.takes_mask:
+                    watching.enter_context(self._padding.watched())
                 if self._is_packed:
                     watching.enter_context(watched(self.model, plan.num_microbatches))
                 yield _Call(
-                    prepared, plan, self._open, hooks, takes_divisor(cast(Any, loss_fn)), ownership.is_new(loss_fn)
+                    prepared,
+                    plan,
+                    self._open,
+                    hooks,
+                    takes_divisor(cast(Any, loss_fn)),
+                    ownership.tried.get(loss_fn) is None,
                 )
             ownership.leave()
             self._running = False

@@ -3,6 +3,7 @@
 All was read in torch 2.13. `check_torch` runs when this file is imported, and names what a later version lacks.
 """
 
+import operator
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -83,14 +84,17 @@ def is_flat_parameter(value: object) -> bool:
 # Tensors and autograd
 
 
-def count_writes(tensor: Tensor) -> int:
-    """``Tensor._version``: how often it was written to in place."""
-    return tensor._version
+count_writes: Callable[[Tensor], int] = operator.attrgetter("_version")  # in place; called for every gradient
 
 
 def multiply_all(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
     """``torch._foreach_mul_``: multiply tensors of one kind in place, in one pass."""
     cast(Any, torch)._foreach_mul_(tensors, factor)
+
+
+def find_hooked(parameters: Iterable[Any]) -> list[Any]:
+    """Return the parameters with hooks on their gradient, and those with attributes of their own."""
+    return [each for each in parameters if each._backward_hooks or each._post_accumulate_grad_hooks or each.__dict__]
 
 
 def hooks_before_grad(parameter: Any) -> list[Callable[..., Any]]:

@@ -78,7 +78,7 @@ class Padding:
                 fill = self._pad_token if fill is None else fill
             made[name] = stack_padded(name, values, fill)
         main = next((name for name in self._main_inputs if name in made), None)
-        if main is not None and self._takes_mask and (main in ragged or not self._is_causal):
+        if main is not None and self.takes_mask and (main in ragged or not self._is_causal):
             self._add_mask(made, main, columns[main])
         self.check(made)
         return made
@@ -123,7 +123,7 @@ class Padding:
                     "samples have none"
                 )
 
-        models = [each for each in self._called if self._takes_mask and isinstance(each, nn.Module)]
+        models = [each for each in self._called if self.takes_mask and isinstance(each, nn.Module)]
         hooks = [each.register_forward_pre_hook(look, with_kwargs=True) for each in models]
         try:
             yield
@@ -202,7 +202,7 @@ class Padding:
         return any("pad_token_id" in each.__code__.co_names for each in forwards if hasattr(each, "__code__"))
 
     @cached_property
-    def _takes_mask(self) -> bool:
+    def takes_mask(self) -> bool:
         """True if a model needs a mask to leave padding out, and takes one."""
         return any(_reads(model, MASK) and not is_causal(model) for model in self._models)
 

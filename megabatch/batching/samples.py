@@ -119,7 +119,9 @@ class Samples:
         self._kept: dict[int, Any] = {}  # the last sample of a deferred batch, once it is loaded
         self._loading = threading.Lock()  # one thread at a time loads and collates
         self.is_collated_by_user = collate is not None
-        self.expect: Callable[[Microbatch], None] = _ignore if pad is None else pad.expect  # the microbatch to run next
+        self.is_shared = self._rows is not None or collate is not None  # microbatches may be the caller's own tensors
+        # Is told the microbatch to run next, where the model needs a mask.
+        self.expect: Callable[[Microbatch], None] | None = pad.expect if pad is not None and pad.takes_mask else None
         if self._rows is not None:
             lengths = _row_lengths(self._rows, length)
         elif self.deferred is not None:
@@ -223,7 +225,7 @@ class Samples:
 
         Rows of a mapping and tensors of the user's collate function may be the caller's own.
         """
-        if self._rows is None and self._collate is None:
+        if not self.is_shared:
             return moved
         kept: set[int] = set()
         each_leaf(microbatch, lambda leaf: kept.add(id(leaf)) or leaf)
@@ -257,6 +259,8 @@ class Pad(Protocol):
 
     def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Tensor]: ...
 
+    takes_mask: Any  # True where the model needs a mask
+
     def check(self, microbatch: Microbatch) -> None: ...
 
     def expect(self, microbatch: Microbatch) -> None: ...
@@ -271,7 +275,8 @@ def sample_length(sample: Any) -> int:
     if not isinstance(sample, Mapping) or not sample:
         raise _no_mapping(sample)
     name, value = next(iter(cast(Mapping[str, Any], sample).items()))
-    first = to_dense_tensor(name, value)
+    is_dense = type(value) is Tensor and value.layout == torch.strided
+    first = value if is_dense else to_dense_tensor(name, value)
     return first.shape[0] if first.ndim else 1
 
 
@@ -408,10 +413,6 @@ def _given_lengths(batch: Deferred) -> list[int]:
     batch.check()
     given = enumerate(batch.lengths)
     return [require_count(f"the length of sample {index}", length, least=0) for index, length in given]
-
-
-def _ignore(microbatch: Microbatch) -> None:
-    pass
 
 
 def _split(rows: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:

@@ -214,6 +214,7 @@ def _as_number(source: str, weight: Any) -> float:
     return number
 
 
+@functools.cache
 def accumulation_dtype(device: torch.device) -> torch.dtype:
     """Return the dtype in which totals and weights are summed: float64 wherever the device has it."""
     return torch.float32 if device.type == "mps" else torch.float64

@@ -144,7 +144,7 @@ def separate_gradients(parameters: Sequence[nn.Parameter]) -> None:
         gradient = parameter.grad
         if gradient is None or gradient.layout != torch.strided:
             continue
-        own = gradient.to_local() if is_dtensor(gradient) else gradient
+        own = gradient.to_local() if type(gradient) is not Tensor and is_dtensor(gradient) else gradient
         start = own.data_ptr()
         if start in starts:
             parameter.grad = gradient.clone()
