@@ -78,8 +78,8 @@ def parameter_norms(parameters: Iterable[nn.Parameter]) -> list[bytes]:
 
 
 def _own_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes that a forward may set."""
-    if isinstance(module, DistributedDataParallel) or is_fsdp1(module):  # their attributes record past reductions
+    """Return the attributes that a forward may set; those of DDP and FSDP1 record past reductions."""
+    if isinstance(module, DistributedDataParallel) or is_fsdp1(module):
         return {}
     return {
         name: each
