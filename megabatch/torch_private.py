@@ -17,10 +17,10 @@ from torch._subclasses.fake_tensor import is_fake as is_fake
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules import module as of_every_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree as pytree
+from torch.utils import _pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 
-__all__ = ["FakeTensor", "is_fake", "is_traceable_wrapper_subclass", "pytree"]
+pytree = _pytree  # nested containers of tensors
 
 NEEDED: tuple[tuple[object, str, str], ...] = (  # what has it, its name, and what is read there
     (Tensor, "_version", "writes to a gradient"),
