@@ -362,14 +362,8 @@ class GradientAccumulator:
                     watching.enter_context(self._padding.watched())
                 if self._is_packed:
                     watching.enter_context(watched(self.model, plan.num_microbatches))
-                yield _Call(
-                    prepared,
-                    plan,
-                    self._open,
-                    hooks,
-                    takes_divisor(cast(Any, loss_fn)),
-                    ownership.tried.get(loss_fn) is None,
-                )
+                is_new = ownership.tried.get(loss_fn) is None
+                yield _Call(prepared, plan, self._open, hooks, takes_divisor(cast(Any, loss_fn)), is_new)
             ownership.leave()
             self._running = False
             if prepared.parts:

@@ -92,9 +92,8 @@ def multiply_all(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
     cast(Any, torch)._foreach_mul_(tensors, factor)
 
 
-def find_hooked(parameters: Iterable[Any]) -> list[Any]:
-    """Return the parameters with hooks on their gradient, and those with attributes of their own."""
-    return [each for each in parameters if each._backward_hooks or each._post_accumulate_grad_hooks or each.__dict__]
+# Hooks on a parameter's gradient, and its own attributes; asked of every parameter in every call.
+own_of_parameter = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks", "__dict__")
 
 
 def hooks_before_grad(parameter: Any) -> list[Callable[..., Any]]:

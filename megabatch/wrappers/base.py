@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megabatch.errors import PlanError
 from megabatch.torch_private import (
-    find_hooked,
     hooks_after_grad,
     hooks_before_grad,
     is_dtensor,
     is_partial,
     optimizers_in_backward,
+    own_of_parameter,
 )
 from megabatch.wrappers.gradients import WideGradients, refuse_float16
 from megabatch.wrappers.mesh import DataRanks
@@ -78,7 +78,7 @@ class Wrapper:
                 f"parameters were cast from {was} to {now} since the GradientAccumulator was made; make a new one "
                 "after such a change"
             )
-        for parameter in find_hooked(self.parameters):
+        for parameter in [each for each in self.parameters if any(own_of_parameter(each))]:
             if names := _foreign_hooks(parameter):
                 raise PlanError(
                     f"a parameter of shape {tuple(parameter.shape)} has the hook {names[0]}, which would see the "
