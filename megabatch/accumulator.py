@@ -15,12 +15,19 @@ from megabatch.batching.packed_row import OneRow
 from megabatch.batching.padding import Padding
 from megabatch.batching.samples import Batch, Collate, Length, Microbatch
 from megabatch.engine import open_update_state, random_state
-from megabatch.engine.call import CallPlan, MicrobatchStep, agree_on_call, iterate_steps, with_dummies
+from megabatch.engine.call import (
+    CallPlan,
+    MicrobatchPlanner,
+    MicrobatchStep,
+    PreparedBatch,
+    agree_on_call,
+    iterate_steps,
+    with_dummies,
+)
 from megabatch.engine.oom_broadcast import OOMBroadcast, is_out_of_memory, out_of_memory_error
 from megabatch.engine.oom_retry import OOMRetry
 from megabatch.engine.ownership import ByLoss, Ownership, Receipt
 from megabatch.engine.packing_check import check_packing, watched
-from megabatch.engine.prepare import MicrobatchPlanner, PreparedBatch
 from megabatch.engine.step_in_backward import StepInBackward
 from megabatch.engine.update import OpenUpdate, Update, add_terms
 from megabatch.errors import MegabatchError, MicrobatchLimit, PlanError, check_positive

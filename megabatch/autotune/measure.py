@@ -11,9 +11,15 @@ from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.autotune.memory import GIVE_A_BOUND, Budget, estimate_state_bytes, measure_memory, measure_time
-from megabatch.engine.call import CallPlan, first_failure, iterate_steps
+from megabatch.engine.call import (
+    CallPlan,
+    MicrobatchPlanner,
+    PreparedBatch,
+    collate_planned,
+    first_failure,
+    iterate_steps,
+)
 from megabatch.engine.oom_broadcast import is_out_of_memory, rank_of_process, whoever_runs
-from megabatch.engine.prepare import MicrobatchPlanner, PreparedBatch, collate_planned
 from megabatch.engine.update import OpenUpdate
 from megabatch.errors import MegabatchError, MicrobatchLimit, PlanError, Shortage, in_one_line
 from megabatch.losses.contract import LossFunction, loss_hooks, weigh_of

@@ -17,9 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from megabatch.batching.pad_to_shape import Inputs, cut_back, fingerprint, in_one_shape
 from megabatch.batching.samples import Microbatch
 from megabatch.engine import random_state
-from megabatch.engine.call import CallPlan, MicrobatchStep, first_failure, iterate_steps
+from megabatch.engine.call import CallPlan, MicrobatchStep, PreparedBatch, first_failure, iterate_steps
 from megabatch.engine.oom_broadcast import is_out_of_memory
-from megabatch.engine.prepare import PreparedBatch
 from megabatch.engine.update import OpenUpdate, add_terms
 from megabatch.errors import LossContractError, PlanError
 from megabatch.losses.contract import (

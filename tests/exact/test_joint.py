@@ -25,13 +25,13 @@ BUGS = {  # the file, its text, and what is planted instead
         f"            {AGAIN}            if False:\n",
     ),
     "see the samples of this rank alone": (
-        "engine/representations.py", "gathered = ranks.gather(padded)", "gathered = torch.stack([padded] * len(sizes))",
+        "engine/coupled_loss.py", "gathered = ranks.gather(padded)", "gathered = torch.stack([padded] * len(sizes))",
     ),
-    "keep the order of the plan": ("engine/representations.py", "in_order(own, places)", "own"),
+    "keep the order of the plan": ("engine/coupled_loss.py", "in_order(own, places)", "own"),
     "keep the order of the batch on the way back": (
         "engine/coupled_loss.py", "in_order(each[mine], encoded_rows)", "each[mine].clone()",
     ),
-    "take the gradients of another rank": ("engine/representations.py", "slice(start, start + ", "slice(0, "),
+    "take the gradients of another rank": ("engine/coupled_loss.py", "slice(start, start + ", "slice(0, "),
     "differentiate a dummy microbatch": ("engine/coupled_loss.py", "torch.zeros_like", "torch.ones_like"),
 }  # fmt: skip
 

@@ -63,7 +63,7 @@ PLANTED = {  # bugs, and a job that sees each
              "in split_in_halves(rows):\n            sums", "in split_in_halves(rows)[:1]:\n            sums"): FIRST,
     Mutation("count sums twice", "engine/update.py",
              "self._sums, self._differ, self._counted = before\n", "pass\n"): FIRST,
-    Mutation("learn nothing", "engine/prepare.py",
+    Mutation("learn nothing", "engine/call.py",
              "replace(self, learned=MicrobatchLimit(*map(min, bound, self.learned or bound)))",
              "self"): FIRST,
 }  # fmt: skip

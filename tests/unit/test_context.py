@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from megabatch import PlanError, losses
 from megabatch.batching import context_parallel
 from megabatch.batching.context_parallel import GatheredAttention, Stretch, piece_mask, stretch
-from megabatch.engine.prepare import check_weights_of_stretches
+from megabatch.engine.call import check_weights_of_stretches
 
 IDS = torch.tensor([[11, 12, 13, 14, 15], [21, 22, 23, 0, 0]])
 LABELS = torch.tensor([[11, 12, -100, 14, 15], [21, 22, 23, -100, -100]])

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from megabatch import GradientAccumulator, JointLoss, LossContractError
 from megabatch.batching.samples import Deferred
 from megabatch.engine import random_state
-from megabatch.engine.representations import keep_encoding
+from megabatch.engine.coupled_loss import keep_encoding
 from tests.exact import oracle
 from tests.unit.two_towers import (
     SIZE,
