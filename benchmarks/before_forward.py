@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks import result
 from megabatch import GradientAccumulator, UpdateSampler, losses
 from megabatch.batching.samples import Deferred
+from megabatch.engine import call as engine_call
 from megabatch.losses.contract import loss
 from megabatch.train.ranks import Ranks
 from megabatch.wrappers.mesh import DataRanks
@@ -73,7 +74,7 @@ def build() -> nn.Module:
 
 def updates(ranks: Ranks, size: int, number: int) -> Row:
     """Milliseconds of this rank's updates, and of what comes before their first forward."""
-    message, collated = Timed(DataRanks, "exchange"), Timed(call, "collate_planned")
+    message, collated = Timed(DataRanks, "exchange"), Timed(engine_call, "collate_planned")
     lengths = np.random.default_rng(0).lognormal(np.log(485), 0.4, 2000).clip(50, 1692).astype(np.int64)
     sampler = UpdateSampler(lengths, global_batch_size=size, dp_rank=ranks.rank, dp_degree=ranks.size)
     gradient = GradientAccumulator(build(), max_microbatch_tokens=CAP_TOKENS)

@@ -14,7 +14,7 @@ from megabatch.batching import IGNORED_LABEL, OneRow, Padding, context_parallel,
 from megabatch.errors import MicrobatchLimit, in_one_line
 from megabatch.experts import config_coefficient, has_experts
 from megabatch.losses import LossFunction, loss_hooks, terms_of
-from megabatch.losses.chunked_cross_entropy import chunk_tokens
+from megabatch.losses.ready_made import chunk_tokens
 from megabatch.pipeline import SCHEDULES
 from megabatch.planning import Consumed, MeasuredMicrobatch, TunedLimit, balance, best_fit
 from megabatch.simulate import CATEGORIES, DEVICES, device_named
