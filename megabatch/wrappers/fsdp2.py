@@ -4,15 +4,13 @@ Told to sum, it divides nowhere, and any policy is right.
 """
 
 import contextlib
-import weakref
-import zlib
-from collections.abc import Callable, Generator, Sequence
+import functools
+from collections.abc import Generator, Sequence
 from typing import Any, cast
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import _dynamo_disable  # pyright: ignore[reportPrivateUsage]
 
 from megabatch.errors import PlanError
 from megabatch.wrappers.base import CHANGED, Choice, Wrapper
@@ -44,14 +42,6 @@ class FSDP2Wrapper(Wrapper):
             if hasattr(module, "set_reduce_scatter_unused_params"):
                 # Ranks that used different parameters would else reduce one's gradient into another's.
                 module.set_reduce_scatter_unused_params(True, recurse=False)
-        self._is_running = False
-        for number, module in enumerate(modules):  # before FSDP2's own hook, which gathers
-            cast(nn.Module, module).register_forward_pre_hook(_noting_gather(self, number), prepend=True)
-
-    def note_gather(self, number: int) -> None:
-        """Take in that a module's parameters are gathered: a rank at another module would be sent the wrong ones."""
-        if self._is_running and any(group.is_sharded for group in param_groups([self._modules[number]])):
-            self.gathered = zlib.crc32(number.to_bytes(4), self.gathered)
 
     def accumulate_in(self, wide: WideGradients) -> None:
         check_wide(self._modules, wide, self.parameters)
@@ -93,20 +83,18 @@ class FSDP2Wrapper(Wrapper):
     @contextlib.contextmanager
     def microbatch(self, policy: str, *, last: bool) -> Generator[None]:
         self._set(reduce=last or policy != "last", all_reduce=last or policy == "every", last=last)
-        self._is_running = True
         try:
-            with self._handing_over_wide():
+            with self._handing_over_wide(), self._noting_collectives():
                 yield
         finally:
-            self._is_running = False
             self._set(reduce=True, all_reduce=True, last=True)
 
     def finish_update(self) -> None:
         """FSDP2 has reduced."""
-        self.gathered = 0
+        self.collectives = 0
 
     def discard(self) -> None:
-        self.gathered = 0
+        self.collectives = 0
         # zero_grad does not reach what was accumulated unsharded, and reset_iter_state of torch 2.13 leaves it too.
         for module in self._modules:
             state = cast(Any, module)._get_fsdp_state()
@@ -118,6 +106,35 @@ class FSDP2Wrapper(Wrapper):
                 parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
+
+    @contextlib.contextmanager
+    def _noting_collectives(self) -> Generator[None]:
+        """Note each gather and each reduction that FSDP2 begins.
+
+        Torch pairs them across ranks by their order alone. A rank in another order is sent the parameters of another
+        module, or adds the gradient of one to that of another.
+        """
+        for number, group in enumerate(self._groups):
+            group.unshard = functools.partial(self._unshard, group, 2 * number)
+            # What FSDP2 calls before each reduction, and only there.
+            group._wait_for_post_backward = functools.partial(self._wait_to_reduce, group, 2 * number + 1)
+        try:
+            yield
+        finally:
+            for group in self._groups:  # one is there twice where fully_shard was given a list of modules
+                vars(group).pop("unshard", None)
+                vars(group).pop("_wait_for_post_backward", None)
+
+    def _unshard(self, group: Any, number: int, *given: Any, **named: Any) -> None:
+        was_begun = group._all_gather_result is not None
+        type(group).unshard(group, *given, **named)
+        is_sent = getattr(group.mesh_info, "shard_mesh_size", 1) > 1
+        if is_sent and not was_begun and group._all_gather_result is not None:
+            self.note_collective(number)
+
+    def _wait_to_reduce(self, group: Any, number: int) -> None:
+        self.note_collective(number)
+        type(group)._wait_for_post_backward(group)
 
     @contextlib.contextmanager
     def _handing_over_wide(self) -> Generator[None]:
@@ -142,18 +159,6 @@ class FSDP2Wrapper(Wrapper):
             if self._has_replicas:  # last, since the former sets it too
                 module.set_requires_all_reduce(all_reduce, recurse=False)
             module.set_is_last_backward(last)
-
-
-def _noting_gather(wrapper: FSDP2Wrapper, number: int) -> Callable[..., None]:
-    """A hook of a module, which a copy of the module does not take the reducer along with."""
-    reference = weakref.ref(wrapper)
-
-    @_dynamo_disable
-    def note(*_: object) -> None:
-        if (alive := reference()) is not None:
-            alive.note_gather(number)
-
-    return note
 
 
 def param_groups(modules: list[FSDPModule]) -> list[Any]:
