@@ -330,6 +330,31 @@ def output_unused(shard: Callable[[nn.Module], nn.Module], drops: str = "1111", 
     return told(gradient.finalize)
 
 
+class Choosing(nn.Module):
+    """Runs four layers of the same size and uses the output of one. Backward gathers that one and its neighbours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(linear(), nn.Tanh(), linear()) for _ in range(4))
+        self.head = linear()
+        for module in (*self.layers, self.head, self):
+            fully_shard(module)
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        return self.head([layer(x) for layer in self.layers][which])
+
+
+def another_output() -> str:
+    """Reductions come in one order on both ranks, but the weights that backward gathers would be mixed."""
+
+    def loss_fn(model: nn.Module, microbatch: Any) -> tuple[Tensor, int]:
+        return (model(microbatch["x"], here(2, 1)) ** 2).sum(), len(microbatch["x"])
+
+    gradient = accumulator(Choosing(), micro_batch_size=4)
+    gradient.forward_backward(SAMPLES, loss_fn)
+    return told(gradient.finalize)
+
+
 def models_in_another_order() -> str:
     """Each rank calls two models in an order of its own, and is sent the other's weights."""
     models = [fully_shard(linear()) for _ in range(2)]
@@ -397,6 +422,7 @@ ORDERS: dict[str, tuple[Callable[[], str], list[str]]] = {  # also run by three 
     "an output unused before the reduction, replicate": (
         lambda: output_unused(replicated, "1100", micro_batch_size=2), on_both("nothing"),
     ),
+    "another output, FSDP2": (another_output, on_both(f"LossContractError: {OTHER_TERMS}")),
     "models in another order, FSDP2": (models_in_another_order, on_both(f"LossContractError: {OTHER_TERMS}")),
 }  # fmt: skip
 
