@@ -71,7 +71,7 @@ def fits(model: torch.nn.Module, lengths: np.ndarray, number: int) -> list[Tuned
     for _ in range(number):
         gradient = GradientAccumulator(model, max_microbatch_tokens="auto", memory_bytes=MEMORY_BYTES)
         usual = np.random.default_rng(0).choice(lengths, 15).tolist()
-        gradient.choose_bound(samples_of([int(lengths.max()), *usual]), losses.next_token)
+        gradient.tune(samples_of([int(lengths.max()), *usual]), losses.next_token)
         assert gradient.fit is not None
         found.append(gradient.fit)
     return found

@@ -3,8 +3,9 @@
 Each name below is imported when it is first asked for: torch takes seconds, and `megabatch --help` needs none of it.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from megabatch.lazy import export_lazily
 
 if TYPE_CHECKING:
     from megabatch import losses as losses
@@ -43,22 +44,7 @@ else:
     }
     __all__ = ["losses", *_HOME]
 
-    def __getattr__(name: str) -> object:
-        """A public name, or a module of the library; a name that is neither is an `AttributeError`."""
-        if name.startswith("_"):
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        module = f"{__name__}.{_HOME.get(name, name)}"
-        try:
-            found = import_module(module)
-        except ModuleNotFoundError as error:
-            if error.name != module:
-                raise
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
-        globals()[name] = getattr(found, name) if name in _HOME else found
-        return globals()[name]
-
-    def __dir__() -> list[str]:
-        return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
+    __getattr__, __dir__ = export_lazily(__name__, _HOME)
 
 
 __version__ = "0.1.0"

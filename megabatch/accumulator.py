@@ -87,11 +87,16 @@ class GradientAccumulator:
             to choose the bound, or relative defaults where a bound is given.
         sync: "last" reduces gradients once per call, "every" with each microbatch, "replica_last" (for HSDP)
             reduce-scatters with each and all-reduces once per call; "auto" is what suits the wrapper.
-        collate: Makes a microbatch of a list of samples; the default pads on the right. `rows.OneRow` pads nothing.
+        collate: Makes a microbatch of a list of samples; the default pads on the right. `OneRow` pads nothing.
         padding: What the default pads a key with, ``{key: value}``, in place of what `Padding` would.
         length: Tokens of a sample; the default is the size of dim 0 of its first tensor.
         accumulate_dtype: What gradients are added in, torch.float32 for bfloat16 parameters; rounded to theirs in
             `finalize`, after the norm and the clip. None: each parameter's own.
+
+    Attributes:
+        fit: The limit that was measured, a `TunedLimit`; None where one is given, and before it is measured.
+        last_plan: The `Plan` of this rank's last call, as it ran; None before the first.
+        steps_in_backward: True after `step_in_backward`.
 
     Raises `PlanError` for what cannot be planned or reduced exactly.
     """
@@ -153,30 +158,42 @@ class GradientAccumulator:
 
     @property
     def open_update(self) -> OpenUpdate | None:
-        """What is being accumulated; None from `finalize` to the next call."""
+        """The open update; None from `finalize` to the next call."""
         return self._open
 
     @property
     def is_counting(self) -> bool | None:
-        """Whether the microbatch that runs is counted, as a dummy microbatch is not; None where none runs by itself."""
+        """True while a microbatch runs, False while a dummy microbatch does; None where none runs by itself."""
         return self._wrapper.is_counting
 
     @property
-    def learned(self) -> MicrobatchLimit | None:
-        """What a microbatch may hold since one did not fit in memory and ran in parts; None while all fit."""
+    def oom_limit(self) -> MicrobatchLimit | None:
+        """The limit of a microbatch since one did not fit in memory and ran in parts; None while all fit."""
         return self._planner.learned
 
-    def learn(self, bound: MicrobatchLimit | None) -> None:
-        """Begin with what another accumulator has learned, or an error's ``shortage`` says; None changes nothing."""
-        self._planner = self._planner.lowered(bound)
+    def lower_limit(self, limit: MicrobatchLimit | None) -> None:
+        """Lower the limit of a microbatch, to another accumulator's ``oom_limit`` say; None changes nothing.
+
+        The ``shortage.bound`` of a `MegabatchError` is such a limit, too.
+        """
+        self._planner = self._planner.lowered(limit)
 
     def step_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
-        """From here on, step ``optimizer`` in each update's last backward, for less memory; see `StepInBackward`."""
+        """Step ``optimizer`` in each update's last backward from now on, for less memory.
+
+        Each parameter is stepped as soon as its gradient is there, and the gradient is freed. An update is one call
+        then, whose loss says how its weight is counted, and `finalize` takes neither ``max_norm`` nor ``weight``. Where
+        ``update.finite`` is false the parameters have moved already. Raises `PlanError` for another wrapper than
+        FSDP2's among several ranks, and for an optimizer that looks at several parameters at once.
+        """
         self._stepping, self.steps_in_backward = StepInBackward(optimizer, self._wrapper), True
         self.reserve_for(optimizer)
 
     def reserve_for(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep room for the states of ``optimizer``, for "auto"; without it for two to each trained element."""
+        """Keep room for the states of ``optimizer`` where "auto" chooses the limit.
+
+        Without it there is room for two states for each trained element. `Learner` calls this.
+        """
         if self._tuner is not None:
             self._tuner.optimizer = optimizer
 
@@ -184,8 +201,12 @@ class GradientAccumulator:
         """How this rank's part of a batch would be cut; runs nothing and asks no other rank."""
         return self._planner.plan(self._planner.samples(batch))
 
-    def choose_bound(self, batch: Batch, loss_fn: LossFunction | JointLoss) -> None:
-        """Choose the bound for samples as long as the longest of this batch, if that is "auto" and not done."""
+    def tune(self, batch: Batch, loss_fn: LossFunction | JointLoss) -> None:
+        """Measure the limit for samples as long as the longest of this batch, if it is "auto" and not known.
+
+        The first `forward_backward` does this by itself. Afterwards ``fit`` is the limit; nothing else changes.
+        Collective. Raises `PlanError` where memory cannot be measured, or not even one sample fits.
+        """
         if self._tuner is not None:
             with self._guarded():
                 self._planner = self._tuner.fitted(self._planner, batch, loss_fn, self._open)
@@ -199,7 +220,7 @@ class GradientAccumulator:
         """
         self._check_can_add()
         if self._tuner is not None:
-            self.choose_bound(batch, loss_fn)
+            self.tune(batch, loss_fn)
         sums: dict[str, Term] = {}
         with self._guarded(), self._open_call(batch, loss_fn, loss_hooks(loss_fn)) as call:
             if isinstance(loss_fn, JointLoss) or self._wrapper.is_pipeline:
@@ -299,20 +320,23 @@ class GradientAccumulator:
         """Surround one call, prepared and agreed on; what it leaves half-way is forgotten with its update."""
         wrapper, ownership = self._wrapper, self._ownership
 
-        def prepare() -> PreparedBatch:  # what it raises is raised on all ranks
+        prepared, failure = None, None
+        try:
             ownership.check()
             wrapper.check_unchanged()
             if self._tuner is not None:
                 self._tuner.check_longest(self._planner, batch, self._open)
-            return self._planner.prepare(batch, hooks)
-
+            prepared = self._planner.prepare(batch, hooks)
+        except Exception as error:  # whatever the user's collate or weigh raises, the other ranks must hear of it
+            failure = error
         try:
-            prepared, plan = agree_on_call(wrapper, prepare, hooks.weigh, partial(self._recall, loss_fn))
+            plan = agree_on_call(wrapper, prepared, failure, hooks.weigh, partial(self._recall, loss_fn))
         except MegabatchError as error:
             if error.loses_update:  # on whatever rank it was found; the gradients are another's
                 self._open, self._is_lost = None, True
                 self._wide.discard()
             raise
+        assert prepared is not None  # else its failure was raised
         if wrapper.is_pipeline:
             from megabatch.pipeline.run import fill_up_schedule
 
@@ -327,23 +351,31 @@ class GradientAccumulator:
             if self._wide.dtype is not None:
                 self._wide.begin()
             self._open = OpenUpdate(wrapper, self._stepping)
-        self.last_plan = planned = with_dummies(prepared.plan, plan.num_microbatches)
+        self.last_plan = planned = prepared.plan
+        if plan.num_microbatches > len(planned.microbatches):
+            self.last_plan = planned = with_dummies(planned, plan.num_microbatches)
         self._running = True
         try:
             with contextlib.ExitStack() as watching:
                 watching.enter_context(no_float16_autocast(wrapper.models))
-                watching.enter_context(self._padding.watched())
+                if self._padding.takes_mask:
+                    watching.enter_context(self._padding.watched())
                 if self._is_packed:
                     watching.enter_context(watched(self.model, plan.num_microbatches))
                 yield _Call(
-                    prepared, plan, self._open, hooks, takes_divisor(cast(Any, loss_fn)), ownership.is_new(loss_fn)
+                    prepared,
+                    plan,
+                    self._open,
+                    hooks,
+                    takes_divisor(cast(Any, loss_fn)),
+                    ownership.tried.get(loss_fn) is None,
                 )
             ownership.leave()
             self._running = False
             if prepared.parts:
                 self.last_plan = planned.in_parts(prepared.parts)
                 ran = [rows for parts in prepared.parts.values() for rows in parts if rows]
-                self.learn(planned.bound_of(ran) if ran else None)
+                self.lower_limit(planned.bound_of(ran) if ran else None)
         finally:
             if self._running:  # the loss raised, or the loop was left early
                 self._is_lost = had_calls

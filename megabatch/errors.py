@@ -8,9 +8,15 @@ import operator
 from numbers import Real
 from typing import NamedTuple, SupportsIndex
 
+__all__ = ["LossContractError", "MegabatchError", "MicrobatchLimit", "PlanError", "in_one_line"]
+
 
 class MicrobatchLimit(NamedTuple):
-    """Size limit of a microbatch."""
+    """Most samples and most padded tokens that a microbatch may hold.
+
+    `GradientAccumulator.oom_limit` is one after a microbatch did not fit in memory; so is the ``shortage.bound`` of the
+    `MegabatchError` that ends an update for want of memory.
+    """
 
     samples: int
     tokens: int  # with padding
@@ -41,7 +47,7 @@ class LossContractError(MegabatchError, ValueError):
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return the type and text of an error on one line of at most 200 characters."""
+    """Return the type and the text of an error on one line, at most 200 characters."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 

@@ -17,13 +17,17 @@ from torch.utils import _pytree as pytree
 
 from megabatch import losses
 from megabatch.accumulator import GradientAccumulator
-from megabatch.batching.padding import MASK, note_padding, with_config
+from megabatch.batching.padding import EXPERTS, MASK, note_padding, with_config
 from megabatch.batching.samples import Microbatch
 from megabatch.engine.update import OpenUpdate
 from megabatch.errors import LossContractError, MegabatchError, PlanError, require_positive
 from megabatch.losses.contract import LossFunction, Term, loss
-from megabatch.losses.ready_made import HALF_TYPES
+from megabatch.losses.ready_made import HALF_TYPES, next_token_beside
 from megabatch.pipeline.stages import Pipeline
+
+__all__ = [
+    "ExpertBias", "config_coefficient", "has_experts", "next_token_with_balance", "sequence_balance", "with_tokens",
+]  # fmt: skip
 
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")  # what configs of transformers call it
 TOKENS = "megabatch: tokens"  # in a microbatch: which positions are, [B, T]; not for the model
@@ -45,7 +49,7 @@ def sequence_balance(
     """How unevenly each sequence loads the experts, summed over sequences and layers: a total, its weight is B.
 
     ``router_logits``: [B, T, E] or [B * T, E], or a sequence of those, one per layer. ``attention_mask`` [B, T]: 0 is
-    padding, which is not looked at; a row of `rows.OneRow` would be taken for one sequence. ``scores``: "softmax", or
+    padding, which is not looked at; a row of `OneRow` would be taken for one sequence. ``scores``: "softmax", or
     "sigmoid" over its sum as DeepSeek-V3 has it.
 
     Of a sequence of n tokens in one layer it is ``sum over experts of f * p``, with f = E / (top_k * n) times the
@@ -125,7 +129,7 @@ def next_token_with_balance(
 
 
 def with_tokens(sample: Any) -> Any:
-    """A sample of text that says which of its positions are tokens, once it is padded: for data without a mask.
+    """Add a mask of its tokens to a sample of text, which padding leaves false elsewhere; for data without a mask.
 
     `next_token_with_balance` reads it and the model does not get it, so that the model goes on without a mask.
     """
@@ -135,10 +139,23 @@ def with_tokens(sample: Any) -> Any:
     return {**named, TOKENS: torch.ones(len(named["input_ids"]), dtype=torch.bool)}
 
 
+def has_experts(model: nn.Module) -> bool:
+    """Return True if the config of a model of transformers, wrapped or not, names a number of experts."""
+    return bool(_config_value(model, EXPERTS))
+
+
+def config_coefficient(model: nn.Module) -> float | None:
+    """Return the factor of the router loss that a model's config names, or None where it names none.
+
+    `next_token_with_balance` uses it where it is given no coefficient: ``router_aux_loss_coef``, or ``aux_loss_coef``.
+    """
+    return _config_value(model, COEFFICIENTS)
+
+
 def _forward(model: nn.Module, microbatch: Microbatch) -> tuple[Term, Sequence[Tensor]]:
     """The next token's term, and what the routers gave, [B * T, E] per layer."""
     given = {name: value for name, value in microbatch.items() if name != TOKENS}
-    term, output = losses.next_token_beside(model, given, output_router_logits=True)
+    term, output = next_token_beside(model, given, output_router_logits=True)
     router_logits = getattr(output, "router_logits", None)
     if not router_logits:
         raise PlanError(
@@ -171,13 +188,13 @@ def _count_targets_and_sequences(microbatch: Microbatch) -> dict[str, Tensor]:
 
 
 def _from_config(model: nn.Module, names: Sequence[str], argument: str) -> float:
-    value = config_value(model, names)
+    value = _config_value(model, names)
     if value is None:
         raise PlanError(f"the config of {type(model).__name__} has no {names[0]}; say {argument}=")
     return value
 
 
-def config_value(model: nn.Module, names: Sequence[str]) -> float | None:
+def _config_value(model: nn.Module, names: Sequence[str]) -> float | None:
     """The first of ``names`` that the config of a model of transformers has, wrapped or not; None: it has none."""
     config: Any = getattr(with_config(model), "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config

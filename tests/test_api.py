@@ -18,7 +18,7 @@ SIGNATURES = {
     "cost=None, "
     "sync='auto', collate=None, length=None, padding=None, accumulate_dtype=None)",
     GradientAccumulator.forward_backward: "(self, batch, loss_fn)",
-    GradientAccumulator.choose_bound: "(self, batch, loss_fn)",
+    GradientAccumulator.tune: "(self, batch, loss_fn)",
     GradientAccumulator.reserve_for: "(self, optimizer)",
     GradientAccumulator.microbatches: "(self, batch, weigh=None)",
     GradientAccumulator.backward: "(self, total, weight=None)",

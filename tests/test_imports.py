@@ -1,20 +1,21 @@
 """Folders are chapters: the order in which they import each other, and how large they may be."""
 
 import ast
+import inspect
+import re
 from collections import Counter
 from graphlib import TopologicalSorter
+from importlib import import_module
 from pathlib import Path
 
 import pytest
-
-import megabatch
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megabatch"
 
 CHAPTERS = [  # a chapter imports only chapters above it
-    "errors", "planning", "batching", "losses", "wrappers", "engine", "pipeline", "autotune", "accumulator", "learner",
-    "verification", "experts", "simulate", "integrations",
+    "lazy", "errors", "torch_private", "planning", "batching", "losses", "wrappers", "engine", "pipeline", "autotune",
+    "accumulator", "learner", "verification", "experts", "simulate", "integrations",
 ]  # fmt: skip
 LARGE = {"engine": 12}  # files of a chapter; of any other 9 at most
 WITHOUT_TORCH = ("errors", "planning.partition", "planning.plan", "planning.limits")
@@ -25,6 +26,10 @@ FILES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.r
 TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 MODULES = {name.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for name in FILES} - {"__init__"}
 LIBRARY = sorted(module for module in MODULES if module.partition(".")[0] not in ("train", "__main__"))
+TRAINER = sorted(module for module in MODULES if module.partition(".")[0] == "train")
+HOMES = ["megabatch", *(f"megabatch.{chapter}" for chapter in CHAPTERS)]
+PUBLIC = {home: set(names) for home in HOMES if (names := getattr(import_module(home), "__all__", None))}
+LAZY = [home for home in PUBLIC if hasattr(import_module(home), "_HOME")]
 
 
 def file_of(module: str) -> str:
@@ -58,6 +63,10 @@ def edges(module: str, tree: ast.AST | None = None) -> set[str]:
 
 def chapter_of(module: str) -> str:
     return module.partition(".")[0]
+
+
+def init_of(package: str) -> str:
+    return "/".join([*package.split(".")[1:], "__init__.py"])
 
 
 def at_the_top(module: str) -> ast.Module:
@@ -94,9 +103,9 @@ def test_the_library_knows_no_trainer(module):
     assert not any(chapter_of(edge) in ("train", "__main__") for edge in edges(module))
 
 
-def test_the_package_has_sixteen_entries_at_most():
+def test_the_package_has_seventeen_entries_at_most():
     entries = {Path(name).parts[0] for name in FILES} - {"__init__.py", "__main__.py"}
-    assert len(entries) <= 16, sorted(entries)
+    assert len(entries) <= 17, sorted(entries)
 
 
 @pytest.mark.parametrize("chapter", [each for each in CHAPTERS if f"{each}/__init__.py" in FILES])
@@ -115,15 +124,54 @@ def test_planning_knows_no_torch(module):
     assert not [name for name in imported(TREES[file_of(module)]) if name.partition(".")[0] == "torch"]
 
 
-def test_the_names_of_the_package_are_imported_when_they_are_asked_for_and_listed_for_type_checkers():
-    """Decision 31: the one place where TYPE_CHECKING is used, so that what needs no torch does not wait for it."""
-    listed = [node for node in ast.walk(TREES["__init__.py"]) if isinstance(node, ast.ImportFrom)]
+@pytest.mark.parametrize("package", LAZY)
+def test_the_names_of_a_package_are_imported_when_they_are_asked_for_and_listed_for_type_checkers(package):
+    """Decision 31: what needs no torch does not wait for it, and an import of one module not for its whole chapter."""
+    found, path = import_module(package), init_of(package)
+    listed = [node for node in ast.walk(TREES[path]) if isinstance(node, ast.ImportFrom)]
     seen = {alias.name: str(node.module) for node in listed for alias in node.names if alias.asname == alias.name}
-    imported_later = {name: f"megabatch.{module}" for name, module in megabatch._HOME.items()}
-    assert seen == imported_later | {"losses": "megabatch"}
-    assert set(megabatch.__all__) == set(seen)
-    checking = [path for path, tree in TREES.items() if "typing.TYPE_CHECKING" in imported(tree)]
-    assert checking == ["__init__.py"]
+    modules = dict.fromkeys(set(found.__all__) - set(found._HOME), package)
+    assert seen == {name: f"{package}.{module}" for name, module in found._HOME.items()} | modules
+    assert all(inspect.ismodule(getattr(found, name)) for name in modules)
+    assert set(found.__all__) == set(seen) <= set(dir(found))
+    top = [node for node in TREES[path].body if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert imported(ast.Module(top, [])) == {"typing.TYPE_CHECKING", "megabatch.lazy.export_lazily"}
+
+
+def test_type_checking_is_asked_for_nowhere_else():
+    checking = {path for path, tree in TREES.items() if "typing.TYPE_CHECKING" in imported(tree)}
+    assert checking == set(map(init_of, LAZY))
+
+
+@pytest.mark.parametrize("module", TRAINER)
+def test_the_trainer_imports_public_names_alone(module):
+    """It is an application of the library, as anybody could write one."""
+    nodes = list(ast.walk(TREES[file_of(module)]))
+    found: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if chapter_of(alias.name) == "megabatch"}
+        elif isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("megabatch."):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    found = {name for name in found if not name.startswith("megabatch.train.")}
+    assert found <= {"megabatch", *(f"{home}.{name}" for home, names in PUBLIC.items() for name in names)}
+    if "megabatch" in found:
+        used = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
+        assert {node.attr for node in used if node.value.id == "megabatch"} == {"__version__"}
+
+
+def test_the_reference_lists_every_public_name():
+    listed = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    expected = {f"{home}.{name}" for home, names in PUBLIC.items() for name in names}
+    elsewhere = {f"{home}.{name}" for home in PUBLIC for name in PUBLIC["megabatch"] if home != "megabatch"}
+    assert sorted(listed) == sorted(expected - elsewhere)  # an error that both have is listed once
+
+
+@pytest.mark.parametrize("home", PUBLIC)
+def test_a_public_name_has_a_docstring(home):
+    objects = {name: getattr(import_module(home), name) for name in PUBLIC[home]}
+    documented = {name: each for name, each in objects.items() if inspect.isclass(each) or inspect.isroutine(each)}
+    assert not [name for name, each in documented.items() if not (each.__doc__ or "").strip()]
 
 
 @pytest.mark.parametrize("module", ["__init__", *LIBRARY])

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree as pytree
 
 from megabatch.autotune.memory import GIVE_A_BOUND, Budget, estimate_state_bytes, measure_memory, measure_time
 from megabatch.engine.call import CallPlan, first_failure, iterate_steps
@@ -20,6 +19,7 @@ from megabatch.errors import MegabatchError, MicrobatchLimit, PlanError, Shortag
 from megabatch.losses.contract import LossFunction, loss_hooks, weigh_of
 from megabatch.planning.limits import MeasuredMicrobatch, MemoryRoom, TimedMicrobatch
 from megabatch.planning.plan import Plan
+from megabatch.torch_private import pytree
 from megabatch.wrappers.base import Wrapper
 from megabatch.wrappers.gradients import WideGradients, drop_gradients, no_float16_autocast
 

@@ -16,17 +16,9 @@ from typing import Any
 
 import torch
 from torch import optim
-from torch._C._autograd import (
-    _disable_profiler_legacy,  # pyright: ignore[reportPrivateUsage]
-    _enable_profiler_legacy,  # pyright: ignore[reportPrivateUsage]
-)
-from torch._C._profiler import (
-    ProfilerConfig,
-    ProfilerState,
-    _ExperimentalConfig,  # pyright: ignore[reportPrivateUsage]
-)
 
 from megabatch.errors import PlanError
+from megabatch.torch_private import start_profiler, stop_profiler
 from megabatch.wrappers.base import local
 from megabatch.wrappers.mesh import DataRanks
 
@@ -77,7 +69,7 @@ def check_device(device: torch.device) -> None:
 
 
 def check_measurable(device: torch.device) -> None:
-    """Raise `PlanError` if memory cannot be measured now."""
+    """Raise `PlanError` where memory cannot be measured now: a profiler runs, or the system does not tell."""
     with measure_memory(device):
         pass
     if device.type == "cpu":
@@ -100,12 +92,18 @@ def measure_budget(device: torch.device, cap_bytes: float | None, ranks: DataRan
 
 
 def free_on(device: torch.device) -> float:
-    """Return the free bytes of the device; those of a CPU are for all processes. Raise `PlanError` without numbers."""
+    """Return the bytes that a device can still give; those of a CPU are for all processes of the host together.
+
+    The limit of the process's control group counts. Raises `PlanError` where the system does not tell.
+    """
     return float(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free_bytes()
 
 
 def device_text(device: torch.device) -> str:
-    """Return the name and memory of the device, to tell it from another one."""
+    """Return the name of a device and the memory that it can give this process: "cpu, 62 GiB".
+
+    What was measured on one device holds on another of the same text.
+    """
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
@@ -152,9 +150,8 @@ def _measuring_cuda(needed: MemoryUse, device: torch.device) -> Generator[None]:
 @contextlib.contextmanager
 def _measuring_cpu(needed: MemoryUse) -> Generator[None]:
     """Measure with the old profiler, which prints nothing and does not end another one."""
-    config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
     try:
-        _enable_profiler_legacy(config)
+        start_profiler()
     except RuntimeError:
         raise PlanError(
             "a profiler runs, and memory is measured with torch's own; start it after the bound is chosen, or "
@@ -163,7 +160,7 @@ def _measuring_cpu(needed: MemoryUse) -> Generator[None]:
     try:
         yield
     finally:
-        threads: list[list[Any]] = _disable_profiler_legacy()
+        threads: list[list[Any]] = stop_profiler()
     start = threads[0][0]
     events = [(start.cpu_elapsed_us(each), each) for events in threads for each in events]
     total = 0
@@ -180,28 +177,6 @@ def _trim() -> None:
     """Return free pages to the system, which glibc would keep after a large microbatch and count for the next."""
     with contextlib.suppress(AttributeError, OSError, TypeError):  # the system does not have it
         ctypes.CDLL(None).malloc_trim(0)
-
-
-class HighWater:
-    """The peak memory of this process on its device since this object was made, as the system counts it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            return
-        with contextlib.suppress(*UNREADABLE):
-            (PROC / "self/clear_refs").write_text("5")
-
-    def bytes(self) -> float | None:
-        """Return reserved bytes on a GPU, or resident bytes without files on the CPU; None without numbers."""
-        if self._device.type == "cuda":
-            return float(torch.cuda.max_memory_reserved(self._device))
-        try:
-            status = _parse_table(PROC / "self/status")
-        except UNREADABLE:
-            return None
-        return status["VmHWM"] - status["RssFile"]
 
 
 def estimate_state_bytes(optimizer: optim.Optimizer | None, parameters: list[torch.nn.Parameter]) -> float:

@@ -8,15 +8,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp._flat_param import FlatParameter
 from torch.nn.parallel import DistributedDataParallel
 
+from megabatch.torch_private import buffers_of, is_flat_parameter, is_fsdp1, transient_buffers
 from megabatch.wrappers.base import local
 from megabatch.wrappers.gradients import graph_leaves
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}  # tables of parameters, buffers, modules and hooks
-WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel)  # their attributes record past reductions
 OF_TORCH = "__composable_api"  # attributes of fully_shard and replicate in the user's modules
 # Hooks with which a transformers model returns router_logits stay; without this flag it would install them twice.
 OF_HOOKS = "_output_capturing_hooks_installed"
@@ -24,7 +22,7 @@ CONTAINERS = (dict, OrderedDict, defaultdict, Counter, set, list)
 
 
 class ModuleSnapshot:
-    """A snapshot of a module: its mode, its buffers and its own attributes.
+    """A copy of what a forward may change in a module, without its submodules: mode, buffers, attributes of its own.
 
     It keeps each attribute, with the numbers of a tensor and the entries of a dictionary, set or list. It skips tensors
     that require a gradient, since wrappers store parameters there.
@@ -32,18 +30,19 @@ class ModuleSnapshot:
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._is_training = module, module.training
-        self._transient = module._non_persistent_buffers_set.copy()  # pyright: ignore[reportPrivateUsage]
-        self._buffers = [(name, each, _copy(each)) for name, each in _buffers(module).items()]
+        self._transient = transient_buffers(module).copy()
+        self._buffers = [(name, each, _copy(each)) for name, each in buffers_of(module).items()]
         self._own = [(name, each, _copy(each)) for name, each in _own_attributes(module).items()]
         self._syncs = module.require_forward_param_sync if isinstance(module, DistributedDataParallel) else None
 
     def put_back(self) -> None:
-        """Restore the module."""
+        """Set the module to what it was, in place."""
         self._module.training = self._is_training
-        _buffers(self._module).clear()
+        buffers_of(self._module).clear()
         for name, each, copied in self._buffers:
-            _buffers(self._module)[name] = _restore(each, copied)
-        self._module._non_persistent_buffers_set = self._transient.copy()  # pyright: ignore[reportPrivateUsage]
+            buffers_of(self._module)[name] = _restore(each, copied)
+        transient_buffers(self._module).clear()
+        transient_buffers(self._module).update(self._transient)
         for name in _own_attributes(self._module).keys() - {name for name, _, _ in self._own}:
             del vars(self._module)[name]
         for name, each, copied in self._own:
@@ -62,7 +61,7 @@ class ExternalGrads:
     def note(self, totals: Sequence[Tensor]) -> None:
         """Keep the gradients that a backward from ``totals`` would change."""
         for leaf in graph_leaves(totals):
-            if id(leaf) not in self._known | self._noted.keys() and not isinstance(leaf, FlatParameter):
+            if id(leaf) not in self._known | self._noted.keys() and not is_flat_parameter(leaf):
                 self._noted[id(leaf)] = leaf, leaf.grad, _copy(leaf.grad)
 
     def put_back(self) -> None:
@@ -78,13 +77,9 @@ def parameter_norms(parameters: Iterable[nn.Parameter]) -> list[bytes]:
     return [struct.pack("d", math.nan if math.isnan(each) else each) for each in found]
 
 
-def _buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    return module._buffers  # pyright: ignore[reportPrivateUsage]
-
-
 def _own_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes that a forward may set."""
-    if isinstance(module, WRAPPERS):
+    """Return the attributes that a forward may set; those of DDP and FSDP1 record past reductions."""
+    if isinstance(module, DistributedDataParallel) or is_fsdp1(module):
         return {}
     return {
         name: each

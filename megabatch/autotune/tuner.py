@@ -11,7 +11,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import optim
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.autotune.measure import LongestSample, MeasuredModel, MicrobatchMeasurer, Sample
@@ -21,12 +20,11 @@ from megabatch.batching.padding import Padding
 from megabatch.batching.samples import Batch, Collate, Samples
 from megabatch.engine import random_state
 from megabatch.engine.call import first_failure
-from megabatch.engine.oom_broadcast import OOMBroadcast
+from megabatch.engine.oom_broadcast import guard_memory
 from megabatch.engine.prepare import MicrobatchPlanner
 from megabatch.engine.update import OpenUpdate
 from megabatch.errors import MegabatchError, PlanError, require_positive
 from megabatch.losses.contract import JointLoss, LossFunction
-from megabatch.pipeline.stages import PipelineWrapper
 from megabatch.planning.limits import (
     MeasuredMicrobatch,
     MemoryRoom,
@@ -38,6 +36,7 @@ from megabatch.planning.limits import (
     next_rows,
     search,
 )
+from megabatch.torch_private import is_fsdp2
 from megabatch.wrappers.base import Wrapper
 from megabatch.wrappers.detect import choose_policy, detect_wrapper
 from megabatch.wrappers.gradients import WideGradients, drop_gradients
@@ -79,7 +78,7 @@ class MicrobatchTuner:
                 f"the model has parameters on {' and '.join(devices)}, of which the memory of one is measured, and "
                 f'max_microbatch_tokens is "auto"; {GIVE_A_BOUND}'
             )
-        if isinstance(self.wrapper, PipelineWrapper):
+        if self.wrapper.is_pipeline:
             raise PlanError(
                 "a Pipeline runs the microbatches of a call together, so that one does not tell what fits, and "
                 f'max_microbatch_tokens is "auto"; {GIVE_A_BOUND}'
@@ -101,7 +100,7 @@ class MicrobatchTuner:
             raise PlanError(
                 f"a sample of {longest} tokens comes in a later call of an update, when there are gradients beside "
                 f"which nothing is measured, and the bound that was chosen is {bound}; give the longest sample to the "
-                "first call or to choose_bound(), or give max_microbatch_tokens="
+                "first call or to tune(), or give max_microbatch_tokens="
             )
 
     def fitted(
@@ -216,7 +215,7 @@ class MicrobatchTuner:
         """Restore all state after measured updates; raise if a forward has written to parameters."""
         modules = {id(each): each for model in self.wrapper.models for each in model.modules()}.values()
         for module in modules:
-            if isinstance(module, FSDPModule):
+            if is_fsdp2(module):
                 module.reshard()  # an evaluation may have left it gathered
         kept = [ModuleSnapshot(module) for module in modules]
         parameters = {name: each for model in self.wrapper.models for name, each in model.named_parameters()}
@@ -341,7 +340,7 @@ def measure_policy(
     )
     tuner = MicrobatchTuner(model, wrapper, wide, planner, memory_bytes)
     tuner.optimizer = optimizer
-    with OOMBroadcast(wrapper.ranks, wrapper.device).listening():
+    with guard_memory(wrapper.ranks, wrapper.device):
         longest = tuner.find_longest(planner, batch, loss_fn)
         if longest is None:
             return None

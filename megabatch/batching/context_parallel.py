@@ -17,12 +17,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
-from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megabatch.batching.samples import IGNORED_LABEL, Microbatch
 from megabatch.errors import LossContractError, PlanError
+from megabatch.torch_private import pytree
 
 INPUTS = ("input_ids", "position_ids", "attention_mask", "token_type_ids")  # what a model reads, position by position
 SHIFTED = "shift_"  # what a name begins with whose values stand at the position that they are for
@@ -129,6 +128,8 @@ class GatheredAttention:
         start, end = piece * query.shape[2], (piece + 1) * query.shape[2]
         key, value = key[:, :, :end], value[:, :, :end]
         if documents.dtype == torch.bool:
+            from torch.nn.attention.bias import causal_lower_right  # imports the compiler, which is slow
+
             order = causal_lower_right(end - start, end)
             return F.scaled_dot_product_attention(
                 query, key, value, order, dropout, scale=scale, enable_gqa=query.shape[1] != key.shape[1]

@@ -6,11 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from megabatch.errors import PlanError
 from megabatch.planning.plan import check_lengths
+from megabatch.torch_private import is_dtensor, pytree
 
 SEEN_BYTES = 1 << 16  # of each tensor, in the number by which stages compare their microbatches
 
@@ -57,7 +56,7 @@ def difference(found: Any, expected: Sequence[Tensor]) -> str | None:
     """Describe the difference between tensors and their expected shapes and dtypes; None where there is none."""
     leaves = found if isinstance(found, tuple | list) else (found,)
     for each in leaves:
-        if not isinstance(each, Tensor) or isinstance(each, DTensor):
+        if not isinstance(each, Tensor) or is_dtensor(each):
             return f"a {type(each).__name__} where a plain tensor was expected"
     shapes, wanted = ([(tuple(each.shape), each.dtype) for each in tensors] for tensors in (leaves, expected))
     return None if shapes == wanted else f"{shapes} where {wanted} was said"

@@ -16,11 +16,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megabatch.batching.samples import IGNORED_LABEL, Microbatch, gather_columns, stack_padded
 from megabatch.errors import LossContractError, PlanError
+from megabatch.torch_private import is_fake, original_of
 
 IDS, MASK, POSITIONS = "input_ids", "attention_mask", "position_ids"
 RIGHT_PADDED = "megabatch: padded on the right"  # in a microbatch, beside its mask
@@ -29,7 +29,7 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 
 
 class Padding:
-    """Pads samples on the right for a model, and checks microbatches that were made otherwise.
+    """The default collate function: pads samples on the right for a model, ``Padding([model])(samples)``.
 
     - ``input_ids`` and keys that end with it are padded with the model's pad token, where its config has one. A model
       that looks for its pad token, as the decoders that classify do, gets no other.
@@ -78,7 +78,7 @@ class Padding:
                 fill = self._pad_token if fill is None else fill
             made[name] = stack_padded(name, values, fill)
         main = next((name for name in self._main_inputs if name in made), None)
-        if main is not None and self._takes_mask and (main in ragged or not self._is_causal):
+        if main is not None and self.takes_mask and (main in ragged or not self._is_causal):
             self._add_mask(made, main, columns[main])
         self.check(made)
         return made
@@ -123,7 +123,7 @@ class Padding:
                     "samples have none"
                 )
 
-        models = [each for each in self._called if self._takes_mask and isinstance(each, nn.Module)]
+        models = [each for each in self._called if self.takes_mask and isinstance(each, nn.Module)]
         hooks = [each.register_forward_pre_hook(look, with_kwargs=True) for each in models]
         try:
             yield
@@ -202,7 +202,7 @@ class Padding:
         return any("pad_token_id" in each.__code__.co_names for each in forwards if hasattr(each, "__code__"))
 
     @cached_property
-    def _takes_mask(self) -> bool:
+    def takes_mask(self) -> bool:
         """True if a model needs a mask to leave padding out, and takes one."""
         return any(_reads(model, MASK) and not is_causal(model) for model in self._models)
 
@@ -323,8 +323,8 @@ def is_causal(model: Any, *, with_experts: bool = False) -> bool:
 def with_config(model: Any) -> Any:
     """Unwrap a transformers model from DDP, FSDP1 or torch.compile; return the innermost module if there is none."""
     while not hasattr(model, "config"):
-        inner = getattr(model, "module", getattr(model, "_orig_mod", None))
-        if not isinstance(inner, nn.Module):
+        inner = model.module if hasattr(model, "module") else original_of(model)
+        if inner is model or not isinstance(inner, nn.Module):
             break
         model = inner
     return model

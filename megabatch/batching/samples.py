@@ -18,18 +18,19 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megabatch.batching.tree import clone, each_leaf
 from megabatch.errors import PlanError, require_count
+from megabatch.torch_private import pytree
 
 Batch = Mapping[str, Tensor] | Sequence[Any]  # all samples of this rank
 Microbatch = Any  # what collate returns: a mapping of tensors unless the user's collate says otherwise
 Collate = Callable[[list[Any]], Microbatch]
 Length = Callable[[Any], int]
 
-IGNORED_LABEL = -100  # torch's cross-entropy ignores it by default
+IGNORED_LABEL = -100
+"""The label of a position without a target: the default ``ignore_index`` of torch's cross-entropy."""
 _PADDED_NUMBERS = WeakTensorKeyDictionary()
 LABELS = re.compile(r"(^|_)(labels?|label_ids)(_|$)")  # keys of labels: labels, shift_labels, label_ids, chosen_labels
 
@@ -118,7 +119,9 @@ class Samples:
         self._kept: dict[int, Any] = {}  # the last sample of a deferred batch, once it is loaded
         self._loading = threading.Lock()  # one thread at a time loads and collates
         self.is_collated_by_user = collate is not None
-        self.expect: Callable[[Microbatch], None] = _ignore if pad is None else pad.expect  # the microbatch to run next
+        self.is_shared = self._rows is not None or collate is not None  # microbatches may be the caller's own tensors
+        # Is told the microbatch to run next, where the model needs a mask.
+        self.expect: Callable[[Microbatch], None] | None = pad.expect if pad is not None and pad.takes_mask else None
         if self._rows is not None:
             lengths = _row_lengths(self._rows, length)
         elif self.deferred is not None:
@@ -222,7 +225,7 @@ class Samples:
 
         Rows of a mapping and tensors of the user's collate function may be the caller's own.
         """
-        if self._rows is None and self._collate is None:
+        if not self.is_shared:
             return moved
         kept: set[int] = set()
         each_leaf(microbatch, lambda leaf: kept.add(id(leaf)) or leaf)
@@ -256,17 +259,24 @@ class Pad(Protocol):
 
     def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Tensor]: ...
 
+    takes_mask: Any  # True where the model needs a mask
+
     def check(self, microbatch: Microbatch) -> None: ...
 
     def expect(self, microbatch: Microbatch) -> None: ...
 
 
 def sample_length(sample: Any) -> int:
-    """Return the tokens of a sample: the size of dim 0 of its first tensor, 1 for a scalar."""
+    """Return the tokens of a sample: the size of dim 0 of its first tensor, 1 for a scalar.
+
+    This is the default ``length`` of a `GradientAccumulator`. Raises `PlanError` for a sample that is no mapping of
+    tensors.
+    """
     if not isinstance(sample, Mapping) or not sample:
         raise _no_mapping(sample)
     name, value = next(iter(cast(Mapping[str, Any], sample).items()))
-    first = to_dense_tensor(name, value)
+    is_dense = type(value) is Tensor and value.layout == torch.strided
+    first = value if is_dense else to_dense_tensor(name, value)
     return first.shape[0] if first.ndim else 1
 
 
@@ -403,10 +413,6 @@ def _given_lengths(batch: Deferred) -> list[int]:
     batch.check()
     given = enumerate(batch.lengths)
     return [require_count(f"the length of sample {index}", length, least=0) for index, length in given]
-
-
-def _ignore(microbatch: Microbatch) -> None:
-    pass
 
 
 def _split(rows: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:

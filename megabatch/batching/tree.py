@@ -6,11 +6,20 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from megabatch.torch_private import pytree
 
 
 def to_device(microbatch: Any, device: torch.device) -> Any:
-    """The microbatch, from the CPU to ``device``; to a GPU through pinned memory, so that the host does not wait."""
+    """Return the microbatch with its tensors on ``device``.
+
+    A copy from the CPU to a GPU goes through pinned memory, so that the host does not wait for it. Whatever has a
+    method ``to``, such as a graph, is moved by that; other values stay as they are.
+
+    Args:
+        microbatch: Tensors in mappings, lists and tuples of any depth.
+        device: Where they shall be.
+    """
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):

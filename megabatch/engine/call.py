@@ -62,21 +62,27 @@ class MicrobatchStep:
 
 
 def agree_on_call(
-    wrapper: Wrapper, prepare: Callable[[], PreparedBatch], weigh: Weigh | None,
+    wrapper: Wrapper, prepared: PreparedBatch | None, failure: Exception | None, weigh: Weigh | None,
     remembered: Callable[[], Microbatch | None],
-) -> tuple[PreparedBatch, CallPlan]:  # fmt: skip
-    """Prepare this rank's samples and agree with the other ranks, in one message between hosts; alone, in none.
+) -> CallPlan:  # fmt: skip
+    """Agree with the other ranks on a call, in one message between hosts; alone, in none.
 
-    ``remembered`` gives a sample of an earlier call with this loss as a microbatch, if there was one. A failure on any
-    rank is raised on all of them, so that none is left waiting.
+    Args:
+        wrapper: Of the model.
+        prepared: This rank's samples, None where they could not be prepared.
+        failure: The reason, which is raised on all ranks, so that none is left waiting.
+        weigh: Counts the weights of the loss.
+        remembered: Gives a sample of an earlier call with this loss as a microbatch, if there was one.
     """
-    ranks, dummy = wrapper.ranks, None
-    if ranks.is_alone:
-        prepared = prepare()
+    ranks = wrapper.ranks
+    if ranks.is_alone and failure is not None:
+        raise failure
+    if ranks.is_alone and prepared is not None:
         reports = [_report(prepared, wrapper, has_sample=True)]
     else:
-        prepared, reports = _exchange_reports(wrapper, prepare, remembered)
+        reports = _exchange_reports(wrapper, prepared, failure, remembered)
         _check_same_samples(ranks, reports)
+    assert prepared is not None  # only a failure leaves it out
     keys = {each.keys_hash for each in reports} - {0.0}
     if wrapper.forwards_meet and (len(keys) > 1 or min(keys, default=0.0) < 0):
         raise PlanError(
@@ -85,14 +91,14 @@ def agree_on_call(
         )
     if len({each.names_hash for each in reports if each.num_microbatches}) > 1:
         raise LossContractError("weigh names other terms on other ranks; name the same terms everywhere")
-    num_microbatches, names = int(max(each.num_microbatches for each in reports)), prepared.names
+    num_microbatches, names, dummy = int(max(each.num_microbatches for each in reports)), prepared.names, None
     if not ranks.is_alone:
         everyone_has = all(each.has_sample for each in reports)
         dummy = _dummy(ranks, prepared, num_microbatches, remembered, everyone_has=everyone_has)
         if weigh is not None and num_microbatches and not all(each.num_microbatches for each in reports):
             names = next(filter(None, ranks.exchange_objects(names)), [])  # a rank that has weighed nothing knows none
     data, weights = reports[: ranks.degree], zip(*(each.weights for each in reports[: ranks.num_weighing]), strict=True)
-    return prepared, CallPlan(
+    return CallPlan(
         num_microbatches=num_microbatches,
         num_samples=int(sum(each.num_samples for each in data)),
         num_tokens=int(sum(each.num_tokens for each in data)),
@@ -102,24 +108,22 @@ def agree_on_call(
 
 
 def _exchange_reports(
-    wrapper: Wrapper, prepare: Callable[[], PreparedBatch], remembered: Callable[[], Microbatch | None]
-) -> tuple[PreparedBatch, list[RankReport]]:
-    """Prepare this rank's samples, and exchange reports. Raises on all ranks what was raised on one."""
-    ranks, prepared, failure = wrapper.ranks, None, None
-    message = [1.0] + [0.0] * (len(RankReport._fields) - 2 + MAX_WEIGHED_TERMS)
+    wrapper: Wrapper, prepared: PreparedBatch | None, failure: Exception | None,
+    remembered: Callable[[], Microbatch | None],
+) -> list[RankReport]:  # fmt: skip
+    """Return the reports of all ranks. Raises on all ranks what was raised on one."""
+    ranks, num_told = wrapper.ranks, len(RankReport._fields) - 1
+    message = [1.0] + [0.0] * (num_told - 1 + MAX_WEIGHED_TERMS)
     try:
-        prepared = prepare()
-        *numbers, weights = _report(prepared, wrapper, len(prepared.samples) > 0 or remembered() is not None)
-        message = [*numbers, *weights, *[0.0] * (MAX_WEIGHED_TERMS - len(weights))]
-    except Exception as error:  # whatever the user's collate or weigh raises, the other ranks must hear of it
+        if prepared is not None:
+            *numbers, weights = _report(prepared, wrapper, len(prepared.samples) > 0 or remembered() is not None)
+            message = [*numbers, *weights, *[0.0] * (MAX_WEIGHED_TERMS - len(weights))]
+    except Exception as error:  # whatever the user's loading raises, the other ranks must hear of it
         failure = error
-    num_told = len(RankReport._fields) - 1
-    rows = ranks.exchange(message)
-    reports = [RankReport(*row[:num_told], weights=row[num_told:]) for row in rows]
+    reports = [RankReport(*row[:num_told], weights=row[num_told:]) for row in ranks.exchange(message)]
     if any(each.failed for each in reports):
         raise first_failure(ranks, failure)
-    assert prepared is not None  # only a failure leaves it out
-    return prepared, reports
+    return reports
 
 
 def _report(prepared: PreparedBatch, wrapper: Wrapper, has_sample: bool) -> RankReport:
@@ -186,7 +190,7 @@ def iterate_steps(
             "sequences are cut over the mesh axis 'cp' and the loss does not say how its weight is counted, so a "
             "weight that counts samples would not be seen; give weigh=, see megabatch.loss"
         )
-    samples, num_real = prepared.samples, len(prepared.plan.microbatches)
+    samples, num_real, on_cpu = prepared.samples, len(prepared.plan.microbatches), wrapper.device.type == "cpu"
     real = iter(prepared.collated) if prepared.collated else samples.in_turn(prepared.plan.microbatches)
     try:
         for index in range(call.num_microbatches):
@@ -204,8 +208,11 @@ def iterate_steps(
             with wrapper.microbatch(prepared.plan.sync, last=index == call.num_microbatches - 1):
                 wrapper.is_counting = not is_dummy
                 try:
-                    samples.expect(microbatch)
-                    moved = samples.owned(microbatch, to_device(microbatch, wrapper.device))
+                    if samples.expect is not None:
+                        samples.expect(microbatch)
+                    moved = microbatch if on_cpu else to_device(microbatch, wrapper.device)
+                    if samples.is_shared:
+                        moved = samples.owned(microbatch, moved)
                     yield MicrobatchStep(moved, index, counted, weighed, is_dummy)
                     del moved
                 finally:
@@ -220,8 +227,6 @@ def iterate_steps(
 
 def with_dummies(plan: Plan, num_microbatches: int) -> Plan:
     """Return the plan with the dummy microbatches that bring it to everyone's number of microbatches."""
-    if len(plan.microbatches) == num_microbatches:
-        return plan
     return replace(plan, microbatches=pad_with_dummies(plan.microbatches, num_microbatches))
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from megabatch.batching.samples import Microbatch
 from megabatch.batching.tree import to_device
@@ -30,6 +29,7 @@ from megabatch.engine.representations import (
 from megabatch.engine.update import OpenUpdate
 from megabatch.errors import LossContractError, PlanError
 from megabatch.losses.contract import JointLoss, Term, differentiable, terms_of
+from megabatch.torch_private import pytree
 from megabatch.wrappers.base import Wrapper
 from megabatch.wrappers.gradients import graph_leaves, separate_gradients
 from megabatch.wrappers.mesh import DataRanks

@@ -17,10 +17,10 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
 from megabatch.errors import MegabatchError, MicrobatchLimit, Shortage, in_one_line
-from megabatch.wrappers.mesh import DataRanks, groups_of_process
+from megabatch.torch_private import default_store, groups_of_process
+from megabatch.wrappers.mesh import DataRanks
 
 NO_MEMORY = re.compile(  # where the type of an error does not say it
     r"DefaultCPUAllocator: can't allocate memory|MPS backend out of memory"
@@ -141,11 +141,26 @@ class OOMBroadcast:
     def _key(self, name: str) -> str:
         return f"{name} ({self._number:.0f})"
 
-    def _store(self) -> Store:
+    def _store(self) -> Any:
         own = self._own
         if own is None:
             own = self._own = _store_of_process().clone()
         return own
+
+
+@contextlib.contextmanager
+def guard_memory(ranks: DataRanks, device: torch.device) -> Generator[None]:
+    """Surround what may run out of memory: that is said in one line, and among several ranks told and heard."""
+    if not ranks.is_alone:
+        with OOMBroadcast(ranks, device).listening():
+            yield
+        return
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise out_of_memory_error(error, ranks) from error
+        raise
 
 
 def out_of_memory_error(error: Exception, ranks: DataRanks) -> MegabatchError:
@@ -195,7 +210,7 @@ def whoever_runs(num_ranks: int) -> str:
 
 
 def _store_of_process() -> Any:  # torch's stubs leave out clone()
-    return cast(Any, dist).distributed_c10d._get_default_store()
+    return default_store()
 
 
 def _abort() -> None:

@@ -22,6 +22,7 @@ from megabatch.engine.update import OpenUpdate
 from megabatch.errors import MegabatchError, Shortage, in_one_line
 from megabatch.losses.contract import WEIGHT_TOLERANCE, Term, Weigh
 from megabatch.planning.plan import split_in_halves
+from megabatch.torch_private import count_writes
 from megabatch.wrappers.base import Wrapper, local
 from megabatch.wrappers.gradients import find_functions_beside, graph_leaves
 from megabatch.wrappers.mesh import num_collectives
@@ -219,5 +220,5 @@ def _received(before: Receipt) -> set[int]:
     return {
         id(parameter)
         for (parameter, was), writes in zip(had, before.writes, strict=True)
-        if parameter.grad is not was or was._version != writes
+        if parameter.grad is not was or count_writes(was) != writes
     }

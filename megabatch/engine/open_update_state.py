@@ -8,17 +8,16 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from megabatch.engine.step_in_backward import StepInBackward
 from megabatch.engine.update import OpenUpdate
 from megabatch.errors import PlanError
+from megabatch.torch_private import is_dtensor
 from megabatch.wrappers.base import Wrapper, local
 from megabatch.wrappers.gradients import WideGradients
 
 State = Mapping[str, Any]
 OWN = "as the parameter"
-PLACEMENTS = {each.__name__: each for each in (Partial, Replicate)}  # other ways in which a gradient may lie
 
 
 def save_open_update(opened: OpenUpdate | None, wrapper: Wrapper) -> dict[str, Any]:
@@ -76,9 +75,12 @@ def _gradient(parameter: nn.Parameter, kept: Tensor, shape: list[int], axes: lis
         )
     own = parameter.data
     held = kept.to(own.device, copy=True)
-    if not isinstance(own, DTensor):
+    if not is_dtensor(own):
         return held
-    placements = [mine if axis == OWN else PLACEMENTS[axis]() for mine, axis in zip(own.placements, axes, strict=True)]
+    from torch.distributed.tensor import DTensor, Partial, Replicate  # slow, and there by now
+
+    others = {each.__name__: each for each in (Partial, Replicate)}  # ways in which a gradient may lie
+    placements = [mine if axis == OWN else others[axis]() for mine, axis in zip(own.placements, axes, strict=True)]
     return DTensor.from_local(
         held,
         own.device_mesh,
@@ -92,7 +94,7 @@ def _gradient(parameter: nn.Parameter, kept: Tensor, shape: list[int], axes: lis
 def _axes(parameter: nn.Parameter) -> list[str]:
     """How its gradient lies over each axis of its mesh; none of a plain tensor."""
     own, gradient = parameter.data, parameter.grad
-    if not isinstance(own, DTensor) or not isinstance(gradient, DTensor):
+    if not is_dtensor(own) or not is_dtensor(gradient):
         return []
     pairs = zip(own.placements, gradient.placements, strict=True)
     return [OWN if mine == its else type(its).__name__ for mine, its in pairs]

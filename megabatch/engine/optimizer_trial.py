@@ -14,14 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    _global_optimizer_post_hooks,  # pyright: ignore[reportPrivateUsage]
-    _global_optimizer_pre_hooks,  # pyright: ignore[reportPrivateUsage]
-)
-from torch.utils import _pytree as pytree
 
 from megabatch.engine import random_state
 from megabatch.errors import PlanError, in_one_line
+from megabatch.torch_private import count_writes, global_step_hooks, pytree
 
 LEAVE_OUT = "or leave step_in_backward() out"
 NUM_STEPS = 3  # a count that parameters share runs ahead in these
@@ -37,7 +33,7 @@ def check_step_hooks(optimizer: Optimizer) -> None:
     """Raise `PlanError` for hooks of a step, which would run once for each parameter."""
     both = optimizer, getattr(optimizer, "optimizer", None)  # the one inside, where Accelerate has wrapped it
     own = [getattr(each, f"_optimizer_step_{when}_hooks", {}) for each in both for when in ("pre", "post")]
-    for hooks in (*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks):
+    for hooks in (*own, *global_step_hooks()):
         for hook in hooks.values():
             raise PlanError(
                 f"{type(optimizer).__name__} has the step hook {getattr(hook, '__name__', type(hook).__name__)!r}, "
@@ -84,7 +80,9 @@ def step_alone(optimizer: Optimizer, group: Group, parameter: Tensor) -> None:
 
 def _marks(group: Group) -> dict[str, object]:
     """What changes where something is written to a parameter group."""
-    return {name: (id(value), value._version if isinstance(value, Tensor) else None) for name, value in group.items()}
+    return {
+        name: (id(value), count_writes(value) if isinstance(value, Tensor) else None) for name, value in group.items()
+    }
 
 
 class _Small(NamedTuple):

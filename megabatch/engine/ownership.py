@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from torch import Tensor, nn
-from torch.distributed.fsdp._flat_param import FlatParameter
 
 from megabatch.batching.tree import each_leaf
 from megabatch.errors import LossContractError, MegabatchError
 from megabatch.losses.contract import Term, differentiable, takes_divisor
+from megabatch.torch_private import count_writes, is_flat_parameter
 from megabatch.wrappers.base import Wrapper
 from megabatch.wrappers.gradients import find_functions, graph_leaves, is_linear, name_of_function
 
@@ -62,8 +62,11 @@ class ByLoss(Generic[Value]):
         self._found: weakref.WeakKeyDictionary[Any, dict[Any, Value]] = weakref.WeakKeyDictionary()
 
     def get(self, loss_fn: Any) -> Value | None:
-        owner, function = _key_of(loss_fn)
-        return None if owner is None else self._found.get(owner, {}).get(function)
+        try:
+            found = self._found.get(getattr(loss_fn, "__self__", loss_fn))
+        except TypeError:  # it cannot be a key
+            return None
+        return None if found is None else found.get(getattr(loss_fn, "__func__", None))
 
     def set(self, loss_fn: Any, value: Value) -> None:
         owner, function = _key_of(loss_fn)
@@ -78,7 +81,7 @@ class Ownership:
         self._wrapper = wrapper
         self._is_exact = not wrapper.replaces_gradients
         self._left: Leftover | None = None
-        self._tried: ByLoss[bool] = ByLoss()
+        self.tried: ByLoss[bool] = ByLoss()  # losses that have run a call
         self._scaling: set[type] = set()  # functions whose backward was seen to look at its gradient
         self._trying: Any = None  # the loss that is tried in the call that runs, unless more is to be seen of it
         self._passing: list[weakref.ref[Tensor]] = []  # leaves that are to go with the graph of their microbatch
@@ -93,7 +96,7 @@ class Ownership:
                 leaf.grad = None
                 raise _not_the_models(leaf)
         if self._trying is not None:
-            self._tried.set(self._trying, True)
+            self.tried.set(self._trying, True)
         self._trying = None
         parameters = self._wrapper.parameters
         trained = [each.requires_grad for each in parameters]
@@ -123,10 +126,6 @@ class Ownership:
             lost.loses_update = True
             raise lost
         self._left = left
-
-    def is_new(self, loss_fn: object) -> bool:
-        """Whether a loss was not tried yet; the body of an open loop, which is None, never was."""
-        return loss_fn is None or self._tried.get(loss_fn) is None
 
     def check_unmoved(self, before: Receipt) -> None:
         """Raise `LossContractError` where a loss that does not take the divisor has moved a gradient."""
@@ -163,7 +162,7 @@ class Ownership:
         """
         known, reached = set(map(id, self._wrapper.accumulating)), False
         for leaf in graph_leaves([terms[name].total for name in differentiable(terms)]):
-            if id(leaf) in known or isinstance(leaf, FlatParameter):
+            if id(leaf) in known or is_flat_parameter(leaf):
                 reached = True
             elif not _holds(given, leaf):
                 self._passing.append(weakref.ref(leaf))
@@ -227,6 +226,6 @@ def _key_of(loss_fn: Any) -> tuple[Any, Any]:
 
 def _num_writes(tensors: Sequence[Tensor]) -> list[int]:
     try:
-        return [each._version for each in tensors]
+        return [count_writes(each) for each in tensors]
     except RuntimeError:  # one that was made in inference mode counts none
-        return [0 if each.is_inference() else each._version for each in tensors]
+        return [0 if each.is_inference() else count_writes(each) for each in tensors]

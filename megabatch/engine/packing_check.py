@@ -6,14 +6,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from megabatch.batching.padding import with_config
 from megabatch.engine.call import first_failure
 from megabatch.engine.oom_broadcast import is_out_of_memory
 from megabatch.engine.step_in_backward import StepInBackward
 from megabatch.errors import LossContractError, MegabatchError, PlanError, in_one_line
+from megabatch.torch_private import hooks_after_grad, is_dtensor, is_fsdp2
 from megabatch.wrappers.base import Wrapper
 from megabatch.wrappers.mesh import DataRanks
 
@@ -187,17 +186,17 @@ def _logits(model: nn.Module) -> Logits:
         finally:
             for module, mode in modes.items():
                 module.training = mode
-                if isinstance(module, FSDPModule):
+                if is_fsdp2(module):
                     module.reshard()  # a forward without gradients may leave it gathered
         logits: Tensor = output if isinstance(output, Tensor) else output.logits
-        return logits.full_tensor() if isinstance(logits, DTensor) else logits
+        return logits.full_tensor() if is_dtensor(logits) else logits
 
     return run
 
 
 def _steps_in_backward(model: nn.Module) -> bool:
-    hooks = (cast(Any, each)._post_accumulate_grad_hooks or {} for each in model.parameters())
-    return any(isinstance(getattr(hook, "__self__", None), StepInBackward) for each in hooks for hook in each.values())
+    hooks = map(hooks_after_grad, model.parameters())
+    return any(isinstance(getattr(hook, "__self__", None), StepInBackward) for each in hooks for hook in each)
 
 
 def _check_inputs(model: nn.Module, placed: tuple[Any, ...], named: Mapping[str, Any]) -> None:

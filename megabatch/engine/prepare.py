@@ -29,6 +29,7 @@ class PreparedBatch:
     plan: Plan
     collated: tuple[Microbatch, ...]  # on the CPU; empty unless they were weighed, and for a deferred batch
     weights: tuple[dict[str, float], ...]  # of each microbatch, by term
+    names: list[str] = field(default_factory=list[str])  # of the weighed terms; none without a weighed microbatch
     parts: dict[int, list[tuple[int, ...]]] = field(
         default_factory=dict[int, list[tuple[int, ...]]]
     )  # those that ran in parts
@@ -73,11 +74,6 @@ class PreparedBatch:
                 "return a number from weigh, or leave weights out"
             )
         return weights
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the weighed terms, in the order of `weight_sums`; empty without a weighed microbatch."""
-        return sorted(self.weights[0]) if self.weights else []
 
     def weight_sums(self) -> dict[str, float]:
         """Return this rank's weight of each term."""
@@ -138,7 +134,7 @@ class MicrobatchPlanner:
         """Raise `PlanError` for samples, while the limit is to be chosen; no samples need no limit."""
         if len(samples):
             raise PlanError(
-                'max_microbatch_tokens is "auto" and the first forward_backward() or choose_bound() chooses the bound, '
+                'max_microbatch_tokens is "auto" and the first forward_backward() or tune() chooses the bound, '
                 "from the loss and its samples; call one of them before, or give max_microbatch_tokens="
             )
         return 1
@@ -183,7 +179,8 @@ def collate_planned(samples: Samples, plan: Plan, weigh: Weigh | None) -> Prepar
         return PreparedBatch(samples, plan, (), ())
     if samples.deferred is not None and (told := samples.deferred.weights) is not None:
         sums = (sum(told[row] for row in rows) for rows in plan.microbatches)
-        return PreparedBatch(samples, plan, (), tuple(map(counted_weights, sums)))
+        weights = tuple(map(counted_weights, sums))
+        return PreparedBatch(samples, plan, (), weights, sorted(weights[0]) if weights else [])
     kept: tuple[Microbatch, ...] = ()
     if samples.deferred is None:
         is_own = samples.is_collated_by_user
@@ -194,7 +191,7 @@ def collate_planned(samples: Samples, plan: Plan, weigh: Weigh | None) -> Prepar
         raise LossContractError(f"weigh names the terms {names}; name the same terms for each microbatch")
     if names and len(names[0]) > MAX_WEIGHED_TERMS:
         raise LossContractError(f"weigh names {len(names[0])} terms; at most {MAX_WEIGHED_TERMS} are supported")
-    return PreparedBatch(samples, plan, kept, weights)
+    return PreparedBatch(samples, plan, kept, weights, names[0] if names else [])
 
 
 def _take_all(samples: Samples, plan: Plan) -> tuple[Microbatch, ...]:

@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from megabatch.engine.random_state import RandomState
 from megabatch.errors import LossContractError
+from megabatch.torch_private import is_dtensor, pytree
 from megabatch.wrappers.mesh import DataRanks
 
 ROWS = "a tensor, or a tuple or mapping of tensors, with one row per sample"
@@ -71,7 +70,7 @@ def _fault(encodings: Sequence[Encoded], cut: Cut) -> str | None:
         if not encoded.leaves:
             return f"encode returned nothing; expected {ROWS}"
         for leaf in encoded.leaves:
-            if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
+            if not isinstance(leaf, Tensor) or is_dtensor(leaf):
                 return f"encode returned a {type(leaf).__name__}; expected {ROWS}"
             if leaf.ndim == 0 or (rows and len(leaf) != len(rows)):
                 return f"encode returned the shape {tuple(leaf.shape)} for {len(rows)} samples; expected {ROWS}"

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from megabatch.engine.call import CallPlan
 from megabatch.engine.optimizer_trial import LEAVE_OUT, check_optimizer, check_step_hooks, step_alone
 from megabatch.errors import MegabatchError, PlanError, in_one_line
+from megabatch.torch_private import is_dtensor
 from megabatch.wrappers.base import Wrapper
-from megabatch.wrappers.fsdp2 import FSDP2Wrapper
 
 
 class StepInBackward:
@@ -133,10 +132,10 @@ def _check_reducer(wrapper: Wrapper) -> None:
     name = wrapper.kind_name
     if len({parameter.device for parameter in wrapper.parameters}) > 1:
         name = "parameters on several devices"
-    elif isinstance(wrapper, FSDP2Wrapper) and wrapper.ranks.pipeline is None:
+    elif wrapper.hands_over_in_backward and wrapper.ranks.pipeline is None:
         return
     elif type(wrapper) is Wrapper:
-        if wrapper.ranks.num_all == 1 and not any(isinstance(each.data, DTensor) for each in wrapper.parameters):
+        if wrapper.ranks.num_all == 1 and not any(is_dtensor(each.data) for each in wrapper.parameters):
             return
         name = "no wrapper and several ranks"
     raise PlanError(

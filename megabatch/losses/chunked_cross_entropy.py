@@ -13,18 +13,22 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C import _are_functorch_transforms_active as is_transformed  # pyright: ignore[reportPrivateUsage]
-from torch._C._autograd import (
-    _get_current_graph_task_keep_graph as keeps_graph,  # pyright: ignore[reportPrivateUsage]
-)
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.fsdp import FSDPModule
-from torch.nn.modules import module as of_every_module
 
 from megabatch.batching.samples import IGNORED_LABEL
 from megabatch.errors import MegabatchError
 from megabatch.losses import ready_made
 from megabatch.losses.ready_made import HALF_TYPES
+from megabatch.torch_private import (
+    FakeTensor,
+    forward_hooks,
+    fsdp_policy,
+    has_backward_hooks,
+    has_global_forward_hooks,
+    is_compiled,
+    is_fsdp2,
+    is_transformed,
+    keeps_graph,
+)
 
 FAMILIES = {  # of transformers, whose forward returns what `lm_head` gives; a test builds and compares each
     f"transformers.models.{family}.modeling_{family}.{name}"
@@ -233,7 +237,7 @@ def _find_head(model: Any) -> tuple[nn.Module, nn.Linear] | None:
     """Return the causal model and its head if nobody else sees or changes their outputs."""
     if torch.compiler.is_compiling() or is_transformed():
         return None
-    if not isinstance(model, nn.Module) or not _has_no(of_every_module, "_global_forward_hooks"):
+    if not isinstance(model, nn.Module) or has_global_forward_hooks():
         return None
     modules = [model]
     while _name_of(modules[-1]) in WRAPPERS:
@@ -246,20 +250,15 @@ def _find_head(model: Any) -> tuple[nn.Module, nn.Linear] | None:
 
 def _name_of(module: nn.Module) -> str:
     """Return the full name of a module's class, without the class that FSDP2 puts before it."""
-    kind = next(each for each in type(module).__mro__ if not (isinstance(module, FSDPModule) and _is_of_fsdp2(each)))
+    kind = next(each for each in type(module).__mro__ if not (is_fsdp2(module) and _is_of_fsdp2(each)))
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _is_unseen(module: Any) -> bool:
     """Return True if no hook but FSDP2's sees a module's output and its forward is its class's own."""
-    if "forward" in vars(module) or module._compiled_call_impl is not None:
+    if "forward" in vars(module) or is_compiled(module):
         return False
-    is_known = all(map(_is_of_fsdp2, module._forward_hooks.values()))
-    return is_known and _has_no(module, "_backward_hooks", "_backward_pre_hooks")
-
-
-def _has_no(owner: Any, *names: str) -> bool:
-    return not any(getattr(owner, name) for name in names)
+    return all(map(_is_of_fsdp2, forward_hooks(module).values())) and not has_backward_hooks(module)
 
 
 def _is_of_fsdp2(each: Any) -> bool:
@@ -268,5 +267,5 @@ def _is_of_fsdp2(each: Any) -> bool:
 
 def _cast_to(module: nn.Module) -> set[torch.dtype]:
     """Return the dtype that FSDP2 casts the output of a module to."""
-    dtype = cast(Any, module)._get_fsdp_state()._mp_policy.output_dtype if isinstance(module, FSDPModule) else None
+    dtype = fsdp_policy(module).output_dtype if is_fsdp2(module) else None
     return set() if dtype is None else {dtype}

@@ -57,6 +57,7 @@ class JointLoss:
 
 _TAKES_DIVISOR: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # an inspection takes longer than all other checks
 LossFunction = Callable[[Any, Any], Any]
+"""Type of a loss: ``loss_fn(model, microbatch)`` returns ``(total, weight)``, or a mapping of names to such pairs."""
 Weigh = Callable[[Any], Any]
 Prepare = Callable[[Any], Any]
 F = TypeVar("F", bound=LossFunction)
@@ -113,21 +114,35 @@ def takes_divisor(loss_fn: LossFunction | JointLoss) -> bool:
 
 
 class LossHooks(NamedTuple):
-    """What a loss wants done on the CPU, before its microbatches are moved."""
+    """Functions that a loss wants called with each collated microbatch, on the CPU; None where it wants none."""
 
     weigh: Weigh | None = None
     prepare: Prepare | None = None
 
 
 def loss_hooks(loss_fn: LossFunction | JointLoss) -> LossHooks:
-    """Return the functions that `loss` attached, if any."""
+    """Return the two functions ``(weigh, prepare)`` that `loss` attached to a loss, None for each that it did not.
+
+    Call ``prepare(microbatch)`` before ``loss_fn(model, microbatch)`` where you call a loss yourself. Set the
+    attributes ``weigh`` and ``prepare`` on a function that stands for the loss.
+    """
     return LossHooks(getattr(loss_fn, "weigh", None), getattr(loss_fn, "prepare", None))
 
 
 def terms_of(returned: Any) -> dict[str, Term]:
-    """Check the return value of a loss; return it as named terms. Raises `LossContractError` in one line.
+    """Return what a loss returned as named terms, checked.
 
     A weight becomes a number where it can be read without waiting for a device, else a scalar on that device.
+
+    Args:
+        returned: What ``loss_fn(model, microbatch)`` returned.
+
+    Returns:
+        The terms by name; a pair without a name is called "loss". Totals are scalars on the model's device.
+
+    Raises:
+        LossContractError: It is neither a pair ``(total, weight)`` nor a mapping of names to such pairs, a total is not
+            a real scalar, or a weight is negative, not finite or carries a gradient.
     """
     if isinstance(returned, Mapping) and returned:
         pairs = [(str(name), f"term {name!r} of the loss", each) for name, each in cast(Any, returned).items()]
@@ -199,6 +214,7 @@ def _as_number(source: str, weight: Any) -> float:
     return number
 
 
+@functools.cache
 def accumulation_dtype(device: torch.device) -> torch.dtype:
     """Return the dtype in which totals and weights are summed: float64 wherever the device has it."""
     return torch.float32 if device.type == "mps" else torch.float64

@@ -4,6 +4,7 @@ Each checks that what the model returns has the shape of its labels: where shape
 would be of something else.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -64,7 +65,7 @@ def next_token_beside(model: nn.Module, microbatch: Microbatch, **asked: Any) ->
     """
     targets = next_targets(microbatch)  # [B, T], or [B, T - 1] where the last position predicts nothing
     num_positions = targets.shape[1] + (microbatch.get("shift_labels") is None)
-    inner: Any = model if hasattr(model, "config") else with_config(model)
+    inner: Any = model if hasattr(model, "config") else with_config(model)  # of a wrapper
     if getattr(getattr(inner, "config", None), "is_encoder_decoder", False) is True:
         raise LossContractError(
             f"{type(inner).__name__} is an encoder-decoder, whose position t predicts label t; give "
@@ -95,6 +96,7 @@ def next_token_beside(model: nn.Module, microbatch: Microbatch, **asked: Any) ->
     return Term(total, (targets != IGNORED_LABEL).sum()), output
 
 
+@functools.cache
 def chunk_tokens(num_classes: int, width: int) -> int:
     """Return the number of positions whose logits are computed at once, for a head's weight [V, D].
 

@@ -1,4 +1,18 @@
 """Pipeline parallelism: a model in stages, whose microbatches one of torch's schedules runs together."""
 
-from megabatch.pipeline.run import evaluate as evaluate
-from megabatch.pipeline.stages import Pipeline as Pipeline
+from typing import TYPE_CHECKING
+
+from megabatch.lazy import export_lazily
+
+if TYPE_CHECKING:
+    from megabatch.pipeline.run import evaluate as evaluate
+    from megabatch.pipeline.stages import SCHEDULES as SCHEDULES
+    from megabatch.pipeline.stages import Pipeline as Pipeline
+else:
+    _HOME = {  # public name → its module
+        "SCHEDULES": "stages",
+        "Pipeline": "stages",
+        "evaluate": "run",
+    }
+    __all__ = list(_HOME)
+    __getattr__, __dir__ = export_lazily(__name__, _HOME)

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.utils import _pytree as pytree
 
 from megabatch.batching.pad_to_shape import Inputs, cut_back, fingerprint, in_one_shape
 from megabatch.batching.samples import Microbatch
@@ -33,6 +32,7 @@ from megabatch.losses.contract import (
     weigh_of,
 )
 from megabatch.pipeline.stages import Pipeline, PipelineWrapper, nothing_of
+from megabatch.torch_private import pytree
 from megabatch.wrappers.base import Wrapper
 from megabatch.wrappers.mesh import DataRanks
 

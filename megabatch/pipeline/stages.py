@@ -18,12 +18,14 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree as pytree
 
 from megabatch.batching.pad_to_shape import Inputs, Shape, difference, said
 from megabatch.engine.oom_broadcast import is_out_of_memory
 from megabatch.errors import MegabatchError, PlanError
-from megabatch.wrappers.base import Choice, Wrapper
+from megabatch.torch_private import original_of, pytree, run_schedule
+from megabatch.wrappers.base import Choice, SelfWrapped, Wrapper
+from megabatch.wrappers.checks import check_dtensors, refuse_foreign, refuse_unknown
+from megabatch.wrappers.detect import wrapper_of_one
 from megabatch.wrappers.gradients import WideGradients
 from megabatch.wrappers.mesh import DataRanks, check_axes
 from megabatch.wrappers.multi_model import MultiModelWrapper
@@ -73,7 +75,7 @@ SCHEDULES = {
 }
 
 
-class Pipeline(nn.Module):
+class Pipeline(SelfWrapped):
     """A model cut into stages that run on the ranks along the mesh's axis "pp"; give it to `GradientAccumulator`.
 
     The first stage is called as the loss calls its model. Each later one is called with what the stage before returned
@@ -157,6 +159,19 @@ class Pipeline(nn.Module):
             "loss call the model that it is given"
         )
 
+    def make_wrapper(self, mesh: DeviceMesh | None) -> "PipelineWrapper":
+        """Reduces each stage by its own wrapper, over the mesh without its axis "pp"."""
+        if mesh is not None and mesh != self.mesh:
+            raise PlanError("mesh= is another mesh than that of the Pipeline; leave mesh= out")
+        rest = tuple(axis for axis in self.mesh.mesh_dim_names or () if axis != "pp")
+        if rest:
+            return PipelineWrapper(self, [wrapper_of_one(stage, self.mesh[rest]) for stage in self.stages])
+        for stage in self.stages:
+            refuse_foreign(stage)
+            refuse_unknown(stage)
+            check_dtensors(stage)
+        return PipelineWrapper(self, [Wrapper(stage, DataRanks()) for stage in self.stages])
+
     def step(self, inputs: Sequence[Inputs], loss: Loss, device: torch.device, *, backward: bool) -> None:
         """Forward, and backward if wanted, of all microbatches, of one shape; the last stage asks ``loss``."""
         schedule, stages = self._schedule(inputs[0], len(inputs), device, backward)
@@ -168,7 +183,7 @@ class Pipeline(nn.Module):
             stage.clear_runtime_states()
         args, kwargs = [each.args for each in inputs], [each.kwargs for each in inputs]
         try:
-            schedule._step_microbatches(args, kwargs, list(range(len(inputs))), None, False)
+            run_schedule(schedule, args, kwargs, backward=backward)
         finally:
             self._loss = None
 
@@ -184,8 +199,7 @@ class Pipeline(nn.Module):
         if key not in self._schedules:
             while len(self._schedules) >= KEPT_SCHEDULES:
                 self._schedules.popitem(last=False)
-            schedule, _ = self._schedules[key] = self._made(inputs, num_microbatches, device)
-            schedule._has_backward = backward
+            self._schedules[key] = self._made(inputs, num_microbatches, device)
         self._schedules.move_to_end(key)
         return self._schedules[key]
 
@@ -341,7 +355,7 @@ class PipelineWrapper(MultiModelWrapper):
 
 def check_stage(stage: nn.Module, schedule: str) -> None:
     """Refuse a stage with nothing to train, or in a wrapper that would reduce when it should not."""
-    wrapped = cast(nn.Module, getattr(stage, "_orig_mod", stage))
+    wrapped = cast(nn.Module, original_of(stage))
     if not any(parameter.requires_grad for parameter in stage.parameters()):
         raise PlanError("no parameter of a stage requires a gradient; cut the model so that every stage trains some")
     inside = any(isinstance(each, FSDPModule | DistributedDataParallel) for each in wrapped.modules())

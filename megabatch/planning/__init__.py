@@ -1,1 +1,22 @@
 """Lengths in, plans out: samples balanced over ranks and split into microbatches, without torch."""
+
+from typing import TYPE_CHECKING
+
+from megabatch.lazy import export_lazily
+
+if TYPE_CHECKING:
+    from megabatch.planning.limits import MeasuredMicrobatch as MeasuredMicrobatch
+    from megabatch.planning.limits import TunedLimit as TunedLimit
+    from megabatch.planning.partition import balance as balance
+    from megabatch.planning.partition import best_fit as best_fit
+    from megabatch.planning.sampler import Consumed as Consumed
+else:
+    _HOME = {  # public name → its module
+        "Consumed": "sampler",
+        "MeasuredMicrobatch": "limits",
+        "TunedLimit": "limits",
+        "balance": "partition",
+        "best_fit": "partition",
+    }
+    __all__ = list(_HOME)
+    __getattr__, __dir__ = export_lazily(__name__, _HOME)

@@ -20,7 +20,7 @@ MAX_MEASURED = 12
 
 @dataclass(frozen=True)
 class MeasuredMicrobatch:
-    """What a microbatch of ``rows`` longest samples was measured to take, the most over all ranks."""
+    """Measured memory of a microbatch of ``rows`` samples, each as long as the longest; the most over all ranks."""
 
     rows: int
     num_bytes: float  # at the peak, beyond what stays from microbatch to microbatch
@@ -44,7 +44,11 @@ class MemoryRoom:
 
 @dataclass(frozen=True)
 class TunedLimit:
-    """The bound that was chosen, and what it was chosen from."""
+    """A limit for microbatches that was measured to fit: the ``fit`` of a `GradientAccumulator` without a limit.
+
+    Pass it as ``max_microbatch_tokens`` to a new accumulator for the same model, which then measures nothing. It is a
+    tree of plain numbers: ``dataclasses.asdict`` gives what JSON can hold.
+    """
 
     max_microbatch_tokens: int
     cost: CostModel

@@ -13,11 +13,18 @@ BLOCK_BITS = 10  # one word of a Spaces holds 2**BLOCK_BITS numbers
 
 
 def balance(costs: Sequence[float], num_bins: int) -> list[list[int]]:
-    """Deal the items over ``num_bins`` bins whose sizes differ by at most one and whose costs are close.
+    """Deal items over bins whose sizes differ by at most one and whose costs are close.
 
     The costliest item goes first, each to the cheapest bin that still has room (longest processing time first,
-    Graham 1969, with equal cardinalities so that the bins also cut into equal numbers of microbatches).
-    Returns each bin's item indices in rising order; with fewer items than bins some bins are empty.
+    Graham 1969, with equal cardinalities so that the bins also cut into equal numbers of microbatches). The answer is
+    the same on every rank, if the costs are.
+
+    Args:
+        costs: Cost of each item, in any unit.
+        num_bins: Number of bins, ranks for example.
+
+    Returns:
+        The indices of each bin's items, rising. With fewer items than bins some bins are empty.
     """
     if num_bins == 1:
         return [list(range(len(costs)))]
@@ -141,7 +148,17 @@ def lowest_bit(number: int) -> int:
 
 
 def best_fit(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
-    """Item numbers of each row: the longest first, each into the fullest row that has room for it; O(n log n)."""
+    """Pack items into rows of a fixed size (best fit decreasing), in O(n log n).
+
+    The longest item goes first, each into the fullest row that has room for it.
+
+    Args:
+        lengths: Tokens of each item, from 1 to ``row_tokens``.
+        row_tokens: Tokens of a row.
+
+    Returns:
+        The indices of each row's items, the longest first.
+    """
     spaces = Spaces(row_tokens)
     rows_with: dict[int, list[list[int]]] = {}  # by the room that is left in them
     rows: list[list[int]] = []

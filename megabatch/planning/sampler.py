@@ -21,14 +21,17 @@ TAILS = ("step", "drop", "carry")
 
 
 class Consumed(NamedTuple):
-    """What was handed out before an update, over all ranks."""
+    """Updates, samples and tokens that were handed out before an update, over all ranks.
+
+    `UpdateSampler` calls its ``global_batch_size`` with one, where that is a function.
+    """
 
     updates: int = 0
     samples: int = 0
     tokens: int = 0
 
     def after(self, num_samples: int, num_tokens: int) -> "Consumed":
-        """The same after one more update."""
+        """Return the counts after one more update of ``num_samples`` samples and ``num_tokens`` tokens."""
         return Consumed(self.updates + 1, self.samples + num_samples, self.tokens + num_tokens)
 
 

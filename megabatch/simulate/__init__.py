@@ -1,26 +1,28 @@
 """Simulation of rank 0 of N: memory, traffic and time of an update, without a GPU, weights or peers."""
 
-from megabatch.simulate.allocator import Event, Reserved, reserved
-from megabatch.simulate.devices import DEVICES, Device, device_named
-from megabatch.simulate.ledger import CATEGORIES, Ledger, Moment, Phase, tagging_shards
-from megabatch.simulate.replica import Replica
-from megabatch.simulate.simulated_update import Simulated, simulate
-from megabatch.simulate.traffic import Sent
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "CATEGORIES",
-    "DEVICES",
-    "Device",
-    "Event",
-    "Ledger",
-    "Moment",
-    "Phase",
-    "Replica",
-    "Reserved",
-    "Sent",
-    "Simulated",
-    "device_named",
-    "reserved",
-    "simulate",
-    "tagging_shards",
-]
+from megabatch.lazy import export_lazily
+
+if TYPE_CHECKING:
+    from megabatch.simulate.devices import DEVICES as DEVICES
+    from megabatch.simulate.devices import Device as Device
+    from megabatch.simulate.devices import device_named as device_named
+    from megabatch.simulate.ledger import CATEGORIES as CATEGORIES
+    from megabatch.simulate.ledger import Moment as Moment
+    from megabatch.simulate.replica import Replica as Replica
+    from megabatch.simulate.simulated_update import Simulated as Simulated
+    from megabatch.simulate.simulated_update import simulate as simulate
+else:
+    _HOME = {  # public name → its module
+        "CATEGORIES": "ledger",
+        "DEVICES": "devices",
+        "Device": "devices",
+        "Moment": "ledger",
+        "Replica": "replica",
+        "Simulated": "simulated_update",
+        "device_named": "devices",
+        "simulate": "simulated_update",
+    }
+    __all__ = list(_HOME)
+    __getattr__, __dir__ = export_lazily(__name__, _HOME)

@@ -78,11 +78,12 @@ DEVICES = {
         Device("cpu", 64 * GIB, _rates(0.1, 0.1, 0.05), 20 * GIGA, 5 * GIGA, 1 * GIGA, overhead_bytes=0),
     )
 }
+"""The devices that are known by name, with numbers of their data sheets."""
 ALIASES = {"a100": "a100-80g", "h100": "h100-80g"}
 
 
 def device_named(name: str) -> Device:
-    """Return the device of a name. Raise `PlanError` for an unknown one."""
+    """Return the device of a name, such as "h100-80g". Raises `PlanError` for one that is not known."""
     device = DEVICES.get(ALIASES.get(name.lower(), name.lower()))
     if device is None:
         known = ", ".join([*DEVICES, *ALIASES])

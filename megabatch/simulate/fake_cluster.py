@@ -28,7 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megabatch.errors import PlanError, in_one_line, require_count
 from megabatch.pipeline.stages import Pipeline
 from megabatch.simulate.replica import Replica
-from megabatch.wrappers.fsdp2 import param_groups
+from megabatch.torch_private import param_groups
 from megabatch.wrappers.mesh import DataRanks, check_axes
 
 NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)

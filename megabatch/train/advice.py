@@ -11,8 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from torch import nn
+from torch.distributed.tensor import DTensor
+
 from megabatch import Learner, MegabatchError, Plan
-from megabatch.losses.contract import LossFunction, weigh_of
+from megabatch.losses import LossFunction, loss_hooks
 from megabatch.train.config import Config
 from megabatch.train.culprits import LARGEST_NORM
 from megabatch.train.metrics import Row, read_rows
@@ -20,7 +23,6 @@ from megabatch.train.noise import Measured, Scale, Sum, measured, words_of
 from megabatch.train.nonfinite import Made
 from megabatch.train.partial import Call, Calls, InCalls
 from megabatch.train.ranks import Ranks
-from megabatch.wrappers.gradients import total_norm
 
 NOISE, SIGNAL, SCALE = "gradient_noise", "gradient_signal", "noise_scale_samples"  # of an update's row
 
@@ -79,7 +81,7 @@ class Advice:
 
     def _in_halves(self, batch: Sequence[Any], call: Call) -> Plan:
         gradient = self._learner.gradient
-        gradient.choose_bound(batch, self._loss_fn)  # by all samples, as ever
+        gradient.tune(batch, self._loss_fn)  # by all samples, as ever
         plan, calls = gradient.plan(batch), Calls(halves(self._updates.ids, self._seed, self._learner.step + 1))
         for number, part in calls.left(batch):
             terms = call(part, number)
@@ -93,8 +95,8 @@ class Advice:
         """What is accumulated now, of all ranks."""
         names = self._names()
         (weight,) = self._ranks.sum_of_data([float(terms[name].weight) for name in names[:1]] or [0.0])
-        norm = float(total_norm(self._parameters))
-        divided = weigh_of(self._loss_fn) is not None  # before the backward, by the weight of the call
+        norm = norm_of(self._parameters)
+        divided = loss_hooks(self._loss_fn).weigh is not None  # before the backward, by the weight of the call
         return Sum((norm if divided else norm / weight) ** 2 if weight else 0.0, weight)
 
     def row(self, made: Made) -> Row:
@@ -140,6 +142,12 @@ class Advice:
         """Of the terms that have carried a gradient; waits for the device."""
         opened = self._learner.gradient.open_update
         return [] if opened is None else opened.state_dict()["differentiable"]
+
+
+def norm_of(parameters: Sequence[nn.Parameter]) -> float:
+    """The norm of their gradients, over all shards. Waits for the device."""
+    norm = nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def halves(ids: Sequence[int | str], seed: int, step: int) -> list[list[int]]:

@@ -4,16 +4,20 @@ A cut decides how a sum is rounded, and nothing else of what is learned. So that
 the bound from its checkpoint, unless it has come to other hardware or another layout.
 """
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megabatch import CostModel, GradientAccumulator, errors
-from megabatch.autotune.memory import HighWater, device_text
-from megabatch.batching.samples import Deferred
-from megabatch.losses.contract import LossFunction
-from megabatch.planning.limits import MeasuredMicrobatch, TunedLimit
+import torch
+
+from megabatch import CostModel, GradientAccumulator
+from megabatch.autotune import device_text
+from megabatch.batching import Deferred
+from megabatch.errors import MicrobatchLimit
+from megabatch.losses import LossFunction
+from megabatch.planning import MeasuredMicrobatch, TunedLimit
 from megabatch.train.config import Config
 from megabatch.train.console import Console
 from megabatch.train.data.load import Data
@@ -29,6 +33,7 @@ from megabatch.train.shortage import LEARNED, noted
 KEY = "bound"  # of a checkpoint's meta
 EVEN = "even_tokens"
 AUTO = "auto"
+PROCESS = Path("/proc/self")
 COMPARED = 2  # update of this process after which everything is there that stays
 
 
@@ -72,7 +77,7 @@ def saved_bound(config: Config, ranks: Ranks, checkpoint: Path | None) -> Bound 
     return Bound(fit, here, (kept,), saved.get(EVEN))  # of an earlier version: dealt by length, as before
 
 
-def kept_text(tokens: int, learned: errors.MicrobatchLimit | None) -> str:
+def kept_text(tokens: int, learned: MicrobatchLimit | None) -> str:
     """What is said of a bound that a run goes on with."""
     text = f"update.max_microbatch_tokens {tokens:,}: the checkpoint's, so that sums are rounded the same"
     if learned is None or learned.tokens >= tokens:
@@ -108,8 +113,9 @@ def fit_of(saved: Mapping[str, Any]) -> TunedLimit:
 
 
 def choose(
-    bound: Bound | None, gradient: GradientAccumulator, loss_fn: LossFunction, data: Data, updates: Updates, laid: Laid
-) -> Bound | None:
+    bound: Bound | None, gradient: GradientAccumulator, loss_fn: LossFunction, data: Data, updates: Updates, laid: Laid,
+    ranks: Ranks,
+) -> Bound | None:  # fmt: skip
     """The bound, measured where it is still open, and updates dealt by what was measured; collective.
 
     Nothing else is left behind. One that a checkpoint kept is measured anew where the next update needs it; and what
@@ -118,12 +124,12 @@ def choose(
     if bound is None:
         return None
     with laid.losses():
-        gradient.choose_bound(longest(data, updates.peek()), loss_fn)
+        gradient.tune(longest(data, updates.peek()), loss_fn)
     if gradient.fit is None:  # no sample is left
         return bound
     words = (*(bound.words if bound.fit is None else ()), f"update.{gradient.fit.explain()}")
     if bound.fit is None:
-        bound = Bound(gradient.fit, bound.made_for, words, agreed(even_tokens(gradient.fit), gradient))
+        bound = Bound(gradient.fit, bound.made_for, words, agreed(even_tokens(gradient.fit), ranks))
     elif gradient.fit != bound.fit:  # a stream goes on with a longer sample than any before
         bound = replace(bound, fit=gradient.fit, words=words)
     updates.deal_by(bound.even_tokens)
@@ -131,10 +137,9 @@ def choose(
     return replace(bound, words=(*bound.words, *dealt))
 
 
-def agreed(tokens: int | None, gradient: GradientAccumulator) -> int | None:
+def agreed(tokens: int | None, ranks: Ranks) -> int | None:
     """The first rank's number: others may be of another make, and round another way, and all deal the same."""
-    ((told, *_), *_) = gradient.ranks.exchange([float(tokens or 0)])
-    return int(told) or None
+    return int(ranks.gather(str(tokens or 0))[0]) or None
 
 
 def longest(data: Data, samples: Sequence[Any]) -> Sequence[Any]:
@@ -148,6 +153,28 @@ def longest(data: Data, samples: Sequence[Any]) -> Sequence[Any]:
     return Deferred(
         lambda asked: samples[asked] if asked else train[index], lengths, look_ahead=0, measured=samples.measured
     )
+
+
+class HighWater:
+    """The most memory that this process has had on its device since this was made, as the system counts it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_gpu, self._device = device.type == "cuda", device
+        if self._is_gpu:
+            torch.cuda.reset_peak_memory_stats(device)
+            return
+        with contextlib.suppress(OSError):
+            (PROCESS / "clear_refs").write_text("5")
+
+    def bytes(self) -> float | None:
+        """On a GPU what was reserved; on the CPU what was resident, without files. None where nobody can tell."""
+        if self._is_gpu:
+            return float(torch.cuda.max_memory_reserved(self._device))
+        try:  # lines such as "VmHWM:   123 kB"
+            kib = dict(line.split(":", 1) for line in (PROCESS / "status").read_text().splitlines())
+            return 1024.0 * (int(kib["VmHWM"].split()[0]) - int(kib["RssFile"].split()[0]))
+        except (OSError, ValueError, KeyError):
+            return None
 
 
 class Compared:

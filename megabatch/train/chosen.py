@@ -5,8 +5,8 @@ from pathlib import Path
 
 from megabatch import Learner
 from megabatch.errors import MicrobatchLimit as Learned
-from megabatch.losses.contract import LossFunction
-from megabatch.planning.limits import TunedLimit
+from megabatch.losses import LossFunction
+from megabatch.planning import TunedLimit
 from megabatch.train.bound import Bound, choose, longest, saved_bound
 from megabatch.train.config import Config, UpdateConfig
 from megabatch.train.data.load import Data
@@ -51,7 +51,7 @@ def choose_rest(
     ranks: Ranks,
 ) -> Chosen:  # fmt: skip
     """What is still open, which the learner follows from here on. Measuring leaves nothing behind; collective."""
-    bound = choose(chosen.bound, learner.gradient, loss_fn, data, updates, laid)
+    bound = choose(chosen.bound, learner.gradient, loss_fn, data, updates, laid, ranks)
     if chosen.policy.sync is not None:
         return Chosen(bound, chosen.policy)
     batch = updates.peek()
@@ -60,13 +60,13 @@ def choose_rest(
     if found is None:
         return Chosen(bound, replace(chosen.policy, sync=AUTO, words=()))
     if found.sync == LAST:
-        learned = learner.gradient.learned
+        learned = learner.gradient.oom_limit
         learner.gradient = accumulator_of(laid.model, config, found.fit, LAST)
-        learner.gradient.learn(learned)
+        learner.gradient.lower_limit(learned)
         learner.gradient.reserve_for(learner.optimizer)
         if bound is not None:
             with laid.losses():
-                learner.gradient.choose_bound(longest(data, batch), loss_fn)  # nothing: it remembers the sample
+                learner.gradient.tune(longest(data, batch), loss_fn)  # nothing: it remembers the sample
     if bound is not None and found.fit is not None:
         bound = bound.lowered(found.fit)
     line = f"update.sync {found.sync}: {found.why}"

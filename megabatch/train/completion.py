@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from megabatch.batching.samples import IGNORED_LABEL
+from megabatch.batching import IGNORED_LABEL
 from megabatch.train.evaluation import evaluating
 
 PROMPT_TOKENS = 240  # the shortest prompts say too little, long ones take long

@@ -7,8 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from megabatch import Plan, plan
-from megabatch.batching.pad_to_shape import equal_rows
-from megabatch.batching.samples import sample_length
+from megabatch.batching import sample_length
 from megabatch.train.config import UpdateConfig
 from megabatch.train.ranks import Ranks
 
@@ -32,7 +31,8 @@ def cut(
     if most is not None and rows is not None:
         rows = min(rows, max(1, most // max(1, *lengths)))
     if ranks.layout.pp > 1 and tokens is not None:
-        rows, tokens = equal_rows(lengths, tokens), None
+        plan(lengths, max_microbatch_tokens=tokens)  # refuses a sample that is longer
+        rows, tokens = tokens // max(1, *lengths, 1), None
     plans = plan(lengths, dp_degree=ranks.dp_degree, micro_batch_size=rows, max_microbatch_tokens=tokens)
     return plans[ranks.dp_rank]
 

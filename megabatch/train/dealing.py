@@ -7,7 +7,7 @@ power of two it hardly depends on what else the machine did, and sums of prices 
 import math
 
 from megabatch import CostModel
-from megabatch.planning.limits import TunedLimit
+from megabatch.planning import TunedLimit
 
 # Attention of the longest sample, over its other work. Less changes no balance by a percent; and where a noisy clock
 # has said more, dealing by more may cost more than it brings.

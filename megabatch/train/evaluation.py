@@ -13,21 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megabatch import Plan, losses, pipeline
-from megabatch.batching import context_parallel
-from megabatch.batching.padding import Padding
-from megabatch.batching.samples import Microbatch
-from megabatch.batching.tree import to_device
+from megabatch import Plan, Term, losses
+from megabatch.batching import Padding, context_parallel, to_device
 from megabatch.errors import LossContractError, MegabatchError, PlanError
-from megabatch.losses.contract import (
-    PAIR_NAME,
-    LossFunction,
-    Term,
-    accumulation_dtype,
-    differentiable,
-    loss_hooks,
-    terms_of,
-)
+from megabatch.losses import LossFunction, loss_hooks, terms_of
+from megabatch.pipeline import Pipeline
+from megabatch.pipeline import evaluate as evaluate_pipeline
 from megabatch.train.config import EvalConfig, UpdateConfig
 from megabatch.train.console import Console
 from megabatch.train.cutting import cut, most_tokens
@@ -37,8 +28,10 @@ from megabatch.train.own import Event, blamed, load_function
 from megabatch.train.ranks import Ranks
 
 Row = dict[str, Any]
+Microbatch = Any  # what a collate function returns
 Sums = dict[str, tuple[float, float]]  # name of a term → its total and its weight over a set
 
+PAIR_NAME = "loss"  # of the term that a loss returns by itself
 TAKEN = (PAIR_NAME, "accuracy", "perplexity")  # names that a metric cannot have: the rows have them already
 PER_STAGE = 4  # microbatches that a pipeline runs at once: its stages wait for a fifth of the time at most
 LARGEST_EXPONENT = 709  # of which float64 has the power of e
@@ -59,14 +52,14 @@ class Terms:
 
     def of_all(self, model: nn.Module, microbatches: Sequence[Microbatch]) -> list[dict[str, Term]]:
         """The terms of each microbatch, of which a pipeline runs several at once; loss and metrics by themselves."""
-        if not isinstance(model, pipeline.Pipeline):
+        if not isinstance(model, Pipeline):
             return [self(model, microbatch) for microbatch in microbatches]
-        found = pipeline.evaluate(model, microbatches, self.loss)
+        found = evaluate_pipeline(model, microbatches, self.loss)
         if self.metrics is None:
             return found
         metrics = partial(self._metrics, taken=[*TAKEN, *found[0]])
         try:
-            added = pipeline.evaluate(model, microbatches, metrics)
+            added = evaluate_pipeline(model, microbatches, metrics)
         except (PlanError, LossContractError) as error:  # in the words of losses
             raise MegabatchError(f"{self.title}: {str(error).replace('the loss', 'it')}") from None
         return [{**terms, **more} for terms, more in zip(found, added, strict=True)]
@@ -185,7 +178,7 @@ def sum_terms(
     sums: dict[str, Tensor] = {}
     loss_names: set[str] = set()
     prepare, pad = loss_hooks(terms.loss).prepare or as_it_is, Padding([model])
-    at_once = PER_STAGE * model.num_stages if isinstance(model, pipeline.Pipeline) else 1
+    at_once = PER_STAGE * model.num_stages if isinstance(model, Pipeline) else 1
     with console.progress(f"evaluating {name}", len(own.samples), "samples") as advance:
         for start in range(0, len(own.microbatches), at_once):
             several = own.microbatches[start : start + at_once]
@@ -194,7 +187,7 @@ def sum_terms(
             with torch.set_grad_enabled(start == 0 and not terms.of_tokens):  # only with it terms show a gradient
                 found = terms.of_all(model, microbatches)
             for rows, each in zip(several, found, strict=True):
-                loss_names |= set(differentiable(each))
+                loss_names |= {term for term, (total, _) in each.items() if total.requires_grad}
                 add(sums, each, counted=bool(rows), device=ranks.device)
                 advance(len(rows))
     return gather(sums, loss_names, ranks)
@@ -213,7 +206,7 @@ def own_stretch(microbatch: Microbatch, ranks: Ranks) -> Microbatch:
 
 def add(sums: dict[str, Tensor], terms: Mapping[str, Term], *, counted: bool, device: torch.device) -> None:
     """Add a microbatch's totals and weights on the device, which is not waited for."""
-    dtype = accumulation_dtype(device)
+    dtype = torch.float32 if device.type == "mps" else torch.float64  # which mps has not
     for name, (total, weight) in terms.items():
         pair = [total.detach().to(device, dtype), torch.as_tensor(weight, device=device, dtype=dtype)]
         before = sums.get(name, torch.zeros(2, device=device, dtype=dtype))  # [total, weight]

@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 
-from megabatch.losses.contract import LossFunction
-from megabatch.planning.limits import TunedLimit
+from megabatch.losses import LossFunction
+from megabatch.planning import TunedLimit
 from megabatch.train.completion import sample_completion
 from megabatch.train.config import Config
 from megabatch.train.console import Console

@@ -8,9 +8,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from megabatch import GradientAccumulator
-from megabatch.batching.packed_row import OneRow
+from megabatch.batching import OneRow
 from megabatch.errors import PlanError
-from megabatch.planning.limits import TunedLimit
+from megabatch.planning import TunedLimit
 from megabatch.train.config import Config
 from megabatch.train.model.precision import accumulation_of, computing
 from megabatch.train.plan.sizes import read_bytes
@@ -44,7 +44,7 @@ def accumulator_of(
             )
     except PlanError as error:
         raise PlanError(in_keys(str(error))) from error
-    gradient.learn(noted(config.run))
+    gradient.lower_limit(noted(config.run))
     return gradient
 
 

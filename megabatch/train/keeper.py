@@ -8,13 +8,13 @@ import torch
 
 from megabatch import Learner, MegabatchError
 from megabatch.errors import MicrobatchLimit as Learned
-from megabatch.pipeline.run import Pipeline
+from megabatch.pipeline import Pipeline
 from megabatch.train.checkpoint import load, states_of
 from megabatch.train.chosen import Chosen
 from megabatch.train.config import Config
 from megabatch.train.data.load import Data
 from megabatch.train.data.updates import Updates
-from megabatch.train.ema import Average
+from megabatch.train.ema import Average, local
 from megabatch.train.folder import recipe_text
 from megabatch.train.meta import BEST_ONLY, check_same, describe, read_meta
 from megabatch.train.model.build import Laid
@@ -24,7 +24,6 @@ from megabatch.train.ranks import Ranks
 from megabatch.train.shelf import point_to_best
 from megabatch.train.watch import Watch
 from megabatch.train.writing import Request, Writer
-from megabatch.wrappers.base import local
 
 LEARNED = "learned"  # key of a checkpoint's meta: what a microbatch may hold, where memory has run out
 
@@ -86,7 +85,7 @@ class Keeper:
         self._watch.load_state_dict(saved["watch"])
         load(path, self._state)
         if saved.get(LEARNED) is not None:
-            self._learner.gradient.learn(Learned(*saved[LEARNED]))
+            self._learner.gradient.lower_limit(Learned(*saved[LEARNED]))
         if self._keeps_best and self._watch.best_step is not None:  # a kill may have come before the pointer was moved
             point_to_best(self._folder, self._watch.best_step, self._ranks)
         self._writer.go_on(self._learner.step)
@@ -95,7 +94,7 @@ class Keeper:
         """What a checkpoint says of itself, beside its state."""
         place = {"step": self._learner.step, "updates": self._updates.state_dict(), "watch": self._watch.state_dict()}
         chosen, gradient = self.chosen.meta(self._learner.gradient.fit), self._learner.gradient
-        return {**identity, **place, **chosen, LEARNED: gradient.learned, BEST_ONLY: not in_turn}
+        return {**identity, **place, **chosen, LEARNED: gradient.oom_limit, BEST_ONLY: not in_turn}
 
     def _in_turn(self) -> bool:
         every = self._config.run.save_every

@@ -6,7 +6,7 @@ from math import prod
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megabatch.errors import MegabatchError
-from megabatch.pipeline.stages import SCHEDULES
+from megabatch.pipeline import SCHEDULES
 from megabatch.train.config import ParallelConfig
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # of a mesh; the last one's ranks are neighbours, who talk most

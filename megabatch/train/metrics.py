@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from megabatch import CostModel, MegabatchError, Plan, Update
-from megabatch.planning.plan import priced
 from megabatch.train.config import Config
 from megabatch.train.console import Console
 from megabatch.train.naming import replace_text
@@ -163,12 +162,22 @@ class Sums(NamedTuple):
 
 def sums_of(plan: Plan, ranks: Ranks, own_seconds: float | None = None) -> Sums:
     """Of an update's plans; collective. ``own_seconds`` are those of this rank's own work, where they are measured."""
-    predicted = (plan if plan.seconds is not None else priced(plan, CostModel())).seconds
+    predicted = predicted_seconds(plan)
     of_ranks = [at_its_place(number or 0.0, ranks) for number in (predicted, own_seconds)]
     padded_tokens, num_split, *seconds = ranks.sum_of_data(
         [plan.padded_tokens, plan.num_split, *of_ranks[0], *of_ranks[1]]
     )
     return Sums(padded_tokens, num_split, seconds[: ranks.dp_degree], seconds[ranks.dp_degree :])
+
+
+def predicted_seconds(plan: Plan) -> float:
+    """Of its microbatches; in units of a token's work where no cost was measured."""
+    if plan.seconds is not None:
+        return plan.seconds
+    cost, cut = CostModel(), [plan.lengths_of(rows) for rows in plan.microbatches if rows]
+    if not plan.padded:
+        return sum(sum(map(cost.sample_seconds, lengths)) for lengths in cut)
+    return sum(cost.seconds(len(lengths), max(lengths)) for lengths in cut)
 
 
 def at_its_place(number: float, ranks: Ranks) -> list[float]:

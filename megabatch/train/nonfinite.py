@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from megabatch import Learner, MegabatchError, Plan, Term, Update
-from megabatch.autotune.snapshot import ModuleSnapshot
-from megabatch.losses.contract import LossFunction
+from megabatch.autotune import ModuleSnapshot
+from megabatch.losses import LossFunction
 from megabatch.train.config import Config
 from megabatch.train.console import Console
 from megabatch.train.culprits import Asked, Item, problem_of, rest_of

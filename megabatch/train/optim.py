@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from megabatch import Learner
 from megabatch.errors import MegabatchError, in_one_line
-from megabatch.planning.limits import TunedLimit
+from megabatch.planning import TunedLimit
 from megabatch.train.config import Config, OptimConfig
 from megabatch.train.culprits import max_norm_of
 from megabatch.train.data.counts import NumUpdates

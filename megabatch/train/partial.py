@@ -18,17 +18,17 @@ from torch import Tensor
 
 from megabatch import Learner, MegabatchError, Plan, Term
 from megabatch.errors import in_one_line
-from megabatch.losses.contract import LossFunction
+from megabatch.losses import LossFunction
 from megabatch.train.bound import circumstances
 from megabatch.train.config import Config
 from megabatch.train.console import Console
 from megabatch.train.data.delivery import part_of
 from megabatch.train.data.updates import Updates
+from megabatch.train.ema import local
 from megabatch.train.meta import SEAL, Meta, first_difference, seal_of
 from megabatch.train.naming import UNFINISHED, checkpoints_of, write_through
 from megabatch.train.ranks import Ranks
 from megabatch.train.sums import Sum, first_told, problem_of, sums_of
-from megabatch.wrappers.base import local
 
 MICROBATCHES_A_CALL = 8  # of a rank; in each call gradients are reduced as in an update of its own
 OPEN, META = "open", "open.json"
@@ -103,7 +103,7 @@ class Partial:
         if not self._is_used:
             call(batch, 0)
             return cast(Plan, gradient.last_plan)
-        gradient.choose_bound(batch, self._loss_fn)  # of a stream it may have longer samples than any before
+        gradient.tune(batch, self._loss_fn)  # of a stream it may have longer samples than any before
         plan = gradient.plan(batch)
         left, self._left = self._left, {}
         gradient.load_state_dict(left.get("update", {}))

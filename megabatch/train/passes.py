@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from megabatch.losses.contract import LossFunction, loss_hooks
+from megabatch.losses import LossFunction, loss_hooks
 
 
 def in_place_of(loss_fn: LossFunction, watched: Callable[[Any, Any], Any]) -> LossFunction:

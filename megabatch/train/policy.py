@@ -13,13 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megabatch import GradientAccumulator, Plan
-from megabatch.autotune.memory import Budget, check_measurable, free_on
-from megabatch.autotune.tuner import PolicyMemory, measure_policy
+from megabatch import GradientAccumulator, Learner, Plan
+from megabatch.autotune import PolicyMemory, check_measurable, free_on, measure_policy
 from megabatch.errors import MegabatchError, PlanError
-from megabatch.learner import Learner
-from megabatch.losses.contract import LossFunction
-from megabatch.planning.limits import TunedLimit, in_gib
+from megabatch.losses import LossFunction
+from megabatch.planning import TunedLimit
 from megabatch.train.batch_size import sizes_of
 from megabatch.train.bound import Bound, circumstances, longest
 from megabatch.train.config import Config
@@ -30,7 +28,7 @@ from megabatch.train.meta import first_difference, read_meta
 from megabatch.train.model.build import Laid
 from megabatch.train.model.precision import accumulation_of
 from megabatch.train.partial import MICROBATCHES_A_CALL
-from megabatch.train.plan.sizes import gb_text, gib_text
+from megabatch.train.plan.sizes import GIB, gb_text, gib_text
 from megabatch.train.ranks import Ranks
 from megabatch.train.reductions import reductions_of
 from megabatch.train.shortage import LEARNED, noted
@@ -185,7 +183,7 @@ class Choosing:
         return Found(self._own, f"{why}, to send {less / sent:.2f} of the {gb_text(sent)} of an update")
 
     def _taken(
-        self, sync: str, rows: int, tokens: int | None, spare_bytes: float = 0.0, budget: Budget | None = None
+        self, sync: str, rows: int, tokens: int | None, spare_bytes: float = 0.0, budget: Any = None
     ) -> PolicyMemory:
         with self._laid.losses():
             found = measure_policy(
@@ -255,4 +253,4 @@ def beside(fit: TunedLimit, more_bytes: float) -> TunedLimit | None:
 
 def room(peak: float, limit: float) -> str:
     """What it comes to."""
-    return f"peak {in_gib(peak)} of {in_gib(limit)}"
+    return f"peak {peak / GIB:.2f} GiB of {limit / GIB:.2f} GiB"

@@ -8,8 +8,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from megabatch.wrappers.fsdp2 import param_groups
-
 
 @dataclass(frozen=True)
 class Group:
@@ -61,8 +59,9 @@ class Reductions:
 
 def reductions_of(model: nn.Module, added_in: torch.dtype | None) -> Reductions:
     """Those of a model that has run a forward; ``added_in``: wider than its parameters, None for their own dtype."""
-    modules: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    return Reductions([group_of(each, added_in) for each in param_groups(modules)])
+    modules: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    groups = [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
+    return Reductions([group_of(each, added_in) for each in groups])
 
 
 def group_of(group: Any, added_in: torch.dtype | None) -> Group:

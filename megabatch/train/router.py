@@ -1,12 +1,13 @@
 """Router: the router loss of a mixture of experts, where the recipe or the model's config asks for one."""
 
+from typing import Any
+
 from torch import nn
 
 from megabatch import losses
-from megabatch.batching.padding import EXPERTS, with_config
 from megabatch.errors import MegabatchError
-from megabatch.experts import COEFFICIENTS, config_value, next_token_with_balance, with_tokens
-from megabatch.losses.contract import LossFunction
+from megabatch.experts import config_coefficient, has_experts, next_token_with_balance, with_tokens
+from megabatch.losses import LossFunction
 from megabatch.train.config import Config
 from megabatch.train.data.updates import Updates
 from megabatch.train.model.build import Laid
@@ -48,9 +49,9 @@ def router_coefficient(config: Config, model: nn.Module, loss_fn: object) -> flo
     }
     for key in (key for key, is_set in others.items() if is_set):
         raise MegabatchError(f"{said} and {key} is set, with which it is not computed; leave one of them out")
-    coefficient = config_value(model, COEFFICIENTS) if asked == "auto" else asked
+    coefficient = config_coefficient(model) if asked == "auto" else asked
     if coefficient is None:
-        raise MegabatchError(f"{said} and the config has no {COEFFICIENTS[0]}; set {KEY} to a number")
+        raise MegabatchError(f"{said} and the config has no router_aux_loss_coef; set {KEY} to a number")
     return float(coefficient)
 
 
@@ -63,7 +64,7 @@ def router_words(config: Config, model: nn.Module, coefficient: float | None) ->
     """What is said at the start: a line, or none of a model that has no router loss."""
     if coefficient is not None:
         return [f"router loss: {coefficient:g} ({KEY}) times the balance of experts, the mean over sequences"]
-    default = config_value(model, COEFFICIENTS)
+    default = config_coefficient(model)
     if not default or not has_experts(model):
         return []
     return [f"no router loss, although the model has experts; {KEY} = {default:g} adds that of its config"]
@@ -71,13 +72,15 @@ def router_words(config: Config, model: nn.Module, coefficient: float | None) ->
 
 def leave_out(model: nn.Module) -> None:
     """Let a model whose config asks for router logits return none, and no router loss."""
-    with_config(model).config.get_text_config().output_router_logits = False
+    text_config(model).output_router_logits = False
 
 
 def is_asked_by(model: nn.Module) -> bool:
     """Whether the model's config asks for its router loss."""
-    return bool(config_value(model, ("output_router_logits",))) and has_experts(model)
+    return bool(getattr(text_config(model), "output_router_logits", False)) and has_experts(model)
 
 
-def has_experts(model: nn.Module) -> bool:
-    return bool(config_value(model, EXPERTS))
+def text_config(model: nn.Module) -> Any:
+    """The config of a model of transformers, or of its part for text; None of any other model."""
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config

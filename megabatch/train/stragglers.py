@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megabatch import Learner, Plan
-from megabatch.losses.contract import LossFunction
+from megabatch.losses import LossFunction
 from megabatch.train.metrics import Sums
 from megabatch.train.model.wrap import Wrapper
 from megabatch.train.passes import around_backward, in_place_of, now, total_of

@@ -109,7 +109,7 @@ class Trainer:
         return self.learner.step == self.updates.num_updates.of_run or self.examiner.watch.should_stop
 
     def _say_plan(self) -> None:
-        said = self.chosen.said(self.config.update, self.learner.gradient.learned)
+        said = self.chosen.said(self.config.update, self.learner.gradient.oom_limit)
         plan, num_updates = self.chosen.policy.shown(self.plan), self.updates.num_updates
         text = words.plan_text(self.config, self.laid, self.data, self.ranks, plan, num_updates, said)
         self.console.say(text)

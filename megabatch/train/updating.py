@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megabatch import Learner, Plan
-from megabatch.losses.contract import LossFunction
+from megabatch.losses import LossFunction
 from megabatch.train import words
 from megabatch.train.advice import Advice
 from megabatch.train.batch_size import sizes_of
@@ -88,7 +88,7 @@ class Updating:
         """Say the row, and what is remarkable about its update. Collective."""
         self._console.update(row)
         if "num_split" in row and self.plan is not None:
-            self._console.say(split_words(self._config.run, self.plan, self._learner.gradient.learned, self._ranks))
+            self._console.say(split_words(self._config.run, self.plan, self._learner.gradient.oom_limit, self._ranks))
         for line in self._stragglers.words():
             self._console.warn(line)
         num_samples, size = row["num_samples"] + row.get("skipped_samples", 0), self._updates.size

@@ -1,10 +1,12 @@
 """Verification: is the cut gradient the uncut one, on a recipe's own model, loss and data?"""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import nn
 
 from megabatch import Verification, verify
-from megabatch.batching.samples import Batch
 from megabatch.errors import MegabatchError
 from megabatch.train.config import Config, ParallelConfig
 from megabatch.train.console import Console
@@ -52,7 +54,7 @@ def plain_config(config: Config) -> Config:
     return config.model_copy(update={"model": model, "parallel": ParallelConfig()})
 
 
-def words_of_batch(batch: Batch, model: nn.Module) -> str:
+def words_of_batch(batch: Sequence[Any], model: nn.Module) -> str:
     """What is compared."""
     num_parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return (

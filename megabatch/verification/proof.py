@@ -8,57 +8,40 @@ import contextlib
 import inspect
 import math
 import random
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from megabatch import losses
 from megabatch.accumulator import GradientAccumulator
 from megabatch.batching.padding import with_config
-from megabatch.batching.samples import IGNORED_LABEL, Batch, Deferred, Microbatch, Samples
-from megabatch.batching.tree import clone
+from megabatch.batching.samples import IGNORED_LABEL, Batch
 from megabatch.engine import random_state
-from megabatch.engine.update import add_terms
-from megabatch.errors import MegabatchError, PlanError, in_one_line
-from megabatch.losses.contract import (
-    JointLoss,
-    LossFunction,
-    Term,
-    counted_weights,
-    differentiable,
-    loss_hooks,
-    takes_divisor,
-    terms_of,
-)
+from megabatch.errors import PlanError
+from megabatch.losses.contract import JointLoss, LossFunction, Term
 from megabatch.planning.plan import check_bounds
+from megabatch.torch_private import param_groups
 from megabatch.verification.finite_difference import check_backward
-from megabatch.verification.float64_copy import (
-    Float64WithoutDropout,
-    float64_copy,
-    in_float64,
-    stay_in_float64,
-    unwrapped,
-    wrap_like,
+from megabatch.verification.float64_copy import Float64WithoutDropout
+from megabatch.verification.gradient_comparison import (
+    WRONG_BACKWARD,
+    CauseError,
+    GradientComparison,
+    Limit,
+    UpdateRun,
+    catch_causes,
+    largest_error,
+    relative_errors,
 )
-from megabatch.verification.mixing import explain_padding, find_failing_module, find_mixing_module, find_router_terms
-from megabatch.wrappers import fsdp2
+from megabatch.verification.mixing import explain_padding, find_mixing_module, find_router_terms
 from megabatch.wrappers.base import local
-from megabatch.wrappers.detect import POLICIES, Models, choose_policy
-from megabatch.wrappers.gradients import graph_leaves
+from megabatch.wrappers.detect import Models
 
-# A parameter's gradient below this fraction of the whole one is rounding; its error is relative to the whole one.
-NEGLIGIBLE = 1e-6
-Limit = dict[str, Any]  # of a microbatch, as an argument of GradientAccumulator
-PRECISION = ("accumulate_dtype", "memory_bytes")  # options that do not apply to a float64 copy
 # Losses whose mean a transformers model computes itself, and the condition on the model.
 OWN_LOSS: dict[LossFunction, Callable[[Any], bool]] = {
     losses.next_token: lambda model: type(with_config(model)).__name__.endswith(("CausalLM", "LMHeadModel")),
@@ -66,10 +49,6 @@ OWN_LOSS: dict[LossFunction, Callable[[Any], bool]] = {
 }
 # Attributes that the accumulator sets on FSDP2's groups.
 FSDP2_SETTINGS = ("gradient_divide_factor", "force_sum_reduction_for_comms", "reduce_scatter_unused_params")
-WRONG_BACKWARD = (
-    "the backward of the loss does not give the gradient of what it returns (it ignores grad_output, or runs its own "
-    "backward); compute the total by differentiable operations"
-)
 
 
 @dataclass(frozen=True)
@@ -133,185 +112,74 @@ def verify(
     models = [model] if isinstance(model, nn.Module) else list(model)
     with _restoring(models), torch.compiler.set_stance("force_eager"):
         try:
-            with _caused():  # it may refuse the user's model but not the copy
+            with catch_causes():  # it may refuse the user's model but not the copy
                 gradient = GradientAccumulator(model, **first, **options)
             proof = _Proof(model, loss_fn, batch, first, options, gradient)
             with Float64WithoutDropout(), contextlib.closing(proof):
                 return proof.compare(tolerance)
-        except _CauseError as cause:
+        except CauseError as cause:
             return Verification(False, math.nan, {}, (str(cause),))
 
 
-class _CauseError(Exception):
-    """A reason in words that leaves nothing to compare."""
+@contextlib.contextmanager
+def _restoring(models: Sequence[nn.Module]) -> Generator[None]:
+    """Restore the hooks and FSDP2 attributes that an accumulator sets on the user's model, and all generators."""
+    modules = [module for model in models for module in model.modules()]
+    hooks = [each for module in modules for name, each in vars(module).items() if "hooks" in name and each is not None]
+    kept = [(each, each.copy()) for each in hooks if isinstance(each, dict)]
+    groups = param_groups([module for module in modules if isinstance(module, FSDPModule)])
+    told = [(group, name, vars(group)[name]) for group in groups for name in FSDP2_SETTINGS if name in vars(group)]
+    device = next((each.device for model in models for each in model.parameters()), torch.device("cpu"))
+    drawn, others = random_state.note(device), (random.getstate(), np.random.get_state())
+    try:
+        yield
+    finally:
+        for each, before in kept:
+            each.clear()
+            each.update(before)
+        for group, name, value in told:
+            setattr(group, name, value)
+        random_state.put_back(drawn)
+        random.setstate(others[0])
+        np.random.set_state(others[1])
 
 
-@dataclass(frozen=True)
-class _Run:
-    """Gradients and sums of one update."""
-
-    gradients: dict[str, Tensor]
-    sums: dict[str, Term]
-    num_microbatches: int
-
-
-class _Proof:
-    """A model, a loss and a batch; the runs that are compared, and the search for causes."""
-
-    def __init__(
-        self, model: Models, loss_fn: LossFunction, batch: Batch, first: Limit,
-        options: Mapping[str, Any], gradient: GradientAccumulator,
-    ) -> None:  # fmt: skip
-        self.loss_fn, self.first = loss_fn, first
-        self.options = {name: value for name, value in options.items() if name not in PRECISION}
-        self.ranks = ranks = gradient.ranks
-        if ranks.context_degree > 1:
-            raise PlanError(
-                "verify was given a mesh with a cp axis, whose ranks see stretches of samples; leave it out"
-            )
-        models = [model] if isinstance(model, nn.Module) else list(model)
-        copies = [float64_copy(each) for each in models]
-        alike = [wrap_like(one, each) for one, each in zip(copies, models, strict=True)]
-        for each in {*copies, *alike}:
-            stay_in_float64(each)
-        single = isinstance(model, nn.Module)
-        self.given: Any = copies[0] if single else copies
-        self.wrapped: Any = alike[0] if single else alike
-        self.root = copies[0] if single else nn.ModuleList(copies)
-        self.device = next(self.root.parameters()).device
-        self.takes_divisor = takes_divisor(loss_fn)
-        self._hooked = [pair for each in models for pair in each.named_parameters()]
-        self._outside: dict[int, Tensor] | None = None  # trainable tensors of neither the model nor the batch
-        self._drawn = random_state.note(self.device)
-        modules = [module for each in {*copies, *alike} for module in each.modules()]
-        named = [(module, name, each) for module in modules for name, each in module.named_buffers(recurse=False)]
-        self._buffers = [(module, name, each, each.detach().clone()) for module, name, each in named]
-        self._others: dict[int, tuple[Tensor, Tensor | None, Tensor | None]] = {}  # leaves and their gradients
-        self._planner = gradient._planner  # pyright: ignore[reportPrivateUsage]
-        self._given_batch = batch
-        self._batch = batch if isinstance(batch, Deferred) else in_float64(batch, torch.device("cpu"))
-        shares = ranks.exchange_objects(list(batch) if isinstance(batch, Deferred) else self._batch)[: ranks.degree]
-        with _caused():
-            self.sizes = [len(self._samples(each)) for each in shares]
-            self.shares = _join([each for each, size in zip(shares, self.sizes, strict=True) if size])
-        if sum(self.sizes) < 2:
-            raise PlanError(f"verify was given {sum(self.sizes)} samples; cutting needs at least 2")
-
-    def close(self) -> None:
-        """Restore gradients of tensors outside of the model."""
-        for leaf, found, copied in self._others.values():
-            leaf.grad = found
-            if found is not None and copied is not None:
-                found.copy_(copied)
+class _Proof(GradientComparison):
+    """The verdict of a comparison, and the search for causes."""
 
     def compare(self, tolerance: float) -> Verification:
         """Run all comparisons; return the same result on every rank."""
         whole, unfit = None, []
         try:
             whole = self.run_whole()
-            self._check_comparable(whole)
-        except _CauseError as cause:
+            self.check_comparable(whole)
+        except CauseError as cause:
             unfit.append(str(cause))
         unfit = _unique(self.ranks.exchange_objects(unfit))
         if whole is None or unfit:
             return Verification(False, math.nan, {}, tuple(unfit))
-        runs: list[_Run] = []
+        runs: list[UpdateRun] = []
         refused: list[tuple[bool, str]] = []  # false for the first run, and the reason
-        for number, (limit, sync) in enumerate(self._list_runs()):
+        for number, (limit, sync) in enumerate(self.list_runs()):
             try:
                 runs.append(self.run_accumulated(limit, sync))
-            except _CauseError as cause:
+            except CauseError as cause:
                 refused.append((number > 0, str(cause)))
         errors: dict[str, float] = {}
         for each in runs:
-            for name, error in _relative_errors(each.gradients, whole.gradients).items():
+            for name, error in relative_errors(each.gradients, whole.gradients).items():
                 errors[name] = error if math.isnan(error) else max(error, errors.get(name, 0.0))
-        worst = _worst(errors) if runs else math.nan
+        worst = largest_error(errors) if runs else math.nan
         wrong = bool(runs) and not worst <= tolerance
         found = [(False, each) for each in self.find_causes(whole, runs, wrong=wrong, refused=bool(refused))]
         causes = [each for _, each in sorted([*refused, *found], key=lambda pair: pair[0])]
         if wrong and not causes:
             causes = ["the gradients differ, and neither the modules nor the sums of the loss show why"]
         causes = _unique(self.ranks.exchange_objects(causes))
-        worst = _worst(dict(enumerate(self.ranks.exchange_objects(worst))))
+        worst = largest_error(dict(enumerate(self.ranks.exchange_objects(worst))))
         return Verification(not causes, worst, errors, tuple(causes))
 
-    def compute_terms(self, microbatch: Microbatch, divisors: Mapping[str, float] | None = None) -> dict[str, Term]:
-        """Return the terms of a microbatch, from the copy without a wrapper; divided totals become sums again."""
-        named: dict[str, Any] = {}
-        own: Mapping[str, float] = {}
-        if self.takes_divisor:
-            own = divisors or dict.fromkeys(self._count_weights(microbatch), 1.0)
-            named["divisor"] = own if len(own) > 1 else next(iter(own.values()), 1.0)
-        with _caused():
-            returned = cast(Any, self.loss_fn)(self.given, clone(microbatch), **named)
-        terms = terms_of(returned)
-        for name in terms if own else ():
-            divided = own.get(name, next(iter(own.values())))
-            terms[name] = Term(terms[name].total * divided, terms[name].weight)
-        return terms
-
-    def run_whole(self, scale: float = 1.0) -> _Run:
-        """Run the backward of ``scale`` times the loss of the whole batch in plain torch."""
-        self.root.zero_grad(set_to_none=True)
-        quotient, sums = self.compute_loss()
-        if any(parameter.grad is not None for parameter in self.root.parameters()) and not self.takes_divisor:
-            raise _CauseError(WRONG_BACKWARD)
-        if not quotient.requires_grad:
-            raise _CauseError(NOTHING)
-        self._note_outside(quotient)
-        (quotient * scale).backward()
-        gradients = {name: _whole_gradient(each) / scale for name, each in self._named}
-        return _Run(gradients, sums, len(self.shares))
-
-    def compute_loss(self) -> tuple[Tensor, dict[str, Term]]:
-        """Return the loss of the update, and its sums."""
-        divisors: Counter[str] = Counter()
-        for microbatch in self.microbatches() if self.takes_divisor else ():
-            divisors.update(self._count_weights(microbatch))
-        sums: dict[str, Term] = {}
-        for microbatch in self.microbatches():
-            add_terms(sums, self.compute_terms(microbatch, divisors))
-        parts: list[Tensor] = []
-        found: dict[str, Term] = {}
-        for name in differentiable(sums):
-            total, weight = sums[name].total, float(sums[name].weight)
-            found[name] = Term(total.detach(), weight)
-            if not weight and float(total.detach()):
-                raise _CauseError(
-                    f"term {name!r} of the loss has the weight 0 and the total {float(total.detach()):.6g}, so that "
-                    "there is nothing to divide it by; return what it counts"
-                )
-            parts.append(total / max(weight, 1e-300))
-        return torch.stack(parts).sum() if parts else torch.zeros(()), found
-
-    def run_accumulated(self, limit: Limit, sync: str) -> _Run:
-        """Run an update with the accumulator, on the wrapped copy."""
-        with self._restoring_buffers(), _caused():
-            gradient = self._make_accumulator(limit, sync)
-            self._check_runs(gradient)
-            try:
-                own = gradient.forward_backward(self._batch, self.loss_fn)
-            except MegabatchError:
-                raise
-            except Exception as error:  # for example a batch norm of one value
-                raise _CauseError(self._describe_failure(gradient, error)) from error
-            gradient.finalize()
-            names, parameters = [name for name, _ in self._named], self._trained
-            gradients = dict(zip(names, map(_whole_gradient, parameters), strict=True))
-            for parameter in parameters:
-                parameter.grad = None
-        told = {name: (float(total), float(weight)) for name, (total, weight) in own.items()}
-        rows = [each for each in self.ranks.exchange_objects(told)[: self.ranks.num_weighing] if each]
-        sums = {name: [sum(column) for column in zip(*(row[name] for row in rows), strict=True)] for name in rows[0]}
-        assert gradient.last_plan is not None  # of the call
-        number = len([each for each in gradient.last_plan.microbatches if each])
-        number = sum(self.ranks.exchange_objects(number)[: self.ranks.degree])
-        return _Run(
-            gradients, {name: Term(torch.tensor(a, dtype=torch.float64), b) for name, (a, b) in sums.items()}, number
-        )
-
-    def find_causes(self, whole: _Run, runs: list[_Run], *, wrong: bool, refused: bool) -> Iterator[str]:
+    def find_causes(self, whole: UpdateRun, runs: list[UpdateRun], *, wrong: bool, refused: bool) -> Iterator[str]:
         """Yield the causes of a difference, or of a comparison that proves nothing."""
         if not refused:
             yield from self._find_foreign_tensors()
@@ -326,161 +194,6 @@ class _Proof:
             found = [*named[:1], *(each for each in found if not named or "is no count" in each)]
         found += self._find_unused_targets()
         yield from found or self._find_other_loss(whole)
-
-    def microbatches(self) -> Iterator[Microbatch]:
-        """Yield the samples of all ranks, as one microbatch if they fit together."""
-        for share in self.shares:
-            samples = self._samples(share)
-            yield self._take(samples, range(len(samples)))
-
-    @cached_property
-    def everything(self) -> Microbatch:
-        """The first microbatch of the whole batch."""
-        return next(self.microbatches())
-
-    def _count_weights(self, microbatch: Microbatch) -> dict[str, float]:
-        weigh = loss_hooks(self.loss_fn).weigh
-        return {} if weigh is None else counted_weights(weigh(microbatch))
-
-    def _make_accumulator(self, limit: Limit, sync: str) -> GradientAccumulator:
-        options: dict[str, Any] = {**self.options, **limit, "sync": sync}
-        return GradientAccumulator(self.wrapped, **options)
-
-    @property
-    def _models(self) -> list[nn.Module]:
-        return list(self.given) if isinstance(self.given, list) else [self.given]
-
-    @property
-    def _named(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, each) for name, each in self.root.named_parameters() if each.requires_grad]
-
-    @property
-    def _trained(self) -> list[nn.Parameter]:
-        models = self.wrapped if isinstance(self.wrapped, list) else [self.wrapped]
-        return [each for model in models for each in unwrapped(model).parameters() if each.requires_grad]
-
-    def _samples(self, batch: Batch) -> Samples:
-        return self._planner.samples(batch, loss_hooks(self.loss_fn).prepare)
-
-    def _take(self, samples: Samples, rows: Sequence[int]) -> Microbatch:
-        return in_float64(clone(samples.take(rows)), self.device)
-
-    def _list_runs(self) -> list[tuple[Limit, str]]:
-        """Return limits and policies: every limit with the first policy, and one limit with each other policy."""
-        most = max(self.sizes)
-        ragged = 3 if most > 3 and most % 2 == 0 else 2
-        sizes = {size: {"micro_batch_size": size} for size in (1, ragged, most)}
-        limits = [self.first, *(limit for limit in sizes.values() if limit != self.first)]
-        asked = self.options.get("sync", "auto")
-        with _caused():
-            wrapper = self._make_accumulator(self.first, asked)._wrapper  # pyright: ignore[reportPrivateUsage]
-            policies = {choose_policy(wrapper, asked)[0]: asked}
-        for each in POLICIES if asked == "auto" else ():
-            with contextlib.suppress(PlanError):
-                policies.setdefault(choose_policy(wrapper, each)[0], each)
-        first, *others = policies.values()
-        return [(limit, first) for limit in limits] + [(sizes[1], each) for each in others]
-
-    @contextlib.contextmanager
-    def _restoring_buffers(self) -> Generator[None]:
-        try:
-            yield
-        finally:
-            self._put_back_buffers()
-
-    @torch.no_grad()
-    def _put_back_buffers(self) -> None:
-        """Restore every buffer and its contents."""
-        for module, name, each, before in self._buffers:
-            setattr(module, name, each.copy_(before))
-
-    def _split(self, gradient: GradientAccumulator) -> Iterator[Microbatch]:
-        """Yield this rank's microbatches, as the accumulator makes them."""
-        samples = self._samples(self._batch)
-        for rows in gradient.plan(self._batch).microbatches if len(samples) else ():
-            yield self._take(samples, rows)
-
-    def _check_runs(self, gradient: GradientAccumulator) -> None:
-        """Raise on all ranks an error that one would raise in the middle of a call, where the others would wait."""
-        failure = None
-        if self.ranks.num_all == 1:
-            return
-        with self._restoring_buffers(), torch.no_grad():
-            try:
-                for microbatch in self._split(gradient):
-                    self.compute_terms(microbatch)
-            except _CauseError:  # the accumulator raises it on all ranks
-                pass
-            except Exception as error:  # the user's model may raise anything
-                failure = self._describe_failure(gradient, error)
-        failures = [each for each in self.ranks.exchange_objects(failure) if each is not None]
-        if failures:
-            raise _CauseError(failures[0])
-
-    def _describe_failure(self, gradient: GradientAccumulator, error: Exception) -> str:
-        """Describe why the batch runs whole and not in microbatches."""
-        name = find_failing_module(self.root, self.compute_terms, list(self._split(gradient)))
-        where = "the loss" if name is None else f"module {name!r} ({self._kind(name)})"
-        return f"{where} runs on the batch whole and fails on a microbatch of it: {in_one_line(error)}"
-
-    def _kind(self, name: str) -> str:
-        return type(self.root.get_submodule(name)).__name__
-
-    def _check_comparable(self, whole: _Run) -> None:
-        """Raise `_CauseError` if equal gradients would prove nothing."""
-        values = [*whole.gradients.values(), *(total for total, _ in whole.sums.values())]
-        if not all(bool(torch.isfinite(value).all()) for value in values):
-            raise _CauseError(
-                "the loss or its gradient is not finite on this batch; look at its samples and at the loss"
-            )
-        if not any(bool(value.any()) for value in whole.gradients.values()):
-            raise _CauseError(NOTHING)
-        drawn, state = random_state.note(self.device), self._state()
-        doubled = 1.0 if self.takes_divisor else 2.0
-        again = self.run_whole(doubled)
-        is_drawing, moved = not random_state.note(self.device).same_as(drawn), self._describe_moved(state)
-        if not _worst(_relative_errors(again.gradients, whole.gradients)):
-            return
-        if not self._repeats(whole, 1.0) or (is_drawing and self._repeats(whole, doubled)):
-            raise _CauseError(
-                "the same batch gives another gradient the second time: the model or the loss draws random numbers"
-            )
-        if not self._repeats(whole, doubled):
-            raise _CauseError(WRONG_BACKWARD)
-        raise _CauseError(
-            f"the same batch gives another gradient the second time: {moved} moves in every forward, so that the "
-            "number of microbatches changes the gradient; freeze it with eval(), or take a module without such a state"
-        )
-
-    def _repeats(self, whole: _Run, scale: float) -> bool:
-        """Return true if a run from the initial state gives the same gradient."""
-        self._put_back_buffers()
-        random_state.put_back(self._drawn)
-        return not _worst(_relative_errors(self.run_whole(scale).gradients, whole.gradients))
-
-    def _state(self) -> dict[str, Tensor]:
-        return {name: each.detach().clone() for name, each in self.root.named_buffers()}
-
-    def _describe_moved(self, state: dict[str, Tensor]) -> str:
-        """Describe the first module with changed buffers; modules with batch statistics come last."""
-        now = self._state()
-        names = [name for name, each in state.items() if name not in now or not torch.equal(now[name], each)]
-        modules = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
-        modules.sort(key=lambda name: hasattr(self.root.get_submodule(name), "track_running_stats"))
-        if not modules:
-            return "what the model or the loss keeps"
-        own = ", ".join(repr(name.rpartition(".")[2]) for name in names if name.rpartition(".")[0] == modules[0])
-        return f"the state of module {modules[0]!r} ({self._kind(modules[0])}: {own})"
-
-    def _note_outside(self, quotient: Tensor) -> None:
-        """Note trainable leaves that every run reaches; inputs that the loss lets carry a gradient differ per run."""
-        known = set(map(id, self.root.parameters()))
-        found = {id(each): each for each in graph_leaves([quotient]) if id(each) not in known}
-        for key, leaf in found.items():
-            self._others.setdefault(key, (leaf, leaf.grad, None if leaf.grad is None else leaf.grad.clone()))
-        before = found if self._outside is None else self._outside
-        inputs = set(map(id, pytree.tree_leaves(self._given_batch)))
-        self._outside = {key: each for key, each in before.items() if key in found and key not in inputs}
 
     def _find_foreign_tensors(self) -> Iterator[str]:
         if self._outside:
@@ -538,7 +251,7 @@ class _Proof:
                     )
         return None
 
-    def _find_different_sums(self, whole: _Run, cut: _Run) -> Iterator[str]:
+    def _find_different_sums(self, whole: UpdateRun, cut: UpdateRun) -> Iterator[str]:
         for name in whole.sums:
             (total, weight), (cut_total, cut_weight) = whole.sums[name], cut.sums.get(name, Term(torch.zeros(()), 0.0))
             no_sum = _differ(float(total), float(cut_total))
@@ -584,7 +297,7 @@ class _Proof:
                     "count labels[:, 1:]"
                 )
 
-    def _find_other_loss(self, whole: _Run) -> Iterator[str]:
+    def _find_other_loss(self, whole: UpdateRun) -> Iterator[str]:
         """Compare the loss with the mean that the model itself computes from the labels."""
         own = self._compute_own_loss() if len(whole.sums) == len(self.shares) == 1 else None
         if own is None:
@@ -622,52 +335,6 @@ class _Proof:
         return float(own) if isinstance(own, Tensor) and own.numel() == 1 else None
 
 
-NOTHING = "there is nothing to compare: every gradient is zero; give a batch with targets and an unfrozen model"
-
-
-@contextlib.contextmanager
-def _caused() -> Generator[None]:
-    """Turn an error of the library into a cause."""
-    try:
-        yield
-    except MegabatchError as error:
-        raise _CauseError(str(error)) from error
-
-
-@contextlib.contextmanager
-def _restoring(models: Sequence[nn.Module]) -> Generator[None]:
-    """Restore the hooks and FSDP2 attributes that an accumulator sets on the user's model, and all generators."""
-    modules = [module for model in models for module in model.modules()]
-    hooks = [each for module in modules for name, each in vars(module).items() if "hooks" in name and each is not None]
-    kept = [(each, each.copy()) for each in hooks if isinstance(each, dict)]
-    groups = fsdp2.param_groups([module for module in modules if isinstance(module, FSDPModule)])
-    told = [(group, name, vars(group)[name]) for group in groups for name in FSDP2_SETTINGS if name in vars(group)]
-    device = next((each.device for model in models for each in model.parameters()), torch.device("cpu"))
-    drawn, others = random_state.note(device), (random.getstate(), np.random.get_state())
-    try:
-        yield
-    finally:
-        for each, before in kept:
-            each.clear()
-            each.update(before)
-        for group, name, value in told:
-            setattr(group, name, value)
-        random_state.put_back(drawn)
-        random.setstate(others[0])
-        np.random.set_state(others[1])
-
-
-def _join(shares: list[Batch]) -> list[Batch]:
-    """Join the ranks' samples to one batch if they have the same keys and shapes."""
-    if all(not isinstance(each, Mapping) for each in shares):
-        return [[sample for each in shares for sample in cast(Sequence[Any], each)]]
-    rows = [each for each in shares if isinstance(each, Mapping)]
-    shapes = [{name: (value.shape[1:], value.dtype) for name, value in each.items()} for each in rows]
-    if len(rows) < len(shares) or any(each != shapes[0] for each in shapes):
-        return shares
-    return [{name: torch.cat([each[name] for each in rows]) for name in rows[0]}]
-
-
 def _has_rows(microbatch: Any, number: int) -> bool:
     """Return true for a mapping with so many samples in dim 0 of each tensor."""
     if not isinstance(microbatch, Mapping):
@@ -684,29 +351,9 @@ def _names(function: Callable[..., Any]) -> list[str]:
         return []
 
 
-def _whole_gradient(parameter: nn.Parameter) -> Tensor:
-    found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    return (found.full_tensor() if isinstance(found, DTensor) else found).detach().clone()
-
-
 def _unique(told: Sequence[list[str]]) -> list[str]:
     """Return the texts of all ranks, each once."""
     return list(dict.fromkeys(each for found in told for each in found))
-
-
-def _worst(errors: Mapping[Any, float]) -> float:
-    values = list(errors.values())
-    return math.nan if any(map(math.isnan, values)) else max(values, default=0.0)
-
-
-def _relative_errors(cut: dict[str, Tensor], whole: dict[str, Tensor]) -> dict[str, float]:
-    size = float(torch.stack([value.norm() for value in whole.values()]).norm()) if whole else 0.0
-    floor = max(NEGLIGIBLE * size, 1e-300)
-    return {name: _distance(cut[name], value) / max(float(value.norm()), floor) for name, value in whole.items()}
-
-
-def _distance(one: Tensor, other: Tensor) -> float:
-    return float(cast(Tensor, (one - other).norm()))
 
 
 def _differ(one: float, other: float) -> bool:

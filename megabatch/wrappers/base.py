@@ -12,9 +12,17 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.device_mesh import DeviceMesh
 
 from megabatch.errors import PlanError
+from megabatch.torch_private import (
+    find_hooked,
+    hooks_after_grad,
+    hooks_before_grad,
+    is_dtensor,
+    is_partial,
+    optimizers_in_backward,
+)
 from megabatch.wrappers.gradients import WideGradients, refuse_float16
 from megabatch.wrappers.mesh import DataRanks
 
@@ -31,6 +39,7 @@ class Wrapper:
 
     kind_name = "no wrapper"
     loss_factor = 1.0
+    hands_over_in_backward = False  # each whole gradient, as soon as it is reduced
     is_pipeline = False  # the microbatches of a call run together
     one_shape = False  # whether microbatches are filled up to the largest of a call
     forwards_meet = False  # whether ranks wait for each other in every module that is called
@@ -74,11 +83,8 @@ class Wrapper:
                 f"parameters were cast from {was} to {now} since the GradientAccumulator was made; make a new one "
                 "after such a change"
             )
-        for parameter in self.parameters:
-            hooks = cast(Any, parameter)
-            if not (hooks._backward_hooks or hooks._post_accumulate_grad_hooks or hooks.__dict__):
-                continue
-            if names := _foreign_hooks(hooks):
+        for parameter in find_hooked(self.parameters):
+            if names := _foreign_hooks(parameter):
                 raise PlanError(
                     f"a parameter of shape {tuple(parameter.shape)} has the hook {names[0]}, which would see the "
                     "gradients of single microbatches; remove it, and work on p.grad after finalize()"
@@ -143,23 +149,31 @@ class Wrapper:
             )
 
 
+class SelfWrapped(nn.Module):
+    """A model that knows its wrapper: of modules that need more than the wrapper of each."""
+
+    def make_wrapper(self, mesh: DeviceMesh | None) -> Wrapper:
+        """The wrapper by which gradients are summed. Raises `PlanError` for a mesh that is not the model's."""
+        raise NotImplementedError
+
+
 def trainable(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that get a gradient."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def _foreign_hooks(parameter: Any) -> list[str]:
+def _foreign_hooks(parameter: nn.Parameter) -> list[str]:
     """Names of hooks on a parameter's gradient that are neither torch's nor ours."""
-    hooks = [*(parameter._backward_hooks or {}).values(), *(parameter._post_accumulate_grad_hooks or {}).values()]
+    hooks = [*hooks_before_grad(parameter), *hooks_after_grad(parameter)]
     homes = {hook: getattr(getattr(hook, "func", hook), "__module__", None) or "" for hook in hooks}
     foreign = [hook for hook, home in homes.items() if home.partition(".")[0] not in ("torch", "megabatch")]
-    foreign += getattr(parameter, "_in_backward_optimizers", [])  # of torch's _apply_optimizer_in_backward
+    foreign += optimizers_in_backward(parameter)
     return [repr(getattr(hook, "__qualname__", type(hook).__name__)) for hook in foreign]
 
 
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, on the same memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def _layout(gradient: Tensor | None) -> int:
@@ -186,6 +200,6 @@ def _replicated(parameter: nn.Parameter) -> nn.Parameter:
     Sequence parallel leaves the gradients of norms so; whoever reads them would sum them again and again.
     """
     gradient = parameter.grad
-    if isinstance(gradient, DTensor) and any(isinstance(each, Partial) for each in gradient.placements):
-        parameter.grad = gradient.redistribute(placements=cast(DTensor, parameter.data).placements)
+    if is_dtensor(gradient) and any(map(is_partial, gradient.placements)):
+        parameter.grad = gradient.redistribute(placements=cast(Any, parameter.data).placements)
     return parameter

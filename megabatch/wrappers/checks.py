@@ -15,15 +15,21 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._composable.contract import _get_registry  # pyright: ignore[reportPrivateUsage]
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megabatch.batching.padding import with_config
 from megabatch.errors import PlanError
+from megabatch.torch_private import (
+    forward_pre_hooks,
+    fsdp_policy,
+    hooks_after_grad,
+    is_dtensor,
+    is_fsdp1,
+    is_fsdp2,
+    is_given_to_replicate,
+    is_traceable_wrapper_subclass,
+)
 from megabatch.wrappers.base import Wrapper, local
 from megabatch.wrappers.gradients import WideGradients, check_reduction, refuse_float16
 
@@ -36,7 +42,6 @@ REDUCING = {
 }
 Facts = list[tuple[str, str]]  # what a fact is about, and what it says, as shown in an error
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
-WRAPPERS = (DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
 TRANSPARENT = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # what wrappers add to names
 CHUNK = 2**20  # elements; bounds the memory of a checksum
 
@@ -45,7 +50,7 @@ def refuse_unknown(model: nn.Module) -> None:
     """Refuse a wrapper that is not known, or one that hides inside the model."""
     for name, module in model.named_modules():
         kind = type(module).__name__
-        if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
+        if isinstance(module, DistributedDataParallel) or is_fsdp1(module):
             raise PlanError(
                 f"{name!r} inside the model is wrapped with {kind}; give that wrapper itself, or wrap the whole model"
             )
@@ -54,7 +59,7 @@ def refuse_unknown(model: nn.Module) -> None:
                 f"unknown wrapper {kind}; expected a plain model, DistributedDataParallel, FSDP1, "
                 "or a model that FSDP2's fully_shard or its replicate has wrapped"
             )
-        if "replicate" in (_get_registry(module) or {}) and not isinstance(module, FSDPModule):
+        if is_given_to_replicate(module) and not is_fsdp2(module):
             raise PlanError(
                 "the model was given to torch.distributed._composable.replicate, which is built on DDP; wrap with "
                 "DistributedDataParallel(model), or with replicate of torch.distributed._composable.replicate_with_fsdp"
@@ -85,7 +90,7 @@ def check_tied(model: nn.Module) -> None:
         return
     first, last = (getattr(each, "weight", None) for each in ends)
     are_two = first is not last and first is not None and last is not None
-    if are_two and any(isinstance(each, DTensor) and each.requires_grad for each in (first, last)):
+    if are_two and any(is_dtensor(each) and each.requires_grad for each in (first, last)):
         raise PlanError(
             "the config says tie_word_embeddings, but sharding has made two parameters of the input and the output "
             "embeddings, each with a part of the gradient; set config.tie_word_embeddings = False before the model is "
@@ -96,7 +101,7 @@ def check_tied(model: nn.Module) -> None:
 def check_dtensors(model: nn.Module) -> None:
     """Refuse DTensors that are spread over other axes than tp, whose gradients somebody else would have to sum."""
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor) and tuple(parameter.device_mesh.mesh_dim_names or ()) != ("tp",):
+        if is_dtensor(parameter) and tuple(parameter.device_mesh.mesh_dim_names or ()) != ("tp",):
             raise PlanError(
                 f"parameter {name!r} is a DTensor over the mesh axes {parameter.device_mesh.mesh_dim_names} that no "
                 "wrapper manages; name the axis of tensor parallelism 'tp', and shard over data axes with fully_shard"
@@ -111,11 +116,11 @@ def check_ddp_precision(ddp: DistributedDataParallel) -> None:
         )
 
 
-def check_precision(modules: list[FSDPModule], trainable: list[nn.Parameter]) -> None:
+def check_precision(modules: Sequence[Any], trainable: list[nn.Parameter]) -> None:
     """Refuse where FSDP2 would accumulate gradients in a coarser dtype than the parameters'."""
     own = {parameter.dtype for parameter in trainable}
     for module in modules:
-        policy = _policy(module)
+        policy = fsdp_policy(module)
         refuse_float16((f"FSDP2's {name}", getattr(policy, name)) for name in ("param_dtype", "reduce_dtype"))
         used = policy.reduce_dtype or policy.param_dtype
         if used is not None and any(torch.finfo(used).eps > torch.finfo(dtype).eps for dtype in own):
@@ -125,14 +130,10 @@ def check_precision(modules: list[FSDPModule], trainable: list[nn.Parameter]) ->
             )
 
 
-def check_wide(modules: list[FSDPModule], wide: WideGradients, trainable: list[nn.Parameter]) -> None:
+def check_wide(modules: Sequence[Any], wide: WideGradients, trainable: list[nn.Parameter]) -> None:
     """Refuse where FSDP2 would reduce in a coarser dtype than gradients are to be added in."""
-    policies = map(_policy, modules)
+    policies = map(fsdp_policy, modules)
     check_reduction(wide, trainable, [policy.reduce_dtype or policy.param_dtype for policy in policies])
-
-
-def _policy(module: FSDPModule) -> MixedPrecisionPolicy:
-    return cast(Any, module)._get_fsdp_state()._mp_policy
 
 
 def refuse_foreign(model: nn.Module) -> None:
@@ -155,9 +156,9 @@ def _wraps(module: nn.Module) -> bool:
 
 def _hooks(module: nn.Module) -> Iterator[Callable[..., Any]]:
     """What runs before a module's forward, and when a parameter of its own has its gradient."""
-    yield from cast(Any, module)._forward_pre_hooks.values()
+    yield from forward_pre_hooks(module).values()
     for parameter in module.parameters(recurse=False):
-        yield from (cast(Any, parameter)._post_accumulate_grad_hooks or {}).values()
+        yield from hooks_after_grad(parameter)
 
 
 def check_rank_agreement(wrapper: Wrapper, policy: str, accumulate_dtype: torch.dtype | None) -> None:
@@ -211,14 +212,14 @@ def _structure(models: Sequence[nn.Module]) -> Facts:
 
 def _shape(parameter: Tensor, model: nn.Module) -> str:
     """The whole shape; unknown for FSDP1, whose parameters are pieces of a flat one."""
-    is_piece = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+    is_piece = any(map(is_fsdp1, model.modules()))
     is_lazy = isinstance(parameter, UninitializedParameter)  # whose shape comes with the first forward
     return "sharded" if is_piece else "lazy" if is_lazy else str(tuple(parameter.shape))
 
 
 def _checksums(models: Sequence[nn.Module]) -> Facts:
     """A checksum of each parameter that every rank holds itself; waits once for each device."""
-    whole = [model for model in models if not any(isinstance(module, WRAPPERS) for module in model.modules())]
+    whole = [model for model in models if not any(map(_is_wrapper, model.modules()))]
     sums: dict[str, Tensor] = {}
     with torch.no_grad():
         for name, parameter, _ in _parameters(whole):
@@ -236,6 +237,10 @@ def _checksums(models: Sequence[nn.Module]) -> Facts:
     return [(name, str(numbers[name])) for name in sums]
 
 
+def _is_wrapper(module: nn.Module) -> bool:
+    return isinstance(module, DistributedDataParallel) or is_fsdp1(module) or is_fsdp2(module)
+
+
 def _parameters(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
     for number, model in enumerate(models):
         prefix = f"model {number}'s " if len(models) > 1 else ""
@@ -246,7 +251,7 @@ def _parameters(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter
 
 def _local_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """The memory of a tensor on this rank that ranks of its coordinates must share; none of a meta tensor."""
-    if isinstance(tensor, DTensor) and tuple(tensor.device_mesh.mesh_dim_names or ()) != ("tp",):
+    if is_dtensor(tensor) and tuple(tensor.device_mesh.mesh_dim_names or ()) != ("tp",):
         return  # a frozen model that is sharded over ranks which see different samples
     tensor = local(tensor.detach())
     if is_traceable_wrapper_subclass(tensor):  # a quantized tensor, say, of several plain ones

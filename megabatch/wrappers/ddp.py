@@ -8,10 +8,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.errors import MegabatchError, PlanError
+from megabatch.torch_private import check_reduced, comm_hooks, is_fake, is_joining, num_reduced, rebuild_buckets
 from megabatch.wrappers.base import Choice, Wrapper
 from megabatch.wrappers.checks import check_ddp_precision
 from megabatch.wrappers.gradients import WideGradients
@@ -35,7 +35,7 @@ class DDPWrapper(Wrapper):
         _check_comm_hooks(ddp)
         _check_buckets(ddp, self.parameters)
         self.loss_factor = float(ranks.num_weighing)
-        self._ddp, self._hooks = ddp, _comm_hooks_of(ddp)
+        self._ddp, self._hooks = ddp, comm_hooks(ddp)
         self._first_of_static_graph = bool(ddp.static_graph)
         self._went_through_ddp = False
         self._is_reducing = self._is_preparing = False  # in the microbatch that runs; before the model's own forward
@@ -57,11 +57,11 @@ class DDPWrapper(Wrapper):
 
     def check_unchanged(self) -> None:
         super().check_unchanged()
-        if _comm_hooks_of(self._ddp) != self._hooks:  # one was registered since
+        if comm_hooks(self._ddp) != self._hooks:  # one was registered since
             _check_comm_hooks(self._ddp)
-            self._hooks = _comm_hooks_of(self._ddp)
+            self._hooks = comm_hooks(self._ddp)
             self.accumulate_in(self._wide)
-        if cast(Any, self._ddp)._join_config.enable:
+        if is_joining(self._ddp):
             raise PlanError(
                 "DDP.join() is open, in which ranks that are out of data add zeros for what they had accumulated; "
                 "leave it out: ranks may have any number of samples, none too"
@@ -100,7 +100,7 @@ class DDPWrapper(Wrapper):
             yield
         if reduce and self._ddp.gradient_as_bucket_view:  # else the next forward makes buckets, and other views, anew
             with contextlib.suppress(RuntimeError):  # where something was left unreduced, which finish_call tells
-                cast(Any, self._ddp).reducer._rebuild_buckets()
+                rebuild_buckets(self._ddp)
 
     def finish_call(self) -> None:
         if self._is_local:
@@ -114,7 +114,7 @@ class DDPWrapper(Wrapper):
             )
         # A bucket with a parameter that the last microbatch did not use is never reduced, without any error.
         try:
-            self._ddp._check_reducer_finalized()  # pyright: ignore[reportPrivateUsage]
+            check_reduced(self._ddp)
         except RuntimeError:
             raise _stranding(
                 MegabatchError(
@@ -146,14 +146,9 @@ def _noting(method: Callable[..., None]) -> Callable[..., None]:
     return note
 
 
-def _comm_hooks_of(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:
-    """The communication hooks that the user has registered, with their states."""
-    return list(cast(Any, ddp)._comm_hooks)
-
-
 def _check_comm_hooks(ddp: DistributedDataParallel) -> None:
     """Refuse a communication hook that is not one of torch's that average, over DDP's own ranks."""
-    for hook, state in _comm_hooks_of(ddp):
+    for hook, state in comm_hooks(ddp):
         name = getattr(hook, "__name__", type(hook).__name__)
         is_known = name in AVERAGING_HOOKS and hook.__module__ == HOME_OF_HOOKS
         if not is_known or not (state is None or isinstance(state, dist.ProcessGroup)):
@@ -171,10 +166,9 @@ def _check_comm_hooks(ddp: DistributedDataParallel) -> None:
 
 def _check_buckets(ddp: DistributedDataParallel, trained: Sequence[nn.Parameter]) -> None:
     """Refuse where DDP reduces other parameters than those that are trained: as many may have been exchanged."""
-    num_reduced = cast(Any, ddp)._get_ddp_logging_data()["num_parameter_tensors"]
-    if num_reduced != len(trained):
+    if (number := num_reduced(ddp)) != len(trained):
         raise PlanError(
-            f"{len(trained)} parameters require a gradient but DDP reduces {num_reduced}; freeze and unfreeze before "
+            f"{len(trained)} parameters require a gradient but DDP reduces {number}; freeze and unfreeze before "
             "DistributedDataParallel(model), and let it ignore none that is trained"
         )
     if not all(map(_is_reduced, trained)):

@@ -13,18 +13,13 @@ from typing import cast
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.errors import PlanError
-from megabatch.pipeline.stages import Pipeline, PipelineWrapper
-from megabatch.wrappers import fsdp1, fsdp2
-from megabatch.wrappers.base import Choice, Wrapper, trainable
+from megabatch.torch_private import is_dtensor, is_fsdp1, is_fsdp2, original_of, param_groups, root_mesh
+from megabatch.wrappers.base import Choice, SelfWrapped, Wrapper, trainable
 from megabatch.wrappers.checks import check_dtensors, check_tied, refuse_foreign, refuse_torchscript, refuse_unknown
 from megabatch.wrappers.ddp import DDPWrapper
-from megabatch.wrappers.fsdp1 import FSDP1Wrapper
-from megabatch.wrappers.fsdp2 import FSDP2Wrapper
 from megabatch.wrappers.mesh import AXES, CONTEXT_AXES, DATA_AXES, DataRanks, check_axes
 from megabatch.wrappers.multi_model import MultiModelWrapper
 
@@ -41,8 +36,8 @@ def choose_policy(wrapper: Wrapper, policy: str) -> Choice:
 
 def detect_wrapper(model: Models, mesh: DeviceMesh | None) -> Wrapper:
     """The reducer of the model's wrapper. Raises `PlanError` for a wrapper or mesh that it cannot be exact with."""
-    if isinstance(model, Pipeline):
-        return _pipeline_wrapper(model, mesh)
+    if isinstance(model, SelfWrapped):
+        return model.make_wrapper(mesh)
     models = [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, list | tuple) else []
     if not models or not all(isinstance(cast(object, each), nn.Module) for each in models):
         raise PlanError(f"model is a {type(model).__name__}; expected a torch.nn.Module, or a list of them")
@@ -53,47 +48,37 @@ def detect_wrapper(model: Models, mesh: DeviceMesh | None) -> Wrapper:
         raise PlanError("no parameter of the model requires a gradient; unfreeze what is to be trained")
     if mesh is not None:
         check_axes(mesh)
-    reducers = [_wrapper_of_one(each, mesh) for each in trained]
+    reducers = [wrapper_of_one(each, mesh) for each in trained]
     frozen = [each for each in models if not trainable(each)]
     return MultiModelWrapper(reducers, frozen) if len(models) > 1 else reducers[0]
 
 
-def _wrapper_of_one(model: nn.Module, mesh: DeviceMesh | None) -> Wrapper:
+def wrapper_of_one(model: nn.Module, mesh: DeviceMesh | None) -> Wrapper:
+    """The reducer of one model with trainable parameters."""
     refuse_foreign(model)
     check_tied(model)
-    wrapper = getattr(model, "_orig_mod", model)  # torch.compile keeps what it compiled here
-    modules = [module for module in wrapper.modules() if isinstance(module, FSDPModule)]
+    wrapper = original_of(model)
     if isinstance(wrapper, DistributedDataParallel):
         group = wrapper.process_group
         assert isinstance(group, dist.ProcessGroup)
         return DDPWrapper(model, wrapper, _ranks([group], mesh, None))
-    if isinstance(wrapper, FullyShardedDataParallel):
-        return FSDP1Wrapper(model, wrapper, _ranks(fsdp1.reducing_groups(model, wrapper), mesh, None))
-    if modules:
+    if is_fsdp1(wrapper):
+        from megabatch.wrappers import fsdp1  # imports torch's FSDP, which is slow
+
+        return fsdp1.FSDP1Wrapper(model, wrapper, _ranks(fsdp1.reducing_groups(model, wrapper), mesh, None))
+    if modules := list(filter(is_fsdp2, wrapper.modules())):
+        from megabatch.wrappers import fsdp2  # as well
+
         groups = fsdp2.reducing_groups(model, modules)
-        own = fsdp2.param_groups(modules)[0].mesh_info.mesh
-        return FSDP2Wrapper(model, modules, _ranks(groups, mesh, _root(own)))
+        own = param_groups(modules)[0].mesh_info.mesh
+        return fsdp2.FSDP2Wrapper(model, modules, _ranks(groups, mesh, _root(own)))
     refuse_unknown(wrapper)
     check_dtensors(wrapper)
     return Wrapper(model, _plain_ranks(wrapper, mesh))
 
 
-def _pipeline_wrapper(model: Pipeline, mesh: DeviceMesh | None) -> PipelineWrapper:
-    """Reduces each stage by its own reducer, over the mesh without its axis "pp"."""
-    if mesh is not None and mesh != model.mesh:
-        raise PlanError("mesh= is another mesh than that of the Pipeline; leave mesh= out")
-    rest = tuple(axis for axis in model.mesh.mesh_dim_names or () if axis != "pp")
-    if rest:
-        return PipelineWrapper(model, [_wrapper_of_one(stage, model.mesh[rest]) for stage in model.stages])
-    for stage in model.stages:
-        refuse_foreign(stage)
-        refuse_unknown(stage)
-        check_dtensors(stage)
-    return PipelineWrapper(model, [Wrapper(stage, DataRanks()) for stage in model.stages])
-
-
 def _plain_ranks(model: nn.Module, mesh: DeviceMesh | None) -> DataRanks:
-    sharded = [parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    sharded = [parameter.device_mesh for parameter in model.parameters() if is_dtensor(parameter)]
     if mesh is None and sharded:
         mesh = _root(sharded[0])
         if mesh is None or mesh.size() < dist.get_world_size():
@@ -112,7 +97,7 @@ def _plain_ranks(model: nn.Module, mesh: DeviceMesh | None) -> DataRanks:
 
 def _root(mesh: DeviceMesh) -> DeviceMesh | None:
     """The mesh that this one was taken from, where its axes say what they are."""
-    root = mesh._get_root_mesh()  # pyright: ignore[reportPrivateUsage]
+    root = root_mesh(mesh)
     return root if set(root.mesh_dim_names or (None,)) <= set(AXES) else None
 
 

@@ -10,11 +10,17 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from megabatch.errors import PlanError
+from megabatch.torch_private import (
+    drop_flat_gradient,
+    flat_parameters,
+    hybrid_strategies,
+    is_gathered,
+    replica_group,
+    reshard_flat,
+)
 from megabatch.wrappers.base import Choice, Wrapper
 from megabatch.wrappers.gradients import WideGradients, refuse_float16
 from megabatch.wrappers.mesh import DataRanks
-
-HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)  # pyright: ignore[reportPrivateUsage]
 
 
 class FSDP1Wrapper(Wrapper):
@@ -64,17 +70,14 @@ class FSDP1Wrapper(Wrapper):
 
     def check_unchanged(self) -> None:
         for state in self._states:
-            if state._handle is not None and not state._handle.is_sharded(state._handle.flat_param):
-                _reshard(state)  # an evaluation's forward leaves other parameters to be seen
+            if is_gathered(state):
+                reshard_flat(state)  # an evaluation's forward leaves other parameters to be seen
         super().check_unchanged()
 
     def discard(self) -> None:
         for state in self._states:
-            if (handle := state._handle) is not None:
-                _reshard(state)
-                handle.flat_param.grad = None
-                if hasattr(handle.flat_param, "_saved_grad_shard"):
-                    del handle.flat_param._saved_grad_shard
+            reshard_flat(state)
+            drop_flat_gradient(state)
 
     def _check_precision(self) -> None:
         own = {parameter.dtype for parameter in self.parameters}
@@ -97,27 +100,12 @@ def reducing_groups(model: nn.Module, fsdp: FullyShardedDataParallel) -> list[di
         for state in states
     ):
         raise PlanError("FSDP1 shards parts of the model over different ranks or in different ways; use one for all")
-    managed = {id(each) for state in states for each in _parameters_of(state)}
+    managed = {id(each) for state in states for each in flat_parameters(state)}
     for name, each in model.named_parameters():
         if each.requires_grad and id(each) not in managed:
             raise PlanError(
                 f"parameter {name.replace('_fsdp_wrapped_module.', '')!r} is ignored by FSDP1, which would leave its "
                 "gradient unreduced; freeze it, or take it out of ignored_modules"
             )
-    replicas = [cast(Any, fsdp)._inter_node_pg] if fsdp.sharding_strategy in HYBRID else []
+    replicas = [replica_group(fsdp)] if fsdp.sharding_strategy in hybrid_strategies() else []
     return [cast(dist.ProcessGroup, fsdp.process_group), *replicas]
-
-
-def _reshard(state: Any) -> None:
-    """Let go of gathered parameters, which SHARD_GRAD_OP keeps between forward and backward."""
-    if (handle := state._handle) is not None and handle.uses_sharded_strategy:
-        handle.reshard(True)
-        handle.post_reshard()
-        handle._prefetched = False
-
-
-def _parameters_of(state: Any) -> list[nn.Parameter]:
-    if state._handle is None:
-        return []
-    flat = state._handle.flat_param
-    return [flat, *(flat._params or ())]

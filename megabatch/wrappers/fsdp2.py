@@ -4,15 +4,20 @@ Told to sum, it divides nowhere, and any policy is right.
 """
 
 import contextlib
-import functools
 from collections.abc import Generator, Sequence
-from typing import Any, cast
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from megabatch.errors import PlanError
+from megabatch.torch_private import (
+    drop_fsdp_gradients,
+    noting_collectives,
+    param_groups,
+    reducing_to,
+    unsharded_parameters,
+)
 from megabatch.wrappers.base import CHANGED, Choice, Wrapper
 from megabatch.wrappers.checks import check_precision, check_wide
 from megabatch.wrappers.gradients import WideGradients
@@ -24,6 +29,7 @@ class FSDP2Wrapper(Wrapper):
 
     kind_name = "FSDP2 without replicas"
     forwards_meet = True
+    hands_over_in_backward = True
 
     def __init__(self, model: nn.Module, modules: list[FSDPModule], ranks: DataRanks) -> None:
         super().__init__(model, ranks)
@@ -58,8 +64,7 @@ class FSDP2Wrapper(Wrapper):
 
     @property
     def accumulating(self) -> Sequence[nn.Parameter]:
-        managed = [each for group in self._groups for each in group.fsdp_params]
-        return [*self.parameters, *(each._unsharded_param for each in managed if hasattr(each, "_unsharded_param"))]
+        return [*self.parameters, *(each for group in self._groups for each in unsharded_parameters(group))]
 
     @property
     def runs_alone(self) -> bool:
@@ -84,7 +89,9 @@ class FSDP2Wrapper(Wrapper):
     def microbatch(self, policy: str, *, last: bool) -> Generator[None]:
         self._set(reduce=last or policy != "last", all_reduce=last or policy == "every", last=last)
         try:
-            with self._handing_over_wide(), self._noting_collectives():
+            # Where gradients are added wide, FSDP2 is not to round what it has reduced before it is added.
+            wide = reducing_to(self._modules, self._wide.dtype) if self._wide.widens else contextlib.nullcontext()
+            with wide, noting_collectives(self._groups, self.note_collective):
                 yield
         finally:
             self._set(reduce=True, all_reduce=True, last=True)
@@ -95,63 +102,7 @@ class FSDP2Wrapper(Wrapper):
 
     def discard(self) -> None:
         self.collectives = 0
-        # zero_grad does not reach what was accumulated unsharded, and reset_iter_state of torch 2.13 leaves it too.
-        for module in self._modules:
-            state = cast(Any, module)._get_fsdp_state()
-            if state._is_root:  # None before the first forward
-                cast(Any, module).reset_iter_state()
-        for group in self._groups:
-            group._partial_reduce_output = None
-            for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter._unsharded_param.grad = None
-
-    @contextlib.contextmanager
-    def _noting_collectives(self) -> Generator[None]:
-        """Note each gather and each reduction that FSDP2 begins.
-
-        Torch pairs them across ranks by their order alone. A rank in another order is sent the parameters of another
-        module, or adds the gradient of one to that of another.
-        """
-        for number, group in enumerate(self._groups):
-            group.unshard = functools.partial(self._unshard, group, 2 * number)
-            # What FSDP2 calls before each reduction, and only there.
-            group._wait_for_post_backward = functools.partial(self._wait_to_reduce, group, 2 * number + 1)
-        try:
-            yield
-        finally:
-            for group in self._groups:  # one is there twice where fully_shard was given a list of modules
-                vars(group).pop("unshard", None)
-                vars(group).pop("_wait_for_post_backward", None)
-
-    def _unshard(self, group: Any, number: int, *given: Any, **named: Any) -> None:
-        was_begun = group._all_gather_result is not None
-        type(group).unshard(group, *given, **named)
-        is_sent = getattr(group.mesh_info, "shard_mesh_size", 1) > 1
-        if is_sent and not was_begun and group._all_gather_result is not None:
-            self.note_collective(number)
-
-    def _wait_to_reduce(self, group: Any, number: int) -> None:
-        self.note_collective(number)
-        type(group)._wait_for_post_backward(group)
-
-    @contextlib.contextmanager
-    def _handing_over_wide(self) -> Generator[None]:
-        """Where gradients are added wide, FSDP2 is not to round what it has reduced before it is added."""
-        if not self._wide.widens:
-            yield
-            return
-        for module in self._modules:  # else the first forward does this, and sets the dtype again
-            cast(Any, module)._get_fsdp_state()._lazy_init()
-        own = [group._orig_dtype for group in self._groups]
-        try:
-            for group in self._groups:
-                group._orig_dtype = self._wide.dtype
-            yield
-        finally:
-            for group, dtype in zip(self._groups, own, strict=True):
-                group._orig_dtype = dtype
+        drop_fsdp_gradients(self._modules)
 
     def _set(self, *, reduce: bool, all_reduce: bool, last: bool) -> None:
         for module in self._modules:
@@ -159,11 +110,6 @@ class FSDP2Wrapper(Wrapper):
             if self._has_replicas:  # last, since the former sets it too
                 module.set_requires_all_reduce(all_reduce, recurse=False)
             module.set_is_last_backward(last)
-
-
-def param_groups(modules: list[FSDPModule]) -> list[Any]:
-    """FSDP2's groups of parameters that are gathered and reduced together."""
-    return [group for module in modules for group in cast(Any, module)._get_fsdp_state()._fsdp_param_groups]
 
 
 def reducing_groups(model: nn.Module, modules: list[FSDPModule]) -> list[dist.ProcessGroup]:

@@ -11,11 +11,11 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from megabatch.errors import PlanError
 from megabatch.losses.contract import accumulation_dtype
+from megabatch.torch_private import class_of_function, inputs_of_node, is_dtensor, multiply_all
 
 CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 UNDERFLOW = "dividing the loss by the update's weight before backward underflows in float16; use bfloat16"
@@ -144,7 +144,7 @@ def separate_gradients(parameters: Sequence[nn.Parameter]) -> None:
         gradient = parameter.grad
         if gradient is None or gradient.layout != torch.strided:
             continue
-        own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        own = gradient.to_local() if type(gradient) is not Tensor and is_dtensor(gradient) else gradient
         start = own.data_ptr()
         if start in starts:
             parameter.grad = gradient.clone()
@@ -159,7 +159,7 @@ def scale_gradients(parameters: Sequence[nn.Parameter], factor: float | Tensor) 
         if isinstance(factor, Tensor):  # foreach takes a scalar of its own precision; float64 is for float64 alone
             is_double = group[0].dtype in (torch.float64, torch.complex128)
             own = factor.to(group[0].device, torch.float64 if is_double else torch.float32)
-        torch._foreach_mul_(group, own)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        multiply_all(group, own)
 
 
 def total_norm(parameters: Sequence[nn.Parameter], groups: Sequence[dist.ProcessGroup] = ()) -> Tensor:
@@ -209,7 +209,7 @@ def _groups(parameters: Sequence[nn.Parameter]) -> list[list[Tensor]]:
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is not None:
-            mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
+            mesh = gradient.device_mesh if is_dtensor(gradient) else None
             groups.setdefault((mesh, gradient.device, gradient.dtype), []).append(gradient)
     return list(groups.values())
 
@@ -220,7 +220,7 @@ def _values(gradient: Tensor) -> Tensor:
 
 
 def _full(norm: Tensor) -> Tensor:
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return norm.full_tensor() if is_dtensor(norm) else norm
 
 
 def graph_leaves(totals: Sequence[Tensor]) -> Generator[Tensor]:
@@ -237,12 +237,12 @@ def find_functions(totals: Sequence[Tensor]) -> list[Any]:
     found: list[Any] = []
     while pending:
         node = pending.pop()
-        if node in seen or any(len(each.shape) > 1 for each in node._input_metadata):
+        if node in seen or any(len(each.shape) > 1 for each in inputs_of_node(node)):
             continue
         seen.add(node)
         pending.extend(before for before, _ in node.next_functions if before is not None)
         is_written = isinstance(node, torch.autograd.function.BackwardCFunction)
-        home = cast(Any, type(node))._forward_cls.__module__ if is_written else "torch"
+        home = class_of_function(node).__module__ if is_written else "torch"
         if home.partition(".")[0] not in ("torch", "megabatch"):
             found.append(node)
     return found
@@ -250,7 +250,7 @@ def find_functions(totals: Sequence[Tensor]) -> list[Any]:
 
 def name_of_function(node: Any) -> str:
     """The name of a function written in Python."""
-    return str(cast(Any, type(node))._forward_cls.__name__)
+    return class_of_function(node).__name__
 
 
 @torch.no_grad()
@@ -261,7 +261,7 @@ def is_linear(node: Any) -> bool | None:
     """
     found: list[list[Tensor]] = []
     for scale in (2.0, 0.5):
-        given = [torch.full(each.shape, scale, dtype=each.dtype, device=each.device) for each in node._input_metadata]
+        given = [torch.full(each.shape, scale, dtype=each.dtype, device=each.device) for each in inputs_of_node(node)]
         try:
             back = node.apply(*given)
         except Exception:  # a second backward that the first has left nothing to

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megabatch.errors import PlanError
+from megabatch.torch_private import groups_of_process, num_begun
 
 DATA_AXES = ("dp", "dp_replicate", "dp_shard")  # ranks along these see different samples
 CONTEXT_AXES = ("cp",)  # ranks along these see stretches of the same samples
@@ -112,17 +113,10 @@ class DataRanks:
         return _gather(numbers[None], self.groups)
 
 
-def groups_of_process() -> list[dist.ProcessGroup]:
-    """Every process group that this process is in."""
-    return list(cast(Any, dist).distributed_c10d._world.pg_map)
-
-
 def num_collectives() -> int | None:
     """How many collectives this process has begun; None where a backend does not count them."""
     with contextlib.suppress(RuntimeError):
-        groups = cast(list[Any], groups_of_process())
-        backends = [group._get_backend(device) for group in groups for device in group._device_types]
-        return sum(backend._get_sequence_number_for_group() for backend in backends)
+        return sum(map(num_begun, groups_of_process()))
     return None
 
 

@@ -52,7 +52,7 @@ def run_job(name: str) -> dict[str, Any]:
     found = this.found
     return {"gradient": found.gradient, "parameter": found.parameter, "wrong": found.wrong, "tolerance": cell.tolerance,
             "failed": who in ("all", str(this.rank)), "size": size, "cuts": cuts,
-            "learned": gradient.learned}  # fmt: skip
+            "learned": gradient.oom_limit}  # fmt: skip
 
 
 def _tries(depth: str, phase: str, place: int, index: int) -> dict[int, tuple[str, int]]:

@@ -51,7 +51,7 @@ MUTATIONS = (
              'DATA_AXES = ("dp", "dp_replicate", "dp_shard")', 'DATA_AXES = ("dp", "dp_replicate", "dp_shard", "tp")',
              ("tp", "tp-sp")),
     Mutation("leave a gradient of sequence parallel a part of a sum", "wrappers/base.py",
-             "if isinstance(gradient, DTensor) and any(", "if False and any(", ("tp-sp",)),
+             "if is_dtensor(gradient) and any(", "if False and any(", ("tp-sp",)),
     Mutation("forget to reduce the weight over ranks", "engine/call.py",
              "weights=dict(zip(names, map(sum, weights), strict=False))", "weights=prepared.weight_sums()"),
     Mutation("forget to reduce the late weight over ranks", "engine/update.py",

@@ -56,7 +56,7 @@ PLANTED = {  # bugs, and a job that sees each
     Mutation("differentiate again for all", "engine/oom_retry.py", "received = _received(before)\n        return",
              "received: set[int] = set()\n        return"): LATER,
     Mutation("keep new gradients", "engine/oom_retry.py", "parameter.grad = None", "pass"): FIRST,
-    Mutation("see replaced gradients only", "engine/oom_retry.py", " or was._version != writes", ""): LATER,
+    Mutation("see replaced gradients only", "engine/oom_retry.py", " or count_writes(was) != writes", ""): LATER,
     Mutation("forget what the first half lacked", "engine/oom_retry.py",
              "(self._wrapper.parameters if wanted is None else wanted)", "self._wrapper.parameters"): LATER,
     Mutation("run one part", "engine/oom_retry.py",

@@ -97,7 +97,7 @@ class Run:
         cap = measure_budget(CPU, None, DataRanks()).used + self.case.spare_bytes
         gradient = GradientAccumulator(self.model, memory_bytes=int(cap))
         gradient.reserve_for(self.optimizer)
-        gradient.choose_bound(self.batch, self.case.loss_fn)
+        gradient.tune(self.batch, self.case.loss_fn)
         assert gradient.fit is not None
         return gradient.fit
 

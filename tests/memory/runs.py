@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megabatch.simulate.shards import tagging_shards
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -15,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megabatch import GradientAccumulator, losses
-from megabatch.simulate import Ledger, Replica, Simulated, simulate, tagging_shards
+from megabatch.simulate import Replica, Simulated, simulate
+from megabatch.simulate.ledger import Ledger
 
 SIZES = {  # hidden, layers, heads, vocabulary
     "toy": (64, 2, 2, 256),

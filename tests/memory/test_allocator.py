@@ -2,7 +2,7 @@
 
 import pytest
 
-from megabatch.simulate import Event, Reserved, reserved
+from megabatch.simulate.allocator import Event, Reserved, reserved
 
 MIB = 2**20
 

@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from megabatch import PlanError
-from megabatch.simulate import Ledger, reserved, tagging_shards
+from megabatch.simulate.allocator import reserved
 from megabatch.simulate.devices import DEVICES
 from megabatch.simulate.fake_cluster import fake_mesh
-from megabatch.simulate.ledger import list_storages
+from megabatch.simulate.ledger import Ledger, list_storages, tagging_shards
 
 KIBI = 1024  # a tensor of 256 float32
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from megabatch.simulate import Ledger, Simulated
+from megabatch.simulate import Simulated
+from megabatch.simulate.ledger import Ledger
 from megabatch.simulate.replica import Replica
 from tests.exact import launch
 from tests.memory.runs import Run, predicted

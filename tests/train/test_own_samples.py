@@ -123,7 +123,7 @@ def test_a_bound_is_chosen_in_the_lengths_that_are_told(way: str, tmp_path: Path
     config = config_of(tmp_path, "patches", {"micro_batch_size": None, "max_microbatch_tokens": "auto"}, **WAYS[way])
     data = load(config)
     updates, gradient = updates_of(config, data=data), GradientAccumulator(Linear())
-    gradient.choose_bound(longest(data, updates.peek()), classification)
+    gradient.tune(longest(data, updates.peek()), classification)
     assert gradient.fit is not None
     assert gradient.fit.longest_tokens == 48
     assert gradient.fit.max_microbatch_tokens >= gradient.plan(updates.peek()).num_tokens > 48

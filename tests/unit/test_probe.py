@@ -120,7 +120,7 @@ def test_samples_of_another_kind_are_as_long_as_their_batch_says() -> None:
 
 def test_more_samples_than_were_measured_are_measured() -> None:
     gradient = GradientAccumulator(nn.Linear(8, 1).double())
-    gradient.choose_bound(samples(1), weighed_squares)
+    gradient.tune(samples(1), weighed_squares)
     assert tokens_of(gradient) == 15
     gradient.forward_backward(samples(300, width=8), weighed_squares)
     gradient.finalize()
@@ -136,7 +136,7 @@ def test_the_longest_sample_is_kept_for_calls_with_more() -> None:
     gradient = GradientAccumulator(nn.Linear(1, 1).double())
     fits: list[TunedLimit] = []
     for name in ("long", "few", "more", "long"):
-        gradient.choose_bound(batches[name], weighed_squares)
+        gradient.tune(batches[name], weighed_squares)
         assert gradient.fit is not None
         fits.append(gradient.fit)
     assert fits[0] is fits[1]
@@ -156,26 +156,26 @@ def test_what_watches_a_loss_is_no_other_loss(is_watched: bool) -> None:
     assert weigh is not None
     other = in_place_of(weighed_squares, watched) if is_watched else loss(weigh=weigh)(watched)
     gradient = GradientAccumulator(nn.Linear(1, 1).double())
-    gradient.choose_bound([{"x": torch.ones(9, 1).double()}], weighed_squares)
-    gradient.choose_bound([{"x": torch.ones(3, 1).double()}] * 20, other)
+    gradient.tune([{"x": torch.ones(9, 1).double()}], weighed_squares)
+    gradient.tune([{"x": torch.ones(3, 1).double()}] * 20, other)
     assert tokens_of(gradient) == (21 * 9 - 1 if is_watched else 17)
 
 
 @pytest.mark.parametrize("shown", [9, 8])
 def test_who_goes_on_with_a_fit_remembers_the_longest_sample_that_it_is_shown(shown: int) -> None:
     first = GradientAccumulator(nn.Linear(1, 1).double())
-    first.choose_bound([{"x": torch.ones(9, 1).double()}], weighed_squares)
+    first.tune([{"x": torch.ones(9, 1).double()}], weighed_squares)
     second = GradientAccumulator(nn.Linear(1, 1).double(), max_microbatch_tokens=first.fit)
-    second.choose_bound([{"x": torch.ones(shown, 1).double()}], weighed_squares)
+    second.tune([{"x": torch.ones(shown, 1).double()}], weighed_squares)
     assert second.fit is first.fit
-    second.choose_bound([{"x": torch.ones(3, 1).double()}] * 20, weighed_squares)
+    second.tune([{"x": torch.ones(3, 1).double()}] * 20, weighed_squares)
     assert tokens_of(second) == (21 * 9 - 1 if shown == 9 else 17)
 
 
 def test_memory_alone_bounds_what_it_has_bounded() -> None:
     gradient = GradientAccumulator(nn.Linear(8, 1).double())
-    gradient.learn(MicrobatchLimit(4, 32))
-    gradient.choose_bound(samples(300), weighed_squares)
+    gradient.lower_limit(MicrobatchLimit(4, 32))
+    gradient.tune(samples(300), weighed_squares)
     assert gradient.fit is not None
     assert [each.rows for each in gradient.fit.measured] == [1, 4]
     assert gradient.fit.outgrown_rows is None
@@ -183,11 +183,11 @@ def test_memory_alone_bounds_what_it_has_bounded() -> None:
 
 def test_another_begins_with_what_was_chosen() -> None:
     first = GradientAccumulator(nn.Linear(8, 1).double())
-    first.choose_bound(samples(3), weighed_squares)
+    first.tune(samples(3), weighed_squares)
     second = GradientAccumulator(nn.Linear(8, 1).double(), max_microbatch_tokens=first.fit)
-    second.choose_bound(samples(3), weighed_squares)
+    second.tune(samples(3), weighed_squares)
     assert second.fit is first.fit
-    second.choose_bound(samples(1, width=9), first_eight)
+    second.tune(samples(1, width=9), first_eight)
     assert second.fit is not first.fit
 
 
@@ -208,6 +208,6 @@ def test_what_ran_out_while_measuring_says_what_to_begin_with(forward: int, boun
     Spikes(model, ("",)).set({forward: ("forward", 0)})
     gradient = GradientAccumulator(model)
     with pytest.raises(MegabatchError) as raised:
-        gradient.choose_bound(samples(8), weighed_squares)
+        gradient.tune(samples(8), weighed_squares)
     assert raised.value.shortage is not None
     assert raised.value.shortage.bound == bound

@@ -58,9 +58,9 @@ def test_a_smaller_bound_is_learned_and_a_longer_sample_still_goes():
     planned = GradientAccumulator(Two(), max_microbatch_tokens=16).plan(TEXTS[2:])
     assert (gradient.last_plan.num_split, gradient.last_plan.num_microbatches) == (1, planned.num_microbatches + 1)
     assert "1 microbatch did not fit in memory and ran in parts" in gradient.last_plan.explain()
-    assert gradient.learned.tokens < 16
+    assert gradient.oom_limit.tokens < 16
     cut = gradient.plan(TEXTS)
-    most = max(gradient.learned.tokens, 8)  # the longest sample
+    most = max(gradient.oom_limit.tokens, 8)  # the longest sample
     assert max(map(cut.tokens_of, cut.microbatches)) <= most < 16
     assert sorted(row for rows in cut.microbatches for row in rows) == list(range(len(TEXTS)))
     with pytest.raises(PlanError, match="sample 0 has 17 tokens, more than max_microbatch_tokens=16"):
@@ -70,7 +70,7 @@ def test_a_smaller_bound_is_learned_and_a_longer_sample_still_goes():
 def test_what_is_learned_beside_a_long_sample_is_less_than_what_failed():
     gradient = GradientAccumulator(Two(), max_microbatch_tokens=16)
     texts = [{"x": torch.ones(length, dtype=torch.float64)} for length in (16, 2, 2, 2, 2)]
-    gradient.learn(MicrobatchLimit(2, 4))
+    gradient.lower_limit(MicrobatchLimit(2, 4))
     cut = gradient.plan(texts)
     assert sorted(cut.tokens_of(rows) for rows in cut.microbatches) == [4, 4, 16]
     assert cut.lengths == (16, 2, 2, 2, 2)
@@ -79,16 +79,16 @@ def test_what_is_learned_beside_a_long_sample_is_less_than_what_failed():
 def test_samples_are_learned_too_and_kept_over_updates():
     gradient = after_a_shortage(Two(), SAMPLES, squares, micro_batch_size=4)
     assert gradient.finalize().num_samples == 4
-    assert gradient.learned.samples == 2
+    assert gradient.oom_limit.samples == 2
     assert [len(rows) for rows in gradient.plan(SAMPLES).microbatches] == [2, 2]
     gradient.forward_backward(SAMPLES, squares)
-    assert (gradient.last_plan.num_split, gradient.learned.samples) == (0, 2)
+    assert (gradient.last_plan.num_split, gradient.oom_limit.samples) == (0, 2)
 
 
 def test_nothing_is_learned_where_all_fits():
     gradient = GradientAccumulator(linear(), micro_batch_size=4)
     gradient.forward_backward(SAMPLES, squares)
-    assert (gradient.learned, gradient.last_plan.num_split) == (None, 0)
+    assert (gradient.oom_limit, gradient.last_plan.num_split) == (None, 0)
 
 
 def test_the_allocator_of_the_cpu_is_heard():

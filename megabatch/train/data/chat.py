@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from megabatch.batching.samples import IGNORED_LABEL
+from megabatch.batching import IGNORED_LABEL
 from megabatch.errors import MegabatchError
 from megabatch.train.data.rows import BrokenRowError, Row
 from megabatch.train.data.tokens import Ids, Tokens, is_text

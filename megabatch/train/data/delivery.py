@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
-from megabatch.batching.samples import Deferred
+from megabatch.batching import Deferred
 from megabatch.errors import MegabatchError
 from megabatch.train.config import Config
 from megabatch.train.leaving import leave_to_parent

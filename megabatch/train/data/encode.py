@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megabatch.batching.samples import IGNORED_LABEL
+from megabatch.batching import IGNORED_LABEL
 from megabatch.errors import MegabatchError
 from megabatch.train.config import SourceConfig
 from megabatch.train.data.chat import ChatRows

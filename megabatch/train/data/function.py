@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megabatch.batching.samples import sample_length
+from megabatch.batching import sample_length
 from megabatch.errors import MegabatchError, PlanError, in_one_line
 from megabatch.train.batch_size import sizes_of
 from megabatch.train.config import Config

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megabatch.batching.samples import IGNORED_LABEL
+from megabatch.batching import IGNORED_LABEL
 from megabatch.train.data.samples import Sample
 
 ORDER, SPLIT = 1, 4  # what a random number is for; a stream's have 2 and 3

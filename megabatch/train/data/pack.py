@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megabatch.batching.samples import IGNORED_LABEL
-from megabatch.planning.partition import best_fit
+from megabatch.batching import IGNORED_LABEL
+from megabatch.planning import best_fit
 from megabatch.train.data.mixture import Measured, View
 from megabatch.train.data.samples import Sample
 

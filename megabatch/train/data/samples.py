@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megabatch.batching.samples import IGNORED_LABEL
+from megabatch.batching import IGNORED_LABEL
 from megabatch.errors import MegabatchError
 from megabatch.train.config import SourceConfig
 from megabatch.train.data.encode import Encoded, RowKind, kind_of_rows

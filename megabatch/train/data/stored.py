@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from megabatch.batching.samples import IGNORED_LABEL
+from megabatch.batching import IGNORED_LABEL
 from megabatch.train.data.samples import Sample, Skipped
 
 TABLE, SUMMARY = "samples.arrow", "summary.json"

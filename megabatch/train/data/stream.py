@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from megabatch import CostModel
 from megabatch.errors import MegabatchError
-from megabatch.planning.partition import balance
-from megabatch.planning.plan import CostModel
-from megabatch.planning.sampler import Consumed
+from megabatch.planning import Consumed, balance
 from megabatch.train.batch_size import sizes_of
 from megabatch.train.config import Config, SourceConfig
 from megabatch.train.data.checks import check_fit

@@ -13,9 +13,9 @@ from typing import Any, cast
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from megabatch import CostModel, UpdateSampler
-from megabatch.batching.samples import Deferred
+from megabatch.batching import Deferred
 from megabatch.errors import MegabatchError, PlanError
-from megabatch.planning.sampler import Consumed
+from megabatch.planning import Consumed
 from megabatch.train.batch_size import sizes_of
 from megabatch.train.config import Config
 from megabatch.train.data.counts import check_points, count_updates, no_update

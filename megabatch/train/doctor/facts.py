@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.cuda import nccl
 
 import megabatch
-from megabatch.autotune.memory import free_bytes
+from megabatch.autotune import free_on
 from megabatch.train.doctor.finding import Finding
 from megabatch.train.folder import counted, device_name, version_of
 from megabatch.train.init.hardware import seen_gpus
@@ -43,9 +43,8 @@ def facts_of(device: torch.device) -> Facts:
         "CUDA": torch.version.cuda if is_gpu else None,
         "NCCL": ".".join(map(str, nccl.version())) if is_gpu and dist.is_nccl_available() else None,
     }
-    free = torch.cuda.mem_get_info(device)[0] if is_gpu else free_bytes()
     number = str(torch.cuda.get_device_properties(device).uuid) if is_gpu else ""
-    return Facts(socket.gethostname(), device_name(device), number, float(free), versions)
+    return Facts(socket.gethostname(), device_name(device), number, free_on(device), versions)
 
 
 def gathered(ranks: Ranks) -> list[Facts]:

@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 from transformers import PreTrainedModel
 
+from megabatch import JointLoss
 from megabatch.errors import MegabatchError, in_one_line
-from megabatch.losses.contract import JointLoss, LossFunction
-from megabatch.pipeline.run import Pipeline
+from megabatch.losses import LossFunction
+from megabatch.pipeline import Pipeline
 from megabatch.train.config import Config, LossConfig, ModelConfig
 from megabatch.train.console import Console
 from megabatch.train.model.adapters import begun, check_layout

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from megabatch.batching.context_parallel import GatheredAttention
+from megabatch.batching import context_parallel
 from megabatch.errors import PlanError
 
 FAMILIES = ("gpt2", "gpt_neox", "llama", "mistral", "olmo2", "qwen2", "qwen3", "smollm3")  # tested against uncut runs
@@ -21,7 +21,7 @@ def attend_over(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
     """
     check_model(model)
     name = f"megabatch_context_{group.group_name}"  # a group has its own, since models may have different groups
-    AttentionInterface.register(name, _implementation(GatheredAttention(group)))
+    AttentionInterface.register(name, _implementation(context_parallel.GatheredAttention(group)))
     model.set_attn_implementation(name)
 
 
@@ -61,7 +61,7 @@ def _rope_types(parameters: Any) -> list[str]:
     return [str(found["rope_type"]), *nested] if "rope_type" in found else nested
 
 
-def _implementation(attention: GatheredAttention) -> Any:
+def _implementation(attention: context_parallel.GatheredAttention) -> Any:
     def forward(
         module: nn.Module,
         query: Tensor,  # [B, H, L, D]

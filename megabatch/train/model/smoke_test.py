@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from megabatch.engine.packing_check import check_packing_isolation, equal_but_rounding
 from megabatch.errors import MegabatchError
-from megabatch.pipeline.run import Pipeline, evaluate
+from megabatch.pipeline import Pipeline, evaluate
 from megabatch.train.config import ModelConfig
 from megabatch.train.model.architecture import refused
 from megabatch.train.model.quiet import quiet

@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from megabatch.batching.pad_to_shape import Shape
 from megabatch.errors import MegabatchError
-from megabatch.pipeline.run import Pipeline
-from megabatch.pipeline.stages import SCHEDULES
+from megabatch.pipeline import SCHEDULES, Pipeline
 from megabatch.train.config import Config, ParallelConfig
 from megabatch.train.model.architecture import outline
 from megabatch.train.model.precision import boundary_dtype, is_mixed
@@ -230,7 +228,7 @@ def stages_text(parallel: ParallelConfig) -> str:
     return f"pipeline over {parallel.pp} ranks, {each} of the layers on each, in the order of {parallel.schedule}"
 
 
-def shape_of(width: int, dtype: torch.dtype) -> Shape:
+def shape_of(width: int, dtype: torch.dtype) -> Callable[..., Tensor]:
     """What a stage returns for tokens [B, T]: [B, T, width]."""
 
     def shape(input_ids: Tensor, *_: object, **__: object) -> Tensor:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from megabatch.errors import MegabatchError
-from megabatch.losses.contract import LossFunction
+from megabatch.losses import LossFunction
 from megabatch.train.model.wrap import blocks_of
 from megabatch.train.passes import in_place_of
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 
 from megabatch import Learner, Plan
-from megabatch.losses.contract import LossFunction
+from megabatch.losses import LossFunction
 from megabatch.train.journal import Journal
 from megabatch.train.partial import Call, InCalls
 from megabatch.train.passes import around_backward, in_place_of, now, total_of

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from megabatch.losses.ready_made import chunk_tokens
 from megabatch.simulate import Device
 from megabatch.train.config import Config
 from megabatch.train.layout import Layout
@@ -23,6 +22,7 @@ from megabatch.train.plan.choices import Choice
 LEAST_KEPT = 12  # numbers per token and hidden feature that a layer keeps for backward; those measured keep 22
 RECOMPUTING, PLAIN = 6, 4  # flops per token and parameter, with and without a second forward
 TRAINED = 2  # and for its gradient
+LEAST_CHUNK = 2**22  # logits that `losses.next_token` makes at once, at least
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Sizes:
     @property
     def num_logit_tokens(self) -> int:
         """Tokens whose logits are there at once at least: `losses.next_token` sums them in chunks."""
-        return chunk_tokens(self.num_vocabulary, self.num_hidden) if self.num_vocabulary else 0
+        return max(self.num_hidden // 2, LEAST_CHUNK // self.num_vocabulary) if self.num_vocabulary else 0
 
     @property
     def head_bytes(self) -> int:

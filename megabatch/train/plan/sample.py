@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch.batching.packed_row import OneRow
+from megabatch.batching import OneRow
 from megabatch.errors import MegabatchError
 from megabatch.train.config import Config
 from megabatch.train.console import Console

@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
+from megabatch import JointLoss
 from megabatch.errors import MegabatchError
-from megabatch.losses.contract import JointLoss, LossFunction
+from megabatch.losses import LossFunction
 from megabatch.simulate import Device, Replica, Simulated, simulate
 from megabatch.train.config import Config, ModelConfig, OptimConfig
 from megabatch.train.console import Console

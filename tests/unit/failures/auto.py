@@ -30,7 +30,7 @@ GIVE_A_BOUND = "give max_microbatch_tokens= or micro_batch_size="
 OUT_OF_MEMORY = "(OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB.)"
 AUTO = f'and max_microbatch_tokens is "auto"; {GIVE_A_BOUND}'
 NOT_YET = (
-    'max_microbatch_tokens is "auto" and the first forward_backward() or choose_bound() chooses the bound, from the '
+    'max_microbatch_tokens is "auto" and the first forward_backward() or tune() chooses the bound, from the '
     "loss and its samples; call one of them before, or give max_microbatch_tokens="
 )
 
@@ -131,7 +131,7 @@ FAILURES = {
     "a longer sample beside gradients": Failure(
         PlanError,
         "a sample of 40 tokens comes in a later call of an update, when there are gradients beside which nothing is "
-        "measured, and the bound that was chosen is 7; give the longest sample to the first call or to choose_bound(), "
+        "measured, and the bound that was chosen is 7; give the longest sample to the first call or to tune(), "
         "or give max_microbatch_tokens=",
         later,
     ),

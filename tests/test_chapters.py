@@ -1,0 +1,179 @@
+"""Public names of the chapters in use, as an application writes them: an evaluation by hand, a packed data set."""
+
+import inspect
+from dataclasses import asdict
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import megabatch
+from megabatch import CostModel, GradientAccumulator, MegabatchError, PlanError, Term, UpdateSampler, loss, losses
+from megabatch.autotune import ModuleSnapshot, check_measurable, device_text, free_on, measure_policy
+from megabatch.batching import IGNORED_LABEL, OneRow, Padding, context_parallel, pad_right, sample_length, to_device
+from megabatch.errors import MicrobatchLimit, in_one_line
+from megabatch.experts import config_coefficient, has_experts
+from megabatch.losses import LossFunction, loss_hooks, terms_of
+from megabatch.losses.chunked_cross_entropy import chunk_tokens
+from megabatch.pipeline import SCHEDULES
+from megabatch.planning import Consumed, MeasuredMicrobatch, TunedLimit, balance, best_fit
+from megabatch.simulate import CATEGORIES, DEVICES, device_named
+from megabatch.train.plan.closed import LEAST_CHUNK
+
+CPU = torch.device("cpu")
+SAMPLES = [{"input_ids": torch.arange(size), "labels": torch.arange(size)} for size in (3, 5, 2)]
+
+SIGNATURES = {
+    balance: "(costs, num_bins)",
+    best_fit: "(lengths, row_tokens)",
+    sample_length: "(sample)",
+    pad_right: "(samples)",
+    to_device: "(microbatch, device)",
+    context_parallel.stretch: "(microbatch, index, degree)",
+    loss_hooks: "(loss_fn)",
+    terms_of: "(returned)",
+    in_one_line: "(error)",
+    free_on: "(device)",
+    check_measurable: "(device)",
+    device_text: "(device)",
+    has_experts: "(model)",
+    config_coefficient: "(model)",
+    device_named: "(name)",
+}
+
+
+class Tokens(nn.Module):
+    """Logits of the next of 8 tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 8)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.table(input_ids)
+
+
+@pytest.mark.parametrize("function", SIGNATURES, ids=lambda function: function.__name__)
+def test_signature(function):
+    assert f"({', '.join(inspect.signature(function).parameters)})" == SIGNATURES[function]
+
+
+def test_a_set_is_evaluated_by_hand_to_the_loss_of_an_update():
+    model = Tokens()
+    update = GradientAccumulator(model, micro_batch_size=2)
+    update.forward_backward(SAMPLES, losses.next_token)
+    assert evaluated(model, losses.next_token) == pytest.approx(float(update.finalize().loss))
+
+
+def evaluated(model: nn.Module, loss_fn: LossFunction) -> float:
+    pad, prepare = Padding([model]), loss_hooks(loss_fn).prepare or (lambda microbatch: microbatch)
+    total = weight = 0.0
+    for start in range(0, len(SAMPLES), 2):
+        microbatch = to_device(prepare(pad(SAMPLES[start : start + 2])), CPU)
+        term = terms_of(loss_fn(model, microbatch))["loss"]
+        total, weight = total + float(term.total.detach()), weight + float(term.weight)
+    return total / weight
+
+
+def test_a_loss_says_its_hooks_and_one_without_says_none():
+    weigh, prepare = len, dict
+    attached = loss(weigh=weigh, prepare=prepare)(lambda model, microbatch: Term(torch.zeros(()), 1))
+    assert loss_hooks(attached) == (weigh, prepare)
+    assert loss_hooks(lambda model, microbatch: None) == (None, None)
+
+
+def test_labels_are_padded_with_the_label_that_is_ignored():
+    assert pad_right(SAMPLES)["labels"][0, 3:].tolist() == [IGNORED_LABEL] * 2
+    assert list(map(sample_length, SAMPLES)) == [3, 5, 2]
+    assert OneRow()(SAMPLES)["input_ids"].shape == (1, 10)
+
+
+def test_items_are_dealt_and_packed():
+    assert balance([4, 1, 3, 2], 2) == [[0, 1], [2, 3]]
+    assert best_fit([4, 1, 3, 2], 5) == [[0, 1], [2, 3]]
+
+
+def test_a_sampler_tells_what_was_handed_out():
+    seen: list[Consumed] = []
+    sampler = UpdateSampler([3, 5, 2], global_batch_size=lambda consumed: seen.append(consumed) or 1)
+    list(sampler)
+    assert Consumed() in seen
+    assert Consumed(3, 3, 10) in seen
+
+
+def test_a_tuned_limit_goes_through_json_and_into_an_accumulator():
+    limit = TunedLimit(8, CostModel(), 5, (MeasuredMicrobatch(1, 4.0),), 100.0, 90.0)
+    kept = asdict(limit)
+    again = TunedLimit(**{**kept, "cost": CostModel(**kept["cost"]),
+                          "measured": tuple(MeasuredMicrobatch(**each) for each in kept["measured"])})  # fmt: skip
+    assert again == limit == GradientAccumulator(Tokens(), max_microbatch_tokens=again).fit
+
+
+def test_a_policy_is_measured_and_leaves_nothing_behind():
+    model = Tokens()
+    before = [each.clone() for each in model.parameters()]
+    found = measure_policy(
+        "last", model, SAMPLES, losses.next_token, optimizer=torch.optim.SGD(model.parameters()), rows=2
+    )
+    assert found is not None
+    assert found.fits()
+    assert not found.fits(found.allowed_bytes)
+    assert found.peak_bytes == found.stays_bytes + found.num_bytes
+    assert all(
+        each.grad is None and torch.equal(each, old) for each, old in zip(model.parameters(), before, strict=True)
+    )
+
+
+def test_a_device_tells_its_memory():
+    check_measurable(CPU)
+    assert free_on(CPU) > 0
+    assert device_text(CPU).startswith("cpu")
+
+
+def test_a_module_is_put_back():
+    norm = nn.BatchNorm1d(2)
+    kept = ModuleSnapshot(norm)
+    norm(torch.randn(4, 2)), norm.eval()
+    kept.put_back()
+    assert norm.training
+    assert int(norm.num_batches_tracked) == 0
+    assert norm.running_mean is not None
+    assert norm.running_mean.tolist() == [0, 0]
+
+
+def test_schedules_say_the_stages_of_a_rank():
+    assert SCHEDULES["1F1B"].per_rank == 1
+    assert SCHEDULES["Interleaved1F1B"].indices(1, 4, 2) == [1, 5]
+    assert SCHEDULES["DualPipeV"].indices(1, 4, 2) == [1, 6]
+
+
+def test_a_config_tells_of_experts():
+    model = nn.Linear(1, 1)
+    assert not has_experts(model)
+    assert config_coefficient(model) is None
+    model.config = type("Config", (), {"num_local_experts": 4, "router_aux_loss_coef": 0.02})()
+    assert has_experts(model)
+    assert config_coefficient(model) == 0.02
+
+
+def test_an_error_is_one_line():
+    assert in_one_line(ValueError("a\n  b")) == "ValueError: a b"
+    assert len(in_one_line(ValueError("a" * 300))) == 200
+    assert MicrobatchLimit(samples=2, tokens=8) == (2, 8)
+
+
+def test_devices_have_names():
+    assert device_named("H100") is DEVICES["h100-80g"]
+    assert "gradients" in CATEGORIES
+    with pytest.raises(PlanError, match="the device 'h1' is not known"):
+        device_named("h1")
+
+
+def test_an_error_of_the_package_and_of_its_chapter_are_one():
+    assert megabatch.errors.MegabatchError is MegabatchError
+
+
+@pytest.mark.parametrize("sizes", [(32_000, 512), (256, 64), (151_936, 4096)])
+def test_the_plan_counts_logits_as_the_loss_makes_them(sizes):
+    num_classes, width = sizes
+    assert max(width // 2, LEAST_CHUNK // num_classes) == chunk_tokens(num_classes, width)

@@ -1,0 +1,84 @@
+"""What of torch is private is read in one file, and what is slow to import is imported when a model has it."""
+
+import ast
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.distributed.tensor import Partial
+
+from megabatch import torch_private
+from tests.test_imports import LIBRARY, TREES, file_of
+
+SLOW = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.pipelining", "torch._dynamo", "sympy")
+OWN = (  # chapters that are not imported for a plain model either
+    "megabatch.pipeline", "megabatch.autotune", "megabatch.wrappers.fsdp1", "megabatch.wrappers.fsdp2",
+    "megabatch.verification", "megabatch.simulate",
+)  # fmt: skip
+MOST = 60  # modules beyond those of torch
+IMPORTED = f"""
+import sys
+import torch
+before = set(sys.modules)
+from megabatch import GradientAccumulator
+made = GradientAccumulator(torch.nn.Linear(2, 2), micro_batch_size=1)
+new = set(sys.modules) - before
+print(len(new), *(name for name in new if name.startswith({(*SLOW, *OWN)!r})))
+"""
+EXCEPTIONS = {  # names of torch's that a file uses itself, and why
+    "autotune.snapshot": ("_output_capturing_hooks_installed",),  # of transformers
+    "engine.packing_check": ("_attn_implementation",),  # of transformers
+    "pipeline.stages": ("_composable",),  # ReplicateModule has no public name
+    "wrappers.checks": ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"),  # parts of names
+}  # fmt: skip
+SIMULATED = ("simulate", "verification", "experts", "integrations")  # they stand in for torch, and copy its objects
+
+
+def test_what_is_slow_is_not_imported_for_a_plain_model() -> None:
+    told = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, check=True)
+    number, *slow = told.stdout.split()
+    assert slow == []
+    assert int(number) <= MOST
+
+
+def private_names(module: str) -> set[str]:
+    """Names with one underscore in front that a file reads and does not make."""
+    tree = TREES[file_of(module)]
+    own, read = {"_fields"}, set[str]()  # of a named tuple
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            own.add(node.name)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            own.add(node.target.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+            own.add(node.attr)
+        elif isinstance(node, ast.Attribute):
+            read.add(node.attr)
+        elif isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "torch":
+            read |= {part for alias in node.names for part in f"{node.module}.{alias.name}".split(".")}
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.endswith("attr"):
+            read |= {each.value for each in node.args if isinstance(each, ast.Constant) and isinstance(each.value, str)}
+    return {name for name in read - own if re.fullmatch(r"_[^_]\w*", name)}
+
+
+@pytest.mark.parametrize("module", [each for each in LIBRARY if each.partition(".")[0] not in SIMULATED])
+def test_private_names_of_torch_are_read_in_one_file(module: str) -> None:
+    if module != "torch_private":
+        assert private_names(module) <= set(EXCEPTIONS.get(module, ()))
+
+
+def test_what_a_version_of_torch_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_private, "NEEDED", ((torch.Tensor, "_there_is_none", "writes"),))
+    with pytest.raises(ImportError) as raised:
+        torch_private.check_torch()
+    assert str(raised.value) == (
+        f"torch {torch.__version__} has no _there_is_none, by which megabatch reads writes; install torch 2.13"
+    )
+
+
+def test_a_class_that_nobody_has_imported_has_no_instances(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert torch_private.is_partial(Partial())
+    monkeypatch.delitem(sys.modules, "torch.distributed.tensor")
+    assert not torch_private.is_partial(Partial())
