@@ -7,6 +7,7 @@ import operator
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -344,11 +345,36 @@ def reducing_to(modules: Sequence[Any], dtype: torch.dtype | None) -> Generator[
             group._orig_dtype = before
 
 
-def hide_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``_dynamo_disable`` of FSDP2: torch.compile does not trace the function, as FSDP2's own hooks."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_common
+@contextmanager
+def noting_collectives(groups: Sequence[Any], note: Callable[[int], None]) -> Generator[None]:
+    """While it is open, call ``note`` with a number for each gather and each reduction that FSDP2 begins.
 
-    return _fsdp_common._dynamo_disable(function)  # pyright: ignore[reportPrivateUsage]
+    Torch pairs them across ranks by their order alone. A rank in another order is sent the parameters of another
+    module, or adds the gradient of one to that of another.
+    """
+    for number, group in enumerate(groups):
+        group.unshard = partial(_unshard, group, partial(note, 2 * number))
+        # What FSDP2 calls before each reduction, and only there.
+        group._wait_for_post_backward = partial(_wait_to_reduce, group, partial(note, 2 * number + 1))
+    try:
+        yield
+    finally:
+        for group in groups:  # one is there twice where fully_shard was given a list of modules
+            vars(group).pop("unshard", None)
+            vars(group).pop("_wait_for_post_backward", None)
+
+
+def _unshard(group: Any, note: Callable[[], None], *given: Any, **named: Any) -> None:
+    was_begun = group._all_gather_result is not None
+    type(group).unshard(group, *given, **named)
+    is_sent = getattr(group.mesh_info, "shard_mesh_size", 1) > 1
+    if is_sent and not was_begun and group._all_gather_result is not None:
+        note()
+
+
+def _wait_to_reduce(group: Any, note: Callable[[], None]) -> None:
+    note()
+    type(group)._wait_for_post_backward(group)
 
 
 # Pipelines

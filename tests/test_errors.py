@@ -79,6 +79,12 @@ def told(tmp_path_factory):
     return launch(2, "tests.unit.failures.two_ranks:job", two_ranks.JOBS, tmp_path_factory.mktemp("two_ranks"))
 
 
+@pytest.fixture(scope="module")
+def told_to_three(tmp_path_factory):
+    """The same of each of three ranks, for jobs in which the order of collectives differs."""
+    return launch(3, "tests.unit.failures.two_ranks:job", two_ranks.ORDERS, tmp_path_factory.mktemp("three_ranks"))
+
+
 def check(failure: Failure) -> None:
     with pytest.raises(failure.error) as raised:
         failure.provoke()
@@ -103,6 +109,12 @@ def test_wrapper(name):
 def test_two_ranks(name, told):
     _, expected = two_ranks.JOBS[name]
     assert [result.get("value", result.get("error")) for result in told[name]] == expected
+
+
+@pytest.mark.parametrize("name", two_ranks.ORDERS)
+def test_three_ranks_in_another_order(name, told_to_three):
+    _, (expected, _) = two_ranks.ORDERS[name]
+    assert [result.get("value", result.get("error")) for result in told_to_three[name]] == [expected] * 3
 
 
 @pytest.mark.parametrize("name", numbers.PROBLEMS)

@@ -69,7 +69,8 @@ class Update:
         if len({names_hash for _, _, _, names_hash, *_ in reports}) > 1:
             return LossContractError(
                 "ranks differ in the names of the loss's terms, in which of them carry a gradient, in what they gave "
-                "to finalize(), or in the FSDP modules that their forwards went through; give the same everywhere"
+                "to finalize(), or in the FSDP modules that their forwards and backwards went through; give the same "
+                "everywhere"
             )
         for rank, (differ, counted, returned, _, *totals) in enumerate(reports):
             where = f"data rank {rank} of {len(reports)}"
@@ -317,7 +318,7 @@ class OpenUpdate:
         if weight is not None and len(own) > 1:
             raise LossContractError(f"weight= replaces one divisor, but the loss has the terms {own}")
         names = [*own, *sorted(self._sums.keys() - self._differentiable)]
-        rest = f"{own} {weight} {max_norm} {self._wrapper.gathered}"
+        rest = f"{own} {weight} {max_norm} {self._wrapper.collectives}"
         rows = self._ranks.gather(self._report(names, rest))  # [ranks, 4 + 2 * MAX_TERMS]
         totals, weights = rows[:, 4 : 4 + 2 * len(names)].sum(0).reshape(2, -1)  # [terms], [terms]
         if weight is not None:

@@ -5,6 +5,7 @@ gradients come out summed over data and context ranks, in every wrapper and unde
 """
 
 import contextlib
+import zlib
 from collections.abc import Generator, Sequence
 from typing import Any, cast
 
@@ -44,7 +45,7 @@ class Wrapper:
     forwards_meet = False  # whether ranks wait for each other in every module that is called
     replaces_gradients = False  # whether the wrapper lays other views into ``p.grad`` by itself
     may_pause = True  # whether all of an open update's gradient is in ``p.grad`` between two calls
-    gathered = 0  # hash of what was gathered in this update, which is the same on all ranks
+    collectives = 0  # hash of the modules that FSDP2 gathered and reduced in this update, in order
     is_counting: bool | None = None  # the microbatch that runs: False for a dummy microbatch
 
     def __init__(self, model: nn.Module, ranks: DataRanks) -> None:
@@ -57,6 +58,10 @@ class Wrapper:
         self._model = model
         self.models = [model]  # those that are called
         refuse_float16((f"parameter {name!r}", each.dtype) for name, each in model.named_parameters())
+
+    def note_collective(self, number: int) -> None:
+        """Mix one gather or reduction into the hash that ranks compare."""
+        self.collectives = zlib.crc32(number.to_bytes(8), self.collectives)
 
     def accumulate_in(self, wide: WideGradients) -> None:
         """Take in that gradients are added wider. Raises `PlanError` where the wrapper would round them before."""

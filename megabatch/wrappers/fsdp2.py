@@ -4,10 +4,7 @@ Told to sum, it divides nowhere, and any policy is right.
 """
 
 import contextlib
-import weakref
-import zlib
-from collections.abc import Callable, Generator, Sequence
-from typing import cast
+from collections.abc import Generator, Sequence
 
 import torch.distributed as dist
 from torch import nn
@@ -16,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from megabatch.errors import PlanError
 from megabatch.torch_private import (
     drop_fsdp_gradients,
-    hide_from_dynamo,
+    noting_collectives,
     param_groups,
     reducing_to,
     unsharded_parameters,
@@ -51,14 +48,6 @@ class FSDP2Wrapper(Wrapper):
             if hasattr(module, "set_reduce_scatter_unused_params"):
                 # Ranks that used different parameters would else reduce one's gradient into another's.
                 module.set_reduce_scatter_unused_params(True, recurse=False)
-        self._is_running = False
-        for number, module in enumerate(modules):  # before FSDP2's own hook, which gathers
-            cast(nn.Module, module).register_forward_pre_hook(_noting_gather(self, number), prepend=True)
-
-    def note_gather(self, number: int) -> None:
-        """Take in that a module's parameters are gathered: a rank at another module would be sent the wrong ones."""
-        if self._is_running and any(group.is_sharded for group in param_groups([self._modules[number]])):
-            self.gathered = zlib.crc32(number.to_bytes(4), self.gathered)
 
     def accumulate_in(self, wide: WideGradients) -> None:
         check_wide(self._modules, wide, self.parameters)
@@ -99,22 +88,20 @@ class FSDP2Wrapper(Wrapper):
     @contextlib.contextmanager
     def microbatch(self, policy: str, *, last: bool) -> Generator[None]:
         self._set(reduce=last or policy != "last", all_reduce=last or policy == "every", last=last)
-        self._is_running = True
         try:
             # Where gradients are added wide, FSDP2 is not to round what it has reduced before it is added.
             wide = reducing_to(self._modules, self._wide.dtype) if self._wide.widens else contextlib.nullcontext()
-            with wide:
+            with wide, noting_collectives(self._groups, self.note_collective):
                 yield
         finally:
-            self._is_running = False
             self._set(reduce=True, all_reduce=True, last=True)
 
     def finish_update(self) -> None:
         """FSDP2 has reduced."""
-        self.gathered = 0
+        self.collectives = 0
 
     def discard(self) -> None:
-        self.gathered = 0
+        self.collectives = 0
         drop_fsdp_gradients(self._modules)
 
     def _set(self, *, reduce: bool, all_reduce: bool, last: bool) -> None:
@@ -123,18 +110,6 @@ class FSDP2Wrapper(Wrapper):
             if self._has_replicas:  # last, since the former sets it too
                 module.set_requires_all_reduce(all_reduce, recurse=False)
             module.set_is_last_backward(last)
-
-
-def _noting_gather(wrapper: FSDP2Wrapper, number: int) -> Callable[..., None]:
-    """A hook of a module, which a copy of the module does not take the reducer along with."""
-    reference = weakref.ref(wrapper)
-
-    @hide_from_dynamo
-    def note(*_: object) -> None:
-        if (alive := reference()) is not None:
-            alive.note_gather(number)
-
-    return note
 
 
 def reducing_groups(model: nn.Module, modules: list[FSDPModule]) -> list[dist.ProcessGroup]:

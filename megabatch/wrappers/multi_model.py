@@ -1,6 +1,7 @@
 """Several models in one update: generator and critic, two towers. Each is reduced by its own wrapper."""
 
 import contextlib
+import functools
 from collections.abc import Generator, Sequence
 
 from torch import nn
@@ -33,6 +34,8 @@ class MultiModelWrapper(Wrapper):
         self.forwards_meet = any(each.forwards_meet for each in reducers)
         self.may_pause = all(each.may_pause for each in reducers)
         self.models = [*(model for wrapper in reducers for model in wrapper.models), *frozen]
+        for index, wrapper in enumerate(reducers):  # one hash, since the order between models matters too
+            wrapper.note_collective = functools.partial(self._note_collective_of, index)
 
     def accumulate_in(self, wide: WideGradients) -> None:
         for wrapper in self._reducers:
@@ -52,10 +55,6 @@ class MultiModelWrapper(Wrapper):
     @property
     def runs_alone(self) -> bool:
         return all(wrapper.runs_alone for wrapper in self._reducers)
-
-    @property
-    def gathered(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return hash(tuple(wrapper.gathered for wrapper in self._reducers))
 
     def choose(self, policy: str) -> Choice:
         choices = dict(wrapper.choose(policy) for wrapper in self._reducers)
@@ -77,12 +76,17 @@ class MultiModelWrapper(Wrapper):
             wrapper.finish_call()
 
     def finish_update(self) -> None:
+        self.collectives = 0
         for wrapper in self._reducers:
             wrapper.finish_update()
 
     def discard(self) -> None:
+        self.collectives = 0
         for wrapper in self._reducers:
             wrapper.discard()
+
+    def _note_collective_of(self, index: int, number: int) -> None:
+        self.note_collective(index << 32 | number)
 
 
 def _kind(wrapper: Wrapper) -> object:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy, fully_shard
@@ -26,7 +27,7 @@ COUNTED = f"weigh counted 7 from the data but the loss returned the weight 4 on 
 NOT_FINITE = "the loss is not finite on data rank 1 of 2"
 OTHER_TERMS = (
     "ranks differ in the names of the loss's terms, in which of them carry a gradient, in what they gave to "
-    "finalize(), or in the FSDP modules that their forwards went through; give the same everywhere"
+    "finalize(), or in the FSDP modules that their forwards and backwards went through; give the same everywhere"
 )
 OTHER_WEIGHTS = "weigh names other terms on other ranks; name the same terms everywhere"
 OTHER_UPDATE = (
@@ -302,6 +303,71 @@ def another_branch(*, several: bool = False) -> str:
     return told(gradient.finalize)
 
 
+class Dropping(nn.Module):
+    """Runs two layers of the same size, and may leave out the second's output: it is reduced last then, not first."""
+
+    def __init__(self, shard: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        self.below, self.layers = linear(), nn.ModuleList([linear(), linear()])
+        for module in (self.below, *self.layers, self):
+            shard(module)
+
+    def forward(self, x: Tensor, drops: Tensor) -> Tensor:
+        hidden = self.below(x)
+        first, second = (layer(hidden) for layer in self.layers)
+        return first**2 if drops.any() else first**2 + second.sin()
+
+
+def output_unused(shard: Callable[[nn.Module], nn.Module], drops: str = "1111", **given: Any) -> str:
+    """Rank 1 drops an output in some samples. Unnoted, the gradients of the two layers would be mixed."""
+    model = Dropping(shard)
+    gradient = accumulator(model, **{"micro_batch_size": 4, **given})
+    batch = [
+        {"x": sample["x"], "drops": torch.tensor(here(drop == "1", False))}
+        for sample, drop in zip(SAMPLES, drops, strict=True)
+    ]
+    gradient.forward_backward(batch, fork_loss)
+    return told(gradient.finalize)
+
+
+class Choosing(nn.Module):
+    """Runs four layers of the same size and uses the output of one. Backward gathers that one and its neighbours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(linear(), nn.Tanh(), linear()) for _ in range(4))
+        self.head = linear()
+        for module in (*self.layers, self.head, self):
+            fully_shard(module)
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        return self.head([layer(x) for layer in self.layers][which])
+
+
+def another_output() -> str:
+    """Reductions come in one order on both ranks, but the weights that backward gathers would be mixed."""
+
+    def loss_fn(model: nn.Module, microbatch: Any) -> tuple[Tensor, int]:
+        return (model(microbatch["x"], here(2, 1)) ** 2).sum(), len(microbatch["x"])
+
+    gradient = accumulator(Choosing(), micro_batch_size=4)
+    gradient.forward_backward(SAMPLES, loss_fn)
+    return told(gradient.finalize)
+
+
+def models_in_another_order() -> str:
+    """Each rank calls two models in an order of its own, and is sent the other's weights."""
+    models = [fully_shard(linear()) for _ in range(2)]
+
+    def loss_fn(_: Any, microbatch: Any) -> tuple[Tensor, int]:
+        outputs = [model(microbatch["x"]) for model in here(models[::-1], models)]
+        return (sum(outputs) ** 2).sum(), len(microbatch["x"])
+
+    gradient = accumulator(models)
+    gradient.forward_backward(SAMPLES, loss_fn)
+    return told(gradient.finalize)
+
+
 def parameter_unused_and_found() -> str:
     """With find_unused_parameters the gradient is that of both ranks' samples."""
     model, reference = Fork(), Fork()
@@ -327,6 +393,38 @@ def heard(kind: str, text: str, own: str | None = None) -> list[str]:
     """Rank 0 hears of it from rank 1, which raises its own."""
     return [f"{kind}: data rank 1 of 2: {text}", own or f"{kind}: {text}"]
 
+
+def kept_gathered(module: nn.Module) -> nn.Module:
+    """Gathered again in backward, ranks in different layers would wait for ever."""
+    return fully_shard(module, reshard_after_forward=False)
+
+
+def replicated(module: nn.Module) -> nn.Module:
+    return replicate(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def hybrid(module: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp_replicate", "dp_shard"))
+    return fully_shard(module, mesh=mesh, reshard_after_forward=False)
+
+
+ORDERS: dict[str, tuple[Callable[[], str], list[str]]] = {  # also run by three ranks
+    "an output unused, FSDP2": (lambda: output_unused(kept_gathered), on_both(f"LossContractError: {OTHER_TERMS}")),
+    "an output unused, FSDP2, sync last": (
+        lambda: output_unused(kept_gathered, sync="last"), on_both(f"LossContractError: {OTHER_TERMS}"),
+    ),
+    "an output unused, HSDP": (
+        lambda: output_unused(hybrid, "0011", micro_batch_size=2), on_both(f"LossContractError: {OTHER_TERMS}"),
+    ),
+    "an output unused, replicate": (
+        lambda: output_unused(replicated, "0011", micro_batch_size=2), on_both(f"LossContractError: {OTHER_TERMS}"),
+    ),
+    "an output unused before the reduction, replicate": (
+        lambda: output_unused(replicated, "1100", micro_batch_size=2), on_both("nothing"),
+    ),
+    "another output, FSDP2": (another_output, on_both(f"LossContractError: {OTHER_TERMS}")),
+    "models in another order, FSDP2": (models_in_another_order, on_both(f"LossContractError: {OTHER_TERMS}")),
+}  # fmt: skip
 
 JOBS: dict[str, tuple[Callable[[], str], list[str]]] = {  # what each rank is told
     "keys that differ": (keys_differ, heard("PlanError", KEYS)),
@@ -379,6 +477,7 @@ JOBS: dict[str, tuple[Callable[[], str], list[str]]] = {  # what each rank is to
     "another branch, two models in FSDP2": (
         lambda: another_branch(several=True), on_both(f"LossContractError: {OTHER_TERMS}"),
     ),
+    **ORDERS,
     "a parameter unused and found": (parameter_unused_and_found, on_both("nothing")),
     **{name: (run, on_both(text)) for name, (run, text) in stretches.JOBS.items()},
     **auto.JOBS,
