@@ -42,7 +42,7 @@ from megabatch.losses.contract import (
     terms_given,
     terms_of,
 )
-from megabatch.planning.limits import TunedLimit, parse_limit
+from megabatch.planning.limits import TunedLimit
 from megabatch.planning.plan import CostModel, Plan, check_bounds, check_cost
 from megabatch.wrappers.checks import check_rank_agreement
 from megabatch.wrappers.detect import Models, choose_policy, detect_wrapper
@@ -123,8 +123,10 @@ class GradientAccumulator:
         padding: Mapping[str, float] | None = None,
         accumulate_dtype: torch.dtype | None = None,
     ) -> None:
-        fit, tokens = parse_limit(max_microbatch_tokens)
-        bounds = check_bounds(micro_batch_size, tokens)
+        fit = max_microbatch_tokens if isinstance(max_microbatch_tokens, TunedLimit) else None
+        bounds = check_bounds(
+            micro_batch_size, "auto" if isinstance(max_microbatch_tokens, TunedLimit) else max_microbatch_tokens
+        )
         check_cost(cost)
         self.model = model
         self._wrapper = detect_wrapper(model, mesh)

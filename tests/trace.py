@@ -7,7 +7,13 @@ from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
+
 import megabatch
+from megabatch import GradientAccumulator, losses
 
 ROOT = os.path.dirname(megabatch.__file__) + os.sep
 NOT_NAMED = ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>", "<lambda>")  # read where they stand
@@ -57,27 +63,33 @@ def trace(call: Callable[[], Any]) -> Trace:
     return found
 
 
-def main() -> None:
-    """Print the trace of a constructor, a `forward_backward` and a `finalize` for a plain model of transformers."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+def trace_calls(name: str) -> dict[str, list[int]]:
+    """Return files, functions and depth of each of the `traces`."""
+    return {call: [len(found.files), len(found.functions), found.depth] for call, found in traces(name).items()}
 
-    from megabatch import GradientAccumulator, losses
 
+def traces(name: str) -> dict[str, Trace]:
+    """Trace a constructor, a `forward_backward` and a `finalize` on a small model; ``name``: "plain" or "ddp".
+
+    What is asked once of a model and of a loss was asked before.
+    """
     config = LlamaConfig(
         vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, max_position_embeddings=64,
     )  # fmt: skip
-    model = LlamaForCausalLM(config)
+    model: nn.Module = LlamaForCausalLM(config)
+    model = DistributedDataParallel(model) if name == "ddp" else model
     batch = [{"input_ids": torch.arange(length), "labels": torch.arange(length)} for length in (9, 7, 8, 5)]
     made: list[GradientAccumulator] = []
-    print("constructor", trace(lambda: made.append(GradientAccumulator(model, micro_batch_size=2))), sep="\n")
+    found = {"constructor": trace(lambda: made.append(GradientAccumulator(model, micro_batch_size=2)))}
     gradient = made[0]
-    gradient.forward_backward(batch, losses.next_token)  # what is asked of a model and a loss once is asked here
+    gradient.forward_backward(batch, losses.next_token)
     gradient.finalize(max_norm=1.0)
-    print("forward_backward", trace(lambda: gradient.forward_backward(batch, losses.next_token)), sep="\n")
-    print("finalize", trace(lambda: gradient.finalize(max_norm=1.0)), sep="\n")
+    found["forward_backward"] = trace(lambda: gradient.forward_backward(batch, losses.next_token))
+    found["finalize"] = trace(lambda: gradient.finalize(max_norm=1.0))
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    for call, entered in traces("plain").items():
+        print(call, entered, sep="\n")

@@ -74,11 +74,6 @@ class TunedLimit:
         )
 
 
-def parse_limit(given: int | str | TunedLimit | None) -> tuple[TunedLimit | None, int | str | None]:
-    """Split the user's limit into an earlier `TunedLimit`, if it is one, and the limit asked for."""
-    return (given, "auto") if isinstance(given, TunedLimit) else (None, given)
-
-
 def in_gib(num_bytes: float) -> str:
     """Format bytes for a person."""
     return f"{num_bytes / 2**30:.2f} GiB"

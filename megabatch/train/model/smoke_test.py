@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from megabatch.engine.packing_check import check_packing_isolation, equal_but_rounding
+from megabatch.engine import check_packing_isolation, equal_but_rounding
 from megabatch.errors import MegabatchError
 from megabatch.pipeline import Pipeline, evaluate
 from megabatch.train.config import ModelConfig
