@@ -1,0 +1,52 @@
+"""The map of the code is the code: its picture, its files and the functions that it names."""
+
+import ast
+import re
+import runpy
+from typing import Any
+
+import pytest
+
+from tests.test_docs import DOCS, PAGES, ROOT
+from tests.test_imports import CHAPTERS, FILES, TREES
+
+PAGE = PAGES["docs/architecture.md"]
+SCRIPT: dict[str, Any] = runpy.run_path(str(DOCS / "architecture.py"))
+NAMED = re.findall(r"`([\w/]+\.py)`(?:,| \|) `([\w.]+)`", PAGE)
+
+
+def section(title: str) -> str:
+    return PAGE.partition(f"## {title}\n")[2].partition("\n## ")[0]
+
+
+def names_of(tree: ast.AST) -> set[str]:
+    """Functions, classes and their methods at the top of a file."""
+    tops = [node for node in ast.iter_child_nodes(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+    inner = {f"{top.name}.{each.name}" for top in tops for each in top.body if isinstance(each, ast.FunctionDef)}
+    return {top.name for top in tops} | inner
+
+
+def test_the_picture_is_what_the_script_draws() -> None:
+    drawn = (ROOT / "docs" / "assets" / "architecture.svg").read_text(encoding="utf-8")
+    assert drawn == SCRIPT["draw"](), "python docs/architecture.py writes it"
+
+
+def test_the_picture_has_every_chapter_in_order() -> None:
+    assert list(SCRIPT["CHAPTERS"]) == CHAPTERS
+
+
+def test_the_map_names_every_chapter_and_every_file_of_engine_and_wrappers_once() -> None:
+    chapters = [f"{each}.py" if f"{each}.py" in FILES else f"{each}/" for each in CHAPTERS]
+    files = [name for name in FILES if name.startswith(("engine/", "wrappers/")) and not name.endswith("__init__.py")]
+    listed = re.findall(r"^\| `([\w/.]+)` \|", section("The map"), re.MULTILINE)
+    assert sorted(listed) == sorted([*chapters, *files])
+    assert [each for each in listed if each in chapters] == chapters
+
+
+def test_the_page_names_functions() -> None:
+    assert len(NAMED) > 20
+
+
+@pytest.mark.parametrize(("file", "name"), sorted(set(NAMED)))
+def test_a_function_that_is_named_is_there(file: str, name: str) -> None:
+    assert name in names_of(TREES[file])
