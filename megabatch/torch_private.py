@@ -297,6 +297,35 @@ def drop_flat_gradient(module: Any) -> None:
             del handle.flat_param._saved_grad_shard
 
 
+@contextmanager
+def noting_flat_collectives(modules: Sequence[Any], note: Callable[[int], None], *, reduces: bool) -> Generator[None]:
+    """While it is open, call ``note`` with a number for each gather and each reduction that FSDP1 begins."""
+    handles = [module._handle for module in modules if module._handle is not None]
+    hooks: list[Any] = []
+    for number, handle in enumerate(handles):
+        handle.unshard = partial(_unshard_flat, handle, partial(note, 2 * number))
+        if reduces and handle.flat_param.requires_grad:  # FSDP1 reduces in a hook that runs right after this one
+            hook = partial(_note_flat_gradient, partial(note, 2 * number + 1))
+            hooks.append(handle.flat_param.register_post_accumulate_grad_hook(hook))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            vars(handle).pop("unshard", None)
+        for hook in hooks:
+            hook.remove()
+
+
+def _unshard_flat(handle: Any, note: Callable[[], None]) -> None:
+    if handle.needs_unshard():
+        note()
+    type(handle).unshard(handle)
+
+
+def _note_flat_gradient(note: Callable[[], None], _: Tensor) -> None:
+    note()
+
+
 # FSDP2
 
 

@@ -69,8 +69,8 @@ class Update:
         if len({names_hash for _, _, _, names_hash, *_ in reports}) > 1:
             return LossContractError(
                 "ranks differ in the names of the loss's terms, in which of them carry a gradient, in what they gave "
-                "to finalize(), or in the FSDP modules that their forwards and backwards went through; give the same "
-                "everywhere"
+                "to finalize(), or in the FSDP or DDP modules that their forwards and backwards went through; give the "
+                "same everywhere"
             )
         for rank, (differ, counted, returned, _, *totals) in enumerate(reports):
             where = f"data rank {rank} of {len(reports)}"

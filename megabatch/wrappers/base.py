@@ -45,7 +45,7 @@ class Wrapper:
     forwards_meet = False  # whether ranks wait for each other in every module that is called
     replaces_gradients = False  # whether the wrapper lays other views into ``p.grad`` by itself
     may_pause = True  # whether all of an open update's gradient is in ``p.grad`` between two calls
-    collectives = 0  # hash of the modules that FSDP2 gathered and reduced in this update, in order
+    collectives = 0  # hash of what was gathered and reduced in this update, in order
     is_counting: bool | None = None  # the microbatch that runs: False for a dummy microbatch
 
     def __init__(self, model: nn.Module, ranks: DataRanks) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import weakref
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -11,7 +12,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.errors import MegabatchError, PlanError
-from megabatch.torch_private import check_reduced, comm_hooks, is_fake, is_joining, num_reduced, rebuild_buckets
+from megabatch.torch_private import (
+    check_reduced,
+    comm_hooks,
+    is_fake,
+    is_joining,
+    num_begun,
+    num_reduced,
+    rebuild_buckets,
+)
 from megabatch.wrappers.base import Choice, Wrapper
 from megabatch.wrappers.checks import check_ddp_precision
 from megabatch.wrappers.gradients import WideGradients
@@ -35,7 +44,7 @@ class DDPWrapper(Wrapper):
         _check_comm_hooks(ddp)
         _check_buckets(ddp, self.parameters)
         self.loss_factor = float(ranks.num_weighing)
-        self._ddp, self._hooks = ddp, comm_hooks(ddp)
+        self.ddp, self._hooks = ddp, comm_hooks(ddp)
         self._first_of_static_graph = bool(ddp.static_graph)
         self._went_through_ddp = False
         self._is_reducing = self._is_preparing = False  # in the microbatch that runs; before the model's own forward
@@ -48,7 +57,7 @@ class DDPWrapper(Wrapper):
         super().accumulate_in(wide)
         if not wide.widens:
             return
-        if self._ddp.static_graph or self._hooks:
+        if self.ddp.static_graph or self._hooks:
             raise PlanError(
                 f"accumulate_dtype is {wide.dtype}, and DDP with static_graph=True or a communication hook cannot "
                 "reduce after the last backward; leave both of these, or accumulate_dtype, out"
@@ -57,11 +66,11 @@ class DDPWrapper(Wrapper):
 
     def check_unchanged(self) -> None:
         super().check_unchanged()
-        if comm_hooks(self._ddp) != self._hooks:  # one was registered since
-            _check_comm_hooks(self._ddp)
-            self._hooks = comm_hooks(self._ddp)
+        if comm_hooks(self.ddp) != self._hooks:  # one was registered since
+            _check_comm_hooks(self.ddp)
+            self._hooks = comm_hooks(self.ddp)
             self.accumulate_in(self._wide)
-        if is_joining(self._ddp):
+        if is_joining(self.ddp):
             raise PlanError(
                 "DDP.join() is open, in which ranks that are out of data add zeros for what they had accumulated; "
                 "leave it out: ranks may have any number of samples, none too"
@@ -90,17 +99,17 @@ class DDPWrapper(Wrapper):
     def microbatch(self, policy: str, *, last: bool) -> Generator[None]:
         self._is_reducing = self._is_preparing = False
         if self._is_local:
-            with self._ddp.no_sync():
+            with self.ddp.no_sync():
                 yield
             return
         # A static graph is recorded in the first backward, which must be a reducing one.
         reduce, self._first_of_static_graph = last or policy == "every" or self._first_of_static_graph, False
         self._went_through_ddp, self._is_reducing = False, reduce
-        with contextlib.nullcontext() if reduce else self._ddp.no_sync():
+        with contextlib.nullcontext() if reduce else self.ddp.no_sync():
             yield
-        if reduce and self._ddp.gradient_as_bucket_view:  # else the next forward makes buckets, and other views, anew
+        if reduce and self.ddp.gradient_as_bucket_view:  # else the next forward makes buckets, and other views, anew
             with contextlib.suppress(RuntimeError):  # where something was left unreduced, which finish_call tells
-                rebuild_buckets(self._ddp)
+                rebuild_buckets(self.ddp)
 
     def finish_call(self) -> None:
         if self._is_local:
@@ -114,7 +123,7 @@ class DDPWrapper(Wrapper):
             )
         # A bucket with a parameter that the last microbatch did not use is never reduced, without any error.
         try:
-            check_reduced(self._ddp)
+            check_reduced(self.ddp)
         except RuntimeError:
             raise _stranding(
                 MegabatchError(
@@ -127,6 +136,54 @@ class DDPWrapper(Wrapper):
         """DDP has reduced, unless gradients are wider than its buckets."""
         if self._is_local:
             super().finish_update()
+
+
+@contextlib.contextmanager
+def noting_launches(ddps: Sequence[DistributedDataParallel], note: Callable[[int], None]) -> Generator[None]:
+    """While it is open, call ``note`` with a model's index for each collective that it begins.
+
+    Torch pairs the collectives of a process group by their order alone. Where ranks call models in another order,
+    DDP adds the gradient of one to that of another. A model with a process group of its own is not noted.
+    """
+    groups = [cast(dist.ProcessGroup, each.process_group) for each in ddps]
+    with contextlib.ExitStack() as stack:
+        for group in {each for each in groups if groups.count(each) > 1}:
+            numbered = {index: ddp for index, ddp in enumerate(ddps) if groups[index] is group}
+            stack.enter_context(_noting_group(group, numbered, note))
+        yield
+
+
+@contextlib.contextmanager
+def _noting_group(
+    group: dist.ProcessGroup, ddps: dict[int, DistributedDataParallel], note: Callable[[int], None]
+) -> Generator[None]:
+    """Count what the group has begun whenever another model may begin more: what came since is the former model's."""
+    try:
+        num_noted = num_begun(group)
+    except RuntimeError:  # its backend does not count
+        yield
+        return
+    running = 0
+
+    def turn_to(index: int, *_: object) -> None:
+        nonlocal running, num_noted
+        now = num_begun(group)
+        for _begun in range(now - num_noted):
+            note(running)
+        running, num_noted = index, now
+
+    # A model broadcasts its buffers in its forward, and reduces right after a gradient was accumulated.
+    hooks: list[Any] = []
+    for index, ddp in ddps.items():
+        turn = partial(turn_to, index)
+        hooks.append(ddp.register_forward_pre_hook(turn))
+        hooks += [each.register_post_accumulate_grad_hook(turn) for each in ddp.parameters() if each.requires_grad]
+    try:
+        yield
+    finally:
+        turn_to(running)
+        for hook in hooks:
+            hook.remove()
 
 
 def _stranding(error: MegabatchError) -> MegabatchError:

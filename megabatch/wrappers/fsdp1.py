@@ -15,6 +15,7 @@ from megabatch.torch_private import (
     flat_parameters,
     hybrid_strategies,
     is_gathered,
+    noting_flat_collectives,
     replica_group,
     reshard_flat,
 )
@@ -62,11 +63,16 @@ class FSDP1Wrapper(Wrapper):
 
     @contextlib.contextmanager
     def microbatch(self, policy: str, *, last: bool) -> Generator[None]:
-        with contextlib.nullcontext() if last or policy == "every" else self._fsdp.no_sync():
+        reduces = last or policy == "every"
+        with (
+            contextlib.nullcontext() if reduces else self._fsdp.no_sync(),
+            noting_flat_collectives(self._states, self.note_collective, reduces=reduces),
+        ):
             yield
 
     def finish_update(self) -> None:
-        """Nothing is left to do: FSDP1 has reduced."""
+        """FSDP1 has reduced."""
+        self.collectives = 0
 
     def check_unchanged(self) -> None:
         for state in self._states:
@@ -75,6 +81,7 @@ class FSDP1Wrapper(Wrapper):
         super().check_unchanged()
 
     def discard(self) -> None:
+        self.collectives = 0
         for state in self._states:
             reshard_flat(state)
             drop_flat_gradient(state)

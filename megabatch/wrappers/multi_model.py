@@ -8,6 +8,7 @@ from torch import nn
 
 from megabatch.errors import PlanError
 from megabatch.wrappers.base import CHANGED, Choice, Wrapper, trainable
+from megabatch.wrappers.ddp import DDPWrapper, noting_launches
 from megabatch.wrappers.gradients import WideGradients
 
 
@@ -34,6 +35,7 @@ class MultiModelWrapper(Wrapper):
         self.forwards_meet = any(each.forwards_meet for each in reducers)
         self.may_pause = all(each.may_pause for each in reducers)
         self.models = [*(model for wrapper in reducers for model in wrapper.models), *frozen]
+        self._ddps = [each.ddp for each in reducers if isinstance(each, DDPWrapper)]
         for index, wrapper in enumerate(reducers):  # one hash, since the order between models matters too
             wrapper.note_collective = functools.partial(self._note_collective_of, index)
 
@@ -69,6 +71,8 @@ class MultiModelWrapper(Wrapper):
         with contextlib.ExitStack() as stack:
             for wrapper in self._reducers:
                 stack.enter_context(wrapper.microbatch(policy, last=last))
+            if not self.ranks.is_alone:
+                stack.enter_context(noting_launches(self._ddps, self.note_collective))
             yield
 
     def finish_call(self) -> None:

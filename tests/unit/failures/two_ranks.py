@@ -27,7 +27,7 @@ COUNTED = f"weigh counted 7 from the data but the loss returned the weight 4 on 
 NOT_FINITE = "the loss is not finite on data rank 1 of 2"
 OTHER_TERMS = (
     "ranks differ in the names of the loss's terms, in which of them carry a gradient, in what they gave to "
-    "finalize(), or in the FSDP modules that their forwards and backwards went through; give the same everywhere"
+    "finalize(), or in the FSDP or DDP modules that their forwards and backwards went through; give the same everywhere"
 )
 OTHER_WEIGHTS = "weigh names other terms on other ranks; name the same terms everywhere"
 OTHER_UPDATE = (
@@ -355,16 +355,21 @@ def another_output() -> str:
     return told(gradient.finalize)
 
 
-def models_in_another_order() -> str:
-    """Each rank calls two models in an order of its own, and is sent the other's weights."""
-    models = [fully_shard(linear()) for _ in range(2)]
+def models_in_another_order(wrap: Callable[[nn.Module], nn.Module], swapped: str = "1111", **given: Any) -> str:
+    """Rank 1 calls two models in another order in some samples. Unnoted, weights or gradients would be mixed."""
+    models = [wrap(linear()) for _ in range(2)]
 
     def loss_fn(_: Any, microbatch: Any) -> tuple[Tensor, int]:
-        outputs = [model(microbatch["x"]) for model in here(models[::-1], models)]
-        return (sum(outputs) ** 2).sum(), len(microbatch["x"])
+        called = models[::-1] if microbatch["swapped"].any() else models
+        outputs = {model: model(microbatch["x"]) for model in called}
+        return (outputs[models[0]] ** 2 + outputs[models[1]].sin()).sum(), len(microbatch["x"])
 
-    gradient = accumulator(models)
-    gradient.forward_backward(SAMPLES, loss_fn)
+    gradient = accumulator(models, **{"micro_batch_size": 4, **given})
+    batch = [
+        {"x": sample["x"], "swapped": torch.tensor(here(swap == "1", False))}
+        for sample, swap in zip(SAMPLES, swapped, strict=True)
+    ]
+    gradient.forward_backward(batch, loss_fn)
     return told(gradient.finalize)
 
 
@@ -403,6 +408,15 @@ def replicated(module: nn.Module) -> nn.Module:
     return replicate(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
+def with_own_group(module: nn.Module) -> nn.Module:
+    return DistributedDataParallel(module, process_group=dist.new_group())
+
+
+def with_buffers(module: nn.Module) -> nn.Module:
+    module.register_buffer("seen", torch.zeros(1))
+    return DistributedDataParallel(module)
+
+
 def hybrid(module: nn.Module) -> nn.Module:
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp_replicate", "dp_shard"))
     return fully_shard(module, mesh=mesh, reshard_after_forward=False)
@@ -423,7 +437,29 @@ ORDERS: dict[str, tuple[Callable[[], str], list[str]]] = {  # also run by three 
         lambda: output_unused(replicated, "1100", micro_batch_size=2), on_both("nothing"),
     ),
     "another output, FSDP2": (another_output, on_both(f"LossContractError: {OTHER_TERMS}")),
-    "models in another order, FSDP2": (models_in_another_order, on_both(f"LossContractError: {OTHER_TERMS}")),
+    "models in another order, FSDP2": (
+        lambda: models_in_another_order(fully_shard), on_both(f"LossContractError: {OTHER_TERMS}"),
+    ),
+    "models in another order, FSDP1": (
+        lambda: models_in_another_order(fsdp1), on_both(f"LossContractError: {OTHER_TERMS}"),
+    ),
+    "models in another order, DDP": (
+        lambda: models_in_another_order(DistributedDataParallel), on_both(f"LossContractError: {OTHER_TERMS}"),
+    ),
+    "models in another order, DDP, sync every": (
+        lambda: models_in_another_order(DistributedDataParallel, "1100", micro_batch_size=2, sync="every"),
+        on_both(f"LossContractError: {OTHER_TERMS}"),
+    ),
+    "models in another order before the reduction, DDP": (
+        lambda: models_in_another_order(DistributedDataParallel, "1100", micro_batch_size=2), on_both("nothing"),
+    ),
+    "models in another order before the reduction, DDP with buffers": (
+        lambda: models_in_another_order(with_buffers, "1100", micro_batch_size=2),
+        on_both(f"LossContractError: {OTHER_TERMS}"),
+    ),
+    "models in another order, DDP with process groups of their own": (
+        lambda: models_in_another_order(with_own_group), on_both("nothing"),
+    ),
 }  # fmt: skip
 
 JOBS: dict[str, tuple[Callable[[], str], list[str]]] = {  # what each rank is told
