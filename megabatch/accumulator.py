@@ -70,42 +70,43 @@ class _Call(NamedTuple):
 
     @property
     def given(self) -> list[object]:
-        """What a loss may reach beside the model: the batch, as far as it is in memory."""
+        """Objects besides the model that a loss may use: the batch, as far as it is in memory."""
         return [self.prepared.samples.held(), self.prepared.collated]
 
 
 class GradientAccumulator:
     """Computes the exact gradient of an update, microbatch by microbatch.
 
-    After `finalize`, ``p.grad`` is the gradient of ``sum(total) / sum(weight)`` over every sample that any rank gave
-    since the last `finalize`, however it was cut. Making one is collective, like all methods but `plan`.
+    After `finalize`, ``p.grad`` is the gradient of ``sum(total) / sum(weight)``. The sums run over every sample that
+    any rank gave since the last `finalize`. The split into microbatches does not change the result. The constructor
+    and all methods except `plan` are collective.
 
     Args:
-        model: A plain model, or one that DistributedDataParallel, FSDP2's ``fully_shard`` or ``replicate``, or FSDP1
-            has wrapped, tensor parallel or not; or a list of such models, which the loss is then given. A plain model
-            in a process group of several ranks is summed once per update.
-        mesh: Names the axes where the model does not tell them; None reads the wrapper's own.
+        model: A plain model, or one wrapped by DistributedDataParallel, FSDP2's ``fully_shard`` or ``replicate``, or
+            FSDP1, with or without tensor parallelism. A list of such models is passed to the loss as a list. The
+            gradients of a plain model on several ranks are summed once per update.
+        mesh: Names the mesh axes if the model does not. None reads the wrapper's own mesh.
         micro_batch_size: Samples per forward. Give this, or
-        max_microbatch_tokens: padded tokens per forward, a hard cap. "auto", or neither: the largest that fits, chosen
-            in the first `forward_backward` from a few small measured updates, which leave nothing behind.
-            The ``fit`` of another accumulator: "auto", from there on.
-        memory_bytes: What this rank may use on its device, for "auto"; None: nine tenths of what is free there.
-        cost: Seconds and bytes of a microbatch, by which samples are cut and plans are priced. None: what was measured
-            to choose the bound, or relative defaults where a bound is given.
-        sync: "last" reduces gradients once per call, "every" with each microbatch, "replica_last" (for HSDP)
-            reduce-scatters with each and all-reduces once per call; "auto" is what suits the wrapper.
-        collate: Makes a microbatch of a list of samples; the default pads on the right. `OneRow` pads nothing.
-        padding: What the default pads a key with, ``{key: value}``, in place of what `Padding` would.
-        length: Tokens of a sample; the default is the size of dim 0 of its first tensor.
-        accumulate_dtype: What gradients are added in, torch.float32 for bfloat16 parameters; rounded to theirs in
-            `finalize`, after the norm and the clip. None: each parameter's own.
+        max_microbatch_tokens: padded tokens per forward, a hard limit. "auto", or neither argument, chooses the largest
+            limit that fits: the first `forward_backward` measures a few small updates, which leave nothing behind.
+            The ``fit`` of another accumulator reuses its measured limit.
+        memory_bytes: Memory that this rank may use on its device, for "auto". None uses 90 % of the free memory.
+        cost: Seconds and bytes of a microbatch, used to split samples and to predict the cost of a plan. None uses the
+            measurements of "auto", or relative defaults if you give a limit.
+        sync: "last" reduces gradients once per call, "every" with each microbatch. "replica_last" (for HSDP)
+            reduce-scatters with each microbatch and all-reduces once per call. "auto" chooses by the wrapper.
+        collate: Makes a microbatch of a list of samples. The default pads on the right. `OneRow` does not pad.
+        padding: Padding values of the default collate, ``{key: value}``. They override the choices of `Padding`.
+        length: Returns the number of tokens of a sample. The default is the size of dim 0 of its first tensor.
+        accumulate_dtype: The dtype in which gradients are added, such as torch.float32 for bfloat16 parameters.
+            `finalize` rounds them to the parameters' dtype after the norm and the clip. None uses each parameter's own.
 
     Attributes:
-        fit: The limit that was measured, a `TunedLimit`; None where one is given, and before it is measured.
-        last_plan: The `Plan` of this rank's last call, as it ran; None before the first.
+        fit: The measured limit, a `TunedLimit`. None before the measurement, and if you give a limit.
+        last_plan: The `Plan` of this rank's last call, as it ran. None before the first call.
         steps_in_backward: True after `step_in_backward`.
 
-    Raises `PlanError` for what cannot be planned or reduced exactly.
+    Raises `PlanError` for arguments, models and wrappers that cannot be planned or reduced exactly.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class GradientAccumulator:
         self._wrapper = detect_wrapper(model, mesh)
         self._wide = WideGradients(self._wrapper.parameters, accumulate_dtype)
         self._wrapper.accumulate_in(self._wide)
-        self.ranks = ranks = self._wrapper.ranks  # those that work on an update
+        self.ranks = ranks = self._wrapper.ranks  # the ranks that work on an update
         choice = choose_policy(self._wrapper, sync)
         check_rank_agreement(self._wrapper, choice[0], accumulate_dtype)
         self._padding = Padding(self._wrapper.models, padding, names_collate=collate is not None)
@@ -152,69 +153,69 @@ class GradientAccumulator:
             with self._guarded():
                 check_packing(self._wrapper)
         self._ownership = Ownership(self._wrapper)
-        self._remembered: ByLoss[Callable[[], Microbatch | None]] = ByLoss()  # a sample of an earlier call
-        self._was_finite: Tensor | bool = True  # the update that it was in
+        self._remembered: ByLoss[Callable[[], Microbatch | None]] = ByLoss()  # make a dummy microbatch, by loss
+        self._was_finite: Tensor | bool = True  # whether that earlier update was finite
         self._stepping: StepInBackward | None = None
-        self.steps_in_backward = False  # before `finalize` could scale a gradient
+        self.steps_in_backward = False  # if True, `finalize` can no longer scale a gradient
         self._open: OpenUpdate | None = None
-        self._is_lost = False  # an update of which calls had been made, until finalize() or discard() says so
+        self._is_lost = False  # a call failed after others had added to the update; reset by finalize() and discard()
         self._running = False  # inside a call, between its first microbatch and its last
-        self._step: MicrobatchStep | None = None  # the microbatch that waits for its backward
-        self._before: Receipt | None = None  # how gradients stood before the microbatch of an open loop
+        self._step: MicrobatchStep | None = None  # the microbatch of an open loop whose backward has not run yet
+        self._before: Receipt | None = None  # the gradients before the microbatch of an open loop
         self._given: object = None  # the batch of an open loop
         self.last_plan: Plan | None = None
-        self.fit = self._planner.fit  # the bound that was chosen, and why, where none was given
+        self.fit = self._planner.fit  # the measured limit; None if the user gave a limit
 
     @property
     def open_update(self) -> OpenUpdate | None:
-        """The open update; None from `finalize` to the next call."""
+        """The open update. None between `finalize` and the next call."""
         return self._open
 
     @property
     def is_counting(self) -> bool | None:
-        """True while a microbatch runs, False while a dummy microbatch does; None where none runs by itself."""
+        """True while a microbatch runs, False while a dummy microbatch runs, None if no microbatch runs by itself."""
         return self._wrapper.is_counting
 
     @property
     def oom_limit(self) -> MicrobatchLimit | None:
-        """The limit of a microbatch since one did not fit in memory and ran in parts; None while all fit."""
+        """The microbatch limit that was learned from running out of memory. None if every microbatch has fit."""
         return self._planner.learned
 
     def lower_limit(self, limit: MicrobatchLimit | None) -> None:
-        """Lower the limit of a microbatch, to another accumulator's ``oom_limit`` say; None changes nothing.
+        """Lower the limit of a microbatch, for example to another accumulator's ``oom_limit``. None changes nothing.
 
-        The ``shortage.bound`` of a `MegabatchError` is such a limit, too.
+        The ``shortage.bound`` of a `MegabatchError` is also such a limit.
         """
         self._planner = self._planner.lowered(limit)
 
     def step_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
         """Step ``optimizer`` in each update's last backward from now on, for less memory.
 
-        Each parameter is stepped as soon as its gradient is there, and the gradient is freed. An update is one call
-        then, whose loss says how its weight is counted, and `finalize` takes neither ``max_norm`` nor ``weight``. Where
-        ``update.finite`` is false the parameters have moved already. Raises `PlanError` for another wrapper than
-        FSDP2's among several ranks, and for an optimizer that looks at several parameters at once.
+        Each parameter is stepped as soon as its gradient is complete, and the gradient is then freed. An update is then
+        a single call, and its loss must count its weight (``weigh=``). `finalize` takes neither ``max_norm`` nor
+        ``weight``. If ``update.finite`` is false, the parameters have already moved. Raises `PlanError` for several
+        ranks without FSDP2, and for an optimizer that reads several parameters at once.
         """
         self._stepping, self.steps_in_backward = StepInBackward(optimizer, self._wrapper), True
         self.reserve_for(optimizer)
 
     def reserve_for(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep room for the states of ``optimizer`` where "auto" chooses the limit.
+        """Reserve memory for the states of ``optimizer`` when "auto" chooses the limit.
 
-        Without it there is room for two states for each trained element. `Learner` calls this.
+        Without this call, "auto" reserves two states for each trained element. `Learner` calls this.
         """
         if self._tuner is not None:
             self._tuner.optimizer = optimizer
 
     def plan(self, batch: Batch) -> Plan:
-        """How this rank's part of a batch would be cut; runs nothing and asks no other rank."""
+        """Return the plan by which this rank would split its samples. Run no model and contact no other rank."""
         return self._planner.plan(self._planner.samples(batch))
 
     def tune(self, batch: Batch, loss_fn: LossFunction | JointLoss) -> None:
-        """Measure the limit for samples as long as the longest of this batch, if it is "auto" and not known.
+        """Measure the limit for samples as long as the longest of this batch, if it is "auto" and not yet known.
 
-        The first `forward_backward` does this by itself. Afterwards ``fit`` is the limit; nothing else changes.
-        Collective. Raises `PlanError` where memory cannot be measured, or not even one sample fits.
+        The first `forward_backward` calls this. Afterwards ``fit`` is the limit, and nothing else has changed.
+        Collective. Raises `PlanError` if memory cannot be measured, or if a single sample does not fit.
         """
         if self._tuner is not None:
             with self._guarded():
@@ -222,10 +223,11 @@ class GradientAccumulator:
             self.fit = self._planner.fit
 
     def forward_backward(self, batch: Batch, loss_fn: LossFunction | JointLoss) -> dict[str, Term]:
-        """Add the gradient of this rank's samples to the open update; return this rank's sums of this call.
+        """Add the gradient of this rank's samples to the open update. Return this rank's sums of this call.
 
         ``loss_fn(model, microbatch)`` returns ``(total, weight)`` or a mapping of names to such pairs. The first call
-        after `finalize` drops the gradients there. Raises `PlanError` for the batch, `LossContractError` for the loss.
+        after `finalize` drops the old gradients. Raises `PlanError` for an unusable batch, and `LossContractError` for
+        an unusable loss.
         """
         self._check_can_add()
         if self._tuner is not None:
@@ -246,7 +248,7 @@ class GradientAccumulator:
         return {name: Term(total, torch.as_tensor(weight, dtype=total.dtype)) for name, (total, weight) in sums.items()}
 
     def _run_step(self, step: MicrobatchStep, loss_fn: LossFunction, call: "_Call") -> list[dict[str, Term]]:
-        """Run one microbatch; if it does not fit in memory, run it again in parts. Return the sums of each."""
+        """Run one microbatch. If it does not fit in memory, run it again in parts. Return the sums of each part."""
         opened, wrapper = call.opened, self._wrapper
         before = Receipt.of([] if opened.stepping else wrapper.parameters)
         num_sent = 0 if wrapper.ranks.is_alone else num_collectives()
@@ -262,7 +264,7 @@ class GradientAccumulator:
         return run_in_parts()  # out of the handler, which keeps the failed graph in memory
 
     def _differentiate(self, step: MicrobatchStep, loss_fn: LossFunction, call: "_Call") -> dict[str, Term]:
-        """Run forward and backward of one microbatch; return its sums."""
+        """Run forward and backward of one microbatch. Return its sums."""
         if call.is_new or call.is_divided:
             terms = self._try_loss(step, loss_fn, call)
         else:
@@ -273,7 +275,7 @@ class GradientAccumulator:
         return call.opened.backward(terms, step)
 
     def _try_loss(self, step: MicrobatchStep, loss_fn: LossFunction, call: "_Call") -> dict[str, Term]:
-        """Run a loss that is new or takes the divisor, and look at what it does beside what it returns."""
+        """Run a loss that is new or takes the divisor, and check its side effects on gradients."""
         opened, ownership, model = call.opened, self._ownership, self.model
         if call.is_new:
             opened.check_divided(loss_fn, model, step)
@@ -301,7 +303,7 @@ class GradientAccumulator:
         return run_coupled_loss(loss_fn, self.model, call.prepared, call.plan, self._wrapper, call.opened)
 
     def microbatches(self, batch: Batch, weigh: Weigh | None = None) -> Generator[Microbatch, None, None]:
-        """The same as an open loop: yields each microbatch on the device; call `backward` once in the body."""
+        """Yield each microbatch on the device, as an open loop. Call `backward` once in the body of the loop."""
         if isinstance(weigh, JointLoss):
             raise PlanError(
                 "microbatches() was given a JointLoss, which needs all samples at once; give it to forward_backward()"
@@ -326,7 +328,7 @@ class GradientAccumulator:
 
     @contextlib.contextmanager
     def _open_call(self, batch: Batch, loss_fn: object, hooks: LossHooks) -> Generator["_Call"]:
-        """Surround one call, prepared and agreed on; what it leaves half-way is forgotten with its update."""
+        """Surround one call: prepare it and agree on it with the other ranks. If it fails, drop the update."""
         wrapper, ownership = self._wrapper, self._ownership
 
         prepared, failure = None, None
@@ -341,7 +343,7 @@ class GradientAccumulator:
         try:
             plan = agree_on_call(wrapper, prepared, failure, hooks.weigh, partial(self._recall, loss_fn))
         except MegabatchError as error:
-            if error.loses_update:  # on whatever rank it was found; the gradients are another's
+            if error.loses_update:  # found on any rank: the gradients no longer belong to this update
                 self._open, self._is_lost = None, True
                 self._wide.discard()
             raise
@@ -386,7 +388,7 @@ class GradientAccumulator:
 
     @contextlib.contextmanager
     def _guarded(self) -> Generator[None]:
-        """Surround what may run out of memory: that is said in one line, and among several ranks told and heard."""
+        """Surround code that may run out of memory: raise a one-line error, on all ranks that wait for this one."""
         if self._oom_broadcast is not None:
             with self._oom_broadcast.listening():
                 yield
@@ -399,16 +401,16 @@ class GradientAccumulator:
             raise
 
     def _check_can_add(self) -> None:
-        """Raise `MegabatchError` where a call cannot add to the update."""
+        """Raise `MegabatchError` if a call cannot add to the update."""
         if self._running:
             raise MegabatchError("microbatches() was called inside its own loop; finish one call before the next")
         if self._is_lost:
             raise MegabatchError(f"{LOST}; discard() it, and give its samples again")
 
     def _recall(self, loss_fn: object) -> Microbatch | None:
-        """A dummy microbatch for a rank without samples, of an earlier call with the same loss.
+        """Return a dummy microbatch from an earlier call with the same loss, for a rank without samples.
 
-        Nothing times a gradient that is not finite is not finite.
+        Samples of an update that was not finite are dropped: zero times a gradient that is not finite is NaN.
         """
         if not self._was_finite:  # waits for the device, where a rank has no sample
             self._remembered, self._was_finite = ByLoss(), True
@@ -416,7 +418,7 @@ class GradientAccumulator:
         return None if make is None else make()
 
     def backward(self, total: Tensor | Mapping[str, Any], weight: Tensor | float | None = None) -> None:
-        """Differentiate one microbatch of the open loop; ``weight`` may be left out where ``weigh`` counted it.
+        """Differentiate one microbatch of the open loop. You may omit ``weight`` if ``weigh`` counted it.
 
         ``total`` may be a mapping of names to ``(total, weight)``.
         """
@@ -434,13 +436,12 @@ class GradientAccumulator:
         self._step = None
 
     def finalize(self, *, max_norm: float | None = None, weight: float | None = None) -> Update:
-        """Close the update: ``p.grad`` is its gradient from here on, clipped to ``max_norm`` if that is given.
+        """Close the update. ``p.grad`` is then its gradient, clipped to ``max_norm`` if that is given.
 
-        Without ``max_norm`` no gradient is looked at, and ``update.finite`` speaks of the losses alone.
-        ``weight`` replaces what the total is divided by. An update without weight leaves every ``p.grad`` None (zeros
-        on a device and without ``weigh``, where only the device knows). A weight that was counted as one number and
-        returned as another raises `LossContractError` here on the CPU; on a device, where looking would wait, it
-        makes ``update.finite`` false.
+        Without ``max_norm``, ``update.finite`` covers the losses and not the gradients. ``weight`` replaces the
+        divisor. An update without weight leaves every ``p.grad`` None. On a device and without ``weigh`` it leaves
+        zeros, since only the device knows the weight. If the counted and the returned weight differ, this raises
+        `LossContractError` on the CPU. On a device that check would wait, so ``update.finite`` is false instead.
         """
         if self._is_lost:
             self.discard()
@@ -458,7 +459,7 @@ class GradientAccumulator:
         try:
             self._ownership.check()
         except MegabatchError as error:
-            opened.is_taken, taken = True, error  # which the other ranks hear in the message of the end
+            opened.is_taken, taken = True, error  # opened.close() reports this to the other ranks
         self._open = None
         self._ownership.release()
         try:
@@ -474,7 +475,7 @@ class GradientAccumulator:
         return update
 
     def _close(self, opened: OpenUpdate, weight: float | None, max_norm: float | None) -> Update:
-        """Close an update, and give its gradient what it still lacks. Raises `LossContractError`."""
+        """Close an update: reduce its gradient, then apply the missing factor and the clip."""
         update, factor = opened.close(weight, max_norm)
         parameters = self._wrapper.parameters
         if isinstance(factor, float) and factor == 0.0:
@@ -488,23 +489,23 @@ class GradientAccumulator:
         return update
 
     def state_dict(self) -> dict[str, Any]:
-        """The open update on this rank, between two calls; empty where none is open. Waits for the device.
+        """Return the state of the open update on this rank, between two calls. Wait for the device.
 
-        Raises `PlanError` for a wrapper that cannot tell.
+        The state is empty if no update is open. Raises `PlanError` for a wrapper that cannot save an open update.
         """
         if self._running:
             raise MegabatchError("state_dict() was called inside a call, where an update is half done; call it after")
         return open_update_state.save_open_update(self._open, self._wrapper)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with a saved update in place of the open one. Raises `PlanError` for one of other ranks or models."""
+        """Continue a saved update in place of the open one. Raises `PlanError` if its ranks or parameters differ."""
         self.discard()
         self._open = open_update_state.restore_open_update(state, self._wrapper, self._wide, self._stepping)
         if self._open is not None:
             self._ownership.leave()
 
     def discard(self) -> None:
-        """Forget the open update and its gradient, whole or half-way; nothing happens where none is open."""
+        """Drop the open update and its gradient, even in the middle of a call. Do nothing if no update is open."""
         self._is_lost = False
         self._abandon()
 
@@ -524,7 +525,7 @@ class GradientAccumulator:
         return made
 
     def _abandon(self) -> None:
-        """An update happens whole or not at all: forget what was accumulated."""
+        """Drop the open update and its gradient: an update is never applied in part."""
         self._open, self._step, self._before, self._given, self._running = None, None, None, None, False
         self._ownership.release()
         self._wrapper.discard()

@@ -1,6 +1,6 @@
-"""One call: split, collate and weigh this rank's samples, agree over ranks, and hand out the microbatches.
+"""One call: split, collate and weigh this rank's samples, agree with the other ranks, and yield the microbatches.
 
-Everything that can be wrong with a batch is found here, before the first forward and on all ranks at once.
+Errors in a batch are found here, before the first forward, and are raised on all ranks at once.
 """
 
 import math
@@ -34,13 +34,13 @@ from megabatch.planning.plan import (
 from megabatch.wrappers.base import Wrapper
 from megabatch.wrappers.mesh import DataRanks
 
-MAX_COMPARED = 8  # samples of a row whose weights are held against those of each alone
+MAX_COMPARED = 8  # samples of a row whose common weight is compared with the sum of their own
 MAX_WEIGHED_TERMS = 8  # the message between ranks has a fixed size
 
 
 @dataclass(frozen=True)
 class PreparedBatch:
-    """This rank's samples of one call, the plan of their microbatches, and the weights of those."""
+    """This rank's samples of one call, the plan of their microbatches, and the microbatches' weights."""
 
     samples: Samples
     plan: Plan
@@ -49,38 +49,38 @@ class PreparedBatch:
     names: list[str] = field(default_factory=list[str])  # of the weighed terms; none without a weighed microbatch
     parts: dict[int, list[tuple[int, ...]]] = field(
         default_factory=dict[int, list[tuple[int, ...]]]
-    )  # those that ran in parts
+    )  # by index of a microbatch that ran out of memory: the samples of each part that ran instead
 
     def microbatches(self) -> Generator[Microbatch]:
-        """The microbatches of the plan in turn, on the CPU."""
+        """Iterate over the microbatches of the plan, on the CPU."""
         return (each for each in self.collated) if self.collated else self.samples.in_turn(self.plan.microbatches)
 
     def dummy(self) -> Microbatch:
-        """The last microbatch once more, whose shape a compiled model knows; a new one, since a loss may write to it.
+        """Return a new copy of the last microbatch: a compiled model knows its shape, and a loss may write to it.
 
-        Of a deferred batch its last sample, over and over, since the others would have to be loaded again.
+        For a deferred batch, repeat the last sample instead, since the others would have to be loaded again.
         """
         return self.samples.take(self.rows(len(self.plan.microbatches)))
 
     def rows(self, index: int) -> tuple[int, ...]:
-        """Return the samples of microbatch ``index``; from the end of the plan on, those of a dummy microbatch."""
+        """Return the samples of microbatch ``index``. After the end of the plan, return those of a dummy microbatch."""
         cut, last = self.plan.microbatches, len(self.samples) - 1
         if index < len(cut) or not cut:
             return cut[index] if cut else ()
         if self.samples.deferred is None:
             return cut[-1]
-        several = self.plan.padded and last in cut[-1]  # in one row it may be longer than those it would stand for
+        several = self.plan.padded and last in cut[-1]  # in one row, the copies may be longer than the row
         return (last,) * (len(cut[-1]) if several else 1)
 
     def part(self, rows: tuple[int, ...], weigh: Weigh | None) -> tuple[Microbatch, dict[str, float], dict[str, float]]:
-        """Some samples as a microbatch on the CPU, with what is counted or told of its weight, and what is weighed."""
+        """Return samples as a microbatch on the CPU, its announced weights, and the weights that ``weigh`` counts."""
         microbatch = self.samples.take(rows)
         weighed = {} if weigh is None else counted_weights(weigh(microbatch))
         told = None if self.samples.deferred is None or weigh is None else self.samples.deferred.weights
         return microbatch, weighed if told is None else counted_weights(sum(told[row] for row in rows)), weighed
 
     def weighed(self, index: int, microbatch: Microbatch, weigh: Weigh) -> dict[str, float]:
-        """What ``weigh`` counts for microbatch ``index``, which is a dummy microbatch from the end of the plan on."""
+        """Return the weights that ``weigh`` counts in microbatch ``index``, or in a dummy microbatch after the plan."""
         told = self.samples.deferred is not None and self.samples.deferred.weights is not None
         if index < len(self.weights) and not told:
             return self.weights[index]
@@ -99,7 +99,7 @@ class PreparedBatch:
 
 @dataclass(frozen=True)
 class MicrobatchPlanner:
-    """How a rank makes its share of a batch: everything that the user has said of it, and the sync that was chosen."""
+    """Settings by which a rank splits its samples into microbatches: the user's arguments and the sync policy."""
 
     micro_batch_size: int | None
     max_microbatch_tokens: int | None
@@ -107,25 +107,25 @@ class MicrobatchPlanner:
     length: Length | None
     choice: tuple[str, str]  # the sync policy, and why it is this one
     ranks: DataRanks
-    one_shape: bool  # whether every microbatch is filled up to the longest sample of all, as in a pipeline
-    cost: CostModel | None  # what the user says a microbatch costs
-    fit: TunedLimit | None = None  # the bound that was chosen where none was given
-    learned: MicrobatchLimit | None = None  # from microbatches that did not fit in memory
-    padding: Padding | None = None  # how samples become microbatches where there is no collate
+    one_shape: bool  # every microbatch is padded to the longest sample of the call, as in a pipeline
+    cost: CostModel | None  # the user's cost model
+    fit: TunedLimit | None = None  # the measured limit, if the user gave none
+    learned: MicrobatchLimit | None = None  # the limit learned from microbatches that did not fit in memory
+    padding: Padding | None = None  # the default collate
 
     @property
     def is_auto(self) -> bool:
-        """Whether the bound is to be chosen."""
+        """True if the limit is to be measured."""
         return self.micro_batch_size is None and self.max_microbatch_tokens is None
 
     def samples(self, batch: Batch, prepare: Prepare | None = None) -> Samples:
-        """Return the batch as samples, whose microbatches are what the loss will see."""
+        """Return the batch as samples, which `Samples.take` turns into the microbatches that the loss is given."""
         if self.ranks.context_groups:
             prepare = partial(context_parallel.stretch, index=self.ranks.context_rank, degree=self.ranks.context_degree)
         return Samples(batch, self.collate, self.length, prepare, self.padding)
 
     def plan(self, samples: Samples) -> Plan:
-        """Return how samples are split into microbatches."""
+        """Return the plan by which samples are split into microbatches."""
         rows, tokens, lengths = self.micro_batch_size, self.max_microbatch_tokens, samples.lengths
         if self.fit is not None:
             rows, tokens = None, self.fit.max_microbatch_tokens
@@ -148,7 +148,7 @@ class MicrobatchPlanner:
         return plan if cost is None else priced(plan, cost)
 
     def _refuse_unknown_limit(self, samples: Samples) -> int:
-        """Raise `PlanError` for samples, while the limit is to be chosen; no samples need no limit."""
+        """Raise `PlanError` if there are samples and the limit is not measured yet; without samples any limit does."""
         if len(samples):
             raise PlanError(
                 'max_microbatch_tokens is "auto" and the first forward_backward() or tune() chooses the bound, '
@@ -157,7 +157,7 @@ class MicrobatchPlanner:
         return 1
 
     def lowered(self, bound: MicrobatchLimit | None) -> "MicrobatchPlanner":
-        """Return the planner of calls whose microbatches hold no more than ``bound`` either."""
+        """Return a planner whose microbatches also respect ``bound``."""
         if bound is None:
             return self
         return replace(self, learned=MicrobatchLimit(*map(min, bound, self.learned or bound)))
@@ -173,7 +173,7 @@ class MicrobatchPlanner:
         return collate_planned(samples, plan, hooks.weigh)
 
     def _check_stretches(self, batch: Batch, samples: Samples, plan: Plan, hooks: LossHooks) -> None:
-        """Raise for a loss that wants whole samples, and for weights that do not add up over stretches."""
+        """Raise for a loss that needs whole samples, and for weights that do not add up over stretches."""
         if hooks.prepare not in (None, note_padding):
             raise PlanError(
                 "the loss has prepare=, which is given whole samples, and a cp axis gives the loss stretches of them; "
@@ -191,7 +191,7 @@ class MicrobatchPlanner:
 
 
 def collate_planned(samples: Samples, plan: Plan, weigh: Weigh | None) -> PreparedBatch:
-    """Collate and weigh what was planned, on the CPU; of a deferred batch nothing is kept."""
+    """Collate and weigh the planned microbatches on the CPU. Keep no microbatch of a deferred batch."""
     if weigh is None:
         return PreparedBatch(samples, plan, (), ())
     if samples.deferred is not None and (told := samples.deferred.weights) is not None:
@@ -212,7 +212,7 @@ def collate_planned(samples: Samples, plan: Plan, weigh: Weigh | None) -> Prepar
 
 
 def _take_all(samples: Samples, plan: Plan) -> tuple[Microbatch, ...]:
-    """Take every microbatch of the user's own collate, on memory of its own: it may fill the same buffers again."""
+    """Take every microbatch of the user's collate. Copy them if it fills the same buffers again."""
     kept: list[Microbatch] = []
     memory: set[int] = set()
     for rows in plan.microbatches:
@@ -225,7 +225,7 @@ def _take_all(samples: Samples, plan: Plan) -> tuple[Microbatch, ...]:
 
 
 def _check_rows(samples: Samples, plan: Plan, weigh: Weigh | None) -> None:
-    """Raise `LossContractError` where samples lie in one row and a weight may count rows."""
+    """Raise `LossContractError` if samples lie in one row and a weight may count rows."""
     if weigh is None:
         raise LossContractError(
             "samples lie in one row and the loss does not say how its weight is counted, so a weight that counts "
@@ -237,7 +237,7 @@ def _check_rows(samples: Samples, plan: Plan, weigh: Weigh | None) -> None:
 
 
 def check_weights_of_row(samples: Samples, rows: Sequence[int], weigh: Weigh) -> None:
-    """Raise `LossContractError` where the weight of samples in one row is not the sum of their own."""
+    """Raise `LossContractError` if the weight of samples in one row is not the sum of their own weights."""
     together = counted_weights(weigh(samples.take(rows)))
     alone = [counted_weights(weigh(samples.take([row]))) for row in rows]
     for name, weight in together.items():
@@ -250,7 +250,7 @@ def check_weights_of_row(samples: Samples, rows: Sequence[int], weigh: Weigh) ->
 
 
 def check_weights_of_stretches(microbatch: Microbatch, weigh: Weigh, degree: int) -> None:
-    """Raise `LossContractError` where the weights of the stretches do not add up to that of the whole microbatch."""
+    """Raise `LossContractError` if the weights of the stretches do not add up to the weight of the whole microbatch."""
     whole = counted_weights(weigh(context_parallel.stretch(microbatch, 0, 1)))
     parts = [counted_weights(weigh(context_parallel.stretch(microbatch, index, degree))) for index in range(degree)]
     for name, weight in whole.items():
@@ -264,17 +264,17 @@ def check_weights_of_stretches(microbatch: Microbatch, weigh: Weigh, degree: int
 
 @dataclass(frozen=True)
 class CallPlan:
-    """The ranks' agreement on one call; sums are over all ranks."""
+    """The parts of one call that all ranks know. Sums are over all ranks."""
 
-    num_microbatches: int  # the most that any rank has
+    num_microbatches: int  # the largest number that any rank has
     num_samples: int
     num_tokens: int
     weights: dict[str, float]  # by weighed term; empty without weigh
-    dummy: Callable[[], Microbatch] | None  # a real sample, run where a rank has fewer microbatches; not counted
+    dummy: Callable[[], Microbatch] | None  # makes a dummy microbatch, for a rank that has fewer than the others
 
 
 class RankReport(NamedTuple):
-    """A rank's part of a call, told to the others as numbers; the weights by term."""
+    """Numbers that a rank reports to the others about its part of a call."""
 
     failed: float
     num_microbatches: float
@@ -282,9 +282,9 @@ class RankReport(NamedTuple):
     num_tokens: float
     has_sample: float
     names_hash: float  # of the weighed terms
-    fingerprint: float  # of the samples and their cut, where other ranks must have the same
-    keys_hash: float  # of the keys of samples, where all must have the same; below 0 where samples differ
-    weights: list[float]
+    fingerprint: float  # of the samples and their plan, if other ranks (cp, tp, pp) must have the same
+    keys_hash: float  # of the samples' keys, if all ranks must have the same; negative if this rank's samples differ
+    weights: list[float]  # by term
 
 
 @dataclass(frozen=True)
@@ -293,8 +293,8 @@ class MicrobatchStep:
 
     microbatch: Microbatch
     index: int
-    counted: dict[str, float]  # weights counted from the data or told of it, by term; announced to all ranks
-    weighed: dict[str, float]  # what weigh counts; differs from the former where what was told is wrong
+    counted: dict[str, float]  # announced weights by term: counted by weigh, or given with a deferred batch
+    weighed: dict[str, float]  # weights that weigh counts; different from `counted` only if given weights are wrong
     is_dummy: bool
 
     def differentiate(self, objective: Tensor) -> None:
@@ -306,14 +306,14 @@ def agree_on_call(
     wrapper: Wrapper, prepared: PreparedBatch | None, failure: Exception | None, weigh: Weigh | None,
     remembered: Callable[[], Microbatch | None],
 ) -> CallPlan:  # fmt: skip
-    """Agree with the other ranks on a call, in one message between hosts; alone, in none.
+    """Agree with the other ranks on a call. This takes one message between hosts, and none for a single rank.
 
     Args:
-        wrapper: Of the model.
-        prepared: This rank's samples, None where they could not be prepared.
-        failure: The reason, which is raised on all ranks, so that none is left waiting.
+        wrapper: The model's wrapper.
+        prepared: This rank's samples, or None if they could not be prepared.
+        failure: The error that prevented it. It is raised on all ranks, so that none is left waiting.
         weigh: Counts the weights of the loss.
-        remembered: Gives a sample of an earlier call with this loss as a microbatch, if there was one.
+        remembered: Returns a dummy microbatch from an earlier call with this loss, or None if there was none.
     """
     ranks = wrapper.ranks
     if ranks.is_alone and failure is not None:
@@ -337,7 +337,7 @@ def agree_on_call(
         everyone_has = all(each.has_sample for each in reports)
         dummy = _dummy(ranks, prepared, num_microbatches, remembered, everyone_has=everyone_has)
         if weigh is not None and num_microbatches and not all(each.num_microbatches for each in reports):
-            names = next(filter(None, ranks.exchange_objects(names)), [])  # a rank that has weighed nothing knows none
+            names = next(filter(None, ranks.exchange_objects(names)), [])  # an idle rank does not know them
     data, weights = reports[: ranks.degree], zip(*(each.weights for each in reports[: ranks.num_weighing]), strict=True)
     return CallPlan(
         num_microbatches=num_microbatches,
@@ -352,14 +352,14 @@ def _exchange_reports(
     wrapper: Wrapper, prepared: PreparedBatch | None, failure: Exception | None,
     remembered: Callable[[], Microbatch | None],
 ) -> list[RankReport]:  # fmt: skip
-    """Return the reports of all ranks. Raises on all ranks what was raised on one."""
+    """Return the reports of all ranks. An error on one rank is raised on all ranks."""
     ranks, num_told = wrapper.ranks, len(RankReport._fields) - 1
     message = [1.0] + [0.0] * (num_told - 1 + MAX_WEIGHED_TERMS)
     try:
         if prepared is not None:
             *numbers, weights = _report(prepared, wrapper, len(prepared.samples) > 0 or remembered() is not None)
             message = [*numbers, *weights, *[0.0] * (MAX_WEIGHED_TERMS - len(weights))]
-    except Exception as error:  # whatever the user's loading raises, the other ranks must hear of it
+    except Exception as error:  # the user's loading may raise anything, and the other ranks must know
         failure = error
     reports = [RankReport(*row[:num_told], weights=row[num_told:]) for row in ranks.exchange(message)]
     if any(each.failed for each in reports):
@@ -368,7 +368,7 @@ def _exchange_reports(
 
 
 def _report(prepared: PreparedBatch, wrapper: Wrapper, has_sample: bool) -> RankReport:
-    """Return this rank's part of a call in numbers."""
+    """Return this rank's report of a call."""
     samples, names, ranks = prepared.samples, prepared.names, wrapper.ranks
     shares_samples = ranks.num_all > ranks.degree
     cut = repr(prepared.plan.microbatches).encode() if shares_samples else b""
@@ -387,7 +387,7 @@ def _report(prepared: PreparedBatch, wrapper: Wrapper, has_sample: bool) -> Rank
 
 
 def _check_same_samples(ranks: DataRanks, reports: list[RankReport]) -> None:
-    """Raise where ranks that work on the same samples, along cp, tp or pp, were given others."""
+    """Raise `PlanError` if ranks along cp, tp or pp, which must have the same samples, were given different ones."""
     for data_rank in range(ranks.degree):
         if len({each.fingerprint for each in reports[data_rank :: ranks.degree]}) > 1:
             raise PlanError(
@@ -405,7 +405,7 @@ def _dummy(
     *,
     everyone_has: bool,
 ) -> Callable[[], Microbatch] | None:
-    """A sample of this rank's, or one that another rank sends; None where nobody needs one."""
+    """Return a function that makes a dummy microbatch, from this rank's samples or another's. None if not needed."""
     mine = prepared.dummy if len(prepared.samples) else remembered
     if num_microbatches and not everyone_has:
         offer, failure = None, None
@@ -425,7 +425,7 @@ def _dummy(
 def iterate_steps(
     prepared: PreparedBatch, call: CallPlan, weigh: Weigh | None, wrapper: Wrapper
 ) -> Generator[MicrobatchStep]:
-    """Yield the microbatches one after another, each moved to the device for its own forward and backward alone."""
+    """Yield the microbatches one after another. Each is on the device only for its own forward and backward."""
     if weigh is None and wrapper.ranks.context_groups:
         raise LossContractError(
             "sequences are cut over the mesh axis 'cp' and the loss does not say how its weight is counted, so a "
@@ -467,7 +467,7 @@ def iterate_steps(
 
 
 def with_dummies(plan: Plan, num_microbatches: int) -> Plan:
-    """Return the plan with the dummy microbatches that bring it to everyone's number of microbatches."""
+    """Return the plan, filled up with dummy microbatches to ``num_microbatches``."""
     return replace(plan, microbatches=pad_with_dummies(plan.microbatches, num_microbatches))
 
 
@@ -477,17 +477,17 @@ def _one_line(failure: Exception) -> str:
 
 
 def first_failure(ranks: DataRanks, failure: Exception | None) -> Exception:
-    """This rank's own failure, or the first that another rank tells of."""
+    """Return this rank's own failure, or else the first failure of another rank."""
     loses = getattr(failure, "loses_update", False)
     told = failure and (isinstance(failure, LossContractError), loses, _one_line(failure))
     failures: list[tuple[bool, bool, str] | None] = ranks.exchange_objects(told)
     loses = any(each is not None and each[1] for each in failures)
-    if failure is not None and (ranks.num_all == 1 or not is_out_of_memory(failure)):  # which is told by now
+    if failure is not None and (ranks.num_all == 1 or not is_out_of_memory(failure)):  # else reported already
         if isinstance(failure, MegabatchError):
             failure.loses_update = loses
         return failure
     rank, (of_contract, _, text) = next((rank, each) for rank, each in enumerate(failures) if each is not None)
-    rank %= ranks.degree  # ranks that share samples come after those that do not
+    rank %= ranks.degree  # ranks are ordered by their place along cp, tp and pp, then by data rank
     error = (LossContractError if of_contract else PlanError)(f"data rank {rank} of {ranks.degree}: {text}")
     error.loses_update = loses
     return error

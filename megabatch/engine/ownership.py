@@ -1,6 +1,7 @@
-"""Whose gradient it is: an open update is lost where anything but its own calls moves what they have left.
+"""Detection of foreign changes: an open update is lost if other code changes its gradients between two calls.
 
-Everything here is on the host: identities and counts of writes, no numbers. A loss is tried in its first call.
+All checks run on the host. They compare identities and write counts of tensors, never values. The first call with a
+loss also checks what that loss does.
 """
 
 import gc
@@ -26,7 +27,7 @@ DIVIDE = (
 
 
 class Receipt(NamedTuple):
-    """How gradients stood: what they were, and the number of writes to each."""
+    """A snapshot of gradients: the tensors, and the number of writes to each."""
 
     parameters: Sequence[nn.Parameter]
     gradients: list[Tensor | None]
@@ -34,12 +35,12 @@ class Receipt(NamedTuple):
 
     @classmethod
     def of(cls, parameters: Sequence[nn.Parameter]) -> "Receipt":
-        """Note the gradients as they stand now."""
+        """Take a snapshot of the current gradients."""
         gradients = [each.grad for each in parameters]
         return cls(parameters, gradients, _num_writes([each for each in gradients if each is not None]))
 
     def holds(self, *, exact: bool = True) -> bool:
-        """Return True if no gradient was replaced or written to since; not ``exact``: if none came or went."""
+        """Return True if no gradient was replaced or written to since. Without ``exact``, check only which are None."""
         now = [each.grad for each in self.parameters]
         if not exact:
             return [each is None for each in self.gradients] == [each is None for each in now]
@@ -48,7 +49,7 @@ class Receipt(NamedTuple):
 
 
 class Leftover(NamedTuple):
-    """What a call has left."""
+    """The state of gradients and parameters at the end of a call."""
 
     gradients: Receipt
     parameter_writes: list[int]
@@ -56,7 +57,10 @@ class Leftover(NamedTuple):
 
 
 class ByLoss(Generic[Value]):
-    """Values by loss, for as long as it lives; a method is its object's. One that cannot be a key keeps none."""
+    """Values by loss, kept as long as the loss lives, or its object if the loss is a method.
+
+    A loss that cannot be a weak key keeps no value.
+    """
 
     def __init__(self) -> None:
         self._found: weakref.WeakKeyDictionary[Any, dict[Any, Value]] = weakref.WeakKeyDictionary()
@@ -75,19 +79,19 @@ class ByLoss(Generic[Value]):
 
 
 class Ownership:
-    """Holds what calls leave against what the next one finds, and what a loss reaches against what is reduced."""
+    """Checks that gradients stay unchanged between calls, and that a loss trains only tensors that are reduced."""
 
     def __init__(self, wrapper: Wrapper) -> None:
         self._wrapper = wrapper
         self._is_exact = not wrapper.replaces_gradients
         self._left: Leftover | None = None
         self.tried: ByLoss[bool] = ByLoss()  # losses that have run a call
-        self._scaling: set[type] = set()  # functions whose backward was seen to look at its gradient
-        self._trying: Any = None  # the loss that is tried in the call that runs, unless more is to be seen of it
-        self._passing: list[weakref.ref[Tensor]] = []  # leaves that are to go with the graph of their microbatch
+        self._scaling: set[type] = set()  # functions whose backward is known to use its gradient
+        self._trying: Any = None  # the loss that this call checks; None if the check must be repeated
+        self._passing: list[weakref.ref[Tensor]] = []  # unknown leaves; each must die with its microbatch's graph
 
     def leave(self) -> None:
-        """Note what a call has left. Raises `LossContractError` where the loss reached a tensor that others train."""
+        """Record the state after a call. Raises `LossContractError` if the loss trains a tensor outside the model."""
         passing, self._passing = self._passing, []
         if any(_is_trained(each()) for each in passing):
             gc.collect()  # a cycle keeps a graph alive
@@ -103,11 +107,11 @@ class Ownership:
         self._left = Leftover(Receipt.of(parameters), _num_writes(parameters), trained)
 
     def release(self) -> None:
-        """Nothing is left to be looked after."""
+        """Forget the state after the last call."""
         self._left, self._trying, self._passing = None, None, []
 
     def check(self) -> None:
-        """Raise `MegabatchError` where gradients or parameters are not as the last call has left them."""
+        """Raise `MegabatchError` if gradients or parameters have changed since the last call."""
         left, self._left = self._left, None
         if left is None:
             return
@@ -128,14 +132,14 @@ class Ownership:
         self._left = left
 
     def check_unmoved(self, before: Receipt) -> None:
-        """Raise `LossContractError` where a loss that does not take the divisor has moved a gradient."""
+        """Raise `LossContractError` if a loss that does not take the divisor has changed a gradient."""
         if self._has_moved(before):
             raise LossContractError(f"gradients changed while the loss ran: it runs its own backward. {DIVIDE}")
 
     def uses_up(self, loss_fn: object, terms: Mapping[str, Term]) -> bool:
-        """Whether functions of the user's own had to be tried, after which the graph is of no use.
+        """Check new user-written autograd functions. Return True if there were any: the check uses up the graph.
 
-        Raises `LossContractError` for one whose backward does not look at the gradient that it is given.
+        Raises `LossContractError` for a function whose backward ignores the gradient that it is given.
         """
         functions = find_functions([terms[name].total for name in differentiable(terms)])
         new = [node for node in functions if type(node) not in self._scaling]
@@ -149,16 +153,17 @@ class Ownership:
                     f"the backward of {name_of_function(node)} gives the same gradient whatever its total is "
                     f"multiplied by, or adds to gradients itself. {DIVIDE}"
                 )
-            if looks is None and not self._wrapper.forwards_meet:  # no gradient came; it is tried again
+            if looks is None and not self._wrapper.forwards_meet:  # it returned no gradient: check again
                 self._trying = None
-            else:  # where forwards meet, all ranks make as many
+            else:  # where forwards meet, all ranks must run the same number of them
                 self._scaling.add(type(node))
         return True
 
     def check_reach(self, loss_fn: object, before: Receipt, terms: Mapping[str, Term], given: object) -> None:
-        """Raise `LossContractError` for a loss that reaches what is not the model's, or nothing that is.
+        """Raise `LossContractError` for a loss that depends on no parameter of the model. Record its other leaves.
 
-        After the first forward of a loss; ``given`` is the batch and its microbatch, whose inputs may carry a gradient.
+        Call this after the first forward of a loss. ``given`` is the microbatch and its batch, whose tensors may carry
+        a gradient.
         """
         known, reached = set(map(id, self._wrapper.accumulating)), False
         for leaf in graph_leaves([terms[name].total for name in differentiable(terms)]):
@@ -174,7 +179,7 @@ class Ownership:
         self._trying = loss_fn
 
     def _has_moved(self, before: Receipt) -> bool:
-        """Return True if a gradient came or changed; FSDP2 makes some parameters in the first forward."""
+        """Return True if a gradient appeared or changed. FSDP2 creates some parameters in the first forward."""
         if not before.holds(exact=self._is_exact):
             return True
         now = self._wrapper.accumulating
@@ -201,7 +206,7 @@ def _is_trained(leaf: Tensor | None) -> bool:
 
 
 def _holds(given: object, leaf: Tensor) -> bool:
-    """Whether a leaf is among what the loss was given."""
+    """Return True if a leaf is one of the tensors that the loss was given."""
     found = False
 
     def look(each: Any) -> Any:
@@ -214,7 +219,7 @@ def _holds(given: object, leaf: Tensor) -> bool:
 
 
 def _key_of(loss_fn: Any) -> tuple[Any, Any]:
-    """What lives as long as a loss, and which loss of it; None where nothing can tell."""
+    """Return the object that lives as long as a loss, and its function for a method. None if it cannot be a key."""
     owner, function = getattr(loss_fn, "__self__", loss_fn), getattr(loss_fn, "__func__", None)
     try:
         hash(owner)
@@ -227,5 +232,5 @@ def _key_of(loss_fn: Any) -> tuple[Any, Any]:
 def _num_writes(tensors: Sequence[Tensor]) -> list[int]:
     try:
         return [count_writes(each) for each in tensors]
-    except RuntimeError:  # one that was made in inference mode counts none
+    except RuntimeError:  # tensors made in inference mode count no writes
         return [0 if each.is_inference() else count_writes(each) for each in tensors]

@@ -1,7 +1,7 @@
-"""What an update is while it is open, and what it was.
+"""The open update and its result.
 
-While open, each microbatch's total is divided by the weight that the first call announced. What that divisor lacks
-of the whole update's weight is one factor, known when the update closes; for a single weighed call it is 1.
+While an update is open, each microbatch's total is divided by the weight that the first call announced. When the update
+closes, one factor corrects this divisor to the weight of the whole update. For a single weighed call the factor is 1.
 """
 
 import contextlib
@@ -34,18 +34,18 @@ from megabatch.wrappers.base import Wrapper
 from megabatch.wrappers.gradients import drop_gradients, refuse_float16, separate_gradients
 
 MAX_TERMS = 16  # the message between devices has a fixed size, so that no rank can wait for a longer one
-TAKEN = 2.0  # in place of whether weights differ
+TAKEN = 2.0  # in a report, in place of the flag "weights differ": the gradient was changed between two calls
 NUMBERS = ("num_samples", "num_tokens", "num_microbatches", "_num_calls", "_counted")
-KEPT = (*NUMBERS, "_divisors", "_announced", "_all_announced")  # of an open update, in its state
+KEPT = (*NUMBERS, "_divisors", "_announced", "_all_announced")  # attributes in the state_dict of an open update
 
 
 @dataclass(frozen=True)
 class Update:
-    """What an update was, over all ranks. Tensors are scalars on the model's device."""
+    """The result of an update, over all ranks. Tensors are scalars on the model's device."""
 
     loss: Tensor  # sum of totals over sum of weights, added over the differentiable terms
-    terms: dict[str, Tensor]  # that quotient of each term and metric
-    weight: Tensor  # what the totals were divided by; of the first differentiable term, where there are several
+    terms: dict[str, Tensor]  # sum of totals over sum of weights, of each term and metric
+    weight: Tensor  # the divisor of the totals; with several differentiable terms, that of the first
     finite: (
         Tensor  # bool: losses (and with max_norm gradients) are finite, ranks agree, there is weight; step only then
     )
@@ -53,10 +53,10 @@ class Update:
     num_samples: int
     num_tokens: int  # without padding
     num_microbatches: int  # of each rank
-    reports: Tensor = field(repr=False)  # [ranks, 4 + terms]: what each rank told of itself, see OpenUpdate
+    reports: Tensor = field(repr=False)  # [ranks, 4 + terms]: each rank's report, see OpenUpdate._report
 
     def __str__(self) -> str:
-        """One line. Waits for the device."""
+        """Format the update in one line. Wait for the device."""
         counts = f"{self.num_samples} samples, {self.num_tokens} tokens, {self.num_microbatches} microbatches"
         norm = "" if self.grad_norm is None else f", grad_norm {float(self.grad_norm):.4g}"
         terms = "".join(f", {name} {float(value):.6g}" for name, value in self.terms.items() if len(self.terms) > 1)
@@ -64,7 +64,7 @@ class Update:
         return f"loss {float(self.loss):.6g} over weight {float(self.weight):.10g}{terms}, {counts}{norm}, {verdict}"
 
     def problem(self) -> MegabatchError | None:
-        """What is wrong, in one line; None where nothing is, or only weight is missing. Waits for the device."""
+        """Return an error that names the fault, or None. Missing weight is not a fault. Wait for the device."""
         reports = self.reports.tolist()
         if len({names_hash for _, _, _, names_hash, *_ in reports}) > 1:
             return LossContractError(
@@ -93,12 +93,12 @@ class Update:
         return None
 
     def with_norm(self, norm: Tensor) -> "Update":
-        """The same update, its gradient's norm known."""
+        """Return the update with the norm of its gradient."""
         return replace(self, grad_norm=norm, finite=self.finite & torch.isfinite(norm).to(self.finite.device))
 
 
 def weights_differ(where: str, counted: float, returned: float) -> LossContractError:
-    """The error for a weight that was counted as one number and returned as another."""
+    """Return the error for a counted weight that differs from the returned one."""
     return LossContractError(
         f"weigh counted {counted:.10g} from the data but the loss returned the weight {returned:.10g} on {where}; "
         "count what the loss sums (a causal shift never uses the label at position 0: count labels[:, 1:])"
@@ -113,60 +113,60 @@ class OpenUpdate:
         self._device = wrapper.device
         self._dtype = accumulation_dtype(wrapper.device)
         self._divisors: dict[str, float] = {}  # by weighed term, from the first call
-        self._announced: list[dict[str, float]] = []  # weights over all ranks, by call
+        self._announced: list[dict[str, float]] = []  # weights over all ranks, one dict for each call
         self._all_announced = True
         self._differentiable: set[str] = set()  # names of the terms that have carried a gradient
         self._sums: dict[str, Term] = {}
         self._differ: bool | Tensor = False
-        self.is_taken = False  # whether its gradient on this rank is no longer what its calls have left
-        # What a microbatch adds elsewhere: what it is of, and what takes it back should the microbatch fail.
+        self.is_taken = False  # True if the gradient on this rank was changed between two calls
+        # State that a microbatch adds outside of gradients: its name, and a function that undoes it after a failure.
         self.taking_back: list[tuple[str, Callable[[], object]]] = []
         self._failed: int | None = None  # the microbatch of an open loop whose backward has failed
         self._counted = 0.0
         self._num_calls = self.num_samples = self.num_tokens = self.num_microbatches = 0
         self._all_have_gradients = False
-        self.is_continued = False  # from a state: what others have counted of it is not here
+        self.is_continued = False  # restored from a state, without the counts that live outside of it
 
     @property
     def has_calls(self) -> bool:
-        """Whether a call has begun to add to it."""
+        """True once a call has begun to add to the update."""
         return self.is_continued or self._num_calls > 0
 
     @property
     def steps_in_backward(self) -> bool:
-        """Whether an optimizer steps in the last backward."""
+        """True if an optimizer steps in the last backward."""
         return self.stepping is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands between two calls, in numbers and texts. Waits for the device."""
+        """Return the state between two calls, as numbers and strings. Wait for the device."""
         sums = {name: [float(term.total), float(term.weight)] for name, term in self._sums.items()}
         found = {"sums": sums, "differ": bool(self._differ), "differentiable": sorted(self._differentiable)}
         return found | {name: copy.deepcopy(vars(self)[name]) for name in KEPT}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Stand where a state was taken, on the same rank."""
+        """Restore a state that the same rank has saved."""
         self._sums = {name: Term(self._scalar(total), weight) for name, (total, weight) in state["sums"].items()}
         self._differ, self._differentiable = state["differ"], set(state["differentiable"])
         vars(self).update({name: copy.deepcopy(state[name]) for name in KEPT}, is_continued=True)
 
     def open_call(self, call: CallPlan) -> None:
-        """Take in what the ranks agreed on for the next call."""
+        """Add the plan of the next call to the counts and the announced weights."""
         if not call.num_microbatches:
             return
         self._num_calls += 1
         if self.stepping is not None:
             self.stepping.open_call(call, self._num_calls)
-        if self._num_calls == 1:  # of several terms there is no other call, and one without weight has no gradient
+        if self._num_calls == 1:  # with several terms this is the only call; a term without weight has no gradient
             nothing = 1.0 if len(call.weights) < 2 else math.inf
             self._divisors = {name: weight or nothing for name, weight in call.weights.items()}
-        self._announced.append(dict(call.weights))  # by call: one may count a term by its name, and one without
+        self._announced.append(dict(call.weights))  # separate by call: only some calls may name the term
         self._all_announced &= bool(call.weights)
         self.num_samples += call.num_samples
         self.num_tokens += call.num_tokens
         self.num_microbatches += call.num_microbatches
 
     def terms_of(self, loss_fn: LossFunction, model: Any, step: MicrobatchStep) -> dict[str, Term]:
-        """What the loss returns for a microbatch, undivided. Raises `LossContractError`."""
+        """Return the terms of the loss for a microbatch, undivided. Raises `LossContractError`."""
         if not takes_divisor(loss_fn):
             return terms_of(loss_fn(model, step.microbatch))
         if not self._divisors:
@@ -177,7 +177,7 @@ class OpenUpdate:
         scale = math.inf if step.is_dummy else 1 / self._wrapper.loss_factor
         divided = self._divided(loss_fn, model, step, scale)
         named = self._weighed_of(divided)
-        if not any(each.total.requires_grad for each in divided.values()):  # it has differentiated everything itself
+        if not any(each.total.requires_grad for each in divided.values()):  # the loss has run its own backward
             divided |= {
                 name: Term(divided[name].total.detach().requires_grad_(), divided[name].weight) for name in named
             }
@@ -190,8 +190,8 @@ class OpenUpdate:
     def check_divided(self, loss_fn: LossFunction, model: Any, step: MicrobatchStep) -> None:
         """Raise `LossContractError` for a loss that takes the divisor and does not divide its total by it.
 
-        It runs twice, in evaluation mode and without gradients, where it can; a loss that differentiates cannot, and
-        runs once on a plain model, for an infinite divisor, which adds nothing to a gradient.
+        The loss runs twice, in evaluation mode and without gradients. A loss that runs its own backward cannot do that.
+        On a plain model it runs once, with an infinite divisor, which adds nothing to a gradient.
         """
         if not takes_divisor(loss_fn) or not self._divisors:
             return
@@ -199,7 +199,7 @@ class OpenUpdate:
             with torch.no_grad():
                 one, half = (self._tried(loss_fn, model, step, scale) for scale in (1.0, 2.0))
             wrong = {name: one[name] for name in one if abs(one[name] - 2 * half[name]) > 0.01 * abs(one[name])}
-        except Exception:  # whatever a backward in the loss raises
+        except Exception:  # a backward in the loss may raise anything
             if type(self._wrapper) is not Wrapper:
                 return
             fresh = [each for each in self._wrapper.parameters if each.grad is None]
@@ -213,7 +213,7 @@ class OpenUpdate:
             )
 
     def _tried(self, loss_fn: LossFunction, model: Any, step: MicrobatchStep, scale: float) -> dict[str, float]:
-        """The totals that are divided, for a multiple of the divisor; nothing but gradients is left of it."""
+        """Return the divided totals for a multiple of the divisor. Restore everything except gradients."""
         modes = {each: each.training for model in self._wrapper.models for each in model.modules()}
         counting, self._wrapper.is_counting = self._wrapper.is_counting, False
         try:
@@ -228,26 +228,26 @@ class OpenUpdate:
         return {name: float(found[name].total.detach()) for name in self._weighed_of(found)}
 
     def _divided(self, loss_fn: LossFunction, model: Any, step: MicrobatchStep, scale: float) -> dict[str, Term]:
-        """What the loss returns for a multiple of the divisor."""
+        """Call the loss with a multiple of the divisor. Return its terms."""
         own = {name: each * scale for name, each in self._divisors.items()}
         divisor = own if len(own) > 1 else next(iter(own.values()))
         return terms_of(cast(Any, loss_fn)(model, step.microbatch, divisor=divisor))
 
     def _weighed_of(self, terms: Mapping[str, Term]) -> list[str]:
-        """Names of the terms that are divided; the others are metrics."""
+        """Return the names of the terms that are divided. The others are metrics."""
         carrying = differentiable(terms)
         return carrying or [name for name in terms if name in self._divisors or len(terms) == 1]
 
     def backward(self, terms: Mapping[str, Term], step: MicrobatchStep) -> dict[str, Term]:
-        """Differentiate one microbatch and add its sums; return them, detached.
+        """Differentiate one microbatch and add its sums. Return them, detached.
 
-        A microbatch that fails is as if it had not been, but for its gradient.
+        If the microbatch fails, everything except its gradient is undone.
         """
         objective = self.objective(terms, step)
         before = self._sums.copy(), self._differ, self._counted
         self.taking_back.clear()
         try:
-            sums = self.add(terms, step)  # which may raise, and then no parameter is to have moved
+            sums = self.add(terms, step)  # this may raise, so it runs before any parameter moves
             with contextlib.nullcontext() if self.stepping is None else self.stepping.backward(step.index):
                 step.differentiate(objective)
         except Exception:
@@ -255,20 +255,20 @@ class OpenUpdate:
             for _, take_back in self.taking_back:
                 take_back()
             raise
-        if not self._all_have_gradients:  # only new ones can share memory
+        if not self._all_have_gradients:  # only new gradients can share memory
             separate_gradients(self._wrapper.accumulating)
             self._all_have_gradients = all(each.grad is not None for each in self._wrapper.accumulating)
         return sums
 
     def backward_once(self, terms: Mapping[str, Term], step: MicrobatchStep) -> None:
-        """The same where nobody takes back what a backward that fails has added: the update is lost then."""
+        """Run `backward` for an open loop, which cannot undo a failed backward: the update is then lost."""
         self.check_whole()
         self._failed = step.index
         self.backward(terms, step)
         self._failed = None
 
     def check_whole(self) -> None:
-        """Raise where a backward has failed half-way."""
+        """Raise `MegabatchError` if a backward has failed half-way."""
         if self._failed is not None:
             raise MegabatchError(
                 f"backward() failed for microbatch {self._failed} when some gradients may have come, so the update is "
@@ -276,7 +276,7 @@ class OpenUpdate:
             )
 
     def objective(self, terms: Mapping[str, Term], step: MicrobatchStep) -> Tensor:
-        """Return the scalar to differentiate: each total over its divisor, and nothing of a dummy microbatch."""
+        """Return the scalar to differentiate: the sum of totals over their divisors, zero for a dummy microbatch."""
         names = differentiable(terms)
         self._differentiable |= set(names)
         self._check_terms(names, step)
@@ -287,9 +287,9 @@ class OpenUpdate:
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 
     def add(self, terms: Mapping[str, Term], step: MicrobatchStep) -> dict[str, Term]:
-        """Add a microbatch's terms to the sums and hold its weights against those counted; returns them detached.
+        """Add a microbatch's terms to the sums. Compare its weights with the counted ones. Return the terms, detached.
 
-        A dummy microbatch adds nothing but its terms' names.
+        A dummy microbatch adds only the names of its terms.
         """
         if step.is_dummy:
             nothing = {name: Term(self._scalar(0.0), 0.0) for name in terms}
@@ -309,10 +309,10 @@ class OpenUpdate:
         return detached
 
     def close(self, weight: float | None, max_norm: float | None) -> tuple[Update, float | Tensor | None]:
-        """What the update was, and the factor that its gradient still lacks (None: nothing; 0.0: there is no weight).
+        """Return the update, and the missing factor of its gradient (None: none is missing; 0.0: there is no weight).
 
-        ``weight`` replaces the divisor; ``max_norm`` is only held against the other ranks'. Ends with one small message
-        between devices. Raises `LossContractError`, on the CPU, where counted and returned weights differ.
+        ``weight`` replaces the divisor. ``max_norm`` is only compared with the other ranks'. This sends one small
+        message between devices. On the CPU, raises `LossContractError` if counted and returned weights differ.
         """
         own = sorted(self._differentiable)
         if weight is not None and len(own) > 1:
@@ -323,13 +323,13 @@ class OpenUpdate:
         totals, weights = rows[:, 4 : 4 + 2 * len(names)].sum(0).reshape(2, -1)  # [terms], [terms]
         if weight is not None:
             weights = torch.cat([torch.full_like(weights[:1], weight), weights[1:]])
-        num_own = len(own)  # they come first, the metrics after them
+        num_own = len(own)  # differentiable terms come first, then the metrics
         quotients = totals / weights
         has_weight = weights[:num_own] > 0
         loss = torch.where(has_weight, quotients[:num_own], 0.0).sum() / has_weight.any()  # 0 / 0 without any weight
         agree = ~rows[:, 0].any() & (rows[:, 3] == rows[0, 3]).all()
         if num_own > 1:
-            agree = agree & ~torch.isinf(quotients[:num_own]).any()  # a total, and nothing to divide it by
+            agree = agree & ~torch.isinf(quotients[:num_own]).any()  # a total without a weight
         whole = weights[0] if num_own else torch.zeros_like(loss)
         update = Update(
             loss=loss,
@@ -350,7 +350,7 @@ class OpenUpdate:
     def _missing_factor(self, terms: list[str], whole: Tensor, weight: float | None) -> float | Tensor | None:
         if not terms:
             return 0.0
-        if len(terms) > 1:  # each total has had its own divisor, in the only call
+        if len(terms) > 1:  # each total was divided by its own divisor, in the only call
             return None if any(any(each.values()) for each in self._announced) else 0.0
         divisor = _of(self._divisors, terms[0]) or 1.0
         counted = [_of(each, terms[0]) for each in self._announced] if self._all_announced else [None]
@@ -414,5 +414,5 @@ def add_terms(sums: dict[str, Term], terms: Mapping[str, Term]) -> None:
 
 
 def _of(weights: Mapping[str, float], name: str) -> float | None:
-    """The weight of a term; what was counted without a name is the weight of the only differentiable term."""
+    """Return the weight of a term. A weight without a name belongs to the only differentiable term."""
     return weights.get(name, weights.get(PAIR_NAME) if len(weights) == 1 else None)

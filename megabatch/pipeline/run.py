@@ -1,7 +1,7 @@
-"""The way through torch's pipeline schedules: one step runs all microbatches of a call.
+"""Runs a call through torch's pipeline schedules: one schedule step runs all microbatches.
 
-The loss stays what it is. On every rank it is called with something that only notes what the model is given, and on the
-last stage once more, with something that returns what the stages computed from that.
+The user's loss function needs no change. Every rank calls it with a `_Recorder` in place of the model, which records
+the model's inputs. The last stage calls it again with an `_Answer`, which returns the output of the stages.
 """
 
 import math
@@ -37,14 +37,14 @@ from megabatch.wrappers.mesh import DataRanks
 
 __all__ = ["Pipeline", "evaluate"]
 
-Named = list[tuple[str, bool, float | None]]  # of a microbatch: terms, whether differentiable, weights of the host
+Named = list[tuple[str, bool, float | None]]  # a microbatch's terms: name, has a graph, weight if on the host
 
 
 def fill_up_schedule(wrapper: Wrapper, prepared: PreparedBatch, call: CallPlan) -> CallPlan:
-    """Return the call's plan with as many dummy microbatches more as the schedule needs; the same on all ranks."""
+    """Return the call's plan with the additional dummy microbatches that the schedule needs, the same on all ranks."""
     assert isinstance(wrapper, PipelineWrapper)
     num_microbatches = wrapper.pipeline.filled(call.num_microbatches)
-    dummy = call.dummy or prepared.dummy  # without the former this rank has samples
+    dummy = call.dummy or prepared.dummy  # if call.dummy is None, this rank has samples
     return replace(call, num_microbatches=num_microbatches, dummy=dummy)
 
 
@@ -52,10 +52,10 @@ def run_schedule(
     loss_fn: LossFunction | JointLoss, prepared: PreparedBatch, call: CallPlan, wrapper: Wrapper,
     opened: OpenUpdate,
 ) -> dict[str, Term]:  # fmt: skip
-    """Add a call's gradient to the open update; return its sums, the same on every stage.
+    """Add a call's gradient to the open update. Return its sums, the same on every stage.
 
-    What the loss or a stage raises is raised on all ranks, when the step has come to its end. A stage that leaves its
-    wrapper's collectives half-way keeps its data ranks waiting, as it does without a pipeline.
+    An error of the loss or of a stage is raised on all ranks at the end of the schedule step. A stage that fails in the
+    middle of its wrapper's collectives keeps its data ranks waiting, as it does without a pipeline.
     """
     assert isinstance(wrapper, PipelineWrapper)
     if takes_divisor(loss_fn):
@@ -79,17 +79,18 @@ def run_schedule(
     sums: dict[str, Term] = {}
     for terms, step in zip(last.told(device), last.steps, strict=True):
         if not model.has_last_stage:
-            opened.objective(terms, step)  # to note what it has noted on the last stage
+            opened.objective(terms, step)  # to record the differentiable terms, as on the last stage
         add_terms(sums, opened.add(terms, step))
     return sums
 
 
 def evaluate(model: Pipeline, microbatches: Sequence[Microbatch], loss_fn: LossFunction) -> list[dict[str, Term]]:
-    """The terms of each microbatch, forward only; the same on every stage. Collective over all ranks of the mesh.
+    """Run the forward only and return the terms of each microbatch, the same on every stage.
 
-    The microbatches are on the model's device, as many on every rank, and the same along pp and tp. Where gradients are
-    enabled the terms show which of them carry one, though none is computed. What forwards gather of sharded parameters
-    is let go; dropout and the like are as ``model.eval()`` or ``model.train()`` have left them.
+    Collective over all ranks of the mesh. The microbatches must be on the model's device. Every rank needs the same
+    number of them, and ranks along pp and tp need the same microbatches. With gradients enabled, ``requires_grad`` of
+    the totals shows which terms are differentiable, but no gradient is computed. Gathered parameters are resharded
+    afterwards. Dropout follows ``model.eval()`` and ``model.train()``.
     """
     device = next(model.parameters()).device
 
@@ -116,7 +117,7 @@ def evaluate(model: Pipeline, microbatches: Sequence[Microbatch], loss_fn: LossF
 
 
 class _Called(BaseException):
-    """The model was called. Not an Exception, so that a loss that handles those lets it pass."""
+    """Raised when the loss calls the model. Not an `Exception`, so that ``except Exception`` in a loss lets it pass."""
 
     def __init__(self, inputs: Inputs) -> None:
         super().__init__()
@@ -124,7 +125,7 @@ class _Called(BaseException):
 
 
 class _Recorder:
-    """Stands for the model until it is called."""
+    """A substitute for the model that raises `_Called` with its inputs."""
 
     def __init__(self, device: torch.device, trains: bool) -> None:
         self._device, self._trains = device, trains
@@ -150,7 +151,7 @@ class _Recorder:
 
 
 def _recorded(loss_fn: LossFunction, step: MicrobatchStep, device: torch.device, trains: bool) -> Inputs:
-    """What the loss gives the model for a microbatch."""
+    """Return the inputs that the loss gives the model for a microbatch."""
     before = random_state.note(device)
     try:
         loss_fn(_Recorder(device, trains), step.microbatch)
@@ -176,16 +177,16 @@ def _recorded_by_all(
     device: torch.device,
     loss_factor: float | None,
 ) -> tuple[list[MicrobatchStep], list[Inputs]]:
-    """The turns, and what the loss gives the model in each; every rank knows that they are well on all the others.
+    """Return the microbatch steps and the model's inputs in each, after a check on all ranks.
 
-    Without a ``loss_factor`` nothing is differentiated.
+    An error on one rank is raised on all ranks. Without a ``loss_factor`` nothing is differentiated.
     """
     made, calls, failure, ranks, trains = [], [], None, model.ranks, loss_factor is not None
     try:
         made = make()
         calls = [_recorded(loss_fn, step, device, trains) for step in made]
         in_one_shape(calls)
-    except Exception as error:  # whatever the user's loss raises, the other ranks must hear of it
+    except Exception as error:  # the user's loss may raise anything, and the other ranks must know
         failure = error
     seen = fingerprint([step.microbatch for step in made])
     number = sum(trains or not step.is_dummy for step in made)
@@ -206,7 +207,7 @@ def _recorded_by_all(
 
 
 def _raise_told(ranks: DataRanks, failure: tuple[int, Exception] | None) -> None:
-    """Raise on all ranks what the first stage met that met anything: others may have failed for its sake."""
+    """Raise the error of the first failed stage on all ranks. It may have caused the failures of later stages."""
     stage, error = failure or (math.inf, None)
     first = min(told for (told,) in ranks.exchange([float(stage)]))
     if first < math.inf:
@@ -214,7 +215,7 @@ def _raise_told(ranks: DataRanks, failure: tuple[int, Exception] | None) -> None
 
 
 class _Answer:
-    """Stands for the model where its output is known."""
+    """A substitute for the model that returns its known output."""
 
     def __init__(self, output: Any) -> None:
         self._output, self.num_calls = output, 0
@@ -225,9 +226,10 @@ class _Answer:
 
 
 class _LastStage:
-    """Computes losses where the last stage is; what one raises is kept, since the others wait for the step's end.
+    """Computes the losses on the last stage.
 
-    Without an ``opened`` update nothing is differentiated.
+    An error is kept until the schedule step ends, since the other ranks wait for that. Without an ``opened`` update
+    nothing is differentiated.
     """
 
     def __init__(
@@ -241,18 +243,18 @@ class _LastStage:
         self._model, self.steps, self._calls, self._loss_fn, self._opened = model, steps, calls, loss_fn, opened
         self.inputs = in_one_shape(calls)
         self._with_graph = torch.is_grad_enabled()  # here: schedules change it
-        self._terms: dict[int, dict[str, Term]] = {}  # of each microbatch that was well
-        self._failure: tuple[int, Exception] | None = None  # the first, and a number that comes after the stages
+        self._terms: dict[int, dict[str, Term]] = {}  # by index of each microbatch without an error
+        self._failure: tuple[int, Exception] | None = None  # the first error; its number is larger than any stage's
 
     def loss(self, output: Sequence[Any], index: int) -> Tensor:
-        """What is differentiated of one microbatch."""
+        """Return the scalar to differentiate for one microbatch."""
         try:
             terms = self._terms_of(output, index)
             objective = nothing_of(output)
             if self._opened is not None:
                 objective = self._opened.objective(terms, self.steps[index])
-        except Exception as error:  # of any kind: the user's loss is called in there
-            if is_out_of_memory(error):  # of which the others hear otherwise
+        except Exception as error:  # the user's loss may raise anything
+            if is_out_of_memory(error):  # the OOM broadcast reports it
                 raise
             self._failure = self._failure or (self._model.num_stages, error)
             return nothing_of(output)
@@ -260,7 +262,7 @@ class _LastStage:
         return objective
 
     def told(self, device: torch.device) -> list[dict[str, Term]]:
-        """The terms of all microbatches, on every stage. Raises on all ranks what was met on one."""
+        """Return the terms of all microbatches, on every stage. An error on one rank is raised on all ranks."""
         _raise_told(self._model.ranks, self._model.failure or self._failure)
         return _told_terms([self._terms[index] for index in sorted(self._terms)], self._model, device)
 
@@ -281,14 +283,15 @@ class _LastStage:
 
 
 def _shown(term: Term) -> Term:
-    """A term without its graph, which shows whether it had one."""
+    """Return a term without its graph. ``requires_grad`` of its total shows whether it had one."""
     return Term(term.total.detach().requires_grad_(term.total.requires_grad), term.weight)
 
 
 def _told_terms(terms: Sequence[dict[str, Term]], model: Pipeline, device: torch.device) -> list[dict[str, Term]]:
-    """The terms of all microbatches, detached, as the last stage tells them.
+    """Send the detached terms of all microbatches from the last stage to every stage, and return them.
 
-    Names and the host's weights go by a message between hosts, the rest by one between devices.
+    One message between hosts carries names and weights that are on the host. One message between devices carries the
+    remaining numbers.
     """
     named: list[Named] = [
         [(name, each.total.requires_grad, None if isinstance(each.weight, Tensor) else each.weight)

@@ -1,6 +1,7 @@
 """The stages of a model on this rank, the schedules of torch that run them, and how their gradients are reduced.
 
-torch fixes a schedule's shapes when it is made, so one is made for each shape and number of microbatches.
+torch fixes a schedule's shapes when it creates the schedule. There is therefore one schedule for each shape and number
+of microbatches.
 """
 
 import contextlib
@@ -30,23 +31,23 @@ from megabatch.wrappers.gradients import WideGradients
 from megabatch.wrappers.mesh import DataRanks, check_axes
 from megabatch.wrappers.multi_model import MultiModelWrapper
 
-KEPT_SCHEDULES = 2  # each keeps buffers as large as what a whole call sends from stage to stage
+KEPT_SCHEDULES = 2  # each keeps buffers for everything that a call sends from stage to stage
 
 
-Loss = Callable[[Any, int], Tensor]  # of the last stage's output for a microbatch
+Loss = Callable[[Any, int], Tensor]  # (output of the last stage, index of the microbatch) -> objective
 
 
 class ScheduleKind(NamedTuple):
-    """What a schedule asks for."""
+    """Requirements of a schedule."""
 
     make: Callable[..., Any]
-    per_rank: int | None  # stages; None: any number
+    per_rank: int | None  # number of stages on each rank; None: any number
     filled: Callable[[int, int, int], int]  # microbatches, ranks, stages -> microbatches that it can run
-    goes_back: bool = False  # a V: rank r holds stages r and 2 * ranks - 1 - r; else r, r + ranks, ...
+    goes_back: bool = False  # V shape: rank r holds stages r and 2 * ranks - 1 - r; else r, r + ranks, ...
     splits: bool = False  # computes gradients of weights later than those of inputs, without autograd's hooks
 
     def indices(self, rank: int, ranks: int, per_rank: int) -> list[int]:
-        """The stages of a rank along "pp"."""
+        """Return the indices of a rank's stages."""
         return [rank, 2 * ranks - 1 - rank] if self.goes_back else [rank + ranks * each for each in range(per_rank)]
 
 
@@ -78,26 +79,27 @@ SCHEDULES = {
 class Pipeline(SelfWrapped):
     """A model cut into stages that run on the ranks along the mesh's axis "pp"; give it to `GradientAccumulator`.
 
-    The first stage is called as the loss calls its model. Each later one is called with what the stage before returned
-    and with the same keyword arguments; the loss gets what the last one returns. A parameter belongs to one stage:
-    ranks cannot see that two of theirs are meant to be tied.
+    The first stage gets the arguments with which the loss calls its model. Each later stage gets the output of the
+    stage before it and the same keyword arguments. The loss gets the output of the last stage. Do not tie parameters of
+    different stages: a rank cannot detect that.
 
-    All microbatches of a call have one shape: shorter ones are filled up with copies of their last row and with zeros
-    on the right of dim 1, which the model must not mind, and the output is cut back before the loss sees it.
+    All microbatches of a call have one shape. Smaller ones are padded with copies of their last row and with zeros on
+    the right of dim 1. The model must ignore this padding. The output is cut back before the loss gets it.
 
-    The inputs of a call are on the device at once, and a stage's whole gradient is kept until its end, sharded or not.
+    All inputs of a call are on the device at once. A stage keeps its whole gradient until the end of the call, sharded
+    or not.
 
     Args:
         stages: This rank's modules, in order, each already wrapped over the mesh's other axes, or not. Rank r of R
             holds the stages r, r + R, ...; for ZBVZeroBubble and DualPipeV the stages r and 2 * R - 1 - r.
         mesh: Has the axis "pp" beside those of the data.
         schedule: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble or DualPipeV.
-        boundary: Says what goes from stage to stage: a meta tensor (or a tuple) of its shape and dtype, from the
-            model's inputs. For a language model,
+        boundary: Returns the shape and dtype of what goes from stage to stage, as a meta tensor or a tuple of them. It
+            is called with the model's inputs. For a language model,
             ``lambda input_ids: torch.empty(*input_ids.shape, width, dtype=torch.bfloat16, device="meta")``.
-        output: Says the same of what the last stage returns.
+        output: Returns the same for the output of the last stage.
 
-    Raises `PlanError` for what cannot be run exactly.
+    Raises `PlanError` for stages and schedules that cannot run exactly.
     """
 
     def __init__(
@@ -125,11 +127,11 @@ class Pipeline(SelfWrapped):
         self.num_stages = ranks * len(stages)
         self.indices = self.kind.indices(rank, ranks, len(stages))
         self.stages = nn.ModuleList()
-        for index, stage in zip(self.indices, stages, strict=True):  # by a name that no other rank's stage has
+        for index, stage in zip(self.indices, stages, strict=True):  # names that are unique over ranks
             self.stages.add_module(str(index), stage)
         self.last_rank = 0 if self.kind.goes_back else ranks - 1  # along "pp", where the loss is computed
-        self.failure: tuple[int, Exception] | None = None  # the first of the last step, and its stage
-        self.structure: pytree.TreeSpec | None = None  # of what the last stage has returned
+        self.failure: tuple[int, Exception] | None = None  # first error of the last step, with its stage
+        self.structure: pytree.TreeSpec | None = None  # of the last stage's output
         self._schedules: OrderedDict[object, Any] = OrderedDict()
         self._loss: Loss | None = None
 
@@ -140,27 +142,27 @@ class Pipeline(SelfWrapped):
 
     @cached_property
     def stage_ranks(self) -> DataRanks:
-        """Those that hold the stages of this rank's pipeline."""
+        """Ranks that hold the stages of this rank's pipeline."""
         return DataRanks(pipeline_groups=[self.group])
 
     @property
     def has_last_stage(self) -> bool:
-        """Whether the loss is computed on this rank."""
+        """True if the loss is computed on this rank."""
         return self.group.rank() == self.last_rank
 
     def filled(self, num_microbatches: int) -> int:
-        """How many microbatches the schedule must be given to run these: it may need more, dummy microbatches."""
+        """Return the number of microbatches that the schedule needs to run these. The others are dummy microbatches."""
         return num_microbatches and self.kind.filled(num_microbatches, self.group.size(), self.num_stages)
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        """Raises: the stages run together with those of other ranks."""
+        """Raise `MegabatchError`: the stages run only together with those of other ranks."""
         raise MegabatchError(
             "a Pipeline cannot be called; give it to GradientAccumulator, whose forward_backward runs it, and in the "
             "loss call the model that it is given"
         )
 
     def make_wrapper(self, mesh: DeviceMesh | None) -> "PipelineWrapper":
-        """Reduces each stage by its own wrapper, over the mesh without its axis "pp"."""
+        """Return a wrapper that reduces each stage by its own wrapper, over the mesh without its axis "pp"."""
         if mesh is not None and mesh != self.mesh:
             raise PlanError("mesh= is another mesh than that of the Pipeline; leave mesh= out")
         rest = tuple(axis for axis in self.mesh.mesh_dim_names or () if axis != "pp")
@@ -173,7 +175,7 @@ class Pipeline(SelfWrapped):
         return PipelineWrapper(self, [Wrapper(stage, DataRanks()) for stage in self.stages])
 
     def step(self, inputs: Sequence[Inputs], loss: Loss, device: torch.device, *, backward: bool) -> None:
-        """Forward, and backward if wanted, of all microbatches, of one shape; the last stage asks ``loss``."""
+        """Run forward, and optionally backward, of microbatches of one shape. The last stage calls ``loss``."""
         schedule, stages = self._schedule(inputs[0], len(inputs), device, backward)
         self.failure, self._loss = None, loss
         for stage in stages:
@@ -188,7 +190,7 @@ class Pipeline(SelfWrapped):
             self._loss = None
 
     def forget(self) -> None:
-        """Drop the schedules, which a step that failed half-way leaves in disorder."""
+        """Drop the schedules. A step that failed half-way leaves them in an unusable state."""
         self._schedules.clear()
 
     def _schedule(
@@ -215,14 +217,14 @@ class Pipeline(SelfWrapped):
         return self.kind.make(given, num_microbatches, loss_fn=self._ask, scale_grads=False), made
 
     def _ask(self, output: Any, index: int) -> Tensor:
-        """The loss of the step that runs: a schedule outlives it."""
+        """Call the loss of the running step. The schedule outlives a step, so it cannot hold the loss itself."""
         return cast(Loss, self._loss)(output, index)
 
 
 class _Stage(PipelineStage):
-    """A stage that is told all shapes, and holds what it sends against them.
+    """A stage with known input and output shapes, which checks what it sends against them.
 
-    Without a backward torch's schedules still go through its steps, which then have nothing to do.
+    Without a backward, torch's schedules still call the stage's backward methods, which then do nothing.
     """
 
     def __init__(
@@ -240,17 +242,17 @@ class _Stage(PipelineStage):
         self._pipeline, self._outputs = pipeline, outputs
 
     def _post_metadata_inference_cleanup(self) -> None:
-        """Nothing: all shapes are told, so nothing was tried. torch drops gradients here, those of earlier calls."""
+        """Do nothing: all shapes are known. torch would drop the gradients of earlier calls here."""
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         try:
             found = returned = super().forward_maybe_with_nosync(*args, **kwargs)
-            if self.is_last:  # torch takes a tensor or a tuple of them, the loss whatever the model returns
+            if self.is_last:  # torch needs a tensor or a tuple, the loss the original structure
                 leaves, self._pipeline.structure = pytree.tree_flatten(found)
                 returned = tuple(leaves)
             self._check(returned)
-        except Exception as error:  # the other ranks wait for the rest of the step, so it is run to its end
-            if is_out_of_memory(error):  # of which they hear otherwise
+        except Exception as error:  # the other ranks wait for the step, so finish it
+            if is_out_of_memory(error):  # the OOM broadcast reports it
                 raise
             self._pipeline.failure = self._pipeline.failure or (self.stage_index, error)
             zeros = (torch.zeros_like(each, device=self.device) for each in self._outputs)
@@ -286,14 +288,14 @@ class _Stage(PipelineStage):
 
 
 def _keep_unsharded(stage: nn.Module) -> None:
-    """Gradients of weights are computed for those that a stage shows then: of shards none would be, in silence."""
+    """Keep FSDP2's parameters gathered after the forward: a split backward silently skips sharded weights."""
     for module in stage.modules():
         if isinstance(module, FSDPModule) and not isinstance(module, ReplicateModule):
             module.set_reshard_after_forward(False, recurse=False)
 
 
 def nothing_of(output: Any) -> Tensor:
-    """Zero, with a graph that goes back through all of an output."""
+    """Return zero, with a graph through every tensor of an output."""
     found = [each for each in pytree.tree_leaves(output) if isinstance(each, Tensor) and each.requires_grad]
     return (
         torch.stack([each.sum() * 0.0 for each in found]).sum()
@@ -317,7 +319,7 @@ class PipelineWrapper(MultiModelWrapper):
         self.stage_ranks = pipeline.stage_ranks
         self.norm_groups = list(self.stage_ranks.pipeline_groups)
         self.pipeline = pipeline
-        self.may_pause = False  # a schedule that is made inside an update drops what FSDP2 has summed
+        self.may_pause = False  # a schedule created inside an update drops FSDP2's sums
 
     def accumulate_in(self, wide: WideGradients) -> None:
         if wide.widens:
@@ -335,15 +337,15 @@ class PipelineWrapper(MultiModelWrapper):
 
     @contextlib.contextmanager
     def microbatch(self, policy: str, *, last: bool) -> Generator[None]:
-        """Nothing: a microbatch does not run by itself, see `call`."""
+        """Do nothing: a microbatch does not run by itself, see `call`."""
         yield
 
     def finish_call(self) -> None:
-        """Nothing: see `call`."""
+        """Do nothing: see `call`."""
 
     @contextlib.contextmanager
     def call(self) -> Generator[None]:
-        """Surrounds the step that runs all microbatches of a call."""
+        """Surround the step that runs all microbatches of a call."""
         with super().microbatch("last", last=True):
             yield
         super().finish_call()
@@ -354,7 +356,7 @@ class PipelineWrapper(MultiModelWrapper):
 
 
 def check_stage(stage: nn.Module, schedule: str) -> None:
-    """Refuse a stage with nothing to train, or in a wrapper that would reduce when it should not."""
+    """Refuse a stage without trained parameters, or in a wrapper that would reduce at the wrong time."""
     wrapped = cast(nn.Module, original_of(stage))
     if not any(parameter.requires_grad for parameter in stage.parameters()):
         raise PlanError("no parameter of a stage requires a gradient; cut the model so that every stage trains some")

@@ -1,7 +1,7 @@
-"""A model without a wrapper: gradients stay on their rank and are summed once per update.
+"""The base class of wrappers, which also serves a model without one: gradients are summed once per update.
 
-A reducer is what the other modules know of a wrapper. Its ``loss_factor`` undoes the wrapper's own division, so that
-gradients come out summed over data and context ranks, in every wrapper and under every policy.
+A `Wrapper` object is the interface through which the library uses DDP, FSDP and the like. Its ``loss_factor`` undoes
+the wrapper's own division. Gradients are therefore sums over data and context ranks, under every sync policy.
 """
 
 import contextlib
@@ -39,12 +39,12 @@ class Wrapper:
 
     kind_name = "no wrapper"
     loss_factor = 1.0
-    hands_over_in_backward = False  # each whole gradient, as soon as it is reduced
+    hands_over_in_backward = False  # each gradient is complete in ``p.grad`` as soon as it is reduced, during backward
     is_pipeline = False  # the microbatches of a call run together
-    one_shape = False  # whether microbatches are filled up to the largest of a call
-    forwards_meet = False  # whether ranks wait for each other in every module that is called
-    replaces_gradients = False  # whether the wrapper lays other views into ``p.grad`` by itself
-    may_pause = True  # whether all of an open update's gradient is in ``p.grad`` between two calls
+    one_shape = False  # microbatches are padded to the largest of a call
+    forwards_meet = False  # ranks wait for each other in every module that is called
+    replaces_gradients = False  # the wrapper itself sets ``p.grad`` to other views
+    may_pause = True  # between two calls, the whole gradient of an open update is in ``p.grad``
     collectives = 0  # hash of what was gathered and reduced in this update, in order
     is_counting: bool | None = None  # the microbatch that runs: False for a dummy microbatch
 
@@ -52,11 +52,11 @@ class Wrapper:
         self.ranks = ranks
         self.parameters = trainable(model)
         self._dtypes = [each.dtype for each in self.parameters]
-        self.device = next(model.parameters()).device  # of what the model reads
-        self.norm_groups: list[dist.ProcessGroup] = []  # ranks that hold parts of the gradient which no DTensor tells
+        self.device = next(model.parameters()).device  # where the model expects its inputs
+        self.norm_groups: list[dist.ProcessGroup] = []  # ranks with further parts of the gradient, not in a DTensor
         self._wide = WideGradients(self.parameters, None)
         self._model = model
-        self.models = [model]  # those that are called
+        self.models = [model]  # the models that the loss calls
         refuse_float16((f"parameter {name!r}", each.dtype) for name, each in model.named_parameters())
 
     def note_collective(self, number: int) -> None:
@@ -64,18 +64,18 @@ class Wrapper:
         self.collectives = zlib.crc32(number.to_bytes(8), self.collectives)
 
     def accumulate_in(self, wide: WideGradients) -> None:
-        """Take in that gradients are added wider. Raises `PlanError` where the wrapper would round them before."""
+        """Add gradients in a wider dtype. Raises `PlanError` if the wrapper would round them before."""
         self._wide = wide
 
     def check_unchanged(self) -> None:
-        """Raise `PlanError` where an update would be reduced otherwise than what was looked at in the beginning."""
+        """Raise `PlanError` if parameters were frozen, unfrozen, added, replaced or cast since the constructor."""
         now = [each for each in self._model.parameters() if each.requires_grad]
         if len(now) != len(self.parameters) or any(a is not b for a, b in zip(now, self.parameters, strict=True)):
             raise PlanError(CHANGED)
         self.check_parameters()
 
     def check_parameters(self) -> None:
-        """Raise `PlanError` for parameters that were cast, and those with hooks that would see single microbatches."""
+        """Raise `PlanError` for parameters that were cast, and for hooks that would see gradients of one microbatch."""
         dtypes = [each.dtype for each in self.parameters]
         if dtypes != self._dtypes:
             was, now = next((was, now) for was, now in zip(self._dtypes, dtypes, strict=True) if was != now)
@@ -92,16 +92,16 @@ class Wrapper:
 
     @property
     def runs_alone(self) -> bool:
-        """Whether the microbatch that runs needs no other rank, so that it can be run again in parts."""
+        """True if the running microbatch needs no other rank, so that it can run again in parts."""
         return self.ranks.num_all == self.ranks.degree
 
     @property
     def accumulating(self) -> Sequence[nn.Parameter]:
-        """The parameters in whose ``grad`` autograd adds up."""
+        """The parameters whose ``grad`` autograd adds to."""
         return self.parameters
 
     def choose(self, policy: str) -> Choice:
-        """The policy to follow. Raises `PlanError` for one that this wrapper does not have."""
+        """Return the sync policy and its reason. Raises `PlanError` for a policy that this wrapper does not support."""
         self._refuse_replica_last(policy)
         if self.ranks.num_weighing == 1:
             return "last", "one rank, nothing to reduce"
@@ -109,14 +109,14 @@ class Wrapper:
 
     @contextlib.contextmanager
     def microbatch(self, policy: str, *, last: bool) -> Generator[None]:
-        """Surrounds the forward and backward of one microbatch; ``last`` of its call."""
+        """Surround the forward and backward of one microbatch. ``last`` is True for the last of its call."""
         yield
 
     def finish_call(self) -> None:
-        """After the last backward of a call: what had to be reduced was reduced, or an error says so."""
+        """Check, after the last backward of a call, that every gradient was reduced. Raise an error otherwise."""
 
     def finish_update(self) -> None:
-        """After the last call: gradients are summed over ranks from here on."""
+        """Sum the gradients over ranks, after the last call of an update."""
         with torch.no_grad():
             self._agree_on_layouts()
             gradients = [each.grad for each in map(_replicated, self.parameters) if each.grad is not None]
@@ -126,10 +126,10 @@ class Wrapper:
                     cast(dist.Work, work).wait()
 
     def discard(self) -> None:
-        """Drop what an update that failed half-way has left, outside of ``p.grad``."""
+        """Drop the state outside of ``p.grad`` that an update which failed half-way has left."""
 
     def _agree_on_layouts(self) -> None:
-        """Let ranks sum gradients of one layout: zeros where only others have one, dense where layouts differ."""
+        """Give all ranks gradients of one layout: zeros if only other ranks have one, dense if layouts differ."""
         if self.ranks.num_weighing == 1:
             return
         layouts = self.ranks.exchange([_layout(parameter.grad) for parameter in self.parameters])
@@ -150,20 +150,20 @@ class Wrapper:
 
 
 class SelfWrapped(nn.Module):
-    """A model that knows its wrapper: of modules that need more than the wrapper of each."""
+    """A model that makes its own wrapper, since its modules need more than the wrapper of each."""
 
     def make_wrapper(self, mesh: DeviceMesh | None) -> Wrapper:
-        """The wrapper by which gradients are summed. Raises `PlanError` for a mesh that is not the model's."""
+        """Return the wrapper that sums the gradients. Raises `PlanError` for a mesh that is not the model's."""
         raise NotImplementedError
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that get a gradient."""
+    """Return the parameters that require a gradient."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def _foreign_hooks(parameter: nn.Parameter) -> list[str]:
-    """Names of hooks on a parameter's gradient that are neither torch's nor ours."""
+    """Return the names of hooks on a parameter's gradient that belong neither to torch nor to megabatch."""
     hooks = [*hooks_before_grad(parameter), *hooks_after_grad(parameter)]
     homes = {hook: getattr(getattr(hook, "func", hook), "__module__", None) or "" for hook in hooks}
     foreign = [hook for hook, home in homes.items() if home.partition(".")[0] not in ("torch", "megabatch")]
@@ -172,19 +172,19 @@ def _foreign_hooks(parameter: nn.Parameter) -> list[str]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, on the same memory."""
+    """Return this rank's part of a tensor, on the same memory."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def _layout(gradient: Tensor | None) -> int:
-    """`NO_GRADIENT`, `DENSE`, or for a sparse one (COO) that many more as it has sparse dimensions."""
+    """Return `NO_GRADIENT`, `DENSE`, or for a sparse gradient (COO) `DENSE` plus its number of sparse dimensions."""
     if gradient is None:
         return NO_GRADIENT
     return DENSE + (gradient.sparse_dim() if gradient.layout == torch.sparse_coo else 0)
 
 
 def _zeros_of(parameter: nn.Parameter, sparse_dims: int, dtype: torch.dtype) -> Tensor:
-    """Zeros for a gradient, dense, or sparse in the first ``sparse_dims`` dimensions."""
+    """Return zeros for a gradient, dense, or sparse in the first ``sparse_dims`` dimensions."""
     if not sparse_dims:
         return torch.zeros_like(parameter, dtype=dtype)
     index = torch.empty(sparse_dims, 0, dtype=torch.int64, device=parameter.device)
@@ -195,9 +195,9 @@ def _zeros_of(parameter: nn.Parameter, sparse_dims: int, dtype: torch.dtype) -> 
 
 
 def _replicated(parameter: nn.Parameter) -> nn.Parameter:
-    """The parameter, its gradient summed over the ranks that hold it where each has a part of the sum.
+    """Return the parameter, and sum its gradient if that is a partial DTensor.
 
-    Sequence parallel leaves the gradients of norms so; whoever reads them would sum them again and again.
+    Sequence parallelism leaves partial gradients in norm layers. Without this, each reader would sum them again.
     """
     gradient = parameter.grad
     if is_dtensor(gradient) and any(map(is_partial, gradient.placements)):

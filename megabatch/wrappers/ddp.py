@@ -1,4 +1,4 @@
-"""DDP: averages what it reduces. What is equal on all ranks already is its own mean, so any policy is right."""
+"""DDP: all-reduce that averages. The mean of equal gradients is the same gradient, so every policy is exact."""
 
 import contextlib
 import weakref
@@ -26,11 +26,11 @@ from megabatch.wrappers.checks import check_ddp_precision
 from megabatch.wrappers.gradients import WideGradients
 from megabatch.wrappers.mesh import DataRanks
 
-# torch's own hooks that average over the ranks as DDP does. float16 turns small gradients into zeros, those of a loss
-# that is divided by its weight, so its hook is not among them.
+# torch's own hooks that average over the ranks as DDP does. The float16 hook is left out: a loss that is divided by its
+# weight has small gradients, which float16 rounds to zero.
 HOME_OF_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 AVERAGING_HOOKS = ("allreduce_hook", "bf16_compress_hook")
-_KEPT = "megabatch: kept"  # on a node of autograd
+_KEPT = "megabatch: kept"  # key in the metadata of an autograd node
 
 
 class DDPWrapper(Wrapper):
@@ -47,13 +47,13 @@ class DDPWrapper(Wrapper):
         self.ddp, self._hooks = ddp, comm_hooks(ddp)
         self._first_of_static_graph = bool(ddp.static_graph)
         self._went_through_ddp = False
-        self._is_reducing = self._is_preparing = False  # in the microbatch that runs; before the model's own forward
+        self._is_reducing = self._is_preparing = False  # the microbatch reduces; DDP's forward is before the model's
         self._is_local = False  # gradients stay on their rank until the update ends
         ddp.register_forward_pre_hook(_noting(self._note_forward))
         ddp.module.register_forward_pre_hook(_noting(self._note_inside))
 
     def accumulate_in(self, wide: WideGradients) -> None:
-        """DDP's buckets are of the parameters' dtype, so what is wider stays out of them and is summed here."""
+        """Add gradients in a wider dtype. DDP's buckets have the parameters' dtype, so `finish_update` sums here."""
         super().accumulate_in(wide)
         if not wide.widens:
             return
@@ -66,7 +66,7 @@ class DDPWrapper(Wrapper):
 
     def check_unchanged(self) -> None:
         super().check_unchanged()
-        if comm_hooks(self.ddp) != self._hooks:  # one was registered since
+        if comm_hooks(self.ddp) != self._hooks:  # a hook was registered since
             _check_comm_hooks(self.ddp)
             self._hooks = comm_hooks(self.ddp)
             self.accumulate_in(self._wide)
@@ -78,7 +78,7 @@ class DDPWrapper(Wrapper):
 
     def _note_forward(self, *_: object) -> None:
         self._is_preparing = True
-        self._went_through_ddp |= torch.is_grad_enabled()  # without, DDP prepares no reduction
+        self._went_through_ddp |= torch.is_grad_enabled()  # without gradients, DDP prepares no reduction
 
     def _note_inside(self, *_: object) -> None:
         self._is_preparing = False
@@ -107,8 +107,8 @@ class DDPWrapper(Wrapper):
         self._went_through_ddp, self._is_reducing = False, reduce
         with contextlib.nullcontext() if reduce else self.ddp.no_sync():
             yield
-        if reduce and self.ddp.gradient_as_bucket_view:  # else the next forward makes buckets, and other views, anew
-            with contextlib.suppress(RuntimeError):  # where something was left unreduced, which finish_call tells
+        if reduce and self.ddp.gradient_as_bucket_view:  # else the next forward rebuilds buckets and views
+            with contextlib.suppress(RuntimeError):  # something is unreduced; finish_call raises an error
                 rebuild_buckets(self.ddp)
 
     def finish_call(self) -> None:
@@ -133,7 +133,7 @@ class DDPWrapper(Wrapper):
             ) from None
 
     def finish_update(self) -> None:
-        """DDP has reduced, unless gradients are wider than its buckets."""
+        """Sum the gradients if they are wider than DDP's buckets. Otherwise DDP has reduced them already."""
         if self._is_local:
             super().finish_update()
 
@@ -187,13 +187,13 @@ def _noting_group(
 
 
 def _stranding(error: MegabatchError) -> MegabatchError:
-    """An error of this rank, for whose buckets the others may wait."""
+    """Mark an error after which the other ranks may wait for this rank's buckets."""
     error.strands_others = True
     return error
 
 
 def _noting(method: Callable[..., None]) -> Callable[..., None]:
-    """The method as a hook, which a copy of the module does not take the reducer along with."""
+    """Return the method as a hook with a weak reference, so that a copy of the module does not copy the wrapper."""
     reference = weakref.WeakMethod(method)
 
     def note(*_: object) -> None:
@@ -204,7 +204,7 @@ def _noting(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def _check_comm_hooks(ddp: DistributedDataParallel) -> None:
-    """Refuse a communication hook that is not one of torch's that average, over DDP's own ranks."""
+    """Refuse a communication hook unless it is one of torch's averaging hooks over DDP's own ranks."""
     for hook, state in comm_hooks(ddp):
         name = getattr(hook, "__name__", type(hook).__name__)
         is_known = name in AVERAGING_HOOKS and hook.__module__ == HOME_OF_HOOKS
@@ -222,7 +222,7 @@ def _check_comm_hooks(ddp: DistributedDataParallel) -> None:
 
 
 def _check_buckets(ddp: DistributedDataParallel, trained: Sequence[nn.Parameter]) -> None:
-    """Refuse where DDP reduces other parameters than those that are trained: as many may have been exchanged."""
+    """Refuse a model whose trained parameters are not exactly those that DDP reduces. Equal numbers do not suffice."""
     if (number := num_reduced(ddp)) != len(trained):
         raise PlanError(
             f"{len(trained)} parameters require a gradient but DDP reduces {number}; freeze and unfreeze before "
@@ -236,17 +236,18 @@ def _check_buckets(ddp: DistributedDataParallel, trained: Sequence[nn.Parameter]
 
 
 def _is_reduced(parameter: nn.Parameter) -> bool:
-    """Whether DDP has a hook where autograd accumulates: it keeps that node, which otherwise ends with its graph.
+    """Return True if DDP has a hook on the node that accumulates the parameter's gradient.
 
-    DDP does not tell which parameters it was given, and what is written on a node is there for as long as the node is.
+    DDP does not say which parameters it was given. Its hook keeps the node alive, which otherwise ends with its graph.
+    Metadata on the node therefore persists only with DDP's hook.
     """
-    if is_fake(parameter):  # of a simulated model, which has no DDP
+    if is_fake(parameter):  # a simulated model has no real DDP
         return True
     _node_of(parameter).metadata[_KEPT] = True
     return _KEPT in _node_of(parameter).metadata
 
 
 def _node_of(parameter: nn.Parameter) -> Any:
-    """Where autograd accumulates its gradient."""
+    """Return the autograd node that accumulates the parameter's gradient."""
     with torch.enable_grad():
         return cast(Any, parameter.view_as(parameter)).grad_fn.next_functions[0][0]

@@ -1,6 +1,6 @@
-"""The gradients in ``p.grad``: their dtype, and drop, scale, norm and clip over plain tensors and DTensors alike.
+"""The gradients in ``p.grad``: dtype, drop, scale, norm and clip, for plain tensors and DTensors.
 
-float16 is refused. The functions at the end follow autograd's graph from a loss to the leaves.
+float16 is refused. The functions at the end of the file follow autograd's graph from a loss to the leaves.
 """
 
 import contextlib
@@ -22,15 +22,15 @@ UNDERFLOW = "dividing the loss by the update's weight before backward underflows
 
 
 class WideGradients:
-    """Adds gradients in a wider dtype than the parameters', and hands them to the optimizer in the parameters'.
+    """Adds gradients in a wider dtype than the parameters', and rounds them for the optimizer at the end.
 
-    Between `begin` and `finish` every ``p.grad`` is of that dtype: a backward's own gradient is widened and freed
-    parameter by parameter, and what follows is added to it in place. Without a parameter to widen nothing is done.
-    FSDP2 is told to hand over what it has reduced in that dtype too; autograd hands over the parameter's.
+    Between `begin` and `finish` every ``p.grad`` has that dtype. The first backward of a parameter creates a gradient
+    in the parameter's dtype, which is widened and freed. Later backwards add to the wide gradient in place. FSDP2
+    returns its reduced gradients in the wide dtype directly. Without a parameter to widen, nothing happens.
 
     Args:
-        parameters: Those that are trained; plain, or the shards of FSDP2.
-        dtype: What to add in. None: each parameter's own.
+        parameters: The trained parameters, plain or shards of FSDP2.
+        dtype: The dtype to add in. None uses each parameter's own.
 
     Raises `PlanError` for a dtype that is coarser than a parameter's.
     """
@@ -45,38 +45,38 @@ class WideGradients:
 
     @property
     def widens(self) -> bool:
-        """Whether there is any gradient to widen."""
+        """True if there is any gradient to widen."""
         return bool(self._widened)
 
     def begin(self) -> None:
-        """Before the first microbatch of an update, when no ``p.grad`` is left of the last."""
+        """Start to widen, before the first microbatch of an update, when every old ``p.grad`` is None."""
         self.discard()
         method = weakref.WeakMethod(self._widen)
 
         def widen(parameter: Tensor) -> None:
-            if (alive := method()) is not None:  # an accumulator that is gone widens nothing
+            if (alive := method()) is not None:  # a deleted accumulator widens nothing
                 alive(parameter)
 
         for parameter in self._widened:
-            # It stays: a dtype written here would outlive model.float(), and None is what any gradient fits.
+            # None accepts any dtype. This stays after the update; a dtype here would be wrong after model.float().
             cast(Any, parameter).grad_dtype = None
             self._hooks.append(parameter.register_post_accumulate_grad_hook(widen))
 
     def finish(self) -> None:
-        """When nothing more is done to the gradients: ``p.grad`` is of the parameter's dtype again, rounded once."""
+        """Round every ``p.grad`` to the parameter's dtype, once, when the gradients are complete."""
         self.discard()
         for parameter in self._widened:
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.to(parameter.dtype)
 
     def discard(self) -> None:
-        """Let go of the update, done or abandoned."""
+        """Remove the hooks, after an update that was finished or abandoned."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
-        """The dtype of the parameter's gradient while an update is open."""
+        """Return the dtype of the parameter's gradient while an update is open."""
         return parameter.dtype if self.dtype is None else self.dtype
 
     def _widen(self, parameter: Tensor) -> None:
@@ -87,7 +87,7 @@ class WideGradients:
 def check_reduction(
     wide: WideGradients, parameters: Sequence[nn.Parameter], dtypes: Iterable[torch.dtype | None]
 ) -> None:
-    """Refuse a wrapper of ``parameters`` that sums in a coarser dtype than ``wide`` does; None is the parameter's."""
+    """Refuse a wrapper that reduces in a coarser dtype than ``wide``. None in ``dtypes`` is the parameter's own."""
     own = [parameter.dtype for parameter in parameters]
     for used in {each or mine for each in dtypes for mine in own} if wide.widens else ():
         if torch.finfo(used).eps > torch.finfo(wide.dtype or used).eps:
@@ -98,7 +98,7 @@ def check_reduction(
 
 
 def refuse_float16(dtypes: Iterable[tuple[str, torch.dtype | None]]) -> None:
-    """Refuse what computes in float16, of ``(what it is, its dtype)``."""
+    """Raise `PlanError` for every float16 in the pairs ``(name for the error, dtype)``."""
     for what, dtype in dtypes:
         if dtype == torch.float16:
             raise PlanError(f"{what} is torch.float16; {UNDERFLOW}")
@@ -106,7 +106,7 @@ def refuse_float16(dtypes: Iterable[tuple[str, torch.dtype | None]]) -> None:
 
 @contextlib.contextmanager
 def no_float16_autocast(models: Sequence[nn.Module]) -> Generator[None]:
-    """While it is open, a forward of ``models`` under an autocast to float16 is refused."""
+    """Refuse forwards of ``models`` under an autocast to float16, while this context is open."""
 
     def look(*_: object) -> None:
         for device in ("cpu", "cuda"):
@@ -135,9 +135,9 @@ def drop_gradients(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def separate_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Give every gradient memory of its own: what is done to one in place would else be done to another.
+    """Give every gradient its own memory, since an in-place change of shared memory would change both gradients.
 
-    Autograd hands two parameters one tensor where a model uses their sum: ``x + (pos[None] + kind[None])``.
+    Autograd gives two parameters one gradient tensor if a model uses their sum: ``x + (pos[None] + kind[None])``.
     """
     starts: set[int] = set()
     for parameter in parameters:
@@ -156,16 +156,16 @@ def scale_gradients(parameters: Sequence[nn.Parameter], factor: float | Tensor) 
     """Multiply every gradient by ``factor``, in one pass."""
     for group in _groups(parameters):
         own = factor
-        if isinstance(factor, Tensor):  # foreach takes a scalar of its own precision; float64 is for float64 alone
+        if isinstance(factor, Tensor):  # foreach needs a scalar of matching precision: float64 only for float64
             is_double = group[0].dtype in (torch.float64, torch.complex128)
             own = factor.to(group[0].device, torch.float64 if is_double else torch.float32)
         multiply_all(group, own)
 
 
 def total_norm(parameters: Sequence[nn.Parameter], groups: Sequence[dist.ProcessGroup] = ()) -> Tensor:
-    """2-norm over the gradients of all parameters, over all shards: a scalar on the device.
+    """Return the 2-norm of the gradients of all parameters, over all shards, as a scalar on the device.
 
-    ``groups`` are of ranks that hold further parts of the gradient, which no DTensor tells of.
+    ``groups`` are process groups whose ranks hold further parts of the gradient that no DTensor describes.
     """
     norms = [_full(torch.nn.utils.get_total_norm(list(map(_values, group)))) for group in _groups(parameters)]
     if not norms and not groups:
@@ -174,7 +174,7 @@ def total_norm(parameters: Sequence[nn.Parameter], groups: Sequence[dist.Process
         norms = [torch.zeros((), dtype=parameters[0].dtype, device=parameters[0].device)]
     if len(norms) == 1 and not groups:
         return norms[0]
-    dtype = accumulation_dtype(norms[0].device)  # one for all ranks, whatever their parameters are
+    dtype = accumulation_dtype(norms[0].device)  # the same on all ranks, whatever their parameters' dtypes
     norm = torch.linalg.vector_norm(torch.stack([each.to(norms[0].device, dtype) for each in norms]))
     for group in groups:
         square = norm.square()
@@ -189,7 +189,7 @@ def clip_gradients(
     factor: float | Tensor | None = None,
     groups: Sequence[dist.ProcessGroup] = (),
 ) -> Tensor:
-    """Multiply every gradient by ``factor``, then clip to ``max_norm``, in one pass; returns the norm in between.
+    """Multiply every gradient by ``factor``, then clip to ``max_norm``, in one pass. Return the norm before the clip.
 
     Clipping follows torch: ``g * min(1, max_norm / (norm + 1e-6))``. ``groups`` as in `total_norm`.
     """
@@ -204,7 +204,7 @@ def clip_gradients(
 
 
 def _groups(parameters: Sequence[nn.Parameter]) -> list[list[Tensor]]:
-    """Gradients that one foreach call can take: of one kind and dtype, on one device and mesh."""
+    """Group the gradients by mesh, device and dtype, so that one foreach call can take each group."""
     groups: dict[object, list[Tensor]] = {}
     for parameter in parameters:
         gradient = parameter.grad
@@ -215,7 +215,7 @@ def _groups(parameters: Sequence[nn.Parameter]) -> list[list[Tensor]]:
 
 
 def _values(gradient: Tensor) -> Tensor:
-    """What is not zero in a sparse gradient, each element once; a dense one as it is."""
+    """Return the values of a sparse gradient, each element once. Return a dense gradient unchanged."""
     return gradient.coalesce().values() if gradient.layout == torch.sparse_coo else gradient
 
 
@@ -224,14 +224,14 @@ def _full(norm: Tensor) -> Tensor:
 
 
 def graph_leaves(totals: Sequence[Tensor]) -> Generator[Tensor]:
-    """Every leaf that carries a gradient and that a total depends on, as far as the graph tells."""
+    """Yield every leaf in the graph of the totals that carries a gradient."""
     for node in _graph(totals):
         if (leaf := _leaf(node)) is not None:
             yield leaf
 
 
 def find_functions(totals: Sequence[Tensor]) -> list[Any]:
-    """Nodes of the user's own functions that return scalars or vectors, as losses do, on the way to totals."""
+    """Return the nodes of user-written autograd functions near the totals, which return scalars or vectors."""
     pending: list[Any] = [torch.autograd.graph.get_gradient_edge(total).node for total in totals]
     seen: set[Any] = set()
     found: list[Any] = []
@@ -249,22 +249,22 @@ def find_functions(totals: Sequence[Tensor]) -> list[Any]:
 
 
 def name_of_function(node: Any) -> str:
-    """The name of a function written in Python."""
+    """Return the name of an autograd function written in Python."""
     return class_of_function(node).__name__
 
 
 @torch.no_grad()
 def is_linear(node: Any) -> bool | None:
-    """Whether the backward of a function looks at the gradient that it is given; None where it gives nothing.
+    """Return True if the backward of a function uses the gradient that it is given. None if it returns only zeros.
 
-    It runs for twice and for half of a gradient, so that its graph is used up.
+    The backward runs for two scales of the gradient, which uses up its graph.
     """
     found: list[list[Tensor]] = []
     for scale in (2.0, 0.5):
         given = [torch.full(each.shape, scale, dtype=each.dtype, device=each.device) for each in inputs_of_node(node)]
         try:
             back = node.apply(*given)
-        except Exception:  # a second backward that the first has left nothing to
+        except Exception:  # the first backward has freed the saved tensors
             return True
         tensors = [back] if isinstance(back, Tensor) else [each for each in back if isinstance(each, Tensor)]
         found.append([each.detach().clone() for each in tensors])
@@ -273,7 +273,7 @@ def is_linear(node: Any) -> bool | None:
 
 
 def find_functions_beside(totals: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[str]:
-    """Names of the functions written in Python that a backward for ``wanted`` alone does not come to."""
+    """Return the names of Python autograd functions that a backward for ``wanted`` alone does not run."""
     graph, ids = _graph(totals), set(map(id, wanted))
     users: dict[Any, list[Any]] = {}
     for node, inputs in graph.items():
@@ -290,7 +290,7 @@ def find_functions_beside(totals: Sequence[Tensor], wanted: Sequence[Tensor]) ->
 
 
 def _graph(totals: Sequence[Tensor]) -> dict[Any, list[Any]]:
-    """Every node that totals depend on, with those of its inputs."""
+    """Return every node that the totals depend on, mapped to the nodes of its inputs."""
     pending: list[Any] = [torch.autograd.graph.get_gradient_edge(total).node for total in totals]
     graph: dict[Any, list[Any]] = {}
     while pending:
