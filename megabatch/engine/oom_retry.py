@@ -165,7 +165,7 @@ class OOMRetry:
             raise self._failure(step, rows, why or "", error) from error
 
     def _adds_up(self, step: MicrobatchStep, rows: Rows) -> bool:
-        """Whether the weights of the halves are together that of the whole, which the ranks were told."""
+        """Return True if the weights of the halves add up to the weight that was announced to the ranks."""
         weights = [self._prepared.part(half, self._weigh)[1] for half in split_in_halves(rows)]
         if any(each.keys() != step.counted.keys() for each in weights):
             return False
@@ -184,7 +184,7 @@ class OOMRetry:
             raise PartError(f"{min(missing)} is beside the way to the gradients that are still missing")
 
     def _failure(self, step: MicrobatchStep, rows: Rows, why: str, error: Exception) -> MegabatchError:
-        """The error of a microbatch that can run in no way, and what to start again with."""
+        """Return the error for a microbatch that cannot run at all. It names the settings to start again with."""
         plan, who = self._prepared.plan, whoever_runs(self._wrapper.ranks.num_all)
         bound = plan.bound_of(split_in_halves(rows)) if len(rows) > 1 else None
         if bound is not None:
@@ -204,7 +204,7 @@ class OOMRetry:
 
 
 def _share_writes(tensors: Sequence[Tensor]) -> bool:
-    """Whether writes to one count for another, as in DDP's buckets."""
+    """Return True if tensors share memory, so that a write to one counts for another, as in DDP's buckets."""
     dense = [local(tensor) for tensor in tensors if tensor.layout == torch.strided]
     return len({tensor.untyped_storage().data_ptr() for tensor in dense}) < len(dense)
 

@@ -66,7 +66,7 @@ class FSDP1Wrapper(Wrapper):
             yield
 
     def finish_update(self) -> None:
-        """Nothing is left to do: FSDP1 has reduced."""
+        """Do nothing: FSDP1 has already reduced."""
 
     def check_unchanged(self) -> None:
         for state in self._states:
@@ -93,7 +93,7 @@ class FSDP1Wrapper(Wrapper):
 
 
 def reducing_groups(model: nn.Module, fsdp: FullyShardedDataParallel) -> list[dist.ProcessGroup]:
-    """The process groups over which FSDP1 reduces every parameter. Raises `PlanError` where they differ."""
+    """Return the process groups over which FSDP1 reduces all parameters. Raises `PlanError` if they differ."""
     states = [cast(Any, module) for module in fsdp.modules() if isinstance(module, FullyShardedDataParallel)]
     if any(
         (state.process_group, state.sharding_strategy) != (fsdp.process_group, fsdp.sharding_strategy)
