@@ -2,9 +2,9 @@
 
 Memory ran out, or DDP waits for a gradient that never comes.
 
-A collective that one rank has left half-way cannot be called back, so the update is lost and the processes with it. The
-others hear of it from the store by which they found each other. Its host may be gone or frozen, so only threads speak
-with it, for which nobody waits long.
+A collective that one rank has left half-way cannot be cancelled, so the update and the processes are lost. The message
+goes through the store with which the ranks started. The store's host may be gone or frozen, so only threads use it, and
+each wait for them has a time limit.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ class OOMBroadcast:
 
     def __init__(self, ranks: DataRanks, device: torch.device) -> None:
         self._ranks, self._device = ranks, device
-        self._heard: str | None = None  # the words, as told
+        self._heard: str | None = None  # the received message
         self._own: Any = None  # a connection serves one call at a time, and the main thread's may take long
         number = 0.0
         with contextlib.suppress(*STORE_FAILS):
@@ -150,7 +150,7 @@ class OOMBroadcast:
 
 @contextlib.contextmanager
 def guard_memory(ranks: DataRanks, device: torch.device) -> Generator[None]:
-    """Surround what may run out of memory: that is said in one line, and among several ranks told and heard."""
+    """Surround code that may run out of memory: raise a one-line error, on all ranks that wait for this one."""
     if not ranks.is_alone:
         with OOMBroadcast(ranks, device).listening():
             yield

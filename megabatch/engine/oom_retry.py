@@ -1,8 +1,8 @@
-"""Memory ran out in a microbatch: what it has added is taken back, and it runs again in parts, its gradient exact.
+"""Retry after out of memory: a microbatch is undone and runs again in parts, with the same exact gradient.
 
-A backward that fails half-way has given some parameters their gradient and others none. A gradient that was not there
-before is dropped. One that was cannot be told from the sum any more, so the parts are differentiated for the others
-alone. Where nothing fails, nothing is done to a gradient.
+A backward that fails half-way has reached some parameters and not others. If a parameter had no gradient before, its
+new gradient is dropped. If it had one, the new part cannot be separated from the sum. The parts then skip this
+parameter. Without a failure, gradients are not touched.
 """
 
 import functools
@@ -32,7 +32,7 @@ Run = Callable[[MicrobatchStep], dict[str, Term]]  # forward and backward of a m
 
 
 class PartError(Exception):
-    """A part has done what it was not to do; told as the reason for which a microbatch cannot run in parts."""
+    """A part has broken a rule, which is the reason why its microbatch cannot run in parts."""
 
 
 @dataclass(frozen=True)
