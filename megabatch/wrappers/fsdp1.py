@@ -66,7 +66,7 @@ class FSDP1Wrapper(Wrapper):
             yield
 
     def finish_update(self) -> None:
-        """Do nothing: FSDP1 has already reduced."""
+        """Nothing is left to do: FSDP1 has reduced."""
 
     def check_unchanged(self) -> None:
         for state in self._states:
