@@ -338,7 +338,7 @@ class GradientAccumulator:
             if self._tuner is not None:
                 self._tuner.check_longest(self._planner, batch, self._open)
             prepared = self._planner.prepare(batch, hooks)
-        except Exception as error:  # whatever the user's collate or weigh raises, the other ranks must hear of it
+        except Exception as error:  # the user's collate or weigh may raise anything; the other ranks must know
             failure = error
         try:
             plan = agree_on_call(wrapper, prepared, failure, hooks.weigh, partial(self._recall, loss_fn))

@@ -46,18 +46,18 @@ def sequence_balance(
     scores: str = "softmax",
     pool_layers: bool = False,
 ) -> Tensor:
-    """How unevenly each sequence loads the experts, summed over sequences and layers: a total, its weight is B.
+    """Return the load imbalance of the experts, summed over sequences and layers: a total whose weight is B.
 
-    ``router_logits``: [B, T, E] or [B * T, E], or a sequence of those, one per layer. ``attention_mask`` [B, T]: 0 is
-    padding, which is not looked at; a row of `OneRow` would be taken for one sequence. ``scores``: "softmax", or
-    "sigmoid" over its sum as DeepSeek-V3 has it.
+    ``router_logits``: [B, T, E] or [B * T, E], or a sequence of those, one per layer. ``attention_mask`` [B, T]: 0
+    marks padding, which is ignored. Do not use it with `OneRow`, whose row would count as one sequence. ``scores``:
+    "softmax", or "sigmoid" divided by its sum, as in DeepSeek-V3.
 
-    Of a sequence of n tokens in one layer it is ``sum over experts of f * p``, with f = E / (top_k * n) times the
-    tokens that have the expert among their ``top_k``, and p the mean of its scores: 1 where the load is even, at most
-    E / top_k. A sequence without tokens gives 0. Raises `PlanError` for shapes that do not fit.
+    For a sequence of n tokens in one layer the value is ``sum over experts of f * p``. f is E / (top_k * n) times the
+    number of tokens with the expert among their ``top_k``. p is the expert's mean score. An even load gives 1, the
+    maximum is E / top_k, and a sequence without tokens gives 0. Raises `PlanError` for shapes that do not fit.
 
-    ``pool_layers``: f and p are means over the tokens of all layers, and there is one product per sequence instead of
-    one per layer. Times ``top_k`` this is `load_balancing_loss_func` of transformers for that sequence.
+    ``pool_layers``: f and p are means over the tokens of all layers, with one product per sequence instead of one per
+    layer. Times ``top_k`` this is `load_balancing_loss_func` of transformers for that sequence.
     """
     if scores not in SCORES:
         raise PlanError(f"scores is {scores!r}; expected one of {', '.join(SCORES)}")
@@ -71,7 +71,7 @@ def sequence_balance(
 
 
 def _means(logits: Tensor, mask: Tensor, top_k: int, scores: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """Of each sequence the load of every expert, 1 where it is even, and its mean score: [B, E] each."""
+    """Return the load of every expert in each sequence (1 if even), and its mean score: [B, E] each."""
     num_experts = logits.shape[-1]
     if logits.numel() != mask.numel() * num_experts or mask.ndim != 2:
         raise PlanError(
@@ -153,7 +153,7 @@ def config_coefficient(model: nn.Module) -> float | None:
 
 
 def _forward(model: nn.Module, microbatch: Microbatch) -> tuple[Term, Sequence[Tensor]]:
-    """The next token's term, and what the routers gave, [B * T, E] per layer."""
+    """Return the term of the next token and the router logits, [B * T, E] per layer."""
     given = {name: value for name, value in microbatch.items() if name != TOKENS}
     term, output = next_token_beside(model, given, output_router_logits=True)
     router_logits = getattr(output, "router_logits", None)
@@ -171,7 +171,7 @@ def _forward(model: nn.Module, microbatch: Microbatch) -> tuple[Term, Sequence[T
 
 
 def _real_tokens(microbatch: Microbatch) -> Tensor:
-    """Which positions are tokens, [B, T]."""
+    """Return the mask of positions that are tokens, [B, T]."""
     for name in (TOKENS, MASK):
         if isinstance(mask := microbatch.get(name), Tensor):
             return mask
@@ -195,7 +195,7 @@ def _from_config(model: nn.Module, names: Sequence[str], argument: str) -> float
 
 
 def _config_value(model: nn.Module, names: Sequence[str]) -> float | None:
-    """The first of ``names`` that the config of a model of transformers has, wrapped or not; None: it has none."""
+    """Return the first of ``names`` in the config of a transformers model, wrapped or not. None if there is none."""
     config: Any = getattr(with_config(model), "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return next((found for name in names if (found := getattr(text, name, None)) is not None), None)
@@ -351,7 +351,7 @@ class _Once:
 
 
 def _integers(output: Any) -> Tensor | None:
-    """The one tensor of integers in what a router returned."""
+    """Return the one tensor of integers in a router's output."""
     leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
     found = [leaf for leaf in leaves if not leaf.is_floating_point() and not leaf.is_complex() and leaf.ndim == 2]
     return found[0] if len(found) == 1 else None

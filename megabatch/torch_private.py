@@ -1,6 +1,7 @@
-"""What the library reads of torch that torch does not promise: each in a function that says where it was read.
+"""Access to torch internals without a stability promise: one function for each, with its source.
 
-All was read in torch 2.13. `check_torch` runs when this file is imported, and names what a later version lacks.
+The source is torch 2.13. `check_torch` runs when this file is imported, and names the internals that a later version
+lacks.
 """
 
 import operator
@@ -58,27 +59,27 @@ def _is_of(value: object, module: str, *names: str) -> bool:
 
 
 def is_dtensor(value: object) -> TypeGuard[Any]:
-    """Whether it is a DTensor."""
+    """Return True for a DTensor."""
     return _is_of(value, "torch.distributed.tensor", "DTensor")
 
 
 def is_partial(placement: object) -> bool:
-    """Whether a DTensor's placement is a part of a sum."""
+    """Return True for the placement Partial, under which each rank has a part of a sum."""
     return _is_of(placement, "torch.distributed.tensor", "Partial")
 
 
 def is_fsdp1(module: object) -> TypeGuard[Any]:
-    """Whether a module is FSDP1's."""
+    """Return True for a module that FSDP1 has wrapped."""
     return _is_of(module, "torch.distributed.fsdp", "FullyShardedDataParallel")
 
 
 def is_fsdp2(module: object) -> TypeGuard[Any]:
-    """Whether a module was given to fully_shard, or to the replicate built on it."""
+    """Return True for a module that was given to fully_shard, or to the replicate built on it."""
     return _is_of(module, "torch.distributed.fsdp", "FSDPModule")
 
 
 def is_flat_parameter(value: object) -> bool:
-    """Whether it is a parameter of FSDP1's, which holds those of several modules."""
+    """Return True for a flat parameter of FSDP1, which holds the parameters of several modules."""
     return _is_of(value, "torch.distributed.fsdp._flat_param", "FlatParameter")
 
 
@@ -118,7 +119,7 @@ def is_transformed() -> bool:
 
 
 def keeps_graph() -> bool:
-    """Whether the backward that runs keeps its graph, in which case it may run again."""
+    """Return True if the running backward keeps its graph, in which case it may run again."""
     return cast(Any, torch)._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportPrivateUsage]
 
 
@@ -176,7 +177,7 @@ def transient_buffers(module: nn.Module) -> set[str]:
 
 
 def is_given_to_replicate(module: nn.Module) -> bool:
-    """The registry of torch.distributed._composable: whether ``replicate`` was called on a module."""
+    """Return True if ``replicate`` was called on a module, by the registry of torch.distributed._composable."""
     from torch.distributed._composable.contract import _get_registry  # pyright: ignore[reportPrivateUsage]
 
     return "replicate" in (_get_registry(module) or {})
@@ -257,7 +258,7 @@ def check_reduced(ddp: Any) -> None:
 
 
 def hybrid_strategies() -> tuple[Any, ...]:
-    """Those of ShardingStrategy that shard within a node and replicate between nodes."""
+    """Return the members of ShardingStrategy that shard within a node and replicate between nodes."""
     from torch.distributed.fsdp import ShardingStrategy
 
     return ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2  # pyright: ignore[reportPrivateUsage]
@@ -277,7 +278,7 @@ def flat_parameters(module: Any) -> list[nn.Parameter]:
 
 
 def is_gathered(module: Any) -> bool:
-    """Whether a module of FSDP1's shows whole parameters."""
+    """Return True if a module of FSDP1 has its whole parameters gathered."""
     return module._handle is not None and not module._handle.is_sharded(module._handle.flat_param)
 
 

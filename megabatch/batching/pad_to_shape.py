@@ -93,7 +93,7 @@ def _filled_up(values: Sequence[Any], rows: Sequence[int]) -> Sequence[Any]:
 
 
 def _grown(value: Tensor, largest: Sequence[int]) -> Tensor:
-    """[B, T, ...] -> [largest B, largest T, ...]; [B] -> [largest B]"""
+    """Pad [B, T, ...] to [largest B, largest T, ...], or [B] to [largest B]."""
     if len(largest) > 1 and value.shape[1] < largest[1]:
         zeros = value.new_zeros(len(value), largest[1] - value.shape[1], *value.shape[2:])
         value = torch.cat([value, zeros], dim=1)

@@ -33,7 +33,7 @@ Cut = Sequence[Sequence[int]]  # a rank's samples by microbatch; () is a dummy m
 
 @dataclass(frozen=True)
 class Encoded:
-    """What encode gave for one microbatch without a graph, and where the random numbers stood before."""
+    """The output of encode for one microbatch, without a graph, and the random state before it."""
 
     leaves: list[Any]  # tensors [B, ...], if encode keeps its contract
     structure: pytree.TreeSpec
@@ -41,13 +41,13 @@ class Encoded:
 
     @property
     def kind(self) -> str:
-        """What must be the same everywhere, in words."""
+        """Description of the structure, dtypes and row shapes, which must be the same in all microbatches and ranks."""
         named, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(self.leaves, self.structure))
         return ", ".join(f"{pytree.keystr(path)} {leaf.dtype} {tuple(leaf.shape[1:])}".strip() for path, leaf in named)
 
 
 class EncodingReport(NamedTuple):
-    """What a rank tells the others of its representations."""
+    """A rank's report about its representations."""
 
     rank: int  # in the world
     num_samples: int
@@ -56,13 +56,13 @@ class EncodingReport(NamedTuple):
 
 
 def keep_encoding(encoded: Any, random: RandomState) -> Encoded:
-    """What encode returned, copied: a view would keep what it was cut from, the last hidden states say."""
+    """Copy the output of encode: a view would keep its base in memory, for example the last hidden states."""
     leaves, structure = pytree.tree_flatten(encoded)
     return Encoded([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure, random)
 
 
 def report_encoding(ranks: DataRanks, encodings: Sequence[Encoded], cut: Cut) -> list[EncodingReport]:
-    """What every rank has, in the order of `DataRanks.exchange`; a fault of one is raised on all."""
+    """Return the reports of all ranks, in the order of `DataRanks.exchange`. Raise a fault of one rank on all."""
     fault = _fault(encodings, cut)
     kind = "" if fault else encodings[0].kind
     told: list[EncodingReport] = ranks.exchange_objects(EncodingReport(_world_rank(), sum(map(len, cut)), kind, fault))
@@ -79,7 +79,7 @@ def report_encoding(ranks: DataRanks, encodings: Sequence[Encoded], cut: Cut) ->
 
 
 def _fault(encodings: Sequence[Encoded], cut: Cut) -> str | None:
-    """What is wrong with a rank's representations, if anything is."""
+    """Return a description of the fault in a rank's representations, or None."""
     for index, (encoded, rows) in enumerate(zip(encodings, cut, strict=True)):
         if not encoded.leaves:
             return f"encode returned nothing; expected {ROWS}"
@@ -122,7 +122,7 @@ def gather_encodings(
 
 
 def in_order(tensor: Tensor, order: list[int]) -> Tensor:
-    """The rows of a tensor in another order, in memory of their own."""
+    """Return a copy of a tensor with its rows in another order."""
     if order == list(range(len(order))):
         return tensor.clone()
     index = torch.tensor(
@@ -132,7 +132,7 @@ def in_order(tensor: Tensor, order: list[int]) -> Tensor:
 
 
 def check_drift(first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
-    """Whether representations are further apart than rounding explains; bool on their device."""
+    """Return a bool tensor: True if representations differ by more than rounding explains."""
     return torch.stack([_differ(before, after.detach()) for before, after in zip(first, second, strict=True)]).any()
 
 
@@ -172,7 +172,7 @@ class CoupledCall:
         return with_dummies(self.prepared.plan, self.call_plan.num_microbatches).microbatches
 
     def microbatches(self) -> Generator[Microbatch]:
-        """This rank's microbatches on the CPU, and the dummy microbatches that bring them to everyone's number."""
+        """Yield this rank's microbatches on the CPU, then dummy microbatches up to the number of the other ranks."""
         yield from self.prepared.microbatches()
         for rows in self.cut:
             if not rows:
@@ -213,7 +213,7 @@ def _check_whole_samples(ranks: DataRanks) -> None:
 
 
 def _encode(call: CoupledCall) -> list[Encoded]:
-    """The representations of every microbatch, without a graph."""
+    """Return the representations of every microbatch, without a graph."""
     encodings: list[Encoded] = []
     with torch.no_grad(), contextlib.closing(call.microbatches()) as microbatches:
         for microbatch in microbatches:

@@ -1,10 +1,10 @@
-"""A rank that cannot go on where others wait for it tells them, and all leave with its words.
+"""Broadcast of a rank's fatal error: a rank that others wait for sends them its error, and all raise it.
 
 Memory ran out, or DDP waits for a gradient that never comes.
 
-A collective that one rank has left half-way cannot be called back, so the update is lost and the processes with it. The
-others hear of it from the store by which they found each other. Its host may be gone or frozen, so only threads speak
-with it, for which nobody waits long.
+A collective that one rank has left half-way cannot be cancelled, so the update and the processes are lost. The message
+goes through the store with which the ranks started. The store's host may be gone or frozen, so only threads use it, and
+each wait for them has a time limit.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ class OOMBroadcast:
 
     def __init__(self, ranks: DataRanks, device: torch.device) -> None:
         self._ranks, self._device = ranks, device
-        self._heard: str | None = None  # the words, as told
+        self._heard: str | None = None  # the received message
         self._own: Any = None  # a connection serves one call at a time, and the main thread's may take long
         number = 0.0
         with contextlib.suppress(*STORE_FAILS):
@@ -54,7 +54,7 @@ class OOMBroadcast:
 
     @contextlib.contextmanager
     def listening(self) -> Generator[None]:
-        """Surrounds what may wait for other ranks; raises their `MegabatchError` in place of what came of it."""
+        """Surround code that may wait for other ranks. Raise their `MegabatchError` in place of its consequences."""
         ended = threading.Event()
         listener = threading.Thread(target=self._listen, args=(ended,), name="megabatch-alarm", daemon=True)
         listener.start()
@@ -73,7 +73,7 @@ class OOMBroadcast:
             raise self._leaving(self._heard)
 
     def _cause(self, error: Exception, *, answers: bool) -> Exception:
-        """Why this rank cannot go on, told to the others where it is the first to know."""
+        """Return the reason why this rank must stop. Send it to the other ranks if this rank is the first to know."""
         if is_out_of_memory(error):
             error = out_of_memory_error(error, self._ranks)
         if isinstance(error, MegabatchError) and (error.shortage is not None or error.strands_others):
@@ -112,7 +112,7 @@ class OOMBroadcast:
             store.add(self._key(HEARD), 1)
 
     def _leaving(self, told: str) -> MegabatchError:
-        """The words of the rank that cannot go on, as an error. Collectives that wait on a device are broken."""
+        """Return the received message as an error. Abort collectives that wait on a device."""
         if self._device.type != "cpu":
             _abort()
         text, shortage = json.loads(told)
@@ -132,7 +132,7 @@ class OOMBroadcast:
         self._has_ended(thread, seconds)
 
     def _has_ended(self, thread: threading.Thread, seconds: float = SECONDS_TO_ANSWER) -> bool:
-        """Whether a thread that speaks with the store ends in time; one that does not keeps its connection."""
+        """Return True if a thread that uses the store ends in time. If it does not, it keeps the connection."""
         thread.join(seconds)
         if thread.is_alive():
             self._own = None
@@ -150,7 +150,7 @@ class OOMBroadcast:
 
 @contextlib.contextmanager
 def guard_memory(ranks: DataRanks, device: torch.device) -> Generator[None]:
-    """Surround what may run out of memory: that is said in one line, and among several ranks told and heard."""
+    """Surround code that may run out of memory: raise a one-line error, on all ranks that wait for this one."""
     if not ranks.is_alone:
         with OOMBroadcast(ranks, device).listening():
             yield
@@ -174,9 +174,9 @@ def out_of_memory_error(error: Exception, ranks: DataRanks) -> MegabatchError:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on a device or on the CPU, and nobody has said more of it.
+    """Return True for a failed allocation, on a device or on the CPU, that is not yet a `MegabatchError`.
 
-    Torch's schedules of pipelines wrap what they meet.
+    This looks at the first cause, since torch's pipeline schedules wrap errors.
     """
     first = _first_cause(error)
     if not isinstance(error, RuntimeError):
@@ -205,7 +205,7 @@ def rank_of_process() -> int:
 
 
 def whoever_runs(num_ranks: int) -> str:
-    """This process, as an error names it."""
+    """Return the name of this process for an error."""
     return f"rank {dist.get_rank()} of {dist.get_world_size()}" if num_ranks > 1 else "this process"
 
 

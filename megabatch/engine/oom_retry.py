@@ -1,8 +1,8 @@
-"""Memory ran out in a microbatch: what it has added is taken back, and it runs again in parts, its gradient exact.
+"""Retry after out of memory: a microbatch is undone and runs again in parts, with the same exact gradient.
 
-A backward that fails half-way has given some parameters their gradient and others none. A gradient that was not there
-before is dropped. One that was cannot be told from the sum any more, so the parts are differentiated for the others
-alone. Where nothing fails, nothing is done to a gradient.
+A backward that fails half-way has reached some parameters and not others. If a parameter had no gradient before, its
+new gradient is dropped. If it had one, the new part cannot be separated from the sum. The parts then skip this
+parameter. Without a failure, gradients are not touched.
 """
 
 import functools
@@ -32,7 +32,7 @@ Run = Callable[[MicrobatchStep], dict[str, Term]]  # forward and backward of a m
 
 
 class PartError(Exception):
-    """A part has done what it was not to do; told as the reason for which a microbatch cannot run in parts."""
+    """A part has broken a rule, which is the reason why its microbatch cannot run in parts."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class OOMRetry:
             raise self._failure(step, rows, why or "", error) from error
 
     def _adds_up(self, step: MicrobatchStep, rows: Rows) -> bool:
-        """Whether the weights of the halves are together that of the whole, which the ranks were told."""
+        """Return True if the weights of the halves add up to the weight that was announced to the ranks."""
         weights = [self._prepared.part(half, self._weigh)[1] for half in split_in_halves(rows)]
         if any(each.keys() != step.counted.keys() for each in weights):
             return False
@@ -184,7 +184,7 @@ class OOMRetry:
             raise PartError(f"{min(missing)} is beside the way to the gradients that are still missing")
 
     def _failure(self, step: MicrobatchStep, rows: Rows, why: str, error: Exception) -> MegabatchError:
-        """The error of a microbatch that can run in no way, and what to start again with."""
+        """Return the error for a microbatch that cannot run at all. It names the settings to start again with."""
         plan, who = self._prepared.plan, whoever_runs(self._wrapper.ranks.num_all)
         bound = plan.bound_of(split_in_halves(rows)) if len(rows) > 1 else None
         if bound is not None:
@@ -204,7 +204,7 @@ class OOMRetry:
 
 
 def _share_writes(tensors: Sequence[Tensor]) -> bool:
-    """Whether writes to one count for another, as in DDP's buckets."""
+    """Return True if tensors share memory, so that a write to one counts for another, as in DDP's buckets."""
     dense = [local(tensor) for tensor in tensors if tensor.layout == torch.strided]
     return len({tensor.untyped_storage().data_ptr() for tensor in dense}) < len(dense)
 

@@ -21,7 +21,7 @@ OWN = "as the parameter"
 
 
 def save_open_update(opened: OpenUpdate | None, wrapper: Wrapper) -> dict[str, Any]:
-    """The update as it stands: numbers, texts, and copies of this rank's gradients. Waits for the device.
+    """Return the state of the update: numbers, strings, and copies of this rank's gradients. Wait for the device.
 
     Raises `PlanError` for a wrapper that keeps gradients elsewhere, and where an optimizer has stepped already.
     """
@@ -44,7 +44,7 @@ def save_open_update(opened: OpenUpdate | None, wrapper: Wrapper) -> dict[str, A
 def restore_open_update(
     state: State, wrapper: Wrapper, wide: WideGradients, stepping: StepInBackward | None
 ) -> OpenUpdate | None:
-    """The update of ``state``, open again, and every ``p.grad`` what it was; None where none was open.
+    """Restore the update of ``state`` and every ``p.grad``. Return None if no update was open.
 
     Raises `PlanError` for a state of other ranks or parameters.
     """
@@ -67,7 +67,7 @@ def restore_open_update(
 
 
 def _gradient(parameter: nn.Parameter, kept: Tensor, shape: list[int], axes: list[str]) -> Tensor:
-    """What a rank holds of a gradient, laid out as it was."""
+    """Return a gradient from this rank's part of it, in its old layout."""
     if shape != list(parameter.shape):
         raise PlanError(
             f"the open update has a gradient of the shape {tuple(shape)} for a parameter of the shape "
@@ -92,7 +92,7 @@ def _gradient(parameter: nn.Parameter, kept: Tensor, shape: list[int], axes: lis
 
 
 def _axes(parameter: nn.Parameter) -> list[str]:
-    """How its gradient lies over each axis of its mesh; none of a plain tensor."""
+    """Return the layout of a parameter's gradient on each axis of its mesh. Empty for a plain tensor."""
     own, gradient = parameter.data, parameter.grad
     if not is_dtensor(own) or not is_dtensor(gradient):
         return []

@@ -79,7 +79,7 @@ def step_alone(optimizer: Optimizer, group: Group, parameter: Tensor) -> None:
 
 
 def _marks(group: Group) -> dict[str, object]:
-    """What changes where something is written to a parameter group."""
+    """Return ids and write counts of a parameter group's values, which reveal any write to it."""
     return {
         name: (id(value), count_writes(value) if isinstance(value, Tensor) else None) for name, value in group.items()
     }
@@ -96,7 +96,7 @@ class _Small(NamedTuple):
         return not torch.equal(self.before, self.after)
 
     def is_like(self, other: "_Small") -> bool:
-        """Whether both have moved alike, but for rounding."""
+        """Return True if both moved alike, up to rounding."""
         if not self.after.requires_grad:
             return True
         before, a, b = (each.detach().to(torch.complex128) for each in (self.before, self.after, other.after))
@@ -106,7 +106,7 @@ class _Small(NamedTuple):
 
 
 def _try(optimizer: Optimizer) -> list[list[_Small]]:
-    """What small parameters become: stepped together, one by one, and each by an optimizer of its own."""
+    """Step small parameters in three ways: together, one by one, and each by its own optimizer."""
     failure: Exception | None = None
     for with_state in (False, True):  # some make their state when they are made, and miss it in a step
         try:
@@ -147,7 +147,7 @@ def _stepped(optimizer: Optimizer, way: str, with_state: bool) -> list[_Small]:
 def _small_groups(
     optimizer: Optimizer, generator: torch.Generator
 ) -> tuple[list[Group], dict[Tensor, Any], dict[int, Any]]:
-    """The groups with two small parameters of each kind, states as small, and what stands for which tensor, by id."""
+    """Return groups with two small parameters of each kind, small states, and the substitutes by id of a tensor."""
     tensors = [each for each in pytree.tree_leaves(list(optimizer.state.values())) if isinstance(each, Tensor)]
     instead: dict[int, Any] = {id(each): _zeros_like(each) for each in tensors}
     groups: list[Group] = []
@@ -169,7 +169,7 @@ def _small_groups(
 
 
 def _copy(optimizer: Optimizer, groups: list[Group], states: dict[Tensor, Any], instead: dict[int, Any]) -> Optimizer:
-    """The optimizer over small parameters, without hooks and without what schedules have put before its step."""
+    """Copy the optimizer over small parameters, without hooks and without the step wrappers of schedules."""
     made = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
         if name.startswith("_optimizer_"):
@@ -193,7 +193,7 @@ def _small_parameter(parameter: Tensor, generator: torch.Generator) -> nn.Parame
 
 
 def _zeros_like(tensor: Tensor) -> Tensor:
-    """Of the size of a small parameter; a single number as it is."""
+    """Return zeros of the size of a small parameter, or a copy of a single number."""
     if tensor.ndim == 0:
         return tensor.detach().clone()
     return torch.zeros(_size(tensor), dtype=tensor.dtype, device=tensor.device)

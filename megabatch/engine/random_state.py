@@ -1,4 +1,4 @@
-"""The same random numbers twice: what dropout drew in a first forward, it draws again in a second."""
+"""Random states: a second forward draws the same random numbers as the first, for example in dropout."""
 
 import contextlib
 from collections.abc import Generator
@@ -10,21 +10,21 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RandomState:
-    """Where torch's generators of the CPU and of a device stand."""
+    """The states of torch's generators of the CPU and of a device."""
 
     device: torch.device
     of_cpu: Tensor  # [bytes], on the CPU
     of_device: Tensor | None  # [bytes], on the CPU too; None where the device is the CPU
 
     def same_as(self, other: "RandomState") -> bool:
-        """Whether nothing was drawn between the two."""
+        """Return True if no random number was drawn between the two."""
         if not torch.equal(self.of_cpu, other.of_cpu):
             return False
         return self.of_device is other.of_device or torch.equal(_known(self.of_device), _known(other.of_device))
 
 
 def note(device: torch.device) -> RandomState:
-    """Where the generators stand now. Generators live on the host: no device is waited for."""
+    """Return the current states of the generators. They are on the host, so this waits for no device."""
     of_device = (
         None if device.type in ("cpu", "meta") else torch.get_device_module(device).get_rng_state(*_which(device))
     )
@@ -32,7 +32,7 @@ def note(device: torch.device) -> RandomState:
 
 
 def put_back(state: RandomState) -> None:
-    """Let the generators go on from where they stood."""
+    """Restore the states of the generators."""
     torch.set_rng_state(state.of_cpu)
     if state.of_device is not None:
         torch.get_device_module(state.device).set_rng_state(state.of_device, *_which(state.device))

@@ -51,7 +51,7 @@ class StepInBackward:
             parameter.register_post_accumulate_grad_hook(self._receive)
 
     def open_call(self, call: CallPlan, number: int) -> None:
-        """Before a call's first forward. Raises `PlanError`, on all ranks, where it cannot be the whole update."""
+        """Prepare a call before its first forward. Raises `PlanError` on all ranks if it cannot be the whole update."""
         if number > 1:
             raise PlanError(
                 "a second call in one update, but the optimizer has stepped in the last backward of the first; give "
@@ -68,7 +68,7 @@ class StepInBackward:
 
     @contextlib.contextmanager
     def backward(self, index: int) -> Generator[None]:
-        """Surrounds the backward of microbatch ``index``."""
+        """Surround the backward of microbatch ``index``."""
         self._received, self._num_stepped = set(), 0
         self._is_stepping = index == self._last and self._has_weight
         try:
@@ -90,7 +90,7 @@ class StepInBackward:
                 )
 
     def _receive(self, parameter: Tensor) -> None:
-        """The parameter's gradient has come, reduced where it is sharded."""
+        """Note that a parameter's gradient is complete, and reduced if it is sharded. Step in the last backward."""
         if self._received is None:
             return
         if id(parameter) in self._received:

@@ -381,7 +381,7 @@ class OpenUpdate:
             raise LossContractError(f"weigh names {sorted(step.counted)} but the differentiable term is {names[0]!r}")
 
     def _report(self, names: list[str], rest: str) -> Tensor:
-        """[weights differ, counted, returned, hash of names and rest; totals of the terms; their weights; zeros]"""
+        """Return [weights differ, counted, returned, hash of names and rest; totals of terms; their weights; zeros]."""
         if len(names) > MAX_TERMS:
             raise LossContractError(f"the loss returned {len(names)} terms; at most {MAX_TERMS} are supported")
         returned = sum(self._sums[name].weight for name in self._differentiable)

@@ -94,7 +94,7 @@ def summing(model: Any, targets: Tensor) -> Generator[Summed]:
 
 
 def cross_entropy_sum(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
-    """The sum of ``-log softmax(hidden @ weight.T + bias)[target]`` over targets that are not -100: a scalar.
+    """Return the sum of ``-log softmax(hidden @ weight.T + bias)[target]`` over targets that are not -100: a scalar.
 
     Args:
         hidden: [B, T, D]; under autocast matrices are multiplied in its dtype.

@@ -77,7 +77,7 @@ SCHEDULES = {
 
 
 class Pipeline(SelfWrapped):
-    """A model cut into stages that run on the ranks along the mesh's axis "pp"; give it to `GradientAccumulator`.
+    """A model in stages, which run on the ranks along the mesh axis "pp". Give it to `GradientAccumulator`.
 
     The first stage gets the arguments with which the loss calls its model. Each later stage gets the output of the
     stage before it and the same keyword arguments. The loss gets the output of the last stage. Do not tie parameters of
@@ -92,7 +92,7 @@ class Pipeline(SelfWrapped):
     Args:
         stages: This rank's modules, in order, each already wrapped over the mesh's other axes, or not. Rank r of R
             holds the stages r, r + R, ...; for ZBVZeroBubble and DualPipeV the stages r and 2 * R - 1 - r.
-        mesh: Has the axis "pp" beside those of the data.
+        mesh: A mesh with the axis "pp" and the data axes.
         schedule: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble or DualPipeV.
         boundary: Returns the shape and dtype of what goes from stage to stage, as a meta tensor or a tuple of them. It
             is called with the model's inputs. For a language model,

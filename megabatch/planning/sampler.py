@@ -115,7 +115,7 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
             yield self.share(self._ids(start, stop).tolist())
 
     def __len__(self) -> int:
-        """Updates that the next iteration yields."""
+        """Return the number of updates that the next iteration yields."""
         if callable(self._given):
             return sum(1 for _ in copy(self)._spans())
         left = self._end() - self._consumed

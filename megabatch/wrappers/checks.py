@@ -150,12 +150,12 @@ def refuse_foreign(model: nn.Module) -> None:
 
 
 def _wraps(module: nn.Module) -> bool:
-    """A wrapper, not a layer of that library."""
+    """Return True for a wrapper, and False for a layer of the same library."""
     return isinstance(getattr(module, "module", None), nn.Module)
 
 
 def _hooks(module: nn.Module) -> Iterator[Callable[..., Any]]:
-    """What runs before a module's forward, and when a parameter of its own has its gradient."""
+    """Yield the hooks before a module's forward, and the hooks after the gradients of its own parameters."""
     yield from forward_pre_hooks(module).values()
     for parameter in module.parameters(recurse=False):
         yield from hooks_after_grad(parameter)
@@ -211,14 +211,14 @@ def _structure(models: Sequence[nn.Module]) -> Facts:
 
 
 def _shape(parameter: Tensor, model: nn.Module) -> str:
-    """The whole shape; unknown for FSDP1, whose parameters are pieces of a flat one."""
+    """Return the whole shape. It is unknown for FSDP1, whose parameters are pieces of a flat one."""
     is_piece = any(map(is_fsdp1, model.modules()))
     is_lazy = isinstance(parameter, UninitializedParameter)  # whose shape comes with the first forward
     return "sharded" if is_piece else "lazy" if is_lazy else str(tuple(parameter.shape))
 
 
 def _checksums(models: Sequence[nn.Module]) -> Facts:
-    """A checksum of each parameter that every rank holds itself; waits once for each device."""
+    """Compute a checksum of each parameter that every rank holds itself. Wait once for each device."""
     whole = [model for model in models if not any(map(_is_wrapper, model.modules()))]
     sums: dict[str, Tensor] = {}
     with torch.no_grad():
@@ -250,7 +250,7 @@ def _parameters(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter
 
 
 def _local_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The memory of a tensor on this rank that ranks of its coordinates must share; none of a meta tensor."""
+    """Yield this rank's plain tensors that must be equal on data ranks. Yield nothing for a meta tensor."""
     if is_dtensor(tensor) and tuple(tensor.device_mesh.mesh_dim_names or ()) != ("tp",):
         return  # a frozen model that is sharded over ranks which see different samples
     tensor = local(tensor.detach())
@@ -263,7 +263,7 @@ def _local_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """A sum of the bits as integers, each times an odd number of its place: int64, where order cannot round."""
+    """Sum the bits as integers, each times an odd number by position, in int64: no order of adding rounds."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     bits = tensor.resolve_neg().reshape(-1).view(INTEGERS[tensor.element_size()])

@@ -1,9 +1,9 @@
-"""Which reducer a model needs, and which policy it follows.
+"""Choice of a model's wrapper and its sync policy.
 
 "last"          reduce once per call, with the last microbatch
 "every"         reduce with each microbatch
 "replica_last"  HSDP: reduce-scatter with each microbatch, all-reduce once per call
-"auto"          what suits the wrapper
+"auto"          the policy that suits the wrapper
 """
 
 from collections.abc import Sequence
@@ -28,14 +28,14 @@ Models = nn.Module | Sequence[nn.Module]
 
 
 def choose_policy(wrapper: Wrapper, policy: str) -> Choice:
-    """The policy that ``policy`` means for this wrapper, and why."""
+    """Return the policy that ``policy`` means for this wrapper, and the reason."""
     if policy not in POLICIES:
         raise PlanError(f"sync is {policy!r}; expected one of {', '.join(POLICIES)}")
     return wrapper.choose(policy)
 
 
 def detect_wrapper(model: Models, mesh: DeviceMesh | None) -> Wrapper:
-    """The reducer of the model's wrapper. Raises `PlanError` for a wrapper or mesh that it cannot be exact with."""
+    """Return the model's wrapper. Raises `PlanError` for a wrapper or mesh that cannot be exact."""
     if isinstance(model, SelfWrapped):
         return model.make_wrapper(mesh)
     models = [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, list | tuple) else []
@@ -54,7 +54,7 @@ def detect_wrapper(model: Models, mesh: DeviceMesh | None) -> Wrapper:
 
 
 def wrapper_of_one(model: nn.Module, mesh: DeviceMesh | None) -> Wrapper:
-    """The reducer of one model with trainable parameters."""
+    """Return the wrapper of one model with trainable parameters."""
     refuse_foreign(model)
     check_tied(model)
     wrapper = original_of(model)
@@ -96,13 +96,13 @@ def _plain_ranks(model: nn.Module, mesh: DeviceMesh | None) -> DataRanks:
 
 
 def _root(mesh: DeviceMesh) -> DeviceMesh | None:
-    """The mesh that this one was taken from, where its axes say what they are."""
+    """Return the mesh from which this one was sliced. None if it has axes without a known name."""
     root = root_mesh(mesh)
     return root if set(root.mesh_dim_names or (None,)) <= set(AXES) else None
 
 
 def _ranks(groups: Sequence[dist.ProcessGroup], mesh: DeviceMesh | None, own: DeviceMesh | None) -> DataRanks:
-    """The ranks of a wrapper that reduces over ``groups``: along the axes of a mesh, which must say the same."""
+    """Return the ranks of a wrapper that reduces over ``groups``, which must match the axes of the mesh."""
     if mesh is None and (own is None or not _agrees(groups, own)):
         return DataRanks(groups)
     mesh = mesh or own
@@ -117,7 +117,7 @@ def _ranks(groups: Sequence[dist.ProcessGroup], mesh: DeviceMesh | None, own: De
 
 
 def _agrees(groups: Sequence[dist.ProcessGroup], mesh: DeviceMesh) -> bool:
-    """Whether the groups are of the ranks along the mesh's data and context axes."""
+    """Return True if the groups hold the ranks along the mesh's data and context axes."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None  # only its ranks come here
     names = mesh.mesh_dim_names or ()

@@ -100,7 +100,7 @@ class FSDP1Wrapper(Wrapper):
 
 
 def reducing_groups(model: nn.Module, fsdp: FullyShardedDataParallel) -> list[dist.ProcessGroup]:
-    """The process groups over which FSDP1 reduces every parameter. Raises `PlanError` where they differ."""
+    """Return the process groups over which FSDP1 reduces all parameters. Raises `PlanError` if they differ."""
     states = [cast(Any, module) for module in fsdp.modules() if isinstance(module, FullyShardedDataParallel)]
     if any(
         (state.process_group, state.sharding_strategy) != (fsdp.process_group, fsdp.sharding_strategy)

@@ -113,7 +113,7 @@ class FSDP2Wrapper(Wrapper):
 
 
 def reducing_groups(model: nn.Module, modules: list[FSDPModule]) -> list[dist.ProcessGroup]:
-    """The process groups over which FSDP2 reduces every trainable parameter. Raises `PlanError` where one is left."""
+    """Return the process groups over which FSDP2 reduces. Raises `PlanError` for a trained parameter without one."""
     groups = param_groups(modules)
     managed = {id(each.sharded_param) for group in groups for each in group.fsdp_params}
     for name, parameter in model.named_parameters():

@@ -35,7 +35,7 @@ def check_axes(mesh: DeviceMesh) -> None:
 
 
 def groups_of(mesh: DeviceMesh, axes: Sequence[str]) -> list[dist.ProcessGroup]:
-    """A process group for each of ``axes`` that the mesh has; a sum over one after the other is that over all."""
+    """Return a process group for each of ``axes`` in the mesh. Sums over one after another are the sum over all."""
     return [mesh.get_group(axis) for axis in mesh.mesh_dim_names or () if axis in axes]
 
 
@@ -82,7 +82,7 @@ class DataRanks:
 
     @property
     def context_rank(self) -> int:
-        """Which of them this rank sees."""
+        """Index of the stretch of each sequence that this rank sees."""
         return self.context_groups[0].rank() if self.context_groups else 0
 
     @property
@@ -114,7 +114,7 @@ class DataRanks:
 
 
 def num_collectives() -> int | None:
-    """How many collectives this process has begun; None where a backend does not count them."""
+    """Return the number of collectives that this process has begun. None if a backend does not count them."""
     with contextlib.suppress(RuntimeError):
         return sum(map(num_begun, groups_of_process()))
     return None
@@ -129,7 +129,7 @@ def _gather(rows: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
 
 
 def _cpu_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The group itself where it carries CPU tensors, else a gloo group of the same ranks."""
+    """Return the group itself if it carries CPU tensors, else a new gloo group of the same ranks."""
     if "cpu:" in dist.get_backend_config(group):
         return group
     made = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)

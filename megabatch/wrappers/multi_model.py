@@ -94,5 +94,5 @@ class MultiModelWrapper(Wrapper):
 
 
 def _kind(wrapper: Wrapper) -> object:
-    """What must be the same for one norm and one loss: the factor, the ranks, and who holds the rest of a gradient."""
+    """Return the attributes that must be the same for one norm and one loss: factor, ranks and norm groups."""
     return wrapper.loss_factor, wrapper.ranks.num_all, wrapper.norm_groups

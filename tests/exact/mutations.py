@@ -64,7 +64,7 @@ MUTATIONS = (
              "share = 0.0 if step.is_dummy else self._wrapper.loss_factor",
              "share = 0.0 if step.is_dummy or step.index == 1 else self._wrapper.loss_factor"),
     Mutation("divide every call by its own weight", "engine/update.py",
-             "        if self._num_calls == 1:  # of several", "        if True:  # of several"),
+             "        if self._num_calls == 1:  # with several", "        if True:  # with several"),
     Mutation("forget the missing factor", "engine/update.py",
              "factor = divisor / known if known else 0.0", "factor = 1.0 if known else 0.0"),
     Mutation("keep the gradients of the update before", "accumulator.py",
