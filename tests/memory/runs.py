@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megabatch.simulate.shards import tagging_shards
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -17,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megabatch import GradientAccumulator, losses
 from megabatch.simulate import Replica, Simulated, simulate
-from megabatch.simulate.ledger import Ledger
+from megabatch.simulate.ledger import Ledger, tagging_shards
 
 SIZES = {  # hidden, layers, heads, vocabulary
     "toy": (64, 2, 2, 256),
