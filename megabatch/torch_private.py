@@ -14,15 +14,23 @@ from typing import Any, TypeGuard, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import is_fake as is_fake
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules import module as of_every_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 
 pytree = _pytree  # nested containers of tensors
+NEEDS_DATA = (  # what a fake tensor raises where its contents are read
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedOperatorException,
+)
 
 NEEDED: tuple[tuple[object, str, str], ...] = (  # what has it, its name, and what is read there
     (Tensor, "_version", "writes to a gradient"),
@@ -123,6 +131,11 @@ def keeps_graph() -> bool:
     return cast(Any, torch)._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportPrivateUsage]
 
 
+def call_after_backward(function: Callable[[], None]) -> None:
+    """``_execution_engine.queue_callback``: call a function at the end of the backward that runs."""
+    cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(function)
+
+
 def inputs_of_node(node: Any) -> Sequence[Any]:
     """``Node._input_metadata``: shape, dtype and device of the gradients that a node of autograd is given."""
     return node._input_metadata
@@ -131,6 +144,33 @@ def inputs_of_node(node: Any) -> Sequence[Any]:
 def class_of_function(node: torch.autograd.function.BackwardCFunction) -> type:
     """``_forward_cls``: the autograd.Function whose backward a node runs."""
     return cast(Any, type(node))._forward_cls
+
+
+# Operations and the modes that see them
+
+
+# Called for every operation.
+packet_of: Callable[[Any], Any] = operator.attrgetter("_overloadpacket")  # an operation with all its overloads
+name_of_operation: Callable[[Any], str] = operator.attrgetter("_opname")  # without its namespace
+schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
+address_of: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")  # of the storage in C++
+local_tensor: Callable[[Any], Tensor] = operator.attrgetter("_local_tensor")  # of a DTensor, outside of autograd
+
+
+class UncompiledMode:
+    """A base of dispatch modes that no compiler meets: ``TorchDispatchMode._should_skip_dynamo``.
+
+    Torch keeps a compiler out of each operation, which takes longer than the operation on fake tensors.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def has_function_mode() -> bool:
+    """``torch._C._is_torch_function_mode_enabled``: whether a TorchFunctionMode is open."""
+    return cast(Any, torch)._C._is_torch_function_mode_enabled()
 
 
 # Modules
@@ -146,12 +186,12 @@ def is_compiled(module: Any) -> bool:
     return module._compiled_call_impl is not None
 
 
-def forward_hooks(module: nn.Module) -> Mapping[int, Callable[..., Any]]:
+def forward_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
     """``Module._forward_hooks``."""
     return module._forward_hooks  # pyright: ignore[reportPrivateUsage]
 
 
-def forward_pre_hooks(module: nn.Module) -> Mapping[int, Callable[..., Any]]:
+def forward_pre_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
     """``Module._forward_pre_hooks``."""
     return module._forward_pre_hooks  # pyright: ignore[reportPrivateUsage]
 
@@ -164,6 +204,16 @@ def has_backward_hooks(module: Any) -> bool:
 def has_global_forward_hooks() -> bool:
     """``_global_forward_hooks`` of torch.nn.modules.module."""
     return bool(cast(Any, of_every_module)._global_forward_hooks)
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """``Module._parameters``, without those of submodules and with those that are None."""
+    return module._parameters  # pyright: ignore[reportPrivateUsage]
+
+
+def apply_to_tensors(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """``Module._apply``: replace each parameter and buffer by what ``change`` returns for it."""
+    module._apply(change)  # pyright: ignore[reportPrivateUsage]
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
@@ -215,6 +265,23 @@ def default_store() -> Any:
     return cast(Any, dist).distributed_c10d._get_default_store()
 
 
+def group_named(name: str) -> dist.ProcessGroup:
+    """``distributed_c10d._resolve_process_group``: the group that a functional collective names."""
+    return cast(Any, dist).distributed_c10d._resolve_process_group(name)
+
+
+def is_boxed_group(value: object) -> bool:
+    """``ScriptObject._type``: whether an argument of an operation is a process group in a box."""
+    return isinstance(value, torch.ScriptObject) and "ProcessGroup" in cast(Any, value)._type().qualified_name()
+
+
+def make_fake_store() -> Any:
+    """Return the store of the backend "fake", whose collectives do nothing. The import registers the backend."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
 def num_begun(group: Any) -> int:
     """``Backend._get_sequence_number_for_group``: collectives begun. Raises RuntimeError where none is counted."""
     backends = [group._get_backend(device) for device in group._device_types]
@@ -224,6 +291,25 @@ def num_begun(group: Any) -> int:
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """``DeviceMesh._get_root_mesh``: the mesh that this one was taken from."""
     return mesh._get_root_mesh()  # pyright: ignore[reportPrivateUsage]
+
+
+# DTensor
+
+
+def trial_of_dtensor() -> tuple[type, str]:
+    """Return the class and the method with which DTensor tries an operation on tensors of the global shape."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    return ShardingPropagator, "_propagate_tensor_meta_non_cached"
+
+
+def clear_mesh_caches() -> None:
+    """Clear DTensor's caches, which hold meshes whose process groups are gone."""
+    from torch.distributed.tensor import _redistribute, debug
+
+    cast(Any, debug)._clear_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
+    cast(Any, _redistribute)._gen_transform_infos.cache_clear()
 
 
 # DistributedDataParallel
@@ -340,9 +426,61 @@ def fsdp_policy(module: Any) -> Any:
     return module._get_fsdp_state()._mp_policy
 
 
+def unsharded_parameter(parameter: Any) -> nn.Parameter | None:
+    """``_unsharded_param`` of a parameter of a group; None before the first forward."""
+    return getattr(parameter, "_unsharded_param", None)
+
+
 def unsharded_parameters(group: Any) -> list[nn.Parameter]:
-    """``_unsharded_param`` of a group's parameters; none before the first forward."""
-    return [each._unsharded_param for each in group.fsdp_params if hasattr(each, "_unsharded_param")]
+    """Return the unsharded parameters of a group; none before the first forward."""
+    return [own for each in group.fsdp_params if (own := unsharded_parameter(each)) is not None]
+
+
+def partly_reduced(group: Any) -> Tensor | None:
+    """``_partial_reduce_output``: gradients that HSDP has summed over the ranks of a shard, and not of replicas."""
+    return group._partial_reduce_output
+
+
+def class_of_groups() -> type:
+    """``FSDPParamGroup``: the class of what `param_groups` returns."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    return FSDPParamGroup
+
+
+def fsdp_states(modules: Iterable[Any]) -> list[Any]:
+    """``_get_fsdp_state()`` of modules, each once: a call of fully_shard has one state for all its modules."""
+    return list(dict.fromkeys(module._get_fsdp_state() for module in modules))
+
+
+def groups_of_state(state: Any) -> list[Any]:
+    """``_fsdp_param_groups`` of one call of fully_shard."""
+    return state._fsdp_param_groups
+
+
+def modules_of_state(state: Any) -> Sequence[nn.Module]:
+    """``_modules`` of a state: those that one call of fully_shard was given."""
+    return state._modules
+
+
+def reshard_setting(state: Any, group: Any) -> bool | int | None:
+    """Return the ``reshard_after_forward`` that fully_shard was given."""
+    after = group.post_forward_mesh_info
+    if state._auto_reshard_after_forward or after is None:
+        return None if state._auto_reshard_after_forward else False
+    return True if after is group.mesh_info else after.shard_mesh_size
+
+
+def is_replicate_module(module: object) -> bool:
+    """Return True for a module that was given to the replicate built on FSDP2, which has no public name."""
+    return _is_of(module, "torch.distributed._composable.replicate_with_fsdp", "ReplicateModule")
+
+
+def replicate_fsdp2(module: Any, mesh: DeviceMesh, ignored: set[nn.Parameter]) -> None:
+    """Call the replicate built on FSDP2."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    replicate(module, mesh=mesh, ignored_params=ignored)
 
 
 def drop_fsdp_gradients(modules: Sequence[Any]) -> None:

@@ -1,18 +1,17 @@
-"""Snapshots of state that a forward or backward changes besides the model's gradients, to be put back."""
+"""Snapshots of what a forward changes in a module, to be put back."""
 
 import math
 import struct
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.torch_private import buffers_of, is_flat_parameter, is_fsdp1, transient_buffers
+from megabatch.torch_private import buffers_of, is_fsdp1, transient_buffers
 from megabatch.wrappers.base import local
-from megabatch.wrappers.gradients import graph_leaves
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}  # tables of parameters, buffers, modules and hooks
 OF_TORCH = "__composable_api"  # attributes of fully_shard and replicate in the user's modules
@@ -49,25 +48,6 @@ class ModuleSnapshot:
             vars(self._module)[name] = _restore(each, copied)
         if self._syncs is not None:
             cast(DistributedDataParallel, self._module).require_forward_param_sync = self._syncs
-
-
-class ExternalGrads:
-    """A snapshot of gradients of trainable tensors that a loss reaches outside of the model."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._known = set(map(id, parameters))
-        self._noted: dict[int, tuple[Tensor, Tensor | None, Any]] = {}
-
-    def note(self, totals: Sequence[Tensor]) -> None:
-        """Keep the gradients that a backward from ``totals`` would change."""
-        for leaf in graph_leaves(totals):
-            if id(leaf) not in self._known | self._noted.keys() and not is_flat_parameter(leaf):
-                self._noted[id(leaf)] = leaf, leaf.grad, _copy(leaf.grad)
-
-    def put_back(self) -> None:
-        """Restore these gradients."""
-        for leaf, found, copied in self._noted.values():
-            leaf.grad = _restore(found, copied)
 
 
 @torch.no_grad()

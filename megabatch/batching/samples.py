@@ -120,8 +120,7 @@ class Samples:
         self._loading = threading.Lock()  # one thread at a time loads and collates
         self.is_collated_by_user = collate is not None
         self.is_shared = self._rows is not None or collate is not None  # microbatches may be the caller's own tensors
-        # Is told the microbatch to run next, where the model needs a mask.
-        self.expect: Callable[[Microbatch], None] | None = pad.expect if pad is not None and pad.takes_mask else None
+        self.expect: Callable[[Microbatch], None] | None = None  # is told the microbatch to run next; set by `take`
         if self._rows is not None:
             lengths = _row_lengths(self._rows, length)
         elif self.deferred is not None:
@@ -158,6 +157,8 @@ class Samples:
                 made = self._stack([get(index) for index in indices])
             if self._pad is not None and (self._rows is not None or self._collate is not None):
                 self._pad.check(made)
+            if self._pad is not None and self._pad.takes_mask:
+                self.expect = self._pad.expect
         return made if self._part is None else self._part(made)
 
     def _load(self, index: int) -> Any:
@@ -275,7 +276,7 @@ def sample_length(sample: Any) -> int:
     if not isinstance(sample, Mapping) or not sample:
         raise _no_mapping(sample)
     name, value = next(iter(cast(Mapping[str, Any], sample).items()))
-    is_dense = type(value) is Tensor and value.layout == torch.strided
+    is_dense = type(value) is Tensor and value.layout == torch.strided and not value.is_nested
     first = value if is_dense else to_dense_tensor(name, value)
     return first.shape[0] if first.ndim else 1
 

@@ -46,9 +46,9 @@ class PartStep(MicrobatchStep):
     def differentiate(self, objective: Tensor) -> None:
         """Run the backward for the parameters that still lack their gradient.
 
-        Raises `PartError` where it would go to what is not of the model: what was added there is not known. And where
-        a backward inside of the whole's may have given a parameter only a part of its gradient, while that of the part
-        does not come there.
+        Raises `PartError` in two cases. The loss reaches a trainable tensor outside of the model: nobody knows what the
+        failed backward has added to its gradient. Or this backward leaves out a Python autograd function: one that runs
+        a backward of its own may have given a parameter a part of its gradient, and the rest would be missing.
         """
         known = set(map(id, self.parameters))
         for leaf in graph_leaves([objective]):
@@ -73,10 +73,19 @@ class OOMRetry:
     def run(
         self, step: MicrobatchStep, error: Exception, before: Receipt, num_sent: int | None, run: Run
     ) -> Callable[[], list[dict[str, Term]]]:
-        """Return what runs ``step`` in parts, to be called once ``error`` is handled; it keeps the failed graph.
+        """Return a function that runs ``step`` in parts.
 
-        ``before`` is how gradients stood before the microbatch, ``num_sent`` how many collectives the process had
-        begun. Raises `MegabatchError` for a microbatch that can run in no way.
+        Call it after the ``except`` block of ``error``, which until then keeps the failed graph in memory.
+
+        Args:
+            step: The microbatch that ran out of memory.
+            error: The error that it raised.
+            before: The gradients before the microbatch.
+            num_sent: Collectives that the process had begun before the microbatch.
+            run: Runs the forward and backward of one part.
+
+        Raises:
+            MegabatchError: The microbatch cannot run in parts.
         """
         rows = self._prepared.rows(step.index)
         self._check(step, rows, before, num_sent, error)

@@ -29,14 +29,14 @@ class StepInBackward:
 
     Args:
         optimizer: Any that looks at one parameter at a time and keeps its state by parameter; a copy of it is tried.
-        reducer: Of a plain model on one rank, or of FSDP2, HSDP or the replicate built on FSDP2.
+        wrapper: Of a plain model on one rank, or of FSDP2, HSDP or the replicate built on FSDP2.
 
     Raises `PlanError` for another wrapper, an optimizer that looks at several parameters at once or counts its steps by
     itself, and one with step hooks.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, wrapper: Wrapper) -> None:
-        _check_reducer(wrapper)
+        _check_wrapper(wrapper)
         check_step_hooks(optimizer)
         check_optimizer(optimizer)
         self._optimizer = optimizer
@@ -128,7 +128,7 @@ class StepInBackward:
         )
 
 
-def _check_reducer(wrapper: Wrapper) -> None:
+def _check_wrapper(wrapper: Wrapper) -> None:
     name = wrapper.kind_name
     if len({parameter.device for parameter in wrapper.parameters}) > 1:
         name = "parameters on several devices"

@@ -11,14 +11,13 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megabatch.batching.samples import IGNORED_LABEL, Microbatch
 from megabatch.engine import random_state
 from megabatch.errors import LossContractError, MegabatchError, in_one_line
 from megabatch.losses import contract
 from megabatch.losses.contract import LossFunction, Term
+from megabatch.torch_private import TorchDispatchMode, pytree, schema_of
 
 Mean = Callable[[Any, Any], Any]  # a scalar tensor, of a model and a microbatch
 Count = Callable[[Any], Any]  # what a microbatch's mean is over
@@ -330,7 +329,7 @@ class _RowwiseRandom(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags or len(func._schema.returns) != 1:
+        if torch.Tag.nondeterministic_seeded not in func.tags or len(schema_of(func).returns) != 1:
             return func(*args, **kwargs)
         if not any(map(self._has_rows, (*args, *kwargs.values()))):
             return func(*args, **kwargs)
@@ -339,7 +338,7 @@ class _RowwiseRandom(TorchDispatchMode):
             random_state.put_back(before)
             cut = partial(self._row, row=row)
             drawn.append(func(*map(cut, args), **{name: cut(value) for name, value in kwargs.items()}))
-        return args[0] if func._schema.is_mutable else torch.cat(drawn)
+        return args[0] if schema_of(func).is_mutable else torch.cat(drawn)
 
     def _has_rows(self, value: Any) -> bool:
         if isinstance(value, Tensor):

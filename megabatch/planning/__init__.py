@@ -1,4 +1,4 @@
-"""Lengths in, plans out: samples balanced over ranks and split into microbatches, without torch."""
+"""Lengths in, plans out: samples balanced over ranks and split into microbatches; no torch but for the sampler."""
 
 from typing import TYPE_CHECKING
 

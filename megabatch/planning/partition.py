@@ -42,8 +42,7 @@ def balance(costs: Sequence[float], num_bins: int) -> list[list[int]]:
 
 def split(
     lengths: Sequence[int],
-    launch: float,
-    rate: Callable[[int], float],
+    seconds: Callable[[int, int], float],
     *,
     max_rows: int | None = None,
     max_tokens: int | None = None,
@@ -52,7 +51,7 @@ def split(
 
     A microbatch of ``rows`` items whose longest is ``longest`` holds ``tokens = rows * longest`` padded tokens, at most
     ``max_tokens``, and at most ``max_rows`` items. An item that is longer than the cap goes alone. The price is
-    ``launch + tokens * rate(longest)``, as `CostModel.seconds` has it, and the rate must not fall with the length. Some
+    ``seconds(rows, longest)``, a launch and a rate per token that does not fall with the length (`CostModel`). Some
     cheapest grouping then takes neighbours in the order of length, which is a shortest path over the sorted items:
     O(items log rows), by `_shortest_path`.
 
@@ -62,10 +61,9 @@ def split(
     longest = [max(1, lengths[item]) for item in order]
     most = len(order) if max_rows is None else max_rows
     limits = [max(1, most if max_tokens is None else min(most, max_tokens // length)) for length in longest]
-    rates = [rate(length) for length in longest]
     # A fee per microbatch that exceeds any other saving makes their number the smallest.
-    fee = len(order) * (launch + longest[0] * rates[0]) if max_tokens is None and order else 0.0
-    starts = _shortest_path(limits, lambda start, rows: fee + (launch + rows * longest[start] * rates[start]))
+    fee = len(order) * seconds(1, longest[0]) if max_tokens is None and order else 0.0
+    starts = _shortest_path(limits, lambda start, rows: fee + seconds(rows, longest[start]))
     groups: list[tuple[int, ...]] = []
     end = len(order)
     while end:

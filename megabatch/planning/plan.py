@@ -165,12 +165,19 @@ def plan(
 def plan_share(
     lengths: Sequence[int], micro_batch_size: int | None, max_microbatch_tokens: int | None, cost: CostModel | None
 ) -> Plan:
-    """Split one rank's samples into microbatches, unpriced. The arguments are those of `plan`, already checked."""
+    """Split one rank's samples into microbatches, unpriced. The lengths are checked already."""
+    for name, limit in (("micro_batch_size", micro_batch_size), ("max_microbatch_tokens", max_microbatch_tokens)):
+        if limit is not None and (type(limit) is not int or limit < 1):
+            require_count(name, limit)
+    if cost is not None and type(cost) is not CostModel:
+        check_cost(cost)
     price = cost or CostModel(seconds_per_microbatch=(max_microbatch_tokens or 0) / LAUNCH_SHARE)
+    launch, rate, growth = price.seconds_per_microbatch, price.seconds_per_token, price.seconds_per_pair
+    # `CostModel.seconds` without a call for each of many groups; a subclass may have another price.
+    is_plain = type(price) is CostModel
     microbatches = split(
         lengths,
-        price.seconds_per_microbatch,
-        lambda longest: price.seconds_per_token + longest * price.seconds_per_pair,
+        (lambda rows, longest: launch + rows * longest * (rate + longest * growth)) if is_plain else price.seconds,
         max_rows=micro_batch_size,
         max_tokens=max_microbatch_tokens,
     )

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from megabatch.errors import PlanError
+from megabatch.torch_private import packet_of
 
 MIB, GIB, GIGA, TERA = 2**20, 2**30, 10**9, 10**12
 LINK_SHARE = 0.8  # of the printed rate; NCCL's ring on eight A100 moves 235 of 300 GB/s
@@ -119,11 +120,11 @@ NOTHING = Cost(0, 0.0, False)
 
 def cost_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, device: Device) -> Cost:
     """Return the cost of an operation of torch that is no view, from the shapes of its arguments and results."""
-    if func._overloadpacket in FREE or func.namespace not in ("aten", "fsdp"):
+    if packet_of(func) in FREE or func.namespace not in ("aten", "fsdp"):
         return NOTHING
     tensors = [*tensors_in(args), *tensors_in(kwargs.values()), *tensors_in((result,))]
     moving = sum(tensor.numel() * tensor.element_size() for tensor in tensors) / device.memory_bytes_per_second
-    formula = FORMULAS.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
+    formula = FORMULAS.get(packet_of(func)) or flop_registry.get(packet_of(func))
     if formula is None:
         return Cost(0, moving, False)
     flops = int(formula(*args, **kwargs, out_val=result))

@@ -9,40 +9,32 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor._redistribute import (
-    _gen_transform_infos,  # pyright: ignore[reportPrivateUsage]
-    clear_redistribute_planner_cache,
-)
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # pyright: ignore[reportPrivateUsage]
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megabatch.errors import PlanError, in_one_line, require_count
 from megabatch.pipeline.stages import Pipeline
 from megabatch.simulate.replica import Replica
-from megabatch.torch_private import param_groups
+from megabatch.torch_private import (
+    NEEDS_DATA,
+    FakeTensorMode,
+    UncompiledMode,
+    clear_mesh_caches,
+    is_compiled,
+    make_fake_store,
+    original_of,
+    own_parameters,
+    param_groups,
+)
 from megabatch.wrappers.mesh import DataRanks, check_axes
 
-NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
-
-class FakeMode(FakeTensorMode):
+class FakeMode(UncompiledMode, FakeTensorMode):
     """torch's fake mode without its check for a compiler at every operation: there is none."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.dispatch(func, types, args, kwargs)
@@ -71,7 +63,7 @@ def _check_module(module: nn.Module) -> None:
         )
     if isinstance(module, FullyShardedDataParallel):
         raise PlanError("FSDP1 cannot be simulated; shard with FSDP2's fully_shard")
-    if hasattr(module, "_orig_mod") or cast(Any, module)._compiled_call_impl is not None:
+    if original_of(module) is not module or is_compiled(module):
         raise PlanError("the model is compiled, and what a compiler fuses cannot be simulated; leave compile out")
 
 
@@ -88,7 +80,7 @@ def give_fake_memory(models: list[nn.Module]) -> None:
         model.to_empty(device="cpu")
         for first, *others in shared:
             for module, name in others:
-                _own_parameters(module)[name] = _own_parameters(first[0])[first[1]]
+                own_parameters(module)[name] = own_parameters(first[0])[first[1]]
 
 
 def fsdp_groups(model: nn.Module) -> list[Any]:
@@ -100,15 +92,10 @@ def _shared_places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
     """Return the places of each parameter that several modules share."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
-        for name, parameter in _own_parameters(module).items():
+        for name, parameter in own_parameters(module).items():
             if parameter is not None:
                 places.setdefault(id(parameter), []).append((module, name))
     return [each for each in places.values() if len(each) > 1]
-
-
-def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return a module's own parameters by name, shared ones included."""
-    return cast(Any, module)._parameters
 
 
 @contextlib.contextmanager
@@ -168,20 +155,13 @@ def fake_mesh(axes: Mapping[str, int]) -> Generator[DeviceMesh | None]:
     if not axes:
         yield None
         return
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    dist.init_process_group("fake", store=make_fake_store(), rank=0, world_size=num_ranks)
     try:
-        _clear_mesh_caches()
+        clear_mesh_caches()
         with torch.device("cpu"):
             mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
         check_axes(mesh)
         yield mesh
     finally:
         dist.destroy_process_group()
-        _clear_mesh_caches()
-
-
-def _clear_mesh_caches() -> None:
-    """Clear DTensor's caches, which hold meshes whose process groups are gone."""
-    _clear_sharding_prop_cache()
-    clear_redistribute_planner_cache()
-    _gen_transform_infos.cache_clear()
+        clear_mesh_caches()

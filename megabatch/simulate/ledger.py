@@ -11,18 +11,26 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from megabatch.simulate.allocator import ROUND_BYTES, Event
 from megabatch.simulate.devices import DEVICES, Device, cost_of, tensors_in
 from megabatch.simulate.traffic import Collective, Key, Sent, count_traffic, parse_collective
+from megabatch.torch_private import (
+    TorchDispatchMode,
+    UncompiledMode,
+    address_of,
+    class_of_groups,
+    is_traceable_wrapper_subclass,
+    local_tensor,
+    partly_reduced,
+    trial_of_dtensor,
+    unsharded_parameter,
+)
 
 CATEGORIES = (
     "parameters",  # the shards that a rank keeps, or all
@@ -86,7 +94,7 @@ class _Storage:
     alive: Any = None  # a weak reference, whose callback tells when it is freed
 
 
-class Ledger(TorchDispatchMode):
+class Ledger(UncompiledMode, TorchDispatchMode):
     """A mode that counts memory, arithmetic and traffic while it is open.
 
     Args:
@@ -150,7 +158,7 @@ class Ledger(TorchDispatchMode):
     def __enter__(self) -> "Ledger":
         self._undo = contextlib.ExitStack()
         self._undo.enter_context(replaced(torch.UntypedStorage, "resize_", self._watch_resize))
-        self._undo.enter_context(replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", self._mute_trials))
+        self._undo.enter_context(replaced(*trial_of_dtensor(), self._mute_trials))
         try:
             super().__enter__()
         except BaseException:
@@ -164,11 +172,6 @@ class Ledger(TorchDispatchMode):
             super().__exit__(*error)
         finally:
             self._undo.close()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return false: no compiler comes here, and keeping one out would take longer than the work."""
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE_OF and not args[0].fake_mode.in_kernel_invocation:  # the most frequent operation by far
@@ -208,7 +211,7 @@ class Ledger(TorchDispatchMode):
             self._muted -= 1
 
     def _note_storage(self, storage: torch.UntypedStorage, category: str, *, retag: bool = False) -> None:
-        address = _address(storage)
+        address = address_of(storage)
         known = self._storages.get(address)
         if known is None:
             self._count(storage, address, category)
@@ -287,7 +290,7 @@ class Ledger(TorchDispatchMode):
     def _watch_resize(self, resize: Callable[..., Any]) -> Callable[..., Any]:
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
-            if not self._muted and (known := self._storages.get(_address(storage))) is not None:
+            if not self._muted and (known := self._storages.get(address_of(storage))) is not None:
                 num_bytes = _rounded(storage)
                 if num_bytes != known.num_bytes:
                     self._resize(known, num_bytes)
@@ -325,24 +328,22 @@ def tagging_shards(ledger: Ledger) -> Generator[None]:
 
         return post_backward
 
-    with (
-        replaced(FSDPParamGroup, "wait_for_unshard", gathering),
-        replaced(FSDPParamGroup, "post_backward", reducing),
-    ):
+    groups = class_of_groups()
+    with replaced(groups, "wait_for_unshard", gathering), replaced(groups, "post_backward", reducing):
         yield
 
 
 def _tag_gradients(ledger: Ledger, group: Any) -> None:
     for parameter in group.fsdp_params:
-        unsharded = getattr(parameter, "_unsharded_param", None)
-        ledger.tag((getattr(unsharded, "grad", None), parameter.unsharded_accumulated_grad), "unsharded gradients")
-        ledger.tag((parameter.sharded_param.grad, group._partial_reduce_output), "gradients")
+        own = getattr(unsharded_parameter(parameter), "grad", None)
+        ledger.tag((own, parameter.unsharded_accumulated_grad), "unsharded gradients")
+        ledger.tag((parameter.sharded_param.grad, partly_reduced(group)), "gradients")
 
 
 def list_storages(tensor: Tensor) -> list[torch.UntypedStorage]:
     """Return the storages of a tensor, or of the tensors inside of a DTensor or another wrapper."""
     if isinstance(tensor, DTensor):
-        return list_storages(cast(Any, tensor)._local_tensor)
+        return list_storages(local_tensor(tensor))
     if is_traceable_wrapper_subclass(tensor):
         inner = tensor.__tensor_flatten__()[0]
         return [storage for name in inner for storage in list_storages(getattr(tensor, name))]
@@ -361,10 +362,6 @@ def replaced(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callabl
             setattr(owner, name, original)
         else:  # it is inherited
             delattr(owner, name)
-
-
-def _address(storage: torch.UntypedStorage) -> int:
-    return cast(Any, storage)._cdata
 
 
 def _rounded(storage: torch.UntypedStorage) -> int:

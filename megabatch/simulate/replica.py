@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from megabatch.torch_private import call_after_backward
+
 MIB = 2**20
 DEFAULT_BUCKET_MB, FIRST_BUCKET_MB = 25.0, 1.0  # torch's; the first is small so that reduction begins early
 
@@ -140,7 +142,7 @@ class Replica(DistributedDataParallel):
             return
         if not self._is_backward:
             self._is_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # pyright: ignore
+            call_after_backward(self._finish)
         if not self._is_rebuilt:
             self._order.append(cast(nn.Parameter, parameter))
         bucket = next(each for each in self._buckets if parameter in each.views)

@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megabatch.simulate.devices import Device
+from megabatch.torch_private import group_named, is_boxed_group, name_of_operation
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 KINDS = {  # by the start of torch's name without underscores: our name, and how often each part of a buffer is sent
@@ -75,7 +75,7 @@ def parse_collective(func: Any, args: Any, kwargs: Any, result: Any) -> Collecti
     """Return the collective of an operation of torch; None for any other operation."""
     if func.namespace not in NAMESPACES:
         return None
-    name = func._opname.replace("_", "")
+    name = name_of_operation(func).replace("_", "")
     found = next((value for prefix, value in KINDS.items() if name.startswith(prefix)), None)
     group = _group((*args, *kwargs.values()))
     if found is None or group is None:
@@ -115,10 +115,10 @@ def _side(value: Any) -> list[Tensor]:
 def _group(values: tuple[Any, ...]) -> dist.ProcessGroup | None:
     """Return the process group among the arguments, boxed or by its name."""
     for value in values:
-        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in value._type().qualified_name():
+        if is_boxed_group(value):
             return dist.ProcessGroup.unbox(value)
         if isinstance(value, dist.ProcessGroup):
             return value
         if isinstance(value, str) and value not in OPERATIONS:
-            return cast(Any, dist.distributed_c10d)._resolve_process_group(value)
+            return group_named(value)
     return None

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
+
+from megabatch.torch_private import pytree
 
 STEPS = (1e-4, 1e-5, 1e-6)  # relative to the moved tensors; each in its own direction
 OFFSET = 1e-3  # from the model's own point, where a loss may have a kink

@@ -5,17 +5,29 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._composable.replicate_with_fsdp import ReplicateModule, replicate
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from megabatch.batching.samples import Microbatch
 from megabatch.batching.tree import each_leaf, to_device
 from megabatch.errors import PlanError
 from megabatch.pipeline.stages import Pipeline
+from megabatch.torch_private import (
+    apply_to_tensors,
+    forward_hooks,
+    forward_pre_hooks,
+    fsdp_states,
+    groups_of_state,
+    has_function_mode,
+    is_replicate_module,
+    modules_of_state,
+    original_of,
+    pytree,
+    replicate_fsdp2,
+    reshard_setting,
+)
 
 DOUBLE = {
     **dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), torch.float64),
@@ -86,9 +98,8 @@ def in_float64(microbatch: Microbatch, device: torch.device) -> Microbatch:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside of DistributedDataParallel and torch.compile."""
-    model = getattr(model, "_orig_mod", model)
-    model = model.module if isinstance(model, DistributedDataParallel) else model
-    return getattr(model, "_orig_mod", model)
+    model = original_of(model)
+    return original_of(model.module if isinstance(model, DistributedDataParallel) else model)
 
 
 def float64_copy(model: nn.Module) -> nn.Module:
@@ -117,7 +128,7 @@ def float64_copy(model: nn.Module) -> nn.Module:
             cast(Any, module).__class__ = kind
     for module in made.modules() if states else ():
         _remove_fsdp2(module)
-    made._apply(_double)  # pyright: ignore[reportPrivateUsage]  # double() leaves complex numbers as they are
+    apply_to_tensors(made, _double)  # double() leaves complex numbers as they are
     for module in made.modules():
         if isinstance(module, nn.RNNBase | nn.MultiheadAttention):  # their dropout is inside of one operation
             module.dropout = 0.0
@@ -129,7 +140,7 @@ def stay_in_float64(model: nn.Module) -> None:
     mode, entered = Float64WithoutDropout(), list[nn.Module]()
 
     def enter(module: nn.Module, *_: Any) -> None:
-        if not torch._C._is_torch_function_mode_enabled():  # pyright: ignore[reportPrivateUsage]
+        if not has_function_mode():
             mode.__enter__()
             entered.append(module)
 
@@ -161,15 +172,14 @@ def _has_tensor_axis(parameter: DTensor) -> bool:
 
 def _states(model: nn.Module) -> list[Any]:
     """Return FSDP2's state of each call of fully_shard, the outermost first."""
-    states = [cast(Any, each)._get_fsdp_state() for each in model.modules() if isinstance(each, FSDPModule)]
-    return list(dict.fromkeys(states))
+    return fsdp_states(each for each in model.modules() if isinstance(each, FSDPModule))
 
 
 def _remove_fsdp2(module: nn.Module) -> None:
     """Remove FSDP2's attributes and hooks from the copy of a module."""
     for name in [name for name in vars(module) if name.startswith("__composable_api")]:
         del vars(module)[name]
-    for hooks in (cast(Any, module)._forward_pre_hooks, cast(Any, module)._forward_hooks):
+    for hooks in (forward_pre_hooks(module), forward_hooks(module)):
         for key, hook in list(hooks.items()):
             if str(getattr(hook, "__module__", None)).startswith("torch.distributed.fsdp"):
                 del hooks[key]
@@ -180,7 +190,7 @@ def wrap_like(plain: nn.Module, model: nn.Module) -> nn.Module:
 
     It leaves out settings that only change precision: FSDP2's policies and DDP's communication hooks.
     """
-    wrapper = getattr(model, "_orig_mod", model)
+    wrapper = original_of(model)
     if isinstance(wrapper, DistributedDataParallel):
         return DistributedDataParallel(
             copy.deepcopy(plain), wrapper.device_ids, wrapper.output_device, process_group=wrapper.process_group,
@@ -192,7 +202,7 @@ def wrap_like(plain: nn.Module, model: nn.Module) -> nn.Module:
         return plain
     made = copy.deepcopy(plain)
     names = {module: name for name, module in unwrapped(model).named_modules()}
-    groups = [group for state in states for group in state._fsdp_param_groups]
+    groups = [group for state in states for group in groups_of_state(state)]
     managed = {id(each.sharded_param) for group in groups for each in group.fsdp_params}
     own = dict(made.named_parameters())
     named = list(unwrapped(model).named_parameters())
@@ -200,22 +210,15 @@ def wrap_like(plain: nn.Module, model: nn.Module) -> nn.Module:
     placed = {id(each.sharded_param): each.fsdp_placement for group in groups for each in group.fsdp_params}
     places = {id(own[name]): placed[id(each)] for name, each in named if id(each) in placed}
     for state in reversed(states):
-        group = next(iter(state._fsdp_param_groups), groups[0])
-        modules = [made.get_submodule(names[module]) for module in state._modules]
+        group = next(iter(groups_of_state(state)), groups[0])
+        modules = [made.get_submodule(names[module]) for module in modules_of_state(state)]
         together: Any = modules if len(modules) > 1 else modules[0]
-        if isinstance(state._modules[0], ReplicateModule):
-            replicate(together, mesh=group.mesh_info.mesh, ignored_params=ignored)
+        if is_replicate_module(modules_of_state(state)[0]):
+            replicate_fsdp2(together, group.mesh_info.mesh, ignored)
             continue
         fully_shard(
-            together, mesh=group.mesh_info.mesh, reshard_after_forward=_reshards(state, group), ignored_params=ignored,
+            together, mesh=group.mesh_info.mesh, ignored_params=ignored,
+            reshard_after_forward=reshard_setting(state, group),
             shard_placement_fn=lambda each: place if isinstance(place := places.get(id(each)), Shard) else None,
         )  # fmt: skip
     return made
-
-
-def _reshards(state: Any, group: Any) -> bool | int | None:
-    """Return the ``reshard_after_forward`` that fully_shard got."""
-    after = group.post_forward_mesh_info
-    if state._auto_reshard_after_forward or after is None:
-        return None if state._auto_reshard_after_forward else False
-    return True if after is group.mesh_info else after.shard_mesh_size

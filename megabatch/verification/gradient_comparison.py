@@ -11,7 +11,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from megabatch.accumulator import GradientAccumulator
 from megabatch.batching.samples import Batch, Deferred, Microbatch, Samples
@@ -28,6 +27,7 @@ from megabatch.losses.contract import (
     takes_divisor,
     terms_of,
 )
+from megabatch.torch_private import pytree
 from megabatch.verification.float64_copy import (
     float64_copy,
     in_float64,

@@ -6,11 +6,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from megabatch.batching.samples import IGNORED_LABEL
 from megabatch.losses.contract import differentiable, terms_of
+from megabatch.torch_private import pytree
 
 TOLERANCE = 1e-6  # relative; the shape of a batch changes the last bits of a matrix product
 Run = Callable[[Any], Any]  # computes the loss of a microbatch with the model

@@ -25,7 +25,7 @@ from megabatch.engine import random_state
 from megabatch.errors import PlanError
 from megabatch.losses.contract import JointLoss, LossFunction, Term
 from megabatch.planning.plan import check_bounds
-from megabatch.torch_private import param_groups
+from megabatch.torch_private import hooks_after_grad, hooks_before_grad, param_groups
 from megabatch.verification.finite_difference import check_backward
 from megabatch.verification.float64_copy import Float64WithoutDropout
 from megabatch.verification.gradient_comparison import (
@@ -206,8 +206,7 @@ class _Proof(GradientComparison):
     def _find_hooks(self) -> Iterator[str]:
         """Find hooks on the user's parameters, which the copy does not have."""
         for name, parameter in self._hooked:
-            hooks = [*(cast(Any, parameter)._backward_hooks or {}).values()]
-            hooks += [*(cast(Any, parameter)._post_accumulate_grad_hooks or {}).values()]
+            hooks = hooks_before_grad(parameter) + hooks_after_grad(parameter)
             if any(not str(getattr(each, "__module__", "")).startswith(("torch.", "megabatch.")) for each in hooks):
                 yield (
                     f"parameter {name!r} has a hook, which sees the gradient of each microbatch and not that of the "

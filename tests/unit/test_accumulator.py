@@ -1,14 +1,17 @@
 """GradientAccumulator in one process: the gradient of an update, to the bit, however it is cut and called."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megabatch import GradientAccumulator, MegabatchError, PlanError
+from megabatch import CostModel, GradientAccumulator, MegabatchError, PlanError
 from megabatch.batching.samples import pad_right
+from megabatch.errors import MicrobatchLimit
+from megabatch.planning.limits import TunedLimit
 from tests.unit import small
 from tests.unit.small import expected, gradients, model_of_integers, same_bits, samples, squares, weighed
 
@@ -230,3 +233,35 @@ def test_random_numbers_are_drawn_as_in_a_plain_loop():
         total, _ = squares(other, pad_right([BATCH[row] for row in rows]))
         (total / 16).backward()
     assert same_bits(gradients(model), gradients(other))
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [({"cost": {"seconds_per_token": 1.0}}, "expected a CostModel"), ({"max_microbatch_tokens": 57.5}, "57.5")],
+)
+def test_a_tuned_limit_from_a_file_is_checked(changed, text):
+    fit = TunedLimit(64, CostModel(), 9, (), 2.0**30, 2.0**30)
+    gradient = GradientAccumulator(model_of_integers(), max_microbatch_tokens=replace(fit, **changed))
+    with pytest.raises(PlanError, match=text):
+        gradient.plan(samples([1, 2, 3]))
+
+
+def test_a_lowered_limit_is_a_count():
+    gradient = GradientAccumulator(model_of_integers(), micro_batch_size=2)
+    gradient.lower_limit(MicrobatchLimit(0, 0))
+    with pytest.raises(PlanError, match="micro_batch_size is 0"):
+        gradient.plan(samples([1, 2, 3]))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_refused():
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    gradient = GradientAccumulator(model_of_integers(), micro_batch_size=2)
+    with pytest.raises(PlanError, match="nested"):
+        gradient.plan([{"x": nested}])
+
+
+def test_plan_asks_the_model_nothing_that_may_change():
+    gradient = GradientAccumulator(model_of_integers(), micro_batch_size=2)
+    gradient.plan(samples([1, 2, 3]))
+    assert "takes_mask" not in vars(gradient._padding)

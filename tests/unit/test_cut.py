@@ -114,3 +114,15 @@ def test_a_plan_cannot_be_changed():
 @pytest.mark.parametrize(("explained", "lines"), EXPLAINED.items(), ids=range(len(EXPLAINED)))
 def test_explained(explained, lines):
     assert explained.explain().splitlines() == lines
+
+
+class OfLaunches(CostModel):
+    """A price of its own: next to nothing but launches."""
+
+    def seconds(self, rows: int, longest: int) -> float:
+        return 1000.0 + super().seconds(rows, longest)
+
+
+def test_a_cost_model_with_a_price_of_its_own_decides_the_cut():
+    (found,) = plan([8, 7, 4, 4, 2, 2, 1, 1], max_microbatch_tokens=32, cost=OfLaunches())
+    assert found.num_microbatches == 2

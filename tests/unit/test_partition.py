@@ -12,7 +12,7 @@ from megabatch.planning.plan import CostModel
 
 COST = CostModel(seconds_per_microbatch=32.0)
 price = COST.seconds
-split = partial(partition.split, launch=32.0, rate=lambda longest: COST.sample_seconds(longest) / longest)
+split = partial(partition.split, seconds=price)
 
 costs = st.lists(st.floats(0, 1e6), max_size=40)
 few_lengths = st.lists(st.integers(0, 12), max_size=6)
