@@ -4,7 +4,6 @@ Each checks that what the model returns has the shape of its labels: where shape
 would be of something else.
 """
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -96,7 +95,6 @@ def next_token_beside(model: nn.Module, microbatch: Microbatch, **asked: Any) ->
     return Term(total, (targets != IGNORED_LABEL).sum()), output
 
 
-@functools.cache
 def chunk_tokens(num_classes: int, width: int) -> int:
     """Return the number of positions whose logits are computed at once, for a head's weight [V, D].
 
