@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from megabatch import losses
 from megabatch.accumulator import GradientAccumulator
@@ -24,6 +23,7 @@ from megabatch.errors import LossContractError, MegabatchError, PlanError, requi
 from megabatch.losses.contract import LossFunction, Term, loss
 from megabatch.losses.ready_made import HALF_TYPES, next_token_beside
 from megabatch.pipeline.stages import Pipeline
+from megabatch.torch_private import pytree
 
 __all__ = [
     "ExpertBias", "config_coefficient", "has_experts", "next_token_with_balance", "sequence_balance", "with_tokens",

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from graphlib import TopologicalSorter
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,21 @@ def test_a_public_name_has_a_docstring(home):
     objects = {name: getattr(import_module(home), name) for name in PUBLIC[home]}
     documented = {name: each for name, each in objects.items() if inspect.isclass(each) or inspect.isroutine(each)}
     assert not [name for name, each in documented.items() if not (each.__doc__ or "").strip()]
+
+
+def test_a_public_constant_has_a_docstring():
+    """A string behind its assignment, which the reference shows."""
+    objects = {name: getattr(import_module(home), name) for home in PUBLIC for name in PUBLIC[home]}
+    are_defined = (inspect.isclass, inspect.isroutine, inspect.ismodule)
+    constants = {name for name, each in objects.items() if not any(check(each) for check in are_defined)}
+    bodies = [TREES[file_of(module)].body for module in LIBRARY]
+    documented = {
+        ast.unparse(node.targets[0])
+        for body in bodies
+        for node, after in pairwise(body)
+        if isinstance(node, ast.Assign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+    }
+    assert constants <= documented
 
 
 @pytest.mark.parametrize("module", ["__init__", *LIBRARY])

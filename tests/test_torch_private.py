@@ -29,13 +29,10 @@ print(len(new), *(name for name in new if name.startswith({(*SLOW, *OWN)!r})))
 """
 EXCEPTIONS = {  # names of torch's that a file uses itself, and why
     "engine.packing_check": ("_attn_implementation",),  # of transformers
-    "experts": ("_pytree",),  # a public module of torch in all but its name
-    "pipeline.stages": ("_composable",),  # ReplicateModule has no public name
     "simulate.devices": (  # keys of tables: operations of ATen, whose names begin so
         "_reshape_alias", "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_flash_attention_for_cpu_backward", "_unsafe_view",
     ),
-    "simulate.simulated_update": ("_reducers",),  # of the library's own wrapper of several models
     "verification.gradient_comparison": ("_wrapper",),  # of GradientAccumulator
 }  # fmt: skip
 

@@ -232,7 +232,7 @@ def _tokens_of(model: Any) -> Any:
     """Return the table of a model's tokens; None where it reads something else."""
     try:
         return model.get_input_embeddings()
-    except (AttributeError, NotImplementedError):
+    except (AttributeError, NotImplementedError):  # transformers raises the second for images and the like
         return None
 
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.pipelining import PipelineStage
@@ -23,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megabatch.batching.pad_to_shape import Inputs, Shape, difference, said
 from megabatch.engine.oom_broadcast import is_out_of_memory
 from megabatch.errors import MegabatchError, PlanError
-from megabatch.torch_private import original_of, pytree, run_schedule
+from megabatch.torch_private import is_fsdp2, is_replicate_module, original_of, pytree, run_schedule
 from megabatch.wrappers.base import Choice, SelfWrapped, Wrapper
 from megabatch.wrappers.checks import check_dtensors, refuse_foreign, refuse_unknown
 from megabatch.wrappers.detect import wrapper_of_one
@@ -74,6 +73,7 @@ SCHEDULES = {
     "ZBVZeroBubble": ScheduleKind(torch_schedules.ScheduleZBVZeroBubble, 2, _any, goes_back=True, splits=True),
     "DualPipeV": ScheduleKind(torch_schedules.ScheduleDualPipeV, 2, _one_per_stage, goes_back=True, splits=True),
 }
+"""The schedules of a `Pipeline` by name, as in torch. Each value says how many stages a rank holds."""
 
 
 class Pipeline(SelfWrapped):
@@ -290,7 +290,7 @@ class _Stage(PipelineStage):
 def _keep_unsharded(stage: nn.Module) -> None:
     """Keep FSDP2's parameters gathered after the forward: a split backward silently skips sharded weights."""
     for module in stage.modules():
-        if isinstance(module, FSDPModule) and not isinstance(module, ReplicateModule):
+        if is_fsdp2(module) and not is_replicate_module(module):
             module.set_reshard_after_forward(False, recurse=False)
 
 
@@ -311,8 +311,8 @@ class PipelineWrapper(MultiModelWrapper):
     kind_name = "a pipeline"
     one_shape = True
 
-    def __init__(self, pipeline: Pipeline, reducers: Sequence[Wrapper]) -> None:
-        super().__init__(reducers, frozen=())
+    def __init__(self, pipeline: Pipeline, wrappers: Sequence[Wrapper]) -> None:
+        super().__init__(wrappers, frozen=())
         self.ranks = pipeline.ranks
         if self.ranks.context_degree > 1:
             raise PlanError("the mesh has both axes 'cp' and 'pp', which do not go together; give one of them")

@@ -43,6 +43,7 @@ CATEGORIES = (
     "activations",
     "temporaries",
 )
+"""What memory of a device is used for, as `Moment` and `Simulated` list it."""
 HOST = "host"  # category of memory on the host only
 DEVICE_OF = torch.ops.prim.device.default  # of fake tensors only
 SILENT = ("prim", "profiler")  # namespaces of operations without memory and work

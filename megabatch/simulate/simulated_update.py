@@ -325,7 +325,7 @@ def _drop_weight(pair: Any) -> Any:
 def _use_only_rank(wrapper: Wrapper) -> None:
     """Let every other rank answer as this one, since none is there."""
     wrapper.ranks = OnlyRank.like(wrapper.ranks)
-    for each in getattr(wrapper, "_reducers", ()):
+    for each in getattr(wrapper, "wrappers", ()):
         _use_only_rank(each)
 
 

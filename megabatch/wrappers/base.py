@@ -6,7 +6,9 @@ the wrapper's own division. Gradients are therefore sums over data and context r
 
 import contextlib
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -34,6 +36,21 @@ CHANGED = (
 )
 
 
+@dataclass
+class CollectiveOrder:
+    """A hash of the collectives of an update in their order, which ranks compare."""
+
+    digest: int = 0
+
+    def note(self, number: int) -> None:
+        """Mix in one gather or reduction."""
+        self.digest = zlib.crc32(number.to_bytes(8), self.digest)
+
+    def reset(self) -> None:
+        """Begin another update."""
+        self.digest = 0
+
+
 class Wrapper:
     """Sums the whole gradient in `finish_update`; one rank needs no reduction."""
 
@@ -45,12 +62,13 @@ class Wrapper:
     forwards_meet = False  # ranks wait for each other in every module that is called
     replaces_gradients = False  # the wrapper itself sets ``p.grad`` to other views
     may_pause = True  # between two calls, the whole gradient of an open update is in ``p.grad``
-    collectives = 0  # hash of what was gathered and reduced in this update, in order
     is_counting: bool | None = None  # the microbatch that runs: False for a dummy microbatch
 
     def __init__(self, model: nn.Module, ranks: DataRanks) -> None:
         self.ranks = ranks
         self.parameters = trainable(model)
+        self.collective_order = CollectiveOrder()
+        self.index = 0  # among the models of a list, which share one order
         self._dtypes = [each.dtype for each in self.parameters]
         self.device = next(model.parameters()).device  # where the model expects its inputs
         self.norm_groups: list[dist.ProcessGroup] = []  # ranks with further parts of the gradient, not in a DTensor
@@ -61,7 +79,7 @@ class Wrapper:
 
     def note_collective(self, number: int) -> None:
         """Mix one gather or reduction into the hash that ranks compare."""
-        self.collectives = zlib.crc32(number.to_bytes(8), self.collectives)
+        self.collective_order.note(self.index << 32 | number)
 
     def accumulate_in(self, wide: WideGradients) -> None:
         """Add gradients in a wider dtype. Raises `PlanError` if the wrapper would round them before."""
@@ -149,12 +167,12 @@ class Wrapper:
             )
 
 
-class SelfWrapped(nn.Module):
+class SelfWrapped(nn.Module, ABC):
     """A model that makes its own wrapper, since its modules need more than the wrapper of each."""
 
+    @abstractmethod
     def make_wrapper(self, mesh: DeviceMesh | None) -> Wrapper:
         """Return the wrapper that sums the gradients. Raises `PlanError` for a mesh that is not the model's."""
-        raise NotImplementedError
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:

@@ -86,7 +86,7 @@ def check_tied(model: nn.Module) -> None:
         return
     try:
         ends = inner.get_input_embeddings(), inner.get_output_embeddings()
-    except (AttributeError, NotImplementedError):  # a model without them
+    except (AttributeError, NotImplementedError):  # not of transformers, or of images and the like
         return
     first, last = (getattr(each, "weight", None) for each in ends)
     are_two = first is not last and first is not None and last is not None

@@ -48,9 +48,9 @@ def detect_wrapper(model: Models, mesh: DeviceMesh | None) -> Wrapper:
         raise PlanError("no parameter of the model requires a gradient; unfreeze what is to be trained")
     if mesh is not None:
         check_axes(mesh)
-    reducers = [wrapper_of_one(each, mesh) for each in trained]
+    wrappers = [wrapper_of_one(each, mesh) for each in trained]
     frozen = [each for each in models if not trainable(each)]
-    return MultiModelWrapper(reducers, frozen) if len(models) > 1 else reducers[0]
+    return MultiModelWrapper(wrappers, frozen) if len(models) > 1 else wrappers[0]
 
 
 def wrapper_of_one(model: nn.Module, mesh: DeviceMesh | None) -> Wrapper:

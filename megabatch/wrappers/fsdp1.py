@@ -72,7 +72,7 @@ class FSDP1Wrapper(Wrapper):
 
     def finish_update(self) -> None:
         """FSDP1 has reduced."""
-        self.collectives = 0
+        self.collective_order.reset()
 
     def check_unchanged(self) -> None:
         for state in self._states:
@@ -81,7 +81,7 @@ class FSDP1Wrapper(Wrapper):
         super().check_unchanged()
 
     def discard(self) -> None:
-        self.collectives = 0
+        self.collective_order.reset()
         for state in self._states:
             reshard_flat(state)
             drop_flat_gradient(state)

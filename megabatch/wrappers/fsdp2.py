@@ -98,10 +98,10 @@ class FSDP2Wrapper(Wrapper):
 
     def finish_update(self) -> None:
         """FSDP2 has reduced."""
-        self.collectives = 0
+        self.collective_order.reset()
 
     def discard(self) -> None:
-        self.collectives = 0
+        self.collective_order.reset()
         drop_fsdp_gradients(self._modules)
 
     def _set(self, *, reduce: bool, all_reduce: bool, last: bool) -> None:

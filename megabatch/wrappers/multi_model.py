@@ -1,65 +1,65 @@
 """Several models in one update: generator and critic, two towers. Each is reduced by its own wrapper."""
 
 import contextlib
-import functools
 from collections.abc import Generator, Sequence
 
 from torch import nn
 
 from megabatch.errors import PlanError
-from megabatch.wrappers.base import CHANGED, Choice, Wrapper, trainable
+from megabatch.wrappers.base import CHANGED, Choice, CollectiveOrder, Wrapper, trainable
 from megabatch.wrappers.ddp import DDPWrapper, noting_launches
 from megabatch.wrappers.gradients import WideGradients
 
 
 class MultiModelWrapper(Wrapper):
-    """Does for every model of a list what its own reducer does."""
+    """Does for every model of a list what its own wrapper does."""
 
     kind_name = "several models"
 
-    def __init__(self, reducers: Sequence[Wrapper], frozen: Sequence[nn.Module]) -> None:
-        """``frozen`` models have no reducer, as long as they stay so."""
-        self.parameters = [parameter for wrapper in reducers for parameter in wrapper.parameters]
+    def __init__(self, wrappers: Sequence[Wrapper], frozen: Sequence[nn.Module]) -> None:
+        """``frozen`` models have no wrapper, as long as they stay so."""
+        self.parameters = [parameter for wrapper in wrappers for parameter in wrapper.parameters]
         if len({id(parameter) for parameter in self.parameters}) < len(self.parameters):
             raise PlanError("two of the models share a parameter, which would be reduced twice; give each to one model")
-        first = reducers[0]
-        if any(_kind(each) != _kind(first) for each in reducers):
-            kinds = ", ".join(each.kind_name for each in reducers)
+        first = wrappers[0]
+        if any(_kind(each) != _kind(first) for each in wrappers):
+            kinds = ", ".join(each.kind_name for each in wrappers)
             raise PlanError(
                 f"the models are wrapped in ways that do not go together ({kinds}); wrap all alike, over the same ranks"
             )
         self.ranks, self.device, self.loss_factor = first.ranks, first.device, first.loss_factor
         self.norm_groups = first.norm_groups
-        self._reducers, self._frozen = list(reducers), frozen
-        self.replaces_gradients = any(each.replaces_gradients for each in reducers)
-        self.forwards_meet = any(each.forwards_meet for each in reducers)
-        self.may_pause = all(each.may_pause for each in reducers)
-        self.models = [*(model for wrapper in reducers for model in wrapper.models), *frozen]
-        self._ddps = [each.ddp for each in reducers if isinstance(each, DDPWrapper)]
-        for index, wrapper in enumerate(reducers):  # one hash, since the order between models matters too
-            wrapper.note_collective = functools.partial(self._note_collective_of, index)
+        self.wrappers, self._frozen = list(wrappers), frozen
+        self.replaces_gradients = any(each.replaces_gradients for each in wrappers)
+        self.forwards_meet = any(each.forwards_meet for each in wrappers)
+        self.may_pause = all(each.may_pause for each in wrappers)
+        self.models = [*(model for wrapper in wrappers for model in wrapper.models), *frozen]
+        self._ddps = [each.ddp for each in wrappers if isinstance(each, DDPWrapper)]
+        self.collective_order, self.index = CollectiveOrder(), 0
+        for index, wrapper in enumerate(wrappers):  # one hash, since the order between models matters too
+            wrapper.collective_order, wrapper.index = self.collective_order, index
 
     def accumulate_in(self, wide: WideGradients) -> None:
-        for wrapper in self._reducers:
+        for wrapper in self.wrappers:
             wrapper.accumulate_in(wide)
-        self.loss_factor = self._reducers[0].loss_factor
+        self.loss_factor = self.wrappers[0].loss_factor
 
     def check_unchanged(self) -> None:
-        for wrapper in self._reducers:
+        for wrapper in self.wrappers:
             wrapper.check_unchanged()
         if any(map(trainable, self._frozen)):
             raise PlanError(CHANGED)
 
     @property
     def accumulating(self) -> Sequence[nn.Parameter]:
-        return [parameter for wrapper in self._reducers for parameter in wrapper.accumulating]
+        return [parameter for wrapper in self.wrappers for parameter in wrapper.accumulating]
 
     @property
     def runs_alone(self) -> bool:
-        return all(wrapper.runs_alone for wrapper in self._reducers)
+        return all(wrapper.runs_alone for wrapper in self.wrappers)
 
     def choose(self, policy: str) -> Choice:
-        choices = dict(wrapper.choose(policy) for wrapper in self._reducers)
+        choices = dict(wrapper.choose(policy) for wrapper in self.wrappers)
         if len(choices) > 1:  # a plain model beside a sharded one: it is summed once, whatever the policy
             choices.pop("last", None)
         if len(choices) > 1:
@@ -69,28 +69,25 @@ class MultiModelWrapper(Wrapper):
     @contextlib.contextmanager
     def microbatch(self, policy: str, *, last: bool) -> Generator[None]:
         with contextlib.ExitStack() as stack:
-            for wrapper in self._reducers:
+            for wrapper in self.wrappers:
                 stack.enter_context(wrapper.microbatch(policy, last=last))
             if not self.ranks.is_alone:
                 stack.enter_context(noting_launches(self._ddps, self.note_collective))
             yield
 
     def finish_call(self) -> None:
-        for wrapper in self._reducers:
+        for wrapper in self.wrappers:
             wrapper.finish_call()
 
     def finish_update(self) -> None:
-        self.collectives = 0
-        for wrapper in self._reducers:
+        self.collective_order.reset()
+        for wrapper in self.wrappers:
             wrapper.finish_update()
 
     def discard(self) -> None:
-        self.collectives = 0
-        for wrapper in self._reducers:
+        self.collective_order.reset()
+        for wrapper in self.wrappers:
             wrapper.discard()
-
-    def _note_collective_of(self, index: int, number: int) -> None:
-        self.note_collective(index << 32 | number)
 
 
 def _kind(wrapper: Wrapper) -> object:

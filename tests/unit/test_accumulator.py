@@ -1,12 +1,15 @@
 """GradientAccumulator in one process: the gradient of an update, to the bit, however it is cut and called."""
 
 import copy
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from megabatch import CostModel, GradientAccumulator, MegabatchError, PlanError
 from megabatch.batching.samples import pad_right
@@ -265,3 +268,23 @@ def test_plan_asks_the_model_nothing_that_may_change():
     gradient = GradientAccumulator(model_of_integers(), micro_batch_size=2)
     gradient.plan(samples([1, 2, 3]))
     assert "takes_mask" not in vars(gradient._padding)
+
+
+def two_models(models, microbatch):
+    first, second = models
+    return (second(first(microbatch["x"])) ** 2).sum(), float(len(microbatch["x"]))
+
+
+def test_models_of_a_list_are_freed_without_the_garbage_collector() -> None:
+    models = [nn.Linear(2, 2), nn.Linear(2, 1)]
+    gradient = GradientAccumulator(models, micro_batch_size=2)
+    gradient.forward_backward({"x": torch.ones(3, 2)}, two_models)
+    gradient.finalize()
+    alive = list(map(weakref.ref, models))
+    gc.collect()
+    gc.disable()
+    try:
+        del models, gradient
+        assert [each() for each in alive] == [None, None]
+    finally:
+        gc.enable()
