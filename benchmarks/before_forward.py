@@ -98,7 +98,7 @@ def messages(ranks: Ranks, number: int) -> float:
     found: list[float] = []
     for _ in range(number):
         start = time.perf_counter()
-        group.exchange([0.0] * 15)
+        group.exchange_numbers([0.0] * 15)
         found.append(1000 * (time.perf_counter() - start))
     return statistics.median(found[number // 10 :])
 

@@ -16,7 +16,7 @@ from megabatch.batching.padding import Padding
 from megabatch.batching.samples import Batch, Collate, Length, Microbatch
 from megabatch.engine import open_update_state, random_state
 from megabatch.engine.call import (
-    CallPlan,
+    CallAgreement,
     MicrobatchPlanner,
     MicrobatchStep,
     PreparedBatch,
@@ -43,7 +43,7 @@ from megabatch.losses.contract import (
     terms_of,
 )
 from megabatch.planning.limits import TunedLimit
-from megabatch.planning.plan import CostModel, Plan, check_bounds, check_cost
+from megabatch.planning.plan import CostModel, Plan, check_cost, check_limits
 from megabatch.wrappers.checks import check_rank_agreement
 from megabatch.wrappers.detect import Models, choose_policy, detect_wrapper
 from megabatch.wrappers.gradients import (
@@ -62,10 +62,10 @@ class _Call(NamedTuple):
     """A call that is under way."""
 
     prepared: PreparedBatch
-    plan: CallPlan
+    agreement: CallAgreement
     opened: OpenUpdate
     hooks: LossHooks
-    is_divided: bool  # the loss takes the divisor
+    takes_divisor: bool  # the loss divides its total itself
     is_new: bool  # the loss was not tried in a call before
 
     @property
@@ -124,10 +124,10 @@ class GradientAccumulator:
         padding: Mapping[str, float] | None = None,
         accumulate_dtype: torch.dtype | None = None,
     ) -> None:
-        fit = max_microbatch_tokens if isinstance(max_microbatch_tokens, TunedLimit) else None
-        bounds = check_bounds(
-            micro_batch_size, "auto" if isinstance(max_microbatch_tokens, TunedLimit) else max_microbatch_tokens
-        )
+        fit = None
+        if isinstance(max_microbatch_tokens, TunedLimit):
+            fit, max_microbatch_tokens = max_microbatch_tokens, "auto"
+        limits = check_limits(micro_batch_size, max_microbatch_tokens)
         check_cost(cost)
         self.model = model
         self._wrapper = detect_wrapper(model, mesh)
@@ -138,13 +138,13 @@ class GradientAccumulator:
         check_rank_agreement(self._wrapper, choice[0], accumulate_dtype)
         self._padding = Padding(self._wrapper.models, padding, names_collate=collate is not None)
         self._planner = MicrobatchPlanner(
-            *bounds, collate, length, choice, ranks, self._wrapper.one_shape, cost, fit, padding=self._padding
+            *limits, collate, length, choice, ranks, self._wrapper.one_shape, cost, fit, padding=self._padding
         )
         self._tuner: Any = None  # a MicrobatchTuner, where the limit is "auto"
         if self._planner.is_auto:
             from megabatch.autotune.tuner import MicrobatchTuner
 
-            self._tuner = MicrobatchTuner(model, self._wrapper, self._wide, self._planner, memory_bytes)
+            self._tuner = MicrobatchTuner(model, self._wrapper, self._wide, memory_bytes)
         elif memory_bytes is not None:
             raise PlanError('memory_bytes is for max_microbatch_tokens="auto", and a bound is given; leave one out')
         self._oom_broadcast = None if ranks.is_alone else OOMBroadcast(ranks, self._wrapper.device)
@@ -237,9 +237,9 @@ class GradientAccumulator:
             if isinstance(loss_fn, JointLoss) or self._wrapper.is_pipeline:
                 sums = self._run_together(loss_fn, call)
             else:
-                call.opened.open_call(call.plan)
+                call.opened.count_call(call.agreement)
                 with contextlib.closing(
-                    iterate_steps(call.prepared, call.plan, call.hooks.weigh, self._wrapper)
+                    iterate_steps(call.prepared, call.agreement, call.hooks.weigh, self._wrapper)
                 ) as steps:
                     for step in steps:
                         for part in self._run_step(step, loss_fn, call):
@@ -253,20 +253,20 @@ class GradientAccumulator:
         before = Receipt.of([] if opened.stepping else wrapper.parameters)
         num_sent = 0 if wrapper.ranks.is_alone else num_collectives()
         opened.taking_back.clear()
-        run = partial(self._differentiate, loss_fn=loss_fn, call=call)
+        run = partial(self._forward_backward, loss_fn=loss_fn, call=call)
         try:
             return [run(step)]
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            retry = OOMRetry(call.prepared, call.hooks.weigh, wrapper, opened, is_divided=call.is_divided)
-            run_in_parts = retry.run(step, error, before, num_sent, run)
+            retry = OOMRetry(call.prepared, call.hooks.weigh, wrapper, opened, takes_divisor=call.takes_divisor)
+            run_in_parts = retry.prepare_parts(step, error, before, num_sent, run)
         return run_in_parts()  # out of the handler, which keeps the failed graph in memory
 
-    def _differentiate(self, step: MicrobatchStep, loss_fn: LossFunction, call: "_Call") -> dict[str, Term]:
+    def _forward_backward(self, step: MicrobatchStep, loss_fn: LossFunction, call: "_Call") -> dict[str, Term]:
         """Run forward and backward of one microbatch. Return its sums."""
-        if call.is_new or call.is_divided:
-            terms = self._try_loss(step, loss_fn, call)
+        if call.is_new or call.takes_divisor:
+            terms = self._call_checked_loss(step, loss_fn, call)
         else:
             before = Receipt.of(self._wrapper.accumulating)
             terms = terms_of(loss_fn(self.model, step.microbatch))
@@ -274,7 +274,7 @@ class GradientAccumulator:
             del before  # which would keep gradients that a wrapper frees in its backward
         return call.opened.backward(terms, step)
 
-    def _try_loss(self, step: MicrobatchStep, loss_fn: LossFunction, call: "_Call") -> dict[str, Term]:
+    def _call_checked_loss(self, step: MicrobatchStep, loss_fn: LossFunction, call: "_Call") -> dict[str, Term]:
         """Run a loss that is new or takes the divisor, and check its side effects on gradients."""
         opened, ownership, model = call.opened, self._ownership, self.model
         if call.is_new:
@@ -282,7 +282,7 @@ class GradientAccumulator:
         random = random_state.note(self._wrapper.device) if call.is_new else None
         before = Receipt.of(self._wrapper.accumulating)
         terms = opened.terms_of(loss_fn, model, step)
-        if not call.is_divided:
+        if not call.takes_divisor:
             ownership.check_unmoved(before)
         if random is not None:
             ownership.check_reach(loss_fn, before, terms, [step.microbatch, *call.given])
@@ -297,10 +297,10 @@ class GradientAccumulator:
         if not isinstance(loss_fn, JointLoss) or self._wrapper.is_pipeline:
             from megabatch.pipeline.run import run_schedule
 
-            return run_schedule(loss_fn, call.prepared, call.plan, self._wrapper, call.opened)
+            return run_schedule(loss_fn, call.prepared, call.agreement, self._wrapper, call.opened)
         from megabatch.engine.coupled_loss import run_coupled_loss
 
-        return run_coupled_loss(loss_fn, self.model, call.prepared, call.plan, self._wrapper, call.opened)
+        return run_coupled_loss(loss_fn, self.model, call.prepared, call.agreement, self._wrapper, call.opened)
 
     def microbatches(self, batch: Batch, weigh: Weigh | None = None) -> Generator[Microbatch, None, None]:
         """Yield each microbatch on the device, as an open loop. Call `backward` once in the body of the loop."""
@@ -315,9 +315,9 @@ class GradientAccumulator:
         self._check_can_add()
         body = GradientAccumulator.microbatches if weigh is None else weigh  # the body of the loop has no name
         with self._guarded(), self._open_call(batch, body, LossHooks(weigh)) as call:
-            call.opened.open_call(call.plan)
+            call.opened.count_call(call.agreement)
             self._given = call.given
-            with contextlib.closing(iterate_steps(call.prepared, call.plan, weigh, self._wrapper)) as steps:
+            with contextlib.closing(iterate_steps(call.prepared, call.agreement, weigh, self._wrapper)) as steps:
                 for step in steps:
                     self._step, self._before = step, Receipt.of(self._wrapper.accumulating)
                     yield step.microbatch
@@ -330,7 +330,6 @@ class GradientAccumulator:
     def _open_call(self, batch: Batch, loss_fn: object, hooks: LossHooks) -> Generator["_Call"]:
         """Surround one call: prepare it and agree on it with the other ranks. If it fails, drop the update."""
         wrapper, ownership = self._wrapper, self._ownership
-
         prepared, failure = None, None
         try:
             ownership.check()
@@ -341,7 +340,7 @@ class GradientAccumulator:
         except Exception as error:  # the user's collate or weigh may raise anything; the other ranks must know
             failure = error
         try:
-            plan = agree_on_call(wrapper, prepared, failure, hooks.weigh, partial(self._recall, loss_fn))
+            agreement = agree_on_call(wrapper, prepared, failure, hooks.weigh, partial(self._recall, loss_fn))
         except MegabatchError as error:
             if error.loses_update:  # found on any rank: the gradients no longer belong to this update
                 self._open, self._is_lost = None, True
@@ -351,9 +350,9 @@ class GradientAccumulator:
         if wrapper.is_pipeline:
             from megabatch.pipeline.run import fill_up_schedule
 
-            plan = fill_up_schedule(wrapper, prepared, plan)
+            agreement = fill_up_schedule(wrapper, prepared, agreement)
         if not self.ranks.is_alone and len(prepared.samples):
-            self._remembered.set(loss_fn, prepared.samples.last().dummy)
+            self._remembered.set(loss_fn, prepared.samples.copy_last().dummy)
             self._was_finite = True
         ownership.release()  # gradients that a wrapper may free in its backward
         had_calls = self._open is not None and self._open.has_calls
@@ -362,9 +361,10 @@ class GradientAccumulator:
             if self._wide.dtype is not None:
                 self._wide.begin()
             self._open = OpenUpdate(wrapper, self._stepping)
-        self.last_plan = planned = prepared.plan
-        if plan.num_microbatches > len(planned.microbatches):
-            self.last_plan = planned = with_dummies(planned, plan.num_microbatches)
+        plan = prepared.plan
+        if agreement.num_microbatches > len(plan.microbatches):
+            plan = with_dummies(plan, agreement.num_microbatches)
+        self.last_plan = plan
         self._running = True
         try:
             with contextlib.ExitStack() as watching:
@@ -372,15 +372,15 @@ class GradientAccumulator:
                 if self._padding.takes_mask:
                     watching.enter_context(self._padding.watched())
                 if self._is_packed:
-                    watching.enter_context(watched(self.model, plan.num_microbatches))
+                    watching.enter_context(watched(self.model, agreement.num_microbatches))
                 is_new = ownership.tried.get(loss_fn) is None
-                yield _Call(prepared, plan, self._open, hooks, takes_divisor(cast(Any, loss_fn)), is_new)
+                yield _Call(prepared, agreement, self._open, hooks, takes_divisor(cast(Any, loss_fn)), is_new)
             ownership.leave()
             self._running = False
             if prepared.parts:
-                self.last_plan = planned.in_parts(prepared.parts)
+                self.last_plan = plan.in_parts(prepared.parts)
                 ran = [rows for parts in prepared.parts.values() for rows in parts if rows]
-                self.lower_limit(planned.bound_of(ran) if ran else None)
+                self.lower_limit(plan.bound_of(ran) if ran else None)
         finally:
             if self._running:  # the loss raised, or the loop was left early
                 self._is_lost = had_calls
@@ -452,7 +452,6 @@ class GradientAccumulator:
                 "and one that was left half-way is forgotten"
             )
         check_positive(max_norm=max_norm, weight=weight)
-        self._check_can_add()
         if self._stepping is not None:
             self._stepping.check_finalize(max_norm, weight)
         opened, taken = self._open, None

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.autotune.memory import GIVE_A_BOUND, Budget, estimate_state_bytes, measure_memory, measure_time
 from megabatch.engine.call import (
-    CallPlan,
+    CallAgreement,
     MicrobatchPlanner,
     PreparedBatch,
     collate_planned,
@@ -63,7 +63,7 @@ class MeasuredModel:
     @property
     def waits(self) -> bool:
         """True if ranks wait for each other inside of a measured update."""
-        return not self.wrapper.runs_alone or any(map(_finds_unused, self.wrapper.models))
+        return not self.wrapper.is_microbatch_local or any(map(_finds_unused, self.wrapper.models))
 
     def discard(self) -> None:
         """Drop the gradients and buffers of a measured update."""
@@ -100,7 +100,7 @@ class MicrobatchMeasurer:
         stays = before + use.left_bytes + collated_bytes
         sent = [use.peak_bytes - use.left_bytes, stays]
         sent += [self.budget.limit - stays, self.budget.there - stays, self.budget.limit, self.budget.limit - before]
-        peaks, kept, allowed, there, limits, for_updates = zip(*wrapper.ranks.exchange(sent), strict=True)
+        peaks, kept, allowed, there, limits, for_updates = zip(*wrapper.ranks.exchange_numbers(sent), strict=True)
         self.space, self.stays_bytes = MemoryRoom(min(allowed), min(there)), max(kept)
         self.limit_bytes, self.allowed_bytes = min(limits), min(for_updates)
         return MeasuredMicrobatch(rows, max(peaks))
@@ -118,7 +118,7 @@ class MicrobatchMeasurer:
                         self._run_update(share)
                     self._subject.discard()
                     seconds = min(seconds, took.seconds / NUM_RUN)
-            slowest = max(told for (told,) in self._subject.wrapper.ranks.exchange([seconds]))
+            slowest = max(told for (told,) in self._subject.wrapper.ranks.exchange_numbers([seconds]))
             found.append(TimedMicrobatch(rows, max(1, sample.num_tokens), slowest))
         return found
 
@@ -139,11 +139,11 @@ class MicrobatchMeasurer:
         # The plan has one microbatch more than run, so that DDP does not reduce, which would rebuild its buckets.
         # With find_unused_parameters all run: DDP keeps its buckets then, and a reduction clears its unused parameters.
         num_run = None if any(map(_finds_unused, wrapper.models)) else NUM_RUN
-        call = CallPlan(
-            NUM_RUN + 1, len(share.samples), share.plan.num_tokens, share.weight_sums(), share.dummy
+        call = CallAgreement(
+            NUM_RUN + 1, len(share.samples), share.plan.num_tokens, share.weight_sums, share.dummy
         )  # fmt: skip
         opened = OpenUpdate(wrapper)
-        opened.open_call(call)
+        opened.count_call(call)
         with (
             no_float16_autocast(wrapper.models),
             contextlib.closing(iterate_steps(share, call, weigh, wrapper)) as each,
@@ -171,7 +171,7 @@ class MicrobatchMeasurer:
                 failure.__cause__ = error
             if self._subject.waits:
                 raise failure from failure.__cause__
-        if any(failed for (failed,) in ranks.exchange([float(failure is not None)])):
+        if any(failed for (failed,) in ranks.exchange_numbers([float(failure is not None)])):
             raise first_failure(ranks, failure)
 
     def _out_of_memory(self, error: Exception, sample: Sample, rows: int) -> MegabatchError:

@@ -50,16 +50,13 @@ class MicrobatchTuner:
         model: The model that the loss gets.
         wrapper: The wrapper of that model.
         wide: Accumulates its gradients.
-        planner: Tells if the limit is to be chosen.
         memory_bytes: Memory that this rank may use on its device. None: its free memory, less a tenth.
 
     Raises:
         PlanError: For a device, model or wrapper that cannot be measured.
     """
 
-    def __init__(
-        self, model: Any, wrapper: Wrapper, wide: WideGradients, planner: MicrobatchPlanner, memory_bytes: float | None
-    ) -> None:
+    def __init__(self, model: Any, wrapper: Wrapper, wide: WideGradients, memory_bytes: float | None) -> None:
         self.optimizer: optim.Optimizer | None = None  # to leave room for its states; None: two for each parameter
         self.wrapper, self._memory_bytes = wrapper, memory_bytes
         self._subject = MeasuredModel(model, wrapper, wide)
@@ -155,7 +152,7 @@ class MicrobatchTuner:
             told = [0.0, len(samples), max(samples.lengths, default=-1), sum(samples.lengths), knowledge]
         except Exception as error:  # the user's length may raise anything, and the other ranks must know
             failure = error
-        failed, counts, lengths, sums, knows = zip(*ranks.exchange(told), strict=True)
+        failed, counts, lengths, sums, knows = zip(*ranks.exchange_numbers(told), strict=True)
         if any(failed):
             raise first_failure(ranks, failure)
         assert samples is not None  # only a failure leaves it out
@@ -238,7 +235,7 @@ class MicrobatchTuner:
     def _check_moved(self, names: Sequence[str]) -> None:
         """Raise on all ranks if a forward has written to parameters."""
         ranks = self.wrapper.ranks
-        if not any(moved for (moved,) in ranks.exchange([float(len(names))])):
+        if not any(moved for (moved,) in ranks.exchange_numbers([float(len(names))])):
             return
         failure = None
         if names:
@@ -337,7 +334,7 @@ def measure_policy(
     planner = MicrobatchPlanner(
         None, None, collate, None, choice, wrapper.ranks, wrapper.one_shape, cost=None, padding=pad
     )
-    tuner = MicrobatchTuner(model, wrapper, wide, planner, memory_bytes)
+    tuner = MicrobatchTuner(model, wrapper, wide, memory_bytes)
     tuner.optimizer = optimizer
     with guard_memory(wrapper.ranks, wrapper.device):
         longest = tuner.find_longest(planner, batch, loss_fn)

@@ -201,7 +201,7 @@ class Samples:
         is_ahead = self.deferred is not None and self.deferred.look_ahead > 0
         return clone(made) if is_ahead and self._collate is not None else made
 
-    def last(self) -> "Samples":
+    def copy_last(self) -> "Samples":
         """Return the last sample, on its own memory, so that keeping it does not keep the batch."""
         if self.deferred is not None:
             return self  # of a deferred batch there is no more in memory

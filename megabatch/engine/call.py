@@ -3,12 +3,13 @@
 Errors in a batch are found here, before the first forward, and are raised on all ranks at once.
 """
 
+import contextlib
 import math
 import zlib
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from torch import Tensor
 
@@ -46,7 +47,9 @@ class PreparedBatch:
     plan: Plan
     collated: tuple[Microbatch, ...]  # on the CPU; empty unless they were weighed, and for a deferred batch
     weights: tuple[dict[str, float], ...]  # of each microbatch, by term
-    names: list[str] = field(default_factory=list[str])  # of the weighed terms; none without a weighed microbatch
+    weight_sums: dict[str, float] = field(
+        default_factory=dict[str, float]
+    )  # over this rank's microbatches, by term; empty without a weighed microbatch
     parts: dict[int, list[tuple[int, ...]]] = field(
         default_factory=dict[int, list[tuple[int, ...]]]
     )  # by index of a microbatch that ran out of memory: the samples of each part that ran instead
@@ -76,25 +79,21 @@ class PreparedBatch:
         """Return samples as a microbatch on the CPU, its announced weights, and the weights that ``weigh`` counts."""
         microbatch = self.samples.take(rows)
         weighed = {} if weigh is None else counted_weights(weigh(microbatch))
-        told = None if self.samples.deferred is None or weigh is None else self.samples.deferred.weights
-        return microbatch, weighed if told is None else counted_weights(sum(told[row] for row in rows)), weighed
+        given = None if self.samples.deferred is None or weigh is None else self.samples.deferred.weights
+        return microbatch, weighed if given is None else counted_weights(sum(given[row] for row in rows)), weighed
 
     def weighed(self, index: int, microbatch: Microbatch, weigh: Weigh) -> dict[str, float]:
         """Return the weights that ``weigh`` counts in microbatch ``index``, or in a dummy microbatch after the plan."""
-        told = self.samples.deferred is not None and self.samples.deferred.weights is not None
-        if index < len(self.weights) and not told:
+        are_given = self.samples.deferred is not None and self.samples.deferred.weights is not None
+        if index < len(self.weights) and not are_given:
             return self.weights[index]
         weights = counted_weights(weigh(microbatch))
-        if told and index < len(self.weights) and weights.keys() != {PAIR_NAME}:
+        if are_given and index < len(self.weights) and weights.keys() != {PAIR_NAME}:
             raise LossContractError(
                 f"weigh names the terms {sorted(weights)} but weights of Deferred have no name; "
                 "return a number from weigh, or leave weights out"
             )
         return weights
-
-    def weight_sums(self) -> dict[str, float]:
-        """Return this rank's weight of each term."""
-        return {name: sum(each[name] for each in self.weights) for name in self.names}
 
 
 @dataclass(frozen=True)
@@ -194,10 +193,11 @@ def collate_planned(samples: Samples, plan: Plan, weigh: Weigh | None) -> Prepar
     """Collate and weigh the planned microbatches on the CPU. Keep no microbatch of a deferred batch."""
     if weigh is None:
         return PreparedBatch(samples, plan, (), ())
-    if samples.deferred is not None and (told := samples.deferred.weights) is not None:
-        sums = (sum(told[row] for row in rows) for rows in plan.microbatches)
+    if samples.deferred is not None and (given := samples.deferred.weights) is not None:
+        sums = (sum(given[row] for row in rows) for rows in plan.microbatches)
         weights = tuple(map(counted_weights, sums))
-        return PreparedBatch(samples, plan, (), weights, sorted(weights[0]) if weights else [])
+        total = sum(each[PAIR_NAME] for each in weights)
+        return PreparedBatch(samples, plan, (), weights, {PAIR_NAME: total} if weights else {})
     kept: tuple[Microbatch, ...] = ()
     if samples.deferred is None:
         is_own = samples.is_collated_by_user
@@ -208,7 +208,8 @@ def collate_planned(samples: Samples, plan: Plan, weigh: Weigh | None) -> Prepar
         raise LossContractError(f"weigh names the terms {names}; name the same terms for each microbatch")
     if names and len(names[0]) > MAX_WEIGHED_TERMS:
         raise LossContractError(f"weigh names {len(names[0])} terms; at most {MAX_WEIGHED_TERMS} are supported")
-    return PreparedBatch(samples, plan, kept, weights, names[0] if names else [])
+    weight_sums = {name: sum(each[name] for each in weights) for name in (names[0] if names else ())}
+    return PreparedBatch(samples, plan, kept, weights, weight_sums)
 
 
 def _take_all(samples: Samples, plan: Plan) -> tuple[Microbatch, ...]:
@@ -263,8 +264,8 @@ def check_weights_of_stretches(microbatch: Microbatch, weigh: Weigh, degree: int
 
 
 @dataclass(frozen=True)
-class CallPlan:
-    """The parts of one call that all ranks know. Sums are over all ranks."""
+class CallAgreement:
+    """The ranks' agreement on one call. Sums are over all ranks."""
 
     num_microbatches: int  # the largest number that any rank has
     num_samples: int
@@ -293,8 +294,8 @@ class MicrobatchStep:
 
     microbatch: Microbatch
     index: int
-    counted: dict[str, float]  # announced weights by term: counted by weigh, or given with a deferred batch
-    weighed: dict[str, float]  # weights that weigh counts; different from `counted` only if given weights are wrong
+    announced: dict[str, float]  # weights by term that ranks were told: counted by weigh, or given by a deferred batch
+    weighed: dict[str, float]  # weights that weigh counts; different from `announced` only if given weights are wrong
     is_dummy: bool
 
     def differentiate(self, objective: Tensor) -> None:
@@ -305,7 +306,7 @@ class MicrobatchStep:
 def agree_on_call(
     wrapper: Wrapper, prepared: PreparedBatch | None, failure: Exception | None, weigh: Weigh | None,
     remembered: Callable[[], Microbatch | None],
-) -> CallPlan:  # fmt: skip
+) -> CallAgreement:  # fmt: skip
     """Agree with the other ranks on a call. This takes one message between hosts, and none for a single rank.
 
     Args:
@@ -316,14 +317,14 @@ def agree_on_call(
         remembered: Returns a dummy microbatch from an earlier call with this loss, or None if there was none.
     """
     ranks = wrapper.ranks
-    if ranks.is_alone and failure is not None:
-        raise failure
-    if ranks.is_alone and prepared is not None:
-        reports = [_report(prepared, wrapper, has_sample=True)]
-    else:
+    if not ranks.is_alone:
         reports = _exchange_reports(wrapper, prepared, failure, remembered)
         _check_same_samples(ranks, reports)
-    assert prepared is not None  # only a failure leaves it out
+    elif prepared is not None:
+        reports = [_report(prepared, wrapper, has_sample=True)]
+    else:
+        raise cast(Exception, failure)
+    assert prepared is not None  # else its failure was raised
     keys = {each.keys_hash for each in reports} - {0.0}
     if wrapper.forwards_meet and (len(keys) > 1 or min(keys, default=0.0) < 0):
         raise PlanError(
@@ -332,14 +333,15 @@ def agree_on_call(
         )
     if len({each.names_hash for each in reports if each.num_microbatches}) > 1:
         raise LossContractError("weigh names other terms on other ranks; name the same terms everywhere")
-    num_microbatches, names, dummy = int(max(each.num_microbatches for each in reports)), prepared.names, None
+    num_microbatches, dummy = int(max(each.num_microbatches for each in reports)), None
+    names = list(prepared.weight_sums)
     if not ranks.is_alone:
         everyone_has = all(each.has_sample for each in reports)
         dummy = _dummy(ranks, prepared, num_microbatches, remembered, everyone_has=everyone_has)
         if weigh is not None and num_microbatches and not all(each.num_microbatches for each in reports):
             names = next(filter(None, ranks.exchange_objects(names)), [])  # an idle rank does not know them
     data, weights = reports[: ranks.degree], zip(*(each.weights for each in reports[: ranks.num_weighing]), strict=True)
-    return CallPlan(
+    return CallAgreement(
         num_microbatches=num_microbatches,
         num_samples=int(sum(each.num_samples for each in data)),
         num_tokens=int(sum(each.num_tokens for each in data)),
@@ -353,15 +355,15 @@ def _exchange_reports(
     remembered: Callable[[], Microbatch | None],
 ) -> list[RankReport]:  # fmt: skip
     """Return the reports of all ranks. An error on one rank is raised on all ranks."""
-    ranks, num_told = wrapper.ranks, len(RankReport._fields) - 1
-    message = [1.0] + [0.0] * (num_told - 1 + MAX_WEIGHED_TERMS)
+    ranks, num_fields = wrapper.ranks, len(RankReport._fields) - 1
+    message = [1.0] + [0.0] * (num_fields - 1 + MAX_WEIGHED_TERMS)
     try:
         if prepared is not None:
             *numbers, weights = _report(prepared, wrapper, len(prepared.samples) > 0 or remembered() is not None)
             message = [*numbers, *weights, *[0.0] * (MAX_WEIGHED_TERMS - len(weights))]
     except Exception as error:  # the user's loading may raise anything, and the other ranks must know
         failure = error
-    reports = [RankReport(*row[:num_told], weights=row[num_told:]) for row in ranks.exchange(message)]
+    reports = [RankReport(*row[:num_fields], weights=row[num_fields:]) for row in ranks.exchange_numbers(message)]
     if any(each.failed for each in reports):
         raise first_failure(ranks, failure)
     return reports
@@ -369,7 +371,7 @@ def _exchange_reports(
 
 def _report(prepared: PreparedBatch, wrapper: Wrapper, has_sample: bool) -> RankReport:
     """Return this rank's report of a call."""
-    samples, names, ranks = prepared.samples, prepared.names, wrapper.ranks
+    samples, sums, ranks = prepared.samples, prepared.weight_sums, wrapper.ranks
     shares_samples = ranks.num_all > ranks.degree
     cut = repr(prepared.plan.microbatches).encode() if shares_samples else b""
     keys = samples.keys() if wrapper.forwards_meet else ()
@@ -379,10 +381,10 @@ def _report(prepared: PreparedBatch, wrapper: Wrapper, has_sample: bool) -> Rank
         num_samples=float(len(samples.lengths)),
         num_tokens=float(samples.num_tokens),
         has_sample=float(has_sample),
-        names_hash=float(zlib.crc32("\n".join(names).encode()) if names else 0),
+        names_hash=float(zlib.crc32("\n".join(sums).encode()) if sums else 0),
         fingerprint=float(zlib.crc32(cut, samples.fingerprint()) if shares_samples else 0),
         keys_hash=float(zlib.crc32(repr(keys).encode()) * (1 if len(keys) == 1 else -1) if keys else 0),
-        weights=[sum(each[name] for each in prepared.weights) for name in names],
+        weights=list(sums.values()),
     )
 
 
@@ -423,7 +425,7 @@ def _dummy(
 
 
 def iterate_steps(
-    prepared: PreparedBatch, call: CallPlan, weigh: Weigh | None, wrapper: Wrapper
+    prepared: PreparedBatch, agreement: CallAgreement, weigh: Weigh | None, wrapper: Wrapper
 ) -> Generator[MicrobatchStep]:
     """Yield the microbatches one after another. Each is on the device only for its own forward and backward."""
     if weigh is None and wrapper.ranks.context_groups:
@@ -432,21 +434,20 @@ def iterate_steps(
             "weight that counts samples would not be seen; give weigh=, see megabatch.loss"
         )
     samples, num_real, on_cpu = prepared.samples, len(prepared.plan.microbatches), wrapper.device.type == "cpu"
-    real = iter(prepared.collated) if prepared.collated else samples.in_turn(prepared.plan.microbatches)
-    try:
-        for index in range(call.num_microbatches):
+    with contextlib.closing(prepared.microbatches()) as real:  # the user's loading may be under way in it
+        for index in range(agreement.num_microbatches):
             is_dummy = index >= num_real
             if is_dummy:
-                assert call.dummy is not None  # some rank has more than this one
-                microbatch = call.dummy()
+                assert agreement.dummy is not None  # some rank has more than this one
+                microbatch = agreement.dummy()
             else:
                 microbatch = next(real)
-            counted = {} if weigh is None or is_dummy else prepared.weights[index]
-            weighed = counted
+            announced = {} if weigh is None or is_dummy else prepared.weights[index]
+            weighed = announced
             if weigh is not None and (is_dummy or samples.deferred is not None):
                 weighed = prepared.weighed(index, microbatch, weigh)
-                counted = weighed if is_dummy else counted
-            with wrapper.microbatch(prepared.plan.sync, last=index == call.num_microbatches - 1):
+                announced = weighed if is_dummy else announced
+            with wrapper.microbatch(prepared.plan.sync, last=index == agreement.num_microbatches - 1):
                 wrapper.is_counting = not is_dummy
                 try:
                     if samples.expect is not None:
@@ -454,15 +455,12 @@ def iterate_steps(
                     moved = microbatch if on_cpu else to_device(microbatch, wrapper.device)
                     if samples.is_shared:
                         moved = samples.owned(microbatch, moved)
-                    yield MicrobatchStep(moved, index, counted, weighed, is_dummy)
+                    yield MicrobatchStep(moved, index, announced, weighed, is_dummy)
                     del moved
                 finally:
                     wrapper.is_counting = None
             del microbatch  # before the next is made
-    finally:
-        if isinstance(real, Generator):
-            real.close()  # the user's loading may be under way in it
-    if call.num_microbatches:
+    if agreement.num_microbatches:
         wrapper.finish_call()
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from megabatch.batching.samples import Microbatch
 from megabatch.batching.tree import to_device
 from megabatch.engine import random_state
-from megabatch.engine.call import CallPlan, MicrobatchStep, PreparedBatch, iterate_steps, with_dummies
+from megabatch.engine.call import CallAgreement, MicrobatchStep, PreparedBatch, iterate_steps, with_dummies
 from megabatch.engine.random_state import RandomState
 from megabatch.engine.update import OpenUpdate
 from megabatch.errors import LossContractError, PlanError
@@ -62,7 +62,7 @@ def keep_encoding(encoded: Any, random: RandomState) -> Encoded:
 
 
 def report_encoding(ranks: DataRanks, encodings: Sequence[Encoded], cut: Cut) -> list[EncodingReport]:
-    """Return the reports of all ranks, in the order of `DataRanks.exchange`. Raise a fault of one rank on all."""
+    """Return the reports of all ranks, in the order of `DataRanks`. Raise a fault of one rank on all."""
     fault = _fault(encodings, cut)
     kind = "" if fault else encodings[0].kind
     told: list[EncodingReport] = ranks.exchange_objects(EncodingReport(_world_rank(), sum(map(len, cut)), kind, fault))
@@ -113,7 +113,7 @@ def gather_encodings(
         own = torch.cat([part[: len(rows)] for part, rows in zip(parts, cut, strict=True)])  # [n, ...]
         padded = own.new_zeros(max(sizes), *own.shape[1:])
         padded[: len(own)] = in_order(own, places)
-        gathered = ranks.gather(padded)  # [ranks, most, ...]
+        gathered = ranks.gather_on_device(padded)  # [ranks, most, ...]
         whole = torch.cat([gathered[number, : sizes[number]] for number in order])  # [N, ...]
         wholes.append(whole.requires_grad_(_is_continuous(whole)))
     me = [each.rank for each in told].index(_world_rank()) % ranks.degree
@@ -162,29 +162,34 @@ class CoupledCall:
     joint: JointLoss
     model: Any
     prepared: PreparedBatch
-    call_plan: CallPlan
+    agreement: CallAgreement
     wrapper: Wrapper
     opened: OpenUpdate
 
     @property
     def cut(self) -> tuple[tuple[int, ...], ...]:
         """This rank's samples by microbatch; () is a dummy microbatch."""
-        return with_dummies(self.prepared.plan, self.call_plan.num_microbatches).microbatches
+        return with_dummies(self.prepared.plan, self.agreement.num_microbatches).microbatches
 
     def microbatches(self) -> Generator[Microbatch]:
         """Yield this rank's microbatches on the CPU, then dummy microbatches up to the number of the other ranks."""
         yield from self.prepared.microbatches()
         for rows in self.cut:
             if not rows:
-                assert self.call_plan.dummy is not None  # some rank has more than this one
-                yield self.call_plan.dummy()
+                assert self.agreement.dummy is not None  # some rank has more than this one
+                yield self.agreement.dummy()
 
 
 def run_coupled_loss(
-    joint: JointLoss, model: Any, prepared: PreparedBatch, call_plan: CallPlan, wrapper: Wrapper, opened: OpenUpdate
+    joint: JointLoss,
+    model: Any,
+    prepared: PreparedBatch,
+    agreement: CallAgreement,
+    wrapper: Wrapper,
+    opened: OpenUpdate,
 ) -> dict[str, Term]:
     """Add a call's gradient to the open update; return its sums on data rank 0, and zeros on the others."""
-    call, ranks = CoupledCall(joint, model, prepared, call_plan, wrapper, opened), wrapper.ranks
+    call, ranks = CoupledCall(joint, model, prepared, agreement, wrapper, opened), wrapper.ranks
     _check_whole_samples(ranks)
     if opened.steps_in_backward:
         raise PlanError(
@@ -192,7 +197,7 @@ def run_coupled_loss(
         )
     cut = call.cut
     if not cut:
-        opened.open_call(call_plan)
+        opened.count_call(agreement)
         return {}
     encodings = _encode(call)
     wholes, mine = gather_encodings(ranks, encodings, cut, report_encoding(ranks, encodings, cut))
@@ -235,7 +240,7 @@ def _couple(
     weights = {name: weight for name in names if isinstance(weight := terms[name].weight, float)}
     if len(weights) < len(names):
         weights = {}  # only the device knows, and reading it would wait
-    call.opened.open_call(replace(call.call_plan, weights=weights))
+    call.opened.count_call(replace(call.agreement, weights=weights))
     step = MicrobatchStep(None, 0, weights, weights, is_dummy=False)
     objective = call.opened.objective(terms, step)
     # Every rank has computed the same terms: they are counted once.
@@ -269,7 +274,7 @@ def _check_reach(totals: Sequence[Tensor], wholes: list[Tensor]) -> None:
 def _backward(call: CoupledCall, encodings: list[Encoded], gradients: Sequence[Sequence[Tensor] | None]) -> Tensor:
     """Encode every microbatch again and differentiate it; whether its representations were others, on the device."""
     drifted = torch.zeros((), dtype=torch.bool, device=call.wrapper.device)
-    with contextlib.closing(iterate_steps(call.prepared, call.call_plan, None, call.wrapper)) as each:
+    with contextlib.closing(iterate_steps(call.prepared, call.agreement, None, call.wrapper)) as each:
         for step in each:
             encoded = encodings[step.index]
             with random_state.replay(encoded.random):
@@ -300,7 +305,7 @@ def _carries(leaf: Tensor, gradient: Tensor | None) -> bool:
 def _report_drift(call: CoupledCall, drifted: Tensor, sums: dict[str, Term]) -> None:
     """Raise it on every rank; on a device, where looking would wait, make the update not finite."""
     if drifted.device.type == "cpu":
-        if any(has_drifted for (has_drifted,) in call.wrapper.ranks.exchange([bool(drifted)])):
+        if any(has_drifted for (has_drifted,) in call.wrapper.ranks.exchange_numbers([bool(drifted)])):
             raise LossContractError(
                 "encode gave other representations for the same microbatch the second time; let nothing in it change "
                 "from call to call, and draw random numbers from torch's own generators"

@@ -50,7 +50,7 @@ class OOMBroadcast:
         number = 0.0
         with contextlib.suppress(*STORE_FAILS):
             number = float(_store_of_process().add(NUMBER, 1))
-        (self._number,) = max(ranks.exchange([number]))  # the job has no other alarm of this number
+        (self._number,) = max(ranks.exchange_numbers([number]))  # the job has no other alarm of this number
 
     @contextlib.contextmanager
     def listening(self) -> Generator[None]:

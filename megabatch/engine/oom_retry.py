@@ -65,12 +65,12 @@ class OOMRetry:
     """Runs a microbatch that did not fit in memory again, in parts. Notes the parts in the prepared batch."""
 
     def __init__(
-        self, prepared: PreparedBatch, weigh: Weigh | None, wrapper: Wrapper, opened: OpenUpdate, *, is_divided: bool
+        self, prepared: PreparedBatch, weigh: Weigh | None, wrapper: Wrapper, opened: OpenUpdate, *, takes_divisor: bool
     ) -> None:
         self._prepared, self._weigh, self._wrapper, self._opened = prepared, weigh, wrapper, opened
-        self._is_divided = is_divided  # the loss takes the divisor
+        self._takes_divisor = takes_divisor
 
-    def run(
+    def prepare_parts(
         self, step: MicrobatchStep, error: Exception, before: Receipt, num_sent: int | None, run: Run
     ) -> Callable[[], list[dict[str, Term]]]:
         """Return a function that runs ``step`` in parts.
@@ -140,23 +140,23 @@ class OOMRetry:
         self, step: MicrobatchStep, rows: Rows, wanted: Sequence[nn.Parameter] | None, retold: Mapping[str, int]
     ) -> PartStep:
         try:
-            microbatch, counted, weighed = self._prepared.part(rows, self._weigh)
+            microbatch, announced, weighed = self._prepared.part(rows, self._weigh)
             microbatch = self._prepared.samples.owned(microbatch, to_device(microbatch, self._wrapper.device))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             raise self._failure(step, rows, "and again before its part was run", error) from error
         parameters = self._wrapper.parameters
-        return PartStep(microbatch, step.index, counted, weighed, step.is_dummy, parameters, wanted, retold)
+        return PartStep(microbatch, step.index, announced, weighed, step.is_dummy, parameters, wanted, retold)
 
     def _check(self, step: MicrobatchStep, rows: Rows, before: Receipt, num_sent: int | None, error: Exception) -> None:
         """Raise where a microbatch that did not fit cannot run in parts."""
         ranks, why = self._wrapper.ranks, None
         now = self._num_collectives()
         sent = now is None or now != num_sent or is_of_backend(error)
-        if not ranks.is_alone and (sent or not self._wrapper.runs_alone):
+        if not ranks.is_alone and (sent or not self._wrapper.is_microbatch_local):
             why = f"in which ranks wait for each other, {AGAIN}"
-        elif not self._wrapper.runs_alone:
+        elif not self._wrapper.is_microbatch_local:
             why = f"in which {self._wrapper.kind_name} reduces, {AGAIN}"
         elif self._opened.steps_in_backward:
             why = f"and an optimizer steps in backward, {AGAIN}"
@@ -164,7 +164,7 @@ class OOMRetry:
             why = f"whose parameters are on several devices, {AGAIN}"
         elif _share_writes([each for each in before.gradients if each is not None]):
             why = f"whose gradients are views of one tensor, {AGAIN}"
-        elif self._is_divided:
+        elif self._takes_divisor:
             why = f"whose loss may run a backward of its own, {AGAIN}"
         elif not self._lacking(step, _received(before)):  # a backward inside of it may have begun all of them
             why = f"in which every parameter had some gradient, {AGAIN}"
@@ -176,10 +176,10 @@ class OOMRetry:
     def _adds_up(self, step: MicrobatchStep, rows: Rows) -> bool:
         """Return True if the weights of the halves add up to the weight that was announced to the ranks."""
         weights = [self._prepared.part(half, self._weigh)[1] for half in split_in_halves(rows)]
-        if any(each.keys() != step.counted.keys() for each in weights):
+        if any(each.keys() != step.announced.keys() for each in weights):
             return False
-        sums = {name: sum(each[name] for each in weights) for name in step.counted}
-        return all(abs(sums[name] - whole) <= WEIGHT_TOLERANCE * whole for name, whole in step.counted.items())
+        sums = {name: sum(each[name] for each in weights) for name in step.announced}
+        return all(abs(sums[name] - whole) <= WEIGHT_TOLERANCE * whole for name, whole in step.announced.items())
 
     def _check_part(self, step: PartStep, before: Receipt, num_sent: int | None) -> None:
         """Raise where a part has done what it was not to do."""
@@ -200,7 +200,7 @@ class OOMRetry:
             tokens = f"{plan.tokens_of(rows)} tokens{' with padding' if plan.padded else ''}"
             what = f"microbatch {step.index} ({len(rows)} samples, {tokens}), {why}"
             change = f"start again with micro_batch_size={bound.samples}"
-            if (most := max(bound.tokens, *plan.lengths)) < plan.tokens_of(rows):  # a cap holds the longest sample
+            if (most := max(bound.tokens, *plan.lengths)) < plan.tokens_of(rows):  # a limit holds the longest sample
                 change += f" or max_microbatch_tokens={most}"
         else:
             what = (

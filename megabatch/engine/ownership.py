@@ -4,6 +4,7 @@ All checks run on the host. They compare identities and write counts of tensors,
 loss also checks what that loss does.
 """
 
+import contextlib
 import gc
 import operator
 import weakref
@@ -39,13 +40,21 @@ class Receipt(NamedTuple):
         gradients = [each.grad for each in parameters]
         return cls(parameters, gradients, _num_writes([each for each in gradients if each is not None]))
 
-    def holds(self, *, exact: bool = True) -> bool:
-        """Return True if no gradient was replaced or written to since. Without ``exact``, check only which are None."""
+    def holds(self, accumulating: Sequence[nn.Parameter], *, exact: bool) -> bool:
+        """Return True if no gradient of ``accumulating`` appeared, was replaced or written to since.
+
+        Without ``exact``, check only which are None. FSDP2 creates some parameters in the first forward.
+        """
         now = [each.grad for each in self.parameters]
-        if not exact:
-            return [each is None for each in self.gradients] == [each is None for each in now]
-        are_same = all(map(operator.is_, self.gradients, now))
-        return are_same and self.writes == _num_writes([each for each in now if each is not None])
+        if exact:
+            are_same = all(map(operator.is_, self.gradients, now))
+            are_same = are_same and self.writes == _num_writes([each for each in now if each is not None])
+        else:
+            are_same = [each is None for each in self.gradients] == [each is None for each in now]
+        if not are_same or accumulating is self.parameters:
+            return are_same
+        known = set(map(id, self.parameters))
+        return all(each.grad is None for each in accumulating if id(each) not in known)
 
 
 class Leftover(NamedTuple):
@@ -66,16 +75,14 @@ class ByLoss(Generic[Value]):
         self._found: weakref.WeakKeyDictionary[Any, dict[Any, Value]] = weakref.WeakKeyDictionary()
 
     def get(self, loss_fn: Any) -> Value | None:
-        try:
-            found = self._found.get(getattr(loss_fn, "__self__", loss_fn))
-        except TypeError:  # it cannot be a key
-            return None
-        return None if found is None else found.get(getattr(loss_fn, "__func__", None))
+        with contextlib.suppress(TypeError):  # it cannot be a key
+            return self._found.get(getattr(loss_fn, "__self__", loss_fn), {}).get(getattr(loss_fn, "__func__", None))
+        return None
 
     def set(self, loss_fn: Any, value: Value) -> None:
-        owner, function = _key_of(loss_fn)
-        if owner is not None:
-            self._found.setdefault(owner, {})[function] = value
+        with contextlib.suppress(TypeError):
+            found = self._found.setdefault(getattr(loss_fn, "__self__", loss_fn), {})
+            found[getattr(loss_fn, "__func__", None)] = value
 
 
 class Ownership:
@@ -120,7 +127,7 @@ class Ownership:
             what = "parameters were frozen or unfrozen"
         elif self._is_exact and left.parameter_writes != _num_writes(parameters):
             what = "parameters were written to, as optimizer.step() does,"
-        elif not left.gradients.holds(exact=self._is_exact):
+        elif not left.gradients.holds(parameters, exact=self._is_exact):
             what = "gradients were dropped, replaced or written to, as zero_grad() and another accumulator do,"
         if what is not None:
             lost = MegabatchError(
@@ -133,7 +140,7 @@ class Ownership:
 
     def check_unmoved(self, before: Receipt) -> None:
         """Raise `LossContractError` if a loss that does not take the divisor has changed a gradient."""
-        if self._has_moved(before):
+        if not before.holds(self._wrapper.accumulating, exact=self._is_exact):
             raise LossContractError(f"gradients changed while the loss ran: it runs its own backward. {DIVIDE}")
 
     def uses_up(self, loss_fn: object, terms: Mapping[str, Term]) -> bool:
@@ -143,12 +150,12 @@ class Ownership:
         """
         functions = find_functions([terms[name].total for name in differentiable(terms)])
         new = [node for node in functions if type(node) not in self._scaling]
-        if not new or _is_divided(loss_fn):
+        if not new or _takes_divisor(loss_fn):
             return False
         before = Receipt.of(self._wrapper.accumulating)
         for node in new:
             looks = is_linear(node)
-            if looks is False or self._has_moved(before):
+            if looks is False or not before.holds(self._wrapper.accumulating, exact=self._is_exact):
                 raise LossContractError(
                     f"the backward of {name_of_function(node)} gives the same gradient whatever its total is "
                     f"multiplied by, or adds to gradients itself. {DIVIDE}"
@@ -160,10 +167,10 @@ class Ownership:
         return True
 
     def check_reach(self, loss_fn: object, before: Receipt, terms: Mapping[str, Term], given: object) -> None:
-        """Raise `LossContractError` for a loss that depends on no parameter of the model. Record its other leaves.
+        """Record the trainable tensors outside of the model that a loss reaches, for `leave` to look at.
 
         Call this after the first forward of a loss. ``given`` is the microbatch and its batch, whose tensors may carry
-        a gradient.
+        a gradient. Raises `LossContractError` for a loss that takes the divisor and reaches no parameter of the model.
         """
         known, reached = set(map(id, self._wrapper.accumulating)), False
         for leaf in graph_leaves([terms[name].total for name in differentiable(terms)]):
@@ -171,25 +178,16 @@ class Ownership:
                 reached = True
             elif not _holds(given, leaf):
                 self._passing.append(weakref.ref(leaf))
-        if _is_divided(loss_fn) and not reached and not self._has_moved(before):
+        runs_none = _takes_divisor(loss_fn) and before.holds(self._wrapper.accumulating, exact=self._is_exact)
+        if runs_none and not reached:
             raise LossContractError(
                 "the totals of the loss do not depend on a parameter of the model; compute them from its output, "
                 "undetached"
             )
         self._trying = loss_fn
 
-    def _has_moved(self, before: Receipt) -> bool:
-        """Return True if a gradient appeared or changed. FSDP2 creates some parameters in the first forward."""
-        if not before.holds(exact=self._is_exact):
-            return True
-        now = self._wrapper.accumulating
-        if now is before.parameters:
-            return False
-        known = set(map(id, before.parameters))
-        return any(each.grad is not None for each in now if id(each) not in known)
 
-
-def _is_divided(loss_fn: object) -> bool:
+def _takes_divisor(loss_fn: object) -> bool:
     return loss_fn is not None and takes_divisor(cast(Any, loss_fn))
 
 
@@ -216,17 +214,6 @@ def _holds(given: object, leaf: Tensor) -> bool:
 
     each_leaf(given, look)
     return found
-
-
-def _key_of(loss_fn: Any) -> tuple[Any, Any]:
-    """Return the object that lives as long as a loss, and its function for a method. None if it cannot be a key."""
-    owner, function = getattr(loss_fn, "__self__", loss_fn), getattr(loss_fn, "__func__", None)
-    try:
-        hash(owner)
-        weakref.ref(owner)
-    except TypeError:
-        return None, None
-    return owner, function
 
 
 def _num_writes(tensors: Sequence[Tensor]) -> list[int]:

@@ -102,7 +102,7 @@ def _check_on_all_ranks(model: nn.Module, device: torch.device, ranks: DataRanks
                 "mend that, or leave OneRow out"
             )
             failure.__cause__ = error
-    if any(failed for (failed,) in ranks.exchange([float(failure is not None)])):
+    if any(failed for (failed,) in ranks.exchange_numbers([float(failure is not None)])):
         raise first_failure(ranks, failure)
 
 

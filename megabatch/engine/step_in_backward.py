@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch.engine.call import CallPlan
+from megabatch.engine.call import CallAgreement
 from megabatch.engine.optimizer_trial import LEAVE_OUT, check_optimizer, check_step_hooks, step_alone
 from megabatch.errors import MegabatchError, PlanError, in_one_line
 from megabatch.torch_private import is_dtensor
@@ -50,7 +50,7 @@ class StepInBackward:
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._receive)
 
-    def open_call(self, call: CallPlan, number: int) -> None:
+    def prepare_call(self, call: CallAgreement, number: int) -> None:
         """Prepare a call before its first forward. Raises `PlanError` on all ranks if it cannot be the whole update."""
         if number > 1:
             raise PlanError(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megabatch.batching.tree import clone
 from megabatch.engine import random_state
-from megabatch.engine.call import CallPlan, MicrobatchStep
+from megabatch.engine.call import CallAgreement, MicrobatchStep
 from megabatch.engine.step_in_backward import StepInBackward
 from megabatch.errors import LossContractError, MegabatchError
 from megabatch.losses.contract import (
@@ -149,13 +149,13 @@ class OpenUpdate:
         self._differ, self._differentiable = state["differ"], set(state["differentiable"])
         vars(self).update({name: copy.deepcopy(state[name]) for name in KEPT}, is_continued=True)
 
-    def open_call(self, call: CallPlan) -> None:
+    def count_call(self, call: CallAgreement) -> None:
         """Add the plan of the next call to the counts and the announced weights."""
         if not call.num_microbatches:
             return
         self._num_calls += 1
         if self.stepping is not None:
-            self.stepping.open_call(call, self._num_calls)
+            self.stepping.prepare_call(call, self._num_calls)
         if self._num_calls == 1:  # with several terms this is the only call; a term without weight has no gradient
             nothing = 1.0 if len(call.weights) < 2 else math.inf
             self._divisors = {name: weight or nothing for name, weight in call.weights.items()}
@@ -298,7 +298,7 @@ class OpenUpdate:
         detached = {name: Term(term.total.detach().to(self._dtype), term.weight) for name, term in terms.items()}
         add_terms(self._sums, detached)
         for name in differentiable(terms):
-            counted, returned = _of(step.counted, name), terms[name].weight
+            counted, returned = _of(step.announced, name), terms[name].weight
             if counted is None:
                 continue
             differ = abs(returned - counted) > WEIGHT_TOLERANCE * counted
@@ -319,7 +319,7 @@ class OpenUpdate:
             raise LossContractError(f"weight= replaces one divisor, but the loss has the terms {own}")
         names = [*own, *sorted(self._sums.keys() - self._differentiable)]
         rest = f"{own} {weight} {max_norm} {self._wrapper.collective_order.digest}"
-        rows = self._ranks.gather(self._report(names, rest))  # [ranks, 4 + 2 * MAX_TERMS]
+        rows = self._ranks.gather_on_device(self._report(names, rest))  # [ranks, 4 + 2 * MAX_TERMS]
         totals, weights = rows[:, 4 : 4 + 2 * len(names)].sum(0).reshape(2, -1)  # [terms], [terms]
         if weight is not None:
             weights = torch.cat([torch.full_like(weights[:1], weight), weights[1:]])
@@ -371,14 +371,14 @@ class OpenUpdate:
             raise LossContractError(
                 f"an update of several differentiable terms, {several}, is one forward_backward call"
             )
-        unweighed = [name for name in several if _of(step.counted, name) is None]
-        if len(several) > 1 and (unweighed or len(step.counted) < len(several)):
+        unweighed = [name for name in several if _of(step.announced, name) is None]
+        if len(several) > 1 and (unweighed or len(step.announced) < len(several)):
             raise LossContractError(
                 f"the loss has the differentiable terms {several}, each with a denominator of its own; "
                 "give weigh= as a mapping with the weight of each"
             )
-        if unweighed and step.counted:
-            raise LossContractError(f"weigh names {sorted(step.counted)} but the differentiable term is {names[0]!r}")
+        if unweighed and step.announced:
+            raise LossContractError(f"weigh names {sorted(step.announced)} but the differentiable term is {names[0]!r}")
 
     def _report(self, names: list[str], rest: str) -> Tensor:
         """Return [weights differ, counted, returned, hash of names and rest; totals of terms; their weights; zeros]."""

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from megabatch.batching.pad_to_shape import Inputs, cut_back, fingerprint, in_one_shape
 from megabatch.batching.samples import Microbatch
 from megabatch.engine import random_state
-from megabatch.engine.call import CallPlan, MicrobatchStep, PreparedBatch, first_failure, iterate_steps
+from megabatch.engine.call import CallAgreement, MicrobatchStep, PreparedBatch, first_failure, iterate_steps
 from megabatch.engine.oom_broadcast import is_out_of_memory
 from megabatch.engine.update import OpenUpdate, add_terms
 from megabatch.errors import LossContractError, PlanError
@@ -40,16 +40,16 @@ __all__ = ["Pipeline", "evaluate"]
 Named = list[tuple[str, bool, float | None]]  # a microbatch's terms: name, has a graph, weight if on the host
 
 
-def fill_up_schedule(wrapper: Wrapper, prepared: PreparedBatch, call: CallPlan) -> CallPlan:
-    """Return the call's plan with the additional dummy microbatches that the schedule needs, the same on all ranks."""
+def fill_up_schedule(wrapper: Wrapper, prepared: PreparedBatch, agreement: CallAgreement) -> CallAgreement:
+    """Return the agreement with the additional dummy microbatches that the schedule needs, the same on all ranks."""
     assert isinstance(wrapper, PipelineWrapper)
-    num_microbatches = wrapper.pipeline.filled(call.num_microbatches)
-    dummy = call.dummy or prepared.dummy  # if call.dummy is None, this rank has samples
-    return replace(call, num_microbatches=num_microbatches, dummy=dummy)
+    num_microbatches = wrapper.pipeline.filled(agreement.num_microbatches)
+    dummy = agreement.dummy or prepared.dummy  # if agreement.dummy is None, this rank has samples
+    return replace(agreement, num_microbatches=num_microbatches, dummy=dummy)
 
 
 def run_schedule(
-    loss_fn: LossFunction | JointLoss, prepared: PreparedBatch, call: CallPlan, wrapper: Wrapper,
+    loss_fn: LossFunction | JointLoss, prepared: PreparedBatch, agreement: CallAgreement, wrapper: Wrapper,
     opened: OpenUpdate,
 ) -> dict[str, Term]:  # fmt: skip
     """Add a call's gradient to the open update. Return its sums, the same on every stage.
@@ -62,12 +62,12 @@ def run_schedule(
         raise PlanError("a loss that takes the divisor cannot run through a Pipeline; give one that returns its sum")
     if isinstance(loss_fn, JointLoss):
         raise PlanError("a JointLoss cannot run through a Pipeline; give a loss that sums over samples")
-    opened.open_call(call)
-    if not call.num_microbatches:
+    opened.count_call(agreement)
+    if not agreement.num_microbatches:
         return {}
     model, device = wrapper.pipeline, wrapper.device
     recorded = _recorded_by_all(
-        lambda: list(iterate_steps(prepared, call, weigh_of(loss_fn), wrapper)),
+        lambda: list(iterate_steps(prepared, agreement, weigh_of(loss_fn), wrapper)),
         loss_fn,
         model,
         device,
@@ -190,7 +190,7 @@ def _recorded_by_all(
         failure = error
     seen = fingerprint([step.microbatch for step in made])
     number = sum(trains or not step.is_dummy for step in made)
-    rows = ranks.exchange([float(failure is not None), seen, number, loss_factor or 0.0, model.num_stages])
+    rows = ranks.exchange_numbers([float(failure is not None), seen, number, loss_factor or 0.0, model.num_stages])
     if any(failed for failed, *_ in rows):
         raise first_failure(ranks, failure)
     if len({tuple(rest) for _, _, _, *rest in rows}) > 1:
@@ -209,7 +209,7 @@ def _recorded_by_all(
 def _raise_told(ranks: DataRanks, failure: tuple[int, Exception] | None) -> None:
     """Raise the error of the first failed stage on all ranks. It may have caused the failures of later stages."""
     stage, error = failure or (math.inf, None)
-    first = min(told for (told,) in ranks.exchange([float(stage)]))
+    first = min(told for (told,) in ranks.exchange_numbers([float(stage)]))
     if first < math.inf:
         raise first_failure(ranks, error if stage == first else None)
 

@@ -143,7 +143,7 @@ def plan(
     Exactly one of ``micro_batch_size`` (samples) and ``max_microbatch_tokens`` (padded tokens, a hard cap)
     must be given. Raises `PlanError` for anything that cannot be planned.
     """
-    check_bound(micro_batch_size, max_microbatch_tokens)
+    require_one_limit(micro_batch_size, max_microbatch_tokens)
     check_cost(cost)
     require_count("dp_degree", dp_degree)
     check_lengths(lengths, max_microbatch_tokens)
@@ -206,17 +206,17 @@ def split_in_halves(rows: tuple[int, ...]) -> list[tuple[int, ...]]:
     return [each for each in (rows[:middle], rows[middle:]) if each]
 
 
-def check_bound(micro_batch_size: int | None, max_microbatch_tokens: int | None) -> None:
+def require_one_limit(micro_batch_size: int | None, max_microbatch_tokens: int | None) -> None:
     """Raise `PlanError` unless exactly one of the two bounds is given, as a positive whole number."""
     if micro_batch_size is None and max_microbatch_tokens is None:
         raise PlanError(
             "neither of micro_batch_size and max_microbatch_tokens given; "
             "give one: samples per forward, or padded tokens per forward"
         )
-    check_bounds(micro_batch_size, max_microbatch_tokens)
+    check_limits(micro_batch_size, max_microbatch_tokens)
 
 
-def check_bounds(
+def check_limits(
     micro_batch_size: int | None, max_microbatch_tokens: int | str | None
 ) -> tuple[int | None, int | None]:
     """Return both limits, "auto" as None. Raises `PlanError` for both at once and for one that is no positive count."""

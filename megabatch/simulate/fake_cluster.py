@@ -130,7 +130,7 @@ class OnlyRank(DataRanks):
         """Return ranks with the same groups."""
         return cls(ranks.data_groups, ranks.context_groups, ranks.tensor_groups, ranks.pipeline_groups)
 
-    def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
+    def exchange_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
         return [list(numbers) for _ in range(self.num_all)]
 
     def exchange_objects(self, value: Any) -> list[Any]:

@@ -24,7 +24,7 @@ from megabatch.batching.samples import IGNORED_LABEL, Batch
 from megabatch.engine import random_state
 from megabatch.errors import PlanError
 from megabatch.losses.contract import JointLoss, LossFunction, Term
-from megabatch.planning.plan import check_bounds
+from megabatch.planning.plan import check_limits
 from megabatch.torch_private import hooks_after_grad, hooks_before_grad, param_groups
 from megabatch.verification.finite_difference import check_backward
 from megabatch.verification.float64_copy import Float64WithoutDropout
@@ -108,7 +108,7 @@ def verify(
     tokens = options.pop("max_microbatch_tokens", None)
     tokens = tokens if tokens is None or isinstance(tokens, int) else getattr(tokens, "max_microbatch_tokens", None)
     first: Limit = {"micro_batch_size": micro_batch_size} if tokens is None else {"max_microbatch_tokens": tokens}
-    check_bounds(first.get("micro_batch_size"), first.get("max_microbatch_tokens"))
+    check_limits(first.get("micro_batch_size"), first.get("max_microbatch_tokens"))
     models = [model] if isinstance(model, nn.Module) else list(model)
     with _restoring(models), torch.compiler.set_stance("force_eager"):
         try:

@@ -109,7 +109,7 @@ class Wrapper:
                 )
 
     @property
-    def runs_alone(self) -> bool:
+    def is_microbatch_local(self) -> bool:
         """True if the running microbatch needs no other rank, so that it can run again in parts."""
         return self.ranks.num_all == self.ranks.degree
 
@@ -150,7 +150,7 @@ class Wrapper:
         """Give all ranks gradients of one layout: zeros if only other ranks have one, dense if layouts differ."""
         if self.ranks.num_weighing == 1:
             return
-        layouts = self.ranks.exchange([_layout(parameter.grad) for parameter in self.parameters])
+        layouts = self.ranks.exchange_numbers([_layout(parameter.grad) for parameter in self.parameters])
         for parameter, *seen in zip(self.parameters, *layouts, strict=True):
             found = {int(layout) for layout in seen} - {NO_GRADIENT}
             sparse_dims = max(found) - DENSE if len(found) == 1 else 0

@@ -173,7 +173,7 @@ def check_rank_agreement(wrapper: Wrapper, policy: str, accumulate_dtype: torch.
     settings: Facts = [("sync", repr(policy)), ("accumulate_dtype", str(accumulate_dtype))]
     facts = settings + _structure(wrapper.models)
     weights = _checksums(wrapper.models)
-    seen = ranks.exchange([_digest(facts), _digest(weights)])
+    seen = ranks.exchange_numbers([_digest(facts), _digest(weights)])
     starts = range(0, ranks.num_all, ranks.num_weighing)  # the first row of each tp and pp coordinate
     if all(seen[i] == seen[start] for start in starts for i in range(start, start + ranks.num_weighing)):
         return

@@ -84,8 +84,8 @@ class DDPWrapper(Wrapper):
         self._is_preparing = False
 
     @property
-    def runs_alone(self) -> bool:
-        return not (self._is_reducing or self._is_preparing) and super().runs_alone
+    def is_microbatch_local(self) -> bool:
+        return not (self._is_reducing or self._is_preparing) and super().is_microbatch_local
 
     def choose(self, policy: str) -> Choice:
         self._refuse_replica_last(policy)

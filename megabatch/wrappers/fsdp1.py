@@ -50,7 +50,7 @@ class FSDP1Wrapper(Wrapper):
             )
 
     @property
-    def runs_alone(self) -> bool:
+    def is_microbatch_local(self) -> bool:
         return False  # every forward gathers parameters
 
     def choose(self, policy: str) -> Choice:

@@ -67,7 +67,7 @@ class FSDP2Wrapper(Wrapper):
         return [*self.parameters, *(each for group in self._groups for each in unsharded_parameters(group))]
 
     @property
-    def runs_alone(self) -> bool:
+    def is_microbatch_local(self) -> bool:
         return False  # every forward gathers parameters
 
     def choose(self, policy: str) -> Choice:

@@ -43,8 +43,8 @@ def groups_of(mesh: DeviceMesh, axes: Sequence[str]) -> list[dist.ProcessGroup]:
 class DataRanks:
     """The ranks that work on one update. With one rank every message is free.
 
-    Rows of `exchange` come in the order of data ranks, then context ranks, then those that hold parts of the model:
-    the first ``degree`` rows are of different samples, the first ``num_weighing`` of different targets.
+    Rows of `exchange_numbers` come in the order of data ranks, then context ranks, then those that hold parts of the
+    model: the first ``degree`` rows are of different samples, the first ``num_weighing`` of different targets.
     """
 
     data_groups: Sequence[dist.ProcessGroup] = ()  # the inner axis first, so that rows come in the order of ranks
@@ -90,14 +90,14 @@ class DataRanks:
         """The ranks with the other stages of this rank's pipeline."""
         return self.pipeline_groups[0] if self.pipeline_groups else None
 
-    def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
+    def exchange_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
         """Everyone's numbers, by a message between hosts: a row per rank."""
         if not self._cpu_groups:
             return [list(numbers)]
         return _gather(torch.tensor([list(numbers)], dtype=torch.float64, device="cpu"), self._cpu_groups).tolist()
 
     def exchange_objects(self, value: Any) -> list[Any]:
-        """Everyone's object, in the same order as the rows of `exchange`."""
+        """Everyone's object, in the same order as the rows of `exchange_numbers`."""
         values = [value]
         for group in self._cpu_groups:
             gathered: list[Any] = [None] * group.size()
@@ -105,7 +105,7 @@ class DataRanks:
             values = [each for part in gathered for each in part]
         return values
 
-    def gather(self, numbers: Tensor) -> Tensor:
+    def gather_on_device(self, numbers: Tensor) -> Tensor:
         """Numbers of all that see different targets, by a message between devices: [n] -> [num_weighing, n].
 
         The host does not wait.

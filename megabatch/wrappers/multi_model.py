@@ -55,8 +55,8 @@ class MultiModelWrapper(Wrapper):
         return [parameter for wrapper in self.wrappers for parameter in wrapper.accumulating]
 
     @property
-    def runs_alone(self) -> bool:
-        return all(wrapper.runs_alone for wrapper in self.wrappers)
+    def is_microbatch_local(self) -> bool:
+        return all(wrapper.is_microbatch_local for wrapper in self.wrappers)
 
     def choose(self, policy: str) -> Choice:
         choices = dict(wrapper.choose(policy) for wrapper in self.wrappers)

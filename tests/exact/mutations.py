@@ -53,7 +53,7 @@ MUTATIONS = (
     Mutation("leave a gradient of sequence parallel a part of a sum", "wrappers/base.py",
              "if is_dtensor(gradient) and any(", "if False and any(", ("tp-sp",)),
     Mutation("forget to reduce the weight over ranks", "engine/call.py",
-             "weights=dict(zip(names, map(sum, weights), strict=False))", "weights=prepared.weight_sums()"),
+             "weights=dict(zip(names, map(sum, weights), strict=False))", "weights=prepared.weight_sums"),
     Mutation("forget to reduce the late weight over ranks", "engine/update.py",
              "rows[:, 4 : 4 + 2 * len(names)].sum(0)", 'self._report(names, "")[4 : 4 + 2 * len(names)]'),
     Mutation("differentiate a dummy microbatch", "engine/update.py",

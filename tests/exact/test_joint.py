@@ -25,7 +25,9 @@ BUGS = {  # the file, its text, and what is planted instead
         f"            {AGAIN}            if False:\n",
     ),
     "see the samples of this rank alone": (
-        "engine/coupled_loss.py", "gathered = ranks.gather(padded)", "gathered = torch.stack([padded] * len(sizes))",
+        "engine/coupled_loss.py",
+        "gathered = ranks.gather_on_device(padded)",
+        "gathered = torch.stack([padded] * len(sizes))",
     ),
     "keep the order of the plan": ("engine/coupled_loss.py", "in_order(own, places)", "own"),
     "keep the order of the batch on the way back": (

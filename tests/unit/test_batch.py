@@ -107,7 +107,7 @@ def test_a_length_of_the_user_sees_the_rows_of_a_mapping():
 
 def test_the_last_sample_owns_its_memory():
     batch = {"x": torch.arange(6.0).reshape(3, 2)}
-    last = Samples(batch).last()
+    last = Samples(batch).copy_last()
     assert last.dummy()["x"].tolist() == [[4.0, 5.0]]
     assert last.dummy()["x"].untyped_storage().nbytes() == 2 * 4  # a view would keep the batch
 

@@ -17,12 +17,12 @@ def test_axes_of_one_rank_each_need_no_message(axes):
     ranks = DataRanks.of_mesh(mesh)
     assert (ranks.degree, ranks.num_weighing, ranks.num_all) == (1, 1, 1)
     assert len(groups_of(mesh, axes)) == len(axes)
-    assert ranks.exchange([1, 2.5]) == [[1, 2.5]]
+    assert ranks.exchange_numbers([1, 2.5]) == [[1, 2.5]]
 
 
 def test_alone_every_message_comes_back():
     alone = DataRanks()
     assert alone.degree == 1
-    assert alone.exchange([1, 2.5]) == [[1, 2.5]]
+    assert alone.exchange_numbers([1, 2.5]) == [[1, 2.5]]
     assert alone.exchange_objects("sample") == ["sample"]
-    assert alone.gather(torch.tensor([1.0, 2.0])).tolist() == [[1.0, 2.0]]
+    assert alone.gather_on_device(torch.tensor([1.0, 2.0])).tolist() == [[1.0, 2.0]]
