@@ -24,7 +24,7 @@ from megabatch.engine.call import (
     iterate_steps,
     with_dummies,
 )
-from megabatch.engine.oom_broadcast import OOMBroadcast, is_out_of_memory, out_of_memory_error
+from megabatch.engine.error_broadcast import ErrorBroadcast, is_out_of_memory, out_of_memory_error
 from megabatch.engine.oom_retry import OOMRetry
 from megabatch.engine.ownership import ByLoss, Ownership, Receipt
 from megabatch.engine.packing_check import check_packing, watched
@@ -147,7 +147,7 @@ class GradientAccumulator:
             self._tuner = MicrobatchTuner(model, self._wrapper, self._wide, memory_bytes)
         elif memory_bytes is not None:
             raise PlanError('memory_bytes is for max_microbatch_tokens="auto", and a bound is given; leave one out')
-        self._oom_broadcast = None if ranks.is_alone else OOMBroadcast(ranks, self._wrapper.device)
+        self._error_broadcast = None if ranks.is_alone else ErrorBroadcast(ranks, self._wrapper.device)
         self._is_packed = isinstance(collate, OneRow)
         if self._is_packed:
             with self._guarded():
@@ -389,8 +389,8 @@ class GradientAccumulator:
     @contextlib.contextmanager
     def _guarded(self) -> Generator[None]:
         """Surround code that may run out of memory: raise a one-line error, on all ranks that wait for this one."""
-        if self._oom_broadcast is not None:
-            with self._oom_broadcast.listening():
+        if self._error_broadcast is not None:
+            with self._error_broadcast.listening():
                 yield
             return
         try:

@@ -35,7 +35,7 @@ class MegabatchError(Exception):
 
     shortage: Shortage | None = None  # set if memory ran out
     loses_update: bool = False  # true if the open update cannot continue
-    strands_others = False  # true if one rank may raise it while others wait in a collective: oom_broadcast tells them
+    strands_others = False  # true if one rank may raise it while others wait in a collective: it is then broadcast
 
 
 class PlanError(MegabatchError, ValueError):

@@ -1,4 +1,4 @@
-"""What of torch is private is read in one file, and what is slow to import is imported when a model has it."""
+"""One file reads torch's private names, and slow modules are imported only for models that need them."""
 
 import ast
 import re

@@ -21,7 +21,7 @@ NOT_NAMED = ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>", "<lambda>")  
 
 @dataclass
 class Trace:
-    """What a call entered below megabatch/."""
+    """The functions below megabatch/ that a call entered."""
 
     functions: dict[CodeType, int] = field(default_factory=dict[CodeType, int])  # by their depth when first entered
     depth: int = 0
@@ -71,7 +71,7 @@ def trace_calls(name: str) -> dict[str, list[int]]:
 def traces(name: str) -> dict[str, Trace]:
     """Trace a constructor, a `forward_backward` and a `finalize` on a small model; ``name``: "plain" or "ddp".
 
-    What is asked once of a model and of a loss was asked before.
+    A first update runs before, so that checks of a new model and a new loss are not counted.
     """
     config = LlamaConfig(
         vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,

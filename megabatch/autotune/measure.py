@@ -19,7 +19,7 @@ from megabatch.engine.call import (
     first_failure,
     iterate_steps,
 )
-from megabatch.engine.oom_broadcast import is_out_of_memory, rank_of_process, whoever_runs
+from megabatch.engine.error_broadcast import is_out_of_memory, rank_of_process, whoever_runs
 from megabatch.engine.update import OpenUpdate
 from megabatch.errors import MegabatchError, MicrobatchLimit, PlanError, Shortage, in_one_line
 from megabatch.losses.contract import LossFunction, loss_hooks, weigh_of
@@ -160,7 +160,7 @@ class MicrobatchMeasurer:
         try:
             yield
         except Exception as error:
-            if is_out_of_memory(error):  # oom_broadcast tells the other ranks
+            if is_out_of_memory(error):  # error_broadcast tells the other ranks
                 raise self._out_of_memory(error, sample, rows) from error
             failure = error
             if rows == 1 and not isinstance(error, MegabatchError):

@@ -20,7 +20,7 @@ from megabatch.batching.padding import Padding
 from megabatch.batching.samples import Batch, Collate, Samples
 from megabatch.engine import random_state
 from megabatch.engine.call import MicrobatchPlanner, first_failure
-from megabatch.engine.oom_broadcast import guard_memory
+from megabatch.engine.error_broadcast import guard_memory
 from megabatch.engine.update import OpenUpdate
 from megabatch.errors import MegabatchError, PlanError, require_positive
 from megabatch.losses.contract import JointLoss, LossFunction

@@ -19,7 +19,7 @@ from megabatch.batching.pad_to_shape import equal_rows
 from megabatch.batching.padding import Padding, note_padding
 from megabatch.batching.samples import Batch, Collate, Length, Microbatch, Samples
 from megabatch.batching.tree import clone, memory_of, to_device
-from megabatch.engine.oom_broadcast import is_out_of_memory
+from megabatch.engine.error_broadcast import is_out_of_memory
 from megabatch.errors import LossContractError, MegabatchError, MicrobatchLimit, PlanError
 from megabatch.losses.contract import PAIR_NAME, WEIGHT_TOLERANCE, LossHooks, Prepare, Weigh, counted_weights
 from megabatch.planning.limits import TunedLimit

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megabatch.batching.tree import to_device
 from megabatch.engine.call import MicrobatchStep, PreparedBatch
-from megabatch.engine.oom_broadcast import is_of_backend, is_out_of_memory, rank_of_process, whoever_runs
+from megabatch.engine.error_broadcast import is_of_backend, is_out_of_memory, rank_of_process, whoever_runs
 from megabatch.engine.ownership import Receipt
 from megabatch.engine.update import OpenUpdate
 from megabatch.errors import MegabatchError, Shortage, in_one_line

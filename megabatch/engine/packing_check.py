@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megabatch.batching.padding import with_config
 from megabatch.engine.call import first_failure
-from megabatch.engine.oom_broadcast import is_out_of_memory
+from megabatch.engine.error_broadcast import is_out_of_memory
 from megabatch.engine.step_in_backward import StepInBackward
 from megabatch.errors import LossContractError, MegabatchError, PlanError, in_one_line
 from megabatch.torch_private import hooks_after_grad, is_dtensor, is_fsdp2
@@ -93,7 +93,7 @@ def _check_on_all_ranks(model: nn.Module, device: torch.device, ranks: DataRanks
     try:
         _check_isolated(model, device)
     except Exception as error:  # the model may raise anything
-        if is_out_of_memory(error):  # oom_broadcast tells the other ranks
+        if is_out_of_memory(error):  # error_broadcast tells the other ranks
             raise
         failure = error
         if not isinstance(error, MegabatchError):

@@ -18,7 +18,7 @@ from megabatch.batching.pad_to_shape import Inputs, cut_back, fingerprint, in_on
 from megabatch.batching.samples import Microbatch
 from megabatch.engine import random_state
 from megabatch.engine.call import CallAgreement, MicrobatchStep, PreparedBatch, first_failure, iterate_steps
-from megabatch.engine.oom_broadcast import is_out_of_memory
+from megabatch.engine.error_broadcast import is_out_of_memory
 from megabatch.engine.update import OpenUpdate, add_terms
 from megabatch.errors import LossContractError, PlanError
 from megabatch.losses.contract import (
@@ -254,7 +254,7 @@ class _LastStage:
             if self._opened is not None:
                 objective = self._opened.objective(terms, self.steps[index])
         except Exception as error:  # the user's loss may raise anything
-            if is_out_of_memory(error):  # the OOM broadcast reports it
+            if is_out_of_memory(error):  # the error broadcast reports it
                 raise
             self._failure = self._failure or (self._model.num_stages, error)
             return nothing_of(output)

@@ -20,7 +20,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.batching.pad_to_shape import Inputs, Shape, difference, said
-from megabatch.engine.oom_broadcast import is_out_of_memory
+from megabatch.engine.error_broadcast import is_out_of_memory
 from megabatch.errors import MegabatchError, PlanError
 from megabatch.torch_private import is_fsdp2, is_replicate_module, original_of, pytree, run_schedule
 from megabatch.wrappers.base import Choice, SelfWrapped, Wrapper
@@ -252,7 +252,7 @@ class _Stage(PipelineStage):
                 returned = tuple(leaves)
             self._check(returned)
         except Exception as error:  # the other ranks wait for the step, so finish it
-            if is_out_of_memory(error):  # the OOM broadcast reports it
+            if is_out_of_memory(error):  # the error broadcast reports it
                 raise
             self._pipeline.failure = self._pipeline.failure or (self.stage_index, error)
             zeros = (torch.zeros_like(each, device=self.device) for each in self._outputs)

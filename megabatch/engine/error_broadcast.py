@@ -37,7 +37,7 @@ SECONDS_TO_HEAR = 5.0  # which a rank gives the others before it leaves, since t
 SECONDS_TO_WAKE = 3.0  # after which a collective that has not broken by itself is aborted
 
 
-class OOMBroadcast:
+class ErrorBroadcast:
     """Told by one rank, heard by the others within `SECONDS_TO_HEAR`, wherever they wait.
 
     Made on all ranks together, with one small message: those of another group in the job do not hear it.
@@ -152,7 +152,7 @@ class OOMBroadcast:
 def guard_memory(ranks: DataRanks, device: torch.device) -> Generator[None]:
     """Surround code that may run out of memory: raise a one-line error, on all ranks that wait for this one."""
     if not ranks.is_alone:
-        with OOMBroadcast(ranks, device).listening():
+        with ErrorBroadcast(ranks, device).listening():
             yield
         return
     try:
