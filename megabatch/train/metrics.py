@@ -171,7 +171,7 @@ def sums_of(plan: Plan, ranks: Ranks, own_seconds: float | None = None) -> Sums:
 
 
 def predicted_seconds(plan: Plan) -> float:
-    """Seconds of its microbatches, or units of a token's work where no cost was measured."""
+    """Return the seconds of its microbatches, in units of a token's work where no cost was measured."""
     if plan.seconds is not None:
         return plan.seconds
     cost, cut = CostModel(), [plan.lengths_of(rows) for rows in plan.microbatches if rows]
