@@ -1,152 +1,145 @@
-"""Trainer: the order of events. How any of them works is in the modules it imports."""
+"""The trainer: prepare a run, make update after update, and let callbacks do the rest."""
 
-from dataclasses import replace
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from megabatch.train import messages as words
+from megabatch import MegabatchError
 from megabatch.train.autotune.choices import choose_rest, saved_choices
-from megabatch.train.callbacks.ema import Average
-from megabatch.train.callbacks.evaluator import Examiner
-from megabatch.train.callbacks.metrics import metrics_of
-from megabatch.train.callbacks.profiler import Profiler
-from megabatch.train.checkpoints.manager import Keeper, identity_of
-from megabatch.train.checkpoints.mid_update import Partial
+from megabatch.train.callbacks.checkpointing import identity_of, restore
+from megabatch.train.callbacks.order import load_callbacks, make_callbacks
 from megabatch.train.checkpoints.retention import resumed_from
-from megabatch.train.checkpoints.run_folder import write_plan
 from megabatch.train.checkpoints.run_lock import begin, check_folder
-from megabatch.train.checkpoints.writer import Writer
 from megabatch.train.config import Config
+from megabatch.train.context import Callbacks, ForwardBackward, RunContext, UpdatePausedError, read_values
 from megabatch.train.data.load import load_data
 from megabatch.train.data.updates import Updates
 from megabatch.train.model.build import build, in_precision
 from megabatch.train.model.optimizer import build_learner
 from megabatch.train.model.router_loss import train_with_router
 from megabatch.train.model.tokenizer import load_tokenizer
-from megabatch.train.report.command import write_page
-from megabatch.train.report.picture import write_report
 from megabatch.train.runtime.console import Console
-from megabatch.train.runtime.plugins import Event, load_function, load_listener
+from megabatch.train.runtime.heartbeat import Pulse
+from megabatch.train.runtime.plugins import load_function
 from megabatch.train.runtime.ranks import Ranks
-from megabatch.train.train_step import Updating
-from megabatch.train.training_course import Course
+from megabatch.train.runtime.signals import Stop
 
 
-class Trainer:
-    """One run of a recipe, on this rank. Making one writes nothing, and finds what is wrong with the recipe."""
+def train(context: RunContext) -> None:
+    """Run updates until the data, the step limit, a callback or a signal ends the run. Collective."""
+    learner, num_updates = context.learner, context.updates.num_updates
+    with context.console.logged_failure(), context.exits:
+        open_run(context)
+        for callback in context.callbacks.start:
+            callback.start(context)
+        with context.console.bar(learner.step, num_updates.of_run, num_updates.work):
+            try:
+                for batch in remaining_updates(context):
+                    make_update(context, batch)
+            except UpdatePausedError:
+                pass  # a callback has saved the open update
+        for callback in context.callbacks.end:
+            callback.end(context)
 
-    def __init__(self, config: Config, ranks: Ranks, course: Course) -> None:
-        self.config, self.ranks, self.course, self.folder = config, ranks, course, Path(config.run.folder)
-        self.console = Console(enabled=ranks.is_main, loss_digits=10 if config.model.dtype == "float64" else 4)
-        check_folder(self.folder, config, ranks)
-        self.checkpoint = resumed_from(config.run, ranks, self.console)
-        self.chosen = saved_choices(config, ranks, self.checkpoint)
-        loss_fn = load_function(config.loss.function, "loss.function")
-        self.listener = load_listener(config.run.after_update, "run.after_update")
-        tokenizer = load_tokenizer(config.model)
-        self.data = load_data(config, tokenizer, ranks, self.console)
-        self.updates = Updates(self.data, config, ranks)
-        self.laid = build(config, ranks, self.console, self.data.longest_tokens, tokenizer)
-        with_router = train_with_router(loss_fn, config, self.laid, self.updates)
-        self.loss_fn = in_precision(with_router, config.model, self.laid, ranks.device)
-        given = self.chosen.given
-        self.learner = build_learner(self.laid.model, self.laid.base, config, self.updates.num_updates, *given)
-        self.average = None if config.optim.ema_decay is None else Average(self.laid.base, config.optim.ema_decay)
-        self.event = Event(0, self.laid.run, ranks.device, self.folder, ranks.is_main, {}, self.data.sets, tokenizer)
-        self.examiner = Examiner(config, loss_fn, self.event, self.average, self.laid, ranks)
-        self.identity = identity_of(config, self.data, self.laid, self.updates)
-        self.metrics = metrics_of(config, ranks, self.console)
-        self.writer = Writer(config, ranks, self.console, lambda: self.updating.flush(self.metrics))
-        saved = (self.learner, self.laid, self.average, self.updates, self.examiner.watch, self.chosen)
-        self.keeper = Keeper(config, *saved, ranks, self.writer)
-        self.profiler = Profiler(config.run.profile_steps, self.folder, enabled=ranks.is_main)
-        parts = (self.identity, self.learner, self.loss_fn, self.updates, ranks, self.console)
-        self.partial = Partial(config, *parts, course.is_asked)
-        parts = (self.learner, self.loss_fn, self.laid, self.average, self.updates, self.partial)
-        self.updating = Updating(config, *parts, ranks, self.console, counts_tokens=self.data.counts_tokens)
-        first = self.updates.peek()
-        self.plan = self.learner.gradient.plan(first if self.chosen.bound is None else [])
 
-    def fit(self) -> None:
-        """Start or resume, make update after update to the end or a signal, save; at the end report, write a sample."""
-        with self.console.logged_failure(), self.writer.closing():
-            self._start()
-            self._run()
-            self._close()
-            if not self.course.is_stopped:
-                self._report()
+def make_update(context: RunContext, batch: Sequence[Any]) -> None:
+    """Make one update of this rank's samples: forward and backward, the step, the callbacks. Collective."""
+    context.batch, context.num_calls = batch, 0
+    for callback in context.callbacks.before_update:
+        callback.before_update(context)
+    if context.callbacks.around_backward:
+        surround_backward(context, batch)
+    else:
+        context.forward_backward(batch)
+    context.update, context.row = context.learner.optim_step(), {}
+    context.values = read_values(context.update)
+    if not context.values["finite"]:
+        refuse_nonfinite(context)
+    step = context.learner.step
+    for callback in context.callbacks.after_update:
+        if (callback.every and step % callback.every == 0) or context.is_over:
+            callback.after_update(context)
 
-    def _run(self) -> None:
-        counted = self.updates.num_updates
-        with self.console.bar(self.learner.step, counted.of_run, counted.work), self.partial.saving():
-            for batch in self.course.updates(self.updates, self.learner, self._is_over):
-                with self.profiler.update(self.learner.step + 1):
-                    row = self.updating.run(batch)
-                    self.metrics.append(row)
-                    self.updating.say(row)
-                with self.updating.clock.paused():
-                    self.listener(replace(self.event, step=self.learner.step, row=row))
-                    self._evaluate_and_save()
 
-    def _start(self) -> None:
-        if self.checkpoint is not None:
-            self.keeper.resume(self.identity, self.checkpoint)
-            self.console.say(f"resumed from {self.checkpoint}")
-        is_new = self.checkpoint is None
-        begin(self.folder, self.config, self.ranks, self.console, is_new=is_new)
-        self.metrics.cut(-1 if is_new else self.learner.step, self.config.eval.every)
-        parts = (self.learner, self.loss_fn, self.data, self.updates, self.laid, self.ranks)
-        self.chosen = self.keeper.chosen = choose_rest(self.chosen, self.config, *parts)
-        self.partial.resume()
-        self.plan = self.learner.gradient.plan(self.updates.peek())
-        self.updating.cut(self.learner.step)
-        if not self._is_over():
-            self._say_plan()
-        if is_new:
-            self._evaluate()
-        self.updating.clock.lap()
+def surround_backward(context: RunContext, batch: Sequence[Any]) -> None:
+    """Let the last callback make the gradient. It calls the one before it, and the first one calls the library."""
+    forward_backward: ForwardBackward = context.forward_backward
+    for callback in context.callbacks.around_backward:
+        forward_backward = partial(callback.around_backward, context, forward_backward=forward_backward)
+    forward_backward(batch)
 
-    def _is_over(self) -> bool:
-        return self.learner.step == self.updates.num_updates.of_run or self.examiner.watch.should_stop
 
-    def _say_plan(self) -> None:
-        said = self.chosen.said(self.config.update, self.learner.gradient.oom_limit)
-        plan, num_updates = self.chosen.policy.shown(self.plan), self.updates.num_updates
-        text = words.plan_text(self.config, self.laid, self.data, self.ranks, plan, num_updates, said)
-        self.console.say(text)
-        for line in self.laid.warnings:
-            self.console.warn(line)
-        write_plan(self.folder, text, self.ranks, self.console)
+def refuse_nonfinite(context: RunContext) -> None:
+    """Raise for an update whose loss or gradient is not finite, unless a callback handles it."""
+    update, how = context.update, context.config.update.on_nonfinite
+    if how != "raise" or update is None or (problem := update.problem()) is None:
+        return  # without a problem there was nothing to learn
+    raise MegabatchError(f"update {context.step} was not stepped: {problem}; lower optim.lr or look at its samples")
 
-    def _evaluate_and_save(self) -> None:
-        if self._is_over() or self._is_evaluated_in_turn():
-            self._evaluate()
-        self.keeper.keep(self.identity, last=self._is_over())
 
-    def _is_evaluated_in_turn(self) -> bool:
-        return self.config.eval.every is not None and self.learner.step % self.config.eval.every == 0
+def remaining_updates(context: RunContext) -> Iterator[Sequence[Any]]:
+    """Yield this rank's samples of each update until the run is over or a signal stops it. Collective."""
+    stop, heartbeat, batches = context.stop, context.heartbeat, iter(context.updates)
+    while not (context.is_over or context.is_stopped):
+        heartbeat.waits(context.step + 1)
+        context.started = time.perf_counter()
+        try:
+            batch = next(batches, None)
+        except MegabatchError:
+            stop.check()  # a signal to a whole job also ends the processes that load samples
+            raise
+        if batch is None:
+            return
+        stop.has_begun = True
+        heartbeat.works(context.step + 1)
+        context.expected_samples, context.epoch = context.updates.size, context.updates.epochs
+        yield batch
+        if not context.is_over:
+            stop.agree(context.ranks)
 
-    def _evaluate(self) -> None:
-        self.examiner.evaluate(self.learner.step, self.metrics, self.console, self.learner.gradient.fit)
 
-    def _close(self) -> None:
-        if self.examiner.step != self.learner.step and not (self._is_evaluated_in_turn() or self.course.is_stopped):
-            self._evaluate()
-        self.keeper.finish(self.identity)
-        self.metrics.close()
-        num_updates, watch = self.updates.num_updates, self.examiner.watch
-        end = words.end_text(self.config, num_updates, self.learner.step, self.data.epoch_size, watch)
-        self.console.say(self.course.words(self.learner.step, self.folder) if self.course.is_stopped else end)
-        for line in self.updating.words():
-            self.console.say(line)
+def prepare_run(config: Config, ranks: Ranks, stop: Stop, heartbeat: Pulse) -> RunContext:
+    """Read the data, build the model and make the callbacks. Collective.
 
-    def _report(self) -> None:
-        for line in self.updates.skipped.words("the stream's last pass"):
-            self.console.say(line)
-        plan = self.updating.plan or self.plan
-        if self.ranks.is_main and plan.lengths:
-            title = words.title(self.config, self.laid.wrapper, self.ranks.size)
-            write_report(self.folder, plan, title, self.console, of_tokens=self.examiner.terms.of_tokens)
-            write_page(self.folder, self.console)
-        prompt, completion = self.examiner.complete()
-        if prompt:
-            self.console.say(words.completion_text(prompt, completion))
+    It writes nothing and finds what is wrong with the recipe.
+
+    Raises:
+        MegabatchError: The recipe, the data or the folder do not allow the run.
+    """
+    console = Console(enabled=ranks.is_main, loss_digits=10 if config.model.dtype == "float64" else 4)
+    check_folder(Path(config.run.folder), config, ranks)
+    checkpoint = resumed_from(config.run, ranks, console)
+    choices = saved_choices(config, ranks, checkpoint)
+    loss_fn = load_function(config.loss.function, "loss.function")
+    own_callbacks = load_callbacks(config.run)
+    tokenizer = load_tokenizer(config.model)
+    data = load_data(config, tokenizer, ranks, console)
+    updates = Updates(data, config, ranks)
+    model = build(config, ranks, console, data.longest_tokens, tokenizer)
+    loss_fn = train_with_router(loss_fn, config, model, updates)
+    loss_fn = in_precision(loss_fn, config.model, model, ranks.device)
+    learner = build_learner(model.model, model.base, config, updates.num_updates, *choices.given)
+    identity = identity_of(config, data, model, updates)
+    context = RunContext(
+        config, ranks, console, stop, heartbeat, tokenizer, data, updates, model, learner, loss_fn, choices, identity,
+        checkpoint,
+    )  # fmt: skip
+    context.callbacks = Callbacks(make_callbacks(context, own_callbacks))
+    first = updates.peek()
+    context.plan = learner.gradient.plan(first if choices.bound is None else [])
+    return context
+
+
+def open_run(context: RunContext) -> None:
+    """Restore the checkpoint that the run resumes from, take the folder, and choose what the recipe leaves open."""
+    config, is_new = context.config, context.checkpoint is None
+    if context.checkpoint is not None:
+        restore(context, context.checkpoint)
+        context.console.say(f"resumed from {context.checkpoint}")
+    begin(context.folder, config, context.ranks, context.console, is_new=is_new)
+    for log in context.logs:
+        log.cut(-1 if is_new else context.step)
+    context.choices = choose_rest(context)
+    context.plan = context.learner.gradient.plan(context.updates.peek())

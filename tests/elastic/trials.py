@@ -8,6 +8,7 @@ from random import Random
 from typing import Any
 
 import torch
+from megabatch.train.training_course import Course
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -21,7 +22,6 @@ from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.heartbeat import Pulse
 from megabatch.train.runtime.ranks import Meeting, Ranks
 from megabatch.train.runtime.signals import Stop
-from megabatch.train.training_course import Course
 from tests.elastic.damages import KINDS, step_to_expect
 from tests.train.conftest import RECIPE, some_pairs, write_pairs
 

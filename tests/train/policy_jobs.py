@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megabatch.train.training_course import Course
+
 from megabatch import CostModel
 from megabatch.autotune.memory import Budget
 from megabatch.autotune.tuner import PolicyMemory
@@ -22,7 +24,6 @@ from megabatch.train.loop import Trainer
 from megabatch.train.runtime.heartbeat import Pulse
 from megabatch.train.runtime.ranks import Meeting, Ranks
 from megabatch.train.runtime.signals import Stop
-from megabatch.train.training_course import Course
 from tests.comm.counting import Collectives
 from tests.comm.jobs import held
 

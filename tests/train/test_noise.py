@@ -8,10 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
-
-from megabatch import GradientAccumulator, Learner, loss
-from megabatch.losses.contract import LossFunction
 from megabatch.train.callbacks.noise_estimate import (
     Measured,
     Scale,
@@ -22,6 +18,10 @@ from megabatch.train.callbacks.noise_estimate import (
     rounded,
     words_of,
 )
+from torch import Tensor, nn
+
+from megabatch import GradientAccumulator, Learner, loss
+from megabatch.losses.contract import LossFunction
 from megabatch.train.callbacks.noise_scale import Advice, halves
 from megabatch.train.callbacks.nonfinite import Made
 from megabatch.train.config import Config

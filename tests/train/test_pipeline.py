@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from megabatch.train.callbacks.evaluation_batches import cut
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megabatch import MegabatchError
-from megabatch.train.callbacks.evaluation_batches import cut
 from megabatch.train.config import UpdateConfig
 from megabatch.train.config.parallel_layout import Layout
 from megabatch.train.model.build import check_together

@@ -4,13 +4,10 @@ A cut decides how a sum is rounded, and nothing else of what is learned. So that
 the bound from its checkpoint, unless it has come to other hardware or another layout.
 """
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from megabatch import CostModel, GradientAccumulator
 from megabatch.autotune import device_text
@@ -18,23 +15,19 @@ from megabatch.batching import Deferred
 from megabatch.errors import MicrobatchLimit
 from megabatch.losses import LossFunction
 from megabatch.planning import MeasuredMicrobatch, TunedLimit
-from megabatch.train.autotune.balancing import dealt_text, even_tokens
 from megabatch.train.checkpoints.metadata import first_difference, read_meta
 from megabatch.train.config import Config
-from megabatch.train.config.byte_sizes import gib_text
+from megabatch.train.data.balancing import dealt_text, even_tokens
 from megabatch.train.data.load import Data
 from megabatch.train.data.stream import Stream
 from megabatch.train.data.updates import Updates
 from megabatch.train.model.build import Laid
-from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.memory_shortage import LEARNED, noted
 from megabatch.train.runtime.ranks import Ranks
 
 KEY = "bound"  # of a checkpoint's meta
 EVEN = "even_tokens"
 AUTO = "auto"
-PROCESS = Path("/proc/self")
-COMPARED = 2  # update of this process after which everything is there that stays
 
 
 @dataclass(frozen=True)
@@ -153,50 +146,3 @@ def longest(data: Data, samples: Sequence[Any]) -> Sequence[Any]:
     return Deferred(
         lambda asked: samples[asked] if asked else train[index], lengths, look_ahead=0, measured=samples.measured
     )
-
-
-class HighWater:
-    """The most memory that this process has had on its device since this was made, as the system counts it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._is_gpu, self._device = device.type == "cuda", device
-        if self._is_gpu:
-            torch.cuda.reset_peak_memory_stats(device)
-            return
-        with contextlib.suppress(OSError):
-            (PROCESS / "clear_refs").write_text("5")
-
-    def bytes(self) -> float | None:
-        """On a GPU what was reserved; on the CPU what was resident, without files. None where nobody can tell."""
-        if self._is_gpu:
-            return float(torch.cuda.max_memory_reserved(self._device))
-        try:  # lines such as "VmHWM:   123 kB"
-            kib = dict(line.split(":", 1) for line in (PROCESS / "status").read_text().splitlines())
-            return 1024.0 * (int(kib["VmHWM"].split()[0]) - int(kib["RssFile"].split()[0]))
-        except (OSError, ValueError, KeyError):
-            return None
-
-
-class Compared:
-    """Holds what was predicted for an update's memory against what it came to."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks, self._num_updates = ranks, 0
-        self._high_water: HighWater | None = None
-
-    def begin(self) -> None:
-        """Before an update."""
-        self._num_updates += 1
-        self._high_water = HighWater(self._ranks.device) if self._num_updates == COMPARED else None
-
-    def row(self, predicted_bytes: float | None, console: Console) -> dict[str, float]:
-        """After it: both peaks, of the rank that came highest in each; empty but for one update. Collective."""
-        if self._num_updates != COMPARED or self._high_water is None or predicted_bytes is None:
-            return {}
-        peaks = [float(text) for text in self._ranks.gather(repr(self._high_water.bytes() or 0.0))]
-        predicted = [float(text) for text in self._ranks.gather(repr(predicted_bytes))]
-        if not all(peaks):  # a system that does not tell
-            return {}
-        peak, expected = max(peaks), max(predicted)
-        console.say(f"memory came to {gib_text(peak)}, {peak / expected:.2f} of the {gib_text(expected)} predicted")
-        return {"peak_gib": peak / 2**30, "predicted_peak_gib": expected / 2**30}

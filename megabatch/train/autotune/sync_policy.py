@@ -22,7 +22,6 @@ from megabatch.train.autotune.accumulator import accumulator_of, cap_of, collate
 from megabatch.train.autotune.fsdp_comm_bytes import reductions_of
 from megabatch.train.autotune.microbatch_limit import Bound, circumstances, longest
 from megabatch.train.checkpoints.metadata import first_difference, read_meta
-from megabatch.train.checkpoints.mid_update import MICROBATCHES_A_CALL
 from megabatch.train.config import Config
 from megabatch.train.config.batch_size import sizes_of
 from megabatch.train.config.byte_sizes import GIB, gb_text, gib_text
@@ -35,6 +34,7 @@ from megabatch.train.runtime.ranks import Ranks
 
 KEY = "sync"  # of a checkpoint's meta
 AUTO, LAST = "auto", "last"
+MICROBATCHES_A_CALL = 8  # of a rank, of an update in several calls (checkpoint.partial), each of which reduces once
 SLIGHT = 1000  # times what is kept more: where so much is free, a hundred times of it is kept free anyway
 REASON = "chosen for this run, since it fits and sends least"  # the library says that it was asked for
 AS_SAVED = "the checkpoint's, so that sums are rounded the same"

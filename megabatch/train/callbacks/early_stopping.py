@@ -1,4 +1,4 @@
-"""Watch: which evaluation was the best, and when to stop early."""
+"""Follow the loss on one set: which evaluation is the best, and when to stop early."""
 
 import difflib
 import math
@@ -7,13 +7,38 @@ from typing import Any
 
 from megabatch.errors import MegabatchError
 from megabatch.train.config import HELD_OUT, EvalConfig
+from megabatch.train.context import BestEvaluation, Callback, RunContext
+
+
+class EarlyStopping(Callback):
+    """Tell the run its best evaluation, and stop it after ``eval.patience`` evaluations without a better one."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._watch = context.positions["watch"] = Watch(context.config.eval, context.data.sets)
+        context.best = BestEvaluation(self._watch.name)
+
+    def start(self, context: RunContext) -> None:
+        """Go on with what the checkpoint has."""
+        self._tell(context)
+
+    def after_evaluation(self, context: RunContext) -> None:
+        """Take in the evaluation of the watched set."""
+        if context.row["set"] == self._watch.name:
+            self._watch.update(context.step, context.row["eval_loss"])
+            self._tell(context)
+
+    def _tell(self, context: RunContext) -> None:
+        context.best = BestEvaluation(self._watch.name, self._watch.best, self._watch.best_step)
+        if self._watch.should_stop:
+            context.should_stop = True
+            context.stop_reason = f"the watched loss has not fallen for {context.config.eval.patience} evaluations"
 
 
 class Watch:
-    """Follows the loss on one set; `update` takes in each evaluation of it.
+    """The loss on one set. `update` takes in each evaluation of it.
 
-    An evaluation out of turn, at the end of a run, can be the best, but a resumed run knows nothing of it, as one that
-    was never stopped would not.
+    An evaluation out of turn, at the end of a run, can be the best. A resumed run does not know it, as a run that was
+    never stopped would not.
 
     Args:
         config: Says which set, and how patient to be.
@@ -29,7 +54,7 @@ class Watch:
         self._state = self._now()
 
     def update(self, step: int, loss: float | None) -> None:
-        """Take in the watched set's loss after ``step`` updates; one that is no finite number is never the best."""
+        """Take in the loss after ``step`` updates. A loss that is no finite number is never the best."""
         is_best = loss is not None and math.isfinite(loss) and (self.best is None or loss < self.best)
         if is_best:
             self.best, self.best_step = loss, step
@@ -39,15 +64,15 @@ class Watch:
 
     @property
     def should_stop(self) -> bool:
-        """Whether the loss has not fallen below its best for as many evaluations as ``eval.patience`` says."""
+        """True after as many evaluations without a better one as ``eval.patience`` says."""
         return self._patience is not None and self._num_worse >= self._patience
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps, for JSON."""
+        """Return what a checkpoint keeps, for JSON."""
         return dict(self._state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken; from the beginning, where another set was watched."""
+        """Go on where `state_dict` was taken, or start again if that followed another set."""
         if state["set"] == self.name:
             self.best, self.best_step, self._num_worse = state["best"], state["best_step"], state["num_worse"]
             self._state = self._now()
@@ -57,7 +82,7 @@ class Watch:
 
 
 def choose_set(config: EvalConfig, names: Collection[str]) -> str | None:
-    """The set to watch. Raises `MegabatchError` where it is not there."""
+    """Return the set to watch. Raises `MegabatchError` if it does not exist."""
     if config.watch is not None and config.watch not in names:
         near = difflib.get_close_matches(config.watch, names, n=1, cutoff=0.0)
         there = f"the nearest of the sets is {near[0]}" if near else "there is no set: see eval.num_samples, eval.sets"

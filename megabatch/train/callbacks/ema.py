@@ -1,4 +1,4 @@
-"""EMA: an exponential average of the weights, kept beside them, one step an update."""
+"""An exponential moving average of the weights, updated after each update. See decisions/0043."""
 
 import contextlib
 from collections.abc import Generator, Mapping
@@ -6,25 +6,41 @@ from collections.abc import Generator, Mapping
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from megabatch.errors import MegabatchError
+from megabatch.train.context import Callback, RunContext
 from megabatch.train.model.wrap import reshard
+
+
+class MovingAverage(Callback):
+    """Average the weights, save the average with the checkpoint, and evaluate it in place of the weights."""
+
+    def __init__(self, context: RunContext) -> None:
+        assert context.config.optim.ema_decay is not None
+        self._average = context.saved["average"] = Average(context.model.base, context.config.optim.ema_decay)
+        context.evaluated_weights = self._average.swapped
+
+    def after_update(self, context: RunContext) -> None:
+        """Take in the weights of an update that was stepped."""
+        if context.values["finite"]:
+            self._average.update()
 
 
 class Average:
     """The average of a model's trainable parameters: ``decay * average + (1 - decay) * weights`` at each `update`.
 
-    It begins with the weights that the model has, and lies over the ranks as they do. It is kept in float32 where they
-    have fewer digits, for which most updates would be too small to be seen.
+    It starts as the model's weights and is sharded as they are. It is in float32 where their type has fewer digits:
+    most updates would be too small for it.
 
     Args:
-        model: The model without its DDP wrapper, laid over the ranks: its own parameters are read from now on.
+        model: The model without its DDP wrapper, sharded. `update` reads its parameters.
         decay: Share of the average that an update leaves.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         reshard(model)
-        self._model, self._decay = model, decay
+        self._model, self._average_with = model, get_ema_multi_avg_fn(decay)
         self._weights = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         self._average = {name: at_least_float32(weight.detach()).clone() for name, weight in self._weights.items()}
 
@@ -38,11 +54,11 @@ class Average:
             averages.append(average)
             weights.append(now)
         for averages, weights in groups.values():
-            torch._foreach_lerp_(averages, weights, 1 - self._decay)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+            self._average_with(averages, weights, 0)
 
     @contextlib.contextmanager
     def swapped(self) -> Generator[None]:
-        """Inside, the model holds the average; afterwards its own weights again, bit for bit."""
+        """Put the average into the model, and the weights again afterwards, bit for bit."""
         kept = {name: local(weight).detach().clone() for name, weight in self._weights.items()}
         try:
             self._put(self._average)
@@ -51,7 +67,7 @@ class Average:
             self._put(kept)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The average by the names of the model's parameters; no copies, so that it can be loaded into."""
+        """Return the average by the names of the parameters, without copies: a checkpoint loads into it."""
         return dict(self._average)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -68,17 +84,17 @@ class Average:
 
     @torch.no_grad()
     def _put(self, values: Mapping[str, Tensor]) -> None:
-        """Write values into the model; FSDP2 would go on with the weights that it has gathered, so it drops them."""
+        """Write values into the model. FSDP2 drops the weights that it has gathered: they are the old ones."""
         for name, weight in self._weights.items():
             local(weight).copy_(local(values[name]))
         reshard(self._model)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part."""
+    """Return this rank's part."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
-    """The tensor, in float32 if its own type has fewer digits."""
+    """Return the tensor, in float32 if its own type has fewer digits."""
     return tensor.float() if torch.finfo(tensor.dtype).bits < 32 else tensor

@@ -1,10 +1,10 @@
-"""Evaluation: the exact loss and the metrics of whole sets, over all ranks."""
+"""Evaluate the exact loss and the metrics of whole sets, over all ranks."""
 
 import contextlib
 import math
 import zlib
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
 from typing import Any, cast
@@ -12,29 +12,76 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from megabatch import Plan, Term, losses
-from megabatch.batching import Padding, context_parallel, to_device
+from megabatch import Plan, Term, losses, plan
+from megabatch.batching import Padding, context_parallel, sample_length, to_device
 from megabatch.errors import LossContractError, MegabatchError, PlanError
 from megabatch.losses import LossFunction, loss_hooks, terms_of
 from megabatch.pipeline import Pipeline
 from megabatch.pipeline import evaluate as evaluate_pipeline
-from megabatch.train.callbacks.evaluation_batches import cut, most_tokens
 from megabatch.train.config import EvalConfig, UpdateConfig
+from megabatch.train.context import Callback, RunContext
 from megabatch.train.data.checks import OWN
+from megabatch.train.model.build import in_precision
 from megabatch.train.model.wrap import reshard
 from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.jsonl_file import Row
 from megabatch.train.runtime.plugins import Event, blamed, load_function
 from megabatch.train.runtime.ranks import Ranks
 
-Row = dict[str, Any]
 Microbatch = Any  # what a collate function returns
 Sums = dict[str, tuple[float, float]]  # name of a term → its total and its weight over a set
 
 PAIR_NAME = "loss"  # of the term that a loss returns by itself
 TAKEN = (PAIR_NAME, "accuracy", "perplexity")  # names that a metric cannot have: the rows have them already
 PER_STAGE = 4  # microbatches that a pipeline runs at once: its stages wait for a fifth of the time at most
+MOST_LOGITS = 2**28  # of a microbatch: half a GiB in bfloat16, two and a half with what is computed of them
 LARGEST_EXPONENT = 709  # of which float64 has the power of e
+
+
+class Evaluation(Callback):
+    """Evaluate every set at the start, every ``eval.every`` updates and at the end. Collective.
+
+    It evaluates the moving average of the weights, if the recipe asks for one.
+    """
+
+    def __init__(self, context: RunContext) -> None:
+        config = context.config
+        self.every = config.eval.every
+        loss_fn = load_function(config.loss.function, "loss.function")  # without a router loss
+        in_own_precision = partial(in_precision, config=config.model, laid=context.model, device=context.ranks.device)
+        self._terms = build_terms(config.eval, loss_fn, in_own_precision)
+        self._own = load_own(config.eval)
+        self._step: int | None = None  # of the last evaluation
+
+    def start(self, context: RunContext) -> None:
+        """Evaluate a new run before its first update."""
+        if context.checkpoint is None:
+            self.evaluate(context)
+
+    def after_update(self, context: RunContext) -> None:
+        """Evaluate: it is called in turn."""
+        self.evaluate(context)
+
+    def end(self, context: RunContext) -> None:
+        """Evaluate the last weights, unless a signal has stopped the run."""
+        in_turn = self.every is not None and context.step % self.every == 0
+        if self._step != context.step and not (in_turn or context.is_stopped):
+            self.evaluate(context)
+
+    def evaluate(self, context: RunContext) -> None:
+        """Evaluate every set, then the user's own evaluation, and tell the callbacks of each."""
+        self._step, fit = context.step, context.learner.gradient.fit
+        tokens, update_row = None if fit is None else fit.max_microbatch_tokens, context.row
+        with context.evaluated_weights(), context.model.losses():
+            event = replace(context.event(), row={})
+            update, ranks, console = context.config.update, context.ranks, context.console
+            for row in evaluate(event, self._terms, self._own, update, ranks, console, chosen_tokens=tokens):
+                context.row = row
+                for callback in context.callbacks.after_evaluation:
+                    callback.after_evaluation(context)
+        context.row = update_row
 
 
 @dataclass(frozen=True)
@@ -80,14 +127,14 @@ class Terms:
 def build_terms(
     config: EvalConfig,
     loss_fn: LossFunction,
-    in_precision: Callable[[LossFunction], LossFunction] = lambda function: function,
+    in_own_precision: Callable[[LossFunction], LossFunction] = lambda function: function,
 ) -> Terms:
-    """The terms of the loss and of eval.metrics, each computed ``in_precision``. Raises `MegabatchError`."""
+    """Return the terms of the loss and of eval.metrics, each computed in the precision of the recipe."""
     of_tokens = loss_fn is losses.next_token
-    loss = in_precision(next_token_terms if of_tokens else loss_fn)
+    loss = in_own_precision(next_token_terms if of_tokens else loss_fn)
     if config.metrics is None:
         return Terms(loss, None, of_tokens)
-    metrics = in_precision(load_function(config.metrics, "eval.metrics"))
+    metrics = in_own_precision(load_function(config.metrics, "eval.metrics"))
     return Terms(loss, metrics, of_tokens, f"eval.metrics {config.metrics!r}")
 
 
@@ -140,7 +187,7 @@ def evaluate_set(
     terms = terms_fn if isinstance(terms_fn, Terms) else Terms(terms_fn)
     with evaluating(model, name, ranks.device):
         most = most_tokens(model) if terms.of_tokens else None
-        own = cut(samples, update, ranks, chosen_tokens, most)
+        own = split_set(samples, update, ranks, chosen_tokens, most)
         sums, loss_names = sum_terms(model, terms, samples, own, ranks, console, name)
     return row_of(name, terms, sums, loss_names)
 
@@ -265,3 +312,43 @@ def own_values(own: Callable[..., Any], event: Event) -> Row:
             )
         row[f"eval_{name}"] = float(number)
     return row
+
+
+def split_set(
+    samples: Sequence[Any], update: UpdateConfig, ranks: Ranks, chosen_tokens: int | None, most: int | None = None
+) -> Plan:
+    """This rank's microbatches of a set, as many as any other's; under a pipeline all are filled up to one shape.
+
+    ``most``: tokens of a microbatch, or one sample, at most.
+    """
+    lengths, rows, tokens = lengths_of(samples, update), update.micro_batch_size, update.max_microbatch_tokens
+    if tokens == "auto":
+        rows, tokens = (1, None) if chosen_tokens is None else (None, chosen_tokens)  # None: nothing to train on
+        lengths = [min(each, tokens or each) for each in lengths]
+    if most is not None and tokens is not None:
+        tokens = min(tokens, most)
+        lengths = [min(each, tokens) for each in lengths]
+    if most is not None and rows is not None:
+        rows = min(rows, max(1, most // max(1, *lengths)))
+    if ranks.layout.pp > 1 and tokens is not None:
+        plan(lengths, max_microbatch_tokens=tokens)  # refuses a sample that is longer
+        rows, tokens = tokens // max(1, *lengths, 1), None
+    plans = plan(lengths, dp_degree=ranks.dp_degree, micro_batch_size=rows, max_microbatch_tokens=tokens)
+    return plans[ranks.dp_rank]
+
+
+def most_tokens(model: nn.Module) -> int | None:
+    """Tokens of which a model makes all logits at once, which training does not; None: it has no vocabulary."""
+    config = next((each.config for each in model.modules() if isinstance(each, PreTrainedModel)), None)
+    num_classes = None if config is None else getattr(config.get_text_config(), "vocab_size", None)
+    return max(1, MOST_LOGITS // num_classes) if isinstance(num_classes, int) and num_classes > 0 else None
+
+
+def lengths_of(samples: Sequence[Any], update: UpdateConfig) -> list[int]:
+    """Tokens of each sample, by which the set is cut; 1 each where only samples are counted and are not at hand."""
+    known = getattr(samples, "lengths", None)
+    if known is not None:
+        return [int(length) for length in known]
+    if update.max_microbatch_tokens is None and not isinstance(samples, list):
+        return [1] * len(samples)
+    return [sample_length(sample) for sample in samples]

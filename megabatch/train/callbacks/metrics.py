@@ -1,252 +1,205 @@
-"""Metrics: one JSON object per update and per evaluation of a set, in a file that a resumed run goes on with; and the
-same numbers for TensorBoard and for trackers."""
+"""metrics.jsonl: a row for each update and for each evaluation of a set, which loggers and the console get too."""
 
 import json
+import math
 import resource
 import sys
 import time
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
-from megabatch import CostModel, MegabatchError, Plan, Update
-from megabatch.train.callbacks.tensorboard import Events
-from megabatch.train.callbacks.tracking import Tracking
-from megabatch.train.checkpoints.paths import replace_text
-from megabatch.train.config import Config
-from megabatch.train.runtime.console import Console
+from megabatch import CostModel, Plan, Update
+from megabatch.train.callbacks.loggers import Logger, make_loggers
+from megabatch.train.context import Callback, RunContext
+from megabatch.train.runtime.jsonl_file import METRICS, JsonlFile, Row, is_evaluation
 from megabatch.train.runtime.ranks import Ranks
-from megabatch.train.runtime.retrying_appender import Patient
 
-Row = dict[str, Any]
-
-FILE_NAME = "metrics.jsonl"
-TENSORBOARD = "tensorboard"
+SECONDS_BETWEEN_WRITES = 0.25  # rows of faster updates wait for each other
 
 
-class MetricsFile:
-    """Rows appended as they come, each a line and written at once. Only the main rank writes.
+class Metrics(Callback):
+    """Make the row of each update and hand the rows of updates and evaluations to the file, the loggers, the console."""
 
-    Rows for which the disk has no room wait in memory, in their order, and are written when there is room again.
-    """
+    def __init__(self, context: RunContext) -> None:
+        self._is_main, self._counts_tokens = context.ranks.is_main, context.data.counts_tokens
+        self._loggers = make_loggers(context.config, context.ranks, context.console)
+        self._file = MetricsFile(
+            context.folder, enabled=self._is_main, eval_every=context.config.eval.every, loggers=self._loggers
+        )
+        context.logs.append(self._file)
+        context.exits.push(self._close)
+        self._dp_degree, self._lr, self._next_write = context.ranks.dp_degree, 0.0, 0.0
 
-    def __init__(self, folder: Path, *, enabled: bool, tensorboard: bool, tracking: Tracking | None = None) -> None:
-        self._path = folder / FILE_NAME
-        self._enabled = enabled
-        self._lines = Patient(self._path)
-        self._folder = folder / TENSORBOARD if enabled and tensorboard else None
-        self._tracking = tracking if enabled else None
-        self._events: Events | None = None  # made with the first row: a folder stays as it is until then
+    def start(self, context: RunContext) -> None:
+        """Show the rows of the step again: a logger drops what it has from the first step that it gets."""
+        for row in self._file.rows() if context.checkpoint is not None else ():
+            if row["step"] == context.step:
+                self._show(row)
 
-    def append(self, row: Mapping[str, Any]) -> None:
-        """Add one row; floats keep every digit. The row of an evaluation has a "set"."""
-        if not self._enabled:
-            return
-        self._lines.add((json.dumps(row) + "\n").encode())
-        if self._folder is not None:  # at once: a killed run goes on from a checkpoint, whose updates must all be there
-            self._events = self._events or Events(self._folder)
-            self._events.add(scalars_of(row), row["step"])
-        if self._tracking is not None:
-            self._tracking.add(scalars_of(row), row["step"])
+    def before_update(self, context: RunContext) -> None:
+        """Read the learning rate, before the step moves it on."""
+        self._lr = float(context.learner.optimizer.param_groups[0]["lr"])
+
+    def after_update(self, context: RunContext) -> None:
+        """Make the row, together with the columns that other callbacks have added. Collective."""
+        context.row = self._row(context) | context.row
+        if "skipped_samples" in context.row:  # of an update that was not finite
+            context.row = {key: none_if_nonfinite(value) for key, value in context.row.items()}
+        self._add(context.row)
+        context.console.update(context.row)
+        num_samples = context.row["num_samples"] + context.row.get("skipped_samples", 0)
+        if num_samples < context.expected_samples:
+            context.console.say(
+                "the epoch's data ran out: its last update was stepped exactly: "
+                f"{num_samples} of {context.expected_samples} samples"
+            )
+        if time.perf_counter() >= self._next_write:
+            self._file.write()
+            self._next_write = time.perf_counter() + SECONDS_BETWEEN_WRITES
+
+    def after_evaluation(self, context: RunContext) -> None:
+        """Add the row of a set."""
+        self._add(context.row)
+        self._file.write()
+        context.console.evaluation(context.step, context.row)
+
+    def _row(self, context: RunContext) -> Row:
+        update, plan, seconds = context.update, context.plan, time.perf_counter() - context.started
+        assert update is not None
+        sums = plan_sums(plan) if self._dp_degree == 1 else gather_sums(plan, context.ranks)
+        row = update_row(update, context.values, sums, seconds, counts_tokens=self._counts_tokens)
+        epoch = {} if context.epoch is None else {"epoch": context.epoch}
+        memory = {"memory_gib": memory_gib(context.ranks.device)}
+        return {"step": context.learner.step, "lr": self._lr, **row, **epoch, **memory}
+
+    def _add(self, row: Row) -> None:
+        if self._is_main:
+            self._file.lines.append(json.dumps(row))
+            self._show(row)
+
+    def _show(self, row: Row) -> None:
+        if self._loggers:
+            scalars = scalars_of(row)
+            for logger in self._loggers:
+                logger.log(scalars, row["step"])
+
+    def _close(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Let loggers finish, unless the run fails: they may wait for a service."""
+        self._file.write()
+        for logger in self._loggers if kind is None else ():
+            logger.close()
+
+
+class MetricsFile(JsonlFile):
+    """The rows of a run. A resumed run drops an evaluation out of turn: a run that never stopped would not have it."""
+
+    def __init__(self, folder: Path, *, enabled: bool, eval_every: int | None, loggers: Sequence[Logger] = ()) -> None:
+        super().__init__(folder / METRICS, enabled=enabled)
+        self._eval_every, self._loggers = eval_every, loggers
 
     def flush(self) -> None:
-        """Write what waits. Raises `OSError` where that cannot be done: no checkpoint may be ahead of the rows."""
-        self._lines.flush()
-        if self._events is not None:
-            self._events.flush()
+        """Write what waits here and in the loggers. Raises `OSError` if there is no room."""
+        super().flush()
+        for logger in self._loggers:
+            logger.flush()
 
-    def cut(self, step: int, eval_every: int | None) -> None:
-        """Drop what a run never stopped would not have at ``step``: later rows, and an evaluation out of turn."""
-        if not self._enabled or not any(path and path.exists() for path in (self._path, self._folder)):
-            return
-
-        def keep(row: Row) -> bool:
-            due = row["step"] == 0 or (eval_every is not None and row["step"] % eval_every == 0)
-            return row["step"] < step or (row["step"] == step and (due or not is_evaluation(row)))
-
-        kept = [row for row in read_rows(self._path) if keep(row)]
-        replace_text(self._path, "".join(json.dumps(row) + "\n" for row in kept))
-        if self._folder is not None:  # TensorBoard drops what it has of the step and later: the step's rows come again
-            self._events = Events(self._folder, purge_step=step)
-            for row in kept:
-                if row["step"] == step:
-                    self._events.add(scalars_of(row), step)
-
-    def close(self) -> None:
-        """Write what is left; no row comes after it. Raises `OSError` where that cannot be done."""
-        if self._tracking is not None:
-            self._tracking.close()
-        self.flush()
-        self._events = None
+    def is_kept(self, row: Row, step: int) -> bool:
+        """Return True for a row that stays in a run that resumes after ``step`` updates."""
+        in_turn = row["step"] == 0 or (self._eval_every is not None and row["step"] % self._eval_every == 0)
+        return row["step"] < step or (row["step"] == step and (in_turn or not is_evaluation(row)))
 
 
-def metrics_of(config: Config, ranks: Ranks, console: Console) -> MetricsFile:
-    """Those of a run. Raises `MegabatchError` on every rank where a tracker is not installed; collective."""
-    tracking = Tracking(config, ranks, console)
-    tensorboard = config.run.tensorboard
-    return MetricsFile(Path(config.run.folder), enabled=ranks.is_main, tensorboard=tensorboard, tracking=tracking)
+class Sums(NamedTuple):
+    """Numbers of an update's plans, over all ranks."""
+
+    padded_tokens: float
+    num_split: float
+    predicted: Sequence[float] = ()  # seconds of each data rank's microbatches, in the units of `CostModel`
 
 
-class UpdateClock:
-    """Seconds from the end of an update to the end of the next one: loading, computing and logging it, and waiting for
-    other ranks; evaluations and checkpoints between them are not counted."""
-
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-
-    def lap(self) -> float:
-        """Seconds of the update that ends now."""
-        end = time.perf_counter()
-        seconds, self._start = end - self._start, end
-        return seconds
-
-    @contextmanager
-    def paused(self) -> Generator[None, None, None]:
-        """Surrounds what is no part of an update."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._start += time.perf_counter() - start
+def plan_sums(plan: Plan) -> Sums:
+    """Return the numbers of a plan on the only data rank."""
+    return Sums(plan.padded_tokens, plan.num_split)
 
 
-def is_evaluation(row: Mapping[str, Any]) -> bool:
-    """Whether the row is of an evaluation, else of an update."""
-    return "set" in row
+def gather_sums(plan: Plan, ranks: Ranks) -> Sums:
+    """Add up the numbers of the plans of all data ranks. Collective."""
+    seconds = at_its_place(predict_seconds(plan), ranks)
+    padded_tokens, num_split, *predicted = ranks.sum_of_data([plan.padded_tokens, plan.num_split, *seconds])
+    return Sums(padded_tokens, num_split, predicted)
+
+
+def predict_seconds(plan: Plan) -> float:
+    """Return the time of the plan's microbatches, in units of a token's work where no cost was measured."""
+    if plan.seconds is not None:
+        return plan.seconds
+    cost, microbatches = CostModel(), [plan.lengths_of(rows) for rows in plan.microbatches if rows]
+    if not plan.padded:
+        return sum(sum(map(cost.sample_seconds, lengths)) for lengths in microbatches)
+    return sum(cost.seconds(len(lengths), max(lengths)) for lengths in microbatches)
+
+
+def at_its_place(number: float, ranks: Ranks) -> list[float]:
+    """Return zeros for each data rank, and ``number`` at the place of this one: a sum over ranks has all numbers."""
+    return [number if rank == ranks.dp_rank else 0.0 for rank in range(ranks.dp_degree)]
+
+
+def update_row(update: Update, values: Mapping[str, float], sums: Sums, seconds: float, *, counts_tokens: bool) -> Row:
+    """Return the columns of an update.
+
+    Args:
+        update: Counts its samples, tokens and microbatches.
+        values: Its scalars, from `read_values`.
+        sums: Of its plans.
+        seconds: From the request for its samples until now, for the throughput.
+        counts_tokens: A sample's length is its number of tokens. The throughput is that of real tokens, without
+            padding, and a whole weight is the number of target tokens. Otherwise the throughput is that of samples.
+    """
+    row: Row = {"loss": values["loss"] if values["weight"] else None, "grad_norm": values.get("grad_norm")}
+    row |= {key: none_if_nan(value) for key, value in values.items() if key.startswith("loss_")}
+    row["weight"] = values["weight"]
+    row["num_samples"], row["num_microbatches"] = update.num_samples, update.num_microbatches
+    if sums.num_split:
+        row["num_split"] = int(sums.num_split)
+    if counts_tokens:
+        row["num_tokens"] = update.num_tokens
+        if row["weight"].is_integer():
+            row["num_target_tokens"] = int(row["weight"])
+        row["padding"] = 1 - update.num_tokens / sums.padded_tokens if sums.padded_tokens else 0.0
+        row["tokens_per_second"] = update.num_tokens / seconds
+    else:
+        row["samples_per_second"] = update.num_samples / seconds
+    if any(sums.predicted):
+        row["slowest_over_mean"] = max(sums.predicted) * len(sums.predicted) / sum(sums.predicted)
+    return row
+
+
+def none_if_nan(value: float) -> float | None:
+    """Return the value of a term; None for one without weight, which is 0 / 0."""
+    return None if math.isnan(value) else value
+
+
+def none_if_nonfinite(value: Any) -> Any:
+    """Return the value of a column; None for a float that is not finite."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def memory_gib(device: torch.device) -> float:
+    """Return the most memory that the main rank has used: allocated on its GPU, or resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 2**10  # bytes there, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 def scalars_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """TensorBoard's tag of every number in the row → the number."""
+    """Return every number of the row by its tag."""
     place = f"eval/{row['set']}" if is_evaluation(row) else "train"
     return {
         f"{place}/{key.removeprefix('eval_')}": float(value)
         for key, value in row.items()
         if key != "step" and isinstance(value, int | float) and not isinstance(value, bool)
     }
-
-
-def read_rows(path: Path) -> list[Row]:
-    """The file's rows; a last line that was cut off by a kill is no row. Raises `MegabatchError` at any other line that
-    is none."""
-    *whole, cut_off = path.read_bytes().split(b"\n") if path.exists() else [b""]
-    rows: list[Row] = []
-    for number, line in enumerate(whole, start=1):
-        row = row_of(line)
-        if row is None and line.strip():
-            raise MegabatchError(f"{path} is damaged (line {number} is no row with a step); mend or delete that line")
-        rows += [] if row is None else [row]
-    last = row_of(cut_off)
-    return rows if last is None else [*rows, last]
-
-
-def row_of(line: bytes) -> Row | None:
-    """The row of a line; None where it has none."""
-    try:
-        row: Any = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError):
-        return None
-    return cast(Row, row) if isinstance(row, dict) and type(cast(Row, row).get("step")) is int else None
-
-
-class Sums(NamedTuple):
-    """What the ranks told each other of an update."""
-
-    padded_tokens: float
-    num_split: float
-    predicted: list[float]  # seconds of each data rank's microbatches, in the units of `CostModel`
-    measured: list[float]  # seconds of its own work; zeros where they are not measured
-
-
-def sums_of(plan: Plan, ranks: Ranks, own_seconds: float | None = None) -> Sums:
-    """Of an update's plans; collective. ``own_seconds`` are those of this rank's own work, where they are measured."""
-    predicted = predicted_seconds(plan)
-    of_ranks = [at_its_place(number or 0.0, ranks) for number in (predicted, own_seconds)]
-    padded_tokens, num_split, *seconds = ranks.sum_of_data(
-        [plan.padded_tokens, plan.num_split, *of_ranks[0], *of_ranks[1]]
-    )
-    return Sums(padded_tokens, num_split, seconds[: ranks.dp_degree], seconds[ranks.dp_degree :])
-
-
-def predicted_seconds(plan: Plan) -> float:
-    """Of its microbatches; in units of a token's work where no cost was measured."""
-    if plan.seconds is not None:
-        return plan.seconds
-    cost, cut = CostModel(), [plan.lengths_of(rows) for rows in plan.microbatches if rows]
-    if not plan.padded:
-        return sum(sum(map(cost.sample_seconds, lengths)) for lengths in cut)
-    return sum(cost.seconds(len(lengths), max(lengths)) for lengths in cut)
-
-
-def at_its_place(number: float, ranks: Ranks) -> list[float]:
-    """This rank's number at its place among the data ranks, and zeros at those of the others, to be summed."""
-    return [number if rank == ranks.dp_rank else 0.0 for rank in range(ranks.dp_degree)]
-
-
-def update_row(
-    update: Update,
-    sums: Sums,
-    step: int,
-    lr: float,
-    seconds: float,
-    device: torch.device,
-    *,
-    counts_tokens: bool = True,
-    epoch: float | None = None,
-) -> Row:
-    """What is logged of an update.
-
-    With ``counts_tokens`` a sample's length is its tokens, and a whole weight the number of target tokens. The
-    throughput is then that of real input tokens, padding not counted, else that of samples; over ``seconds``, those of
-    an `UpdateClock`.
-    """
-    row: Row = {
-        "step": step,
-        "loss": float(update.loss) if update.weight else None,
-        **({} if len(update.terms) < 2 else term_numbers(update)),
-        "grad_norm": None if update.grad_norm is None else float(update.grad_norm),
-        "lr": lr,
-        "weight": float(update.weight),
-        **({} if epoch is None else {"epoch": epoch}),
-        "num_samples": update.num_samples,
-        "num_microbatches": update.num_microbatches,
-        **({"num_split": int(sums.num_split)} if sums.num_split else {}),
-    }
-    if counts_tokens:
-        row["num_tokens"] = update.num_tokens
-        if row["weight"].is_integer():
-            row["num_target_tokens"] = int(row["weight"])
-        row["padding"] = 1 - update.num_tokens / sums.padded_tokens if sums.padded_tokens else 0.0
-    throughput = ("tokens", update.num_tokens) if counts_tokens else ("samples", update.num_samples)
-    row[f"{throughput[0]}_per_second"] = throughput[1] / seconds
-    row |= balance(sums)
-    row["memory_gib"] = memory_gib(device)
-    return row
-
-
-def balance(sums: Sums) -> Row:
-    """The slowest rank's work over the mean: as predicted, and as measured where it was."""
-    row: Row = {}
-    predicted, measured = sums.predicted, sums.measured
-    if len(predicted) > 1 and any(predicted):
-        row["slowest_over_mean"] = max(predicted) * len(predicted) / sum(predicted)
-    if len(measured) > 1 and all(measured):
-        row["measured_slowest_over_mean"] = max(measured) * len(measured) / sum(measured)
-        row["slowest_rank"] = max(range(len(measured)), key=measured.__getitem__)
-    return row
-
-
-def term_numbers(update: Update) -> Row:
-    """Each of the loss's several terms and metrics; None for one without weight."""
-    numbers = {name: float(term) for name, term in update.terms.items()}
-    return {f"loss_{name}": None if number != number else number for name, number in numbers.items()}  # NaN is 0 / 0
-
-
-def memory_gib(device: torch.device) -> float:
-    """Most memory that the main rank has used: allocated on its GPU, or resident."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    unit = 1 if sys.platform == "darwin" else 2**10  # bytes there, KiB elsewhere
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

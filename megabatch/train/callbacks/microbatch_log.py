@@ -1,45 +1,52 @@
-"""Cuts: how every update was cut, a line each in cuts.jsonl, for bars that anyone can look at later."""
+"""cuts.jsonl: how each update was split into microbatches, a line for each, as the report draws it."""
 
 import json
-from pathlib import Path
+import time
 
 from megabatch import Plan
-from megabatch.train.callbacks.jsonl_log import Journal
-from megabatch.train.callbacks.metrics import Row
-from megabatch.train.runtime.ranks import Ranks
+from megabatch.train.context import Callback, RunContext
+from megabatch.train.runtime.jsonl_file import Row
+from megabatch.train.runtime.memory_shortage import split_words
 
 FILE_NAME = "cuts.jsonl"
-MOST_RANKS, MOST_MICROBATCHES = 16, 64  # of an update that a line has; it counts those that it leaves out
+MOST_RANKS, MOST_MICROBATCHES = 16, 64  # of an update in a line, which counts those that it leaves out
+SECONDS_BETWEEN_WRITES = 0.25
 Cut = list[list[int]]  # of a data rank: its microbatches' samples, their real tokens, their padding
 
 
-class Cuts:
-    """A line for every update, of all data ranks; see `add`."""
+class MicrobatchLog(Callback):
+    """Write a line for every update, with the microbatches of all data ranks. Collective."""
 
-    def __init__(self, folder: Path, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self.journal = Journal(folder / FILE_NAME, enabled=ranks.is_main)
+    def __init__(self, context: RunContext) -> None:
+        self._file = context.open_log(FILE_NAME)
+        self._is_alone, self._dp_rank, self._next_write = context.ranks.size == 1, context.ranks.dp_rank, 0.0
 
-    def add(self, step: int, plan: Plan) -> None:
-        """Write how the update was cut on each data rank. Collective: a message of some hundred bytes a rank."""
-        told = self._ranks.gather(json.dumps([self._ranks.dp_rank, len(plan.microbatches), self._own(plan)]))
-        if self._ranks.is_main:
-            self.journal.append(row_of(step, told))
+    def after_update(self, context: RunContext) -> None:
+        """Add the line. On several ranks this sends some hundred bytes a rank."""
+        plan, step = context.plan, context.learner.step
+        cut = cut_of(plan) if self._dp_rank < MOST_RANKS else []
+        own = (self._dp_rank, len(plan.microbatches), cut)
+        told = [own] if self._is_alone else [json.loads(text) for text in context.ranks.gather(json.dumps(own))]
+        if self._file.is_enabled:
+            self._file.lines.append(json.dumps(row_of(step, told)))
+        if "num_split" in context.row:
+            limit = context.learner.gradient.oom_limit
+            context.console.say(split_words(context.config.run, plan, limit, context.ranks))
+        if time.perf_counter() >= self._next_write:
+            self._file.write()
+            self._next_write = time.perf_counter() + SECONDS_BETWEEN_WRITES
 
-    def _own(self, plan: Plan) -> Cut:
-        return cut_of(plan) if self._ranks.dp_rank < MOST_RANKS else []
 
-
-def row_of(step: int, told: list[str]) -> Row:
-    """The line of an update; ranks along cp, tp and pp have the same samples, and count once."""
-    ranks = {rank: (number, cut) for rank, number, cut in map(json.loads, told)}
+def row_of(step: int, told: list[tuple[int, int, Cut]]) -> Row:
+    """Return the line of an update. Ranks along cp, tp and pp have the same samples and count once."""
+    ranks = {rank: (number, cut) for rank, number, cut in told}
     cut = [ranks[rank][1] for rank in sorted(ranks)[:MOST_RANKS]]
     left_out = sum(number for number, _ in ranks.values()) - sum(len(samples) for samples, *_ in cut)
     return {"step": step, "cut": cut} | ({"microbatches_left_out": left_out} if left_out else {})
 
 
 def cut_of(plan: Plan) -> Cut:
-    """Samples, real tokens and padding of this rank's microbatches, the first 64; nothing of dummy microbatches."""
+    """Return samples, real tokens and padding of this rank's first 64 microbatches; zeros of dummy microbatches."""
     rows_of = plan.microbatches[:MOST_MICROBATCHES]
     real = [sum(plan.lengths[row] for row in rows) for rows in rows_of]
     padding = [whole_of(plan, rows) - own for rows, own in zip(rows_of, real, strict=True)]
@@ -47,7 +54,7 @@ def cut_of(plan: Plan) -> Cut:
 
 
 def whole_of(plan: Plan, rows: tuple[int, ...]) -> int:
-    """Tokens that go through the model for these samples, with their padding."""
+    """Return the tokens that go through the model for these samples, padding included."""
     if not plan.one_shape or not rows:
         return plan.tokens_of(rows)
     return max(map(len, plan.microbatches)) * max(plan.lengths)

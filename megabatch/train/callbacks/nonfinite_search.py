@@ -1,30 +1,22 @@
-"""Culprits: which samples make an update not finite, by group testing: an update of some of them says whether any is at
-fault. A gradient is a sum over samples, so it matters neither how they are cut nor which rank has them.
+"""Find the samples that make an update nonfinite, by group testing.
+
+An update of some of the samples says if any of them is at fault. A gradient is a sum over samples, so neither their
+microbatches nor their ranks matter.
 """
 
 import json
 import math
-import sys
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from megabatch import Update
-from megabatch.train.config import UpdateConfig
 from megabatch.train.data.worker_transfer import part_of
 from megabatch.train.runtime.ranks import Ranks
 
-LARGEST_NORM = sys.float_info.max  # to which nothing finite is clipped
-
 Item = tuple[int, int]  # data rank, and the number of a sample in its part of the update
 IsBad = Callable[[Sequence[Item]], bool]  # whether an update of these samples alone is not finite; collective
-
-
-def max_norm_of(update: UpdateConfig) -> float | None:
-    """What a gradient is clipped to. One that would be left out is looked at, even where it is never clipped; with
-    "raise" the next loss tells of the weights, and nothing is saved before (`Keeper`)."""
-    return LARGEST_NORM if update.max_norm is None and update.on_nonfinite != "raise" else update.max_norm
 
 
 class Asked:

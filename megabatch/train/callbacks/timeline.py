@@ -1,24 +1,21 @@
-"""Timeline: when one update of a start went forward and backward and waited, on every rank; a line in timeline.jsonl.
+"""timeline.jsonl: when one update of each start went forward and backward and waited, on every rank.
 
 Marks are times of the host where it computes, else events on the stream of the device that does: nothing waits for the
 device inside the update, and no tensor is touched. A mark says what begins; its span lasts until the next one.
 """
 
 import json
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from megabatch import Learner, Plan
-from megabatch.losses import LossFunction
-from megabatch.train.callbacks.autograd_hooks import around_backward, in_place_of, now, total_of
-from megabatch.train.callbacks.jsonl_log import Journal
-from megabatch.train.checkpoints.mid_update import Call, InCalls
+from megabatch import Plan
+from megabatch.train.context import Callback, Callbacks, ForwardBackward, RunContext
+from megabatch.train.runtime.autograd_hooks import around_backward, in_place_of, now, total_of
+from megabatch.train.runtime.jsonl_file import JsonlFile
 from megabatch.train.runtime.ranks import Ranks
 
 FILE_NAME = "timeline.jsonl"
@@ -29,7 +26,7 @@ DUMMY, REST, END = "dummy microbatch", "rest", "end"  # REST: microbatches beyon
 
 
 class Marks:
-    """What began when, on this rank."""
+    """Times at which something began, on this rank."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -37,12 +34,12 @@ class Marks:
         self._times: list[Any] = []
 
     def add(self, kind: str) -> None:
-        """Something begins now: on the device, where it comes to what was asked of it so far."""
+        """Mark that something begins now: on a GPU, when it gets to what was asked of it so far."""
         self._kinds.append(kind)
         self._times.append(now(self._device))
 
     def spans(self) -> tuple[list[str], list[float]]:
-        """Kinds, and milliseconds at which each begins and the last one ends. Waits for the device."""
+        """Return the kinds, and milliseconds at which each begins and the last one ends. Waits for the device."""
         if self._device.type == "cuda":
             self._times[-1].synchronize()
             starts = [float(self._times[0].elapsed_time(each)) for each in self._times]
@@ -51,88 +48,77 @@ class Marks:
         return self._kinds[:-1], [round(each, 4) for each in starts]
 
 
-class Timeline:
-    """Records the third update of a start; see `update` and `add`.
+class Timeline(Callback):
+    """Record the third update of a start, and leave. Ranks meet before it.
 
-    Of a pipeline it records nothing: its stages go forward and backward by a schedule of their own.
+    It records no pipeline: its stages go forward and backward by a schedule of their own.
     """
 
-    def __init__(self, folder: Path, learner: Learner, ranks: Ranks) -> None:
-        self._learner, self._ranks = learner, ranks
-        self._is_enabled = ranks.layout.pp == 1
-        self._num_updates = self._num_microbatches = 0
-        self._marks: Marks | None = None  # of the update that is recorded
-        self.journal = Journal(folder / FILE_NAME, enabled=ranks.is_main)
+    def __init__(self, context: RunContext) -> None:
+        self._file = context.open_log(FILE_NAME)
+        self._num_updates = 0
 
-    def watching(self, loss_fn: LossFunction) -> LossFunction:
-        """The same loss, which marks when it is computed and when its backward begins and ends."""
-        if not self._is_enabled:
-            return loss_fn
-
-        def watched(model: Any, microbatch: Any) -> Any:
-            return loss_fn(model, microbatch) if self._marks is None else self._marked(loss_fn, model, microbatch)
-
-        return in_place_of(loss_fn, watched)
-
-    def watching_calls(self, in_calls: InCalls) -> InCalls:
-        """The same calls of an update; what comes after them is its end."""
-
-        def watched(batch: Sequence[Any], call: Call) -> Plan:
-            plan = in_calls(batch, call)
-            if self._marks is not None:
-                self._marks.add(REDUCE)
-            return plan
-
-        return watched
-
-    @contextmanager
-    def update(self) -> Generator[None, None, None]:
-        """Surrounds the making of an update. Collective: ranks meet before the one that is recorded."""
+    def before_update(self, context: RunContext) -> None:
+        """Count updates, and hand over to a `Recording` of the third."""
         self._num_updates += 1
-        if not self._is_enabled or self._num_updates != RECORDED:
-            yield
-            return
-        self._ranks.barrier()
-        self._marks = marks = Marks(self._ranks.device)
-        optimizer = self._learner.optimizer
-        hooks = [
-            optimizer.register_step_pre_hook(marking(marks, STEP)),
-            optimizer.register_step_post_hook(marking(marks, END)),
+        if self._num_updates == RECORDED:
+            recording = Recording(context, self._file)
+            context.callbacks = Callbacks([recording if each is self else each for each in context.callbacks.all])
+
+
+class Recording(Callback):
+    """Mark what begins when in one update."""
+
+    def __init__(self, context: RunContext, file: JsonlFile) -> None:
+        context.ranks.barrier()
+        self._file, self._learner, self._loss_fn = file, context.learner, context.loss_fn
+        self._marks, self._num_microbatches = Marks(context.ranks.device), 0
+        optimizer = context.learner.optimizer
+        self._hooks = [
+            optimizer.register_step_pre_hook(marking(self._marks, STEP)),
+            optimizer.register_step_post_hook(marking(self._marks, END)),
         ]
-        marks.add(IDLE)
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
-    def add(self, step: int, plan: Plan, *, is_whole: bool) -> None:
-        """Write what was recorded of the update, unless it was begun again or not stepped. Collective."""
-        marks, self._marks = self._marks, None
-        if marks is None:
-            return
-        spans = self._spans(marks, plan) if self._ranks.rank < MOST_RANKS else None
-        told = [each for each in map(json.loads, self._ranks.gather(json.dumps(spans))) if each is not None]
-        if is_whole:
-            device, size = self._ranks.device.type, self._ranks.size
-            self.journal.append({"step": step, "device": device, "num_ranks": size, "sync": plan.sync, "ranks": told})
+        def marked(model: Any, microbatch: Any) -> Any:
+            return self._compute_loss(model, microbatch)
 
-    def _spans(self, marks: Marks, plan: Plan) -> dict[str, Any]:
-        kinds, starts_ms = marks.spans()
-        if self._ranks.size > 1:
+        context.loss_fn = in_place_of(self._loss_fn, marked)
+        self._marks.add(IDLE)
+
+    def around_backward(self, context: RunContext, batch: Sequence[Any], forward_backward: ForwardBackward) -> None:
+        """Mark what comes after the last backward."""
+        forward_backward(batch)
+        self._marks.add(REDUCE)
+
+    def after_update(self, context: RunContext) -> None:
+        """Write the line, unless the update was begun again or not stepped. Collective."""
+        context.loss_fn, context.callbacks = self._loss_fn, context.callbacks.without(self)
+        for hook in self._hooks:
+            hook.remove()
+        ranks, plan = context.ranks, context.plan
+        spans = self._spans(plan, ranks) if ranks.rank < MOST_RANKS else None
+        told = [each for each in map(json.loads, ranks.gather(json.dumps(spans))) if each is not None]
+        if context.values["finite"]:
+            row = {"step": context.step, "device": ranks.device.type, "num_ranks": ranks.size, "sync": plan.sync}
+            self._file.append({**row, "ranks": told})
+
+    def _spans(self, plan: Plan, ranks: Ranks) -> dict[str, Any]:
+        kinds, starts_ms = self._marks.spans()
+        if ranks.size > 1:
             kinds = reducing(kinds, with_each=plan.sync != "last")
         return {"kinds": kinds, "ms": starts_ms}
 
-    def _marked(self, loss_fn: LossFunction, model: Any, microbatch: Any) -> Any:
-        marks = cast(Marks, self._marks)
+    def _compute_loss(self, model: Any, microbatch: Any) -> Any:
+        """Compute the loss, and mark when it is computed and when its backward begins and ends."""
+        marks = self._marks
         self._num_microbatches += 1
         if self._num_microbatches > MOST_MICROBATCHES:
             if self._num_microbatches == MOST_MICROBATCHES + 1:
                 marks.add(REST)
-            return loss_fn(model, microbatch)
+            return self._loss_fn(model, microbatch)
         is_dummy = self._learner.gradient.is_counting is False
         marks.add(DUMMY if is_dummy else FORWARD)
-        returned = loss_fn(model, microbatch)
+        returned = self._loss_fn(model, microbatch)
         total = total_of(returned)
         if total is not None:
             kind = DUMMY if is_dummy else BACKWARD
@@ -141,7 +127,7 @@ class Timeline:
 
 
 def marking(marks: Marks, kind: str) -> Callable[..., None]:
-    """A hook that marks what begins, whatever else it is told."""
+    """Return a hook that marks what begins."""
 
     def hook(*_: Any) -> None:
         marks.add(kind)
@@ -150,7 +136,7 @@ def marking(marks: Marks, kind: str) -> Callable[..., None]:
 
 
 def reducing(kinds: Sequence[str], *, with_each: bool) -> list[str]:
-    """The kinds, where what follows a backward is a reduction: after the last one of all, or after each of them."""
+    """Return the kinds, with the wait after the last backward, or after each, named a reduction."""
     named = list(kinds)
     for place, (before, kind) in enumerate(pairwise(kinds), start=1):
         is_last = kinds[place + 1 : place + 2] == [REDUCE]

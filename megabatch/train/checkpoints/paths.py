@@ -11,6 +11,7 @@ from pathlib import Path
 POINTER = "latest"
 BEST = "best"
 META = "meta.json"
+OPEN = "open"  # folder of an update that a signal has stopped inside
 UNFINISHED = ".tmp"
 STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 

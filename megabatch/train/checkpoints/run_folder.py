@@ -26,6 +26,7 @@ from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
 
 CONFIG, ENVIRONMENT, PLAN, LOG = "config.toml", "environment.json", "plan.txt", "log.txt"
+TRACKING = "tracking.json"  # the id of the run at each tracker
 PACKAGES = ("megabatch", "torch", "transformers", "datasets", "numpy")
 NONE = "none"  # what a recipe has for no value at all, which TOML cannot write
 SECONDS_FOR_GIT = 5.0

@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from megabatch.errors import MegabatchError
-from megabatch.train.callbacks import metrics
-from megabatch.train.callbacks.tracking import FILE_NAME as TRACKING
 from megabatch.train.checkpoints.metadata import first_difference
 from megabatch.train.checkpoints.paths import checkpoints_of, has_checkpoint, replace_text
 from megabatch.train.checkpoints.run_folder import (
     CONFIG,
     ENVIRONMENT,
     LOG,
+    TRACKING,
     describe_start,
     is_writable,
     read_starts,
@@ -34,6 +33,7 @@ from megabatch.train.config.recipe import load_config
 from megabatch.train.model.optimizer import settings_of
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.elastic_attempt import Job
+from megabatch.train.runtime.jsonl_file import METRICS, is_evaluation, read_rows
 from megabatch.train.runtime.memory_shortage import has_learned, wait_for_learned
 from megabatch.train.runtime.ranks import Ranks
 
@@ -66,7 +66,7 @@ def check_free(folder: Path, config: Config, job: Job) -> None:
         if not config.run.resume:
             raise already_there(folder)
         read_starts(folder)
-        metrics.read_rows(folder / metrics.FILE_NAME)
+        read_rows(folder / METRICS)
         return
     check_not_lost(folder)
     starts = read_starts(folder)
@@ -120,7 +120,7 @@ def check_not_lost(folder: Path) -> None:
 
 def check_unused(folder: Path) -> None:
     """Raise where the folder has files of a run that it knows no start of, or cannot be made."""
-    for path in (checkpoints_of(folder), folder / metrics.FILE_NAME, folder / CONFIG):
+    for path in (checkpoints_of(folder), folder / METRICS, folder / CONFIG):
         if path.exists():
             raise MegabatchError(
                 f"{folder} has {path.name} of a run that {ENVIRONMENT} does not know; choose another run.folder, or "
@@ -154,8 +154,8 @@ def decisive(config: Config) -> dict[str, Any]:
 
 def num_made(folder: Path) -> int:
     """How many updates the run there has made, by its rows."""
-    rows = metrics.read_rows(folder / metrics.FILE_NAME)
-    return max((row["step"] for row in rows if not metrics.is_evaluation(row)), default=0)
+    rows = read_rows(folder / METRICS)
+    return max((row["step"] for row in rows if not is_evaluation(row)), default=0)
 
 
 def counted_updates(number: int) -> str:

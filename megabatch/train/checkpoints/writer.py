@@ -101,6 +101,11 @@ class Writer:
         self._shelf.add(step)
         self.written_step = step
 
+    @property
+    def is_busy(self) -> bool:
+        """True while a checkpoint is on its way, or waits to be tried again."""
+        return self._on_its_way is not None or self._retry.step is not None
+
     def is_due(self, step: int) -> bool:
         """Whether to try again what could not be written."""
         return self._retry.step is not None and step >= self._retry.step

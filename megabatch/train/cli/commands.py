@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megabatch.errors import MegabatchError
+from megabatch.train import loop
 from megabatch.train.callbacks.tracking import holds_the_end
 from megabatch.train.checkpoints.run_folder import recipe_of
 from megabatch.train.checkpoints.run_lock import gone_on_with
@@ -18,7 +19,6 @@ from megabatch.train.cli.usage import ALONE, COMMANDS, USAGE, WITH_RECIPE, parte
 from megabatch.train.cli.verification import plain_config, verify_recipe
 from megabatch.train.config import Config
 from megabatch.train.config.recipe import load_config
-from megabatch.train.loop import Trainer
 from megabatch.train.model.export import export
 from megabatch.train.plan.command import plan_recipe
 from megabatch.train.report import command as page
@@ -28,7 +28,6 @@ from megabatch.train.runtime.heartbeat import Pulse
 from megabatch.train.runtime.memory_shortage import noting
 from megabatch.train.runtime.ranks import FailedError, Meeting, fail, join, meeting
 from megabatch.train.runtime.signals import Stop
-from megabatch.train.training_course import Course
 
 MERGED = "--merged"  # of export
 
@@ -100,7 +99,7 @@ def train(config: Config, met: Meeting) -> None:
     with stop.listening():
         ranks = join(met, config)
         with noting(config.run, ranks), pulse.beating():
-            Trainer(gone_on_with(config, ranks), ranks, Course(stop, pulse, ranks)).fit()
+            loop.train(loop.prepare_run(gone_on_with(config, ranks), ranks, stop, pulse))
     if stop.agreed is not None and config.run.stopped_status:
         raise FailedError(config.run.stopped_status)
 

@@ -66,6 +66,8 @@ class RunConfig(Section):
     """Write manifest.jsonl, a line an update of what it was made of and came to; see `megabatch report --compare`."""
     profile_steps: list[Count] = []
     """Updates of which a profiler's trace is written."""
+    callbacks: list[Function] = []
+    """Each "module:name" of a megabatch.train.Callback, or of a function that returns one, called without arguments."""
     after_update: Function | None = None
     """"module:function": (event) -> None, called on every rank after each update."""
     after_evaluation: Function | None = None

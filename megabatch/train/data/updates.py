@@ -16,9 +16,9 @@ from megabatch import CostModel, UpdateSampler
 from megabatch.batching import Deferred
 from megabatch.errors import MegabatchError, PlanError
 from megabatch.planning import Consumed
-from megabatch.train.autotune.balancing import price_of
 from megabatch.train.config import Config
 from megabatch.train.config.batch_size import sizes_of
+from megabatch.train.data.balancing import price_of
 from megabatch.train.data.custom_dataset import drawing
 from megabatch.train.data.load import Data
 from megabatch.train.data.mixture import Measured

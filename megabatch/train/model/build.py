@@ -17,7 +17,6 @@ from megabatch import JointLoss
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.losses import LossFunction
 from megabatch.pipeline import Pipeline
-from megabatch.train.callbacks.autograd_hooks import in_place_of
 from megabatch.train.config import Config, LossConfig, ModelConfig
 from megabatch.train.model.adapters import begun, check_layout
 from megabatch.train.model.architecture import architecture_of, check_attention, check_fit, outline
@@ -31,6 +30,7 @@ from megabatch.train.model.smoke_test import check_documents, try_forward
 from megabatch.train.model.source import Source, fresh_source, own_source, saved_source
 from megabatch.train.model.tensor_parallel import NO_BORDERS, plain_terms, spread
 from megabatch.train.model.wrap import Wrapper, blocks_of, choose_wrapper, distribute, replicate
+from megabatch.train.runtime.autograd_hooks import in_place_of
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
 

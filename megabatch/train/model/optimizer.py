@@ -4,6 +4,7 @@ import difflib
 import inspect
 import itertools
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,8 +17,7 @@ from megabatch import Learner
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.planning import TunedLimit
 from megabatch.train.autotune.accumulator import accumulator_of
-from megabatch.train.callbacks.nonfinite_search import max_norm_of
-from megabatch.train.config import Config, OptimConfig
+from megabatch.train.config import Config, OptimConfig, UpdateConfig
 from megabatch.train.data.num_updates import NumUpdates
 from megabatch.train.runtime.plugins import load_function
 
@@ -29,6 +29,7 @@ REFUSED = {
     "SparseAdam": "it takes sparse gradients, and a model's are dense",
     "Muon": "it takes matrices alone, and a model has vectors too; an optim.function can return one that takes both",
 }
+LARGEST_NORM = sys.float_info.max  # a finite gradient is never clipped to it
 OWNED_OPTIONS = ("params", "lr", "betas", "weight_decay")  # keys of [optim], or not the recipe's
 
 
@@ -46,6 +47,15 @@ def build_learner(
     optimizer = build_optimizer(base, config.optim)
     scheduler = LambdaLR(optimizer, lambda step: lr_factor(step, config.optim, decay_steps))
     return Learner(base, optimizer, gradient, scheduler=scheduler, max_norm=max_norm_of(config.update))
+
+
+def max_norm_of(update: UpdateConfig) -> float | None:
+    """Return the norm that gradients are clipped to.
+
+    An update that may be skipped needs a norm, even where it is never clipped. With "raise" the next loss shows that
+    weights are not finite, and no checkpoint is saved before (`Checkpointing`).
+    """
+    return LARGEST_NORM if update.max_norm is None and update.on_nonfinite != "raise" else update.max_norm
 
 
 def settings_of(config: Config) -> dict[str, object]:

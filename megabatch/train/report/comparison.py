@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megabatch.errors import MegabatchError
 from megabatch.train.callbacks.manifest import CLOSE, FILE_NAME, KEYS, SAME
-from megabatch.train.callbacks.metrics import Row, read_rows
+from megabatch.train.runtime.jsonl_file import Row, read_rows
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from megabatch.errors import MegabatchError, in_one_line
-from megabatch.train.callbacks import metrics, nonfinite, timeline
 from megabatch.train.callbacks import microbatch_log as cuts
-from megabatch.train.callbacks.metrics import Row, is_evaluation, read_rows
+from megabatch.train.callbacks import nonfinite, timeline
 from megabatch.train.checkpoints.run_folder import CONFIG, LOG, PLAN, read_starts
 from megabatch.train.report import encode as columns
+from megabatch.train.runtime.jsonl_file import METRICS, Row, is_evaluation, read_rows
 
 FIRST_KEYS = ("step", "loss", "grad_norm", "lr", "tokens_per_second", "samples_per_second", "memory_gib")
 FACTS = ("num_ranks", "devices", "megabatch", "torch", "python")  # of a start; no paths of the machine
@@ -28,7 +28,7 @@ def read_run(folder: Path, *, may_be_empty: bool = False) -> Story:
     """
     check_run(folder, may_be_empty=may_be_empty)
     try:
-        rows = read_rows(folder / metrics.FILE_NAME)
+        rows = read_rows(folder / METRICS)
         return {
             "name": name_of(folder),
             **of_rows(rows),
@@ -50,9 +50,9 @@ def check_run(folder: Path, *, may_be_empty: bool) -> None:
     """Raise where the folder holds no run, or one of which nothing can be shown yet."""
     if not folder.is_dir():
         raise MegabatchError(f"{folder} is no folder; give that of a run, as runs/stdlib")
-    has_rows = (folder / metrics.FILE_NAME).is_file()
+    has_rows = (folder / METRICS).is_file()
     if not has_rows and not (may_be_empty and (folder / CONFIG).is_file()):
-        raise MegabatchError(f"{folder} has no {metrics.FILE_NAME}; give the folder of a run that has begun")
+        raise MegabatchError(f"{folder} has no {METRICS}; give the folder of a run that has begun")
 
 
 def of_rows(rows: list[Row]) -> Story:

@@ -14,10 +14,9 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from matplotlib.typing import RcKeyType
 
 from megabatch import Plan
-from megabatch.train.callbacks import metrics
-from megabatch.train.callbacks.metrics import Row, is_evaluation, read_rows
 from megabatch.train.checkpoints.run_folder import write_if_room
 from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.jsonl_file import METRICS, Row, is_evaluation, read_rows
 
 FILE_NAME = "report.png"
 LOSS_OF_TOKENS = "loss per target token (nats)"
@@ -52,7 +51,7 @@ def write_report(folder: Path, plan: Plan, title: str, console: Console, *, of_t
 
 def draw_report(folder: Path, plan: Plan, title: str, *, of_tokens: bool = True) -> None:
     """Write ``report.png``: losses over the width, what moved and what it cost, and one update's cut."""
-    rows = read_rows(folder / metrics.FILE_NAME)
+    rows = read_rows(folder / METRICS)
     updates = [row for row in rows if not is_evaluation(row)]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(10, 12))

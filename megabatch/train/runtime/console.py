@@ -29,6 +29,7 @@ from megabatch.train.runtime.retrying_appender import DISK_FULL, Patient
 
 SECONDS_TO_SHOW = 2.0  # what is over sooner is not worth a line
 SECONDS_BETWEEN_LINES = 5.0
+SECONDS_BETWEEN_WRITES = 0.25  # of the log, and of the bar: lines of faster updates wait for each other
 
 
 @dataclass
@@ -68,7 +69,7 @@ class Console:
         self._rich = RichConsole(highlight=False, soft_wrap=True)
         self._lock = threading.RLock()  # a line of progress comes from a thread of its own
         self._log: Patient | None = None
-        self._unlogged = ""
+        self._unlogged, self._next_write = "", 0.0
         self._progress: Progress | None = None
         self._num_live = 0  # blocks that keep the one live display of the terminal up
         self._updates: TaskID | None = None
@@ -80,7 +81,8 @@ class Console:
     def say(self, text: str) -> None:
         """One or several lines, above the bar if there is one, and in the log."""
         if self._enabled:
-            self._write_log(text)
+            self._log_text(text)
+            self._write_log()
             self._print(text)
 
     def warn(self, text: str) -> None:
@@ -90,9 +92,7 @@ class Console:
     def log_to(self, path: Path) -> None:
         """Append to the file all that was said, and will be."""
         self._log = Patient(path)
-        if self._enabled and self._unlogged:
-            self._log.add(self._unlogged.encode())
-            self._unlogged = ""
+        self._write_log()
 
     @contextmanager
     def logged_failure(self) -> Generator[None, None, None]:
@@ -101,7 +101,8 @@ class Console:
             yield
         except BaseException as error:
             if self._enabled:
-                self._write_log(f"stopped by {type(error).__name__}: {error}".removesuffix(": "))
+                self._log_text(f"stopped by {type(error).__name__}: {error}".removesuffix(": "))
+                self._write_log()
             raise
 
     @contextmanager
@@ -131,14 +132,19 @@ class Console:
             yield advance
 
     def update(self, row: Mapping[str, Any]) -> None:
-        """What an update was."""
-        line = f"update {row['step']:>4}  {self._words(row)}"
+        """Say an update. Updates that follow each other quickly are logged together, and the bar shows the last."""
+        if not self._enabled:
+            return
+        words, step, is_due = self._words(row), row["step"], time.monotonic() >= self._next_write
+        self._log_text(f"update {step:>4}  {words}")
         if self._progress is None or self._updates is None:
-            self.say(line)
-        else:
-            self._write_log(line)
-            done, counted = self._work(row["step"]), self._counted(row["step"])
-            self._progress.update(self._updates, completed=done, words=self._words(row), counted=counted)
+            self._print(f"update {step:>4}  {words}")
+        elif is_due or step == self._num_updates:
+            counted = self._counted(step)
+            self._progress.update(self._updates, completed=self._work(step), words=words, counted=counted)
+        if is_due:
+            self._write_log()
+            self._next_write = time.monotonic() + SECONDS_BETWEEN_WRITES
 
     def _counted(self, step: int) -> Text:
         of = "?" if self._num_updates is None else self._num_updates
@@ -215,13 +221,14 @@ class Console:
                 with unless_full():
                     print(text, flush=True)
 
-    def _write_log(self, text: str) -> None:
+    def _log_text(self, text: str) -> None:
         time_utc = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        lines = "".join(f"{time_utc}  {line}\n" for line in text.splitlines())
-        if self._log is None:
-            self._unlogged += lines
-        else:
-            self._log.add(lines.encode())
+        self._unlogged += "".join(f"{time_utc}  {line}\n" for line in text.splitlines())
+
+    def _write_log(self) -> None:
+        if self._log is not None and self._unlogged:
+            self._log.add(self._unlogged.encode())
+            self._unlogged = ""
 
     def _words(self, row: Mapping[str, Any]) -> str:
         if row["loss"] is None:
@@ -271,3 +278,8 @@ def columns() -> list[ProgressColumn]:
     words = TextColumn("{task.fields[words]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
     name = TextColumn("{task.description}", table_column=Column(no_wrap=True))
     return [name, CountColumn(), BarColumn(bar_width=20), TimeRemainingColumn(), words]
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number with its noun."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -1,51 +1,62 @@
-"""Words: what a run says about itself, as text. Pure."""
+"""The lines that a run prints of itself: its plan before the first update, and why it ended."""
 
-from collections.abc import Sequence
-
-from megabatch import Plan
-from megabatch.train.callbacks.early_stopping import Watch
+from megabatch.train.checkpoints.run_folder import write_plan
 from megabatch.train.config import Config
 from megabatch.train.config.batch_size import sizes_of
+from megabatch.train.context import Callback, RunContext
 from megabatch.train.data.load import Data
 from megabatch.train.data.num_updates import NumUpdates
-from megabatch.train.model.build import Laid
 from megabatch.train.model.optimizer import decay_steps_of
-from megabatch.train.model.wrap import Wrapper
-from megabatch.train.runtime.ranks import Ranks
+from megabatch.train.runtime.console import count
 
 ATTENTION_BY_ROWS = ("flash_attention_2", "flex_attention")  # which compute nothing between the samples of a row
 
 
-def plan_text(
-    config: Config, laid: Laid, data: Data, ranks: Ranks, plan: Plan, num_updates: NumUpdates, chosen: Sequence[str]
-) -> str:
-    """The plan of the run and of its next update, before it starts; ``chosen``: what is to be said of its bound."""
-    cut, *others = plan.explain().splitlines()
+class PlanMessage(Callback):
+    """Print the plan of the run and write plan.txt, unless the run is at its end."""
+
+    def start(self, context: RunContext) -> None:
+        """Say the plan, and warn of what nobody should overlook."""
+        if not context.is_over:
+            text = plan_text(context)
+            context.console.say(text)
+            for line in context.model.warnings:
+                context.console.warn(line)
+            write_plan(context.folder, text, context.ranks, context.console)
+
+
+class EndMessage(Callback):
+    """Print why the run ended, and the summary lines of the other callbacks."""
+
+    def end(self, context: RunContext) -> None:
+        """Say it."""
+        context.console.say(stop_text(context) if context.is_stopped else end_text(context))
+        for line in context.summary:
+            context.console.say(line)
+
+
+def plan_text(context: RunContext) -> str:
+    """Return the plan of the run and of its next update."""
+    config, data, ranks, num_updates = context.config, context.data, context.ranks, context.updates.num_updates
+    split, *others = context.choices.shown(context.plan).explain().splitlines()
     updates = "updates until the stream ends," if num_updates.of_run is None else count(num_updates.of_run, "update")
     lines = [
         f"{updates} of {sizes_of(config.update)} (update.global_batch_size) on {count(ranks.size, 'rank')}",
         *data.words,
-        *laid.words,
+        *context.model.words,
         *notes(config, num_updates, data),
         *few_samples(config, ranks.dp_degree),
-        f"wrapper {laid.wrapper.name}: {laid.wrapper.reason}",
-        *chosen,
-        f"the next update{' on rank 0' if ranks.size > 1 else ''}: {cut}",
+        f"wrapper {context.model.wrapper.name}: {context.model.wrapper.reason}",
+        *context.choices.text(config.update, context.learner.gradient.oom_limit),
+        f"the next update{' on rank 0' if ranks.size > 1 else ''}: {split}",
         *others,
-        f"gradient accumulation steps (derived): {plan.num_microbatches}",
+        f"gradient accumulation steps (derived): {context.plan.num_microbatches}",
     ]
     return "\n".join(f"plan  {line}" for line in lines)
 
 
-def short_update_text(num_samples: int, global_batch_size: int) -> str:
-    """What became of an update for which an epoch's data did not suffice."""
-    return (
-        f"the epoch's data ran out: its last update was stepped exactly: {num_samples} of {global_batch_size} samples"
-    )
-
-
 def notes(config: Config, num_updates: NumUpdates, data: Data) -> list[str]:
-    """What follows from settings together, and is easily overlooked."""
+    """Return what follows from settings together and is easily overlooked."""
     optim, size = config.optim, sizes_of(config.update).largest
     lines = [schedule_text(config, num_updates)]
     if optim.lr_follows_batch is not None:
@@ -69,7 +80,7 @@ def notes(config: Config, num_updates: NumUpdates, data: Data) -> list[str]:
 
 
 def few_samples(config: Config, dp_degree: int) -> list[str]:
-    """What becomes of ranks for which an update has no sample."""
+    """Return a line about ranks for which an update has no sample."""
     least = min(sizes_of(config.update).sizes)
     if least >= dp_degree:
         return []
@@ -80,7 +91,7 @@ def few_samples(config: Config, dp_degree: int) -> list[str]:
 
 
 def schedule_text(config: Config, num_updates: NumUpdates) -> str:
-    """How the learning rate goes."""
+    """Return the course of the learning rate."""
     optim, decay_steps = config.optim, decay_steps_of(config, num_updates)
     warmup = f"{optim.warmup_steps} updates of warmup, then " if optim.warmup_steps else ""
     if decay_steps is None:
@@ -90,23 +101,30 @@ def schedule_text(config: Config, num_updates: NumUpdates) -> str:
     return f"learning rate {optim.lr:g}: {warmup}{optim.schedule} to {end}{stops if num_updates.of_run else ''}"
 
 
-def end_text(config: Config, num_updates: NumUpdates, step: int, num_samples: int | None, watch: Watch) -> str:
-    """Why the run ended after ``step`` updates, and which evaluation was the best."""
-    why = why_ended(config, num_updates, step, num_samples, stopped_early=watch.should_stop)
-    asked = config.run.max_steps
-    if asked is not None and step < asked and not watch.should_stop:
-        why = f"{why}\nrun.max_steps = {asked} is not reached: raise run.max_epochs, which is {config.run.max_epochs}"
-    if watch.best is None:
+def stop_text(context: RunContext) -> str:
+    """Return the signal that stopped the run, and how to resume it."""
+    signal = context.stop.agreed
+    name = "" if signal is None else signal.name
+    return f"stopped by {name} after update {context.step}; `megabatch train {context.folder}` goes on"
+
+
+def end_text(context: RunContext) -> str:
+    """Return why the run ended, and which evaluation was the best."""
+    step, best, run = context.step, context.best, context.config.run
+    why = why_ended(context)
+    if run.max_steps is not None and step < run.max_steps and not context.should_stop:
+        why = f"{why}\nrun.max_steps = {run.max_steps} is not reached: raise run.max_epochs, which is {run.max_epochs}"
+    if best.loss is None:
         return why
-    return f"{why}\nlowest loss on {watch.name}: {watch.best:.4f}, after update {watch.best_step}"
+    return f"{why}\nlowest loss on {best.set}: {best.loss:.4f}, after update {best.step}"
 
 
-def why_ended(
-    config: Config, num_updates: NumUpdates, step: int, num_samples: int | None, *, stopped_early: bool
-) -> str:
-    """Why the run ended, and what became of samples that made no whole update."""
-    if stopped_early:
-        return f"stopped after update {step}: the watched loss has not fallen for {config.eval.patience} evaluations"
+def why_ended(context: RunContext) -> str:
+    """Return why the run ended, and what became of samples that made no whole update."""
+    config, step, num_updates = context.config, context.step, context.updates.num_updates
+    num_samples = context.data.epoch_size
+    if context.should_stop:
+        return f"stopped after update {step}: {context.stop_reason}"
     if num_updates.of_data is not None and step < num_updates.of_data:
         return f"stopped at run.max_steps = {step}; the data is enough for {num_updates.of_data} updates"
     if num_updates.of_data is None and step == num_updates.of_run:
@@ -121,31 +139,3 @@ def why_ended(
         return f"the data ran out: {epochs * num_samples % size} samples were left, too few for an update of {size}"
     used = "every sample that was kept was used" if config.update.tail == "step" else "no whole update is left"
     return f"the data ran out after {count(epochs, 'epoch')}; {used}"
-
-
-def completion_text(prompt: str, completion: str) -> str:
-    """A prompt of the held-out set and what the model makes of it."""
-    return "\n".join([rule("a held-out prompt"), shown(prompt), rule("its completion"), shown(completion), rule("")])
-
-
-def shown(text: str) -> str:
-    """The text, without what would steer a terminal."""
-    return "".join(
-        each if each.isprintable() or each in "\n\t" else "\N{REPLACEMENT CHARACTER}" for each in text.rstrip()
-    )
-
-
-def title(config: Config, wrapper: Wrapper, num_ranks: int) -> str:
-    """The title of a report."""
-    sizes, ranks = sizes_of(config.update), count(num_ranks, "rank")
-    return f"{config.run.folder}: updates of {sizes} on {ranks} ({wrapper.name})"
-
-
-def rule(text: str) -> str:
-    """A line across, with a heading in it."""
-    return f"── {text} ".ljust(80, "─") if text else "─" * 80
-
-
-def count(number: int, noun: str) -> str:
-    """A number with its noun."""
-    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -1,4 +1,4 @@
-"""Completion: what the model writes after the beginning of a sample that it was not trained on."""
+"""The report of a run at its end, and what the model writes after a prompt that it was not trained on."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -9,8 +9,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from megabatch import losses
 from megabatch.batching import IGNORED_LABEL
 from megabatch.train.callbacks.evaluation import evaluating
+from megabatch.train.config.batch_size import sizes_of
+from megabatch.train.context import Callback, RunContext
+from megabatch.train.runtime.console import count
+from megabatch.train.runtime.plugins import load_function
 
 PROMPT_TOKENS = 240  # the shortest prompts say too little, long ones take long
 CANDIDATES = 64  # samples among which the prompt is looked for
@@ -18,6 +23,56 @@ NEW_TOKENS = 200
 NEW_TOKENS_SLOW = 32  # where a forward takes long
 SLOW_FROM_PARAMETERS = 200_000_000  # on a CPU
 TEMPERATURE = 0.8  # the likeliest token of a young model is the commonest, again and again
+
+
+class FinalReport(Callback):
+    """Draw the report of a run that has come to its end, and let the model complete a held-out prompt. Collective."""
+
+    def end(self, context: RunContext) -> None:
+        """Write report.png and report.html, and say the completion."""
+        if context.is_stopped:
+            return
+        for line in context.updates.skipped.words("the stream's last pass"):
+            context.console.say(line)
+        if context.ranks.is_main and context.plan.lengths:
+            self._write(context)
+        layout = context.ranks.layout
+        if layout.cp > 1 or layout.pp > 1:  # a rank's model runs stretches of sequences, or is a part of one
+            return
+        samples, wanted = context.data.sets.get(context.best.set or "", []), context.config.eval.completion_tokens
+        with context.evaluated_weights():
+            model, device = context.model.run, context.ranks.device
+            prompt, completion = sample_completion(model, samples, context.tokenizer, device, wanted)
+        if prompt:
+            context.console.say(completion_text(prompt, completion))
+
+    def _write(self, context: RunContext) -> None:
+        from megabatch.train.report.command import write_page
+        from megabatch.train.report.picture import write_report  # imports matplotlib, for a second
+
+        folder, sizes = context.folder, sizes_of(context.config.update)
+        title = f"{folder}: updates of {sizes} on {count(context.ranks.size, 'rank')} ({context.model.wrapper.name})"
+        of_tokens = load_function(context.config.loss.function, "loss.function") is losses.next_token
+        context.flush_logs()
+        write_report(folder, context.plan, title, context.console, of_tokens=of_tokens)
+        write_page(folder, context.console)
+
+
+def completion_text(prompt: str, completion: str) -> str:
+    """Return a prompt of the held-out set and what the model makes of it."""
+    return "\n".join([rule("a held-out prompt"), shown(prompt), rule("its completion"), shown(completion), rule("")])
+
+
+def shown(text: str) -> str:
+    """Return the text without characters that would steer a terminal."""
+    return "".join(
+        each if each.isprintable() or each in "\n\t" else "\N{REPLACEMENT CHARACTER}" for each in text.rstrip()
+    )
+
+
+def rule(text: str) -> str:
+    """Return a line across, with a heading in it."""
+    return f"── {text} ".ljust(80, "─") if text else "─" * 80
 
 
 def sample_completion(
