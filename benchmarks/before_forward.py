@@ -27,7 +27,7 @@ from megabatch import GradientAccumulator, UpdateSampler, losses
 from megabatch.batching.samples import Deferred
 from megabatch.engine import call as engine_call
 from megabatch.losses.contract import loss
-from megabatch.train.ranks import Ranks
+from megabatch.train.runtime.ranks import Ranks
 from megabatch.wrappers.mesh import DataRanks
 from tests.train.on_ranks import on_ranks
 

@@ -15,11 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import result
 from megabatch import GradientAccumulator, Learner, losses
-from megabatch.train.advice import Advice
+from megabatch.train.callbacks.noise_scale import Advice
+from megabatch.train.callbacks.nonfinite import Made
 from megabatch.train.config import Config
 from megabatch.train.data.updates import Updates
-from megabatch.train.nonfinite import Made
-from megabatch.train.ranks import Ranks
+from megabatch.train.runtime.ranks import Ranks
 
 NUM_REPEATS, WARMUP = 30, 2
 INTERVALS = (10, 20, 50)

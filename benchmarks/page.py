@@ -17,8 +17,8 @@ from typing import Any
 from playwright.sync_api import Browser
 
 from benchmarks import result
-from megabatch.train.page.html import write_html
-from megabatch.train.page.story import read_run
+from megabatch.train.report.data import read_run
+from megabatch.train.report.html import write_html
 from tests.page.browsers import CHROMIUM, NO_CHROMIUM, READY, a_browser
 from tests.page.made_runs import whole_run
 

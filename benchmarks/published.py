@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, optim
 
 from benchmarks import result
-from megabatch.train.console import Console
-from megabatch.train.model.quiet import quiet
+from megabatch.train.config.byte_sizes import GIB
+from megabatch.train.config.recipe import load_config
+from megabatch.train.model.silence import quiet
 from megabatch.train.plan.asked import read_asked
 from megabatch.train.plan.choices import Choice
 from megabatch.train.plan.rows import simulated_row
-from megabatch.train.plan.sizes import GIB
 from megabatch.train.plan.subject import Subject, subject_of
-from megabatch.train.recipe import load_config
+from megabatch.train.runtime.console import Console
 
 PROCESSES = 2  # each takes a core, and half a GiB
 ARGUMENTS = ["--world", "8", "--device", "a100-80g", "--memory", "80GiB"]

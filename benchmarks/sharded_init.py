@@ -17,7 +17,7 @@ from benchmarks import result
 from megabatch.train.config import Config
 from megabatch.train.model.build import choose_source, lay
 from megabatch.train.model.smoke_test import try_forward
-from megabatch.train.ranks import Ranks
+from megabatch.train.runtime.ranks import Ranks
 
 GIGABYTE = 10**9
 MODEL = {

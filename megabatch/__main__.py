@@ -19,12 +19,12 @@ EXTRA = {
 def main() -> None:
     """Run the command line, or say in one line what is not installed."""
     try:
-        from megabatch.train import front
+        from megabatch.train.cli import front
 
         status = front.run(sys.argv[1:])
         if status is not None:
             sys.exit(status)
-        from megabatch.train import cli
+        from megabatch.train.cli import commands as cli
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
         if name not in EXTRA:

@@ -19,16 +19,16 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor
 
 from megabatch import Update, losses, verify
-from megabatch.train.cli import read_export
+from megabatch.train.cli.commands import read_export
+from megabatch.train.cli.doctor.command import read_folder
+from megabatch.train.cli.init.command import read_arguments
+from megabatch.train.cli.shells import script_for
+from megabatch.train.cli.usage import COMMANDS
 from megabatch.train.config import Config
-from megabatch.train.doctor.command import read_folder
-from megabatch.train.init.command import read_arguments
-from megabatch.train.keys import known_keys, sections
-from megabatch.train.page.command import read_report, read_watch
+from megabatch.train.config.keys import known_keys, sections
+from megabatch.train.config.recipe import load_config
 from megabatch.train.plan.asked import read_asked
-from megabatch.train.recipe import load_config
-from megabatch.train.shells import script_for
-from megabatch.train.usage import COMMANDS
+from megabatch.train.report.command import read_report, read_watch
 from tests.exact.full import RESULT
 from tests.exact.sparse import VOCABULARY, SparseLM
 from tests.train.test_docs import LEAST

@@ -15,8 +15,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import megabatch
-from megabatch.train.own import load_file
-from megabatch.train.recipe import load_config
+from megabatch.train.config.recipe import load_config
+from megabatch.train.runtime.plugins import load_file
 from tests.train.processes import Finished, Run, overrides
 from tests.train.tokenizers_for_tests import chat_tokenizer
 
@@ -76,7 +76,7 @@ def test_every_example_is_short_and_run_by_a_test() -> None:
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_an_example_needs_no_private_name_and_says_how_it_is_run(path: Path) -> None:
     text = path.read_text()
-    allowed = r"train\.own|integrations\.|batching import"
+    allowed = r"train\.runtime\.plugins|integrations\.|batching import"
     private = rf"(?:from|import) megabatch\.(?!{allowed})\S+|megabatch\._|\b(?:learner|gradient)\._"
     assert not re.findall(private, text)
     command = text.split('"""')[1]

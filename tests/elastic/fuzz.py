@@ -21,13 +21,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from megabatch import MegabatchError, plan
-from megabatch.train import cli
+from megabatch.train.cli import commands as cli
 from megabatch.train.config import Config
+from megabatch.train.config.parallel_layout import layout_of
+from megabatch.train.config.recipe import load_config
 from megabatch.train.data.checks import check_config
 from megabatch.train.data.updates import count_updates
-from megabatch.train.layout import layout_of
-from megabatch.train.optim import decay_steps_of, lr_factor
-from megabatch.train.recipe import load_config
+from megabatch.train.model.optimizer import decay_steps_of, lr_factor
 from tests.elastic.recipes import Recipe, recipes, runnable
 
 RESULT = Path(__file__).with_suffix(".json")

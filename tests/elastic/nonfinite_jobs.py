@@ -11,14 +11,14 @@ from torch import Tensor, nn
 import megabatch
 from megabatch import Plan
 from megabatch.batching.samples import Deferred
+from megabatch.train.callbacks.nonfinite import Making
 from megabatch.train.config import Config
-from megabatch.train.console import Console
-from megabatch.train.data.counts import NumUpdates
-from megabatch.train.layout import layout_of
+from megabatch.train.config.parallel_layout import layout_of
+from megabatch.train.data.num_updates import NumUpdates
 from megabatch.train.model.build import build
-from megabatch.train.nonfinite import Making
-from megabatch.train.optim import build_learner
-from megabatch.train.ranks import Ranks
+from megabatch.train.model.optimizer import build_learner
+from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.ranks import Ranks
 
 CPU = torch.device("cpu")
 BAD = {

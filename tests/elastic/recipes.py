@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from hypothesis import strategies as st
 
 from megabatch.train.config import Options, SourceConfig
-from megabatch.train.keys import fields_of, known_keys
+from megabatch.train.config.keys import fields_of, known_keys
 
 Recipe = dict[str, dict[str, Any]]  # section → key → value
 Strategy = st.SearchStrategy[Any]

@@ -11,10 +11,10 @@ import pytest
 from transformers import ByT5Tokenizer
 
 from megabatch import MegabatchError
-from megabatch.train import cli
-from megabatch.train.console import Console
+from megabatch.train.cli import commands as cli
 from megabatch.train.data.load import Data, load_data
-from megabatch.train.ranks import Ranks
+from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.ranks import Ranks
 from tests.elastic.bad_data import CHATS, DAMAGING, KINDS, MANY, MEDDLING
 from tests.train.data_for_tests import CPU, recipe
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megabatch.train import cli
-from megabatch.train.manifest import FILE_NAME, sum_of_hashes
+from megabatch.train.callbacks.manifest import FILE_NAME, sum_of_hashes
+from megabatch.train.cli import commands as cli
 from tests.train.conftest import NO_DROPOUT, Bench
 
 ROWS = [

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megabatch.train.culprits import at_fault
+from megabatch.train.callbacks.nonfinite_search import at_fault
 from tests.elastic.nonfinite_jobs import BAD, BAD_UPDATE, MAX_NORM, NUM_SAMPLES, NUM_UPDATES, Regression, job, samples
 from tests.exact.launch import launch
 

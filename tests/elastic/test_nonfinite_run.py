@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megabatch.train import cli
+from megabatch.train.cli import commands as cli
 from tests.train.conftest import NO_DROPOUT, Bench
 
 OWN = """

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megabatch.train import pulse
-from megabatch.train.pulse import Pulse, Silence
-from megabatch.train.ranks import Meeting
+from megabatch.train.runtime import heartbeat as pulse
+from megabatch.train.runtime.heartbeat import Pulse, Silence
+from megabatch.train.runtime.ranks import Meeting
 from tests.train.conftest import Bench
 from tests.train.processes import CONTEXT, Finished, rank_environment
 from tests.train.test_ranks import live

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from megabatch import MegabatchError
-from megabatch.train import starting
-from megabatch.train.attempt import NO_JOB, Job, meet_apart
+from megabatch.train.checkpoints import run_lock as starting
 from megabatch.train.config import Config, ModelConfig, RunConfig, UpdateConfig
-from megabatch.train.console import Console
-from megabatch.train.ranks import Ranks
+from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.elastic_attempt import NO_JOB, Job, meet_apart
+from megabatch.train.runtime.ranks import Ranks
 from tests.train.conftest import Bench
 from tests.train.processes import CONTEXT, overrides
 from tests.train.test_resume import states_of, timeless

@@ -8,20 +8,20 @@ from random import Random
 from typing import Any
 
 import torch
+from megabatch.train.training_course import Course
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megabatch import MegabatchError
-from megabatch.train.console import Console
-from megabatch.train.course import Course
-from megabatch.train.layout import layout_of
-from megabatch.train.metrics import FILE_NAME, MetricsFile, read_rows
-from megabatch.train.pulse import Pulse
-from megabatch.train.ranks import Meeting, Ranks
-from megabatch.train.recipe import load_config
-from megabatch.train.shelf import resumed_from
-from megabatch.train.stop import Stop
-from megabatch.train.trainer import Trainer
+from megabatch.train.callbacks.metrics import FILE_NAME, MetricsFile, read_rows
+from megabatch.train.checkpoints.retention import resumed_from
+from megabatch.train.config.parallel_layout import layout_of
+from megabatch.train.config.recipe import load_config
+from megabatch.train.loop import Trainer
+from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.heartbeat import Pulse
+from megabatch.train.runtime.ranks import Meeting, Ranks
+from megabatch.train.runtime.signals import Stop
 from tests.elastic.damages import KINDS, step_to_expect
 from tests.train.conftest import RECIPE, some_pairs, write_pairs
 

@@ -74,7 +74,7 @@ def test_the_sdist_builds_and_has_no_tests(dist: Path) -> None:
     with tarfile.open(path) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"LICENSE", "README.md", "CHANGELOG.md", "constraints.txt", "pyproject.toml"} <= names
-    assert {"megabatch/py.typed", "megabatch/train/cli.py", "recipes/stdlib.toml"} <= names
+    assert {"megabatch/py.typed", "megabatch/train/cli/commands.py", "recipes/stdlib.toml"} <= names
     assert {name.partition("/")[0] for name in names} <= {
         "", "LICENSE", "README.md", "CHANGELOG.md", "MANIFEST.in", "PKG-INFO", "constraints.txt", "pyproject.toml",
         "setup.cfg", "megabatch", "megabatch.egg-info", "recipes",

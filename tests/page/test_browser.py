@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from megabatch.train.page.html import write_html
-from megabatch.train.page.story import read_run
+from megabatch.train.report.data import read_run
+from megabatch.train.report.html import write_html
 from tests.page.browsers import a_browser, needs_chromium, opened
 from tests.page.made_runs import cut, evaluations, lines, update, whole_run
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from megabatch.train import cli
-from megabatch.train.page.command import read_watch
-from megabatch.train.page.live import HOST, Server, is_here
+from megabatch.train.cli import commands as cli
+from megabatch.train.report.command import read_watch
+from megabatch.train.report.server import HOST, Server, is_here
 from tests.page.browsers import a_browser, needs_chromium, opened
 from tests.page.made_runs import cut, evaluations, lines, update, whole_run
 

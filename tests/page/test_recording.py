@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import GradientAccumulator, Learner, MegabatchError, Plan, losses, plan
 from megabatch.losses.contract import loss, loss_hooks
-from megabatch.train.page.cuts import MOST_MICROBATCHES, MOST_RANKS, Cuts, cut_of, row_of
-from megabatch.train.page.timeline import RECORDED, Timeline, reducing, total_of
-from megabatch.train.ranks import Ranks
+from megabatch.train.callbacks.microbatch_log import MOST_MICROBATCHES, MOST_RANKS, Cuts, cut_of, row_of
+from megabatch.train.callbacks.timeline import RECORDED, Timeline, reducing, total_of
+from megabatch.train.runtime.ranks import Ranks
 from megabatch.wrappers.base import local
 from tests.train.conftest import Bench
 from tests.train.on_ranks import on_ranks

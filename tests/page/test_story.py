@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from megabatch.train import cli
-from megabatch.train.page import columns
-from megabatch.train.page.html import html_of
-from megabatch.train.page.story import ended_of, read_run
+from megabatch.train.cli import commands as cli
+from megabatch.train.report import encode as columns
+from megabatch.train.report.data import ended_of, read_run
+from megabatch.train.report.html import html_of
 from tests.page.made_runs import cut, evaluations, lines, update, whole_run
 
 

@@ -12,10 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megabatch import GradientAccumulator, losses
 from megabatch.train.config import Config, ParallelConfig
-from megabatch.train.console import Console
-from megabatch.train.layout import layout_of
+from megabatch.train.config.parallel_layout import layout_of
 from megabatch.train.model.build import build
-from megabatch.train.ranks import Ranks
+from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.ranks import Ranks
 from tests.comm.counting import Collectives
 from tests.train.model_recipes import FAMILIES, recipe
 

@@ -9,10 +9,10 @@ import torch
 from transformers import ByT5Tokenizer
 
 from megabatch.train.config import Config
-from megabatch.train.console import Console
 from megabatch.train.data.load import Data, load_data
 from megabatch.train.data.updates import Updates
-from megabatch.train.ranks import Ranks
+from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.ranks import Ranks
 
 CPU = torch.device("cpu")
 Ids = tuple[int, ...]

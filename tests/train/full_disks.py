@@ -12,9 +12,9 @@ from pathlib import Path
 OWN = """
 import os, resource
 from pathlib import Path
-import megabatch.train.writing
+import megabatch.train.checkpoints.writer
 
-megabatch.train.writing.SECONDS_BETWEEN_TRIES = (0.1, 0.1)
+megabatch.train.checkpoints.writer.SECONDS_BETWEEN_TRIES = (0.1, 0.1)
 FULL, EMPTY, MOUNTED, BALLAST = {full}, {empty}, {mounted}, Path("{ballast}")
 
 def after(event):

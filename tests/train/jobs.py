@@ -16,13 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import Learner, losses
 from megabatch.losses.contract import LossFunction
+from megabatch.train.callbacks.ema import Average
+from megabatch.train.callbacks.evaluation import build_terms, evaluate_set
 from megabatch.train.config import Config, EvalConfig, ModelConfig, OptimConfig, RunConfig, UpdateConfig
-from megabatch.train.console import Console
-from megabatch.train.data.counts import NumUpdates
-from megabatch.train.ema import Average
-from megabatch.train.evaluation import build_terms, evaluate_set
-from megabatch.train.optim import build_learner
-from megabatch.train.ranks import Ranks
+from megabatch.train.data.num_updates import NumUpdates
+from megabatch.train.model.optimizer import build_learner
+from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.ranks import Ranks
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 11

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from transformers import ByT5Tokenizer
 
 from megabatch.errors import MegabatchError
-from megabatch.train.console import Console
 from megabatch.train.data.load import load_data
 from megabatch.train.data.updates import Updates
-from megabatch.train.ranks import Ranks
+from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.ranks import Ranks
 from tests.train.data_for_tests import CPU, ids_of, recipe
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megabatch.train.ranks import Ranks
+from megabatch.train.runtime.ranks import Ranks
 from tests.train.processes import CONTEXT
 
 SECONDS = 100  # for all ranks; none here takes a fifth of it

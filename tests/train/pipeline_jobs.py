@@ -6,17 +6,17 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from megabatch.train.checkpoints.manager import StagedLearner
 from torch import Tensor, nn
 
 from megabatch import GradientAccumulator, Learner, Plan, losses
 from megabatch.pipeline.run import Pipeline, evaluate
+from megabatch.train.callbacks.evaluation import build_terms, evaluate_set
 from megabatch.train.config import Config, EvalConfig, ParallelConfig
-from megabatch.train.console import Console
-from megabatch.train.evaluation import build_terms, evaluate_set
-from megabatch.train.keeper import StagedLearner
-from megabatch.train.layout import layout_of
+from megabatch.train.config.parallel_layout import layout_of
 from megabatch.train.model.build import Laid, build
-from megabatch.train.ranks import Ranks
+from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.ranks import Ranks
 from tests.exact.oracle import answer, relative_error, worst_error
 from tests.train.model_recipes import recipe
 from tests.train.tensor_jobs import GPT2, LENGTHS, SIZES, exact_norm, samples, sums, whole

@@ -5,24 +5,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megabatch.train.training_course import Course
+
 from megabatch import CostModel
 from megabatch.autotune.memory import Budget
 from megabatch.autotune.tuner import PolicyMemory
 from megabatch.losses.contract import weigh_of
 from megabatch.planning.limits import MeasuredMicrobatch, TunedLimit
-from megabatch.train.bound import Bound
-from megabatch.train.chosen import Chosen, choose_rest
+from megabatch.train.autotune.accumulator import accumulator_of
+from megabatch.train.autotune.choices import Chosen, choose_rest
+from megabatch.train.autotune.fsdp_comm_bytes import reductions_of
+from megabatch.train.autotune.microbatch_limit import Bound
+from megabatch.train.autotune.sync_policy import LAST, Choosing, Found, Policy, most
 from megabatch.train.config import Config
-from megabatch.train.course import Course
-from megabatch.train.gradient import accumulator_of
-from megabatch.train.layout import layout_of
-from megabatch.train.policy import LAST, Choosing, Found, Policy, most
-from megabatch.train.pulse import Pulse
-from megabatch.train.ranks import Meeting, Ranks
-from megabatch.train.recipe import load_config
-from megabatch.train.reductions import reductions_of
-from megabatch.train.stop import Stop
-from megabatch.train.trainer import Trainer
+from megabatch.train.config.parallel_layout import layout_of
+from megabatch.train.config.recipe import load_config
+from megabatch.train.loop import Trainer
+from megabatch.train.runtime.heartbeat import Pulse
+from megabatch.train.runtime.ranks import Meeting, Ranks
+from megabatch.train.runtime.signals import Stop
 from tests.comm.counting import Collectives
 from tests.comm.jobs import held
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 SECONDS = 120  # for a run; none here takes a quarter of it
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([
-    "megabatch.train.cli", "matplotlib.backends.backend_agg", "torch.distributed.checkpoint.format_utils",
+    "megabatch.train.cli.commands", "matplotlib.backends.backend_agg", "torch.distributed.checkpoint.format_utils",
     "torch.distributed.tensor.parallel", "torch.profiler._cupti_monitor", "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama", "tyro._backends", "typeguard",
 ])  # fmt: skip
@@ -96,7 +96,7 @@ def run_rank(arguments: list[str], environment: dict[str, str], logs: list[str],
     """The whole life of a rank; its exit status is that of the command line, or of a script."""
     import torch
 
-    from megabatch.train import cli
+    from megabatch.train.cli import commands as cli
 
     for descriptor, log in zip((1, 2), logs, strict=True):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)

@@ -8,12 +8,12 @@ from torch import nn
 
 from megabatch import GradientAccumulator, MegabatchError, losses
 from megabatch.train.config import Config
-from megabatch.train.layout import layout_of
+from megabatch.train.config.parallel_layout import layout_of
 from megabatch.train.model.adapters import stir
 from megabatch.train.model.build import build
 from megabatch.train.model.frozen import check_same_bits
 from megabatch.train.model.quantized import four_bits
-from megabatch.train.ranks import Ranks
+from megabatch.train.runtime.ranks import Ranks
 from megabatch.verification.float64_copy import Float64WithoutDropout
 from tests.comm.counting import Collectives
 from tests.train.adapter_jobs import SAMPLES, SILENT, lora_recipe

@@ -16,12 +16,12 @@ from torch.distributed.tensor.parallel import loss_parallel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megabatch import GradientAccumulator, losses
-from megabatch.train.console import Console
-from megabatch.train.layout import Layout
+from megabatch.train.config.parallel_layout import Layout
 from megabatch.train.model.build import build
-from megabatch.train.model.tensor import plain_terms, spread
+from megabatch.train.model.tensor_parallel import plain_terms, spread
 from megabatch.train.model.wrap import blocks_of
-from megabatch.train.ranks import Ranks
+from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.ranks import Ranks
 from tests.exact.oracle import answer, collate, relative_error, whole_error, worst_error
 from tests.train.model_recipes import recipe
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megabatch.train.advice import NOISE, SCALE, SIGNAL
+from megabatch.train.callbacks.noise_scale import NOISE, SCALE, SIGNAL
 from tests.train.conftest import NO_DROPOUT, Bench
 from tests.train.test_metrics import events
 from tests.train.test_resume import timeless

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from megabatch.train.checkpoint import load, states_of
+from megabatch.train.checkpoints.paths import checkpoints_of, has_checkpoint, path_of
+from megabatch.train.checkpoints.retention import Shelf
+from megabatch.train.checkpoints.tensor_files import load, states_of
+from megabatch.train.checkpoints.writer import Request, Writer, in_background, staged
 from megabatch.train.config import CheckpointConfig, Config, ModelConfig, RunConfig, UpdateConfig
-from megabatch.train.console import Console
-from megabatch.train.naming import checkpoints_of, has_checkpoint, path_of
-from megabatch.train.shelf import Shelf
-from megabatch.train.writing import Request, Writer, in_background, staged
+from megabatch.train.runtime.console import Console
 from tests.train.conftest import NO_DROPOUT, Bench
 from tests.train.test_checkpoint import ALONE, META, Average, learner, stepped
 from tests.train.test_resume import states_of as tensors_of

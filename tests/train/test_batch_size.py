@@ -12,11 +12,11 @@ import torch
 
 from megabatch.errors import MegabatchError
 from megabatch.planning.sampler import Consumed
-from megabatch.train.batch_size import Sizes, read_schedule, sizes_of
-from megabatch.train.data.counts import NumUpdates
+from megabatch.train.config.batch_size import Sizes, read_schedule, sizes_of
+from megabatch.train.config.recipe import load_config
+from megabatch.train.data.num_updates import NumUpdates
+from megabatch.train.model.batch_learning_rate import follow
 from megabatch.train.plan.choices import grid_of
-from megabatch.train.rate import follow
-from megabatch.train.recipe import load_config
 from tests.train.conftest import NO_DROPOUT, Bench
 from tests.train.data_for_tests import ids_of, load, updates_of, whole_updates
 from tests.train.test_resume import timeless

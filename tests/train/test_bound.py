@@ -11,11 +11,11 @@ import torch
 from megabatch import CostModel
 from megabatch.errors import MicrobatchLimit
 from megabatch.planning.limits import MeasuredMicrobatch, TunedLimit
-from megabatch.train import bound
+from megabatch.train.autotune import microbatch_limit as bound
+from megabatch.train.checkpoints.metadata import first_difference, read_meta
+from megabatch.train.checkpoints.retention import Shelf
 from megabatch.train.config import Config, ModelConfig, RunConfig, UpdateConfig
-from megabatch.train.meta import first_difference, read_meta
-from megabatch.train.ranks import Ranks
-from megabatch.train.shelf import Shelf
+from megabatch.train.runtime.ranks import Ranks
 from tests.train.conftest import NO_DROPOUT, Bench, write_pairs
 from tests.train.on_ranks import on_ranks
 from tests.train.test_dealing import rewrite

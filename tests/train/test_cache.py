@@ -15,12 +15,12 @@ from transformers import AutoTokenizer, ByT5Tokenizer
 
 from megabatch import MegabatchError
 from megabatch.train.config import DataConfig, SourceConfig
-from megabatch.train.console import Console
-from megabatch.train.data import stored
+from megabatch.train.data import token_store as stored
 from megabatch.train.data.cache import cache_folder, tokenize_once
 from megabatch.train.data.samples import Skipped, samples_of
-from megabatch.train.data.stored import TokenizedSamples
-from megabatch.train.ranks import Ranks
+from megabatch.train.data.token_store import TokenizedSamples
+from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.ranks import Ranks
 from tests.train.tokenizers_for_tests import chat_tokenizer
 
 ALONE = Ranks(0, 1, torch.device("cpu"))

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from transformers import ByT5Tokenizer
 
 from megabatch import MegabatchError
-from megabatch.train.console import Console
 from megabatch.train.data import cache
 from megabatch.train.data.cache import main_rank_first, tokenize_once
-from megabatch.train.ranks import Ranks
+from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.ranks import Ranks
 from tests.train.test_cache import ALONE, TEXTS, config, entries, once, write
 
 

@@ -10,10 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from megabatch import GradientAccumulator, Learner, MegabatchError, losses
-from megabatch.train import checkpoint, meta, naming, shelf
-from megabatch.train.ranks import Ranks
-from megabatch.train.shelf import Shelf, point_to_best
-from megabatch.train.sums import sum_of
+from megabatch.train.checkpoints import metadata as meta
+from megabatch.train.checkpoints import paths as naming
+from megabatch.train.checkpoints import retention as shelf
+from megabatch.train.checkpoints import tensor_files as checkpoint
+from megabatch.train.checkpoints.checksums import sum_of
+from megabatch.train.checkpoints.retention import Shelf, point_to_best
+from megabatch.train.runtime.ranks import Ranks
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 META = {

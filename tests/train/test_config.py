@@ -6,7 +6,7 @@ import pytest
 
 from megabatch import MegabatchError
 from megabatch.train.config import Config
-from megabatch.train.recipe import load_config
+from megabatch.train.config.recipe import load_config
 
 RECIPE = """
 [model]

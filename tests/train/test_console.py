@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from megabatch.train import console as console_module
-from megabatch.train.console import Console
+from megabatch.train.runtime import console as console_module
+from megabatch.train.runtime.console import Console
 from tests.train.processes import CONTEXT
 
 UPDATE = {

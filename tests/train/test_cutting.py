@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from megabatch.train.callbacks.evaluation_batches import MOST_LOGITS, cut, most_tokens
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megabatch.train.config import UpdateConfig
-from megabatch.train.cutting import MOST_LOGITS, cut, most_tokens
-from megabatch.train.ranks import Ranks
+from megabatch.train.runtime.ranks import Ranks
 from tests.train.jobs import CPU, Tiny
 
 ALONE = Ranks(0, 1, CPU)

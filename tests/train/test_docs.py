@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megabatch.train.config import Config
-from megabatch.train.keys import known_keys
-from megabatch.train.recipe import load_config
+from megabatch.train.config.keys import known_keys
+from megabatch.train.config.recipe import load_config
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
 BLOCKS = re.findall(r"^```toml\n(.*?)^```", GUIDE, re.DOTALL | re.MULTILINE)

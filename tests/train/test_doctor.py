@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import megabatch.train.ranks as ranks_module
+import megabatch.train.runtime.ranks as ranks_module
 from megabatch.errors import MegabatchError
-from megabatch.train.doctor import proof
-from megabatch.train.doctor.command import examine, read_folder
-from megabatch.train.doctor.deadline import Deadline
-from megabatch.train.doctor.facts import Facts, device_finding, memory_finding, version_finding
-from megabatch.train.doctor.places import folder_finding, hub_finding, unreachable
-from megabatch.train.init.hardware import seen_gpus
-from megabatch.train.ranks import Meeting, Ranks
+from megabatch.train.cli.doctor import proof
+from megabatch.train.cli.doctor.command import examine, read_folder
+from megabatch.train.cli.doctor.deadline import Deadline
+from megabatch.train.cli.doctor.facts import Facts, device_finding, memory_finding, version_finding
+from megabatch.train.cli.doctor.places import folder_finding, hub_finding, unreachable
+from megabatch.train.cli.init.hardware import seen_gpus
+from megabatch.train.runtime.ranks import Meeting, Ranks
 from tests.train.on_ranks import on_ranks
 from tests.train.processes import CONTEXT, Run, rank_environment
 from tests.unit.small import unseen
@@ -124,7 +124,7 @@ def test_what_a_rank_cannot_do_is_one_line_and_status_1(
     def broken(*_: Any) -> None:
         raise RuntimeError("CUDA error: invalid device ordinal\nCUDA kernel errors ...")
 
-    monkeypatch.setattr("megabatch.train.doctor.command.join", broken)
+    monkeypatch.setattr("megabatch.train.cli.doctor.command.join", broken)
     with pytest.raises(ranks_module.FailedError) as raised:
         examine(["--folder", str(tmp_path)], Meeting())
     assert raised.value.status == 1
@@ -179,7 +179,7 @@ def test_the_folder_of_runs_can_be_written_to_or_is_named(tmp_path: Path, monkey
     assert str(folder_finding(tmp_path / "file")) == (
         f"fail  folder    {tmp_path}/file is no folder to write to; allow it, or choose another run.folder"
     )
-    monkeypatch.setattr("megabatch.train.doctor.places.SCARCE_BYTES", 2**70)
+    monkeypatch.setattr("megabatch.train.cli.doctor.places.SCARCE_BYTES", 2**70)
     assert folder_finding(tmp_path).level == "warn"
 
 

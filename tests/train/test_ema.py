@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from megabatch import MegabatchError
-from megabatch.train.ema import Average
+from megabatch.train.callbacks.ema import Average
 from tests.exact.launch import Run, launch_all
 from tests.train.jobs import Tiny, average_job, learner_of, move, whole
 

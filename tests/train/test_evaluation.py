@@ -12,17 +12,17 @@ from torch.distributed.tensor import DTensor
 
 from megabatch import MegabatchError, losses
 from megabatch.batching.samples import pad_right
-from megabatch.train.config import EvalConfig, UpdateConfig
-from megabatch.train.console import Console
-from megabatch.train.evaluation import (
+from megabatch.train.callbacks.evaluation import (
     build_terms,
     evaluate,
     evaluate_set,
     next_token_terms,
     perplexity_of,
 )
-from megabatch.train.own import Event
-from megabatch.train.ranks import Ranks
+from megabatch.train.config import EvalConfig, UpdateConfig
+from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.plugins import Event
+from megabatch.train.runtime.ranks import Ranks
 from tests.exact.launch import Run, launch_all
 from tests.train.jobs import CPU, CUTS, SETS, Tiny, lay, squares
 

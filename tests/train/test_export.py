@@ -13,16 +13,16 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
 
 from megabatch import GradientAccumulator, Learner, MegabatchError, losses
-from megabatch.train import checkpoint
+from megabatch.train.callbacks.ema import Average
+from megabatch.train.checkpoints import tensor_files as checkpoint
+from megabatch.train.checkpoints.run_folder import recipe_text
 from megabatch.train.config import Config, ModelConfig
-from megabatch.train.console import Console
-from megabatch.train.ema import Average
-from megabatch.train.folder import recipe_text
 from megabatch.train.model.architecture import architecture_of
 from megabatch.train.model.build import build
 from megabatch.train.model.export import export
 from megabatch.train.model.tokenizer import load_tokenizer
-from megabatch.train.ranks import Ranks
+from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.ranks import Ranks
 from tests.train.model_recipes import recipe
 from tests.train.on_ranks import on_ranks
 from tests.train.test_checkpoint import reseal

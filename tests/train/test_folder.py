@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from megabatch import MegabatchError
-from megabatch.train import folder, starting
+from megabatch.train.checkpoints import run_folder as folder
+from megabatch.train.checkpoints import run_lock as starting
 from megabatch.train.config import Config
-from megabatch.train.console import Console
-from megabatch.train.ranks import Ranks
-from megabatch.train.recipe import load_config
+from megabatch.train.config.recipe import load_config
+from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.ranks import Ranks
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 RECIPE = """

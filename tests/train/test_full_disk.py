@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from megabatch import MegabatchError
-from megabatch.train import checkpoint
-from megabatch.train.console import Console
-from megabatch.train.folder import write_if_room
-from megabatch.train.metrics import MetricsFile, read_rows
-from megabatch.train.naming import replace_text
-from megabatch.train.patient import Patient
-from megabatch.train.ranks import Ranks
-from megabatch.train.shelf import Shelf
-from megabatch.train.writing import Retry
+from megabatch.train.callbacks.metrics import MetricsFile, read_rows
+from megabatch.train.checkpoints import tensor_files as checkpoint
+from megabatch.train.checkpoints.paths import replace_text
+from megabatch.train.checkpoints.retention import Shelf
+from megabatch.train.checkpoints.run_folder import write_if_room
+from megabatch.train.checkpoints.writer import Retry
+from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.ranks import Ranks
+from megabatch.train.runtime.retrying_appender import Patient
 from tests.train.conftest import Bench
 from tests.train.full_disks import filling, small_disk
 from tests.train.on_ranks import on_ranks

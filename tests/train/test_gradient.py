@@ -1,6 +1,6 @@
 """The library's errors, in the words of a recipe."""
 
-from megabatch.train.gradient import in_keys
+from megabatch.train.autotune.accumulator import in_keys
 
 
 def test_the_librarys_words_are_a_recipes() -> None:

@@ -15,10 +15,10 @@ from transformers import AutoConfig
 
 from megabatch.errors import MegabatchError
 from megabatch.simulate.devices import device_named
-from megabatch.train.init.command import write_recipe
-from megabatch.train.init.hardware import DEVICES, Hardware, read_hardware, seen_hardware
-from megabatch.train.init.look import look
-from megabatch.train.recipe import load_config
+from megabatch.train.cli.init.command import write_recipe
+from megabatch.train.cli.init.hardware import DEVICES, Hardware, read_hardware, seen_hardware
+from megabatch.train.cli.init.look import look
+from megabatch.train.config.recipe import load_config
 from tests.train.processes import Run
 
 ROOT = Path(__file__).parents[2]

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from megabatch.train.console import Console
 from megabatch.train.model.architecture import architecture_of, outline
 from megabatch.train.model.build import Laid, build, choose_source, lay
 from megabatch.train.model.initial import plan_units
 from megabatch.train.model.wrap import blocks_of
-from megabatch.train.ranks import Ranks
+from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.ranks import Ranks
 from tests.train.model_recipes import FAMILIES, LLAMA, recipe
 from tests.train.on_ranks import on_ranks
 

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from megabatch.train.console import Console
 from megabatch.train.model.build import Laid, build
-from megabatch.train.ranks import Ranks
+from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.ranks import Ranks
 from tests.train.model_recipes import FAMILIES, recipe
 
 ALONE = Ranks(0, 1, torch.device("cpu"))

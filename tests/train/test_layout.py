@@ -10,9 +10,9 @@ from torch import nn
 
 from megabatch import MegabatchError
 from megabatch.train.config import ParallelConfig
-from megabatch.train.layout import Layout, layout_of
+from megabatch.train.config.parallel_layout import Layout, layout_of
 from megabatch.train.model.wrap import SHARD_FROM_PARAMETERS, choose_wrapper
-from megabatch.train.ranks import Ranks
+from megabatch.train.runtime.ranks import Ranks
 
 CPU = torch.device("cpu")
 COPIES = 'which DDP cannot have; set the wrapper to "fsdp2", or to "replicate" for copies'

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megabatch.errors import MegabatchError
-from megabatch.train.data.function import drawing
+from megabatch.train.data.custom_dataset import drawing
 from megabatch.train.data.stream import Stream
 from tests.exact.launch import launch
 from tests.train.data_for_tests import ids_of, load, recipe, texts, write_texts

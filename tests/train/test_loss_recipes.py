@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from megabatch import GradientAccumulator, losses, verify
-from megabatch.train.own import load_file
+from megabatch.train.runtime.plugins import load_file
 from megabatch.verification.float64_copy import Float64WithoutDropout
 from tests.train.processes import Run, overrides
 

@@ -11,8 +11,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from megabatch import GradientAccumulator, MegabatchError, loss, losses
-from megabatch.train.metrics import MetricsFile, UpdateClock, read_rows, sums_of, update_row
-from megabatch.train.ranks import Ranks
+from megabatch.train.callbacks.metrics import MetricsFile, UpdateClock, read_rows, sums_of, update_row
+from megabatch.train.runtime.ranks import Ranks
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 

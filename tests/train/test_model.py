@@ -10,10 +10,10 @@ from torch import nn
 from transformers import ByT5Tokenizer
 
 from megabatch import MegabatchError
-from megabatch.train.console import Console
 from megabatch.train.model.build import Laid, build
 from megabatch.train.model.wrap import Wrapper, choose_wrapper
-from megabatch.train.ranks import Ranks
+from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.ranks import Ranks
 from tests.train.model_recipes import FAMILIES, LLAMA, recipe
 
 ALONE = Ranks(0, 1, torch.device("cpu"))

@@ -8,15 +8,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from megabatch.train.callbacks.noise_estimate import (
+    Measured,
+    Scale,
+    Sum,
+    error_of,
+    estimate,
+    measured,
+    rounded,
+    words_of,
+)
 from torch import Tensor, nn
 
 from megabatch import GradientAccumulator, Learner, loss
 from megabatch.losses.contract import LossFunction
-from megabatch.train.advice import Advice, halves
+from megabatch.train.callbacks.noise_scale import Advice, halves
+from megabatch.train.callbacks.nonfinite import Made
 from megabatch.train.config import Config
-from megabatch.train.noise import Measured, Scale, Sum, error_of, estimate, measured, rounded, words_of
-from megabatch.train.nonfinite import Made
-from megabatch.train.ranks import Ranks
+from megabatch.train.runtime.ranks import Ranks
 
 NUM_FEATURES, SIGMA, OFF = 12, 1.0, 0.08  # the noise of a target, and how far each weight is from what made the data
 NUM_SAMPLES, NUM_UPDATES = 48, 300

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megabatch.train.gradient import accumulator_of
+from megabatch.train.autotune.accumulator import accumulator_of
 from megabatch.train.model.build import build
 from megabatch.train.plan.rows import RUN
 from megabatch.train.plan.sample import of_tokens

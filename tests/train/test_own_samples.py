@@ -9,12 +9,12 @@ from torch import nn
 
 from megabatch import GradientAccumulator
 from megabatch.losses import classification
-from megabatch.train.bound import longest
+from megabatch.train.autotune.microbatch_limit import longest
 from megabatch.train.config import EvalConfig
-from megabatch.train.console import Console
 from megabatch.train.data.load import load_data
 from megabatch.train.data.updates import Updates
-from megabatch.train.ranks import Ranks
+from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.ranks import Ranks
 from tests.train.conftest import Bench
 from tests.train.data_for_tests import load, recipe, updates_of
 from tests.train.on_ranks import on_ranks

@@ -5,18 +5,18 @@ from typing import Any
 
 import pytest
 import torch
+from megabatch.train.callbacks.evaluation_batches import cut
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megabatch import MegabatchError
 from megabatch.train.config import UpdateConfig
-from megabatch.train.cutting import cut
-from megabatch.train.layout import Layout
+from megabatch.train.config.parallel_layout import Layout
 from megabatch.train.model.build import check_together
 from megabatch.train.model.export import export
-from megabatch.train.model.stages import deal_layers, parts_of, stages_of
+from megabatch.train.model.pipeline_stages import deal_layers, parts_of, stages_of
 from megabatch.train.model.wrap import Wrapper
-from megabatch.train.ranks import Ranks
+from megabatch.train.runtime.ranks import Ranks
 from tests.exact.launch import launch
 from tests.train.conftest import NO_DROPOUT, Bench
 from tests.train.pipeline_jobs import CPU, LAYERS, MODELS, config_of

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megabatch import MegabatchError
-from megabatch.train.console import Console
+from megabatch.train.config.recipe import load_config
 from megabatch.train.plan.asked import read_asked
 from megabatch.train.plan.closed import estimate
 from megabatch.train.plan.command import plan_recipe
@@ -19,7 +19,7 @@ from megabatch.train.plan.rows import CLOSED_FORM, NO, RUN, TIGHT, YES, Row, res
 from megabatch.train.plan.runs import NUM_LAYERS, runner
 from megabatch.train.plan.search import CERTAIN, least_bytes
 from megabatch.train.plan.subject import Subject, subject_of
-from megabatch.train.recipe import load_config
+from megabatch.train.runtime.console import Console
 from tests.train.conftest import Bench
 from tests.train.processes import Run
 

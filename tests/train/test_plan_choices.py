@@ -9,11 +9,11 @@ import pytest
 
 from megabatch import MegabatchError
 from megabatch.train.config import Config
+from megabatch.train.config.byte_sizes import read_bytes, read_rate
 from megabatch.train.plan.asked import read_asked, split
 from megabatch.train.plan.choices import Choice, grid_of
 from megabatch.train.plan.command import plan_recipe
 from megabatch.train.plan.lines import command_line, launcher
-from megabatch.train.plan.sizes import read_bytes, read_rate
 from tests.train.test_plan import LLAMA
 
 

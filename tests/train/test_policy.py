@@ -12,11 +12,11 @@ import torch
 
 from megabatch import CostModel, Plan
 from megabatch.planning.limits import MeasuredMicrobatch, TunedLimit
+from megabatch.train.autotune.sync_policy import AUTO, LAST, Policy, beside, saved_policy
+from megabatch.train.checkpoints.metadata import POSITIONS, TITLES, read_meta
+from megabatch.train.checkpoints.retention import Shelf
 from megabatch.train.config import Config, ModelConfig, RunConfig, UpdateConfig
-from megabatch.train.meta import POSITIONS, TITLES, read_meta
-from megabatch.train.policy import AUTO, LAST, Policy, beside, saved_policy
-from megabatch.train.ranks import Ranks
-from megabatch.train.shelf import Shelf
+from megabatch.train.runtime.ranks import Ranks
 from tests.train import policy_jobs
 from tests.train.conftest import NO_DROPOUT, Bench, write_pairs
 from tests.train.on_ranks import on_ranks

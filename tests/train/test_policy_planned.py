@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from megabatch.errors import MicrobatchLimit
+from megabatch.train.autotune.sync_policy import LAST
+from megabatch.train.config.byte_sizes import gb_text
 from megabatch.train.plan.choices import Choice
 from megabatch.train.plan.command import plan_recipe
 from megabatch.train.plan.rows import NO, RUN, TIGHT, YES, Row
 from megabatch.train.plan.search import with_best_first
-from megabatch.train.plan.sizes import gb_text
-from megabatch.train.policy import LAST
-from megabatch.train.shortage import stated_words
+from megabatch.train.runtime.memory_shortage import stated_words
 from tests.train.conftest import Bench
 from tests.train.processes import overrides
 from tests.train.test_plan import LLAMA

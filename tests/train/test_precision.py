@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from megabatch import GradientAccumulator, MegabatchError, losses
 from megabatch.losses.contract import weigh_of
-from megabatch.train.console import Console
 from megabatch.train.model.build import build, in_precision
 from megabatch.train.model.precision import accumulation_of
-from megabatch.train.ranks import Ranks
+from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.ranks import Ranks
 from tests.train.model_recipes import recipe
 from tests.train.on_ranks import on_ranks
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megabatch import GradientAccumulator, losses
-from megabatch.train.profile import Profiler
+from megabatch.train.callbacks.profiler import Profiler
 
 ROOT = Path(__file__).parents[2]
 SAMPLES = [{"inputs": torch.ones(2), "labels": torch.zeros(2)} for _ in range(6)]

@@ -15,14 +15,14 @@ from torch.nn.functional import linear
 
 from megabatch import GradientAccumulator, MegabatchError, losses, verify
 from megabatch.train.config import ModelConfig
-from megabatch.train.layout import layout_of
+from megabatch.train.config.parallel_layout import layout_of
 from megabatch.train.model.adapters import stir
 from megabatch.train.model.architecture import architecture_of
 from megabatch.train.model.build import build
 from megabatch.train.model.frozen import left_out
 from megabatch.train.model.quantized import FourBit, dequantize, stored
 from megabatch.train.plan.subject import check_planned
-from megabatch.train.ranks import Ranks
+from megabatch.train.runtime.ranks import Ranks
 from megabatch.verification.float64_copy import Float64WithoutDropout
 from tests.train.adapter_jobs import GPT2, LORA, SAMPLES, SILENT, saved_base
 from tests.train.model_recipes import FAMILIES, LLAMA

@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 
 from megabatch import MegabatchError
-from megabatch.train import folder, starting
+from megabatch.train.checkpoints import run_folder as folder
+from megabatch.train.checkpoints import run_lock as starting
 from megabatch.train.config import Config, ModelConfig, RunConfig, UpdateConfig
-from megabatch.train.console import Console
-from megabatch.train.ranks import FailedError, Meeting, join, meeting
+from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.ranks import FailedError, Meeting, join, meeting
 from tests.train.processes import CONTEXT, Finished, rank_environment
 
 pytestmark = pytest.mark.slow

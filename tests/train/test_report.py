@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from megabatch import plan
-from megabatch.train.report import draw_cut, draw_losses, draw_report, running_mean
+from megabatch.train.report.picture import draw_cut, draw_losses, draw_report, running_mean
 
 PLAN = plan([5, 6, 20], max_microbatch_tokens=24)[0]
 

@@ -14,17 +14,17 @@ from torch.distributed.tensor import DTensor
 
 from megabatch import MegabatchError, losses
 from megabatch.experts import TOKENS
+from megabatch.train.autotune.accumulator import accumulator_of
 from megabatch.train.config import Config
-from megabatch.train.console import Console
+from megabatch.train.config.recipe import load_config
 from megabatch.train.data.load import load_data
 from megabatch.train.data.updates import Updates
-from megabatch.train.gradient import accumulator_of
 from megabatch.train.model.build import build, in_precision
+from megabatch.train.model.router_loss import router_coefficient, router_words, train_with_router
 from megabatch.train.model.tokenizer import load_tokenizer
 from megabatch.train.plan.rows import RUN
-from megabatch.train.ranks import Ranks
-from megabatch.train.recipe import load_config
-from megabatch.train.router import router_coefficient, router_words, train_with_router
+from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.ranks import Ranks
 from megabatch.verification.float64_copy import Float64WithoutDropout
 from tests.train.conftest import Bench
 from tests.train.model_recipes import FAMILIES, recipe

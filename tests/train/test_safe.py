@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megabatch.train import checkpoint
+from megabatch.train.checkpoints import tensor_files as checkpoint
 from tests.train.test_checkpoint import INSTEAD, META, Average, learner, line_of, save, save_state
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from megabatch import MegabatchError
+from megabatch.train.checkpoints.metadata import DamagedError, read_meta
+from megabatch.train.checkpoints.paths import checkpoints_of, has_checkpoint, path_of, replace_text, step_of
+from megabatch.train.checkpoints.retention import Chosen, Shelf, resumed_from
 from megabatch.train.config import RunConfig
-from megabatch.train.console import Console
-from megabatch.train.meta import DamagedError, read_meta
-from megabatch.train.naming import checkpoints_of, has_checkpoint, path_of, replace_text, step_of
-from megabatch.train.ranks import Ranks
-from megabatch.train.shelf import Chosen, Shelf, resumed_from
+from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.ranks import Ranks
 from tests.train.conftest import Bench
 from tests.train.on_ranks import on_ranks
 from tests.train.test_checkpoint import ALONE, line_of, names, save

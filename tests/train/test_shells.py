@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from megabatch.errors import MegabatchError
-from megabatch.train.keys import known_keys
-from megabatch.train.shells import script_for
-from megabatch.train.usage import COMMANDS, SHELLS
+from megabatch.train.cli.shells import script_for
+from megabatch.train.cli.usage import COMMANDS, SHELLS
+from megabatch.train.config.keys import known_keys
 
 DRIVE = {  # a shell's program that prints what completes the line in $LINE, one a line
     "bash": """

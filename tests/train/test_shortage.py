@@ -9,8 +9,8 @@ import torch
 
 from megabatch import Plan
 from megabatch.train.config import RunConfig
-from megabatch.train.ranks import Ranks
-from megabatch.train.shortage import split_words
+from megabatch.train.runtime.memory_shortage import split_words
+from megabatch.train.runtime.ranks import Ranks
 from tests.train.conftest import NO_DROPOUT, Bench
 
 pytestmark = pytest.mark.slow

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 from megabatch import MegabatchError
-from megabatch.train import folder, shortage, starting
-from megabatch.train.console import Console
-from megabatch.train.naming import path_of
-from megabatch.train.ranks import Ranks
-from megabatch.train.recipe import load_config
+from megabatch.train.checkpoints import run_folder as folder
+from megabatch.train.checkpoints import run_lock as starting
+from megabatch.train.checkpoints.paths import path_of
+from megabatch.train.config.recipe import load_config
+from megabatch.train.runtime import memory_shortage as shortage
+from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.ranks import Ranks
 from tests.train.on_ranks import on_ranks
 from tests.train.processes import CONTEXT
 from tests.train.test_folder import ALONE, RECIPE, begin, check, line_of, point_to_checkpoint

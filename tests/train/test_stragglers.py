@@ -12,10 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import GradientAccumulator, Learner, Plan, losses
 from megabatch.losses.contract import loss_hooks
-from megabatch.train.metrics import Sums, balance, sums_of, update_row
+from megabatch.train.callbacks.metrics import Sums, balance, sums_of, update_row
+from megabatch.train.callbacks.rank_timing import SLOW_IN, WINDOW, Spans, Stragglers, Work, slow_text
 from megabatch.train.model.wrap import Wrapper
-from megabatch.train.ranks import Ranks
-from megabatch.train.stragglers import SLOW_IN, WINDOW, Spans, Stragglers, Work, slow_text
+from megabatch.train.runtime.ranks import Ranks
 from megabatch.wrappers.mesh import num_collectives
 from tests.train.conftest import NO_DROPOUT, Bench
 from tests.train.on_ranks import on_ranks

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megabatch import MegabatchError
-from megabatch.train.model.tensor import check_divisible, plan_of, style_of
+from megabatch.train.model.tensor_parallel import check_divisible, plan_of, style_of
 from tests.exact.launch import launch
 from tests.train.conftest import NO_DROPOUT, Bench
 from tests.train.tensor_jobs import GPT2, MODELS, SIZES, VOCABULARY, samples

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megabatch.train.metrics import scalars_of
+from megabatch.train.callbacks.metrics import scalars_of
 from tests.train.conftest import Bench
 from tests.train.processes import Run, overrides
 
@@ -138,7 +138,7 @@ def test_a_tracker_that_is_not_installed_is_one_line_before_the_run(bench: Bench
     script = tmp_path / "without.py"
     script.write_text(
         "import importlib.util as u, sys\n"
-        "import megabatch.train.tracking.sending as s\n"
+        "import megabatch.train.callbacks.tracking as s\n"
         "s.find_spec = lambda name: None if name == 'wandb' else u.find_spec(name)\n"
         "from megabatch.train import cli\n"
         "cli.main()\n"

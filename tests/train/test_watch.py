@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megabatch import MegabatchError
+from megabatch.train.callbacks.early_stopping import Watch
 from megabatch.train.config import EvalConfig
-from megabatch.train.watch import Watch
 
 
 def seen(losses: list[float | None], **config: Any) -> tuple[list[bool], list[bool]]:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import GradientAccumulator, losses, verify
-from megabatch.train.ranks import Ranks
+from megabatch.train.runtime.ranks import Ranks
 from tests.train.on_ranks import on_ranks
 
 

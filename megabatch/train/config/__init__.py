@@ -5,14 +5,14 @@ steps, updates per epoch) is derived and printed, and has no key. A value "modul
 a function of the user's own; `own.py` says what each is called with.
 """
 
-from megabatch.train.config.advice import AdviceConfig
-from megabatch.train.config.data import DataConfig, SourceConfig
-from megabatch.train.config.model import ModelConfig
-from megabatch.train.config.parallel import ParallelConfig
-from megabatch.train.config.run import HELD_OUT, CheckpointConfig, EvalConfig, RunConfig
+from megabatch.train.config.advice_section import AdviceConfig
+from megabatch.train.config.data_section import DataConfig, SourceConfig
+from megabatch.train.config.model_section import ModelConfig
+from megabatch.train.config.parallel_section import ParallelConfig
+from megabatch.train.config.run_section import HELD_OUT, CheckpointConfig, EvalConfig, RunConfig
 from megabatch.train.config.section import Options, Section
-from megabatch.train.config.tracking import TrackingConfig
-from megabatch.train.config.update import LossConfig, OptimConfig, UpdateConfig
+from megabatch.train.config.tracking_section import TrackingConfig
+from megabatch.train.config.update_section import LossConfig, OptimConfig, UpdateConfig
 
 __all__ = [
     "HELD_OUT", "AdviceConfig", "CheckpointConfig", "Config", "DataConfig", "EvalConfig", "LossConfig", "ModelConfig",

@@ -18,14 +18,14 @@ from typing import Any
 
 from megabatch.errors import MegabatchError
 from megabatch.train.config import DataConfig, SourceConfig
-from megabatch.train.console import Console
 from megabatch.train.data import stdlib
 from megabatch.train.data.hub import hub_builder
-from megabatch.train.data.places import expanded, place_of
 from megabatch.train.data.samples import Sample, Skipped, samples_of
-from megabatch.train.data.stored import TokenizedSamples, is_whole, write_samples
+from megabatch.train.data.sources import expanded, place_of
+from megabatch.train.data.token_store import TokenizedSamples, is_whole, write_samples
 from megabatch.train.data.tokens import Tokens, sha256_of
-from megabatch.train.ranks import Ranks
+from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.ranks import Ranks
 
 FORMAT = 2  # raise it where the same rows give other samples
 SECONDS_OF_WAITING = 60.0  # after which ranks that wait hear that all is well; a collective gives up after half an hour

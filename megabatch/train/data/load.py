@@ -10,17 +10,17 @@ import numpy as np
 
 from megabatch.errors import MegabatchError
 from megabatch.train.config import HELD_OUT, Config, SourceConfig
-from megabatch.train.console import Console
 from megabatch.train.data.cache import tokenize_once
 from megabatch.train.data.checks import check_config, check_fit, check_fits, check_new_sets
-from megabatch.train.data.function import TRAIN, Repeatable, own_samples
+from megabatch.train.data.custom_dataset import TRAIN, Repeatable, own_samples
 from megabatch.train.data.mixture import Joined, Measured, Mixture, Part, Tokenized, TokenizedPart, counts_of, split_off
 from megabatch.train.data.pack import PackedSamples
-from megabatch.train.data.places import place_of
+from megabatch.train.data.sources import place_of
 from megabatch.train.data.stream import Stream
 from megabatch.train.data.tokens import Tokens
 from megabatch.train.model.architecture import architecture_of, positions_of
-from megabatch.train.ranks import Ranks
+from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.ranks import Ranks
 
 
 @dataclass(frozen=True)

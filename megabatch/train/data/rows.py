@@ -20,7 +20,7 @@ from datasets import DatasetDict, load_from_disk
 from megabatch.errors import MegabatchError
 from megabatch.train.config import SourceConfig
 from megabatch.train.data.hub import hub_rows
-from megabatch.train.data.places import Place, ending_of, place_of
+from megabatch.train.data.sources import Place, ending_of, place_of
 from megabatch.train.data.stdlib import stdlib_functions
 
 MAX_CELL_BYTES = 2**31 - 1  # of csv; Python's own limit, 128 KiB, is less than many a text has

@@ -14,8 +14,8 @@ import numpy as np
 from megabatch import CostModel
 from megabatch.errors import MegabatchError
 from megabatch.planning import Consumed, balance
-from megabatch.train.batch_size import sizes_of
 from megabatch.train.config import Config, SourceConfig
+from megabatch.train.config.batch_size import sizes_of
 from megabatch.train.data.checks import check_fit
 from megabatch.train.data.pack import pack_samples
 from megabatch.train.data.samples import Sample, Skipped, samples_of

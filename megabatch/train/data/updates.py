@@ -16,17 +16,26 @@ from megabatch import CostModel, UpdateSampler
 from megabatch.batching import Deferred
 from megabatch.errors import MegabatchError, PlanError
 from megabatch.planning import Consumed
-from megabatch.train.batch_size import sizes_of
 from megabatch.train.config import Config
-from megabatch.train.data.counts import check_points, count_updates, no_update
-from megabatch.train.data.delivery import Delivery, Once, Share, State, from_workers, options, received, with_tensors
-from megabatch.train.data.function import drawing
+from megabatch.train.config.batch_size import sizes_of
+from megabatch.train.data.balancing import price_of
+from megabatch.train.data.custom_dataset import drawing
 from megabatch.train.data.load import Data
 from megabatch.train.data.mixture import Measured
+from megabatch.train.data.num_updates import check_points, count_updates, no_update
 from megabatch.train.data.samples import Skipped
 from megabatch.train.data.stream import Stream, StreamUpdate, place_of, share_of, updates_of
-from megabatch.train.dealing import price_of
-from megabatch.train.ranks import Ranks
+from megabatch.train.data.worker_transfer import (
+    Delivery,
+    Once,
+    Share,
+    State,
+    from_workers,
+    options,
+    received,
+    with_tensors,
+)
+from megabatch.train.runtime.ranks import Ranks
 
 Ahead = tuple[Delivery, Iterator[Delivery]]  # the next update, read, and those after it
 

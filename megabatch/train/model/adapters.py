@@ -19,9 +19,9 @@ from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.config import Config, ModelConfig
 from megabatch.train.model.initial import Saved, seeded
 from megabatch.train.model.quantized import FourBit, num_numbers, stored
-from megabatch.train.model.quiet import quiet
+from megabatch.train.model.silence import quiet
 from megabatch.train.model.source import Source
-from megabatch.train.ranks import Ranks
+from megabatch.train.runtime.ranks import Ranks
 
 ADAPTER = "default"  # peft's name of an only one
 MARK = ".lora_"  # in the names of an adapter's own parameters

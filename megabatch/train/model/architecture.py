@@ -11,7 +11,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.config import ModelConfig
 from megabatch.train.model.precision import dtype_of
-from megabatch.train.model.quiet import quiet
+from megabatch.train.model.silence import quiet
 
 OWNED_KEYS = {  # of model.config, that the trainer sets
     "dtype": "set model.dtype",

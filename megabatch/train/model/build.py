@@ -18,21 +18,21 @@ from megabatch.errors import MegabatchError, in_one_line
 from megabatch.losses import LossFunction
 from megabatch.pipeline import Pipeline
 from megabatch.train.config import Config, LossConfig, ModelConfig
-from megabatch.train.console import Console
 from megabatch.train.model.adapters import begun, check_layout
 from megabatch.train.model.architecture import architecture_of, check_attention, check_fit, outline
-from megabatch.train.model.context import attend_over, check_model
+from megabatch.train.model.context_parallel import attend_over, check_model
 from megabatch.train.model.frozen import check_same_bits, choose_trained, left_out, sealed
 from megabatch.train.model.initial import fill
+from megabatch.train.model.pipeline_stages import Stages, pipeline, stages_of, stages_text
 from megabatch.train.model.precision import accumulation_of, computing, policy_of, precision_text
 from megabatch.train.model.quantized import check_quantized, described, quantized
 from megabatch.train.model.smoke_test import check_documents, try_forward
 from megabatch.train.model.source import Source, fresh_source, own_source, saved_source
-from megabatch.train.model.stages import Stages, pipeline, stages_of, stages_text
-from megabatch.train.model.tensor import NO_BORDERS, plain_terms, spread
+from megabatch.train.model.tensor_parallel import NO_BORDERS, plain_terms, spread
 from megabatch.train.model.wrap import Wrapper, blocks_of, choose_wrapper, distribute, replicate
-from megabatch.train.passes import in_place_of
-from megabatch.train.ranks import Ranks
+from megabatch.train.runtime.autograd_hooks import in_place_of
+from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.ranks import Ranks
 
 VERSION_KEYS = ("transformers_version",)  # of a model's config; they say who wrote it and not what it is
 

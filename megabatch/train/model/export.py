@@ -16,21 +16,21 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from transformers import GenerationConfig
 
 from megabatch.errors import MegabatchError, in_one_line
-from megabatch.train.checkpoint import quiet_alone, reason_of
+from megabatch.train.checkpoints.paths import BEST, POINTER, checkpoints_of, named_by, path_of, step_of, steps_of
+from megabatch.train.checkpoints.retention import Chosen, Shelf
+from megabatch.train.checkpoints.safe_pickle import SafePlanner, SafeReader
+from megabatch.train.checkpoints.tensor_files import quiet_alone, reason_of
 from megabatch.train.config import Config, ModelConfig
+from megabatch.train.config.recipe import load_config
 from megabatch.train.model.architecture import architecture_of, construct, outline
 from megabatch.train.model.initial import fill, plan_units
 from megabatch.train.model.merged import Adapter, adapter_of, base_model, merged_model
 from megabatch.train.model.quantized import kind_of
-from megabatch.train.model.quiet import quiet
+from megabatch.train.model.silence import quiet
 from megabatch.train.model.source import own_source
 from megabatch.train.model.tokenizer import load_tokenizer
 from megabatch.train.model.wrap import blocks_of
-from megabatch.train.naming import BEST, POINTER, checkpoints_of, named_by, path_of, step_of, steps_of
-from megabatch.train.ranks import Ranks
-from megabatch.train.recipe import load_config
-from megabatch.train.safe import SafePlanner, SafeReader
-from megabatch.train.shelf import Chosen, Shelf
+from megabatch.train.runtime.ranks import Ranks
 
 RECIPE = "config.toml"  # of a run's folder
 MODEL, AVERAGE = "learner.model.", "average."  # where a checkpoint has the weights, and their average

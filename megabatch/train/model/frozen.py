@@ -19,7 +19,7 @@ from megabatch.errors import MegabatchError
 from megabatch.train.config import ModelConfig
 from megabatch.train.model.adapters import MARK, adapt
 from megabatch.train.model.quantized import four_bits, num_numbers, stored
-from megabatch.train.ranks import Ranks
+from megabatch.train.runtime.ranks import Ranks
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
 SLICE = 2**22  # numbers that are summed at a time: the sum is over copies of eight bytes each

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from megabatch.errors import MegabatchError
+from megabatch.train.checkpoints.metadata import first_difference, read_meta
 from megabatch.train.config import Config
-from megabatch.train.meta import first_difference, read_meta
 from megabatch.train.model.adapters import ADAPTER, MARK, WHOLE, merge, peft, whole_of
 from megabatch.train.model.architecture import architecture_of, outline
 from megabatch.train.model.build import identity_of
@@ -23,7 +23,7 @@ from megabatch.train.model.initial import fill
 from megabatch.train.model.quantized import dequantize, quantize
 from megabatch.train.model.source import fresh_source, load_whole, own_source
 from megabatch.train.model.wrap import blocks_of
-from megabatch.train.ranks import Ranks
+from megabatch.train.runtime.ranks import Ranks
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 WEIGHTS = "adapter_model.safetensors"  # peft's name

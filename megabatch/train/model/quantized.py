@@ -22,7 +22,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from megabatch.errors import MegabatchError
 from megabatch.train.config import Config, ModelConfig
 from megabatch.train.model.initial import fill
-from megabatch.train.model.quiet import quiet
+from megabatch.train.model.silence import quiet
 from megabatch.train.model.source import Source
 from megabatch.train.model.wrap import Wrapper
 

@@ -13,7 +13,7 @@ from megabatch.errors import MegabatchError
 from megabatch.pipeline import Pipeline, evaluate
 from megabatch.train.config import ModelConfig
 from megabatch.train.model.architecture import refused
-from megabatch.train.model.quiet import quiet
+from megabatch.train.model.silence import quiet
 from megabatch.train.model.wrap import reshard
 
 

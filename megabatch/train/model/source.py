@@ -17,8 +17,8 @@ from megabatch.train.config import ModelConfig
 from megabatch.train.model.architecture import construct
 from megabatch.train.model.initial import Saved, Unit, plan_units, seeded
 from megabatch.train.model.precision import dtype_of
-from megabatch.train.model.quiet import quiet
-from megabatch.train.own import load_function
+from megabatch.train.model.silence import quiet
+from megabatch.train.runtime.plugins import load_function
 
 NUM_NAMED = 3  # tensors in a line
 WHOLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, ByT5Tokenizer
 
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.config import ModelConfig
-from megabatch.train.model.quiet import quiet
+from megabatch.train.model.silence import quiet
 
 BYTES, BYTES_CLASS = "bytes", "ByT5Tokenizer"
 TOKENIZER_FILES = (

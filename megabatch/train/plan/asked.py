@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megabatch.errors import MegabatchError
 from megabatch.simulate import Device, device_named
-from megabatch.train.plan.sizes import read_bytes, read_rate
+from megabatch.train.config.byte_sizes import read_bytes, read_rate
 
 VALUES = ("world", "memory", "device", "bandwidth", "length", "chart")  # each with a value
 DEVICE = "a100-80g"

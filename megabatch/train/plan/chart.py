@@ -7,9 +7,9 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from megabatch.simulate import CATEGORIES, Moment
+from megabatch.train.config.byte_sizes import GIB
 from megabatch.train.plan.rows import Row
-from megabatch.train.plan.sizes import GIB
-from megabatch.train.report import GRID, INK, MUTED, STYLE
+from megabatch.train.report.picture import GRID, INK, MUTED, STYLE
 
 COLORS = {
     "parameters": "#2f6db5",

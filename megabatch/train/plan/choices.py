@@ -4,8 +4,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import product
 
-from megabatch.train.batch_size import sizes_of
 from megabatch.train.config import Config
+from megabatch.train.config.batch_size import sizes_of
 
 FUSED_ON_GPUS = ("Adam", "AdamW", "SGD")  # torch's others are fused on CPUs only
 REDUCTIONS = {  # how the model is wrapped → policies worth a run, and those that cost more and save nothing

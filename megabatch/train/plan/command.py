@@ -5,15 +5,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megabatch.errors import MegabatchError
-from megabatch.train.console import Console
-from megabatch.train.model.quiet import quiet
+from megabatch.train.config.recipe import load_config
+from megabatch.train.model.silence import quiet
 from megabatch.train.plan.asked import read_asked
 from megabatch.train.plan.chart import draw_chart
 from megabatch.train.plan.rows import Row
 from megabatch.train.plan.search import best_of, search
 from megabatch.train.plan.subject import Subject, subject_of
 from megabatch.train.plan.table import named, show
-from megabatch.train.recipe import load_config
+from megabatch.train.runtime.console import Console
 
 
 def plan_recipe(recipe: Path, arguments: Sequence[str]) -> list[Row]:

@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megabatch.simulate import Moment, Simulated
+from megabatch.train.config.byte_sizes import gib_text
 from megabatch.train.plan.choices import Choice
 from megabatch.train.plan.closed import Estimate
-from megabatch.train.plan.sizes import gib_text
 
 YES, TIGHT, NO = "yes", "tight", "no"
 FITS = (YES, TIGHT, NO)

@@ -10,10 +10,10 @@ from torch import Tensor
 from megabatch.batching import OneRow
 from megabatch.errors import MegabatchError
 from megabatch.train.config import Config
-from megabatch.train.console import Console
 from megabatch.train.data.load import load_data
 from megabatch.train.model.tokenizer import load_tokenizer
-from megabatch.train.ranks import Ranks
+from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.ranks import Ranks
 
 Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # shapes and types, by name
 

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from megabatch.train.config.byte_sizes import gib_text
 from megabatch.train.plan.choices import Choice
 from megabatch.train.plan.closed import Estimate, estimate
 from megabatch.train.plan.rows import NO, RUN, YES, Row, derived_row, hopeless_row
 from megabatch.train.plan.runs import AT_ONCE, runner
-from megabatch.train.plan.sizes import gib_text
 from megabatch.train.plan.subject import Subject
 
 CERTAIN = 0.93  # of the closed form: what is above the limit by more than it errs is left out without a run

@@ -8,12 +8,12 @@ from rich import box
 from rich.console import Console as RichConsole
 from rich.table import Table
 
-from megabatch.train.batch_size import sizes_of
 from megabatch.train.config import Config
+from megabatch.train.config.batch_size import sizes_of
+from megabatch.train.config.byte_sizes import GB, GIB, gb_text, gib_text
 from megabatch.train.plan.asked import Asked
 from megabatch.train.plan.lines import command_line, keys_of, toml_lines
 from megabatch.train.plan.rows import NO, RUN, TIGHT, YES, Row
-from megabatch.train.plan.sizes import GB, GIB, gb_text, gib_text
 from megabatch.train.plan.subject import Subject
 
 WIDTH = 160  # where there is no terminal to ask

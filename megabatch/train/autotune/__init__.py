@@ -1,0 +1,1 @@
+"""Autotune: settings that the recipe leaves open, chosen by measurement."""

@@ -1,0 +1,80 @@
+"""The microbatch limit and the sync policy of a run, where the recipe leaves them open.
+
+They are chosen before the first update, or read from the checkpoint that the run resumes from.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+from megabatch import Plan
+from megabatch.errors import MicrobatchLimit
+from megabatch.planning import TunedLimit
+from megabatch.train.autotune.accumulator import accumulator_of
+from megabatch.train.autotune.microbatch_limit import Bound, choose, longest, saved_bound
+from megabatch.train.autotune.sync_policy import AUTO, LAST, Choosing, Policy, saved_policy
+from megabatch.train.config import Config, UpdateConfig
+from megabatch.train.context import RunContext
+from megabatch.train.runtime.memory_shortage import stated_words
+from megabatch.train.runtime.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class TunedChoices:
+    """How much goes through the model at once, and when ranks sum."""
+
+    bound: Bound | None  # None: the recipe gives it
+    policy: Policy
+
+    @property
+    def given(self) -> tuple[TunedLimit | None, str | None]:
+        """Both, as far as they are known and not the recipe's."""
+        return None if self.bound is None else self.bound.fit, self.policy.sync
+
+    def text(self, update: UpdateConfig, learned: MicrobatchLimit | None) -> list[str]:
+        """Return the lines about them; ``learned``: the limit since memory ran out."""
+        of_bound = stated_words(update, learned) if self.bound is None else self.bound.words
+        return [*of_bound, *self.policy.words]
+
+    def meta(self, fit: TunedLimit | None) -> dict[str, object]:
+        """Return what a checkpoint keeps; ``fit``: the limit of now."""
+        return {**({} if self.bound is None else replace(self.bound, fit=fit).meta), **self.policy.meta}
+
+    def shown(self, plan: Plan) -> Plan:
+        """Return the plan with the reason of its sync policy."""
+        return self.policy.shown(plan)
+
+
+def saved_choices(config: Config, ranks: Ranks, checkpoint: Path | None) -> TunedChoices:
+    """Return the choices of the checkpoint that still hold."""
+    bound = saved_bound(config, ranks, checkpoint)
+    return TunedChoices(bound, saved_policy(config, ranks, bound, checkpoint))
+
+
+def choose_rest(context: RunContext) -> TunedChoices:
+    """Choose what is still open. The learner follows it from here on; measuring leaves nothing behind. Collective."""
+    chosen, learner, model = cast(TunedChoices, context.choices), context.learner, context.model
+    bound = choose(chosen.bound, learner.gradient, context.loss_fn, context.data, context.updates, model, context.ranks)
+    if chosen.policy.sync is not None:
+        return TunedChoices(bound, chosen.policy)
+    batch = context.updates.peek()
+    own = learner.gradient.plan(batch).sync
+    found = (
+        None
+        if own == LAST
+        else Choosing(own, context.config, learner, context.loss_fn, context.data, batch, model, context.ranks).found()
+    )
+    if found is None:
+        return TunedChoices(bound, replace(chosen.policy, sync=AUTO, words=()))
+    if found.sync == LAST:
+        learned = learner.gradient.oom_limit
+        learner.gradient = accumulator_of(model.model, context.config, found.fit, LAST)
+        learner.gradient.lower_limit(learned)
+        learner.gradient.reserve_for(learner.optimizer)
+        if bound is not None:
+            with model.losses():
+                learner.gradient.tune(longest(context.data, batch), context.loss_fn)  # it remembers the sample
+    if bound is not None and found.fit is not None:
+        bound = bound.lowered(found.fit)
+    line = f"update.sync {found.sync}: {found.why}"
+    return TunedChoices(bound, replace(chosen.policy, sync=found.sync, words=(*chosen.policy.words, line)))

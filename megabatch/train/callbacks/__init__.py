@@ -1,0 +1,1 @@
+"""Callbacks: what a run does beside its updates."""

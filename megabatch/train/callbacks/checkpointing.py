@@ -1,0 +1,162 @@
+"""Save a run between two updates and bring it back: the learner, the average of the weights, the position in the data.
+
+`checkpoints/` knows the files. This module knows when a checkpoint belongs there, and what of the run goes into it.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megabatch import Learner, MegabatchError
+from megabatch.errors import MicrobatchLimit
+from megabatch.pipeline import Pipeline
+from megabatch.train.callbacks.ema import local
+from megabatch.train.checkpoints.metadata import BEST_ONLY, check_same, describe, read_meta
+from megabatch.train.checkpoints.retention import point_to_best
+from megabatch.train.checkpoints.run_folder import recipe_text
+from megabatch.train.checkpoints.tensor_files import load, states_of
+from megabatch.train.checkpoints.writer import Request, Writer
+from megabatch.train.config import Config
+from megabatch.train.context import Callback, RunContext
+from megabatch.train.data.load import Data
+from megabatch.train.data.updates import Updates
+from megabatch.train.model.build import Laid
+from megabatch.train.model.frozen import TrainedOnly
+from megabatch.train.model.optimizer import decay_steps_of, settings_of
+
+LEARNED = "learned"  # key of a checkpoint's metadata: the microbatch limit, where memory has run out
+
+
+class Checkpointing(Callback):
+    """Save every ``run.save_every`` updates, at the end, and where the evaluation was the best. Collective."""
+
+    def __init__(self, context: RunContext) -> None:
+        config, learner, model = context.config, context.learner, context.model
+        whole = StagedLearner(learner, model) if isinstance(model.model, Pipeline) else learner
+        context.saved["learner"] = TrainedOnly(learner, model.left_out) if model.left_out else whole
+        context.positions["updates"] = context.updates
+        patient = config.eval.patience is not None
+        self._save_every, self._keeps_best = (
+            config.run.save_every,
+            config.run.keep_best or (config.run.keep_best is None and patient),
+        )
+        self._writer = Writer(config, context.ranks, context.console, context.flush_logs)
+        context.exits.enter_context(self._writer.closing())
+        self._look_at_next()
+
+    def start(self, context: RunContext) -> None:
+        """Take note of the checkpoint that the run resumes from."""
+        if context.checkpoint is not None:
+            if self._keeps_best and context.best.step is not None:  # a kill may have come before the pointer was moved
+                point_to_best(context.folder, context.best.step, context.ranks)
+            self._writer.go_on(context.step)
+
+    def after_update(self, context: RunContext) -> None:
+        """Save the run if a checkpoint belongs here.
+
+        One does in its turn, after the last update, where the evaluation was the best, or where an earlier one could
+        not be written.
+        """
+        self._writer.poll()
+        step, is_last = context.step, context.is_over
+        in_turn = (
+            is_last or self._writer.is_due(step) or (self._save_every is not None and step % self._save_every == 0)
+        )
+        is_best = self._keeps_best and context.best.step == step
+        if in_turn or is_best:
+            check_weights(context)
+            request = Request(step, states_of(context.saved), self._meta(context, in_turn), is_best, in_turn)
+            self._writer.write_last(request) if is_last else self._writer.write(request)
+        self._look_at_next()
+
+    def end(self, context: RunContext) -> None:
+        """Save the run unless it is saved."""
+        self._writer.wait()
+        if self._writer.written_step != context.step:
+            check_weights(context)
+            is_best = self._keeps_best and context.best.step == context.step
+            request = Request(context.step, states_of(context.saved), self._meta(context, True), is_best, True)
+            self._writer.write_last(request)
+
+    def _look_at_next(self) -> None:
+        """Ask to be called after each update while something is to be looked at, else in turn."""
+        self.every = 1 if self._keeps_best or self._writer.is_busy else self._save_every
+
+    def _meta(self, context: RunContext, in_turn: bool) -> dict[str, Any]:
+        """Return what a checkpoint says of itself, beside its state."""
+        gradient = context.learner.gradient
+        return {
+            **context.identity,
+            "step": context.step,
+            **{name: part.state_dict() for name, part in context.positions.items()},
+            **context.choices.meta(gradient.fit),
+            LEARNED: gradient.oom_limit,
+            BEST_ONLY: not in_turn,
+        }
+
+
+def restore(context: RunContext, checkpoint: Path) -> None:
+    """Bring the run to a whole checkpoint. Raises `MegabatchError` for another run's. Collective."""
+    meta = read_meta(checkpoint)
+    check_same(checkpoint, meta, dict(context.identity))
+    for name, part in context.positions.items():
+        part.load_state_dict(meta[name])
+    load(checkpoint, context.saved)
+    if meta.get(LEARNED) is not None:
+        context.learner.gradient.lower_limit(MicrobatchLimit(*meta[LEARNED]))
+
+
+def check_weights(context: RunContext) -> None:
+    """Raise before weights are saved that are not finite, where nobody has looked at the gradient. Collective."""
+    if context.learner.max_norm is not None:
+        return
+    weights = [each for group in context.learner.optimizer.param_groups for each in group["params"]]
+    finite = [torch.isfinite(local(each.detach())).all().to(context.ranks.device) for each in weights]
+    bad = bool(finite) and not torch.stack(finite).all()  # waits for the device, once
+    if any(context.ranks.sum([float(bad)])):
+        raise MegabatchError(
+            f"weights are not finite after update {context.step}, and are not saved: with update.max_norm = none no "
+            "gradient is looked at; set it, or lower optim.lr, and go on from the last checkpoint"
+        )
+
+
+class StagedLearner:
+    """A learner whose model lies in pipeline stages, saved as that of the whole model: with every stage's parameters.
+
+    The ranks that have a tensor write it. The optimizer's groups are one list, which all ranks have.
+    """
+
+    def __init__(self, learner: Learner, laid: Laid) -> None:
+        assert isinstance(laid.model, Pipeline)
+        self._learner, self._ranks = learner, laid.model.stage_ranks
+        groups = learner.optimizer.param_groups
+        seen = self._ranks.exchange_objects([{key: group[key] for key in group if key != "params"} for group in groups])
+        if any(each != seen[0] for each in seen):
+            raise MegabatchError(
+                f"the stages of the pipeline have {' and '.join(str(len(each)) for each in seen)} groups of parameters "
+                "in their optimizers, or groups of other settings, which a checkpoint cannot hold; leave every stage "
+                "matrices and vectors to train (model.freeze), or set parallel.pp to 1"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The learner's state; collective."""
+        state = self._learner.state_dict()
+        groups = state["optimizer"]["param_groups"]
+        names = self._ranks.exchange_objects([group["params"] for group in groups])
+        for group, *parts in zip(groups, *names, strict=True):
+            group["params"] = [name for part in parts for name in part]
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken, in stages or not."""
+        self._learner.load_state_dict(state)
+
+
+def identity_of(config: Config, data: Data, laid: Laid, updates: Updates) -> dict[str, Any]:
+    """Return what makes a run this one, as JSON, for a resumed run to compare."""
+    derived = {"optim.decay_steps": decay_steps_of(config, updates.num_updates)}
+    return describe(
+        model=laid.identity, data=data.identity, settings=settings_of(config), derived=derived,
+        recipe=recipe_text(config),
+    )  # fmt: skip

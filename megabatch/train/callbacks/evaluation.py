@@ -1,0 +1,354 @@
+"""Evaluate the exact loss and the metrics of whole sets, over all ranks."""
+
+import contextlib
+import math
+import zlib
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from numbers import Real
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from megabatch import Plan, Term, losses, plan
+from megabatch.batching import Padding, context_parallel, sample_length, to_device
+from megabatch.errors import LossContractError, MegabatchError, PlanError
+from megabatch.losses import LossFunction, loss_hooks, terms_of
+from megabatch.pipeline import Pipeline
+from megabatch.pipeline import evaluate as evaluate_pipeline
+from megabatch.train.config import EvalConfig, UpdateConfig
+from megabatch.train.context import Callback, RunContext
+from megabatch.train.data.checks import OWN
+from megabatch.train.model.build import in_precision
+from megabatch.train.model.wrap import reshard
+from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.jsonl_file import Row
+from megabatch.train.runtime.plugins import Event, blamed, load_function
+from megabatch.train.runtime.ranks import Ranks
+
+Microbatch = Any  # what a collate function returns
+Sums = dict[str, tuple[float, float]]  # name of a term → its total and its weight over a set
+
+PAIR_NAME = "loss"  # of the term that a loss returns by itself
+TAKEN = (PAIR_NAME, "accuracy", "perplexity")  # names that a metric cannot have: the rows have them already
+PER_STAGE = 4  # microbatches that a pipeline runs at once: its stages wait for a fifth of the time at most
+MOST_LOGITS = 2**28  # of a microbatch: half a GiB in bfloat16, two and a half with what is computed of them
+LARGEST_EXPONENT = 709  # of which float64 has the power of e
+
+
+class Evaluation(Callback):
+    """Evaluate every set at the start, every ``eval.every`` updates and at the end. Collective.
+
+    It evaluates the moving average of the weights, if the recipe asks for one.
+    """
+
+    def __init__(self, context: RunContext) -> None:
+        config = context.config
+        self.every = config.eval.every
+        loss_fn = load_function(config.loss.function, "loss.function")  # without a router loss
+        in_own_precision = partial(in_precision, config=config.model, laid=context.model, device=context.ranks.device)
+        self._terms = build_terms(config.eval, loss_fn, in_own_precision)
+        self._own = load_own(config.eval)
+        self._step: int | None = None  # of the last evaluation
+
+    def start(self, context: RunContext) -> None:
+        """Evaluate a new run before its first update."""
+        if context.checkpoint is None:
+            self.evaluate(context)
+
+    def after_update(self, context: RunContext) -> None:
+        """Evaluate: it is called in turn."""
+        self.evaluate(context)
+
+    def end(self, context: RunContext) -> None:
+        """Evaluate the last weights, unless a signal has stopped the run."""
+        in_turn = self.every is not None and context.step % self.every == 0
+        if self._step != context.step and not (in_turn or context.is_stopped):
+            self.evaluate(context)
+
+    def evaluate(self, context: RunContext) -> None:
+        """Evaluate every set, then the user's own evaluation, and tell the callbacks of each."""
+        self._step, fit = context.step, context.learner.gradient.fit
+        tokens, update_row = None if fit is None else fit.max_microbatch_tokens, context.row
+        with context.evaluated_weights(), context.model.losses():
+            event = replace(context.event(), row={})
+            update, ranks, console = context.config.update, context.ranks, context.console
+            for row in evaluate(event, self._terms, self._own, update, ranks, console, chosen_tokens=tokens):
+                context.row = row
+                for callback in context.callbacks.after_evaluation:
+                    callback.after_evaluation(context)
+        context.row = update_row
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What is summed over a set, as a function (model, microbatch) -> {name: (total, weight)}."""
+
+    loss: LossFunction
+    metrics: LossFunction | None = None  # in which no gradient is looked for
+    of_tokens: bool = False  # the loss is the mean over target tokens, of which there is a perplexity
+    title: str = "eval.metrics"  # of the metrics, in messages
+
+    def __call__(self, model: Any, microbatch: Microbatch) -> dict[str, Term]:
+        terms = terms_of(self.loss(model, microbatch))
+        return {**terms, **self._metrics(model, microbatch, [*TAKEN, *terms])}
+
+    def of_all(self, model: nn.Module, microbatches: Sequence[Microbatch]) -> list[dict[str, Term]]:
+        """The terms of each microbatch, of which a pipeline runs several at once; loss and metrics by themselves."""
+        if not isinstance(model, Pipeline):
+            return [self(model, microbatch) for microbatch in microbatches]
+        found = evaluate_pipeline(model, microbatches, self.loss)
+        if self.metrics is None:
+            return found
+        metrics = partial(self._metrics, taken=[*TAKEN, *found[0]])
+        try:
+            added = evaluate_pipeline(model, microbatches, metrics)
+        except (PlanError, LossContractError) as error:  # in the words of losses
+            raise MegabatchError(f"{self.title}: {str(error).replace('the loss', 'it')}") from None
+        return [{**terms, **more} for terms, more in zip(found, added, strict=True)]
+
+    def _metrics(self, model: Any, microbatch: Microbatch, taken: Collection[str]) -> dict[str, Term]:
+        if self.metrics is None:
+            return {}
+        try:
+            with torch.no_grad(), blamed(self.title):
+                metrics = terms_of(self.metrics(model, microbatch))
+        except LossContractError as error:
+            raise MegabatchError(f"{self.title}: {str(error).replace('the loss', 'what it returns')}") from None
+        for name in (name for name in metrics if name in taken):
+            raise MegabatchError(f"{self.title} returns {name!r}, which is there already; give it another name")
+        return metrics
+
+
+def build_terms(
+    config: EvalConfig,
+    loss_fn: LossFunction,
+    in_own_precision: Callable[[LossFunction], LossFunction] = lambda function: function,
+) -> Terms:
+    """Return the terms of the loss and of eval.metrics, each computed in the precision of the recipe."""
+    of_tokens = loss_fn is losses.next_token
+    loss = in_own_precision(next_token_terms if of_tokens else loss_fn)
+    if config.metrics is None:
+        return Terms(loss, None, of_tokens)
+    metrics = in_own_precision(load_function(config.metrics, "eval.metrics"))
+    return Terms(loss, metrics, of_tokens, f"eval.metrics {config.metrics!r}")
+
+
+def next_token_terms(model: Any, microbatch: Microbatch) -> dict[str, Term]:
+    """The loss `losses.next_token`, and how many of its targets the model finds likeliest, in one forward."""
+    outputs: list[Tensor] = []
+
+    def remember(*inputs: Any, **named: Any) -> Tensor:
+        output = model(*inputs, **named)
+        outputs.append(output if isinstance(output, Tensor) else output.logits)
+        return outputs[0]  # alone: a router loss beside it is trained on and not evaluated
+
+    loss = losses.next_token(cast(nn.Module, remember), microbatch)
+    logits = outputs[0]  # [B, T, V]
+    targets = losses.next_targets(microbatch)  # [B, T - 1], or [B, T] of a stretch
+    found = logits[:, : targets.shape[1]].argmax(-1) == targets  # an ignored label is no token
+    return {PAIR_NAME: loss, "accuracy": Term(found.sum(), loss.weight)}
+
+
+def evaluate(
+    event: Event, terms: Terms, own: Callable[..., Any] | None, update: UpdateConfig, ranks: Ranks, console: Console,
+    *, chosen_tokens: int | None = None,
+) -> list[Row]:  # fmt: skip
+    """A row of metrics.jsonl for each of the event's sets, then one for the user's ``own`` evaluation; collective."""
+    run = partial(evaluate_set, event.model, terms, chosen_tokens=chosen_tokens)
+    rows = [
+        {"step": event.step, **run(samples, update, ranks, console, name=name)} for name, samples in event.sets.items()
+    ]
+    return rows if own is None else [*rows, {"step": event.step, "set": OWN, **own_values(own, event)}]
+
+
+def evaluate_set(
+    model: nn.Module,
+    terms_fn: LossFunction,
+    samples: Sequence[Any],
+    update: UpdateConfig,
+    ranks: Ranks,
+    console: Console,
+    *,
+    name: str = "held-out",
+    chosen_tokens: int | None = None,
+) -> Row:
+    """The loss and the metrics of a set, each a sum over all of its samples and ranks by a sum; collective.
+
+    Returns {"set", "eval_loss", "eval_<term>", ...}: of several terms with a gradient, eval_loss is the sum, as in
+    training. A quotient without weight is None. The model is in evaluation mode for that long and draws, if it does,
+    the same at every evaluation; nothing else is changed. ``chosen_tokens``: what a microbatch holds where ``update``
+    leaves it open; a sample that is longer goes alone. Where all logits are made, fewer tokens are taken at once.
+    """
+    terms = terms_fn if isinstance(terms_fn, Terms) else Terms(terms_fn)
+    with evaluating(model, name, ranks.device):
+        most = most_tokens(model) if terms.of_tokens else None
+        own = split_set(samples, update, ranks, chosen_tokens, most)
+        sums, loss_names = sum_terms(model, terms, samples, own, ranks, console, name)
+    return row_of(name, terms, sums, loss_names)
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module, seed: str, device: torch.device) -> Generator[None]:
+    """Surrounds forwards that leave no trace: no gradient, modes and random numbers as before, shards as before."""
+    modes = {module: module.training for module in model.modules()}
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            torch.manual_seed(zlib.crc32(seed.encode()))
+            model.eval()
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+        reshard(model)
+
+
+def sum_terms(
+    model: nn.Module,
+    terms: Terms,
+    samples: Sequence[Any],
+    own: Plan,
+    ranks: Ranks,
+    console: Console,
+    name: str,
+) -> tuple[Sums, set[str]]:
+    """Each term's sums over a set, of which this rank has its ``own`` part, and which of them are the loss; collective.
+
+    Every rank runs the same number of forwards, as a sharded model must: where the plan has a dummy microbatch, any
+    sample goes through the model and is not counted.
+    """
+    sums: dict[str, Tensor] = {}
+    loss_names: set[str] = set()
+    prepare, pad = loss_hooks(terms.loss).prepare or as_it_is, Padding([model])
+    at_once = PER_STAGE * model.num_stages if isinstance(model, Pipeline) else 1
+    with console.progress(f"evaluating {name}", len(own.samples), "samples") as advance:
+        for start in range(0, len(own.microbatches), at_once):
+            several = own.microbatches[start : start + at_once]
+            taken = ([samples[own.samples[row]] for row in rows] or [samples[0]] for rows in several)
+            microbatches = [to_device(own_stretch(prepare(pad(each)), ranks), ranks.device) for each in taken]
+            with torch.set_grad_enabled(start == 0 and not terms.of_tokens):  # only with it terms show a gradient
+                found = terms.of_all(model, microbatches)
+            for rows, each in zip(several, found, strict=True):
+                loss_names |= {term for term, (total, _) in each.items() if total.requires_grad}
+                add(sums, each, counted=bool(rows), device=ranks.device)
+                advance(len(rows))
+    return gather(sums, loss_names, ranks)
+
+
+def as_it_is(microbatch: Microbatch) -> Microbatch:
+    """What a loss sees that prepares nothing."""
+    return microbatch
+
+
+def own_stretch(microbatch: Microbatch, ranks: Ranks) -> Microbatch:
+    """What this rank sees of a microbatch: all of it, or its stretch of each sequence."""
+    cp = ranks.layout.cp
+    return microbatch if cp == 1 else context_parallel.stretch(microbatch, ranks.layout.cp_rank(ranks.rank), cp)
+
+
+def add(sums: dict[str, Tensor], terms: Mapping[str, Term], *, counted: bool, device: torch.device) -> None:
+    """Add a microbatch's totals and weights on the device, which is not waited for."""
+    dtype = torch.float32 if device.type == "mps" else torch.float64  # which mps has not
+    for name, (total, weight) in terms.items():
+        pair = [total.detach().to(device, dtype), torch.as_tensor(weight, device=device, dtype=dtype)]
+        before = sums.get(name, torch.zeros(2, device=device, dtype=dtype))  # [total, weight]
+        sums[name] = before + torch.stack(pair) if counted else before
+
+
+def gather(sums: Mapping[str, Tensor], loss_names: set[str], ranks: Ranks) -> tuple[Sums, set[str]]:
+    """The sums over all ranks that work on different tokens, the same on each; collective."""
+    told: list[Any] = [({name: pair.tolist() for name, pair in sums.items() if ranks.is_counted}, loss_names)]
+    if ranks.size > 1:
+        own, told = told[0], [None] * ranks.size
+        dist.all_gather_object(told, own)
+    added: Sums = {}
+    for pairs, _ in told:
+        for name, (total, weight) in pairs.items():
+            before = added.get(name, (0.0, 0.0))
+            added[name] = (before[0] + total, before[1] + weight)
+    return added, set[str]().union(*(names for _, names in told))
+
+
+def row_of(name: str, terms: Terms, sums: Sums, loss_names: Collection[str]) -> Row:
+    """What is logged of a set."""
+    quotients = {term: total / weight if weight else None for term, (total, weight) in sums.items()}
+    of_loss = [PAIR_NAME] if terms.of_tokens or not loss_names else sorted(loss_names)
+    parts = [quotient for quotient in map(quotients.get, of_loss) if quotient is not None]
+    row: Row = {"set": name, "eval_loss": sum(parts) if parts else None}
+    if terms.of_tokens:
+        row["eval_perplexity"] = perplexity_of(row["eval_loss"])
+        row["num_target_tokens"] = int(sums[PAIR_NAME][1]) if sums else 0
+    return row | {f"eval_{term}": quotient for term, quotient in quotients.items() if term != PAIR_NAME}
+
+
+def perplexity_of(loss: float | None) -> float | None:
+    """e to the loss; None where no float64 is as large."""
+    return None if loss is None or not loss <= LARGEST_EXPONENT else math.exp(loss)
+
+
+def load_own(config: EvalConfig) -> Callable[..., Any] | None:
+    """The user's ``eval.function``, with its name to its messages. Raises `MegabatchError`."""
+    return None if config.function is None else load_function(config.function, "eval.function")
+
+
+def own_values(own: Callable[..., Any], event: Event) -> Row:
+    """What the user's evaluation found, as keys of a row; it runs as the sets do, without gradients."""
+    title = f"eval.function {getattr(own, '__name__', own)!r}"
+    with evaluating(event.model, OWN, event.device), blamed(title):
+        values = own(event)
+    if not isinstance(values, Mapping):
+        raise MegabatchError(f"{title} returned a {type(values).__name__}; return a mapping of names to numbers")
+    row: Row = {}
+    for name, value in cast(Mapping[Any, Any], values).items():
+        number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        if not isinstance(name, str) or not isinstance(number, Real):
+            raise MegabatchError(
+                f"{title} returned {name!r}: a {type(value).__name__}; return a mapping of names to numbers"
+            )
+        row[f"eval_{name}"] = float(number)
+    return row
+
+
+def split_set(
+    samples: Sequence[Any], update: UpdateConfig, ranks: Ranks, chosen_tokens: int | None, most: int | None = None
+) -> Plan:
+    """This rank's microbatches of a set, as many as any other's; under a pipeline all are filled up to one shape.
+
+    ``most``: tokens of a microbatch, or one sample, at most.
+    """
+    lengths, rows, tokens = lengths_of(samples, update), update.micro_batch_size, update.max_microbatch_tokens
+    if tokens == "auto":
+        rows, tokens = (1, None) if chosen_tokens is None else (None, chosen_tokens)  # None: nothing to train on
+        lengths = [min(each, tokens or each) for each in lengths]
+    if most is not None and tokens is not None:
+        tokens = min(tokens, most)
+        lengths = [min(each, tokens) for each in lengths]
+    if most is not None and rows is not None:
+        rows = min(rows, max(1, most // max(1, *lengths)))
+    if ranks.layout.pp > 1 and tokens is not None:
+        plan(lengths, max_microbatch_tokens=tokens)  # refuses a sample that is longer
+        rows, tokens = tokens // max(1, *lengths, 1), None
+    plans = plan(lengths, dp_degree=ranks.dp_degree, micro_batch_size=rows, max_microbatch_tokens=tokens)
+    return plans[ranks.dp_rank]
+
+
+def most_tokens(model: nn.Module) -> int | None:
+    """Tokens of which a model makes all logits at once, which training does not; None: it has no vocabulary."""
+    config = next((each.config for each in model.modules() if isinstance(each, PreTrainedModel)), None)
+    num_classes = None if config is None else getattr(config.get_text_config(), "vocab_size", None)
+    return max(1, MOST_LOGITS // num_classes) if isinstance(num_classes, int) and num_classes > 0 else None
+
+
+def lengths_of(samples: Sequence[Any], update: UpdateConfig) -> list[int]:
+    """Tokens of each sample, by which the set is cut; 1 each where only samples are counted and are not at hand."""
+    known = getattr(samples, "lengths", None)
+    if known is not None:
+        return [int(length) for length in known]
+    if update.max_microbatch_tokens is None and not isinstance(samples, list):
+        return [1] * len(samples)
+    return [sample_length(sample) for sample in samples]

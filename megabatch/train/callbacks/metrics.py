@@ -1,0 +1,205 @@
+"""metrics.jsonl: a row for each update and for each evaluation of a set, which loggers and the console get too."""
+
+import json
+import math
+import resource
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megabatch import CostModel, Plan, Update
+from megabatch.train.callbacks.loggers import Logger, make_loggers
+from megabatch.train.context import Callback, RunContext
+from megabatch.train.runtime.jsonl_file import METRICS, JsonlFile, Row, is_evaluation
+from megabatch.train.runtime.ranks import Ranks
+
+SECONDS_BETWEEN_WRITES = 0.25  # rows of faster updates wait for each other
+
+
+class Metrics(Callback):
+    """Make the row of each update and hand the rows of updates and evaluations to the file, the loggers, the console."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._is_main, self._counts_tokens = context.ranks.is_main, context.data.counts_tokens
+        self._loggers = make_loggers(context.config, context.ranks, context.console)
+        self._file = MetricsFile(
+            context.folder, enabled=self._is_main, eval_every=context.config.eval.every, loggers=self._loggers
+        )
+        context.logs.append(self._file)
+        context.exits.push(self._close)
+        self._dp_degree, self._lr, self._next_write = context.ranks.dp_degree, 0.0, 0.0
+
+    def start(self, context: RunContext) -> None:
+        """Show the rows of the step again: a logger drops what it has from the first step that it gets."""
+        for row in self._file.rows() if context.checkpoint is not None else ():
+            if row["step"] == context.step:
+                self._show(row)
+
+    def before_update(self, context: RunContext) -> None:
+        """Read the learning rate, before the step moves it on."""
+        self._lr = float(context.learner.optimizer.param_groups[0]["lr"])
+
+    def after_update(self, context: RunContext) -> None:
+        """Make the row, together with the columns that other callbacks have added. Collective."""
+        context.row = self._row(context) | context.row
+        if "skipped_samples" in context.row:  # of an update that was not finite
+            context.row = {key: none_if_nonfinite(value) for key, value in context.row.items()}
+        self._add(context.row)
+        context.console.update(context.row)
+        num_samples = context.row["num_samples"] + context.row.get("skipped_samples", 0)
+        if num_samples < context.expected_samples:
+            context.console.say(
+                "the epoch's data ran out: its last update was stepped exactly: "
+                f"{num_samples} of {context.expected_samples} samples"
+            )
+        if time.perf_counter() >= self._next_write:
+            self._file.write()
+            self._next_write = time.perf_counter() + SECONDS_BETWEEN_WRITES
+
+    def after_evaluation(self, context: RunContext) -> None:
+        """Add the row of a set."""
+        self._add(context.row)
+        self._file.write()
+        context.console.evaluation(context.step, context.row)
+
+    def _row(self, context: RunContext) -> Row:
+        update, plan, seconds = context.update, context.plan, time.perf_counter() - context.started
+        assert update is not None
+        sums = plan_sums(plan) if self._dp_degree == 1 else gather_sums(plan, context.ranks)
+        row = update_row(update, context.values, sums, seconds, counts_tokens=self._counts_tokens)
+        epoch = {} if context.epoch is None else {"epoch": context.epoch}
+        memory = {"memory_gib": memory_gib(context.ranks.device)}
+        return {"step": context.learner.step, "lr": self._lr, **row, **epoch, **memory}
+
+    def _add(self, row: Row) -> None:
+        if self._is_main:
+            self._file.lines.append(json.dumps(row))
+            self._show(row)
+
+    def _show(self, row: Row) -> None:
+        if self._loggers:
+            scalars = scalars_of(row)
+            for logger in self._loggers:
+                logger.log(scalars, row["step"])
+
+    def _close(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Let loggers finish, unless the run fails: they may wait for a service."""
+        self._file.write()
+        for logger in self._loggers if kind is None else ():
+            logger.close()
+
+
+class MetricsFile(JsonlFile):
+    """The rows of a run. A resumed run drops an evaluation out of turn: a run that never stopped would not have it."""
+
+    def __init__(self, folder: Path, *, enabled: bool, eval_every: int | None, loggers: Sequence[Logger] = ()) -> None:
+        super().__init__(folder / METRICS, enabled=enabled)
+        self._eval_every, self._loggers = eval_every, loggers
+
+    def flush(self) -> None:
+        """Write what waits here and in the loggers. Raises `OSError` if there is no room."""
+        super().flush()
+        for logger in self._loggers:
+            logger.flush()
+
+    def is_kept(self, row: Row, step: int) -> bool:
+        """Return True for a row that stays in a run that resumes after ``step`` updates."""
+        in_turn = row["step"] == 0 or (self._eval_every is not None and row["step"] % self._eval_every == 0)
+        return row["step"] < step or (row["step"] == step and (in_turn or not is_evaluation(row)))
+
+
+class Sums(NamedTuple):
+    """Numbers of an update's plans, over all ranks."""
+
+    padded_tokens: float
+    num_split: float
+    predicted: Sequence[float] = ()  # seconds of each data rank's microbatches, in the units of `CostModel`
+
+
+def plan_sums(plan: Plan) -> Sums:
+    """Return the numbers of a plan on the only data rank."""
+    return Sums(plan.padded_tokens, plan.num_split)
+
+
+def gather_sums(plan: Plan, ranks: Ranks) -> Sums:
+    """Add up the numbers of the plans of all data ranks. Collective."""
+    seconds = at_its_place(predict_seconds(plan), ranks)
+    padded_tokens, num_split, *predicted = ranks.sum_of_data([plan.padded_tokens, plan.num_split, *seconds])
+    return Sums(padded_tokens, num_split, predicted)
+
+
+def predict_seconds(plan: Plan) -> float:
+    """Return the time of the plan's microbatches, in units of a token's work where no cost was measured."""
+    if plan.seconds is not None:
+        return plan.seconds
+    cost, microbatches = CostModel(), [plan.lengths_of(rows) for rows in plan.microbatches if rows]
+    if not plan.padded:
+        return sum(sum(map(cost.sample_seconds, lengths)) for lengths in microbatches)
+    return sum(cost.seconds(len(lengths), max(lengths)) for lengths in microbatches)
+
+
+def at_its_place(number: float, ranks: Ranks) -> list[float]:
+    """Return zeros for each data rank, and ``number`` at the place of this one: a sum over ranks has all numbers."""
+    return [number if rank == ranks.dp_rank else 0.0 for rank in range(ranks.dp_degree)]
+
+
+def update_row(update: Update, values: Mapping[str, float], sums: Sums, seconds: float, *, counts_tokens: bool) -> Row:
+    """Return the columns of an update.
+
+    Args:
+        update: Counts its samples, tokens and microbatches.
+        values: Its scalars, from `read_values`.
+        sums: Of its plans.
+        seconds: From the request for its samples until now, for the throughput.
+        counts_tokens: A sample's length is its number of tokens. The throughput is that of real tokens, without
+            padding, and a whole weight is the number of target tokens. Otherwise the throughput is that of samples.
+    """
+    row: Row = {"loss": values["loss"] if values["weight"] else None, "grad_norm": values.get("grad_norm")}
+    row |= {key: none_if_nan(value) for key, value in values.items() if key.startswith("loss_")}
+    row["weight"] = values["weight"]
+    row["num_samples"], row["num_microbatches"] = update.num_samples, update.num_microbatches
+    if sums.num_split:
+        row["num_split"] = int(sums.num_split)
+    if counts_tokens:
+        row["num_tokens"] = update.num_tokens
+        if row["weight"].is_integer():
+            row["num_target_tokens"] = int(row["weight"])
+        row["padding"] = 1 - update.num_tokens / sums.padded_tokens if sums.padded_tokens else 0.0
+        row["tokens_per_second"] = update.num_tokens / seconds
+    else:
+        row["samples_per_second"] = update.num_samples / seconds
+    if any(sums.predicted):
+        row["slowest_over_mean"] = max(sums.predicted) * len(sums.predicted) / sum(sums.predicted)
+    return row
+
+
+def none_if_nan(value: float) -> float | None:
+    """Return the value of a term; None for one without weight, which is 0 / 0."""
+    return None if math.isnan(value) else value
+
+
+def none_if_nonfinite(value: Any) -> Any:
+    """Return the value of a column; None for a float that is not finite."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def memory_gib(device: torch.device) -> float:
+    """Return the most memory that the main rank has used: allocated on its GPU, or resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 2**10  # bytes there, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def scalars_of(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return every number of the row by its tag."""
+    place = f"eval/{row['set']}" if is_evaluation(row) else "train"
+    return {
+        f"{place}/{key.removeprefix('eval_')}": float(value)
+        for key, value in row.items()
+        if key != "step" and isinstance(value, int | float) and not isinstance(value, bool)
+    }

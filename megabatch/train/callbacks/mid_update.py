@@ -1,0 +1,261 @@
+"""Make an update in several calls, so that a signal can stop it between two of them, saved, and it is resumed there.
+
+``checkpoints/open`` has what each rank has of it: its sums, its part of the gradient, and the samples that are left. It
+belongs to the checkpoint of the update before. The update is resumed exactly on as many ranks with the same layout. On
+others it begins again, exact too.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor
+
+from megabatch import MegabatchError, Plan
+from megabatch.errors import in_one_line
+from megabatch.train.autotune.microbatch_limit import circumstances
+from megabatch.train.autotune.sync_policy import MICROBATCHES_A_CALL
+from megabatch.train.callbacks.ema import local
+from megabatch.train.checkpoints.checksums import Sum, first_told, problem_of, sums_of
+from megabatch.train.checkpoints.metadata import SEAL, Meta, first_difference, seal_of
+from megabatch.train.checkpoints.paths import OPEN, UNFINISHED, checkpoints_of, write_through
+from megabatch.train.config import Config
+from megabatch.train.context import Callback, ForwardBackward, RunContext, UpdatePausedError
+from megabatch.train.data.worker_transfer import part_of
+from megabatch.train.runtime.ranks import Ranks
+
+META = "open.json"
+PARTS = ("model_config", "parameters", "data")  # of what makes a run this one, beside its settings
+DEALT = "the tokens at which attention counts as much as the rest"  # by which samples were dealt
+
+
+@dataclass
+class Calls:
+    """This rank's samples of every call of an update, and what has become of those that were made."""
+
+    parts: list[list[int]]  # samples of each call, by their places in the update
+    num_made: int = 0
+    ran: list[list[int]] = field(default_factory=list[list[int]])  # microbatches
+    num_split: int = 0  # of them, that did not fit in memory
+
+    def left(self, batch: Sequence[Any]) -> Iterator[tuple[int, Sequence[Any]]]:
+        """The number and the samples of each call that is still to be made."""
+        for number in range(self.num_made, len(self.parts)):
+            yield number, part_of(batch, self.parts[number])
+
+    def note(self, plan: Plan) -> None:
+        """Take in how the call that was just made was cut."""
+        places = self.parts[self.num_made]
+        self.ran += [[places[row] for row in rows] for rows in plan.microbatches]
+        self.num_split += plan.num_split
+        self.num_made += 1
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every call was made."""
+        return self.num_made == len(self.parts)
+
+    def as_run(self, plan: Plan) -> Plan:
+        """The plan of the whole update, as it was run."""
+        return replace(plan, microbatches=tuple(map(tuple, self.ran)), num_split=self.num_split)
+
+
+class MidUpdateCheckpoint(Callback):
+    """Make an update in several calls, save one that a signal stops inside, and resume it. Collective."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._is_used = context.config.checkpoint.partial
+        if self._is_used:
+            check_config(context.config)
+        self._identity = {**context.identity["settings"], **{part: context.identity[part] for part in PARTS}}
+        self._folder = checkpoints_of(context.folder) / OPEN
+        self._left: dict[str, Any] = {}  # of the update that a former start of the run has left open
+        self._calls, self._is_paused = Calls([]), False
+        self._buffers: dict[str, Tensor] = {}  # of the model, before the update
+
+    def start(self, context: RunContext) -> None:
+        """Take up what was left open after the update that the run resumes from."""
+        problem = self._problem(context)
+        if problem is None:
+            with (self._folder / file_of(context.ranks)).open("rb") as file:
+                self._left = torch.load(file, map_location="cpu", weights_only=True)
+            made = calls_text(Calls(**self._left["calls"]))
+            context.console.say(f"update {context.step + 1} goes on after {made}")
+        elif problem:
+            context.console.warn(f"update {context.step + 1} begins again, which was left open: {problem}")
+
+    def around_backward(self, context: RunContext, batch: Sequence[Any], forward_backward: ForwardBackward) -> None:
+        """Make the calls of the update, unless a signal comes between two of them: then save it open."""
+        if not self._is_used:
+            forward_backward(batch)
+            return
+        gradient = context.learner.gradient
+        with context.model.losses():
+            gradient.tune(batch, context.loss_fn)  # a stream may have longer samples than any before
+        plan = gradient.plan(batch)
+        left, self._left = self._left, {}
+        gradient.load_state_dict(left.get("update", {}))
+        self._buffers = {name: each.clone() for name, each in own_buffers(context)}
+        put_buffers(context, left.get("buffers", {}))
+        self._calls = calls = Calls(**left["calls"]) if left else calls_of(plan, context.ranks)
+        for number, part in calls.left(batch):
+            context.num_calls = number
+            forward_backward(part)
+            calls.note(context.plan)
+            if not calls.is_whole and context.stop.agree(context.ranks):
+                self._pause(context)
+        context.plan = calls.as_run(plan)
+
+    def end(self, context: RunContext) -> None:
+        """Delete what was left of an earlier update."""
+        if not self._is_paused:
+            forget(self._folder, context.ranks)
+
+    def _pause(self, context: RunContext) -> NoReturn:
+        """Save the open update, and bring the run back to the end of the update before."""
+        try:
+            self._save(context)
+        except MegabatchError as error:
+            context.console.warn(f"{error}; the update that was stopped begins again")
+            forget(self._folder.with_name(OPEN + UNFINISHED), context.ranks)  # it would take the checkpoint's room
+        put_buffers(context, self._buffers)
+        context.learner.optimizer.zero_grad(set_to_none=True)
+        context.updates.give_back()
+        self._is_paused = True
+        raise UpdatePausedError
+
+    def _problem(self, context: RunContext) -> str | None:
+        """Return why nothing can be resumed, "" if nothing was left open, None if it can be resumed."""
+        told = context.ranks.gather(json.dumps(read_meta(self._folder / META)))
+        problem, meta = json.loads(told[0])
+        if not problem and meta and not (self._is_used and meta["step"] == context.step):
+            forget(self._folder, context.ranks)  # of another update: it would be taken for one of this number later on
+            meta = {}
+        if problem or not meta:
+            return problem
+        if (difference := first_difference(meta["made_for"], self._made_for(context))) is not None:
+            key, there, now = difference
+            return f"{key} was {there} and is {now}"
+        files = {name: Sum(**each) for name, each in meta["files"].items()}
+        return problem_of(self._folder, files, context.ranks)
+
+    def _made_for(self, context: RunContext) -> dict[str, Any]:
+        """Return what must be the same for the update to be resumed; as JSON.
+
+        A call's samples are places in what was dealt. The run's identity counts too: a run without a checkpoint may
+        start again with another recipe.
+        """
+        here = circumstances(context.config, context.ranks)
+        return json.loads(json.dumps({**here, DEALT: context.updates.even_tokens, **self._identity}))
+
+    def _save(self, context: RunContext) -> None:
+        ranks, gradient = context.ranks, compact(context.learner.gradient.state_dict())
+        state = {"update": gradient, "calls": asdict(self._calls), "buffers": dict(own_buffers(context))}
+        here, made_for = self._folder.with_name(OPEN + UNFINISHED), self._made_for(context)
+
+        def begin() -> None:
+            shutil.rmtree(here, ignore_errors=True)
+            here.mkdir(parents=True)
+
+        def finish() -> None:
+            files = {name: each._asdict() for name, each in sums.items()}
+            meta = {"step": context.step, "made_for": made_for, "files": files}
+            write_through(here / META, json.dumps({**meta, SEAL: seal_of(meta)}, indent=1))
+            shutil.rmtree(self._folder, ignore_errors=True)
+            here.replace(self._folder)
+
+        ranks.on_main(begin, str(here))
+        problem = problem_of_writing(lambda: torch.save(state, here / file_of(ranks)))
+        if (told := first_told([problem] if problem else [], ranks)) is not None:
+            raise MegabatchError(f"cannot write {here} ({told}); make room for it")
+        sums = sums_of(here, ranks)
+        ranks.on_main(finish, str(self._folder))
+        context.console.say(f"update {context.step + 1} is saved after {calls_text(self._calls)}")
+
+
+def own_buffers(context: RunContext) -> list[tuple[str, Tensor]]:
+    """Return this rank's parts of the model's buffers, which a forward may change."""
+    return [(name, local(each)) for name, each in context.learner.model.named_buffers()]
+
+
+def put_buffers(context: RunContext, buffers: Mapping[str, Tensor]) -> None:
+    """Let the model's buffers be these."""
+    with torch.no_grad():
+        for name, each in own_buffers(context):
+            if name in buffers:
+                each.copy_(buffers[name])
+
+
+def forget(folder: Path, ranks: Ranks) -> None:
+    """Delete the folder of an open update. Collective."""
+    ranks.on_main(lambda: shutil.rmtree(folder, ignore_errors=True), str(folder))
+
+
+def calls_text(calls: Calls) -> str:
+    """How far an update has come."""
+    return f"{calls.num_made} of {len(calls.parts)} parts"
+
+
+def check_config(config: Config) -> None:
+    """Raise `MegabatchError` for what does not go together with an update in several calls."""
+    if config.parallel.pp > 1:
+        raise MegabatchError(
+            f"checkpoint.partial is true and parallel.pp is {config.parallel.pp}; an open update of a pipeline cannot "
+            "be saved: leave one of them out"
+        )
+    if config.update.on_nonfinite != "raise":
+        raise MegabatchError(
+            f'checkpoint.partial is true and update.on_nonfinite is "{config.update.on_nonfinite}", which begins an '
+            "update again from where it began; leave one of them out"
+        )
+
+
+def calls_of(plan: Plan, ranks: Ranks) -> Calls:
+    """The calls of an update that is to be cut so; as many on every rank. Collective."""
+    cut = [rows for rows in plan.microbatches if rows]
+    parts = [
+        [row for rows in cut[first : first + MICROBATCHES_A_CALL] for row in rows]
+        for first in range(0, len(cut), MICROBATCHES_A_CALL)
+    ]
+    most = max(map(int, ranks.gather(str(len(parts)))))
+    return Calls(parts + [[] for _ in range(most - len(parts))])
+
+
+def compact(state: dict[str, Any]) -> dict[str, Any]:
+    """The state with no tensor that is a part of a larger one, all of which a file would hold."""
+    gradients = {
+        name: each if each.untyped_storage().nbytes() == each.nbytes else each.clone()
+        for name, each in state["gradients"].items()
+    }
+    return {**state, "gradients": gradients}
+
+
+def file_of(ranks: Ranks) -> str:
+    """What a rank writes of an open update."""
+    return f"__{ranks.rank}_open.pt"
+
+
+def problem_of_writing(write: Callable[[], object]) -> str | None:
+    """What the system has against it; None where it has written."""
+    try:
+        write()
+    except (OSError, RuntimeError) as error:  # RuntimeError: how torch says that a disk is full
+        return in_one_line(error)
+    return None
+
+
+def read_meta(path: Path) -> tuple[str, dict[str, Any]]:
+    """What is wrong with the file, "" where nothing is, and what it says; nothing where there is none."""
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return "", {}
+    except (OSError, ValueError, RecursionError) as error:
+        return f"{path.name}: {in_one_line(error)}", {}
+    if not isinstance(meta, dict) or meta.get(SEAL) != seal_of(cast(Meta, meta)):
+        return f"{path.name} is not what was written: its SHA-256 is another", {}
+    return "", cast(Meta, meta)

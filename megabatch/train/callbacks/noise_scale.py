@@ -1,0 +1,282 @@
+"""The noise of the gradient, measured as the run goes, for whoever chooses the size of its updates.
+
+Every ``advice.every`` updates, one is made in two calls, of two halves of its samples that a coin has drawn. The norm
+of the gradient between them and that of the whole tell the noise. The step uses the update's exact gradient.
+
+McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", appendix A.1, for weighted sums. An update's
+gradient is sum(g_i) / sum(w_i): of each sample the gradient of its total and its weight, its target tokens say. With G
+the gradient of endless data, g_i = w_i G + r_i, and the part S of an update has the gradient G + sum(r_i) / W_S, W_S
+the sum of its weights. Assumed is that residuals are of mean zero whatever the weights, and that the square of their
+sum grows as its weight: E|sum r_i|^2 = s W_S. Then
+
+    E|gradient of S|^2 = |G|^2 + s / W_S
+
+for every part S that is drawn without regard to its samples. Two of them, the whole update W and a part w of it, give
+both unknowns, without bias:
+
+    |G|^2 = (W |whole|^2 - w |part|^2) / (W - w)          s = (|part|^2 - |whole|^2) / (1 / w - 1 / W)
+
+The noise of a sample is s over the mean weight of one, and the noise scale is that over |G|^2: the samples at which an
+update's gradient is as much noise as signal. Where noise does not grow as the weight but by the sample, halves drawn by
+chance leave an error of the order of one over the number of samples. A microbatch is no such part: it is cut by length.
+"""
+
+import hashlib
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megabatch import MegabatchError
+from megabatch.losses import loss_hooks
+from megabatch.train.callbacks.mid_update import Calls
+from megabatch.train.config import Config
+from megabatch.train.context import Callback, ForwardBackward, RunContext
+from megabatch.train.model.optimizer import LARGEST_NORM
+from megabatch.train.runtime.jsonl_file import METRICS, read_rows
+
+NOISE, SIGNAL, SCALE = "gradient_noise", "gradient_signal", "noise_scale_samples"  # of an update's row
+KEPT = 0.9  # of a running sum, from one measurement to the next: the last ten or so count
+RECENT = 0.5  # of all measurements, the last ones, by which a run is judged at its end
+SURE = 2.0  # standard errors
+
+
+class Sum(NamedTuple):
+    """Some samples of an update: their weight, and the squared norm of their gradient over it."""
+
+    square: float
+    weight: float
+
+
+class Measured(NamedTuple):
+    """One update's estimates. Each is right on average alone, and may be negative."""
+
+    noise: float  # tr(Sigma), the variance of one sample's gradient, summed over parameters
+    signal: float  # |G|^2
+
+
+class NoiseScale(Callback):
+    """Make some updates in two halves and measure the noise of their gradients. Collective."""
+
+    def __init__(self, context: RunContext) -> None:
+        check_config(context.config)
+        learner = context.learner
+        self._every, self._seed = context.config.advice.every or 1, context.config.run.seed
+        self._max_norm = learner.max_norm
+        self._parameters = [each for each in learner.model.parameters() if each.requires_grad]  # FSDP2's shards
+        self._part: Sum | None = None  # of the update that is open
+        self._scale = Scale()
+        self._size = 0  # of the last update that was measured
+        self._has_one_term = False  # once it is known
+
+    def start(self, context: RunContext) -> None:
+        """Go on after the rows of the run."""
+        rows = read_rows(context.folder / METRICS) if context.ranks.is_main else []
+        mine = [[row[NOISE], row[SIGNAL]] for row in rows if NOISE in row]
+        self._scale, self._size = Scale(), context.updates.size
+        for noise, signal in json.loads(context.ranks.gather(json.dumps(mine))[0]):
+            self._scale.add(Measured(noise, signal))
+
+    def around_backward(self, context: RunContext, batch: Sequence[Any], forward_backward: ForwardBackward) -> None:
+        """Make the update in one call, or in two halves if it is measured."""
+        learner = context.learner
+        self._part, learner.max_norm = None, self._max_norm
+        if (learner.step + 1) % self._every:
+            forward_backward(batch)
+            self._check_terms(context)
+            return
+        learner.max_norm = self._max_norm or LARGEST_NORM  # the norm is needed
+        with context.model.losses():
+            learner.gradient.tune(batch, context.loss_fn)  # by all samples, as in one call
+        plan = learner.gradient.plan(batch)
+        calls = Calls(halves(context.updates.ids, self._seed, learner.step + 1))
+        for number, part in calls.left(batch):
+            forward_backward(part)
+            calls.note(context.plan)
+            if number == 0:
+                self._check_terms(context)
+                self._part = self._open_sum(context)
+        context.plan = calls.as_run(plan)
+
+    def after_update(self, context: RunContext) -> None:
+        """Add what was measured to the row."""
+        part, self._part = self._part, None
+        values, update = context.values, context.update
+        if part is None or update is None or not values["finite"]:
+            return
+        whole = Sum(values["grad_norm"] ** 2, values["weight"])
+        found = measure_noise(part, whole, update.num_samples)
+        if found is None:
+            return
+        self._scale.add(found)
+        self._size = context.expected_samples  # not that of a short tail
+        context.row |= {NOISE: found.noise, SIGNAL: found.signal}
+        if self._scale.samples is not None:
+            context.row[SCALE] = self._scale.samples
+
+    def end(self, context: RunContext) -> None:
+        """Say what the measurements come to."""
+        context.summary += words_of(self._scale.recent(), self._size)
+
+    def _open_sum(self, context: RunContext) -> Sum:
+        """Return what is accumulated now, over all ranks."""
+        opened = context.learner.gradient.open_update
+        sums = {} if opened is None else opened.state_dict()["sums"]
+        (weight,) = context.ranks.sum_of_data([float(sums[name][1]) for name in self._names(context)[:1]] or [0.0])
+        norm = norm_of(self._parameters)
+        divided = loss_hooks(context.loss_fn).weigh is not None  # before the backward, by the weight of the call
+        return Sum((norm if divided else norm / weight) ** 2 if weight else 0.0, weight)
+
+    def _check_terms(self, context: RunContext) -> None:
+        """Raise where a gradient is of several sums with a weight each, which is not one sum over one weight."""
+        if self._has_one_term:
+            return
+        names = self._names(context)
+        self._has_one_term = len(names) == 1
+        if len(names) > 1:
+            raise MegabatchError(
+                f"advice.every is set and the loss has the terms {', '.join(names)}, each with a weight of its own, of "
+                "which the gradient has no one noise scale; leave advice.every out"
+            )
+
+    def _names(self, context: RunContext) -> list[str]:
+        """Return the terms that have carried a gradient. Waits for the device."""
+        opened = context.learner.gradient.open_update
+        return [] if opened is None else opened.state_dict()["differentiable"]
+
+
+def norm_of(parameters: Sequence[nn.Parameter]) -> float:
+    """The norm of their gradients, over all shards. Waits for the device."""
+    norm = nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def halves(ids: Sequence[int | str], seed: int, step: int) -> list[list[int]]:
+    """The places of this rank's samples in the first half and in the second, as a coin of each sample falls.
+
+    It falls the same on any number of ranks. Samples are drawn whatever they are, and by themselves: halves of one size
+    on each rank would be drawn from what was dealt by length.
+    """
+    coins = [hashlib.sha256(f"{seed} {step} {each}".encode("utf-8", "surrogateescape")).digest()[0] & 1 for each in ids]
+    return [[place for place, coin in enumerate(coins) if coin == half] for half in (0, 1)]
+
+
+def check_config(config: Config) -> None:
+    """Raise `MegabatchError` for what does not go together with measured updates."""
+    given = {
+        "parallel.tp": (config.parallel.tp > 1, "whose ranks hold parts of one gradient"),
+        "parallel.cp": (config.parallel.cp > 1, "whose ranks hold stretches of one sample"),
+        "parallel.pp": (config.parallel.pp > 1, "whose stages have a gradient each"),
+        "checkpoint.partial": (config.checkpoint.partial, "which makes the calls of an update itself"),
+        "update.on_nonfinite": (
+            config.update.on_nonfinite == "skip_microbatch", "which makes an update again of some of its samples"
+        ),
+        "model.dtype": (config.model.dtype == "bfloat16", "in which a norm has two digits"),
+    }  # fmt: skip
+    for key, (is_given, why) in given.items():
+        if is_given:
+            section, _, name = key.partition(".")
+            raise MegabatchError(
+                f"advice.every is {config.advice.every} and {key} is {getattr(getattr(config, section), name)}, {why}; "
+                "leave one of them out"
+            )
+
+
+def measure_noise(part: Sum, whole: Sum, num_samples: int) -> Measured | None:
+    """The estimates of one update of so many samples; None where the part is nothing or all of it, or not finite."""
+    if not 0 < part.weight < whole.weight or not all(map(math.isfinite, (*part, *whole))):
+        return None
+    signal = (whole.weight * whole.square - part.weight * part.square) / (whole.weight - part.weight)
+    noise = (part.square - whole.square) / (1 / part.weight - 1 / whole.weight)
+    return Measured(noise * num_samples / whole.weight, signal)
+
+
+@dataclass
+class Scale:
+    """The noise scale of a run, over its measurements: a quotient of sums, since a mean of quotients is none."""
+
+    measurements: list[Measured] = field(default_factory=list[Measured])
+    _noise: float = 0.0
+    _signal: float = 0.0
+
+    def add(self, each: Measured) -> None:
+        """Take in another measurement; what was before counts less and less."""
+        self.measurements.append(each)
+        self._noise = KEPT * self._noise + each.noise
+        self._signal = KEPT * self._signal + each.signal
+
+    @property
+    def samples(self) -> float | None:
+        """The noise scale of now; None where the measurements do not tell it."""
+        return self._noise / self._signal if self._signal > 0 and self._noise > 0 else None
+
+    def recent(self) -> list[Measured]:
+        """The later ones of all measurements."""
+        return self.measurements[-max(1, round(RECENT * len(self.measurements))) :]
+
+
+class Estimate(NamedTuple):
+    """What measurements say together."""
+
+    samples: float | None  # the noise scale; None where |G|^2 is not told from nothing
+    error: float  # its standard error
+    at_least: float  # what it exceeds, nearly surely
+
+
+def estimate(measurements: Sequence[Measured]) -> Estimate | None:
+    """The noise scale by a quotient of means, its standard error by linearisation; None where there are too few."""
+    if len(measurements) < 4:
+        return None
+    noise, signal = (statistics.fmean(values) for values in zip(*measurements, strict=True))
+    signal_error = error_of([each.signal for each in measurements])
+    if noise <= 0:
+        return None
+    at_least = noise / (max(signal, 0.0) + SURE * signal_error)
+    if signal <= SURE * signal_error:
+        return Estimate(None, math.inf, at_least)
+    scale = noise / signal
+    return Estimate(scale, error_of([each.noise - scale * each.signal for each in measurements]) / signal, at_least)
+
+
+def error_of(values: Sequence[float]) -> float:
+    """The standard error of the mean of the values."""
+    return statistics.stdev(values) / math.sqrt(len(values))
+
+
+def words_of(measurements: Sequence[Measured], size: int) -> list[str]:
+    """What the measurements say of updates of ``size`` samples, in two lines; none where there are too few."""
+    found = estimate(measurements)
+    if found is None:
+        return []
+    source = f"the last {len(measurements)} measurements of their noise (docs/batch-size.md)"
+    if found.samples is None:
+        return [
+            f"gradients agree up to more than {rounded(found.at_least)} samples an update, by {source}",
+            f"updates of {size} were nearly all noise: how many more samples would serve cannot be told from them",
+        ]
+    scale = found.samples
+    return [
+        f"gradients agree up to some {rounded(scale)} samples an update, give or take {rounded(found.error)}, by "
+        f"{source}",
+        f"updates had {size}: {advice(size / scale)}",
+    ]
+
+
+def advice(share: float) -> str:
+    """What it means that an update has that share of the noise scale's samples."""
+    if share < 0.5:
+        return "with twice as many each step goes almost twice as far, if the learning rate follows"
+    if share <= 2:
+        return "about where more samples an update begin to cost more than they bring"
+    return "with half as many each step goes almost as far"
+
+
+def rounded(number: float) -> str:
+    """With two digits, as many as such an estimate has."""
+    digits = 1 - math.floor(math.log10(number)) if number > 0 else 0
+    return f"{round(number, digits):,.{max(0, min(digits, 3))}f}"

@@ -1,0 +1,137 @@
+"""The callbacks of a run, in their order."""
+
+from collections.abc import Callable, Sequence
+
+from megabatch.errors import MegabatchError
+from megabatch.train.callbacks.checkpointing import Checkpointing
+from megabatch.train.callbacks.early_stopping import EarlyStopping
+from megabatch.train.callbacks.evaluation import Evaluation
+from megabatch.train.callbacks.final_report import FinalReport
+from megabatch.train.callbacks.metrics import Metrics
+from megabatch.train.callbacks.microbatch_log import MicrobatchLog
+from megabatch.train.callbacks.run_messages import EndMessage, PlanMessage
+from megabatch.train.callbacks.timeline import Timeline
+from megabatch.train.checkpoints.paths import OPEN, checkpoints_of
+from megabatch.train.config import RunConfig
+from megabatch.train.config.batch_size import sizes_of
+from megabatch.train.context import EVENTS, Callback, RunContext
+from megabatch.train.model.batch_learning_rate import follow, rate_factor
+from megabatch.train.runtime.plugins import Event, blamed, load_function, load_listener
+
+
+def make_callbacks(context: RunContext, own: Sequence[Callback]) -> list[Callback]:
+    """Return the callbacks that the recipe asks for, and the user's ``own`` before evaluation.
+
+    Callbacks that add columns to `RunContext.row` come before `Metrics`, which logs it. Those that split an update
+    into several calls come first: the first callback is the innermost of `around_backward`.
+    """
+    config, ranks, made = context.config, context.ranks, list[Callback]()
+    if config.run.profile_steps and ranks.is_main:
+        from megabatch.train.callbacks.profiler import Profiler
+
+        made.append(Profiler(context))
+    if config.update.on_nonfinite != "raise":
+        from megabatch.train.callbacks.nonfinite import SkipNonfinite
+
+        made.append(SkipNonfinite(context))
+    if config.optim.lr_follows_batch is not None:
+        made.append(BatchLearningRate())
+    if config.optim.ema_decay is not None:
+        from megabatch.train.callbacks.ema import MovingAverage
+
+        made.append(MovingAverage(context))
+    if ranks.size > 1 and context.model.wrapper.name == "ddp" and ranks.layout.pp == 1:
+        from megabatch.train.callbacks.rank_timing import RankTiming
+
+        made.append(RankTiming(context))
+    if config.update.max_microbatch_tokens == "auto":
+        from megabatch.train.callbacks.memory_check import MemoryCheck
+
+        made.append(MemoryCheck())
+    if config.advice.every is not None:
+        from megabatch.train.callbacks.noise_scale import NoiseScale
+
+        made.append(NoiseScale(context))
+    if is_mid_update_saved(context):
+        from megabatch.train.callbacks.mid_update import MidUpdateCheckpoint
+
+        made.append(MidUpdateCheckpoint(context))
+    made.append(Metrics(context))
+    if config.run.manifest:
+        from megabatch.train.callbacks.manifest import Manifest
+
+        made.append(Manifest(context))
+    made.append(MicrobatchLog(context))
+    if ranks.layout.pp == 1:
+        made.append(Timeline(context))
+    made += [EarlyStopping(context), PlanMessage(), *own, Evaluation(context), Checkpointing(context)]
+    return [*made, EndMessage(), FinalReport()]
+
+
+def is_mid_update_saved(context: RunContext) -> bool:
+    """Return True if the recipe asks for it, or the main rank finds an open update of an earlier start. Collective."""
+    left = context.ranks.is_main and (checkpoints_of(context.folder) / OPEN).exists()
+    return context.config.checkpoint.partial or any(context.ranks.sum([float(left)]))
+
+
+def load_callbacks(run: RunConfig) -> list[Callback]:
+    """Return the user's callbacks: ``run.callbacks``, ``run.after_update`` and ``run.after_evaluation``."""
+    made = [load_callback(name) for name in run.callbacks]
+    if run.after_update is not None:
+        made.append(AfterUpdate(load_listener(run.after_update, "run.after_update")))
+    if run.after_evaluation is not None:
+        made.append(AfterEvaluation(load_listener(run.after_evaluation, "run.after_evaluation")))
+    return made
+
+
+def load_callback(name: str) -> Callback:
+    """Return the callback that ``name`` makes. What it raises in an event becomes one line.
+
+    Raises:
+        MegabatchError: It names no class or function, or makes no `Callback`.
+    """
+    title, make = f"run.callbacks {name!r}", load_function(name, "run.callbacks")
+    with blamed(title):
+        made = make()
+    if not isinstance(made, Callback):
+        raise MegabatchError(
+            f"{title} made a {type(made).__name__}; name a subclass of megabatch.train.Callback, or a function that "
+            "returns an instance of one"
+        )
+    for event in EVENTS:  # around_backward surrounds the library and other callbacks, whose errors are not its own
+        if event != "around_backward" and getattr(type(made), event) is not getattr(Callback, event):
+            setattr(made, event, blamed(title)(getattr(made, event)))
+    return made
+
+
+class AfterUpdate(Callback):
+    """Call the user's ``run.after_update``."""
+
+    def __init__(self, listen: Callable[[Event], object]) -> None:
+        self._listen = listen
+
+    def after_update(self, context: RunContext) -> None:
+        """Tell it the update."""
+        self._listen(context.event())
+
+
+class AfterEvaluation(Callback):
+    """Call the user's ``run.after_evaluation``."""
+
+    def __init__(self, listen: Callable[[Event], object]) -> None:
+        self._listen = listen
+
+    def after_evaluation(self, context: RunContext) -> None:
+        """Tell it the evaluation."""
+        self._listen(context.event())
+
+
+class BatchLearningRate(Callback):
+    """Let the learning rate follow the samples of each update (``optim.lr_follows_batch``)."""
+
+    def before_update(self, context: RunContext) -> None:
+        """Set the rate of the update."""
+        config, learner = context.config, context.learner
+        if learner.scheduler is not None:
+            factor = rate_factor(config.optim, sizes_of(config.update), context.expected_samples)
+            follow(learner.optimizer, learner.scheduler, factor)

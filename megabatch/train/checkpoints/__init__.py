@@ -1,0 +1,1 @@
+"""Checkpoints: what a run writes to go on from, and how it is read again."""

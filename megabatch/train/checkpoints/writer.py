@@ -1,0 +1,234 @@
+"""Writing: a checkpoint is written while the run waits for it, or beside the run; a full disk does not end a run.
+
+In the background, the state is copied to host memory before the next update, and a thread of each rank writes the copy,
+in a process group of its own: with the sums, the new name and the pointer, as in the foreground. At most one is on its
+way. It is torch's async_save in its two parts, so that all of this is done before the checkpoint counts as written.
+"""
+
+import copy
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from megabatch.errors import MegabatchError, in_one_line
+from megabatch.train.checkpoints.checksums import first_told
+from megabatch.train.checkpoints.metadata import Meta
+from megabatch.train.checkpoints.paths import path_of
+from megabatch.train.checkpoints.retention import Shelf, point_to_best
+from megabatch.train.checkpoints.tensor_files import ignore_alone, save
+from megabatch.train.config import Config
+from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.ranks import Ranks
+
+SECONDS_BETWEEN_TRIES = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)  # of a run's last checkpoint
+SECONDS_TO_LEAVE = 3.0  # for one that is on its way when a run on several ranks fails
+
+
+@dataclass(frozen=True)
+class Request:
+    """A checkpoint to write."""
+
+    step: int
+    states: dict[str, Any]
+    meta: Meta
+    is_best: bool
+    in_turn: bool  # what cannot be written is tried again; the best one has gone by then
+
+
+class Retry:
+    """When to try again what could not be written: after 1 update, then 2, 4, 8, ... until it is written."""
+
+    def __init__(self) -> None:
+        self.step: int | None = None
+        self._gap = 1
+
+    def failed(self, step: int) -> int:
+        """The step to try again at."""
+        self.step, self._gap = step + self._gap, 2 * self._gap
+        return self.step
+
+    def succeeded(self) -> None:
+        """Nothing is left to try again."""
+        self.step, self._gap = None, 1
+
+
+class Beside(threading.Thread):
+    """Does something beside the run. A daemon: a thread that waits for a lost rank keeps no process from ending."""
+
+    def __init__(self, write: Callable[[], None]) -> None:
+        super().__init__(name="checkpoint", daemon=True)
+        self._write = write
+        self.error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._write()
+        except BaseException as error:  # for the main thread, which may be in a collective
+            self.error = error
+
+    def result(self) -> None:
+        """Wait, and raise what was raised."""
+        self.join()
+        if self.error is not None:
+            raise self.error
+
+
+class Writer:
+    """Writes the checkpoints of a run, one at a time. Every method is collective.
+
+    Args:
+        flush: Writes what the run's other files still lack; no checkpoint is ahead of them.
+    """
+
+    def __init__(self, config: Config, ranks: Ranks, console: Console, flush: Callable[[], None]) -> None:
+        self._folder, self._keep_last = Path(config.run.folder), config.run.keep_last
+        self._ranks, self._console, self._flush = ranks, console, flush
+        self._shelf, self._retry = Shelf(self._folder), Retry()
+        self._apart = ranks_apart(ranks) if in_background(config, ranks) else None
+        self._on_its_way: tuple[Request, Beside] | None = None
+        self.written_step: int | None = None
+
+    def go_on(self, step: int) -> None:
+        """Take note of the whole checkpoint that a run goes on from."""
+        self._shelf.add(step)
+        self.written_step = step
+
+    @property
+    def is_busy(self) -> bool:
+        """True while a checkpoint is on its way, or waits to be tried again."""
+        return self._on_its_way is not None or self._retry.step is not None
+
+    def is_due(self, step: int) -> bool:
+        """Whether to try again what could not be written."""
+        return self._retry.step is not None and step >= self._retry.step
+
+    def write(self, request: Request) -> None:
+        """Write a checkpoint, or begin to, and delete those that it makes superfluous.
+
+        One that cannot be written is warned of and tried again later.
+        """
+        self.wait()
+        try:
+            self._ranks.on_main(self._flush, str(self._folder))
+            if self._apart is None or not self._begin(request, self._apart):
+                self._store(request, self._ranks)
+                self._succeed(request)
+        except MegabatchError as error:
+            self._fail(request, error)
+
+    def write_last(self, request: Request) -> None:
+        """Write the last checkpoint of a run, and wait for it; raise where a minute of trying does not help."""
+        self.wait()
+        for number, seconds in enumerate((0.0, *SECONDS_BETWEEN_TRIES)):
+            time.sleep(seconds)
+            try:
+                self._ranks.on_main(self._flush, str(self._folder))
+                self._store(request, self._ranks)
+                return self._succeed(request)
+            except MegabatchError as error:
+                if number == len(SECONDS_BETWEEN_TRIES):
+                    raise
+                if number == 0:
+                    self._console.warn(f"{error}; the last one is tried for {sum(SECONDS_BETWEEN_TRIES):.0f} s")
+        return None
+
+    def poll(self) -> None:
+        """Take in a checkpoint that every rank has written beside the run by now."""
+        if self._on_its_way is not None and not any(self._ranks.sum([float(self._on_its_way[1].is_alive())])):
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the checkpoint that is on its way, if any."""
+        if self._on_its_way is None:
+            return
+        (request, beside), self._on_its_way = self._on_its_way, None
+        try:
+            beside.result()
+        except MegabatchError as error:
+            self._fail(request, error)
+        else:
+            self._succeed(request)
+
+    @contextmanager
+    def closing(self) -> Generator[None, None, None]:
+        """Surrounds a run: where it fails, a checkpoint that is on its way is written still.
+
+        With other ranks for a few seconds only: one of them may be gone.
+        """
+        try:
+            yield
+        except BaseException:
+            if self._on_its_way is not None:
+                request, beside = self._on_its_way
+                beside.join(None if self._ranks.size == 1 else SECONDS_TO_LEAVE)
+                if not beside.is_alive() and beside.error is None:
+                    self._succeed(request)
+            raise
+
+    def _begin(self, request: Request, apart: Ranks) -> bool:
+        """Copy the state and begin to write the copy; whether every rank has the memory for that."""
+        problem, states = "", request.states
+        try:
+            states = staged(request.states)
+        except Exception as error:  # of memory, or of a part of one's own that cannot be copied
+            problem = in_one_line(error)
+        told = first_told([problem] if problem else [], self._ranks)
+        if told is not None:
+            self._console.warn(
+                f"the state cannot be copied ({told}); the run waits until step-{request.step} is written"
+            )
+            return False
+        copied = replace(request, states=states, meta=copy.deepcopy(request.meta))
+        self._on_its_way = (replace(request, states={}), Beside(lambda: self._store(copied, apart)))
+        return True
+
+    def _store(self, request: Request, ranks: Ranks) -> None:
+        waits = ranks is self._ranks
+        with self._console.progress("saving a checkpoint", None, "files") if waits else nullcontext():
+            save(self._folder, request.states, request.meta, ranks)
+            self._shelf.add(request.step)
+            if request.is_best:
+                point_to_best(self._folder, request.step, ranks)
+            self._shelf.prune(self._keep_last, ranks)
+
+    def _succeed(self, request: Request) -> None:
+        self.written_step = request.step
+        self._retry.succeeded()
+        self._console.say(f"saved {path_of(self._folder, request.step)}")
+
+    def _fail(self, request: Request, error: MegabatchError) -> None:
+        after = "is not the best one that is kept"
+        if request.in_turn:
+            after = f"is tried again after update {self._retry.failed(request.step)}"
+        self._console.warn(f"{error}; the run goes on, and step-{request.step} {after}")
+
+
+def in_background(config: Config, ranks: Ranks) -> bool:
+    """Whether checkpoints are written beside the run."""
+    asked = config.checkpoint.background
+    return ranks.device.type == "cuda" if asked is None else asked
+
+
+def ranks_apart(ranks: Ranks) -> Ranks:
+    """The same ranks with a process group of their own, for threads; collective."""
+    if dist.is_initialized():
+        return replace(ranks, group=dist.new_group(backend="gloo"))
+    ignore_alone()
+    return replace(ranks)
+
+
+def staged(states: dict[str, Any]) -> dict[str, Any]:
+    """A copy in host memory, on which the next update has no influence."""
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    try:
+        return stager.stage(states)  # pyright: ignore[reportReturnType]  # no future: staging is not asynchronous
+    finally:
+        stager.close()

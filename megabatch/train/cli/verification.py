@@ -1,0 +1,74 @@
+"""Verification: is the cut gradient the uncut one, on a recipe's own model, loss and data?"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from megabatch import Verification, verify
+from megabatch.errors import MegabatchError
+from megabatch.train.config import Config, ParallelConfig
+from megabatch.train.data.load import load_data
+from megabatch.train.data.updates import Updates
+from megabatch.train.model.adapters import stir
+from megabatch.train.model.build import build
+from megabatch.train.model.router_loss import train_with_router
+from megabatch.train.model.tokenizer import load_tokenizer
+from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.plugins import load_function
+from megabatch.train.runtime.ranks import Ranks
+
+MAX_SAMPLES = 8  # run whole, in float64
+NUM_SHOWN = 12  # parameters, the worst first
+
+
+def verify_recipe(config: Config, ranks: Ranks) -> Verification:
+    """Prove the gradient of a recipe (see `plain_config`) on samples of its first update; prints every step of it."""
+    console = Console(enabled=True, loss_digits=4)
+    tokenizer = load_tokenizer(config.model)
+    data = load_data(config, tokenizer, ranks, console)
+    updates = Updates(data, config, ranks)
+    batch = updates.peek()[:MAX_SAMPLES]
+    if len(batch) < 2:
+        raise MegabatchError(
+            f"the first update has {len(batch)} sample; cutting needs at least 2: set update.global_batch_size"
+        )
+    laid = build(config, ranks, console, None, tokenizer)
+    if config.model.lora is not None:
+        stir(laid.base, config.run.seed)
+        console.say("adapters begin with zeros, where half of their gradient is zero: they are given small numbers")
+    console.say(words_of_batch(batch, laid.base))
+    torch.manual_seed(config.run.seed)
+    loss_fn = train_with_router(load_function(config.loss.function, "loss.function"), config, laid, updates)
+    verification = verify(laid.base, loss_fn, updates.peek()[:MAX_SAMPLES])
+    console.say(words_of_verification(verification))
+    return verification
+
+
+def plain_config(config: Config) -> Config:
+    """The recipe on one process, with nothing that only changes speed or precision: the proof runs in float64."""
+    model = config.model.model_copy(
+        update={"dtype": "float32", "compute_dtype": None, "compile": False, "activation_checkpointing": False}
+    )
+    return config.model_copy(update={"model": model, "parallel": ParallelConfig()})
+
+
+def words_of_batch(batch: Sequence[Any], model: nn.Module) -> str:
+    """What is compared."""
+    num_parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return (
+        f"comparing the gradient of {len(batch)} samples whole with that of the same samples cut in several ways, "
+        f"over {num_parameters:,} parameters in float64, dropout off"
+    )
+
+
+def words_of_verification(verification: Verification) -> str:
+    """The errors, worst first, then verdict and causes."""
+    errors = sorted(verification.errors.items(), key=lambda item: -item[1])
+    lines = [f"  {error:.1e}  {name}" for name, error in errors[:NUM_SHOWN]]
+    if len(errors) > NUM_SHOWN:
+        lines.append(f"  ... and {len(errors) - NUM_SHOWN} parameters with less")
+    return "\n".join(
+        ["relative error of each parameter's gradient:", *lines, str(verification)] if lines else [str(verification)]
+    )

@@ -1,0 +1,268 @@
+"""A recipe: a TOML file and the overrides of a command line, read, checked and merged into a `Config`.
+
+Layers are plain dictionaries until one validation at the end, so that an override can mend what the file lacks.
+Every mistake is a `MegabatchError` of one line.
+"""
+
+import contextlib
+import io
+import tomllib
+from pathlib import Path
+from types import NoneType
+from typing import Any, cast, get_args
+
+import tyro
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from megabatch.errors import MegabatchError
+from megabatch.train.config import Config
+from megabatch.train.config.batch_size import check_batch_size, read_schedule
+from megabatch.train.config.byte_sizes import read_bytes
+from megabatch.train.config.keys import (
+    is_named_sources,
+    is_options,
+    known_keys,
+    sections,
+    type_of,
+    unknown_key,
+    unknown_section,
+)
+
+Layer = dict[str, Any]
+
+EXPECTED = {  # where pydantic's own words do not say what to write
+    "optim.betas": "it must be two numbers of at least 0 and below 1, 0.9,0.95 say",
+    "run.folder": "it must name a folder",
+    "data.path": "it must be a path, or a list of paths",
+}
+BOUNDS = ("micro_batch_size", "max_microbatch_tokens")
+MODELS = ("name", "config", "function")
+ALTERNATIVES = {  # of which an override of one replaces the others
+    "update": [{key} for key in BOUNDS],
+    "model": [{key} for key in MODELS],
+    "data": [{"path", "source"}, {"mixture"}, {"function", "options"}],
+}
+
+
+def read_recipe(path: Path) -> Layer:
+    """The recipe's tables; their keys are known, their values unchecked."""
+    try:
+        layer = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise MegabatchError(f"no recipe {path}; give the path of a TOML file, recipes/stdlib.toml say") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise MegabatchError(f"cannot read {path} ({error}); give the path of a TOML file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise MegabatchError(f"{path} is not TOML: {error}; mend that line") from None
+    except (ValueError, RecursionError):  # Python's own limits
+        raise MegabatchError(
+            f"{path} has a number of thousands of digits, or is nested too deeply; write values that a key can have"
+        ) from None
+    for section, table in layer.items():
+        check_section(section, table, path)
+    return {section: with_none(section, table) for section, table in layer.items()}
+
+
+def with_none(section: str, table: Layer) -> Layer:
+    """The table in which "none" is no value, for which TOML has no word, where the key may have none and is no text."""
+    kinds = {key: get_args(type_of(f"{section}.{key}")) for key in table}
+    return {
+        key: None if value == "none" and NoneType in kinds[key] and str not in kinds[key] else value
+        for key, value in table.items()
+    }
+
+
+def check_section(section: str, table: Any, path: Path) -> None:
+    """Raise where a section is none, or where one of its keys is unknown."""
+    if section not in sections():
+        where = f"in {path}"
+        raise unknown_section(section, table, where) if isinstance(table, dict) else unknown_key(section, where)
+    if not isinstance(table, dict):
+        raise MegabatchError(f"{section} is {table!r} in {path}; it is a table: write [{section}] and keys below")
+    for key, value in cast(Layer, table).items():
+        annotation = type_of(f"{section}.{key}")
+        if annotation is None:
+            raise unknown_key(f"{section}.{key}", f"in {path}")
+        if is_named_sources(annotation):
+            check_named(f"{section}.{key}", value, path)
+
+
+def check_named(key: str, sources: Any, path: Path) -> None:
+    """Raise where a table of named sources is none, or where one of them has an unknown key."""
+    named = cast(Layer, sources).items() if isinstance(sources, dict) else [("NAME", sources)]
+    for name, table in named:
+        if not isinstance(table, dict):
+            raise MegabatchError(f"{key}.{name} is {table!r} in {path}; it is a table: write [{key}.{name}]")
+        for part in cast(Layer, table):
+            if type_of(f"{key}.{name}.{part}") is None:
+                raise unknown_key(f"{key}.{name}.{part}", f"in {path}")
+
+
+def read_overrides(arguments: list[str]) -> Layer:
+    """The layer of `--section.key=value` and `--section.key value` arguments; a bare `--section.key` means true."""
+    layer: Layer = {}
+    waiting = list(arguments)
+    while waiting:
+        argument = waiting.pop(0)
+        if not argument.startswith("--") or argument.startswith("--="):
+            raise MegabatchError(f"cannot read the argument {argument!r}; write --section.key=value")
+        name, given, text = argument[2:].partition("=")
+        if not given:
+            text = waiting.pop(0) if waiting and not waiting[0].startswith("--") else "true"
+        set_override(layer, name if is_named(name) else name.replace("-", "_"), text)
+    return layer
+
+
+def is_named(key: str) -> bool:
+    """Whether the key is of a named source, whose name may hold what it likes."""
+    return is_named_sources(type_of(".".join(key.split(".")[:2])))
+
+
+def set_override(layer: Layer, key: str, text: str) -> None:
+    """Put one override into the layer."""
+    annotation = type_of(key)
+    if annotation is None:
+        raise unknown_key(key, "on the command line")
+    if is_options(annotation) or is_named_sources(annotation):
+        raise MegabatchError(f"{key} is {text!r} on the command line; write --{key}.key=value for its keys")
+    *tables, last = key.split(".")
+    for table in tables:
+        layer = layer.setdefault(table, {})
+    layer[last] = read_toml_value(text) if annotation is object else read_value(text, annotation)
+
+
+def read_value(text: str, annotation: Any) -> object:
+    """The text as a value of that type; the text itself where it is none, for the validation to name it."""
+    kind = str(annotation)
+    if "list[list" in kind:
+        whole = read_toml_value(text)
+        return whole if isinstance(whole, list) else read_value(text, get_args(annotation)[0])
+    if "list[" in kind:
+        whole = read_toml_value(text)
+        return whole if isinstance(whole, list) else text if "str |" in kind else read_words(text, kind)
+    spelled = {"true": "True", "false": "False", "none": "None", "null": "None"}.get(text.lower(), text)
+    words = spelled.strip("[]()").replace(",", " ").split() if "tuple" in kind else [spelled]
+    try:
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+            return tyro.cli(annotation, args=words, console_outputs=False)
+    except SystemExit:
+        return text
+
+
+def read_words(text: str, kind: str) -> list[object]:
+    """The parts of "a,b,c" as words, or as TOML reads them."""
+    return [word if "list[str]" in kind else read_toml_value(word) for word in text.split(",") if word]
+
+
+def read_toml_value(text: str) -> object:
+    """The text as TOML reads it, or as a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except (ValueError, RecursionError):  # no TOML, or beyond Python's own limits
+        return text
+
+
+def load_config(path: Path, arguments: list[str]) -> Config:
+    """The recipe with its overrides, checked: the file, then the command line on top, then one validation."""
+    file, overrides = read_recipe(path), read_overrides(arguments)
+    for layer, where in ((file, f"in {path}"), (overrides, "on the command line")):
+        check_one_bound(layer, where)
+    config = with_auto(check(merge(file, overrides), path, overrides))
+    check_memory(config)
+    check_batch_size(config)
+    given = [key for key in MODELS if getattr(config.model, key) is not None]
+    if len(given) != 1:
+        raise MegabatchError(
+            f"{' and '.join(f'model.{key}' for key in given) or 'no model'} set in {path}; give one of model.name "
+            "(weights), model.config (fresh ones) and model.function (your own)"
+        )
+    return config
+
+
+def with_auto(config: Config) -> Config:
+    """A recipe without a bound asks for one."""
+    if any(getattr(config.update, key) is not None for key in BOUNDS):
+        return config
+    update = config.update.model_copy(update={"max_microbatch_tokens": "auto"})
+    return config.model_copy(update={"update": update})
+
+
+def check_memory(config: Config) -> None:
+    """Raise where update.memory is no size, or caps nothing."""
+    if config.update.memory is None:
+        return
+    read_bytes("update.memory", config.update.memory)
+    if config.update.max_microbatch_tokens != "auto":
+        raise MegabatchError(
+            'update.memory is set and so is a bound; it is for update.max_microbatch_tokens = "auto": leave one out'
+        )
+
+
+def check_one_bound(layer: Layer, where: str) -> None:
+    """Both bounds of a microbatch in one layer contradict each other; over two layers the later one holds."""
+    given = [key for key in BOUNDS if layer.get("update", {}).get(key) is not None]
+    if len(given) == 2:
+        raise MegabatchError(
+            f"both update.micro_batch_size and update.max_microbatch_tokens are set {where}; remove one of them"
+        )
+
+
+def merge(file: Layer, overrides: Layer) -> Layer:
+    """The file's layer with the overrides on top; one of several alternatives replaces the file's other ones."""
+    merged = merged_tables(file, overrides)
+    for section, alternatives in ALTERNATIVES.items():
+        above = {key for key, value in overrides.get(section, {}).items() if value is not None}
+        chosen = set[str]().union(*(keys for keys in alternatives if keys & above))
+        for key in set[str]().union(*alternatives) - chosen if chosen else ():
+            merged[section].pop(key, None)
+    return merged
+
+
+def merged_tables(below: Layer, above: Layer) -> Layer:
+    """One table on top of another, tables within them too."""
+    merged = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = merged_tables(merged[key], cast(Layer, value)) if both else value
+    return merged
+
+
+def check(layer: Layer, path: Path, overrides: Layer) -> Config:
+    """The validated config; the first thing wrong with it becomes one line."""
+    layer.setdefault("run", {}).setdefault("folder", f"runs/{path.stem}")
+    for section in ("model", "update"):
+        layer.setdefault(section, {})
+    if isinstance(sizes := layer["update"].get("global_batch_size"), list):
+        read_schedule(cast(list[Any], sizes))
+    try:
+        return Config.model_validate(layer)
+    except ValidationError as error:
+        raise explain(error.errors()[0], path, overrides) from None
+
+
+def explain(error: ErrorDetails, path: Path, overrides: Layer) -> MegabatchError:
+    """One line out of one of pydantic's errors: what was seen, what was expected, what to change."""
+    parts = [str(part) for part in error["loc"]]
+    nested = is_named_sources(known_keys().get(".".join(parts[:2])))
+    section, *rest = parts[: 4 if nested else 2]
+    key = ".".join([section, *rest])
+    if error["type"] == "missing" and len(error["loc"]) == 2:
+        return MegabatchError(f"{key} is missing; set it in {path}, below [{section}]")
+    if error["type"] == "string_pattern_mismatch":
+        expected = 'it must be "module:function" or "file.py:function"'
+    else:
+        expected = EXPECTED.get(f"{'data' if nested else section}.{rest[-1]}") or (
+            error["msg"]
+            .replace("Input should be", "it must be")
+            .replace("valid integer", "whole number")
+            .replace("valid dictionary", "table")
+            .replace("greater than or equal to", "at least")
+        )
+    place = "on the command line" if rest[0] in overrides.get(section, {}) else f"in {path}"
+    return MegabatchError(f"{key} is {shortened(repr(error['input']))}; {expected}: change it {place}")
+
+
+def shortened(text: str) -> str:
+    """The text, or its beginning where a line has no room for all of it."""
+    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -1,0 +1,231 @@
+"""A run as its callbacks see it: the `RunContext`, the six events of a `Callback`, and the `Callbacks` of a run."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+from torch.distributed.tensor.parallel import loss_parallel
+
+from megabatch import Learner, Plan, Term, Update
+from megabatch.errors import MicrobatchLimit
+from megabatch.losses import LossFunction
+from megabatch.planning import TunedLimit
+from megabatch.train.config import Config, UpdateConfig
+from megabatch.train.data.load import Data
+from megabatch.train.data.updates import Updates
+from megabatch.train.model.build import Laid
+from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.heartbeat import Pulse
+from megabatch.train.runtime.jsonl_file import JsonlFile, Row
+from megabatch.train.runtime.plugins import Event
+from megabatch.train.runtime.ranks import Ranks
+from megabatch.train.runtime.signals import Stop
+
+EVENTS = ("start", "before_update", "around_backward", "after_update", "after_evaluation", "end")
+ForwardBackward = Callable[[Sequence[Any]], Any]  # adds samples to the open update
+
+
+class UpdatePausedError(Exception):
+    """All ranks stop inside an update, which a later start of the run completes."""
+
+
+class Choices(Protocol):
+    """The microbatch limit and the sync policy that the run has chosen, where the recipe leaves them open."""
+
+    def meta(self, fit: TunedLimit | None) -> dict[str, object]:
+        """Return what a checkpoint keeps of them; ``fit``: the limit of now."""
+        ...
+
+    def text(self, update: UpdateConfig, learned: MicrobatchLimit | None) -> list[str]:
+        """Return the lines about them; ``learned``: the limit since memory ran out."""
+        ...
+
+    def shown(self, plan: Plan) -> Plan:
+        """Return the plan with the reason of its sync policy."""
+        ...
+
+
+@dataclass
+class BestEvaluation:
+    """The lowest loss so far on the set that the run follows (``eval.watch``)."""
+
+    set: str | None = None  # None: the run evaluates no set
+    loss: float | None = None
+    step: int | None = None
+
+
+@dataclass
+class RunContext:
+    """One run on this rank: all that the loop and its callbacks share.
+
+    A callback reads it. `row` and `should_stop` are meant to be written by any callback. The other attributes belong
+    to the loop and to the callback named beside them.
+    """
+
+    config: Config  # the recipe
+    ranks: Ranks
+    console: Console  # only the main rank's speaks
+    stop: Stop  # the signals that end the run
+    heartbeat: Pulse
+    tokenizer: Any  # None for a dataset of your own
+    data: Data
+    updates: Updates  # this rank's samples of each update
+    model: Laid  # the model, its wrapper and how it lies over the ranks
+    learner: Learner  # model, optimizer, schedule and gradient accumulator
+    loss_fn: LossFunction  # of training: in the model's precision, with a router loss if the recipe has one
+    choices: Choices
+    identity: Mapping[str, Any]  # as JSON: a checkpoint with another identity belongs to another run
+    checkpoint: Path | None = None  # the run resumes from it; None: it starts
+    callbacks: "Callbacks" = field(default_factory=lambda: Callbacks(()))
+
+    saved: dict[str, Any] = field(default_factory=dict[str, Any])  # tensors of a checkpoint: parts with a state_dict
+    positions: dict[str, Any] = field(default_factory=dict[str, Any])  # metadata of a checkpoint: parts, as JSON
+    logs: list[JsonlFile] = field(default_factory=list[JsonlFile])
+    exits: ExitStack = field(default_factory=ExitStack)  # closed when the run ends or fails
+    evaluated_weights: Callable[[], AbstractContextManager[None]] = nullcontext  # inside, the model holds the EMA
+    best: BestEvaluation = field(default_factory=BestEvaluation)  # from early stopping
+    summary: list[str] = field(default_factory=list[str])  # lines to print when the run ends
+    should_stop: bool = False  # True ends the run after this update
+    stop_reason: str = "a callback has asked for it"
+
+    batch: Sequence[Any] = ()  # this rank's samples of the update
+    expected_samples: int = 0  # of the update, over all ranks; the last one of an epoch may have fewer
+    epoch: float | None = None  # passes over the data with this update; None: a stream
+    plan: Plan = field(default_factory=lambda: Plan((), ()))  # of this rank: the last update's, or the first one's
+    num_calls: int = 0  # of `forward_backward` in the open update
+    update: Update | None = None  # the last one
+    values: Mapping[str, float] = field(default_factory=dict[str, float])  # its scalars, on the host
+    started: float = 0.0  # when the loop asked for its samples, on time.perf_counter's clock
+    row: Row = field(default_factory=dict[str, Any])  # of metrics.jsonl: the update's, or the evaluation's
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.config.run.folder)
+
+    @property
+    def step(self) -> int:
+        """The number of updates so far."""
+        return self.learner.step
+
+    @property
+    def is_stopped(self) -> bool:
+        """True once all ranks know of a signal that ends the run."""
+        return self.stop.agreed is not None
+
+    @property
+    def is_over(self) -> bool:
+        """True after the last update, unless a signal comes before."""
+        return self.should_stop or self.learner.step == self.updates.num_updates.of_run
+
+    def forward_backward(self, samples: Sequence[Any]) -> Mapping[str, Term]:
+        """Add samples of this rank to the open update and return this rank's sums of the call. Collective.
+
+        Each call of an update seeds its own random numbers, so that a resumed run draws the same dropout.
+        """
+        call = [self.num_calls] if self.num_calls else []
+        self.num_calls += 1
+        torch.manual_seed(self.ranks.seed(self.config.run.seed, self.learner.step + 1, *call))
+        with loss_parallel() if self.model.loss_parallel else nullcontext():
+            sums = self.learner.forward_backward(samples, self.loss_fn)
+        self.plan = cast(Plan, self.learner.gradient.last_plan)
+        return sums
+
+    def open_log(self, name: str) -> JsonlFile:
+        """Return a file of rows in the run's folder. Checkpoints flush it; a resumed run drops its later rows."""
+        self.logs.append(JsonlFile(self.folder / name, enabled=self.ranks.is_main))
+        return self.logs[-1]
+
+    def flush_logs(self) -> None:
+        """Write the rows that wait. Raises `OSError` if there is no room."""
+        for log in self.logs:
+            log.flush()
+
+    def event(self) -> Event:
+        """Return the event that functions of the user get."""
+        model, device, is_main = self.model.run, self.ranks.device, self.ranks.is_main
+        return Event(self.step, model, device, self.folder, is_main, self.row, self.data.sets, self.tokenizer)
+
+
+class Callback:
+    """Something that a run does beside its updates. Override the events that you need.
+
+    Every rank calls every event, so a callback may use collectives. It writes files and prints on the main rank only.
+    """
+
+    every: int | None = 1
+    """`after_update` is called after each update whose number is a multiple of it, and after the last one. None: after
+    the last one only."""
+
+    def start(self, context: RunContext) -> None:
+        """Called once, before the first update of this start of the run; state is restored."""
+
+    def before_update(self, context: RunContext) -> None:
+        """Called when this rank has the samples of the next update."""
+
+    def around_backward(self, context: RunContext, batch: Sequence[Any], forward_backward: ForwardBackward) -> None:
+        """Make the gradient of the update: call ``forward_backward(batch)``, or once for each of several parts.
+
+        Later callbacks surround earlier ones. Some updates are made in several calls, around which this is called
+        once.
+
+        Args:
+            context: The run.
+            batch: This rank's samples of the update.
+            forward_backward: ``(samples)``: that of the callback before, or `RunContext.forward_backward`.
+        """
+        forward_backward(batch)
+
+    def after_update(self, context: RunContext) -> None:
+        """Called after the step, with ``context.update`` and ``context.row``."""
+
+    def after_evaluation(self, context: RunContext) -> None:
+        """Called after each evaluation of a set, with ``context.row``. The model holds the weights evaluated."""
+
+    def end(self, context: RunContext) -> None:
+        """Called after the last update, or when a signal has stopped the run. A run that fails does not call it."""
+
+
+class Callbacks:
+    """The callbacks of a run. Each event holds those that override it, in their order."""
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self.all = callbacks
+        self.start = self._overriding("start")
+        self.before_update = self._overriding("before_update")
+        self.around_backward = self._overriding("around_backward")
+        self.after_update = self._overriding("after_update")
+        self.after_evaluation = self._overriding("after_evaluation")
+        self.end = self._overriding("end")
+
+    def without(self, callback: Callback) -> "Callbacks":
+        """Return the others."""
+        return Callbacks([each for each in self.all if each is not callback])
+
+    def _overriding(self, event: str) -> list[Callback]:
+        return [each for each in self.all if getattr(type(each), event) is not getattr(Callback, event)]
+
+
+_apart: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def read_values(update: Update) -> dict[str, float]:
+    """Copy the scalars of an update to the host: loss, weight, finite, grad_norm, and each of several terms.
+
+    On a GPU they go in one copy, on a stream of its own: the host has waited for all of them (`Learner.optim_step`
+    asks if the update is finite), and need not wait for the optimizer's step, which runs by now.
+    """
+    scalars = {"loss": update.loss, "weight": update.weight, "finite": update.finite}
+    if update.grad_norm is not None:
+        scalars["grad_norm"] = update.grad_norm
+    if len(update.terms) > 1:
+        scalars |= {f"loss_{name}": term for name, term in update.terms.items()}
+    device = update.loss.device
+    if device.type != "cuda":
+        return {name: float(scalar) for name, scalar in scalars.items()}
+    with torch.cuda.stream(_apart.setdefault(device, torch.cuda.Stream(device))):
+        stacked = torch.stack([scalar.to(device, torch.float64) for scalar in scalars.values()])  # [scalars]
+        return dict(zip(scalars, stacked.tolist(), strict=True))

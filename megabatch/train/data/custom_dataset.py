@@ -1,0 +1,172 @@
+"""Function: samples that a function of the user's makes, of any kind a loss understands."""
+
+import hashlib
+import random
+import traceback
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from megabatch.batching import sample_length
+from megabatch.errors import MegabatchError, PlanError, in_one_line
+from megabatch.train.config import Config
+from megabatch.train.config.batch_size import sizes_of
+from megabatch.train.data.mixture import Measured, View
+from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.plugins import load_function
+from megabatch.train.runtime.ranks import Ranks
+
+TRAIN = "train"  # the name of what is trained on, where a function returns several sets
+
+
+class OwnSamples(View):
+    """A user's samples with their lengths; what goes wrong in reading one is told in one line."""
+
+    def __init__(self, samples: Any, lengths: np.ndarray, key: str, *, is_told: bool) -> None:
+        self._samples, self._key = samples, key
+        self.lengths, self.is_told = lengths, is_told  # told: by their attribute, of whatever is counted
+        self.fingerprint = hashlib.sha256(lengths.tobytes()).hexdigest()
+
+    def at(self, index: int) -> Any:
+        return read(self._samples, index, self._key)
+
+    def name(self, index: int) -> str:
+        return f"{index} of {self._key}"
+
+
+class Repeatable(View):
+    """Samples to evaluate on: one that draws random numbers draws the same ones whenever it is read."""
+
+    def __init__(self, samples: Measured, seed: int) -> None:
+        self._samples, self._seed = samples, seed
+        self.lengths, self.fingerprint = samples.lengths, samples.fingerprint
+
+    def at(self, index: int) -> Any:
+        with drawing(self._seed, 0, index):  # 0: before the first update
+            return self._samples[index]
+
+    def name(self, index: int) -> str:
+        return self._samples.name(index)
+
+
+@contextmanager
+def drawing(*seed: int) -> Generator[None, None, None]:
+    """What samples draw inside, as augmentations do, follows from the seed; nobody else's random numbers change."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    words = np.random.SeedSequence(seed).generate_state(3)
+    random.seed(int(words[0]))
+    np.random.seed(int(words[1]))
+    torch.default_generator.manual_seed(int(words[2]))
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
+
+
+def own_samples(config: Config, ranks: Ranks, console: Console) -> dict[str, OwnSamples]:
+    """What data.function returns, by its names, the same number on every rank; "train" is among them."""
+    name = str(config.data.function)
+    function = load_function(name, "data.function")
+    made = called(lambda: function(**config.data.options), f"data.function {name} failed")
+    sets: Mapping[str, Any] = made if isinstance(made, Mapping) else {TRAIN: made}
+    if TRAIN not in sets:
+        raise MegabatchError(
+            f'data.function {name} returned a mapping of {sorted(map(str, sets))}; name what is trained on "{TRAIN}"'
+        )
+    found = {str(each): measured(samples, str(each), config, console) for each, samples in sets.items()}
+    check_same_everywhere(found, name, ranks)
+    return found
+
+
+def measured(samples: Any, name: str, config: Config, console: Console) -> OwnSamples:
+    """The samples of one set with their lengths."""
+    key = f'"{name}" of data.function {config.data.function}'
+    if not hasattr(samples, "__len__") or not hasattr(samples, "__getitem__"):
+        raise MegabatchError(
+            f"{key} is a {type(samples).__name__}; return samples with len() and [number], such as a list"
+        )
+    if not len(samples):
+        raise MegabatchError(f"{key} is empty; return at least one sample")
+    read(samples, 0, key)
+    is_told = getattr(samples, "lengths", None) is not None
+    return OwnSamples(samples, lengths_of(samples, key, config, console), key, is_told=is_told)
+
+
+def lengths_of(samples: Any, key: str, config: Config, console: Console) -> np.ndarray:
+    """Tokens of each sample: what its attribute ``lengths`` says, or measured where the recipe counts tokens, else 1.
+
+    Measuring makes every sample once, which for images would be long; updates are then balanced by their number.
+    With data.look_ahead nothing is measured later, so that those of text are measured here; and so they are where
+    update.global_batch_size has points in tokens.
+    """
+    given = getattr(samples, "lengths", None)
+    if given is not None:
+        return given_lengths(given, len(samples), key)
+    asks = config.data.look_ahead is not None or sizes_of(config.update).unit == "tokens"
+    if config.update.max_microbatch_tokens is None and not (asks and "input_ids" in read(samples, 0, key)):
+        return np.ones(len(samples), dtype=np.int64)
+    lengths = np.empty(len(samples), dtype=np.int64)
+    with console.progress(f"measuring {key}", len(samples), "samples") as advance:
+        for index in range(len(samples)):
+            lengths[index] = length_of(read(samples, index, key), index, key)
+            advance(1)
+    return lengths
+
+
+def given_lengths(given: Any, num_samples: int, key: str) -> np.ndarray:
+    """The attribute as whole numbers. Raises where it is anything else."""
+    lengths = called(lambda: np.asarray(given), f"the attribute lengths of {key} cannot be read")
+    if lengths.shape != (num_samples,) or lengths.dtype.kind not in "iu" or (lengths < 0).any():
+        raise MegabatchError(
+            f"the attribute lengths of {key} is no list of {num_samples} whole numbers; give one for each sample"
+        )
+    return lengths.astype(np.int64)
+
+
+def length_of(sample: Any, index: int, key: str) -> int:
+    try:
+        return sample_length(sample)
+    except PlanError:
+        raise MegabatchError(
+            f"sample {index} of {key} has no tensor as its first value, whose size would be its tokens; give lengths "
+            "as an attribute `lengths` of the samples, or set update.micro_batch_size in place of max_microbatch_tokens"
+        ) from None
+
+
+def read(samples: Any, index: int, key: str) -> Any:
+    """A sample of the user's, or one line that says why not."""
+    sample = called(lambda: samples[index], f"sample {index} of {key} cannot be read")
+    if not isinstance(sample, Mapping) or not sample:
+        kind = "empty" if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
+        raise MegabatchError(
+            f'sample {index} of {key} is {kind}; expected a mapping of tensors, such as {{"inputs": ...}}'
+        )
+    return sample
+
+
+def called(function: Callable[[], Any], failure: str) -> Any:
+    """What the user's function returns, or one line that says where it failed."""
+    try:
+        return function()
+    except MegabatchError:
+        raise
+    except Exception as error:  # whatever the user's code raises
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        reason = in_one_line(error)
+        raise MegabatchError(f"{failure} ({reason}, at {last.filename}:{last.lineno}); mend it there") from None
+
+
+def check_same_everywhere(sets: dict[str, OwnSamples], name: str, ranks: Ranks) -> None:
+    """Raise on every rank where the function has given them other names, numbers or lengths of samples."""
+    text = repr([(key, samples.fingerprint) for key, samples in sorted(sets.items())])
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:2], "big")  # squares and sums of it are exact
+    total, squares = ranks.sum([digest, digest**2])
+    if squares * ranks.size != total**2:  # their variance
+        raise MegabatchError(
+            f"data.function {name} does not return the same samples on every process; draw with a seed of its own"
+        )

@@ -1,0 +1,145 @@
+"""The trainer: prepare a run, make update after update, and let callbacks do the rest."""
+
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megabatch import MegabatchError
+from megabatch.train.autotune.choices import choose_rest, saved_choices
+from megabatch.train.callbacks.checkpointing import identity_of, restore
+from megabatch.train.callbacks.order import load_callbacks, make_callbacks
+from megabatch.train.checkpoints.retention import resumed_from
+from megabatch.train.checkpoints.run_lock import begin, check_folder
+from megabatch.train.config import Config
+from megabatch.train.context import Callbacks, ForwardBackward, RunContext, UpdatePausedError, read_values
+from megabatch.train.data.load import load_data
+from megabatch.train.data.updates import Updates
+from megabatch.train.model.build import build, in_precision
+from megabatch.train.model.optimizer import build_learner
+from megabatch.train.model.router_loss import train_with_router
+from megabatch.train.model.tokenizer import load_tokenizer
+from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.heartbeat import Pulse
+from megabatch.train.runtime.plugins import load_function
+from megabatch.train.runtime.ranks import Ranks
+from megabatch.train.runtime.signals import Stop
+
+
+def train(context: RunContext) -> None:
+    """Run updates until the data, the step limit, a callback or a signal ends the run. Collective."""
+    learner, num_updates = context.learner, context.updates.num_updates
+    with context.console.logged_failure(), context.exits:
+        open_run(context)
+        for callback in context.callbacks.start:
+            callback.start(context)
+        with context.console.bar(learner.step, num_updates.of_run, num_updates.work):
+            try:
+                for batch in remaining_updates(context):
+                    make_update(context, batch)
+            except UpdatePausedError:
+                pass  # a callback has saved the open update
+        for callback in context.callbacks.end:
+            callback.end(context)
+
+
+def make_update(context: RunContext, batch: Sequence[Any]) -> None:
+    """Make one update of this rank's samples: forward and backward, the step, the callbacks. Collective."""
+    context.batch, context.num_calls = batch, 0
+    for callback in context.callbacks.before_update:
+        callback.before_update(context)
+    if context.callbacks.around_backward:
+        surround_backward(context, batch)
+    else:
+        context.forward_backward(batch)
+    context.update, context.row = context.learner.optim_step(), {}
+    context.values = read_values(context.update)
+    if not context.values["finite"]:
+        refuse_nonfinite(context)
+    step = context.learner.step
+    for callback in context.callbacks.after_update:
+        if (callback.every and step % callback.every == 0) or context.is_over:
+            callback.after_update(context)
+
+
+def surround_backward(context: RunContext, batch: Sequence[Any]) -> None:
+    """Let the last callback make the gradient. It calls the one before it, and the first one calls the library."""
+    forward_backward: ForwardBackward = context.forward_backward
+    for callback in context.callbacks.around_backward:
+        forward_backward = partial(callback.around_backward, context, forward_backward=forward_backward)
+    forward_backward(batch)
+
+
+def refuse_nonfinite(context: RunContext) -> None:
+    """Raise for an update whose loss or gradient is not finite, unless a callback handles it."""
+    update, how = context.update, context.config.update.on_nonfinite
+    if how != "raise" or update is None or (problem := update.problem()) is None:
+        return  # without a problem there was nothing to learn
+    raise MegabatchError(f"update {context.step} was not stepped: {problem}; lower optim.lr or look at its samples")
+
+
+def remaining_updates(context: RunContext) -> Iterator[Sequence[Any]]:
+    """Yield this rank's samples of each update until the run is over or a signal stops it. Collective."""
+    stop, heartbeat, batches = context.stop, context.heartbeat, iter(context.updates)
+    while not (context.is_over or context.is_stopped):
+        heartbeat.waits(context.step + 1)
+        context.started = time.perf_counter()
+        try:
+            batch = next(batches, None)
+        except MegabatchError:
+            stop.check()  # a signal to a whole job also ends the processes that load samples
+            raise
+        if batch is None:
+            return
+        stop.has_begun = True
+        heartbeat.works(context.step + 1)
+        context.expected_samples, context.epoch = context.updates.size, context.updates.epochs
+        yield batch
+        if not context.is_over:
+            stop.agree(context.ranks)
+
+
+def prepare_run(config: Config, ranks: Ranks, stop: Stop, heartbeat: Pulse) -> RunContext:
+    """Read the data, build the model and make the callbacks. Collective.
+
+    It writes nothing and finds what is wrong with the recipe.
+
+    Raises:
+        MegabatchError: The recipe, the data or the folder do not allow the run.
+    """
+    console = Console(enabled=ranks.is_main, loss_digits=10 if config.model.dtype == "float64" else 4)
+    check_folder(Path(config.run.folder), config, ranks)
+    checkpoint = resumed_from(config.run, ranks, console)
+    choices = saved_choices(config, ranks, checkpoint)
+    loss_fn = load_function(config.loss.function, "loss.function")
+    own_callbacks = load_callbacks(config.run)
+    tokenizer = load_tokenizer(config.model)
+    data = load_data(config, tokenizer, ranks, console)
+    updates = Updates(data, config, ranks)
+    model = build(config, ranks, console, data.longest_tokens, tokenizer)
+    loss_fn = train_with_router(loss_fn, config, model, updates)
+    loss_fn = in_precision(loss_fn, config.model, model, ranks.device)
+    learner = build_learner(model.model, model.base, config, updates.num_updates, *choices.given)
+    identity = identity_of(config, data, model, updates)
+    context = RunContext(
+        config, ranks, console, stop, heartbeat, tokenizer, data, updates, model, learner, loss_fn, choices, identity,
+        checkpoint,
+    )  # fmt: skip
+    context.callbacks = Callbacks(make_callbacks(context, own_callbacks))
+    first = updates.peek()
+    context.plan = learner.gradient.plan(first if choices.bound is None else [])
+    return context
+
+
+def open_run(context: RunContext) -> None:
+    """Restore the checkpoint that the run resumes from, take the folder, and choose what the recipe leaves open."""
+    config, is_new = context.config, context.checkpoint is None
+    if context.checkpoint is not None:
+        restore(context, context.checkpoint)
+        context.console.say(f"resumed from {context.checkpoint}")
+    begin(context.folder, config, context.ranks, context.console, is_new=is_new)
+    for log in context.logs:
+        log.cut(-1 if is_new else context.step)
+    context.choices = choose_rest(context)
+    context.plan = context.learner.gradient.plan(context.updates.peek())

@@ -1,0 +1,305 @@
+"""Optim: what moves the model, and how fast. Everything counts updates."""
+
+import difflib
+import inspect
+import itertools
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from megabatch import Learner
+from megabatch.errors import MegabatchError, in_one_line
+from megabatch.planning import TunedLimit
+from megabatch.train.autotune.accumulator import accumulator_of
+from megabatch.train.config import Config, OptimConfig, UpdateConfig
+from megabatch.train.data.num_updates import NumUpdates
+from megabatch.train.runtime.plugins import load_function
+
+Group = dict[str, Any]  # "params", and the "weight_decay" of its own
+
+COOLDOWN_SHARE = 10  # wsd falls over a tenth of its updates
+REFUSED = {
+    "LBFGS": "it runs the loss many times a step",
+    "SparseAdam": "it takes sparse gradients, and a model's are dense",
+    "Muon": "it takes matrices alone, and a model has vectors too; an optim.function can return one that takes both",
+}
+LARGEST_NORM = sys.float_info.max  # a finite gradient is never clipped to it
+OWNED_OPTIONS = ("params", "lr", "betas", "weight_decay")  # keys of [optim], or not the recipe's
+
+
+def build_learner(
+    model: nn.Module,
+    base: nn.Module,
+    config: Config,
+    num_updates: NumUpdates,
+    fit: TunedLimit | None,
+    sync: str | None = None,
+) -> Learner:
+    """The model with all that moves it; ``base`` is without its wrapper. Raises `MegabatchError`."""
+    gradient = accumulator_of(model, config, fit, sync)
+    decay_steps = decay_steps_of(config, num_updates)
+    optimizer = build_optimizer(base, config.optim)
+    scheduler = LambdaLR(optimizer, lambda step: lr_factor(step, config.optim, decay_steps))
+    return Learner(base, optimizer, gradient, scheduler=scheduler, max_norm=max_norm_of(config.update))
+
+
+def max_norm_of(update: UpdateConfig) -> float | None:
+    """Return the norm that gradients are clipped to.
+
+    An update that may be skipped needs a norm, even where it is never clipped. With "raise" the next loss shows that
+    weights are not finite, and no checkpoint is saved before (`Checkpointing`).
+    """
+    return LARGEST_NORM if update.max_norm is None and update.on_nonfinite != "raise" else update.max_norm
+
+
+def settings_of(config: Config) -> dict[str, object]:
+    """Every setting but the data and the model that decides what a run learns, by its key; fixed once it has begun."""
+    optim = config.optim.model_dump(exclude={"decay_steps"})  # see decay_steps_of
+    return {
+        "run.seed": config.run.seed,
+        "model.function": config.model.function,
+        "model.options": config.model.options,
+        "model.compute_dtype": config.model.compute_dtype,
+        "model.freeze": config.model.freeze,
+        "model.lora": config.model.lora,
+        "loss.function": config.loss.function,
+        "loss.router_loss": None if config.loss.router_loss == "auto" else config.loss.router_loss,
+        **{
+            f"update.{key}": getattr(config.update, key)
+            for key in ("global_batch_size", "tail", "max_norm", "accumulate_dtype")
+        },
+        **{f"optim.{key}": value for key, value in optim.items()},
+    }
+
+
+def decay_steps_of(config: Config, num_updates: NumUpdates) -> int | None:
+    """Updates until the learning rate is down; None for a schedule on which it stays. Raises `MegabatchError`."""
+    schedule, cooldown_steps = config.optim.schedule, config.optim.cooldown_steps
+    if cooldown_steps is not None and schedule != "wsd":
+        raise MegabatchError(
+            f'optim.cooldown_steps is set and optim.schedule is "{schedule}", which has no fall at the end; '
+            'set optim.schedule to "wsd" or leave optim.cooldown_steps out'
+        )
+    if schedule == "constant":
+        return None
+    decay_steps = config.optim.decay_steps or num_updates.of_data
+    if decay_steps is None:
+        raise MegabatchError(
+            f'optim.schedule is "{schedule}" and the number of updates in a stream is not known beforehand; '
+            'set optim.decay_steps, or optim.schedule to "constant"'
+        )
+    if cooldown_steps is not None and cooldown_steps > decay_steps:
+        raise MegabatchError(
+            f"optim.cooldown_steps is {cooldown_steps} and the learning rate is to be down after {decay_steps} updates "
+            "(optim.decay_steps); set it to fewer"
+        )
+    return decay_steps
+
+
+def lr_factor(step: int, config: OptimConfig, decay_steps: int | None) -> float:
+    """Share of the peak learning rate for the update after ``step`` updates."""
+    if step < config.warmup_steps:
+        return (step + 1) / (config.warmup_steps + 1)
+    if config.schedule == "constant" or decay_steps is None:
+        return 1.0
+    start = config.warmup_steps  # of the fall
+    if config.schedule == "wsd":
+        start = max(start, decay_steps - (config.cooldown_steps or max(1, decay_steps // COOLDOWN_SHARE)))
+    progress = min(1.0, max(0, step - start) / max(1, decay_steps - start))
+    height = (1 + math.cos(math.pi * progress)) / 2 if config.schedule == "cosine" else 1 - progress
+    return config.final_lr_share + (1 - config.final_lr_share) * height
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig) -> optim.Optimizer:
+    """The recipe's optimizer over the model's trainable parameters; only matrices decay. Raises `MegabatchError`."""
+    groups = groups_of(model, config.weight_decay)
+    if not groups:
+        raise MegabatchError("the model has no parameter to train; free some from model.freeze, or give another model")
+    optimizer = torch_optimizer(groups, config) if config.function is None else own_optimizer(groups, config)
+    optimizer.register_step_pre_hook(fill_gradients)
+    keep_types(optimizer)
+    return optimizer
+
+
+def groups_of(model: nn.Module, weight_decay: float) -> list[Group]:
+    """Trainable parameters: matrices, and vectors (norms, biases), which do not decay."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups: list[Group] = [
+        {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def torch_optimizer(groups: list[Group], config: OptimConfig) -> optim.Optimizer:
+    """One of torch.optim by its name, fused where it can be."""
+    kind = kind_of(config.name)
+    arguments = arguments_of(kind, config)
+    taken = [group if takes(kind, "weight_decay") else {"params": group["params"]} for group in groups]
+    return kind(taken, **tried(kind, arguments, groups))
+
+
+def kind_of(name: str) -> Callable[..., optim.Optimizer]:
+    """The class of torch.optim with that name."""
+    kinds = {
+        key: kind
+        for key, kind in vars(optim).items()
+        if isinstance(kind, type) and issubclass(kind, optim.Optimizer) and kind is not optim.Optimizer
+    }
+    if name in REFUSED:
+        raise MegabatchError(f"optim.name is {name!r}, which cannot be used: {REFUSED[name]}; choose AdamW, say")
+    if name not in kinds:
+        usable = {key.lower(): key for key in kinds if key not in REFUSED}
+        nearest = usable[difflib.get_close_matches(name.lower(), usable, n=1, cutoff=0.0)[0]]
+        raise MegabatchError(f"optim.name is {name!r}, which torch.optim does not have; the nearest name is {nearest}")
+    return kinds[name]
+
+
+def takes(kind: Callable[..., optim.Optimizer], argument: str) -> bool:
+    return argument in inspect.signature(kind).parameters
+
+
+def arguments_of(kind: Callable[..., optim.Optimizer], config: OptimConfig) -> dict[str, Any]:
+    """Keyword arguments from the recipe; one that the class does not take is an error if the user has set it."""
+    for key in ("betas", "weight_decay"):
+        if not takes(kind, key) and is_set(config, key):
+            raise MegabatchError(f"optim.{key} is set and {config.name} has none; leave optim.{key} out")
+    known = [key for key in inspect.signature(kind).parameters if key not in OWNED_OPTIONS]
+    for key in config.options:
+        refuse_owned(key)
+        if key not in known:
+            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
+            raise MegabatchError(f"unknown key optim.options.{key} for {config.name}; the nearest key is {nearest}")
+    betas = {"betas": config.betas} if takes(kind, "betas") else {}
+    return {"lr": config.lr, **betas, **config.options}
+
+
+def is_set(config: OptimConfig, key: str) -> bool:
+    """Whether a setting is not the default; a resolved recipe names every key."""
+    return getattr(config, key) != OptimConfig.model_fields[key].default
+
+
+def refuse_owned(key: str) -> None:
+    """Raise for an option that is a setting of its own."""
+    if key in OWNED_OPTIONS:
+        instead = "the trainer gives it: leave it out" if key == "params" else f"set optim.{key}"
+        raise MegabatchError(f"optim.options.{key} is not an option; {instead}")
+
+
+def tried(kind: Callable[..., optim.Optimizer], arguments: dict[str, Any], groups: Sequence[Group]) -> dict[str, Any]:
+    """The arguments, fused if that works: found by a step on zeros, one tensor of each kind that the model has."""
+    likes = kinds_of_tensors([parameter for group in groups for parameter in group["params"]])
+    fusable = takes(kind, "fused") and "fused" not in arguments
+    if fusable and problem_of(kind, {**arguments, "fused": True}, likes) is None:
+        return {**arguments, "fused": True}
+    problem = problem_of(kind, arguments, likes)
+    if problem is None:
+        return arguments
+    name = getattr(kind, "__name__", str(kind))
+    if problem_of(kind, arguments, [like.to_local() if isinstance(like, DTensor) else like for like in likes]) is None:
+        raise MegabatchError(
+            f"optim.name is {name!r}, and torch's {name} cannot step sharded parameters ({problem}); "
+            'choose AdamW, say, or parallel.wrapper = "ddp"'
+        )
+    raise MegabatchError(f"torch's {name} refuses its arguments ({problem}); change optim.options")
+
+
+def kinds_of_tensors(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """The smallest parameter of each layout, type and kind."""
+    smallest: dict[object, Tensor] = {}
+    for parameter in sorted(parameters, key=lambda parameter: parameter.numel()):
+        key = (isinstance(parameter, DTensor), parameter.dtype, parameter.device, parameter.ndim < 2)
+        smallest.setdefault(key, parameter)
+    return list(smallest.values())
+
+
+def problem_of(
+    kind: Callable[..., optim.Optimizer], arguments: Mapping[str, Any], likes: Sequence[Tensor]
+) -> str | None:
+    """What goes wrong, if anything, when such an optimizer is made and steps."""
+    zeros = [nn.Parameter(torch.zeros_like(like)) for like in likes]
+    for parameter in zeros:
+        parameter.grad = torch.zeros_like(parameter)
+    try:
+        kind(zeros, **arguments).step()
+    except Exception as error:  # whatever torch raises for arguments and tensors that it does not take
+        return in_one_line(error)
+    return None
+
+
+def own_optimizer(groups: list[Group], config: OptimConfig) -> optim.Optimizer:
+    """What ``optim.function`` makes of the groups, checked."""
+    assert config.function is not None
+    title = f"optim.function {config.function!r}"
+    for key in ("name", "betas"):
+        if is_set(config, key):
+            raise MegabatchError(f"optim.{key} is set and {title} is not told it; use optim.options, or leave it out")
+    for key in config.options:
+        refuse_owned(key)
+    function = load_function(config.function, "optim.function")
+    try:
+        optimizer = function([dict(group) for group in groups], lr=config.lr, **config.options)
+    except MegabatchError:
+        raise
+    except Exception as error:  # whatever the user's code raises
+        raise MegabatchError(f"{title} raised {in_one_line(error)}; mend it, or its optim.options") from error
+    if not isinstance(optimizer, optim.Optimizer):
+        kind = type(optimizer).__name__
+        raise MegabatchError(f"{title} returned a {kind}; return a torch.optim.Optimizer over the groups it is given")
+    check_groups(title, optimizer, {id(parameter) for group in groups for parameter in group["params"]})
+    return optimizer
+
+
+def check_groups(title: str, optimizer: optim.Optimizer, wanted: set[int]) -> None:
+    """Raise unless the optimizer has every trainable parameter once, and a learning rate to schedule."""
+    held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    if set(held) != wanted or len(held) != len(wanted):
+        raise MegabatchError(
+            f"{title} made an optimizer of {len(set(held) & wanted)} of the {len(wanted)} parameters to train and "
+            f"{len(set(held) - wanted)} others; give it all of the groups (model.freeze leaves parameters out)"
+        )
+    if not all("lr" in group for group in optimizer.param_groups):
+        raise MegabatchError(f'{title} made an optimizer without "lr" in its groups; optim.schedule needs it there')
+
+
+def fill_gradients(optimizer: optim.Optimizer, *_: Any) -> None:
+    """Before a step: a parameter that no sample has reached has the gradient zero, not none.
+
+    So it is with FSDP2, and every parameter has a state from the first step on, as a checkpoint's reader expects.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+
+def keep_types(optimizer: optim.Optimizer) -> None:
+    """Make loading keep the types of saved states; torch casts them to the parameter's, and digits are lost."""
+    saved: list[Mapping[str, Any]] = []
+
+    def before(_: optim.Optimizer, state: dict[str, Any]) -> None:
+        saved[:] = states_in_order(state)
+
+    def after(optimizer: optim.Optimizer) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for parameter, values in zip(parameters, saved, strict=True):
+            here = optimizer.state[parameter] if values else {}
+            for key, value in values.items():
+                if isinstance(value, Tensor) and value.dtype != here[key].dtype:
+                    here[key] = value.detach().clone().to(here[key].device)
+        saved.clear()
+
+    optimizer.register_load_state_dict_pre_hook(before)
+    optimizer.register_load_state_dict_post_hook(after)
+
+
+def states_in_order(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The states of an optimizer's state_dict, in the order of its parameters."""
+    names = itertools.chain.from_iterable(group["params"] for group in state["param_groups"])
+    return [state["state"].get(name, {}) for name in names]

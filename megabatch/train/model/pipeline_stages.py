@@ -1,0 +1,241 @@
+"""Stages: a model of transformers dealt out over the ranks of a pipeline, in layers that keep their own names.
+
+A stage is a model of the same class with its own layers only: what it does not hold is an empty module. transformers'
+own forward runs it, from tokens on the first stage and from what the stage before has sent on the others.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from megabatch.errors import MegabatchError
+from megabatch.pipeline import SCHEDULES, Pipeline
+from megabatch.train.config import Config, ParallelConfig
+from megabatch.train.model.architecture import outline
+from megabatch.train.model.precision import boundary_dtype, is_mixed
+from megabatch.train.model.tensor_parallel import Borders
+from megabatch.train.model.wrap import Wrapper, replicate
+from megabatch.train.runtime.ranks import Ranks
+
+STAGES_PER_RANK = 2  # of schedules that take any number
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """Where a family has its parts, by their names in the base model."""
+
+    layers: str
+    first: tuple[str, ...]  # what comes before the layers
+    last: str  # the norm after them
+
+
+LLAMA = Anatomy("layers", ("embed_tokens",), "norm")
+ANATOMIES = {  # of the families whose runs are compared with those of the whole model
+    "gpt2": Anatomy("h", ("wte", "wpe", "drop"), "ln_f"),
+    "llama": LLAMA,
+    "qwen2": LLAMA,
+    "qwen3": LLAMA,
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which layers, and which of the two ends, a stage holds, or a rank in all of its stages."""
+
+    layers: tuple[int, ...]
+    is_first: bool
+    is_last: bool
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What a rank holds of a model: all of it under its own names, and each stage as it is called."""
+
+    model: PreTrainedModel
+    parts: list[Part]
+    modules: list[PreTrainedModel]
+
+    @property
+    def borders(self) -> Borders:
+        """The layers at which the stages are cut off from others."""
+        layers = f"{self.model.base_model_prefix}.{anatomy_of(self.model).layers}"
+        starts = [f"{layers}.{part.layers[0]}" for part in self.parts if not part.is_first]
+        return Borders(starts, [f"{layers}.{part.layers[-1]}" for part in self.parts if not part.is_last])
+
+
+class NoPositions(nn.Module):
+    """Adds nothing where the first stage has added the embedding of positions."""
+
+    def forward(self, position_ids: Tensor) -> Tensor:
+        return torch.zeros((), device=position_ids.device)
+
+
+def stages_of(model: nn.Module, config: Config, wrapper: Wrapper, ranks: Ranks) -> Stages | None:
+    """The stages of this rank, where the recipe has any; the model loses what they do not hold."""
+    if ranks.layout.pp == 1:
+        return None
+    if is_mixed(config.model) and not wrapper.is_of_fsdp:
+        raise MegabatchError(
+            f"model.compute_dtype is {config.model.compute_dtype!r} and parallel.pp is {ranks.layout.pp}, whose stages "
+            'autocast does not reach; set parallel.wrapper to "fsdp2" or "replicate", or leave compute_dtype out'
+        )
+    parts = parts_of(model, config)
+    whole = cast(PreTrainedModel, model)
+    return cut(whole, parts, config, ranks.pp_rank, lambda: outline(config.model, whole.config))
+
+
+def deal_layers(num_layers: int, num_stages: int) -> list[Part]:
+    """Every stage's part; numbers of layers differ by one at most, the first stages have more."""
+    size, more = divmod(num_layers, num_stages)
+    ends = [size * stage + min(stage, more) for stage in range(num_stages + 1)]
+    return [
+        Part(tuple(range(ends[stage], ends[stage + 1])), stage == 0, stage == num_stages - 1)
+        for stage in range(num_stages)
+    ]
+
+
+def parts_of(model: nn.Module, config: Config) -> list[Part]:
+    """Every stage's part of a recipe's model. Raises `MegabatchError` for a model that cannot be dealt out."""
+    check_model(model, config.parallel)
+    architecture, parallel = cast(PreTrainedModel, model).config, config.parallel
+    num_layers, num_stages = architecture.num_hidden_layers, parallel.pp * per_rank(parallel)
+    if num_layers < num_stages:
+        key = architecture.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+        fewer = ", or parallel.schedule to 1F1B" if per_rank(config.parallel) > 1 else ""
+        raise MegabatchError(
+            f"model.config.{key} is {num_layers} and {parallel.schedule} over {parallel.pp} ranks has {num_stages} "
+            f"stages, each of one layer or more; set parallel.pp lower{fewer}"
+        )
+    parts = deal_layers(num_layers, num_stages)
+    for stage, part in enumerate(parts):
+        if not any(each.requires_grad for module in held(model, part).values() for each in module.parameters()):
+            raise MegabatchError(
+                f"model.freeze leaves nothing to train in stage {stage} of {num_stages}, which has the layers "
+                f"{part.layers[0]} to {part.layers[-1]}; free a parameter there, or set parallel.pp lower"
+            )
+    return parts
+
+
+def per_rank(parallel: ParallelConfig) -> int:
+    """How many stages each rank has."""
+    return SCHEDULES[parallel.schedule].per_rank or STAGES_PER_RANK
+
+
+def check_model(model: nn.Module, parallel: ParallelConfig) -> None:
+    """Raise for a model whose stages would not compute together what it does."""
+    family = getattr(getattr(model, "config", None), "model_type", None)
+    if not isinstance(model, PreTrainedModel) or family not in ANATOMIES:
+        kind = type(model).__name__ if family is None else f"model of type {family}"
+        raise MegabatchError(
+            f"parallel.pp is {parallel.pp} and how a {kind} is cut into stages is not known; leave parallel.pp out, "
+            f"or take one of {', '.join(ANATOMIES)}"
+        )
+    config = cast(Any, model.config)
+    if config.tie_word_embeddings:
+        raise MegabatchError(
+            f"parallel.pp is {parallel.pp} and the model's tie_word_embeddings is true: its first stage and its last "
+            "would share a matrix; set model.config.tie_word_embeddings = false, or leave parallel.pp out"
+        )
+    kinds = sorted(set(getattr(config, "layer_types", None) or ()))
+    if len(kinds) > 1 or getattr(config, "add_cross_attention", False):
+        raise MegabatchError(
+            f"parallel.pp is {parallel.pp} and the model has {' and '.join(kinds) or 'cross attention'} in its layers, "
+            "which a stage would not tell apart; leave parallel.pp out"
+        )
+
+
+def cut(
+    model: PreTrainedModel, parts: Sequence[Part], config: Config, rank: int, shell: Callable[[], PreTrainedModel]
+) -> Stages:
+    """The stages of ``rank`` along pp; the model keeps what they hold and loses the rest.
+
+    ``shell`` makes another model of the same class, on the meta device, around each stage where there are several.
+    """
+    number = per_rank(config.parallel)
+    own = [parts[index] for index in SCHEDULES[config.parallel.schedule].indices(rank, config.parallel.pp, number)]
+    shells = [model] if number == 1 else [shell() for _ in own]
+    holdings = [held(model, part) for part in own]
+    for module, part, holding in zip(shells, own, holdings, strict=True):
+        leave(module, holding)
+        connect(module, part)
+    leave(model, {name: module for holding in holdings for name, module in holding.items()})
+    return Stages(model, own, shells)
+
+
+def held(model: nn.Module, part: Part) -> dict[str, nn.Module]:
+    """The modules of a part, by their names, and what every stage has."""
+    anatomy, base = anatomy_of(model), cast(Any, model).base_model_prefix
+    own = [f"{base}.{anatomy.layers}.{index}" for index in part.layers]
+    own += [f"{base}.{name}" for name in anatomy.first if part.is_first]
+    own += [f"{base}.{anatomy.last}", "lm_head"] if part.is_last else []
+    own += [f"{base}.{name}" for name, _ in model.get_submodule(base).named_children() if name == "rotary_emb"]
+    return {name: model.get_submodule(name) for name in own}
+
+
+def leave(model: nn.Module, modules: dict[str, nn.Module]) -> None:
+    """Let a model consist of these modules, with empty ones for what is not among them."""
+    anatomy, base = anatomy_of(model), cast(Any, model).base_model_prefix
+    for name in (*(f"{base}.{name}" for name in (*anatomy.first, anatomy.last)), "lm_head"):
+        model.set_submodule(name, NoPositions() if name.endswith(".wpe") else nn.Identity())
+    layers = nn.ModuleList()
+    model.set_submodule(f"{base}.{anatomy.layers}", layers)
+    for name, module in modules.items():
+        parent, _, own_name = name.rpartition(".")
+        model.get_submodule(parent).register_module(own_name, module)
+
+
+def connect(stage: nn.Module, part: Part) -> None:
+    """Let a stage take what the one before returns, and return what the next one takes."""
+
+    def take(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+        (hidden,) = inputs  # [B, T, E]
+        return (), {"inputs_embeds": hidden} | {name: each for name, each in named.items() if name != "input_ids"}
+
+    def hand(_: nn.Module, inputs: object, output: Any) -> Tensor:
+        hidden: Tensor = output.logits  # [B, T, E]: the head is empty
+        return hidden.clone() if hidden._is_view() else hidden  # torch's schedules detach it in place at last
+
+    if not part.is_first:
+        stage.register_forward_pre_hook(take, with_kwargs=True)
+    if not part.is_last:
+        stage.register_forward_hook(hand)
+
+
+def pipeline(stages: Stages, config: Config, wrapper: Wrapper, mesh: DeviceMesh) -> Pipeline:
+    """The stages, as a pipeline of the recipe's schedule."""
+    modules: list[nn.Module] = list(stages.modules)
+    if wrapper.name == "ddp":
+        modules = [replicate(each, find_unused=False, group=mesh.get_group("dp_replicate")) for each in modules]
+    architecture, dtype = stages.model.config, boundary_dtype(config.model)
+    return Pipeline(
+        modules,
+        mesh,
+        schedule=config.parallel.schedule,
+        boundary=shape_of(architecture.hidden_size, dtype),
+        output=shape_of(architecture.vocab_size, dtype),
+    )
+
+
+def stages_text(parallel: ParallelConfig) -> str:
+    """The pipeline in words."""
+    number = per_rank(parallel)
+    each = "one stage" if number == 1 else f"{number} stages"
+    return f"pipeline over {parallel.pp} ranks, {each} of the layers on each, in the order of {parallel.schedule}"
+
+
+def shape_of(width: int, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """What a stage returns for tokens [B, T]: [B, T, width]."""
+
+    def shape(input_ids: Tensor, *_: object, **__: object) -> Tensor:
+        return torch.empty(*input_ids.shape, width, dtype=dtype, device="meta")
+
+    return shape
+
+
+def anatomy_of(model: nn.Module) -> Anatomy:
+    return ANATOMIES[cast(Any, model).config.model_type]

@@ -1,0 +1,276 @@
+"""Tensor: one model over several ranks, which cut its matrices among them (tensor parallelism, mesh axis "tp").
+
+A matrix that widens is cut by its outputs and the one after it by its inputs, so that the two need one sum. What
+transformers' plan of the model says becomes torch's DTensors, and so do norms and embeddings: every parameter is one,
+so that gradients, FSDP2 and checkpoints need to know nothing else. Between the matrices goes the stream [B, T, E]:
+whole on every rank, or with ``sequence_parallel`` a stretch of the sequence on each.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils._pytree import tree_map_only
+from transformers import PreTrainedModel
+
+from megabatch.errors import MegabatchError
+from megabatch.losses import LossFunction
+from megabatch.train.model.wrap import blocks_of
+from megabatch.train.runtime.autograd_hooks import in_place_of
+
+FAMILIES = ("gpt2", "llama", "qwen2", "qwen3")  # whose gradients are compared with the plain model's
+GPT2_PLAN = {  # transformers has none
+    "transformer.h.*.attn.c_attn": "fused_heads",
+    "transformer.h.*.attn.c_proj": "rowwise",
+    "transformer.h.*.mlp.c_fc": "colwise",
+    "transformer.h.*.mlp.c_proj": "rowwise",
+    "lm_head": "colwise_gather_output",
+}
+STARTS = ("drop", "layers.0")  # of the base model: where the stream begins; before a dropout, which is of the stream
+WHOLE, ALONG_SEQUENCE, BY_HEAD, BY_FEATURE = Replicate(), Shard(1), Shard(2), Shard(-1)
+
+
+@dataclass(frozen=True)
+class Borders:
+    """The layers at which stages of a pipeline begin and end, where the stream is a whole plain tensor."""
+
+    starts: Sequence[str] = ()
+    ends: Sequence[str] = ()
+
+
+NO_BORDERS = Borders()
+
+
+@dataclass
+class Style(ParallelStyle):
+    """How a module lies over the ranks: its parameters, what it takes, what it gives."""
+
+    parameters: Mapping[str, Placement] = field(default_factory=dict[str, Placement])  # any other is whole on each rank
+    given: Placement = WHOLE  # what an input is that comes as a plain tensor
+    taken: Placement = WHOLE  # what the module is to see of it
+    handed: Placement | None = None  # what the next module gets; None: the output as it comes
+    is_plain: bool = False  # whether it gets this rank's part as a plain tensor
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            placements = [self.parameters.get(name, WHOLE)]
+            placed = distribute_tensor(parameter.data, device_mesh, placements, src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(placed, requires_grad=parameter.requires_grad))
+        self.surround(module, device_mesh)
+        return module
+
+    def surround(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Lay the first input and the output of every forward."""
+
+        def before(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+            if inputs:
+                return (self.take(inputs[0], mesh), *inputs[1:]), named
+            first = next(iter(named))
+            return inputs, {**named, first: self.take(named[first], mesh)}
+
+        def after(_: nn.Module, inputs: object, output: Any) -> Any:
+            return output if self.handed is None else self.hand(output, mesh)
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after)
+
+    def take(self, value: Tensor, mesh: DeviceMesh) -> DTensor:
+        """The input as the module is to see it."""
+        laid = value if isinstance(value, DTensor) else DTensor.from_local(value, mesh, [self.given], run_check=False)
+        return laid.redistribute(placements=[self.taken])
+
+    def hand(self, output: DTensor, mesh: DeviceMesh) -> Tensor:
+        """The output as the next module is to get it."""
+        laid = output.redistribute(placements=[cast(Placement, self.handed)])
+        return laid.to_local() if self.is_plain else laid
+
+
+class FusedHeads(Style):
+    """GPT-2's one matrix for queries, keys and values, cut by its columns; a rank takes its heads of the output.
+
+    A rank's columns are then not those of its heads, which costs an exchange of the output; but they are contiguous,
+    which is all that FSDP2 and checkpoints can describe.
+    """
+
+    def hand(self, output: DTensor, mesh: DeviceMesh) -> Tensor:
+        # Each rank has the gradient of its own heads and zeros elsewhere: parts of a sum.
+        whole = output.redistribute(placements=[WHOLE]).to_local(grad_placements=[Partial()])
+        heads = whole.unflatten(-1, (3, mesh.size(), -1))  # [B, T, 3, ranks, E / ranks]
+        return heads[..., mesh.get_local_rank(), :].flatten(-2)  # [B, T, 3 E / ranks]
+
+
+class Vocabulary(Style):
+    """An embedding cut by its tokens: a rank looks up those that it has, and the sum over ranks has them all."""
+
+    def surround(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Replace the lookup: torch's keeps the gradient of the whole vocabulary on each rank."""
+        embedding = cast(nn.Embedding, module)
+        padding_idx = embedding.padding_idx
+        first = mesh.get_local_rank() * -(-embedding.num_embeddings // mesh.size())  # token of this rank
+
+        def look_up(tokens: Tensor) -> Tensor:  # [B, T] -> [B, T, E]
+            weight = cast(DTensor, embedding.weight).to_local()  # [V / ranks, E]
+            is_here = ((tokens >= first) & (tokens < first + len(weight)))[..., None]  # [B, T, 1]
+            rows = F.embedding((tokens - first).where(is_here[..., 0], 0), weight)
+            if padding_idx is not None:  # which does not learn
+                rows = rows.where((tokens != padding_idx)[..., None], rows.detach())
+            part = DTensor.from_local(rows.where(is_here, 0.0), mesh, [Partial()], run_check=False)
+            return part.redistribute(placements=[WHOLE]).to_local()
+
+        cast(Any, embedding).forward = look_up
+
+
+class Head(Style):
+    """The matrix that makes logits, cut by its outputs: those stay cut for a loss over them, unless none is wanted."""
+
+    def hand(self, output: DTensor, mesh: DeviceMesh) -> Tensor:
+        # Where no gradient is wanted, in an evaluation say, any function may look at the logits.
+        return output if torch.is_grad_enabled() else output.full_tensor()
+
+
+def spread(
+    model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool, loss_parallel: bool, borders: Borders = NO_BORDERS
+) -> str:
+    """Cut a model of transformers over the ranks of a mesh of one axis; what was done, in words.
+
+    Its parameters may be on the meta device; they are the same on every rank. Raises `MegabatchError` for a model that
+    cannot be cut, before anything is.
+    """
+    plan = plan_of(model)
+    check_divisible(cast(PreTrainedModel, model), mesh.size())
+    styles = styles_of(cast(PreTrainedModel, model), plan, sequence_parallel, loss_parallel, borders)
+    ties = tied_places(model)
+    for name, style in styles.items():
+        parallelize_module(model.get_submodule(name), mesh, style, src_data_rank=None)
+        if isinstance(style, FusedHeads):  # its output is split by a length that is kept in the module around it
+            cast(Any, model.get_submodule(parent_of(name))).split_size //= mesh.size()
+    for first, *others in ties:
+        for module, name in others:
+            setattr(module, name, getattr(*first))
+    stream = "a stretch of the sequence on each" if sequence_parallel else "whole on each"
+    logits = "cut by the vocabulary" if loss_parallel else "whole"
+    return f"tensor parallel over {mesh.size()} ranks: matrices cut, activations between them {stream}, logits {logits}"
+
+
+def plan_of(model: nn.Module) -> dict[str, str]:
+    """How the modules are cut, by patterns of their names. Raises `MegabatchError` for a model without such a plan."""
+    family = getattr(getattr(model, "config", None), "model_type", None)
+    if not isinstance(model, PreTrainedModel) or family not in FAMILIES:
+        kind = type(model).__name__ if family is None else f"model of type {family}"
+        raise MegabatchError(
+            f"parallel.tp is above 1 and no plan for a {kind} is known to be exact; "
+            f"leave parallel.tp out, or take one of {', '.join(FAMILIES)}"
+        )
+    if family == "gpt2":
+        return GPT2_PLAN
+    base: dict[str, str] = cast(Any, model.config).base_model_tp_plan
+    head: dict[str, str] = cast(Any, type(model))._tp_plan
+    return {f"{model.base_model_prefix}.{name}": entry for name, entry in base.items()} | head
+
+
+def check_divisible(model: PreTrainedModel, num_ranks: int) -> None:
+    """Raise where the ranks cannot get the same number of heads and hidden features."""
+    config = model.config
+    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "n_inner"):
+        value = getattr(config, key, None)
+        if isinstance(value, int) and value % num_ranks:
+            name = config.attribute_map.get(key, key)
+            raise MegabatchError(
+                f"parallel.tp is {num_ranks}, which does not divide model.config.{name} = {value}; "
+                "set parallel.tp to a number that does"
+            )
+
+
+def styles_of(
+    model: PreTrainedModel, plan: Mapping[str, str], sequence_parallel: bool, loss_parallel: bool, borders: Borders
+) -> dict[str, Style]:
+    """The style of every module that has one, by its name."""
+    stream = ALONG_SEQUENCE if sequence_parallel else WHOLE
+    styles: dict[str, Style] = {}
+    for name, module in model.named_modules():
+        entry = next((plan[pattern] for pattern in plan if fnmatchcase(name, pattern)), None)
+        if entry is not None and not isinstance(module, nn.Identity):  # which stands for what another stage holds
+            styles[name] = style_of(entry, module, stream, loss_parallel)
+            if entry in ("colwise", "fused_heads"):  # the module around them calls several with the same input
+                styles.setdefault(parent_of(name), Style(given=stream, taken=WHOLE))
+        elif list(module.named_parameters(recurse=False)):
+            styles[name] = unplanned_style(name, module, model, stream)
+    starts = [f"{model.base_model_prefix}.{name}" for name in STARTS]
+    for name in [next((name for name in starts if has_parts(model, name)), None), *borders.starts]:
+        if name is not None:
+            styles[name] = Style(given=WHOLE, taken=stream)
+    for name in borders.ends:
+        styles[name] = replace(styles.get(name, Style(given=stream, taken=stream)), handed=WHOLE, is_plain=True)
+    return styles
+
+
+def style_of(entry: str, module: nn.Module, stream: Placement, loss_parallel: bool) -> Style:
+    """A plan's entry. Raises `MegabatchError` for one that is not known."""
+    outputs, inputs = (0, 1) if isinstance(module, nn.Linear) else (1, 0)  # dims of the weight; Conv1D's is [in, out]
+    by_outputs: dict[str, Placement] = {"weight": Shard(outputs), "bias": Shard(0)}
+    match entry:
+        case "colwise":
+            return Style(by_outputs, handed=BY_FEATURE, is_plain=True)
+        case "fused_heads":
+            return FusedHeads(by_outputs, handed=BY_FEATURE)
+        case "rowwise":
+            return Style({"weight": Shard(inputs)}, given=BY_FEATURE, taken=BY_FEATURE, handed=stream)
+        case "replicated_with_grad_allreduce":  # a norm of each head
+            return Style(given=BY_HEAD, taken=BY_HEAD, handed=BY_HEAD, is_plain=True)
+        case "colwise_gather_output":
+            return (
+                Head(by_outputs, handed=BY_FEATURE) if loss_parallel else Style(by_outputs, handed=WHOLE, is_plain=True)
+            )
+        case _:
+            raise MegabatchError(
+                f"the tensor-parallel plan of this version of transformers has the entry {entry!r}, which is not "
+                "known; leave parallel.tp out, or install another version"
+            )
+
+
+def unplanned_style(name: str, module: nn.Module, model: PreTrainedModel, stream: Placement) -> Style:
+    """Of a module with parameters that the plan does not name: an embedding, or a norm on the stream."""
+    if module is model.get_input_embeddings():
+        return Vocabulary({"weight": Shard(0)})
+    if isinstance(module, nn.Embedding):  # of positions
+        return Style(handed=WHOLE, is_plain=True)
+    is_last = not any(name.startswith(f"{block}.") for block in blocks_of(model))
+    return Style(given=stream, taken=stream, handed=WHOLE if is_last else None)
+
+
+def tied_places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """Where each parameter is that is in several places."""
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            places.setdefault(parameter, []).append((module, name))
+    return [each for each in places.values() if len(each) > 1]
+
+
+def parent_of(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def has_parts(model: nn.Module, name: str) -> bool:
+    """Whether the model has a module of that name, and not an empty one in its place."""
+    return any(name == each and not isinstance(module, nn.Identity) for each, module in model.named_modules())
+
+
+def plain_terms(loss_fn: LossFunction) -> LossFunction:
+    """The loss, computed from logits that are cut by the vocabulary; what it returns is plain again.
+
+    Its backward too must be inside torch's ``loss_parallel()``.
+    """
+
+    def computed(model: Any, microbatch: Any) -> Any:
+        return tree_map_only(DTensor, DTensor.full_tensor, loss_fn(model, microbatch))
+
+    return in_place_of(loss_fn, computed)

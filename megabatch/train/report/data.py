@@ -1,0 +1,126 @@
+"""Story: a run's folder as the data of its page. The run may go on, have been stopped, or ended."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from megabatch.errors import MegabatchError, in_one_line
+from megabatch.train.callbacks import microbatch_log as cuts
+from megabatch.train.callbacks import nonfinite, timeline
+from megabatch.train.checkpoints.run_folder import CONFIG, LOG, PLAN, read_starts
+from megabatch.train.report import encode as columns
+from megabatch.train.runtime.jsonl_file import METRICS, Row, is_evaluation, read_rows
+
+FIRST_KEYS = ("step", "loss", "grad_norm", "lr", "tokens_per_second", "samples_per_second", "memory_gib")
+FACTS = ("num_ranks", "devices", "megabatch", "torch", "python")  # of a start; no paths of the machine
+TAIL_BYTES = 16_384  # of log.txt, in which its end is looked for
+GOES_ON = ("update ", "resumed from ", "nothing was saved yet")  # how lines of the log begin
+ENDED = ("stopped ", "the data ran out")
+PLANNED = re.compile(r"(\d+) updates? of ")
+Story = dict[str, Any]
+
+
+def read_run(folder: Path, *, may_be_empty: bool = False) -> Story:
+    """The data of a run's page.
+
+    Raises `MegabatchError` where there is no run, no metrics unless it ``may_be_empty``, or a file is damaged.
+    """
+    check_run(folder, may_be_empty=may_be_empty)
+    try:
+        rows = read_rows(folder / METRICS)
+        return {
+            "name": name_of(folder),
+            **of_rows(rows),
+            **of_journals(folder),
+            "plan": plan_of(folder),
+            "planned": planned_of(plan_of(folder)),
+            "ended": ended_of(folder),
+            "start": start_of(folder),
+        }
+    except OSError as error:
+        raise MegabatchError(f"cannot read {folder} ({in_one_line(error)}); allow it, or give a run's folder") from None
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:  # of a file that was changed
+        raise MegabatchError(
+            f"a file of {folder} is damaged ({in_one_line(error)}); delete environment.json, or the line that is none"
+        ) from None
+
+
+def check_run(folder: Path, *, may_be_empty: bool) -> None:
+    """Raise where the folder holds no run, or one of which nothing can be shown yet."""
+    if not folder.is_dir():
+        raise MegabatchError(f"{folder} is no folder; give that of a run, as runs/stdlib")
+    has_rows = (folder / METRICS).is_file()
+    if not has_rows and not (may_be_empty and (folder / CONFIG).is_file()):
+        raise MegabatchError(f"{folder} has no {METRICS}; give the folder of a run that has begun")
+
+
+def of_rows(rows: list[Row]) -> Story:
+    """What metrics.jsonl has: updates, evaluated sets, what memory came to."""
+    updates = [row for row in rows if not is_evaluation(row)]
+    kept, every = columns.thinned(updates, columns.MOST_UPDATES)
+    sets = columns.evaluations_of([row for row in rows if is_evaluation(row)])
+    predicted = next((row for row in updates if "predicted_peak_gib" in row), {})
+    keys = dict.fromkeys([*FIRST_KEYS, *columns.keys_of(kept)])
+    return {
+        "num_updates": len(updates),
+        "every": every,
+        "updates": columns.columns_of(kept, (key for key in keys if key not in ("peak_gib", "predicted_peak_gib"))),
+        "sets": sets,
+        "memory": {key: columns.short(predicted.get(key)) for key in ("step", "peak_gib", "predicted_peak_gib")},
+        "is_in_nats": any("perplexity" in each for each in sets.values()),
+        "counts_tokens": not any("samples_per_second" in row for row in updates),
+    }
+
+
+def of_journals(folder: Path) -> Story:
+    """What the run has recorded for its page, and the samples that it left out."""
+    cut, recorded = folder / cuts.FILE_NAME, folder / timeline.FILE_NAME
+    return {
+        "cuts": columns.cuts_of(read_rows(cut), cut),
+        "timelines": columns.timelines_of(read_rows(recorded), recorded),
+        "skipped": columns.skipped_of(read_rows(folder / nonfinite.FILE_NAME)),
+    }
+
+
+def plan_of(folder: Path) -> list[str]:
+    """The lines of plan.txt, without the word that each begins with; none where a full disk did not take it."""
+    path = folder / PLAN
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    return [line.removeprefix("plan  ") for line in text.splitlines()]
+
+
+def planned_of(plan: list[str]) -> int | None:
+    """How many updates the run is to make; None where that depends on the data."""
+    found = PLANNED.match(plan[0]) if plan else None
+    return None if found is None else int(found[1])
+
+
+def ended_of(folder: Path) -> str:
+    """How the run has ended, in its log's words; "" while it goes on, or where it could not say so any more."""
+    path = folder / LOG
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        lines = [line.partition("  ")[2] for line in file.read().decode("utf-8", "replace").splitlines()]
+    last = next((line for line in reversed(lines) if line.startswith((*GOES_ON, *ENDED))), "")
+    return "" if last.startswith(GOES_ON) else last
+
+
+def start_of(folder: Path) -> dict[str, str]:
+    """On what the run was last started, and with which versions."""
+    starts = read_starts(folder)
+    return {key: text_of(starts[-1][key]) for key in FACTS if starts and key in starts[-1]} if starts else {}
+
+
+def text_of(fact: Any) -> str:
+    """A fact for a person: devices with how many there are of each."""
+    if isinstance(fact, dict):
+        return ", ".join(f"{number} x {name}" for name, number in json.loads(json.dumps(fact)).items())
+    return str(fact)
+
+
+def name_of(folder: Path) -> str:
+    """What the run is called: its folder's name."""
+    return folder.resolve().name.encode("utf-8", "replace").decode()

@@ -1,0 +1,113 @@
+"""Columns: a run's rows as columns of short numbers, few enough for a browser."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from megabatch.errors import MegabatchError
+from megabatch.train.runtime.jsonl_file import Row
+
+MOST_UPDATES = 20_000  # of a page; of more, every second, third, ... is drawn, and the last one
+MOST_MICROBATCHES = 120_000  # of all cuts of a page; of more, those of every second, third, ... update
+MOST_SKIPPED = 500
+DIGITS = 6  # of a number on the page; metrics.jsonl has all of them
+Column = list[float | int | None]
+
+
+def short(value: Any) -> float | int | None:
+    """The number in six digits; None for what is none, or is not finite."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return value if isinstance(value, int) else float(f"{value:.{DIGITS}g}")
+
+
+def columns_of(rows: Sequence[Row], keys: Iterable[str]) -> dict[str, Column]:
+    """A column for each key of which any row has a number."""
+    found = {key: [short(row.get(key)) for row in rows] for key in keys}
+    return {key: column for key, column in found.items() if key == "step" or any(each is not None for each in column)}
+
+
+def thinned(rows: Sequence[Row], most: int) -> tuple[list[Row], int]:
+    """At most ``most`` of the rows: every so manieth, and the last one; and how manieth."""
+    every = max(1, -(-len(rows) // most))
+    kept = list(rows[::every])
+    return [*kept, rows[-1]] if rows and (len(rows) - 1) % every else kept, every
+
+
+def keys_of(rows: Iterable[Row]) -> list[str]:
+    """Every key of any row, in the order in which they come."""
+    return list(dict.fromkeys(key for row in rows for key in row))
+
+
+def evaluations_of(rows: Sequence[Row]) -> dict[str, dict[str, Column]]:
+    """The columns of every evaluated set, without what their names begin with."""
+    sets: dict[str, list[Row]] = {}
+    for row in rows:
+        numbers = {key.removeprefix("eval_"): value for key, value in row.items() if key != "set"}
+        sets.setdefault(str(row["set"]), []).append(numbers)
+    return {name: columns_of(of_set, keys_of(of_set)) for name, of_set in sets.items()}
+
+
+def cuts_of(rows: Sequence[Row], path: object) -> dict[str, Any]:
+    """How updates were cut, in one list of each number: ``counts`` has how many of it each rank of each update has.
+
+    Raises `MegabatchError` where a row is no cut.
+    """
+    kept, every = thinned_by_size(rows)
+    found: dict[str, Any] = {"step": [], "counts": [], "left_out": [], "samples": [], "real": [], "padding": []}
+    for row in kept:
+        try:
+            add_cut(found, row)
+        except (KeyError, TypeError, ValueError):
+            raise MegabatchError(f"{path} is damaged (update {row['step']} has no cut); delete that line") from None
+    return {**found, "every": every}
+
+
+def thinned_by_size(rows: Sequence[Row]) -> tuple[list[Row], int]:
+    """The rows, or every so manieth of them, by the microbatches of the last: a page takes no more."""
+    ranks = rows[-1].get("cut") if rows else None
+    a_row = sum(len(cut[0]) for cut in ranks if cut) if isinstance(ranks, list) else 1
+    return thinned(rows, max(1, MOST_MICROBATCHES // max(1, a_row)))
+
+
+def add_cut(found: dict[str, Any], row: Mapping[str, Any]) -> None:
+    """Add an update's cut to the lists. Raises where it is none."""
+    ranks = [[list(map(int, column)) for column in rank] for rank in row["cut"]]
+    if any(len(rank) != 3 or len(set(map(len, rank))) > 1 for rank in ranks):
+        raise ValueError("three columns of one length")
+    found["step"].append(row["step"])
+    found["counts"].append([len(samples) for samples, _, _ in ranks])
+    found["left_out"].append(int(row.get("microbatches_left_out", 0)))
+    for name, place in (("samples", 0), ("real", 1), ("padding", 2)):
+        found[name] += [number for rank in ranks for number in rank[place]]
+
+
+def timelines_of(rows: Sequence[Row], path: object) -> list[dict[str, Any]]:
+    """The recorded updates. Raises `MegabatchError` where a row is no timeline."""
+    try:
+        return [timeline_of(row) for row in rows]
+    except (KeyError, TypeError, ValueError):
+        raise MegabatchError(f"{path} is damaged (a line is no timeline); delete that line") from None
+
+
+def timeline_of(row: Row) -> dict[str, Any]:
+    """One recorded update, checked."""
+    ranks = [{"kinds": list(map(str, each["kinds"])), "ms": list(map(float, each["ms"]))} for each in row["ranks"]]
+    if any(len(each["ms"]) != len(each["kinds"]) + 1 for each in ranks):
+        raise ValueError("a span has a beginning and an end")
+    texts = {name: str(row[name]) for name in ("device", "sync")}
+    return {"step": row["step"], "num_ranks": int(row["num_ranks"]), **texts, "ranks": ranks}
+
+
+def skipped_of(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """What was left out of updates, the last first, with some of the samples' names."""
+    return [
+        {
+            "step": row["step"],
+            "reason": str(row.get("reason", "")),
+            "is_whole": bool(row.get("is_whole")),
+            "num_samples": len(row.get("samples") or []),
+            "samples": [str(name) for name in (row.get("samples") or [])[:5]],
+        }
+        for row in reversed(rows[-MOST_SKIPPED:])
+    ]

@@ -1,0 +1,57 @@
+"""Html: one file that a browser opens by itself. Scripts, styles and data are in it, and it may ask nobody for more."""
+
+import html
+import json
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from megabatch.errors import MegabatchError
+from megabatch.train.checkpoints.paths import replace_text
+
+FILE_NAME = "report.html"
+STYLES = ("uplot/uPlot.min.css", "page.css")
+SCRIPTS = ("words.js", "charts.js", "bars.js", "timeline.js", "tables.js", "page.js")
+
+
+def write_html(path: Path, data: Mapping[str, Any]) -> None:
+    """Write the page, whole or not at all. Raises `MegabatchError` where it cannot be written."""
+    text = html_of(data)
+    if not path.parent.is_dir():
+        raise MegabatchError(f"{path.parent} is no folder; make it, or choose another --to")
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise MegabatchError(f"{path} is no file that can be put in place of another; choose another --to")
+    if path.is_dir():
+        raise MegabatchError(f"{path} is a folder; --to names a file, as report.html")
+    try:
+        replace_text(path, text)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise MegabatchError(f"cannot write {path} ({reason}); make room, allow it, or choose another --to") from None
+
+
+def html_of(data: Mapping[str, Any]) -> str:
+    """The page of one run or two: ``runs``, and for two the ``comparison`` in words; ``is_live`` asks for news."""
+    title = " and ".join(str(run["name"]) for run in data["runs"])
+    parts = {
+        "TITLE": html.escape(title),
+        "STYLES": "\n".join(map(asset, STYLES)),
+        "LIBRARY": asset("uplot/uPlot.iife.min.js"),
+        "SCRIPTS": "\n".join(map(asset, SCRIPTS)),
+        "DATA": json_of(data),
+    }
+    first, *pieces = asset("page.html").split("{{")
+    return first + "".join(parts[name] + rest for name, _, rest in (piece.partition("}}") for piece in pieces))
+
+
+def json_of(data: Mapping[str, Any]) -> str:
+    """The data in ASCII, without what would end the element that it stands in."""
+    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+@cache
+def asset(name: str) -> str:
+    """A file of this package."""
+    return files("megabatch.train.report").joinpath("assets", *name.split("/")).read_text(encoding="utf-8")

@@ -1,0 +1,114 @@
+"""Live: a run's page while the run goes on, served to this machine alone.
+
+There are two addresses, the page and its data; whoever asks for anything else, or by another name than this machine's,
+is told that there is nothing.
+"""
+
+import hashlib
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from socketserver import ThreadingTCPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from megabatch.errors import MegabatchError
+from megabatch.train.callbacks.microbatch_log import FILE_NAME as CUTS
+from megabatch.train.callbacks.nonfinite import FILE_NAME as SKIPPED
+from megabatch.train.callbacks.timeline import FILE_NAME as TIMELINE
+from megabatch.train.report.data import read_run
+from megabatch.train.report.html import html_of, json_of
+from megabatch.train.runtime.jsonl_file import METRICS
+
+HOST = "127.0.0.1"
+NAMES = {HOST, "localhost"}  # by which a browser may ask: a page of elsewhere, whose name leads here, may not
+PAGE, DATA = "/", "/data"
+READ = (METRICS, SKIPPED, CUTS, TIMELINE, "log.txt", "plan.txt", "environment.json")
+
+
+class Server(ThreadingTCPServer):
+    """Serves the page of one run's folder. Raises `MegabatchError` where it cannot."""
+
+    daemon_threads = True  # a browser that keeps its connection open keeps nobody from leaving
+    allow_reuse_address = True  # of a server that has just ended; one that lives keeps its port
+
+    def __init__(self, folder: Path, port: int) -> None:
+        self.folder = folder
+        read_run(folder, may_be_empty=True)
+        try:
+            super().__init__((HOST, port), Handler)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise MegabatchError(f"cannot serve on port {port} ({reason}); choose another --port") from None
+
+    @property
+    def address(self) -> str:
+        """What a browser opens."""
+        return f"http://{HOST}:{self.server_address[1]}/"
+
+    def data(self) -> dict[str, Any]:
+        """The page's data as they are now, with a mark that changes when they do."""
+        mark = mark_of(self.folder)  # before it is read: what comes meanwhile is news
+        return {"runs": [read_run(self.folder, may_be_empty=True)], "is_live": True, "mark": mark}
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that leaves before it has its answer is no error."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers for the page and its data."""
+
+    server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def version_string(self) -> str:
+        """Who answers, to the browser; not on what."""
+        return "megabatch"
+
+    def do_GET(self) -> None:
+        """Send one of the two."""
+        asked = urlsplit(self.path)
+        if not is_here(self.headers.get("Host", "")) or asked.path not in (PAGE, DATA):
+            return self._send(HTTPStatus.NOT_FOUND, "text/plain", "there is a page at / and nothing else\n")
+        if asked.path == DATA and parse_qs(asked.query).get("seen") == [mark_of(self.server.folder)]:
+            return self._send(HTTPStatus.NO_CONTENT, "application/json", "")
+        try:
+            data = self.server.data()
+        except MegabatchError as error:
+            return self._send(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", f"{error}\n")
+        if asked.path == DATA:
+            return self._send(HTTPStatus.OK, "application/json", json_of(data))
+        return self._send(HTTPStatus.OK, "text/html", html_of(data))
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: a line for every second is nobody's news."""
+
+    def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
+        body = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def watch(folder: Path, port: int) -> None:
+    """Serve the run's page until Ctrl-C, which is its end and no failure."""
+    with Server(folder, port) as server:
+        try:
+            print(f"{folder} at {server.address} (Ctrl-C ends it)", flush=True)
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print()
+
+
+def is_here(host: str) -> bool:
+    """Whether the name by which a browser asks is this machine's own."""
+    return host.rsplit(":", 1)[0] in NAMES
+
+
+def mark_of(folder: Path) -> str:
+    """What changes with any of the files that the page is made of."""
+    seen = [(path.stat().st_size, path.stat().st_mtime_ns) for path in map(folder.joinpath, READ) if path.exists()]
+    return hashlib.sha256(repr(seen).encode()).hexdigest()[:16]

@@ -1,0 +1,1 @@
+"""Runtime: ranks, signals, the heartbeat and the console of a run."""
