@@ -7,7 +7,7 @@ from megabatch.train.callbacks.early_stopping import Watch
 from megabatch.train.config import Config
 from megabatch.train.config.batch_size import sizes_of
 from megabatch.train.data.load import Data
-from megabatch.train.data.num_updates import NumUpdates
+from megabatch.train.data.updates import NumUpdates
 from megabatch.train.model.build import Laid
 from megabatch.train.model.optimizer import decay_steps_of
 from megabatch.train.model.wrap import Wrapper

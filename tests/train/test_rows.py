@@ -16,7 +16,7 @@ from datasets import Dataset, DatasetDict
 
 from megabatch import MegabatchError
 from megabatch.train.config import SourceConfig
-from megabatch.train.data.rows import BrokenRowError, Row, rows_of
+from megabatch.train.data.sources import BrokenRowError, Row, rows_of
 
 FIELDS = [
     {"prompt": 'one,\n"two"', "response": "a\u2028b\x85c"},

@@ -21,7 +21,7 @@ from megabatch.pipeline import Pipeline
 from megabatch.pipeline import evaluate as evaluate_pipeline
 from megabatch.train.callbacks.evaluation_batches import cut, most_tokens
 from megabatch.train.config import EvalConfig, UpdateConfig
-from megabatch.train.data.checks import OWN
+from megabatch.train.data.load import OWN
 from megabatch.train.model.wrap import reshard
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.plugins import Event, blamed, load_function

@@ -12,7 +12,7 @@ from typing import Any
 
 from megabatch import Update
 from megabatch.train.config import UpdateConfig
-from megabatch.train.data.worker_transfer import part_of
+from megabatch.train.data.updates import part_of
 from megabatch.train.runtime.ranks import Ranks
 
 LARGEST_NORM = sys.float_info.max  # to which nothing finite is clipped

@@ -25,8 +25,7 @@ from megabatch.train.checkpoints.checksums import Sum, first_told, problem_of, s
 from megabatch.train.checkpoints.metadata import SEAL, Meta, first_difference, seal_of
 from megabatch.train.checkpoints.paths import UNFINISHED, checkpoints_of, write_through
 from megabatch.train.config import Config
-from megabatch.train.data.updates import Updates
-from megabatch.train.data.worker_transfer import part_of
+from megabatch.train.data.updates import Updates, part_of
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
 

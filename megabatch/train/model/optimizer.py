@@ -18,7 +18,7 @@ from megabatch.planning import TunedLimit
 from megabatch.train.autotune.accumulator import accumulator_of
 from megabatch.train.callbacks.nonfinite_search import max_norm_of
 from megabatch.train.config import Config, OptimConfig
-from megabatch.train.data.num_updates import NumUpdates
+from megabatch.train.data.updates import NumUpdates
 from megabatch.train.runtime.plugins import load_function
 
 Group = dict[str, Any]  # "params", and the "weight_decay" of its own
