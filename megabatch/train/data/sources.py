@@ -313,28 +313,26 @@ def csv_rows(path: str, file: Any) -> Rows:
     Python's csv and not that of pandas: "007" stays text, and each broken record is named.
     """
     csv.field_size_limit(MAX_CELL_BYTES)
-    text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="\n")  # half a surrogate: no text
-    records = csv.reader(text, delimiter="\t" if ending_of(path) == ".tsv" else ",", strict=True)
-    header = [field.strip() for field in next(records, [])]
-    if not header or len(set(header)) < len(header):
-        raise MegabatchError(f"the first line of {path} must name its fields, each once, and is {header}; add it")
-    number = 0
-    while True:
-        try:
-            record: list[str] | csv.Error = next(records)
-        except StopIteration:
-            return
-        except csv.Error as error:  # the reader goes on with the next line
-            record = error
-        if not record:
-            continue
-        name, number = f"{path}:{number + 1}", number + 1
-        if isinstance(record, csv.Error):
-            yield BrokenRowError(f"{name} is no record of csv ({record})")
-        elif len(record) != len(header):
-            yield BrokenRowError(f"{name} has {len(record)} values, and the first line names {len(header)} fields")
-        else:
-            yield Row(name, dict(zip(header, record, strict=True)))
+    delimiter, number = "\t" if ending_of(path) == ".tsv" else ",", 0
+    with io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="\n") as text:
+        records = csv.reader(text, delimiter=delimiter, strict=True)
+        header = [field.strip() for field in next(records, [])]
+        if not header or len(set(header)) < len(header):
+            raise MegabatchError(f"the first line of {path} must name its fields, each once, and is {header}; add it")
+        while True:
+            record, problem = list[str](), ""
+            try:
+                record = next(records)
+            except StopIteration:
+                return
+            except csv.Error as error:  # the reader goes on with the next line
+                problem = f"is no record of csv ({error})"
+            if not record and not problem:
+                continue
+            if not problem and len(record) != len(header):
+                problem = f"has {len(record)} values, and the first line names {len(header)} fields"
+            name, number = f"{path}:{number + 1}", number + 1
+            yield BrokenRowError(f"{name} {problem}") if problem else Row(name, dict(zip(header, record, strict=True)))
 
 
 def parquet_rows(path: str, file: IO[bytes]) -> Rows:
