@@ -14,7 +14,7 @@ from megabatch.batching.samples import Deferred
 from megabatch.train.callbacks.nonfinite import Making
 from megabatch.train.config import Config
 from megabatch.train.config.parallel_layout import layout_of
-from megabatch.train.data.num_updates import NumUpdates
+from megabatch.train.data.updates import NumUpdates
 from megabatch.train.model.build import build
 from megabatch.train.model.optimizer import build_learner
 from megabatch.train.runtime.console import Console

@@ -19,7 +19,7 @@ from megabatch.losses.contract import LossFunction
 from megabatch.train.callbacks.ema import Average
 from megabatch.train.callbacks.evaluation import build_terms, evaluate_set
 from megabatch.train.config import Config, EvalConfig, ModelConfig, OptimConfig, RunConfig, UpdateConfig
-from megabatch.train.data.num_updates import NumUpdates
+from megabatch.train.data.updates import NumUpdates
 from megabatch.train.model.optimizer import build_learner
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks

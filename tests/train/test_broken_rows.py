@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer, ByT5Tokenizer
 
 from megabatch import MegabatchError
-from megabatch.train.data.samples import Skipped
+from megabatch.train.data.encode import Skipped
 from tests.train.test_samples import CHAT, learned_text, named, refusal, samples, write
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megabatch.train.data.mixture import Mixture, counts_of, split_off
+from megabatch.train.data.samples import Mixture, counts_of, split_off
 from tests.train.data_for_tests import load, recipe, texts, write_texts
 
 COUNTS = {  # sizes, weights -> samples of an epoch

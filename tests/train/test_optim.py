@@ -14,7 +14,7 @@ from torch.optim import AdamW, Optimizer
 
 from megabatch import MegabatchError
 from megabatch.train.config import OptimConfig
-from megabatch.train.data.num_updates import NumUpdates
+from megabatch.train.data.updates import NumUpdates
 from megabatch.train.model.optimizer import build_optimizer, decay_steps_of, groups_of, lr_factor, settings_of
 from tests.exact.launch import launch
 from tests.train.conftest import Bench

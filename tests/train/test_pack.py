@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megabatch.planning.partition import Spaces, best_fit
-from megabatch.train.data.mixture import Joined, TokenizedPart
-from megabatch.train.data.pack import PackedSamples, pack_samples
+from megabatch.train.data.samples import Joined, PackedSamples, Part, pack_samples
 
 IGNORED = -100
 documents_of = st.lists(st.integers(1, 70), min_size=1, max_size=40)
@@ -31,7 +30,6 @@ class Documents(list):
             labels[: min(num_prompt, length)] = IGNORED
             self.append({"input_ids": ids, "labels": labels})
         self.lengths = np.array(lengths, dtype=np.int64)
-        self.num_targets = targets_in(self)
 
     def name(self, index):
         return f"document {index}"
@@ -154,12 +152,10 @@ def test_rows_in_memory_are_the_same():
         assert all(torch.equal(row[key], again[key]) for key in row)
 
 
-@pytest.mark.parametrize("ids", [[0, 2, 3], [1], [0, 1, 2, 3]])
-def test_targets_of_a_part(ids):
-    documents = Documents([5, 12, 3, 8], num_prompt=2)
-    part = TokenizedPart(documents, np.array(ids))
-    assert part.num_targets == targets_in([documents[index] for index in ids])
-    assert [part.name(index) for index in range(len(part))] == [f"document {index}" for index in ids]
+def test_a_part_is_some_of_them() -> None:
+    part = Part(Documents([5, 12, 3, 8]), np.array([0, 2, 3]))
+    assert part.lengths.tolist() == [len(sample["input_ids"]) for sample in part] == [5, 3, 8]
+    assert [part.name(index) for index in range(len(part))] == ["document 0", "document 2", "document 3"]
 
 
 def test_joined_sources_are_one_after_another():

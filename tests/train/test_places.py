@@ -47,7 +47,7 @@ def test_a_missing_file_is_refused_with_the_name_that_comes_nearest(tmp_path: Pa
     )
     assert f", and no folder {tmp_path}/no;" in refusal(tmp_path / "no" / "a.jsonl")
     assert "there is no such file;" in refusal(tmp_path / "zzz.csv")
-    assert "no file matches it" in refusal(tmp_path / "*.csv")
+    assert "there is no such file;" in refusal(tmp_path / "*.csv")
 
 
 def test_what_names_no_rows_is_refused(tmp_path: Path) -> None:

@@ -11,10 +11,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from megabatch import MegabatchError
-from megabatch.train.config import SourceConfig
-from megabatch.train.data.samples import Sample, Skipped, samples_of
+from megabatch.train.config import DataConfig, SourceConfig
+from megabatch.train.data.encode import Sample, Skipped, Tokens, samples_of
 from megabatch.train.data.stdlib import stdlib_functions, stdlib_root
-from megabatch.train.data.tokens import Tokens
 
 CHAT = [
     {"role": "system", "content": "Be terse."},
@@ -41,8 +40,8 @@ def named(
     **values: Any,
 ) -> Iterator[tuple[str, Sample]]:
     source = SourceConfig(path=str(path), **values)
-    skipped = Skipped() if skipped is None else skipped
-    return samples_of(source, "data", tokenizer, broken_rows=broken_rows, max_sample_tokens=cap, skipped=skipped)
+    data = DataConfig(broken_rows=broken_rows, max_sample_tokens=cap)
+    return samples_of(source, "data", data, tokenizer, Skipped() if skipped is None else skipped)
 
 
 def samples(path: Path, tokenizer: Any, **values: Any) -> list[Sample]:
@@ -94,7 +93,7 @@ def test_the_beginning_that_a_tokenizer_adds_is_given(tmp_path: Path, chatty: di
 
 def test_real_data_has_as_many_targets_as_bytes_after_the_prompt() -> None:
     source = SourceConfig(source="stdlib", max_samples=100)
-    found = samples_of(source, "data", ByT5Tokenizer(), broken_rows="stop", max_sample_tokens=None, skipped=Skipped())
+    found = samples_of(source, "data", DataConfig(), ByT5Tokenizer(), Skipped())
     num_targets = sum(int((sample["labels"][1:] != -100).sum()) for _, sample in found)
     functions = [function for function, _ in zip(stdlib_functions(stdlib_root()), range(100), strict=False)]
     assert num_targets == sum(len(function.response.encode()) + 1 for function in functions)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megabatch.errors import MegabatchError, PlanError
 from megabatch.train.config import EvalConfig
-from megabatch.train.data.num_updates import NumUpdates
+from megabatch.train.data.updates import NumUpdates
 from tests.train.data_for_tests import Ids, ids_of, load, recipe, texts, updates_of, whole_updates, write_texts
 
 KINDS = ["plain", "mixed", "weighted", "packed", "function", "stream", "weighted stream", "packed stream"]

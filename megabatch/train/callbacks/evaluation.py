@@ -22,7 +22,7 @@ from megabatch.pipeline import Pipeline
 from megabatch.pipeline import evaluate as evaluate_pipeline
 from megabatch.train.config import EvalConfig, UpdateConfig
 from megabatch.train.context import Callback, RunContext
-from megabatch.train.data.checks import OWN
+from megabatch.train.data.load import OWN
 from megabatch.train.model.build import in_precision
 from megabatch.train.model.wrap import reshard
 from megabatch.train.runtime.console import Console

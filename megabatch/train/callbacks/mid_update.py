@@ -25,7 +25,7 @@ from megabatch.train.checkpoints.metadata import SEAL, Meta, first_difference, s
 from megabatch.train.checkpoints.paths import OPEN, UNFINISHED, checkpoints_of, write_through
 from megabatch.train.config import Config
 from megabatch.train.context import Callback, ForwardBackward, RunContext, UpdatePausedError
-from megabatch.train.data.worker_transfer import part_of
+from megabatch.train.data.updates import part_of
 from megabatch.train.runtime.ranks import Ranks
 
 META = "open.json"

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any
 
 from megabatch import Update
-from megabatch.train.data.worker_transfer import part_of
+from megabatch.train.data.updates import part_of
 from megabatch.train.runtime.ranks import Ranks
 
 Item = tuple[int, int]  # data rank, and the number of a sample in its part of the update

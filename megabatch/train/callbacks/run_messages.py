@@ -5,7 +5,7 @@ from megabatch.train.config import Config
 from megabatch.train.config.batch_size import sizes_of
 from megabatch.train.context import Callback, RunContext
 from megabatch.train.data.load import Data
-from megabatch.train.data.num_updates import NumUpdates
+from megabatch.train.data.updates import NumUpdates
 from megabatch.train.model.optimizer import decay_steps_of
 from megabatch.train.runtime.console import count
 

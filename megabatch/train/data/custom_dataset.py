@@ -14,7 +14,7 @@ from megabatch.batching import sample_length
 from megabatch.errors import MegabatchError, PlanError, in_one_line
 from megabatch.train.config import Config
 from megabatch.train.config.batch_size import sizes_of
-from megabatch.train.data.mixture import Measured, View
+from megabatch.train.data.samples import Measured, View
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.plugins import load_function
 from megabatch.train.runtime.ranks import Ranks

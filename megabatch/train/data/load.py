@@ -1,26 +1,29 @@
 """Load: from a recipe to the samples that are trained on, in which order, and those that never are."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megabatch.errors import MegabatchError
-from megabatch.train.config import HELD_OUT, Config, SourceConfig
-from megabatch.train.data.cache import tokenize_once
-from megabatch.train.data.checks import check_config, check_fit, check_fits, check_new_sets
+from megabatch.train.config import HELD_OUT, Config, DataConfig, SourceConfig
 from megabatch.train.data.custom_dataset import TRAIN, Repeatable, own_samples
-from megabatch.train.data.mixture import Joined, Measured, Mixture, Part, Tokenized, TokenizedPart, counts_of, split_off
-from megabatch.train.data.pack import PackedSamples
+from megabatch.train.data.encode import Tokens
+from megabatch.train.data.samples import Joined, Measured, Mixture, PackedSamples, Part, counts_of, split_off
 from megabatch.train.data.sources import place_of
-from megabatch.train.data.stream import Stream
-from megabatch.train.data.tokens import Tokens
-from megabatch.train.model.architecture import architecture_of, positions_of
+from megabatch.train.data.stream import Stream, check_fit
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
+
+if TYPE_CHECKING:
+    from megabatch.train.data.cache import TokenizedSamples
+
+OWN = "own"  # the set of what eval.function finds
+SOURCE_KEYS = [key for key in SourceConfig.model_fields if key != "weight"]
+TEXT_KEYS = [*SOURCE_KEYS, "mixture", "streaming", "pack_tokens", "max_sample_tokens", "broken_rows"]
 
 
 @dataclass(frozen=True)
@@ -53,162 +56,166 @@ class Data:
         return isinstance(self.train, Stream) or "input_ids" in self.train[0]
 
 
-def load_data(config: Config, tokenizer: Any, ranks: Ranks, console: Console) -> Data:
-    """The samples of a recipe, checked. Collective; raises `MegabatchError` on every rank alike."""
+def load_data(config: Config, tokenizer: Any, ranks: Ranks, console: Console, positions: int | None = None) -> Data:
+    """Return the samples of a recipe, checked. Collective; raises `MegabatchError` on every rank alike.
+
+    Args:
+        config: Its data, eval and update sections.
+        tokenizer: Of transformers; None where no source is text.
+        ranks: Of which the main one tokenises.
+        console: Shows how far it is.
+        positions: Most tokens of a sample that the model can tell apart; asked of a stream, whose longest sample is not
+            known beforehand.
+    """
     check_config(config)
-    read = Reading(config, tokenizer, ranks, console)
+    loader = Loader(config, tokenizer, ranks, console)
     if config.data.function is not None:
-        return of_function(read)
-    return of_stream(read) if config.data.streaming else of_text(read)
+        return loader.of_function()
+    return loader.of_stream(positions) if config.data.streaming else loader.of_text()
 
 
-@dataclass(frozen=True)
-class Reading:
-    """What it takes to read a source."""
+class Loader:
+    """Reads what a recipe names."""
 
-    config: Config
-    tokenizer: Any
-    ranks: Ranks
-    console: Console
+    def __init__(self, config: Config, tokenizer: Any, ranks: Ranks, console: Console) -> None:
+        self._config, self._tokenizer, self._ranks, self._console = config, tokenizer, ranks, console
+        mixture = {f"data.mixture.{name}": source for name, source in config.data.mixture.items()}
+        self._sources: dict[str, SourceConfig] = mixture or {"data": config.data}  # by the key of their table
 
-    def tokenized(self, source: SourceConfig, key: str) -> Tokenized:
-        """The samples of a source."""
-        return tokenize_once(source, key, self.config.data, self.tokenizer, self.ranks, self.console)
-
-    def sets(self) -> dict[str, Sequence[Any]]:
-        """Those of eval.sets."""
-        return {
-            name: alone(self.tokenized(with_fields(source, self.config.data), f"eval.sets.{name}"), self.config)
-            for name, source in self.config.eval.sets.items()
+    def of_text(self) -> Data:
+        """Return text that is tokenised once."""
+        config, keys, row_tokens = self._config, list(self._sources), self._config.data.pack_tokens
+        whole = [self._tokenized(source, key) for key, source in self._sources.items()]
+        held_out_ids = split_off([len(samples) for samples in whole], config.eval.num_samples, config.run.seed)
+        train_ids = [left(samples, ids) for samples, ids in zip(whole, held_out_ids, strict=True)]
+        documents = [Part(samples, ids) for samples, ids in zip(whole, train_ids, strict=True)]
+        held_out = [self._alone(Part(samples, ids)) for samples, ids in zip(whole, held_out_ids, strict=True)]
+        if row_tokens is None:
+            parts: list[Any] = documents
+            num_targets = sum(
+                int(samples.num_targets[ids].sum()) for samples, ids in zip(whole, train_ids, strict=True)
+            )
+            words = [samples_text(documents, num_targets)]
+        else:
+            parts = [PackedSamples(each, row_tokens) for each in documents]
+            words = [packing_text(key, part) for key, part in zip(keys, parts, strict=True)]
+        weights = [source.weight for source in self._sources.values() if source.weight is not None]
+        order = None
+        if weights:
+            sizes = tuple(len(part) for part in parts)
+            order = Mixture(sizes, counts_of(sizes, weights), config.run.seed)
+            words.append(mixture_text(keys, order))
+        identity: dict[str, object] = {
+            "sources": keys,
+            **{f"fingerprint of {key}": samples.fingerprint for key, samples in zip(keys, whole, strict=True)},
+            **{f"{key}.weight": source.weight for key, source in self._sources.items() if source.weight is not None},
+            "data.pack_tokens": row_tokens,
         }
+        train = Joined(parts)
+        sets, told = self._checked(train, Joined(held_out), {})
+        longest_tokens = max(int(samples.lengths.max()) for samples in (train, *sets.values()))
+        return Data(train, order, sets, {**identity, **told}, words, longest_tokens)
 
+    def of_function(self) -> Data:
+        """Return what a function of the user's returns."""
+        config, seed = self._config, self._config.run.seed
+        own = own_samples(config, self._ranks, self._console)
+        whole = own[TRAIN]
+        (ids,) = split_off([len(whole)], config.eval.num_samples, seed)
+        train, held_out = Part(whole, left(whole, ids)), Repeatable(Part(whole, ids), seed)
+        others = {name: Repeatable(samples, seed) for name, samples in own.items() if name != TRAIN}
+        check_new_sets([*others], config)
+        identity: dict[str, object] = {
+            "data.function": config.data.function,
+            "data.options": config.data.options,
+            "lengths of samples": whole.fingerprint,
+        }
+        sets, told = self._checked(train, held_out, others)
+        return Data(train, None, sets, {**identity, **told}, [], is_told=whole.is_told)
 
-def of_text(read: Reading) -> Data:
-    """Text that is tokenised once."""
-    config, sources = read.config, sources_of(read.config)
-    whole = [read.tokenized(source, key) for key, source in sources.items()]
-    held_out_ids = split_off([len(samples) for samples in whole], config.eval.num_samples, config.run.seed)
-    documents = [TokenizedPart(samples, left(samples, ids)) for samples, ids in zip(whole, held_out_ids, strict=True)]
-    row_tokens = config.data.pack_tokens
-    parts = documents if row_tokens is None else [PackedSamples(each, row_tokens) for each in documents]
-    order = order_of(parts, sources, config)
-    held_out = [alone(TokenizedPart(samples, ids), config) for samples, ids in zip(whole, held_out_ids, strict=True)]
-    identity: dict[str, object] = {
-        "sources": list(sources),
-        **{f"fingerprint of {key}": samples.fingerprint for key, samples in zip(sources, whole, strict=True)},
-        **{f"{key}.weight": source.weight for key, source in sources.items() if source.weight is not None},
-        "data.pack_tokens": row_tokens,
-    }
-    words = [samples_text(documents)] if row_tokens is None else []
-    words += [
-        packing_text(key, part) for key, part in zip(sources, parts, strict=True) if isinstance(part, PackedSamples)
-    ]
-    words += [] if order is None else [mixture_text(sources, order)]
-    return checked(Joined(parts), order, Joined(held_out), read, identity, words)
+    def of_stream(self, positions: int | None) -> Data:
+        """Return text that is read while training."""
+        config = self._config
+        stream = Stream(self._sources, config, self._tokenizer, positions)
+        held_out = stream.held_out()
+        for name, sample in held_out:
+            check_fit(name, len(sample["input_ids"]), config, positions)
+        sets: dict[str, Sequence[Any]] = {HELD_OUT: [sample for _, sample in held_out]} if held_out else {}
+        others = self._sets()
+        for samples in others.values():
+            check_longest(samples, config, positions)
+        identity: dict[str, object] = {
+            "sources": list(self._sources),
+            **{key: source_identity(source, key) for key, source in self._sources.items()},
+            **{
+                f"data.{key}": getattr(config.data, key)
+                for key in ("shuffle_window", "max_sample_tokens", "pack_tokens")
+            },
+            "tokenizer": Tokens(self._tokenizer).fingerprint(),
+            "num_held_out": len(held_out),
+        }
+        return Data(stream, None, {**sets, **others}, identity, stream_texts(self._sources, config))
 
+    def _checked(
+        self, train: Measured, held_out: Measured, others: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, object]]:
+        """Return the sets that have samples, and the counts that are part of the identity; every sample can be run."""
+        found: dict[str, Any] = {HELD_OUT: held_out, **others, **self._sets()}
+        sets = {name: samples for name, samples in found.items() if len(samples)}
+        for samples in (train, *sets.values()):
+            check_longest(samples, self._config)
+        num_tokens = int(train.lengths.sum())
+        return sets, {"num_samples": len(train), "num_tokens": num_tokens, "num_held_out": len(held_out)}
 
-def of_function(read: Reading) -> Data:
-    """What a function of the user's returns."""
-    config = read.config
-    own = own_samples(config, read.ranks, read.console)
-    seed = config.run.seed
-    (ids,) = split_off([len(own[TRAIN])], config.eval.num_samples, seed)
-    train, held_out = Part(own[TRAIN], left(own[TRAIN], ids)), Repeatable(Part(own[TRAIN], ids), seed)
-    others = {name: Repeatable(samples, seed) for name, samples in own.items() if name != TRAIN}
-    check_new_sets([*others], config.eval.sets, config)
-    identity: dict[str, object] = {
-        "data.function": config.data.function,
-        "data.options": config.data.options,
-        "lengths of samples": own[TRAIN].fingerprint,
-    }
-    data = checked(train, None, held_out, read, identity, [], others)
-    return replace(data, longest_tokens=None, is_told=own[TRAIN].is_told)
+    def _sets(self) -> dict[str, Any]:
+        """Return those of eval.sets; one that names no field has those of the data that is trained on."""
+        fields = [key for key in SourceConfig.model_fields if key.endswith("_field")]
+        found: dict[str, Any] = {}
+        for name, source in self._config.eval.sets.items():
+            if all(getattr(source, key) is None for key in fields):
+                source = source.model_copy(update={key: getattr(self._config.data, key) for key in fields})
+            found[name] = self._alone(self._tokenized(source, f"eval.sets.{name}"))
+        return found
 
+    def _tokenized(self, source: SourceConfig, key: str) -> "TokenizedSamples":
+        """Return the samples of a source."""
+        from megabatch.train.data.cache import tokenize_once  # datasets takes a second
 
-def of_stream(read: Reading) -> Data:
-    """Text that is read while training."""
-    config, sources = read.config, sources_of(read.config)
-    if read.tokenizer is None:
-        raise MegabatchError("data is text, and the recipe has no tokenizer; set model.tokenizer")
-    positions = None if config.model.function is not None else positions_of(architecture_of(config.model))
-    stream = Stream(sources, config, read.tokenizer, positions)
-    held_out = stream.held_out()
-    for name, sample in held_out:
-        check_fit(name, len(sample["input_ids"]), config, stream.positions)
-    sets = {HELD_OUT: [sample for _, sample in held_out]} if held_out else {}
-    others = read.sets()
-    for samples in others.values():
-        check_fits(samples, config, stream.positions)
-    keys = ("shuffle_window", "max_sample_tokens", "pack_tokens")
-    identity: dict[str, object] = {
-        "sources": list(sources),
-        **{key: source_identity(source, key) for key, source in sources.items()},
-        **{f"data.{key}": getattr(config.data, key) for key in keys},
-        "tokenizer": Tokens(read.tokenizer).fingerprint(),
-        "num_held_out": len(held_out),
-    }
-    return Data(stream, None, {**sets, **others}, identity, stream_texts(sources, config))
+        return tokenize_once(source, key, self._config.data, self._tokenizer, self._ranks, self._console)
 
-
-def checked(
-    train: Measured,
-    order: Mixture | None,
-    held_out: Measured,
-    read: Reading,
-    identity: dict[str, object],
-    words: list[str],
-    others: Mapping[str, Sequence[Any]] | None = None,
-) -> Data:
-    """The data, when every sample of it can be run."""
-    sets: dict[str, Any] = {HELD_OUT: held_out, **(others or {}), **read.sets()}
-    sets = {name: samples for name, samples in sets.items() if len(samples)}
-    for samples in (train, *sets.values()):
-        check_fits(samples, read.config)
-    counts = {"num_samples": len(train), "num_tokens": int(train.lengths.sum()), "num_held_out": len(held_out)}
-    longest_tokens = max(int(samples.lengths.max()) for samples in (train, *sets.values()))
-    return Data(train, order, sets, {**identity, **counts}, words, longest_tokens)
-
-
-def with_fields(source: SourceConfig, data: SourceConfig) -> SourceConfig:
-    """A set to evaluate on that names no field has those of the data that is trained on."""
-    fields = [key for key in SourceConfig.model_fields if key.endswith("_field")]
-    if any(getattr(source, key) is not None for key in fields):
-        return source
-    return source.model_copy(update={key: getattr(data, key) for key in fields})
-
-
-def sources_of(config: Config) -> dict[str, SourceConfig]:
-    """What is trained on, by the key of its table."""
-    mixture = {f"data.mixture.{name}": source for name, source in config.data.mixture.items()}
-    return mixture or {"data": config.data}
+    def _alone(self, samples: Measured) -> Any:
+        """Return samples to evaluate on: where documents are packed, a row of its own for each piece of them."""
+        row_tokens = self._config.data.pack_tokens
+        return samples if row_tokens is None else PackedSamples(samples, row_tokens, together=False)
 
 
 def left(samples: Measured, held_out_ids: np.ndarray) -> np.ndarray:
-    """Numbers of the samples that are not held out."""
+    """Return the numbers of the samples that are not held out."""
     return np.setdiff1d(np.arange(len(samples)), held_out_ids)
 
 
-def alone(samples: Tokenized, config: Config) -> Any:
-    """Samples to evaluate on: where documents are packed they are cut as they were, but lie in a row each."""
-    row_tokens = config.data.pack_tokens
-    return samples if row_tokens is None else PackedSamples(samples, row_tokens, together=False)
+def check_longest(samples: Any, config: Config, positions: int | None = None) -> None:
+    """Raise `MegabatchError` where the longest of measured samples fits into no microbatch or not into the model."""
+    longest = int(samples.lengths.argmax())
+    check_fit(samples.name(longest), int(samples.lengths[longest]), config, positions)
 
 
-def order_of(parts: Sequence[Measured], sources: Mapping[str, SourceConfig], config: Config) -> Mixture | None:
-    """The order of a mixture with weights."""
-    weights = [source.weight for source in sources.values() if source.weight is not None]
-    if not weights:
-        return None
-    sizes = tuple(len(part) for part in parts)
-    return Mixture(sizes, counts_of(sizes, weights), config.run.seed)
+def source_identity(source: SourceConfig, key: str) -> dict[str, object]:
+    """Return a stream's source as JSON: its settings, the names of its files without their folders, and their sizes."""
+    paths = [source.path] if isinstance(source.path, str) else source.path or []
+    settings = source.model_dump(mode="json", include={*SourceConfig.model_fields} - {"path"})
+    sizes = [path.stat().st_size for path in place_of(source, key).files()]
+    return {**settings, "path": [Path(path).name for path in paths], "sizes_bytes": sizes}
 
 
-def samples_text(parts: Sequence[Tokenized]) -> str:
-    num_samples, num_targets = sum(map(len, parts)), sum(part.num_targets for part in parts)
+# What is said of it.
+
+
+def samples_text(parts: Sequence[Measured], num_targets: int) -> str:
     num_tokens = sum(int(part.lengths.sum()) for part in parts)
     longest = max(int(part.lengths.max()) for part in parts if len(part))
     return (
-        f"{num_samples:,} samples of {num_tokens:,} tokens, {num_targets:,} of them to be learned; "
+        f"{sum(map(len, parts)):,} samples of {num_tokens:,} tokens, {num_targets:,} of them to be learned; "
         f"the longest has {longest:,}"
     )
 
@@ -221,10 +228,10 @@ def packing_text(key: str, rows: PackedSamples) -> str:
     )
 
 
-def mixture_text(sources: Mapping[str, SourceConfig], order: Mixture) -> str:
+def mixture_text(keys: Sequence[str], order: Mixture) -> str:
     each = [
         f"{count:,} of {key.rpartition('.')[2]}" + ("" if count == size else f" (of its {size:,})")
-        for key, count, size in zip(sources, order.counts, order.sizes, strict=True)
+        for key, count, size in zip(keys, order.counts, order.sizes, strict=True)
     ]
     return f"an epoch has {sum(order.counts):,} samples: {', '.join(each)}"
 
@@ -241,19 +248,81 @@ def stream_texts(sources: Mapping[str, SourceConfig], config: Config) -> list[st
     return texts
 
 
-def source_identity(source: SourceConfig, key: str) -> dict[str, object]:
-    """A source of a stream: its settings, the names of its files without their folders, and their sizes."""
-    paths = [source.path] if isinstance(source.path, str) else source.path or []
-    settings = source.model_dump(mode="json", include={*SourceConfig.model_fields} - {"path"})
-    sizes = [path.stat().st_size for path in files_of(source, key)]
-    return {**settings, "path": [Path(path).name for path in paths], "sizes_bytes": sizes}
+# Settings that contradict each other.
 
 
-def files_of(source: SourceConfig, key: str) -> list[Path]:
-    """The files that hold a source's rows, in order; none of the hub and of the standard library."""
-    place = place_of(source, key)
-    if place.kind in ("hub", "stdlib"):
-        return []
-    if place.kind == "saved":  # beside its rows, datasets keeps what it has computed from them
-        return sorted(path for path in Path(place.paths[0]).rglob("*.arrow") if not path.name.startswith("cache-"))
-    return [Path(path) for path in place.paths]
+def check_config(config: Config) -> None:
+    """Raise `MegabatchError` where settings of data would be ignored or cannot be together."""
+    problem = next(problems(config), None)
+    if problem is not None:
+        raise MegabatchError(problem)
+
+
+def problems(config: Config) -> Iterator[str]:
+    """Yield every contradiction, in one line each."""
+    data, mixture = config.data, config.data.mixture
+    if data.function is not None:
+        for key in changed(data, TEXT_KEYS):
+            yield f"data.function and data.{key} are both set; what the function returns is taken as it is: remove one"
+    elif data.options:
+        yield "data.options is set and data.function is not; name the function that takes them, or remove them"
+    if mixture:
+        for key in changed(data, SOURCE_KEYS):
+            yield f"data.mixture and data.{key} are both set; set {key} in each [data.mixture.NAME] instead"
+    with_weight = [name for name, source in mixture.items() if source.weight is not None]
+    without = [name for name in mixture if name not in with_weight]
+    if with_weight and without:
+        yield (
+            f"data.mixture.{with_weight[0]} has a weight and data.mixture.{without[0]} has none; "
+            "give weights to all sources or to none"
+        )
+    if data.weight is not None:
+        yield "data.weight is set, and a weight is for a source of a mixture; set it in [data.mixture.NAME]"
+    if data.look_ahead is not None:
+        yield from look_ahead_problems(data)
+    if data.pack_tokens == 1:
+        yield "data.pack_tokens is 1, and in a row of one token there is nothing to predict; set at least 2"
+    for name, source in config.eval.sets.items():
+        if source.weight is not None:
+            yield f"eval.sets.{name}.weight is set, and a set is evaluated whole; remove it"
+    if OWN in config.eval.sets and config.eval.function is not None:
+        yield f'eval.sets has a set named "{OWN}", which is the name of what eval.function finds; rename it'
+    if HELD_OUT in config.eval.sets and config.eval.num_samples:
+        yield (
+            f'eval.sets has a set named "{HELD_OUT}", which is the name of what eval.num_samples='
+            f"{config.eval.num_samples} takes off the training data; rename it, or set eval.num_samples to 0"
+        )
+
+
+def look_ahead_problems(data: DataConfig) -> Iterator[str]:
+    if data.streaming:
+        yield "data.look_ahead and data.streaming are both set; a stream's samples are read to be counted: remove one"
+    if data.num_workers:
+        yield "data.look_ahead and data.num_workers are both set; workers load an update whole: remove one"
+    if data.function is not None and data.look_ahead:
+        yield (
+            f"data.look_ahead is {data.look_ahead} and samples of data.function may draw random numbers, which they "
+            "must not beside the model; set it to 0"
+        )
+
+
+def changed(data: DataConfig, keys: list[str]) -> list[str]:
+    """Return those of the keys that the recipe has set to something else than their default."""
+    return [
+        key for key in keys if getattr(data, key) != DataConfig.model_fields[key].get_default(call_default_factory=True)
+    ]
+
+
+def check_new_sets(names: list[str], config: Config) -> None:
+    """Raise `MegabatchError` where data.function returns a set whose name another has."""
+    said = f"data.function {config.data.function} returns a set named"
+    for name in names:
+        if name == OWN and config.eval.function is not None:
+            raise MegabatchError(f'{said} "{OWN}", which is the name of what eval.function finds; rename it')
+        if name == HELD_OUT and config.eval.num_samples:
+            raise MegabatchError(
+                f'{said} "{name}", and there is another of that name (held out of the training data); set '
+                "eval.num_samples to 0"
+            )
+        if name in config.eval.sets:
+            raise MegabatchError(f'{said} "{name}", and there is another of that name (in eval.sets); rename one')

@@ -1,135 +1,220 @@
-"""Samples: rows as token ids and labels, checked, counted where they are left out, lazily."""
+"""Samples by their number: some of them, several sources as one, documents packed into rows, and a mixture's order.
 
-from collections.abc import Iterator
+Without weights every sample is seen once an epoch. With them an epoch has as many samples of each source as its weight
+says, and what it leaves out comes in the next. `datasets.interleave_datasets` cannot do that: it draws anew in every
+epoch, so that some samples of a source are seen twice before others are seen at all.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any, Literal
+from fractions import Fraction
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megabatch.batching import IGNORED_LABEL
-from megabatch.errors import MegabatchError
-from megabatch.train.config import SourceConfig
-from megabatch.train.data.encode import Encoded, RowKind, kind_of_rows
-from megabatch.train.data.rows import BrokenRowError, Row, Rows, rows_of
+from megabatch.planning import best_fit
 
-Sample = dict[str, Tensor]  # {"input_ids": [T], "labels": [T]}, int64, IGNORED_LABEL where nothing is learned
-ROWS_AT_ONCE = 256  # that are tokenised together
+ORDER, SPLIT = 1, 4  # what a random number is for; a stream's have 2 and 3
 
 
-@dataclass
-class Skipped:
-    """What was left out so far."""
+class Measured(Protocol):
+    """Samples by their number, with the tokens of each known beforehand."""
 
-    broken: int = 0
-    long: int = 0
-    first: str | None = None  # the text of the first broken row
-
-    def words(self, key: str) -> list[str]:
-        """What was left out of the source that the recipe names by ``key``, in a line each."""
-        broken = f"{key}: left out {self.broken:,} broken rows, first {self.first}"
-        long = f"{key}: left out {self.long:,} samples longer than data.max_sample_tokens"
-        return [*([broken] if self.broken else []), *([long] if self.long else [])]
+    @property
+    def lengths(self) -> np.ndarray: ...  # [N] int64
+    @property
+    def fingerprint(self) -> str: ...
+    def name(self, index: int) -> str: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: Any) -> Any: ...
 
 
-@dataclass
-class Limits:
-    """Which rows are refused, and which are left out and counted."""
+class View(Sequence[Any], ABC):
+    """Samples that are made when they are asked for; ``lengths`` says how many there are."""
 
-    broken_rows: Literal["stop", "skip"]
-    max_sample_tokens: int | None
-    skipped: Skipped
+    lengths: np.ndarray  # [N] int64
+    fingerprint: str
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: Any) -> Any:
+        asked = range(len(self))[index]
+        return self.at(asked) if isinstance(asked, int) else [self.at(each) for each in asked]
+
+    @abstractmethod
+    def at(self, index: int) -> Any:
+        """Return the sample of that number."""
+
+    @abstractmethod
+    def name(self, index: int) -> str:
+        """Return where it comes from, for messages."""
 
 
-def samples_of(
-    source: SourceConfig,
-    key: str,
-    tokenizer: Any,
-    *,
-    broken_rows: Literal["stop", "skip"],
-    max_sample_tokens: int | None,
-    skipped: Skipped,
-) -> Iterator[tuple[str, Sample]]:
-    """The samples of a source with the names of their rows, in its order; what is left out is added to ``skipped``.
+class Joined(View):
+    """Sources one after another, as if they were one."""
 
-    Raises at once where the source is not there; at the first row where the recipe does not fit it; at a broken one
-    with "stop"; and at the end where there was no sample at all.
+    def __init__(self, sources: Sequence[Measured]) -> None:
+        self._sources = list(sources)
+        self._ends = np.cumsum([len(source) for source in self._sources])
+        self.lengths = np.concatenate([source.lengths for source in self._sources])  # [N]
+        self.fingerprint = "+".join(source.fingerprint for source in self._sources)
+
+    def at(self, index: int) -> Any:
+        source, local = self._find(index)
+        return source[local]
+
+    def name(self, index: int) -> str:
+        source, local = self._find(index)
+        return source.name(local)
+
+    def _find(self, index: int) -> tuple[Measured, int]:
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        source = self._sources[number]
+        return source, int(index - self._ends[number] + len(source))
+
+
+class Part(View):
+    """Some of the samples, by their numbers."""
+
+    def __init__(self, samples: Measured, ids: np.ndarray) -> None:
+        self._samples, self._ids = samples, ids
+        self.lengths = samples.lengths[ids]  # [N]
+        self.fingerprint = samples.fingerprint
+
+    def at(self, index: int) -> Any:
+        return self._samples[int(self._ids[index])]
+
+    def name(self, index: int) -> str:
+        return self._samples.name(int(self._ids[index]))
+
+
+class PackedSamples(View):
+    """Rows of documents, as few as best fit finds; a row is put together when it is asked for.
+
+    A document that fits into a row is never split; a longer one is cut first. In a row, positions begin anew with each
+    document and its first token is no target, so that nothing is learned across a border. ``together=False``: a piece
+    a row.
     """
-    rows = rows_of(source, key)
-    return tokenised(rows, source, key, tokenizer, Limits(broken_rows, max_sample_tokens, skipped))
+
+    def __init__(self, documents: Measured, row_tokens: int, *, together: bool = True) -> None:
+        self._documents = documents
+        self.row_tokens = row_tokens
+        self.num_documents = len(documents)
+        self._document, self._start, self._length = cut(documents.lengths, row_tokens)  # [pieces] each
+        lengths = self._length.tolist()
+        rows = best_fit(lengths, row_tokens) if together else [[piece] for piece in range(len(lengths))]
+        self._pieces = np.fromiter((piece for row in rows for piece in row), np.int64, len(lengths))
+        self._ends = np.cumsum([len(row) for row in rows], dtype=np.int64)  # [rows], into pieces
+        self.lengths = np.array([sum(lengths[piece] for piece in row) for row in rows], dtype=np.int64)  # [rows]
+        self.fingerprint = f"{documents.fingerprint} in rows of {row_tokens}"
+        self.fill = float(self.lengths.sum()) / max(1, len(rows) * row_tokens)
+        self.num_cut = int((documents.lengths > row_tokens).sum())
+
+    def at(self, index: int) -> dict[str, Tensor]:
+        return row_of(
+            [
+                piece_of(self._documents[int(self._document[piece])], int(self._start[piece]), int(self._length[piece]))
+                for piece in self._row(index)
+            ]
+        )
+
+    def name(self, index: int) -> str:
+        row = self._row(index)
+        first = self._documents.name(int(self._document[row[0]]))
+        return first if len(row) == 1 else f"{first} and {len(row) - 1} more"
+
+    def _row(self, index: int) -> np.ndarray:
+        return self._pieces[self._ends[index - 1] if index else 0 : self._ends[index]]
 
 
-def tokenised(
-    rows: Rows, source: SourceConfig, key: str, tokenizer: Any, limits: Limits
-) -> Iterator[tuple[str, Sample]]:
-    kind: RowKind | None = None
-    num_samples = 0
-    while chunk := list(islice(rows, ROWS_AT_ONCE)):
-        first = next((row for row in chunk if isinstance(row, Row)), None)
-        if kind is None and first is not None:
-            kind = kind_of_rows(source, key, first, tokenizer)
-        for name, encoded in encode_chunk(chunk, kind):
-            if not isinstance(encoded, BrokenRowError) and fits(encoded, limits):
-                num_samples += 1
-                yield name, sample_of(encoded)
-            elif isinstance(encoded, BrokenRowError):
-                leave_out(encoded, limits)
-    if num_samples == 0:
-        raise MegabatchError(none_left(key, limits.skipped))
+def pack_samples(samples: Sequence[Any], row_tokens: int) -> list[dict[str, Tensor]]:
+    """Return the rows of samples that lie in memory."""
+    document, start, length = cut(np.array([len(sample["input_ids"]) for sample in samples]), row_tokens)
+    pieces = [
+        piece_of(samples[index], begin, size)
+        for index, begin, size in zip(document.tolist(), start.tolist(), length.tolist(), strict=True)
+    ]
+    return [row_of([pieces[piece] for piece in row]) for row in best_fit(length.tolist(), row_tokens)]
 
 
-def encode_chunk(
-    chunk: list[Row | BrokenRowError], kind: RowKind | None
-) -> Iterator[tuple[str, Encoded | BrokenRowError]]:
-    """What became of each row, in their order; without a kind there is no good row."""
-    read = [read_row(row, kind) for row in chunk]
-    good = [content for content in read if not isinstance(content, BrokenRowError)]
-    encoded = iter(kind.encode(good) if kind is not None and good else [])
-    for row, content in zip(chunk, read, strict=True):
-        name = row.name if isinstance(row, Row) else ""
-        yield name, content if isinstance(content, BrokenRowError) else with_target(name, next(encoded))
+def cut(lengths: np.ndarray, row_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return pieces of at most ``row_tokens``: the document of each, where it starts in it, its length; [pieces]."""
+    num_pieces = -(-lengths // row_tokens)  # [documents]
+    document = np.repeat(np.arange(len(lengths)), num_pieces)
+    number = np.arange(len(document)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
+    start = number * row_tokens
+    return document, start, np.minimum(row_tokens, lengths[document] - start)
 
 
-def read_row(row: Row | BrokenRowError, kind: RowKind | None) -> Any:
-    if isinstance(row, BrokenRowError) or kind is None:
-        return row
-    try:
-        return kind.read(row)
-    except BrokenRowError as error:
-        return error
+def piece_of(sample: dict[str, Tensor], start: int, length: int) -> dict[str, Tensor]:
+    """Return some of a document's tokens, as a sample of its own; nothing predicts the first of them."""
+    labels = sample["labels"][start : start + length].clone()  # [T]
+    labels[:1] = IGNORED_LABEL
+    return {
+        "input_ids": sample["input_ids"][start : start + length],
+        "labels": labels,
+        "position_ids": torch.arange(length),
+    }
 
 
-def with_target(name: str, encoded: Encoded | BrokenRowError) -> Encoded | BrokenRowError:
-    """A sample, or an error where no token of it is a target; the first token is one of none."""
-    if not isinstance(encoded, BrokenRowError) and (encoded[1][1:] == IGNORED_LABEL).all():
-        return BrokenRowError(f"{name} has no token to learn")
-    return encoded
+def row_of(pieces: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return pieces one after another, as one sample."""
+    return {key: torch.cat([piece[key] for piece in pieces]) for key in pieces[0]}
 
 
-def leave_out(broken: BrokenRowError, limits: Limits) -> None:
-    """Count a broken row, or stop at it."""
-    if limits.broken_rows == "stop":
-        raise MegabatchError(f'{broken}; mend it, or leave such rows out with data.broken_rows = "skip"')
-    limits.skipped.broken += 1
-    limits.skipped.first = limits.skipped.first or str(broken)
+@dataclass(frozen=True)
+class Mixture:
+    """The order of a weighted mixture's samples in any epoch, as `UpdateSampler` asks for it.
+
+    Each source is an endless stream of shuffled passes over it, of which every epoch takes the next ``counts``; so all
+    samples of a source are seen equally often, to within one; an epoch in which a pass ends may have a sample twice. An
+    epoch follows from its number and the seed alone.
+    """
+
+    sizes: tuple[int, ...]  # samples of each source, which lie one after another
+    counts: tuple[int, ...]  # of them in an epoch
+    seed: int
+
+    def __call__(self, epoch: int) -> np.ndarray:
+        starts = np.cumsum([0, *self.sizes[:-1]])
+        picks = [start + self._picks(source, epoch) for source, start in enumerate(starts)]
+        return np.random.default_rng([self.seed, epoch, 0, ORDER]).permutation(np.concatenate(picks))
+
+    def _picks(self, source: int, epoch: int) -> np.ndarray:
+        """Return what the epoch takes of a source: of one pass, or of the end of one and the beginning of the next."""
+        size, count = self.sizes[source], self.counts[source]
+        start, stop = epoch * count, (epoch + 1) * count
+        passes = [self._pass(source, number) for number in range(start // size, (stop - 1) // size + 1)]
+        first = start // size * size
+        return np.concatenate(passes)[start - first : stop - first]
+
+    def _pass(self, source: int, number: int) -> np.ndarray:
+        return np.random.default_rng([self.seed, number, source + 1, ORDER]).permutation(self.sizes[source])
 
 
-def fits(encoded: Encoded, limits: Limits) -> bool:
-    """Whether a sample is short enough; counts it if not."""
-    is_long = limits.max_sample_tokens is not None and len(encoded[0]) > limits.max_sample_tokens
-    limits.skipped.long += is_long
-    return not is_long
+def counts_of(sizes: Sequence[int], weights: Sequence[float]) -> tuple[int, ...]:
+    """Return the samples of each source in an epoch: in proportion to the weights, at least one, at most all.
+
+    The source that is used up first is seen once an epoch.
+    """
+    exact = [Fraction(str(weight)) for weight in weights]  # as they were written: 0.1 is a tenth
+    scale = min(Fraction(size) / weight for size, weight in zip(sizes, exact, strict=True))
+    return tuple(max(1, round(scale * weight)) for weight in exact)
 
 
-def sample_of(encoded: Encoded) -> Sample:
-    ids, labels = encoded
-    return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}  # [T], [T]
-
-
-def none_left(key: str, skipped: Skipped) -> str:
-    if skipped.broken == skipped.long == 0:
-        return f"{key} names a source without rows; give at least one sample"
-    reasons = [f"{skipped.broken} rows are broken (first: {skipped.first})"] * bool(skipped.broken)
-    reasons += [f"{skipped.long} are longer than data.max_sample_tokens"] * bool(skipped.long)
-    return f"no row of {key} can be used: {', '.join(reasons)}; set {key}.path, its fields, or data.max_sample_tokens"
+def split_off(sizes: Sequence[int], num_samples: int, seed: int) -> list[np.ndarray]:
+    """Return numbers of ``num_samples`` samples, as the seed picks them, in each source; at most a tenth of each."""
+    if not num_samples:
+        return [np.zeros(0, dtype=np.int64) for _ in sizes]
+    starts = np.cumsum([0, *sizes])
+    drawn = np.random.default_rng([seed, 0, 0, SPLIT]).permutation(sum(sizes))
+    owners = np.searchsorted(starts[1:], drawn, side="right")
+    turns = np.concatenate([np.flatnonzero(owners == source)[: size // 10] for source, size in enumerate(sizes)])
+    picked = np.sort(drawn[np.sort(turns)[:num_samples]])
+    parts = np.split(picked, np.searchsorted(picked, starts[1:-1]))  # by source
+    return [ids - start for ids, start in zip(parts, starts, strict=False)]

@@ -1,15 +1,25 @@
-"""Places: what a recipe's path names: files of one kind, a saved data set, one of the hub."""
+"""Sources: files, saved data sets and data sets of the hub that a recipe names, and their rows, each with a name.
 
+To add a kind of file, write a reader of rows and name it in `READERS`.
+"""
+
+import csv
 import difflib
 import glob
+import gzip
+import io
+import json
 import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
-from typing import Literal
+from typing import IO, Any, Literal, cast
 
-from megabatch.errors import MegabatchError
+from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.config import SourceConfig
-from megabatch.train.data.stdlib import stdlib_root
+from megabatch.train.data.stdlib import stdlib_functions, stdlib_root
 
 Kind = Literal["stdlib", "jsonl", "csv", "parquet", "text", "documents", "saved", "hub"]
 
@@ -26,111 +36,135 @@ KINDS: dict[str, Kind] = {
 }
 SAVED_FILES = ("dataset_info.json", "dataset_dict.json")  # what save_to_disk writes at the top of its folder
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+MAX_CELL_BYTES = 2**31 - 1  # of csv; Python's own limit, 128 KiB, is less than many a text has
 
 
 @dataclass(frozen=True)
 class Place:
-    """What is read, and how."""
+    """Where rows are, and of which kind."""
 
     kind: Kind
     paths: tuple[str, ...]  # files in the order they are read; of saved and stdlib one folder, of hub the id
 
+    def files(self) -> list[Path]:
+        """Return the files that hold the rows; none of the hub and of the standard library."""
+        if self.kind in ("hub", "stdlib"):
+            return []
+        if self.kind == "saved":  # beside its rows, datasets keeps what it has computed from them
+            return sorted(path for path in Path(self.paths[0]).rglob("*.arrow") if not path.name.startswith("cache-"))
+        return [Path(path) for path in self.paths]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a source."""
+
+    name: str  # where it comes from: "gsm8k.jsonl:17"
+    fields: Mapping[str, Any]
+
+
+class BrokenRowError(MegabatchError):
+    """A row that cannot be used; the text names the row and the reason."""
+
+
+Rows = Iterator[Row | BrokenRowError]
+
+
+def rows_of(source: SourceConfig, key: str) -> Rows:
+    """Yield the rows of a source in an order that does not change, and in the place of a broken one its error.
+
+    Args:
+        source: At most its ``max_samples`` rows are read.
+        key: The source's table in the recipe, for messages.
+
+    Raises `MegabatchError` at once where the source is not there.
+    """
+    place = place_of(source, key)
+    if place.kind == "stdlib":
+        functions = stdlib_functions(Path(place.paths[0]))
+        rows: Rows = (Row(each.name, {"prompt": each.prompt, "response": each.response}) for each in functions)
+    elif place.kind == "saved":
+        rows = numbered(place.paths[0], saved_rows(place.paths[0], source.split, key))
+    elif place.kind == "hub":
+        rows = numbered(place.paths[0], hub_rows(place.paths[0], source, key))
+    else:
+        rows = chain.from_iterable(file_rows(place.kind, path, key) for path in place.paths)
+    return islice(rows, source.max_samples)
+
 
 def place_of(source: SourceConfig, key: str) -> Place:
-    """What ``source`` names, seen to exist unless it is on the hub. ``key`` is its table in the recipe."""
-    place = found_place(source, key)
-    if place.kind not in ("saved", "hub") and (source.split != "train" or source.subset is not None):
-        raise MegabatchError(
-            f"{key}.split or {key}.subset is set, and {key}.path is {place.kind}, which has none; remove it"
-        )
-    return place
-
-
-def found_place(source: SourceConfig, key: str) -> Place:
-    """What ``path`` and ``source`` say."""
+    """Return what ``source`` names, seen to exist unless it is on the hub. ``key`` is its table in the recipe."""
+    names = [source.path] if isinstance(source.path, str) else source.path or []
     if source.source == "stdlib":
         if source.path is not None:
             raise MegabatchError(
                 f'{key}.source is "stdlib", which has no path, and {key}.path is {source.path!r}; leave one of them out'
             )
-        return Place("stdlib", (str(stdlib_root()),))
-    names = [source.path] if isinstance(source.path, str) else source.path
-    if not names or not all(names):
+        places = [Place("stdlib", (str(stdlib_root()),))]
+    else:
+        places = [place_named(name, source.source, key) for name in names if name]
+    if len(places) < max(1, len(names)):
         raise MegabatchError(
             f"{key}.path names nothing; set it to a file, a glob, a list of them, a folder that save_to_disk has "
             f'written or a hub id, or set {key}.source to "stdlib"'
         )
-    if source.source == "hub":
-        return Place("hub", (only(names, f"{key}.path", "a hub id"),))
-    places = [one_place(name, source.source, key) for name in names]
     kinds: list[Kind] = sorted({place.kind for place in places})
+    kind = kinds[0]
     if len(kinds) > 1:
         raise MegabatchError(
             f"{key}.path names {' and '.join(kinds)} together; give each kind its own table, [data.mixture.<name>]"
         )
-    if kinds[0] in ("saved", "hub"):
-        only(names, f"{key}.path", "a saved data set or a hub id")
-    return Place(kinds[0], tuple(path for place in places for path in place.paths))
-
-
-def only(names: list[str], key: str, what: str) -> str:
-    """The one name of a list; ``what`` it must be one of."""
-    if len(names) > 1:
+    if kind in ("saved", "hub") and len(places) > 1:
         raise MegabatchError(
-            f"{key} names {len(names)} places, and {what} stands alone; give each its own table, [data.mixture.<name>]"
+            f"{key}.path names {len(places)} places, and a saved data set or a hub id stands alone; give each its own "
+            "table, [data.mixture.<name>]"
         )
-    return names[0]
+    if kind not in ("saved", "hub") and (source.split != "train" or source.subset is not None):
+        raise MegabatchError(f"{key}.split or {key}.subset is set, and {key}.path is {kind}, which has none; remove it")
+    return Place(kind, tuple(path for place in places for path in place.paths))
 
 
-def one_place(name: str, asked: Kind | None, key: str) -> Place:
-    """What one name of ``path`` stands for."""
+def place_named(name: str, asked: Kind | None, key: str) -> Place:
+    """Return what one name of ``path`` stands for."""
+    if asked == "hub":
+        return Place("hub", (name,))
     path = expanded(name, f"{key}.path")
     if path.is_dir():
-        return saved_place(path, asked, key)
-    if path.exists():
-        return Place(asked or kind_of(str(path), key), (str(path),))
-    if glob.has_magic(name):
-        return glob_place(str(path), asked, key)
-    if asked is None and ending_of(name) not in KINDS and HUB_ID.fullmatch(name):
+        if asked not in (None, "saved") or not any((path / file).exists() for file in SAVED_FILES):
+            raise MegabatchError(
+                f"{key}.path is {str(path)!r}, a folder that datasets' save_to_disk has not written; name the files in "
+                f'it, as in "{path}/*.jsonl"'
+            )
+        return Place("saved", (str(path),))
+    matches = sorted(found for found in glob.glob(str(path), recursive=True) if Path(found).is_file())
+    paths = [str(path)] if path.exists() else matches
+    if not paths and asked is None and ending_of(name) not in KINDS and HUB_ID.fullmatch(name):
         return Place("hub", (name,))
-    raise MegabatchError(f"{key}.path is {name!r}, and there is no such file{near(path)}; set it to what is to be read")
+    if not paths:
+        raise MegabatchError(
+            f"{key}.path is {name!r}, and there is no such file{near(path)}; set it to what is to be read"
+        )
+    kinds: list[Kind] = [asked or kind_of(each, key) for each in paths]
+    for each, kind in zip(paths, kinds, strict=True):
+        if kind != kinds[0]:
+            raise MegabatchError(
+                f"{key}.path is {str(path)!r}, which matches {paths[0]} and {each}, files of two kinds; narrow it, as "
+                f'in "{path.parent}/*{Path(each).suffix}"'
+            )
+    return Place(kinds[0], tuple(paths))
 
 
 def expanded(name: str, key: str) -> Path:
-    """The path, ~ being a user's own folder. ``key``: what is blamed where there is no such user."""
+    """Return the path, where ~ is the user's own folder. ``key`` is blamed where there is no such user."""
     try:
         return Path(name).expanduser()
     except RuntimeError:
         raise MegabatchError(f"{key} is {name!r}, and no user is known by that name; write the whole path") from None
 
 
-def saved_place(folder: Path, asked: Kind | None, key: str) -> Place:
-    """A folder, which must be one of save_to_disk."""
-    if asked not in (None, "saved") or not any((folder / name).exists() for name in SAVED_FILES):
-        raise MegabatchError(
-            f"{key}.path is {str(folder)!r}, a folder that datasets' save_to_disk has not written; name the files in "
-            f'it, as in "{folder}/*.jsonl"'
-        )
-    return Place("saved", (str(folder),))
-
-
-def glob_place(pattern: str, asked: Kind | None, key: str) -> Place:
-    """The files that a pattern matches, sorted."""
-    paths = sorted(path for path in glob.glob(pattern, recursive=True) if Path(path).is_file())
-    if not paths:
-        raise MegabatchError(f"{key}.path is {pattern!r}, and no file matches it; set it to what is to be read")
-    kinds: dict[str, Kind] = {path: asked or kind_of(path, key) for path in paths}
-    for path in paths:
-        if kinds[path] != kinds[paths[0]]:
-            raise MegabatchError(
-                f"{key}.path is {pattern!r}, which matches {paths[0]} and {path}, files of two kinds; narrow it, as in "
-                f'"{Path(pattern).parent}/*{Path(path).suffix}"'
-            )
-    return Place(kinds[paths[0]], tuple(paths))
-
-
 def kind_of(path: str, key: str) -> Kind:
-    """What a file is, by its ending."""
+    """Return the kind of a file by its ending."""
     kind = KINDS.get(ending_of(path))
     if kind is None:
         raise MegabatchError(
@@ -142,13 +176,180 @@ def kind_of(path: str, key: str) -> Kind:
 
 
 def ending_of(path: str) -> str:
-    """The ending in small letters, without .gz after it."""
+    """Return the ending in small letters, without .gz after it."""
     return Path(path.lower().removesuffix(".gz")).suffix
 
 
 def near(path: Path) -> str:
-    """The name in its folder that comes nearest to a missing file's, as words."""
+    """Return the name that comes nearest to a missing file's, as words."""
+    if glob.has_magic(str(path)):
+        return ""
     if not path.parent.is_dir():
         return f", and no folder {path.parent}"
     found = difflib.get_close_matches(path.name, [each.name for each in path.parent.iterdir()], n=1)
     return f" ({path.parent / found[0]} comes nearest)" if found else ""
+
+
+def saved_rows(folder: str, split: str, key: str) -> Iterable[Any]:
+    """Return a data set of save_to_disk; of several splits the one that is asked for."""
+    from datasets import DatasetDict, load_from_disk  # imports take a second
+
+    try:
+        found = load_from_disk(folder)
+    except Exception as error:  # pyarrow, json and datasets each have their own
+        raise MegabatchError(f"cannot read the saved data set {folder} ({in_one_line(error)}); save it again") from None
+    if not isinstance(found, DatasetDict):
+        return found
+    if split not in found:
+        raise MegabatchError(f"{folder} has no split {split!r}, only {', '.join(map(str, found))}; set {key}.split")
+    return found[split]
+
+
+def hub_builder(name: str, subset: str | None, key: str) -> Any:
+    """Return the reader of a data set of the hub; its ``hash`` names the version. Without network, a cached one."""
+    from datasets import load_dataset_builder
+
+    try:
+        builder = load_dataset_builder(name, name=subset)
+    except Exception as error:  # of datasets, of the hub's client, of whatever carries it
+        raise MegabatchError(
+            f"{key}.path is {name!r}, which is nothing here, and it cannot be had from the Hugging Face hub "
+            f"({in_one_line(error)}); name a file, or see to the network, {key}.path and {key}.subset"
+        ) from None
+    if builder.repo_id is None:  # "json", "text", ...: to datasets they mean the files of the working folder
+        raise MegabatchError(f"{key}.path is {name!r}, which is nothing here, and no data set of the hub; name a file")
+    return builder
+
+
+def hub_rows(name: str, source: SourceConfig, key: str) -> Iterable[Any]:
+    """Return the rows of a split, which are streamed and never downloaded whole."""
+    builder = hub_builder(name, source.subset, key)
+    try:
+        return builder.as_streaming_dataset(split=source.split)
+    except Exception as error:  # as above
+        raise MegabatchError(
+            f"{key}.path is {name!r}, of which the split {source.split!r} cannot be read ({in_one_line(error)}); set "
+            f"{key}.split"
+        ) from None
+
+
+def numbered(place: str, rows: Iterable[Any]) -> Rows:
+    """Yield the rows that datasets reads. It cannot pass over a broken one: what it raises ends the run."""
+    number = 0
+    try:
+        for number, fields in enumerate(rows, start=1):
+            yield Row(f"{place}:{number}", fields)
+    except Exception as error:  # of pyarrow, or of the network
+        raise MegabatchError(
+            f"cannot read the row {number + 1} of {place} ({in_one_line(error)}); mend it, or try again"
+        ) from None
+
+
+def file_rows(kind: Kind, path: str, key: str) -> Rows:
+    """Yield the rows of one file. A fault that is not of a single row is an error of ``key``."""
+    try:
+        with cast(IO[bytes], gzip.open(path)) if path.lower().endswith(".gz") else Path(path).open("rb") as file:
+            yield from READERS[kind](path, file)
+    except MegabatchError:
+        raise
+    except (OSError, EOFError, ValueError, RuntimeError, csv.Error, zlib.error) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split())[:200]
+        raise MegabatchError(
+            f"cannot read {path} as {kind} ({reason}); mend it, or set {key}.path or {key}.source"
+        ) from None
+
+
+def json_rows(path: str, file: Any) -> Rows:
+    """Yield an object a line; a file .json may be one list of objects instead."""
+    is_list = ending_of(path) == ".json" and file.peek(1).removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"[")
+    if not is_list:
+        return line_rows(path, file, json.loads)
+    listed = enumerate(json.loads(file.read().decode("utf-8-sig")), start=1)
+    return (row_of(f"{path}:{number}", fields) for number, fields in listed)
+
+
+def text_rows(path: str, file: IO[bytes]) -> Rows:
+    """Yield a line a row, in the field "text"."""
+    return line_rows(path, file, lambda line: {"text": line.removesuffix("\n").removesuffix("\r")})
+
+
+def line_rows(path: str, file: IO[bytes], read: Callable[[str], Any]) -> Rows:
+    """Yield the lines that are not blank. Only newlines end them: JSON strings may hold U+2028."""
+    for number, line in enumerate(file, start=1):
+        line, name = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line, f"{path}:{number}"
+        if not line.strip():
+            continue
+        try:
+            yield row_of(name, read(line.decode()))
+        except UnicodeDecodeError as error:
+            yield not_utf8(name, error)
+        except json.JSONDecodeError as error:
+            yield BrokenRowError(f"{name} is not JSON ({error.msg}, at its character {error.pos + 1})")
+        except (ValueError, RecursionError):  # Python's own limits
+            yield BrokenRowError(f"{name} has a number of thousands of digits, or is nested too deeply")
+
+
+def row_of(name: str, fields: Any) -> Row | BrokenRowError:
+    if isinstance(fields, dict):
+        return Row(name, cast(dict[str, Any], fields))
+    return BrokenRowError(f"{name} is a JSON {type(fields).__name__}, not an object with fields")
+
+
+def not_utf8(name: str, error: UnicodeDecodeError) -> BrokenRowError:
+    return BrokenRowError(f"{name} is not text in UTF-8 (at its byte {error.start + 1})")
+
+
+def document_rows(path: str, file: IO[bytes]) -> Rows:
+    """Yield the whole file, in the field "text"."""
+    try:
+        yield Row(path, {"text": file.read().decode("utf-8-sig")})
+    except UnicodeDecodeError as error:
+        yield not_utf8(path, error)
+
+
+def csv_rows(path: str, file: Any) -> Rows:
+    """Yield a record a row, of which every value is text; the first record has the names of the fields.
+
+    Python's csv and not that of pandas: "007" stays text, and each broken record is named.
+    """
+    csv.field_size_limit(MAX_CELL_BYTES)
+    delimiter, number = "\t" if ending_of(path) == ".tsv" else ",", 0
+    with io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="\n") as text:
+        records = csv.reader(text, delimiter=delimiter, strict=True)
+        header = [field.strip() for field in next(records, [])]
+        if not header or len(set(header)) < len(header):
+            raise MegabatchError(f"the first line of {path} must name its fields, each once, and is {header}; add it")
+        while True:
+            record, problem = list[str](), ""
+            try:
+                record = next(records)
+            except StopIteration:
+                return
+            except csv.Error as error:  # the reader goes on with the next line
+                problem = f"is no record of csv ({error})"
+            if not record and not problem:
+                continue
+            if not problem and len(record) != len(header):
+                problem = f"has {len(record)} values, and the first line names {len(header)} fields"
+            name, number = f"{path}:{number + 1}", number + 1
+            yield BrokenRowError(f"{name} {problem}") if problem else Row(name, dict(zip(header, record, strict=True)))
+
+
+def parquet_rows(path: str, file: IO[bytes]) -> Rows:
+    """Yield the rows of a table."""
+    import pyarrow.parquet as pq
+
+    number = 0
+    for batch in pq.ParquetFile(file).iter_batches(batch_size=1000):
+        for fields in cast(list[dict[str, Any]], batch.to_pylist()):
+            number += 1
+            yield Row(f"{path}:{number}", fields)
+
+
+READERS: dict[Kind, Callable[[str, Any], Rows]] = {
+    "jsonl": json_rows,
+    "csv": csv_rows,
+    "parquet": parquet_rows,
+    "text": text_rows,
+    "documents": document_rows,
+}

@@ -1,15 +1,21 @@
 """Updates: this rank's samples, update by update, read here or by processes that run ahead of the training.
 
-With every update comes the state after it, so that a run goes on after the last one it was given, however far ahead
+With every update comes the state after it, so that a run resumes after the last one it was given, however far ahead
 others have been read; neither their number nor that of ranks changes what is trained on.
+`docs/decisions/0041-who-reads-ahead.md` says why this is not torchdata's `StatefulDataLoader`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
 from typing import Any, cast
 
+import numpy as np
+import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from megabatch import CostModel, UpdateSampler
@@ -18,189 +24,34 @@ from megabatch.errors import MegabatchError, PlanError
 from megabatch.planning import Consumed
 from megabatch.train.config import Config
 from megabatch.train.config.batch_size import sizes_of
-from megabatch.train.data.balancing import price_of
 from megabatch.train.data.custom_dataset import drawing
+from megabatch.train.data.encode import Skipped
 from megabatch.train.data.load import Data
-from megabatch.train.data.mixture import Measured
-from megabatch.train.data.num_updates import check_points, count_updates, no_update
-from megabatch.train.data.samples import Skipped
-from megabatch.train.data.stream import Stream, StreamUpdate, place_of, share_of, updates_of
-from megabatch.train.data.worker_transfer import (
-    Delivery,
-    Once,
-    Share,
-    State,
-    from_workers,
-    options,
-    received,
-    with_tensors,
-)
+from megabatch.train.data.samples import Measured
+from megabatch.train.data.stream import Place, Stream, StreamUpdate
+from megabatch.train.runtime.exit import leave_to_parent
 from megabatch.train.runtime.ranks import Ranks
+
+State = dict[str, Any]  # JSON
+Share = tuple[list[int], State]  # sample ids of an update, and the state after it
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """This rank's samples of an update, as they travel from one process to another."""
+
+    samples: Sequence[Any]
+    state: State  # after the update
+    problem: str | None = None  # in place of samples: an error that one process hands to another
+    told: Sequence[int] | None = None  # lengths that the samples' maker says they have; None: they are measured
+    ids: Sequence[int | str] = ()  # of the samples: their numbers in the data, or a stream's names
+
 
 Ahead = tuple[Delivery, Iterator[Delivery]]  # the next update, read, and those after it
 
 
-def sampler_of(data: Data, config: Config, ranks: Ranks) -> UpdateSampler:
-    """Deals the samples that can be had by number."""
-    size = config.update.global_batch_size
-    return UpdateSampler(
-        cast(Measured, data.train).lengths.tolist(),
-        global_batch_size=size if isinstance(size, int) else sizes_of(config.update),
-        seed=config.run.seed,
-        dp_rank=ranks.dp_rank,
-        dp_degree=ranks.dp_degree,
-        tail=config.update.tail,
-        order=data.order,  # pyright: ignore[reportArgumentType]  # an array of ids is a sequence of them
-    )
-
-
-class Shares(Dataset[Delivery]):
-    """Deliveries of samples that can be had by number; `UpdateSampler` says which."""
-
-    max_workers = 1024
-
-    def __init__(self, data: Data, config: Config, sampler: UpdateSampler, num_updates: int) -> None:
-        self._samples = cast(Measured, data.train)
-        self._num_updates, self._seed, self._sampler = num_updates, config.run.seed, sampler
-        self._is_own, self._is_told = config.data.function is not None, data.is_told
-        self._look_ahead = config.data.look_ahead
-
-    def deal_by(self, cost: CostModel, ahead: Ahead | None) -> Ahead | None:
-        """Deal by what samples cost from here on; what was read ahead, dealt anew, or None to read it again."""
-        self._sampler.cost = cost
-        return None
-
-    def start(self) -> State:
-        """The state before the first update."""
-        return {"updates": 0, **self._sampler.state_dict()}
-
-    def check(self, state: State) -> None:
-        """Raise `PlanError` where a state is of other data or another seed."""
-        copy(self._sampler).load_state_dict(state)
-
-    def shares(self, state: State) -> Iterator[Share]:
-        """The sample ids of every update after ``state``."""
-        sampler = copy(self._sampler)  # where it stands is its iterator's own matter
-        sampler.load_state_dict(state)
-        number = state["updates"]
-        while number < self._num_updates:
-            for ids in sampler:
-                number += 1
-                yield ids, {"updates": number, **sampler.state_dict()}
-                if number == self._num_updates:
-                    return
-
-    def deliveries(self, state: State) -> Iterator[Delivery]:
-        """Every update after ``state``, read in this process."""
-        return map(self.__getitem__ if self._look_ahead is None else self._deferred, self.shares(state))
-
-    def loader(self, state: State, num_workers: int) -> "DataLoader[Delivery]":
-        """Every update after ``state``, read by others."""
-        return DataLoader(self, sampler=Once(self.shares(state)), **options(num_workers))
-
-    def __getitem__(self, index: Share) -> Delivery:
-        ids, state = index
-        try:
-            samples = [self._read(number, state["updates"]) for number in ids]
-            return Delivery(samples, state, told=self._lengths(ids) if self._is_told else None, ids=ids)
-        except MegabatchError as error:
-            return Delivery([], state, str(error))
-
-    def _deferred(self, share: Share) -> Delivery:
-        """An update whose samples are read when their microbatch comes."""
-        ids, state = share
-
-        def load(index: int) -> Any:
-            return with_tensors(self._read(ids[index], state["updates"]))
-
-        return Delivery(
-            Deferred(load, self._lengths(ids), look_ahead=self._look_ahead or 0, measured=not self._is_own),
-            state,
-            ids=ids,
-        )
-
-    def name(self, id: int | str) -> str:
-        """Where a sample comes from."""
-        return self._samples.name(cast(int, id))
-
-    def _lengths(self, ids: list[int]) -> list[int]:
-        return self._samples.lengths[ids].tolist()
-
-    def _read(self, number: int, update: int) -> Any:
-        """A sample; one that draws random numbers draws the same ones whichever process reads it."""
-        if not self._is_own:
-            return self._samples[number]
-        with drawing(self._seed, update, number):
-            return self._samples[number]
-
-
-class Streamed(IterableDataset[Delivery]):
-    """Deliveries of a stream, which is read from one end to the other, so by one process."""
-
-    max_workers = 1
-
-    def __init__(self, stream: Stream, ranks: Ranks, num_updates: int | None) -> None:
-        self._stream, self._ranks, self._num_updates = stream, ranks, num_updates
-        self._state = self.start()  # where iteration starts
-        self._cost: CostModel | None = None
-        self._latest: StreamUpdate | None = None  # that was read
-
-    def deal_by(self, cost: CostModel, ahead: Ahead | None) -> Ahead | None:
-        """Deal by what samples cost from here on; what was read ahead, dealt anew, since reading it takes long."""
-        self._cost = cost
-        if ahead is None or self._latest is None:
-            return None
-        first, rest = ahead
-        return received(self._delivery(self._latest, first.state)), rest
-
-    def start(self) -> State:
-        """The state before the first update."""
-        return {"updates": 0, **self._stream.start().to_json(), "skipped": asdict(Skipped()), "seen": list(Consumed())}
-
-    def check(self, state: State) -> None:
-        """Raise `PlanError` where a state is of another number of sources."""
-        expected = len(self._stream.sources)
-        if len(state["offsets"]) != expected:
-            raise PlanError(
-                f"the stream's state is of {len(state['offsets'])} sources but data has {expected}; give the same data"
-            )
-
-    def deliveries(self, state: State) -> Iterator[Delivery]:
-        """Every update after ``state``, read in this process."""
-        number, after = state["updates"], state
-        try:
-            updates = updates_of(self._stream, place_of(state), seen_of(state))
-            for update in islice(updates, self._num_left(state)):
-                number += 1
-                told = {"skipped": asdict(update.skipped), "seen": list(update.seen)}
-                after = {"updates": number, **update.after.to_json(), **told}
-                self._latest = update
-                yield self._delivery(update, after)
-        except MegabatchError as error:
-            yield Delivery([], after, str(error))
-
-    def _delivery(self, update: StreamUpdate, after: State) -> Delivery:
-        mine = share_of(update.samples, self._ranks.dp_rank, self._ranks.dp_degree, self._cost)
-        return Delivery([sample for _, sample in mine], after, ids=[name for name, _ in mine])
-
-    def name(self, id: int | str) -> str:
-        """Where a sample comes from."""
-        return str(id)
-
-    def _num_left(self, state: State) -> int | None:
-        return None if self._num_updates is None else max(0, self._num_updates - state["updates"])
-
-    def loader(self, state: State, num_workers: int) -> "DataLoader[Delivery]":
-        """Every update after ``state``, read by another process."""
-        self._state, self._latest = state, None
-        return DataLoader(self, **options(num_workers))
-
-    def __iter__(self) -> Iterator[Delivery]:
-        return self.deliveries(self._state)
-
-
 class Updates:
-    """This rank's samples of every update that is left; it goes on wherever a state of it was taken."""
+    """This rank's samples of every update that is left; it resumes wherever a state of it was taken."""
 
     def __init__(self, data: Data, config: Config, ranks: Ranks) -> None:
         self._config, self._dp_degree = config, ranks.dp_degree
@@ -246,19 +97,24 @@ class Updates:
         return [self._source.name(each) for each in self._ids]
 
     def deal_by(self, even_tokens: int | None) -> None:
-        """Deal updates over ranks by what samples cost, see `dealing.py`, before the first is handed out; None: by
-        length. The samples of an update stay the same."""
+        """Deal updates over ranks by what samples cost, before the first is handed out; None: by length.
+
+        ``even_tokens`` are the tokens at which attention costs a sample as much as all the rest. The samples of an
+        update stay the same.
+        """
         cost = price_of(even_tokens)
         if cost is not None and self._dp_degree > 1:
             self.even_tokens, self._ahead = even_tokens, self._source.deal_by(cost, self._ahead)
 
     def peek(self) -> Sequence[Any]:
-        """This rank's samples of the next update, which is still to come; none at the end of the run."""
+        """Return this rank's samples of the next update, which is still to come; none at the end of the run."""
         if self._ahead is None:
             deliveries = self._source.deliveries(self._state)
             first = next(deliveries, None)
+            if first is None and not self._state["updates"]:
+                raise MegabatchError(no_update(self._config))
             if first is None:
-                return self._nothing_left()
+                return []
             self._ahead = (received(first), deliveries)
         return self._changed(self._ahead[0].samples)
 
@@ -269,45 +125,355 @@ class Updates:
             yield self._changed(delivery.samples)
 
     def give_back(self) -> None:
-        """Let the update that was handed out last be the next one still, for a run that goes on later."""
+        """Let the update that was handed out last be the next one still, for a run that resumes later."""
         self._state = self._before
 
     def state_dict(self) -> State:
-        """Where the run stands after the last update that was handed out, as JSON; whatever the number of ranks."""
+        """Return where the run stands after the last update that was handed out, as JSON, for any number of ranks."""
         return self._state
 
     def load_state_dict(self, state: State) -> None:
-        """Go on where ``state`` was taken. Raises `PlanError` where it is of other data or another seed."""
+        """Resume where ``state`` was taken. Raises `PlanError` where it is of other data or another seed."""
         self._source.check(state)
         self._state, self._ahead = state, None
+
+    def _changed(self, batch: Sequence[Any]) -> Sequence[Any]:
+        return batch if self.change is None else mapped(batch, range(len(batch)), self.change)
 
     def _deliveries(self) -> Iterator[Delivery]:
         num_workers = min(self._config.data.num_workers, self._source.max_workers)
         if num_workers:
             self._ahead = None
             return map(received, from_workers(self._source.loader(self._state, num_workers), self._config))
-        if self._ahead is not None:
-            first, rest = self._ahead
-            return chain([first], map(received, rest))
-        return map(received, self._source.deliveries(self._state))
+        first, rest = self._ahead or (None, self._source.deliveries(self._state))
+        return chain([] if first is None else [first], map(received, rest))
 
-    def _changed(self, batch: Sequence[Any]) -> Sequence[Any]:
-        """The samples of an update, each changed; those that are loaded later, then."""
-        if (change := self.change) is None:
-            return batch
-        if not isinstance(batch, Deferred):
-            return [change(sample) for sample in batch]
-        return Deferred(
-            lambda index: change(batch[index]), batch.lengths, batch.weights, look_ahead=batch.look_ahead,
-            measured=batch.measured,
-        )  # fmt: skip
 
-    def _nothing_left(self) -> list[Any]:
-        if not self._state["updates"]:
-            raise MegabatchError(no_update(self._config))
-        return []
+class Shares(Dataset[Delivery]):
+    """Deliveries of samples that can be had by number; `UpdateSampler` says which."""
+
+    max_workers = 1024
+
+    def __init__(self, data: Data, config: Config, sampler: UpdateSampler, num_updates: int) -> None:
+        self._samples = cast(Measured, data.train)
+        self._num_updates, self._seed, self._sampler = num_updates, config.run.seed, sampler
+        self._is_own, self._is_told = config.data.function is not None, data.is_told
+        self._look_ahead = config.data.look_ahead
+
+    def deal_by(self, cost: CostModel, ahead: Ahead | None) -> Ahead | None:
+        """Deal by what samples cost from here on; return None, to read again what was read ahead."""
+        self._sampler.cost = cost
+        return None
+
+    def start(self) -> State:
+        """Return the state before the first update."""
+        return {"updates": 0, **self._sampler.state_dict()}
+
+    def check(self, state: State) -> None:
+        """Raise `PlanError` where a state is of other data or another seed."""
+        copy(self._sampler).load_state_dict(state)
+
+    def deliveries(self, state: State) -> Iterator[Delivery]:
+        """Yield every update after ``state``, read in this process."""
+        return map(self.__getitem__ if self._look_ahead is None else self._deferred, self._shares(state))
+
+    def loader(self, state: State, num_workers: int) -> "DataLoader[Delivery]":
+        """Return every update after ``state``, read by others."""
+        return DataLoader(self, sampler=cast(Any, self._shares(state)), **options(num_workers))
+
+    def name(self, id: int | str) -> str:
+        """Return where a sample comes from."""
+        return self._samples.name(cast(int, id))
+
+    def _shares(self, state: State) -> Iterator[Share]:
+        """Yield the sample ids of every update after ``state``."""
+        sampler = copy(self._sampler)  # where it stands is its iterator's own matter
+        sampler.load_state_dict(state)
+        number = state["updates"]
+        while number < self._num_updates:
+            for ids in sampler:
+                number += 1
+                yield ids, {"updates": number, **sampler.state_dict()}
+                if number == self._num_updates:
+                    return
+
+    def __getitem__(self, index: Share) -> Delivery:
+        ids, state = index
+        try:
+            samples = [self._read(number, state["updates"]) for number in ids]
+            return Delivery(samples, state, told=self._lengths(ids) if self._is_told else None, ids=ids)
+        except MegabatchError as error:
+            return Delivery([], state, str(error))
+
+    def _deferred(self, share: Share) -> Delivery:
+        """Return an update whose samples are read when their microbatch comes."""
+        ids, state = share
+
+        def load(index: int) -> Any:
+            return with_tensors(self._read(ids[index], state["updates"]))
+
+        look_ahead = self._look_ahead or 0
+        samples = Deferred(load, self._lengths(ids), look_ahead=look_ahead, measured=not self._is_own)
+        return Delivery(samples, state, ids=ids)
+
+    def _lengths(self, ids: list[int]) -> list[int]:
+        return self._samples.lengths[ids].tolist()
+
+    def _read(self, number: int, update: int) -> Any:
+        """Return a sample; one that draws random numbers draws the same ones whichever process reads it."""
+        if not self._is_own:
+            return self._samples[number]
+        with drawing(self._seed, update, number):
+            return self._samples[number]
+
+
+class Streamed(IterableDataset[Delivery]):
+    """Deliveries of a stream, which is read from one end to the other, so by one process."""
+
+    max_workers = 1
+
+    def __init__(self, stream: Stream, ranks: Ranks, num_updates: int | None) -> None:
+        self._stream, self._ranks, self._num_updates = stream, ranks, num_updates
+        self._state = self.start()  # where iteration starts
+        self._cost: CostModel | None = None
+        self._latest: StreamUpdate | None = None  # that was read
+
+    def deal_by(self, cost: CostModel, ahead: Ahead | None) -> Ahead | None:
+        """Deal by what samples cost from here on; return what was read ahead, dealt anew: reading it takes long."""
+        self._cost = cost
+        if ahead is None or self._latest is None:
+            return None
+        first, rest = ahead
+        return received(self._delivery(self._latest, first.state)), rest
+
+    def start(self) -> State:
+        """Return the state before the first update."""
+        return {"updates": 0, **self._stream.start().to_json(), "skipped": asdict(Skipped()), "seen": list(Consumed())}
+
+    def check(self, state: State) -> None:
+        """Raise `PlanError` where a state is of another number of sources."""
+        if len(state["offsets"]) != len(self._stream):
+            raise PlanError(
+                f"the stream's state is of {len(state['offsets'])} sources but data has {len(self._stream)}; give the "
+                "same data"
+            )
+
+    def deliveries(self, state: State) -> Iterator[Delivery]:
+        """Yield every update after ``state``, read in this process."""
+        num_left = None if self._num_updates is None else max(0, self._num_updates - state["updates"])
+        number, after = state["updates"], state
+        try:
+            for update in islice(self._stream.updates(Place.from_json(state), seen_of(state)), num_left):
+                number += 1
+                told = {"skipped": asdict(update.skipped), "seen": list(update.seen)}
+                after = {"updates": number, **update.after.to_json(), **told}
+                self._latest = update
+                yield self._delivery(update, after)
+        except MegabatchError as error:
+            yield Delivery([], after, str(error))
+
+    def loader(self, state: State, num_workers: int) -> "DataLoader[Delivery]":
+        """Return every update after ``state``, read by another process."""
+        self._state, self._latest = state, None
+        return DataLoader(self, **options(num_workers))
+
+    def __iter__(self) -> Iterator[Delivery]:
+        return self.deliveries(self._state)
+
+    def name(self, id: int | str) -> str:
+        """Return where a sample comes from."""
+        return str(id)
+
+    def _delivery(self, update: StreamUpdate, after: State) -> Delivery:
+        mine = update.share(self._ranks.dp_rank, self._ranks.dp_degree, self._cost)
+        return Delivery([sample for _, sample in mine], after, ids=[name for name, _ in mine])
 
 
 def seen_of(state: State) -> Consumed:
-    """What was handed out before a state; of an earlier version, or where no size asks for it, the updates alone."""
+    """Return what was handed out before a state; where no size asks for it, the updates alone."""
     return Consumed(*state.get("seen", (state["updates"],)))
+
+
+def sampler_of(data: Data, config: Config, ranks: Ranks) -> UpdateSampler:
+    """Return what deals the samples that can be had by number."""
+    size = config.update.global_batch_size
+    return UpdateSampler(
+        cast(Measured, data.train).lengths.tolist(),
+        global_batch_size=size if isinstance(size, int) else sizes_of(config.update),
+        seed=config.run.seed,
+        dp_rank=ranks.dp_rank,
+        dp_degree=ranks.dp_degree,
+        tail=config.update.tail,
+        order=data.order,  # pyright: ignore[reportArgumentType]  # an array of ids is a sequence of them
+    )
+
+
+def price_of(even_tokens: int | None) -> CostModel | None:
+    """Return what samples cost, in units of a token that attends to nothing; None: by length."""
+    return None if even_tokens is None else CostModel(seconds_per_token=1.0, seconds_per_pair=1 / even_tokens)
+
+
+# Between processes.
+
+
+def options(num_workers: int) -> dict[str, Any]:
+    """Return those of a DataLoader whose items are whole updates.
+
+    Its generator keeps the process's own random numbers as they are. Memory is not pinned: samples are padded into new
+    tensors before they go to a device.
+    """
+    return {
+        "batch_size": None,
+        "num_workers": num_workers,
+        "collate_fn": sent,
+        "generator": torch.Generator(),
+        "worker_init_fn": begin_worker,
+    }
+
+
+def begin_worker(number: int) -> None:
+    """Keep a forked tokenizer from warning that it starts no threads, and signals for the process that trains."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    leave_to_parent()
+
+
+def from_workers(loader: "DataLoader[Delivery]", config: Config) -> Iterator[Delivery]:
+    """Yield what a loader's processes send. Raises `MegabatchError`, here and nowhere else, where one is lost."""
+    before = signal.getsignal(signal.SIGCHLD)
+    deliveries = iter(loader)
+    if before is not None:
+        signal.signal(signal.SIGCHLD, before)  # torch's own would raise in the midst of whatever the trainer is doing
+    try:
+        yield from deliveries
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise MegabatchError(
+            f"a process that loads samples has ended ({str(error).splitlines()[0]}), perhaps for want of memory; "
+            f"data.num_workers is {config.data.num_workers}: lower it, or set it to 0 to see why"
+        ) from None
+
+
+def sent(delivery: Delivery) -> Delivery:
+    """Return it with arrays in place of tensors, which would take a file descriptor each on their way."""
+    return replace(delivery, samples=[with_values(sample, as_array) for sample in delivery.samples])
+
+
+def received(delivery: Delivery) -> Delivery:
+    """Return it with tensors in place of arrays. Raises `MegabatchError` where there is a problem instead."""
+    if delivery.problem is not None:
+        raise MegabatchError(delivery.problem)
+    if isinstance(delivery.samples, Deferred):
+        return delivery
+    samples: Sequence[Any] = [with_tensors(sample) for sample in delivery.samples]
+    if delivery.told is not None:
+        samples = Deferred(samples.__getitem__, delivery.told, look_ahead=0, measured=False)
+    return replace(delivery, samples=samples)
+
+
+def with_tensors(sample: Any) -> Any:
+    """Return the sample with tensors in place of arrays."""
+    return with_values(sample, as_tensor)
+
+
+def with_values(sample: Any, change: Callable[[Any], Any]) -> Any:
+    """Return the sample with each of its values changed, where it is a mapping."""
+    return {key: change(value) for key, value in sample.items()} if isinstance(sample, Mapping) else sample
+
+
+def as_array(value: Any) -> Any:
+    """Return a tensor as an array where numpy has its type."""
+    return value.detach().numpy() if isinstance(value, Tensor) and value.dtype != torch.bfloat16 else value
+
+
+def as_tensor(value: Any) -> Any:
+    """Return an array of numbers as a tensor, on its own memory where it may not be written to or runs backwards."""
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "biufc":
+        return value
+    is_plain = value.flags.writeable and all(stride >= 0 for stride in value.strides)
+    return torch.from_numpy(value if is_plain else value.copy())
+
+
+def part_of(batch: Sequence[Any], places: Sequence[int]) -> Sequence[Any]:
+    """Return some samples of an update."""
+    return mapped(batch, places, lambda sample: sample)
+
+
+def mapped(batch: Sequence[Any], places: Sequence[int], change: Callable[[Any], Any]) -> Sequence[Any]:
+    """Return some samples of an update, each changed; those that are loaded later, then."""
+    if not isinstance(batch, Deferred):
+        return [change(batch[place]) for place in places]
+    return Deferred(
+        lambda index: change(batch[places[index]]),
+        [batch.lengths[place] for place in places],
+        None if batch.weights is None else [batch.weights[place] for place in places],
+        look_ahead=batch.look_ahead,
+        measured=batch.measured,
+    )
+
+
+# How many there are.
+
+
+@dataclass(frozen=True)
+class NumUpdates:
+    """How many updates there are."""
+
+    of_data: int | None  # that run.max_epochs passes over the data make; None: a stream does not know
+    of_run: int | None  # that this run makes: fewer with run.max_steps; None: until the stream ends
+    ends: np.ndarray | None = field(default=None, compare=False)  # [of_data] samples of it and all before; if scheduled
+
+    def work(self, step: int) -> int:
+        """Return what so many updates take, in samples where they have more and more of them."""
+        return step if self.ends is None or not step else int(self.ends[min(step, len(self.ends)) - 1])
+
+
+def count_updates(config: Config, num_samples: int | None, sampler: UpdateSampler | None = None) -> NumUpdates:
+    """Return the updates of the whole run, from its first one on.
+
+    Args:
+        config: Says how large updates are, and how long the run lasts.
+        num_samples: Of an epoch; None: a stream.
+        sampler: At its beginning; asked where updates have more and more samples.
+    """
+    size, epochs, max_steps = config.update.global_batch_size, config.run.max_epochs, config.run.max_steps
+    if num_samples is None:
+        return NumUpdates(None, max_steps)
+    if not isinstance(size, int):
+        assert sampler is not None  # it deals what can be counted
+        ends = np.cumsum(np.fromiter(sampler.sizes(epochs), np.int64))
+        return NumUpdates(len(ends), min(len(ends), max_steps or len(ends)), ends)
+    match config.update.tail:
+        case "step":
+            of_data = epochs * -(-num_samples // size)
+        case "drop":
+            of_data = epochs * (num_samples // size)
+        case "carry":
+            of_data = epochs * num_samples // size
+    return NumUpdates(of_data, min(of_data, max_steps or of_data))
+
+
+def check_points(config: Config, data: Data) -> None:
+    """Raise `MegabatchError` for a schedule of update.global_batch_size that this data cannot follow."""
+    sizes = sizes_of(config.update)
+    if sizes.unit == "tokens" and not data.counts_tokens:
+        raise MegabatchError(
+            "update.global_batch_size has points in tokens, and the samples of data.function have no input_ids; give "
+            "its points in samples or updates"
+        )
+    if config.update.tail == "drop" and data.epoch_size is not None and sizes.largest > data.epoch_size:
+        if len(sizes.sizes) == 1:
+            raise MegabatchError(no_update(config))
+        raise MegabatchError(
+            f"update.global_batch_size goes to {sizes.largest} samples, an epoch has {data.epoch_size}, and "
+            'update.tail="drop" would leave no update of them; make it smaller, or set update.tail="step"'
+        )
+
+
+def no_update(config: Config) -> str:
+    """Return why a run would be over before it began."""
+    return (
+        f"run.max_epochs={config.run.max_epochs} passes over the data make no update of update.global_batch_size="
+        f'{config.update.global_batch_size} with update.tail="{config.update.tail}"; '
+        'make it smaller, or set update.tail="step"'
+    )

@@ -18,7 +18,7 @@ from megabatch.errors import MegabatchError, in_one_line
 from megabatch.planning import TunedLimit
 from megabatch.train.autotune.accumulator import accumulator_of
 from megabatch.train.config import Config, OptimConfig, UpdateConfig
-from megabatch.train.data.num_updates import NumUpdates
+from megabatch.train.data.updates import NumUpdates
 from megabatch.train.runtime.plugins import load_function
 
 Group = dict[str, Any]  # "params", and the "weight_decay" of its own

@@ -52,7 +52,7 @@ def look(text: str) -> Looked:
 
 def first_row(source: SourceConfig) -> tuple[str, Mapping[str, Any]]:
     """Name and fields of the first row that can be read."""
-    from megabatch.train.data.rows import Row, rows_of  # datasets takes a second
+    from megabatch.train.data.sources import Row, rows_of  # datasets takes a second
 
     for row in rows_of(source, "data"):
         if isinstance(row, Row):
