@@ -1,11 +1,11 @@
 """Metrics: one JSON object per update and per evaluation of a set, in a file that a resumed run goes on with; and the
-same numbers for TensorBoard and for trackers."""
+same numbers for the run's loggers."""
 
 import json
 import resource
 import sys
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from megabatch import CostModel, MegabatchError, Plan, Update
-from megabatch.train.callbacks.tensorboard import Events
-from megabatch.train.callbacks.tracking import Tracking
+from megabatch.train.callbacks.loggers import Logger, make_loggers
 from megabatch.train.checkpoints.paths import replace_text
 from megabatch.train.config import Config
 from megabatch.train.runtime.console import Console
@@ -24,7 +23,6 @@ from megabatch.train.runtime.retrying_appender import Patient
 Row = dict[str, Any]
 
 FILE_NAME = "metrics.jsonl"
-TENSORBOARD = "tensorboard"
 
 
 class MetricsFile:
@@ -33,34 +31,28 @@ class MetricsFile:
     Rows for which the disk has no room wait in memory, in their order, and are written when there is room again.
     """
 
-    def __init__(self, folder: Path, *, enabled: bool, tensorboard: bool, tracking: Tracking | None = None) -> None:
+    def __init__(self, folder: Path, *, enabled: bool, loggers: Sequence[Logger] = ()) -> None:
         self._path = folder / FILE_NAME
         self._enabled = enabled
         self._lines = Patient(self._path)
-        self._folder = folder / TENSORBOARD if enabled and tensorboard else None
-        self._tracking = tracking if enabled else None
-        self._events: Events | None = None  # made with the first row: a folder stays as it is until then
+        self._loggers = loggers
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add one row; floats keep every digit. The row of an evaluation has a "set"."""
         if not self._enabled:
             return
         self._lines.add((json.dumps(row) + "\n").encode())
-        if self._folder is not None:  # at once: a killed run goes on from a checkpoint, whose updates must all be there
-            self._events = self._events or Events(self._folder)
-            self._events.add(scalars_of(row), row["step"])
-        if self._tracking is not None:
-            self._tracking.add(scalars_of(row), row["step"])
+        self._show(row)
 
     def flush(self) -> None:
         """Write what waits. Raises `OSError` where that cannot be done: no checkpoint may be ahead of the rows."""
         self._lines.flush()
-        if self._events is not None:
-            self._events.flush()
+        for logger in self._loggers:
+            logger.flush()
 
     def cut(self, step: int, eval_every: int | None) -> None:
         """Drop what a run never stopped would not have at ``step``: later rows, and an evaluation out of turn."""
-        if not self._enabled or not any(path and path.exists() for path in (self._path, self._folder)):
+        if not self._enabled or not self._path.exists():
             return
 
         def keep(row: Row) -> bool:
@@ -69,25 +61,24 @@ class MetricsFile:
 
         kept = [row for row in read_rows(self._path) if keep(row)]
         replace_text(self._path, "".join(json.dumps(row) + "\n" for row in kept))
-        if self._folder is not None:  # TensorBoard drops what it has of the step and later: the step's rows come again
-            self._events = Events(self._folder, purge_step=step)
-            for row in kept:
-                if row["step"] == step:
-                    self._events.add(scalars_of(row), step)
+        for row in kept:
+            if row["step"] == step:  # TensorBoard drops what it has from the first step that is logged on
+                self._show(row)
 
     def close(self) -> None:
         """Write what is left; no row comes after it. Raises `OSError` where that cannot be done."""
-        if self._tracking is not None:
-            self._tracking.close()
-        self.flush()
-        self._events = None
+        for logger in self._loggers:
+            logger.close()
+        self._lines.flush()
+
+    def _show(self, row: Mapping[str, Any]) -> None:
+        for logger in self._loggers:
+            logger.log(scalars_of(row), row["step"])
 
 
 def metrics_of(config: Config, ranks: Ranks, console: Console) -> MetricsFile:
     """Those of a run. Raises `MegabatchError` on every rank where a tracker is not installed; collective."""
-    tracking = Tracking(config, ranks, console)
-    tensorboard = config.run.tensorboard
-    return MetricsFile(Path(config.run.folder), enabled=ranks.is_main, tensorboard=tensorboard, tracking=tracking)
+    return MetricsFile(Path(config.run.folder), enabled=ranks.is_main, loggers=make_loggers(config, ranks, console))
 
 
 class UpdateClock:
@@ -119,7 +110,7 @@ def is_evaluation(row: Mapping[str, Any]) -> bool:
 
 
 def scalars_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """TensorBoard's tag of every number in the row → the number."""
+    """Tag of every number in the row → the number."""
     place = f"eval/{row['set']}" if is_evaluation(row) else "train"
     return {
         f"{place}/{key.removeprefix('eval_')}": float(value)

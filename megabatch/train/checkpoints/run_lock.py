@@ -16,7 +16,7 @@ from typing import Any
 
 from megabatch.errors import MegabatchError
 from megabatch.train.callbacks import metrics
-from megabatch.train.callbacks.tracking import FILE_NAME as TRACKING
+from megabatch.train.callbacks.loggers import FILE_NAME as TRACKING
 from megabatch.train.checkpoints.metadata import first_difference
 from megabatch.train.checkpoints.paths import checkpoints_of, has_checkpoint, replace_text
 from megabatch.train.checkpoints.run_folder import (

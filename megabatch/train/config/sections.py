@@ -1,6 +1,6 @@
 """Every key of a recipe: its type, its default, and the docstring that `megabatch train --help` shows.
 
-A key that follows from others (gradient accumulation steps, updates per epoch) does not exist; it is derived and printed.
+A key that follows from others (gradient accumulation steps, updates per epoch) does not exist: it is derived, printed.
 A value "module:function" or "file.py:function" names a function of yours; runtime/plugins.py calls it.
 """
 
@@ -313,11 +313,11 @@ class AdviceConfig(Section):
 class TrackingConfig(Section):
     """Where else a run's numbers go. What else a tracker takes it reads itself: WANDB_MODE, MLFLOW_TRACKING_URI, ..."""
 
-    trackers: list[Literal["wandb", "mlflow"]] = []
-    """Weights & Biases, MLflow: they are told what TensorBoard is told. A resumed run goes on in its run there; a
-    tracker that fails is left out, and the run goes on."""
+    trackers: list[Literal["wandb", "mlflow", "trackio"]] = []
+    """Weights & Biases, MLflow, trackio: they are told what TensorBoard is told. A resumed run goes on in its run
+    there; a tracker that fails is left out, and the run goes on."""
     project: str = "megabatch"
-    """wandb's project, mlflow's experiment."""
+    """wandb's and trackio's project, mlflow's experiment."""
     name: str | None = None
     """The run's name there; None: that of run.folder."""
 
