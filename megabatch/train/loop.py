@@ -23,7 +23,6 @@ from megabatch.train.model.optimizer import build_learner
 from megabatch.train.model.router_loss import train_with_router
 from megabatch.train.model.tokenizer import load_tokenizer
 from megabatch.train.report.command import write_page
-from megabatch.train.report.picture import write_report
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.plugins import Event, load_function, load_listener
 from megabatch.train.runtime.ranks import Ranks
@@ -144,8 +143,6 @@ class Trainer:
             self.console.say(line)
         plan = self.updating.plan or self.plan
         if self.ranks.is_main and plan.lengths:
-            title = words.title(self.config, self.laid.wrapper, self.ranks.size)
-            write_report(self.folder, plan, title, self.console, of_tokens=self.examiner.terms.of_tokens)
             write_page(self.folder, self.console)
         prompt, completion = self.examiner.complete()
         if prompt:

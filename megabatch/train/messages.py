@@ -10,7 +10,6 @@ from megabatch.train.data.load import Data
 from megabatch.train.data.num_updates import NumUpdates
 from megabatch.train.model.build import Laid
 from megabatch.train.model.optimizer import decay_steps_of
-from megabatch.train.model.wrap import Wrapper
 from megabatch.train.runtime.ranks import Ranks
 
 ATTENTION_BY_ROWS = ("flash_attention_2", "flex_attention")  # which compute nothing between the samples of a row
@@ -133,12 +132,6 @@ def shown(text: str) -> str:
     return "".join(
         each if each.isprintable() or each in "\n\t" else "\N{REPLACEMENT CHARACTER}" for each in text.rstrip()
     )
-
-
-def title(config: Config, wrapper: Wrapper, num_ranks: int) -> str:
-    """The title of a report."""
-    sizes, ranks = sizes_of(config.update), count(num_ranks, "rank")
-    return f"{config.run.folder}: updates of {sizes} on {ranks} ({wrapper.name})"
 
 
 def rule(text: str) -> str:

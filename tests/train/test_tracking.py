@@ -1,7 +1,9 @@
 """Weights & Biases, MLflow and trackio, the real ones, without a network: told what TensorBoard is told."""
 
+import contextlib
 import importlib.util
 import json
+import sqlite3
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,6 +76,17 @@ def told_to_mlflow(run_id: str, tags: Iterator[str]) -> dict[str, list[tuple[int
 
     history = {tag: MlflowClient().get_metric_history(run_id, tag) for tag in tags}
     return {tag: sorted((each.step, each.value) for each in found) for tag, found in history.items()}
+
+
+def told_to_trackio(folder: Path, run: str) -> dict[int, dict[str, float]]:
+    """Numbers of each step, as trackio's database has them."""
+    (path,) = folder.glob("*.db")
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        found = database.execute("select step, metrics from metrics where run_name = ? order by id", (run,)).fetchall()
+    told: dict[int, dict[str, float]] = {}
+    for step, numbers in found:
+        told.setdefault(step, {}).update(json.loads(numbers))
+    return told
 
 
 def train(bench: Bench, environ: dict[str, str], *, ranks: int = 1, **values: Any) -> str:
@@ -172,5 +185,6 @@ def test_a_tracker_that_is_not_installed_is_one_line_before_the_run(bench: Bench
 def test_a_tracker_that_is_none_is_one_line(bench: Bench) -> None:
     (done,) = bench.finish(tracking__trackers="wanb")
     assert done.err == (
-        "megabatch: tracking.trackers is 'wanb'; it must be 'wandb', 'mlflow' or 'trackio': change it on the command line\n"
+        "megabatch: tracking.trackers is 'wanb'; it must be 'wandb', 'mlflow' or 'trackio': "
+        "change it on the command line\n"
     )
