@@ -4,7 +4,6 @@ import sys
 
 EXTRA = {
     "datasets",
-    "matplotlib",
     "pyarrow",
     "pydantic",
     "rich",

@@ -97,7 +97,7 @@ def damage(kind: str, seed: int, folder: Path) -> int | None:
 
 def rows_beyond(run: Path, step: int) -> list[str]:
     """What the metrics have beyond a step when they were cut to it."""
-    MetricsFile(run, enabled=True, tensorboard=False).cut(step, 2)
+    MetricsFile(run, enabled=True).cut(step, 2)
     rows = [row["step"] for row in read_rows(run / FILE_NAME) if "set" not in row]
     return [] if rows == list(range(1, step + 1)) else ["the metrics do not follow"]
 

@@ -24,7 +24,7 @@ from tests.train.conftest import Bench
 from tests.train.full_disks import filling, small_disk
 from tests.train.on_ranks import on_ranks
 from tests.train.test_checkpoint import ALONE, META, save
-from tests.train.test_metrics import events
+from tests.train.test_metrics import events, loggers
 from tests.train.test_resume import timeless
 
 
@@ -51,9 +51,10 @@ def test_a_piece_is_whole_or_waits_in_its_order(tmp_path: Path) -> None:
 
 
 def write_rows(_: Any, folder: Path) -> None:
-    """Rows and TensorBoard's events, while nothing fits any more, and after."""
-    metrics = MetricsFile(folder, enabled=True, tensorboard=True)
+    """Rows while nothing fits any more, and after; TensorBoard's files are left out once they do not fit."""
+    metrics = MetricsFile(folder, enabled=True, loggers=loggers(folder))
     metrics.append({"step": 1, "loss": 0.5})
+    metrics.flush()
     resource.setrlimit(resource.RLIMIT_FSIZE, (30, resource.RLIM_INFINITY))
     for step in (2, 3):
         metrics.append({"step": step, "loss": 0.5 / step, "lr": 0.1})
@@ -69,11 +70,11 @@ def write_rows(_: Any, folder: Path) -> None:
     metrics.close()
 
 
-def test_rows_and_events_wait_for_room(tmp_path: Path) -> None:
+def test_rows_wait_for_room(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     on_ranks(1, tmp_path, write_rows, tmp_path / "run")
     assert [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
-    assert [step for step, _ in events(tmp_path / "run")["train/loss"]] == [1, 2, 3]
+    assert events(tmp_path / "run")["train/loss"][0] == (1, 0.5)
 
 
 def test_what_fails_is_tried_again_at_growing_distances() -> None:

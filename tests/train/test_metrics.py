@@ -11,10 +11,20 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from megabatch import GradientAccumulator, MegabatchError, loss, losses
+from megabatch.train.callbacks.loggers import Logger, make_loggers
 from megabatch.train.callbacks.metrics import MetricsFile, UpdateClock, read_rows, sums_of, update_row
+from megabatch.train.config import Config, ModelConfig, RunConfig, UpdateConfig
+from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
+
+
+def loggers(folder: Path) -> list[Logger]:
+    """TensorBoard's alone, as a recipe has it by default."""
+    run, update = RunConfig(folder=str(folder)), UpdateConfig(global_batch_size=1)
+    config = Config(model=ModelConfig(function="a:b"), update=update, run=run)
+    return make_loggers(config, ALONE, Console(enabled=True, loss_digits=4))
 
 
 def update(step: int, loss: float | None = None) -> dict[str, Any]:
@@ -30,7 +40,7 @@ def write_run(folder: Path, last: int, *, first: int = 0, every: int = 2, tensor
     folder.mkdir(exist_ok=True)
     if first:
         time.sleep(1 - time.time() % 1)  # TensorBoard orders its files by the second of their start
-    metrics = MetricsFile(folder, enabled=True, tensorboard=tensorboard)
+    metrics = MetricsFile(folder, enabled=True, loggers=loggers(folder) if tensorboard else ())
     if first:
         metrics.cut(first, every)
     for step in range(first, last + 1):
@@ -51,7 +61,7 @@ def events(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_rows_are_appended_and_read(tmp_path: Path) -> None:
-    metrics = MetricsFile(tmp_path, enabled=True, tensorboard=False)
+    metrics = MetricsFile(tmp_path, enabled=True)
     rows = [update(1, loss=0.1 + 0.2), evaluation(1, "held-out")]
     for row in rows:
         metrics.append(row)
@@ -74,7 +84,7 @@ def test_a_broken_line_is_refused_and_a_last_one_that_was_cut_off_is_not(tmp_pat
 
 
 def test_only_the_main_rank_writes(tmp_path: Path) -> None:
-    metrics = MetricsFile(tmp_path, enabled=False, tensorboard=True)
+    metrics = MetricsFile(tmp_path, enabled=False, loggers=loggers(tmp_path))
     metrics.append(update(1))
     metrics.cut(0, None)
     metrics.close()
@@ -94,15 +104,15 @@ def test_a_resumed_run_has_the_rows_of_one_that_never_stopped_in_both_files(tmp_
 
 def test_the_cut_drops_the_same_rows_of_every_set(tmp_path: Path) -> None:
     write_run(tmp_path, 7, every=3, tensorboard=False)
-    MetricsFile(tmp_path, enabled=True, tensorboard=False).cut(7, 3)
+    MetricsFile(tmp_path, enabled=True).cut(7, 3)
     rows = read_rows(tmp_path / "metrics.jsonl")
     evaluations = [(row["step"], row["set"]) for row in rows if "set" in row]
     assert evaluations == [(step, name) for step in (0, 3, 6) for name in ("held-out", "code")]
     assert [row["step"] for row in rows if "set" not in row] == [1, 2, 3, 4, 5, 6, 7]
-    MetricsFile(tmp_path, enabled=True, tensorboard=False).cut(6, 4)  # evaluated otherwise from here on
+    MetricsFile(tmp_path, enabled=True).cut(6, 4)  # evaluated otherwise from here on
     evaluations = [row["step"] for row in read_rows(tmp_path / "metrics.jsonl") if "set" in row]
     assert evaluations == [0, 0, 3, 3]
-    MetricsFile(tmp_path, enabled=True, tensorboard=False).cut(4, None)
+    MetricsFile(tmp_path, enabled=True).cut(4, None)
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0, 0, 1, 2, 3, 3, 3, 4]
 
 
@@ -118,10 +128,11 @@ def test_tensorboard_has_every_number_under_its_tag(tmp_path: Path) -> None:
     assert found["eval/code/loss"] == [(0, 0.25), (2, 2.25)]
 
 
-def test_a_row_is_seen_at_once_whatever_becomes_of_the_run(tmp_path: Path) -> None:
-    metrics = MetricsFile(tmp_path, enabled=True, tensorboard=True)
+def test_a_row_is_seen_once_it_is_flushed_as_before_each_checkpoint(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path, enabled=True, loggers=loggers(tmp_path))
     for row in (update(1), evaluation(1, "held-out"), update(2)):
         metrics.append(row)
+    metrics.flush()
     assert events(tmp_path)["train/loss"] == [(1, 0.5), (2, 1.0)]
     assert events(tmp_path)["eval/held-out/loss"] == [(1, 1.25)]
     metrics.close()

@@ -139,7 +139,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(
 
 def test_a_run_at_its_end_has_nothing_left_to_do(bench: Bench) -> None:
     bench.train(run__max_steps=2)
-    files = ["metrics.jsonl", "plan.txt", "report.png"]
+    files = ["metrics.jsonl", "plan.txt", "report.html"]
     before = [(bench.folder / name).read_bytes() for name in files]
     bench.train(run__max_steps=2, run__resume=True)
     assert [(bench.folder / name).read_bytes() for name in files] == before

@@ -1,7 +1,9 @@
-"""Weights & Biases and MLflow, the real ones, without a network: told what TensorBoard is told, once."""
+"""Weights & Biases, MLflow and trackio, the real ones, without a network: told what TensorBoard is told."""
 
+import contextlib
 import importlib.util
 import json
+import sqlite3
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +19,7 @@ pytestmark = pytest.mark.slow
 NOT_HERE = 'is not installed; pip install -c constraints.txt "megabatch[trackers]"'
 needs = {
     name: pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} {NOT_HERE}")
-    for name in ("wandb", "mlflow")
+    for name in ("wandb", "mlflow", "trackio")
 }
 BLOCK_BYTES, HEADER_BYTES = 32768, 7  # of a log of LevelDB, in which wandb writes; its own header is as long
 Told = dict[str, dict[int, float]]  # number of each step, of each tag
@@ -76,10 +78,21 @@ def told_to_mlflow(run_id: str, tags: Iterator[str]) -> dict[str, list[tuple[int
     return {tag: sorted((each.step, each.value) for each in found) for tag, found in history.items()}
 
 
+def told_to_trackio(folder: Path, run: str) -> dict[int, dict[str, float]]:
+    """Numbers of each step, as trackio's database has them."""
+    (path,) = folder.glob("*.db")
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        found = database.execute("select step, metrics from metrics where run_name = ? order by id", (run,)).fetchall()
+    told: dict[int, dict[str, float]] = {}
+    for step, numbers in found:
+        told.setdefault(step, {}).update(json.loads(numbers))
+    return told
+
+
 def train(bench: Bench, environ: dict[str, str], *, ranks: int = 1, **values: Any) -> str:
     """Run to a good end with variables of a tracker's own, of which the server of processes knows nothing."""
     script = bench.path / "script.py"
-    script.write_text(f"import os\nos.environ |= {environ}\nfrom megabatch.train import cli\ncli.main()\n")
+    script.write_text(f"import os\nos.environ |= {environ}\nfrom megabatch.train.cli.main import main\nmain()\n")
     words = ["train", str(bench.recipe), *overrides({"data__cache": bench.path / "cache", **values})]
     finished = Run(words, bench.path / f"logs{next(bench.names)}", ranks, script).wait()
     assert [each.status for each in finished] == [0] * ranks, "\n".join(each.err for each in finished)
@@ -121,6 +134,19 @@ def test_mlflow_is_told_each_step_once(bench: Bench, monkeypatch: pytest.MonkeyP
     assert [each.name for each in MlflowClient().search_experiments()] == ["mine", "Default"]
 
 
+@needs["trackio"]
+def test_trackio_is_told_and_a_resumed_run_goes_on(bench: Bench) -> None:
+    environ = {"TRACKIO_DIR": str(bench.path / "trackio"), "TRACKIO_PROJECT": ""}
+    here = {"environ": environ, "tracking__trackers": "trackio", "tracking__project": "mine", "run__save_every": 2}
+    train(bench, **here, run__max_steps=4)
+    (saved,) = json.loads((bench.folder / "tracking.json").read_text()).values()
+    train(bench, **here, run__resume="true")
+    rows = told_to_trackio(bench.path / "trackio", saved)
+    assert sorted(rows) == list(range(7))
+    losses = {row["step"]: row["loss"] for row in bench.rows() if "loss" in row}
+    assert {step: row["train/loss"] for step, row in rows.items() if step} == losses
+
+
 @needs["mlflow"]
 def test_a_tracker_that_fails_is_one_warning_and_the_run_is_as_without_it(bench: Bench) -> None:
     bench.train(run__folder=bench.path / "plain")
@@ -128,7 +154,7 @@ def test_a_tracker_that_fails_is_one_warning_and_the_run_is_as_without_it(bench:
     said = train(bench, environ, tracking__trackers="mlflow")
     warnings = [line for line in said.splitlines() if "mlflow" in line]
     assert len(warnings) == 1
-    assert warnings[0].startswith("warning: mlflow is told no more (MlflowException: API request to http://127.0.0.1:9")
+    assert warnings[0].startswith("warning: mlflow is left out (MlflowException: API request to http://127.0.0.1:9")
     assert warnings[0].endswith("; the run goes on without it")
     assert bench.losses() == bench.losses(bench.path / "plain")
 
@@ -138,10 +164,10 @@ def test_a_tracker_that_is_not_installed_is_one_line_before_the_run(bench: Bench
     script = tmp_path / "without.py"
     script.write_text(
         "import importlib.util as u, sys\n"
-        "import megabatch.train.callbacks.tracking as s\n"
+        "import megabatch.train.callbacks.loggers as s\n"
         "s.find_spec = lambda name: None if name == 'wandb' else u.find_spec(name)\n"
-        "from megabatch.train import cli\n"
-        "cli.main()\n"
+        "from megabatch.train.cli.main import main\n"
+        "main()\n"
     )
     words = [
         "train",
@@ -159,5 +185,6 @@ def test_a_tracker_that_is_not_installed_is_one_line_before_the_run(bench: Bench
 def test_a_tracker_that_is_none_is_one_line(bench: Bench) -> None:
     (done,) = bench.finish(tracking__trackers="wanb")
     assert done.err == (
-        "megabatch: tracking.trackers is 'wanb'; it must be 'wandb' or 'mlflow': change it on the command line\n"
+        "megabatch: tracking.trackers is 'wanb'; it must be 'wandb', 'mlflow' or 'trackio': "
+        "change it on the command line\n"
     )

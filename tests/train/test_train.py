@@ -6,7 +6,6 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-from matplotlib.image import imread
 
 from megabatch.train.data.stdlib import stdlib_functions, stdlib_root
 from tests.train.conftest import NO_DROPOUT, Bench, write_pairs
@@ -43,9 +42,7 @@ def test_a_run_writes_its_metrics_its_checkpoint_and_its_report(bench: Bench) ->
     assert all(0 <= row["padding"] < 1 and row["tokens_per_second"] > 0 and row["memory_gib"] > 0 for row in updates)
     assert sorted(path.name for path in (bench.folder / "checkpoints").iterdir()) == ["latest", "step-4", "step-6"]
     assert (bench.folder / "checkpoints" / "latest").read_text() == "step-6"
-    picture = imread(bench.folder / "report.png")
-    assert picture.shape[:2] == (1560, 1300)
-    assert picture[..., :3].std() > 0.05  # not blank
+    assert "update.global_batch_size" in (bench.folder / "report.html").read_text()
     for text in ("plan  6 updates of 8 samples", "real tokens", "padding", "sync last", "a held-out prompt"):
         assert text in said
 

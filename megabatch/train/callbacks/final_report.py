@@ -9,13 +9,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from megabatch import losses
 from megabatch.batching import IGNORED_LABEL
 from megabatch.train.callbacks.evaluation import evaluating
-from megabatch.train.config.batch_size import sizes_of
 from megabatch.train.context import Callback, RunContext
-from megabatch.train.runtime.console import count
-from megabatch.train.runtime.plugins import load_function
 
 PROMPT_TOKENS = 240  # the shortest prompts say too little, long ones take long
 CANDIDATES = 64  # samples among which the prompt is looked for
@@ -29,7 +25,7 @@ class FinalReport(Callback):
     """Draw the report of a run that has come to its end, and let the model complete a held-out prompt. Collective."""
 
     def end(self, context: RunContext) -> None:
-        """Write report.png and report.html, and say the completion."""
+        """Write report.html, and say the completion."""
         if context.is_stopped:
             return
         for line in context.updates.skipped.words("the stream's last pass"):
@@ -48,14 +44,9 @@ class FinalReport(Callback):
 
     def _write(self, context: RunContext) -> None:
         from megabatch.train.report.command import write_page
-        from megabatch.train.report.picture import write_report  # imports matplotlib, for a second
 
-        folder, sizes = context.folder, sizes_of(context.config.update)
-        title = f"{folder}: updates of {sizes} on {count(context.ranks.size, 'rank')} ({context.model.wrapper.name})"
-        of_tokens = load_function(context.config.loss.function, "loss.function") is losses.next_token
         context.flush_logs()
-        write_report(folder, context.plan, title, context.console, of_tokens=of_tokens)
-        write_page(folder, context.console)
+        write_page(context.folder, context.console)
 
 
 def completion_text(prompt: str, completion: str) -> str:

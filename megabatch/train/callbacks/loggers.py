@@ -1,12 +1,31 @@
-"""Loggers: the numbers of metrics.jsonl for TensorBoard and for trackers."""
+"""Loggers: the numbers of metrics.jsonl for TensorBoard, Weights & Biases, MLflow and trackio.
 
-from collections.abc import Mapping
+metrics.jsonl is the record of a run. Loggers show it elsewhere, and a run does without any of them: one that fails is
+left out for the rest of this start.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
+from megabatch.errors import in_one_line
+from megabatch.train.checkpoints.paths import replace_text
+from megabatch.train.checkpoints.run_folder import TRACKING
 from megabatch.train.config import Config
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
+
+PACKAGES = {"wandb": "wandb", "mlflow": "mlflow-skinny", "trackio": "trackio"}  # tracker and its module -> its package
+TENSORBOARD = "tensorboard"
+SECONDS_TO_ANSWER = 20.0  # of wandb's service, when a run begins there and when it ends
+SECONDS_TO_LOG_IN = 1.0  # wandb asks nobody for a key in the middle of a run
+MAX_CHARACTERS, PARAMETERS_AT_ONCE = 500, 100  # of an MLflow parameter, and of a call: its stores take at least these
 
 
 class Logger(Protocol):
@@ -19,47 +38,178 @@ class Logger(Protocol):
     def close(self) -> None: ...
 
 
-class TensorBoard:
-    """Event files. The first row makes the file, and drops what earlier ones have from its step on."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._events = folder, None
-
-    def log(self, row: Mapping[str, float], step: int) -> None:
-        if self._events is None:
-            from megabatch.train.callbacks.tensorboard import Events  # takes a second
-
-            self._events = Events(self._folder, purge_step=step if self._folder.exists() else None)
-        self._events.add(row, step)
-
-    def flush(self) -> None:
-        if self._events is not None:
-            self._events.flush()
-
-    def close(self) -> None:
-        self.flush()
-
-
-class Trackers:
-    """Weights & Biases and MLflow, each in a thread of its own."""
-
-    def __init__(self, config: Config, ranks: Ranks, console: Console) -> None:
-        from megabatch.train.callbacks.tracking import Tracking
-
-        self._tracking: Any = Tracking(config, ranks, console)
-
-    def log(self, row: Mapping[str, float], step: int) -> None:
-        self._tracking.add(row, step)
-
-    def flush(self) -> None:
-        """Threads send when they can."""
-
-    def close(self) -> None:
-        self._tracking.close()
-
-
 def make_loggers(config: Config, ranks: Ranks, console: Console) -> list[Logger]:
-    """Return the loggers of a run, on the main rank. Collective."""
-    trackers: list[Logger] = [Trackers(config, ranks, console)] if config.tracking.trackers else []
-    tensorboard: list[Logger] = [TensorBoard(Path(config.run.folder) / "tensorboard")] if config.run.tensorboard else []
-    return [*tensorboard, *trackers] if ranks.is_main else []
+    """Return the loggers of a run, on the main rank; none on the others. Collective.
+
+    Raises:
+        MegabatchError: On every rank, where a tracker is not installed.
+    """
+    trackers = list(dict.fromkeys(config.tracking.trackers)) if ranks.is_main else []
+    problems = [
+        f"tracking.trackers has {name!r}, which is not installed; pip install {PACKAGES[name]}, or leave it out"
+        for name in trackers
+        if find_spec(name) is None
+    ]
+    ranks.agree(problems[0] if problems else None)
+    tensorboard = [TENSORBOARD] if config.run.tensorboard and ranks.is_main else []
+    return [OptionalLogger(name, config, console) for name in (*tensorboard, *trackers)]
+
+
+def holds_the_end() -> bool:
+    """Return True where a tracker's library may keep the process from ending until its service answers."""
+    return not sys.modules.keys().isdisjoint(PACKAGES)
+
+
+class OptionalLogger:
+    """A logger that opens with its first row, and is left out with one warning where it fails.
+
+    A run that ends before its first row leaves nothing in its folder, nor at a tracker.
+    """
+
+    def __init__(self, name: str, config: Config, console: Console) -> None:
+        self._name, self._config, self._console = name, config, console
+        self._logger: Logger | None = None
+        self._has_failed = False
+
+    def log(self, row: Mapping[str, float], step: int) -> None:
+        with self._left_out_on_failure():
+            if self._logger is None and not self._has_failed:
+                self._logger = OPENERS[self._name](self._config, step)
+            if self._logger is not None:
+                self._logger.log(row, step)
+
+    def flush(self) -> None:
+        with self._left_out_on_failure():
+            if self._logger is not None:
+                self._logger.flush()
+
+    def close(self) -> None:
+        with self._left_out_on_failure():
+            if self._logger is not None:
+                self._logger.close()
+        self._logger = None
+
+    @contextmanager
+    def _left_out_on_failure(self) -> Generator[None, None, None]:
+        try:
+            yield
+        except Exception as error:  # of a library that is not ours: whatever it is, the run goes on
+            self._logger, self._has_failed = None, True
+            self._console.warn(f"{self._name} is left out ({in_one_line(error)}); the run goes on without it")
+
+
+class TensorBoard:
+    """Files of events in the run's folder; those of a resumed run hide what earlier starts have from its step on."""
+
+    def __init__(self, config: Config, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = Path(config.run.folder) / TENSORBOARD
+        self._writer = SummaryWriter(str(folder), purge_step=first_step if any(folder.glob("events.*")) else None)
+        self.flush, self.close = self._writer.flush, self._writer.close
+
+    def log(self, row: Mapping[str, float], step: int) -> None:
+        for tag, number in row.items():
+            self._writer.add_scalar(tag, number, step)
+
+
+class Tracker:
+    """The run at a tracker, whose id stands in tracking.json, so that a resumed run goes on in it."""
+
+    def __init__(self, config: Config, first_step: int) -> None:
+        self._name = config.tracking.name or Path(config.run.folder).absolute().name
+        path = Path(config.run.folder) / TRACKING
+        tracker, ids = type(self).__name__.lower(), read_ids(path)
+        self._module: Any = import_module(tracker)
+        self._saved = ids.get(tracker)
+        replace_text(path, json.dumps(ids | {tracker: self._open(config)}, indent=1) + "\n")
+
+    def _open(self, config: Config) -> str:
+        """Begin a run there, or go on in the saved one; its id."""
+        raise NotImplementedError
+
+    def log(self, row: Mapping[str, float], step: int) -> None:
+        self._module.log(dict(row), step=step)
+
+    def flush(self) -> None:
+        """Trackers send in processes or threads of their own."""
+
+    def close(self) -> None:
+        self._module.finish()
+
+
+class Wandb(Tracker):
+    """wandb drops the rows of a step that it has."""
+
+    def _open(self, config: Config) -> str:
+        settings = self._module.Settings(
+            console="off", silent=True, login_timeout=SECONDS_TO_LOG_IN, init_timeout=SECONDS_TO_ANSWER,
+            finish_timeout=SECONDS_TO_ANSWER, finish_timeout_raises=True,
+        )  # fmt: skip
+        run = self._module.init(
+            project=config.tracking.project, name=self._name, config=config.model_dump(mode="json"),
+            dir=config.run.folder, id=self._saved, resume=self._saved and "allow", settings=settings,
+        )  # fmt: skip
+        return str(run.id)
+
+
+class Trackio(Tracker):
+    """trackio knows a run by its name: each has its time in it."""
+
+    def _open(self, config: Config) -> str:
+        name = self._saved or f"{self._name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self._module.init(
+            project=config.tracking.project, name=name, config=config.model_dump(mode="json"),
+            resume="allow" if self._saved else "never",
+        )  # fmt: skip
+        return name
+
+
+class Mlflow(Tracker):
+    """MLflow keeps every number, so that no step is logged twice."""
+
+    def _open(self, config: Config) -> str:
+        self._last_steps: dict[str, int] = {}  # of each tag, that MLflow has from earlier starts
+        self._module.set_experiment(config.tracking.project)
+        self._id = str(self._module.start_run(run_id=self._saved, run_name=self._name).info.run_id)
+        parameters = [] if self._saved else list(flat(config.model_dump(mode="json")))
+        for start in range(0, len(parameters), PARAMETERS_AT_ONCE):
+            self._module.log_params(dict(parameters[start : start + PARAMETERS_AT_ONCE]))
+        return self._id
+
+    def log(self, row: Mapping[str, float], step: int) -> None:
+        new = {tag: number for tag, number in row.items() if step > self._last_step(tag)}
+        self._module.log_metrics(new, step=step, synchronous=False)
+
+    def close(self) -> None:
+        self._module.flush_async_logging()
+        self._module.end_run()
+
+    def _last_step(self, tag: str) -> int:
+        if self._saved and tag not in self._last_steps:
+            history = self._module.MlflowClient().get_metric_history(self._id, tag)
+            self._last_steps[tag] = max((each.step for each in history), default=-1)
+        return self._last_steps.get(tag, -1)
+
+
+OPENERS: dict[str, Callable[[Config, int], Logger]] = {
+    TENSORBOARD: TensorBoard, "wandb": Wandb, "mlflow": Mlflow, "trackio": Trackio,
+}  # fmt: skip
+
+
+def read_ids(path: Path) -> dict[str, str]:
+    """Return the run's id at each tracker; none where the file is missing or damaged: then it is a new run there."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return cast(dict[str, str], found) if isinstance(found, dict) else {}
+
+
+def flat(table: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the dotted keys of a table and of the tables in it, with their values as text."""
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            yield from flat(cast(dict[str, Any], value), f"{above}{key}.")
+        else:
+            yield f"{above}{key}", str(value)[:MAX_CHARACTERS]

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from megabatch.errors import MegabatchError
 from megabatch.train import loop
-from megabatch.train.callbacks.tracking import holds_the_end
+from megabatch.train.callbacks.loggers import holds_the_end
 from megabatch.train.checkpoints.run_folder import recipe_of
 from megabatch.train.checkpoints.run_lock import gone_on_with
 from megabatch.train.cli.doctor.command import examine

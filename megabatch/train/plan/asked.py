@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from megabatch.errors import MegabatchError
@@ -89,4 +90,6 @@ def read_chart(text: str) -> Path:
     path = Path(text)
     if path.suffix not in (".png", ".svg", ".pdf") or not path.parent.is_dir():
         raise MegabatchError(f"--chart is {text!r}; name a .png, .svg or .pdf file in a folder that is there")
+    if find_spec("matplotlib") is None:
+        raise MegabatchError("--chart needs matplotlib, which is not installed; pip install matplotlib")
     return path

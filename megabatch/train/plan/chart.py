@@ -2,15 +2,17 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.typing import RcKeyType
 
 from megabatch.simulate import CATEGORIES, Moment
 from megabatch.train.config.byte_sizes import GIB
 from megabatch.train.plan.rows import Row
-from megabatch.train.report.picture import GRID, INK, MUTED, STYLE
 
+INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 COLORS = {
     "parameters": "#2f6db5",
     "buffers": "#9db8d6",
@@ -22,6 +24,14 @@ COLORS = {
     "activations": "#3c8d5a",
     "temporaries": "#d9822b",
 }
+
+STYLE: dict[RcKeyType, Any] = {
+    "font.size": 10, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
+    "axes.edgecolor": MUTED, "axes.labelcolor": INK, "text.color": INK, "xtick.color": MUTED, "ytick.color": MUTED,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": GRID,
+    "axes.axisbelow": True, "legend.frameon": False, "lines.linewidth": 1.8,
+    "text.parse_math": False,  # a "$" in a name is a dollar
+}  # fmt: skip
 
 
 def draw_chart(path: Path, row: Row, limit_bytes: int, title: str) -> None:

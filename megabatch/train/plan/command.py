@@ -8,7 +8,6 @@ from megabatch.errors import MegabatchError
 from megabatch.train.config.recipe import load_config
 from megabatch.train.model.silence import quiet
 from megabatch.train.plan.asked import read_asked
-from megabatch.train.plan.chart import draw_chart
 from megabatch.train.plan.rows import Row
 from megabatch.train.plan.search import best_of, search
 from megabatch.train.plan.subject import Subject, subject_of
@@ -41,6 +40,8 @@ def searched(subject: Subject, limit_bytes: int, console: Console) -> list[Row]:
 
 def draw(path: Path, rows: Sequence[Row], limit_bytes: int, recipe: Path) -> None:
     """The best row's memory; or that of the first run, where nothing fits."""
+    from megabatch.train.plan.chart import draw_chart  # matplotlib
+
     row = best_of(rows)
     if row is None or not row.history:
         raise MegabatchError("nothing fits, so there is no memory of a best choice to draw; leave --chart out")

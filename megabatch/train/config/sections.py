@@ -1,0 +1,340 @@
+"""Every key of a recipe: its type, its default, and the docstring that `megabatch train --help` shows.
+
+A key that follows from others (gradient accumulation steps, updates per epoch) does not exist: it is derived, printed.
+A value "module:function" or "file.py:function" names a function of yours; runtime/plugins.py calls it.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Count = Annotated[int, Field(ge=1, lt=2**63)]  # torch's and numpy's whole numbers end there
+Step = Annotated[int, Field(ge=0, lt=2**63)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Function = Annotated[str, Field(pattern=r"^[^:]+:[^:]+$")]
+Options = dict[str, object]
+
+
+class Section(BaseModel):
+    """A table of the recipe; an unknown key, or a value of another type, is an error."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+
+class ModelConfig(Section):
+    """The model: give one of name, config and function."""
+
+    name: str | None = None
+    """A causal language model of the Hugging Face hub, or a folder that save_pretrained has written: its weights."""
+    config: Options | None = None
+    """What transformers' AutoConfig takes: model_type = "llama", hidden_size = 128, ...: fresh weights."""
+    function: Function | None = None
+    """"module:function" that returns any torch module; called with model.options."""
+    options: Options = {}
+    """Keyword arguments of model.function."""
+    tokenizer: str | None = None
+    """A tokenizer of the hub or a folder; "bytes": a token a byte. None: that of model.name, else bytes."""
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    """Type of the parameters, and of what the optimizer keeps."""
+    compute_dtype: Literal["bfloat16"] | None = None
+    """Compute in it and keep the parameters in dtype: autocast for plain and ddp, its own policy for fsdp2."""
+    attention: str | None = None
+    """transformers' name of an attention backend: "sdpa", "eager", "flash_attention_2", "flex_attention", ...
+    None: what transformers takes."""
+    activation_checkpointing: bool = False
+    """Recompute each layer in backward: less memory, more time."""
+    compile: bool = False
+    """torch.compile, layer by layer."""
+    freeze: list[str] = []
+    """Parameters that stay as they are, by patterns as of file names: "*.embed_tokens.*", "model.layers.0.*"."""
+    lora: Options | None = None
+    """Train adapters on a frozen model, with what peft's LoraConfig takes: r = 8, lora_alpha = 16, target_modules =
+    ["q_proj", "v_proj"], lora_dropout = 0.1, ... Checkpoints have the adapters alone. Needs megabatch[peft]."""
+    quantize: Literal["nf4", "fp4"] | None = None
+    """Keep the linear layers of the base of model.lora in four bits, by bitsandbytes. Needs megabatch[qlora]."""
+    double_quantization: bool = True
+    """With quantize: keep the scales of its blocks in eight bits, too."""
+
+
+class SourceConfig(Section):
+    """Rows of text: a file, files, a folder or a data set of the hub."""
+
+    path: str | list[str] | None = None
+    """A file, a glob ("data/*.jsonl"), a list of them, a folder that datasets' save_to_disk wrote, or a hub id."""
+    source: Literal["stdlib", "jsonl", "csv", "parquet", "text", "documents", "saved", "hub"] | None = None
+    """What path is; None: seen by its ending. text (.txt): a line a document; documents (.md, .rst, .py): a file a
+    document; stdlib: the functions of Python's own standard library, without path."""
+    subset: str | None = None
+    """Configuration of a hub data set."""
+    split: str = "train"
+    """Split of a saved or hub data set."""
+    text_field: str | None = None
+    """Field of plain text, all of it learned."""
+    prompt_field: str | None = None
+    """Field of a prompt, which is not learned; with response_field."""
+    response_field: str | None = None
+    """Field of the response to it, which is learned."""
+    messages_field: str | None = None
+    """Field of a chat, [{role, content}, ...], of which the assistant's turns are learned. None of the four: the field
+    messages, prompt and response, or text, whichever the first row has."""
+    max_samples: Count | None = None
+    """Read no more samples than this; None: all."""
+    weight: Positive | None = None
+    """In a mixture: its share of an epoch's samples, by weight over the sum of weights."""
+
+
+class DataConfig(SourceConfig):
+    """What is trained on: one source, or a mixture of them, or a function's samples."""
+
+    mixture: dict[str, SourceConfig] = {}
+    """Named sources, in place of path: [data.mixture.code] path = ... weight = 2. Without weights every sample is seen
+    once an epoch; with them (all or none) an epoch ends when a source is used up, and the others go on in the next."""
+    function: Function | None = None
+    """"module:function" that returns samples, or {"train": samples, "a name": samples}; called with data.options."""
+    options: Options = {}
+    """Keyword arguments of data.function."""
+    max_sample_tokens: Count | None = None
+    """Leave out longer samples; None: a sample that does not fit into a microbatch is an error."""
+    pack_tokens: Count | None = None
+    """Pack samples into rows of so many tokens; longer ones are cut. None: a document a sample."""
+    broken_rows: Literal["stop", "skip"] = "stop"
+    """A row that cannot be read, or has no text in its fields: stop and name it, or skip and count it."""
+    streaming: bool = False
+    """Read while training, never whole: no cache, no number of updates known beforehand."""
+    shuffle_window: Count = 10_000
+    """Samples of a stream that are shuffled at a time."""
+    num_workers: Step = 0
+    """Processes that load samples while the model trains."""
+    look_ahead: Step | None = None
+    """Load an update's samples when their microbatch comes, so many microbatches ahead, for images and long text; they
+    are read twice then, to be counted and to be run. None: an update is in memory whole before it runs."""
+    cache: str | None = None
+    """Folder of tokenised data; None: megabatch's in the user's cache folder."""
+
+
+class LossConfig(Section):
+    """What is minimised."""
+
+    function: Function = "megabatch.losses:next_token"
+    """(model, microbatch) -> (total, weight), or several named ones; see megabatch.loss."""
+    router_loss: Rate | Literal["auto", "off"] = "auto"
+    """Coefficient of a router loss in a mixture of experts: the mean over sequences of what transformers adds for each.
+    "auto": router_aux_loss_coef of the model's config where that has output_router_logits = true, else none. "off":
+    none."""
+
+
+class UpdateConfig(Section):
+    """What one optimizer step consumes, and how much of it may go through the model at once."""
+
+    global_batch_size: Count | list[list[int | str]]
+    """Required. Samples of an update, over all ranks. The dial: it alone decides what is learned from an update. Or a
+    schedule of it, [[0, 64], ["50M tokens", 256]]: a point and the samples of an update from there on. Points are
+    updates, or "20k samples" or "1.5B tokens", handed out before the update."""
+    micro_batch_size: Count | None = None
+    """Samples of one forward on one rank. This or max_microbatch_tokens."""
+    max_microbatch_tokens: Count | Literal["auto"] | None = None
+    """Tokens of one forward on one rank, padding included. "auto", or neither: the most that fits, measured before the
+    first update and kept with the checkpoint."""
+    memory: str | None = None
+    """What "auto" may use of each rank's device: "20GiB". None: nine tenths of what is free."""
+    one_row: bool = False
+    """Lay the samples of a microbatch in one row, one after another, so that nothing is padded: with model.attention =
+    "flash_attention_2" or "flex_attention". Others compute the whole row against itself, which takes longer than
+    padding does."""
+    sync: Literal["auto", "last", "every", "replica_last"] = "auto"
+    """When ranks sum their gradients: with the last microbatch, with every one, across replicas with the last one only
+    (hsdp). "auto": of what fits in memory that which sends least, chosen before the first update and kept with the
+    checkpoint."""
+    accumulate_dtype: Literal["float32"] | None = None
+    """Add gradients in it where model.dtype is "bfloat16", in which a sum of many microbatches stops growing. None: in
+    model.dtype."""
+    tail: Literal["step", "drop", "carry"] = "step"
+    """A last short update of an epoch: step it exactly, drop its samples, or fill it up from the next epoch."""
+    max_norm: Positive | None = 1.0
+    """Clip the gradient to this norm; None: never."""
+    on_nonfinite: Literal["raise", "skip_update", "skip_microbatch"] = "raise"
+    """An update whose loss or gradient is not finite: end the run, skip the update, or make it without the samples at
+    fault. What is left out is written to skipped.jsonl."""
+
+
+class OptimConfig(Section):
+    """The optimizer and its learning rate. Everything counts updates."""
+
+    name: str = "AdamW"
+    """An optimizer of torch.optim: "AdamW", "SGD", "Adafactor", ..."""
+    function: Function | None = None
+    """"module:function" that makes the optimizer in place of name; called with the parameter groups, lr and options."""
+    options: Options = {}
+    """Further keyword arguments of the optimizer: momentum = 0.9, fused = false, ..."""
+    lr: Rate = 1e-3
+    """Peak learning rate."""
+    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)
+    """Decay of the two moments, of an optimizer that has them."""
+    weight_decay: Rate = 0.1
+    """Weight decay of matrices; vectors (norms, biases) have none."""
+    warmup_steps: Step = 0
+    """Updates over which the learning rate rises from zero."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """After the warmup: fall along a cosine or a line, stay, or stay and fall at the end (wsd)."""
+    decay_steps: Count | None = None
+    """Updates until the learning rate is down; None: those of max_epochs. Not max_steps: a run that stops early and is
+    resumed is the same run."""
+    cooldown_steps: Count | None = None
+    """Updates of wsd's fall; None: a tenth of decay_steps."""
+    final_lr_share: Share = 0.1
+    """Share of the peak learning rate at which a schedule ends."""
+    lr_follows_batch: Literal["sqrt"] | None = None
+    """With a schedule of update.global_batch_size: multiply the learning rate of each update by the square root of its
+    size over the schedule's first size, for which optim.lr is then given. None: it stays."""
+    ema_decay: Beta | None = None
+    """Keep an average of the weights, after each update ema_decay * average + (1 - ema_decay) * weights; it is what is
+    evaluated and exported. None: no average."""
+
+
+HELD_OUT = "held-out"  # the name of the set that is taken off the training data
+
+
+class EvalConfig(Section):
+    """Losses on samples that are never trained on."""
+
+    every: Count | None = 10
+    """Updates between two evaluations; None: only at the start and at the end."""
+    num_samples: Step = 64
+    """Samples that are held out, at most a tenth of each source; of a stream its first ones. 0: none. The set's name is
+    "held-out"."""
+    sets: dict[str, SourceConfig] = {}
+    """Further named sets: [eval.sets.code] path = ..."""
+    watch: str | None = None
+    """The set whose loss says which checkpoint is best and when to stop early; None: "held-out", or the first."""
+    patience: Count | None = None
+    """Stop after so many evaluations in which that loss has not fallen below its best; None: never."""
+    metrics: Function | None = None
+    """"module:function": (model, microbatch) -> {name: (total, weight)}, summed exactly over every set."""
+    function: Function | None = None
+    """"module:function": (event) -> {name: number}, a whole evaluation of one's own, run on every rank."""
+    completion_tokens: Step | None = None
+    """Tokens that the model writes after a held-out prompt at the end of a run, to be read. 0: it writes none. None:
+    200, or 32 where a forward takes long."""
+
+
+class RunConfig(Section):
+    """Where a run is written, how long it lasts, how it goes on."""
+
+    folder: Annotated[str, Field(min_length=1)]
+    """Folder of everything that a run writes. Default: runs/ and the recipe's name."""
+    max_steps: Count | None = None
+    """Stop after this many updates; None: when the data has been seen max_epochs times."""
+    max_epochs: Count = 1
+    """Passes over the data."""
+    save_every: Count | None = None
+    """Updates between two checkpoints; None: one at the end."""
+    keep_last: Count | None = None
+    """Keep only the last so many checkpoints; None: all."""
+    keep_best: bool | None = None
+    """Write a checkpoint when the loss on eval.watch is the lowest so far, and keep it. None: with eval.patience."""
+    resume: bool = False
+    """Go on from the latest checkpoint in the folder, as if never stopped; begin where there is none. Processes that
+    torchrun starts again do so without being told."""
+    answer_within_seconds: Positive | None = 60.0
+    """A rank whose process has not answered for so long has stopped: it is named, and all end. None: nobody looks."""
+    stopped_status: Annotated[int, Field(ge=0, le=255)] = 0
+    """Exit status of a run that a signal has stopped before its end, when it is saved. Not 0, 143 say, where only what
+    has failed is started again, as Kubernetes does."""
+    seed: Step = 0
+    """Of weights, order of samples, held-out set and dropout."""
+    device: Literal["cpu", "cuda"] | None = None
+    """None: cuda if there is one."""
+    tensorboard: bool = True
+    """Write the metrics for TensorBoard too."""
+    manifest: bool = False
+    """Write manifest.jsonl, a line an update of what it was made of and came to; see `megabatch report --compare`."""
+    profile_steps: list[Count] = []
+    """Updates of which a profiler's trace is written."""
+    callbacks: list[Function] = []
+    """Each "module:name" of a megabatch.train.Callback, or of a function that returns one, called without arguments."""
+    after_update: Function | None = None
+    """"module:function": (event) -> None, called on every rank after each update."""
+    after_evaluation: Function | None = None
+    """"module:function": (event) -> None, called on every rank after each evaluation."""
+
+
+class CheckpointConfig(Section):
+    """How a run is saved."""
+
+    background: bool | None = None
+    """Go on training while a checkpoint is written; that takes a copy of the state in host memory. None: where the
+    model is on a GPU; on the CPU the copy would take the memory that the model needs."""
+    partial: bool = False
+    """Let a signal stop a run inside an update, which is saved open and goes on there, exactly, on as many ranks. For
+    updates of minutes: gradients are reduced every eight microbatches, and a signal is looked for."""
+
+
+class ParallelConfig(Section):
+    """How the processes divide the work: there are dp_replicate * dp_shard * cp * tp * pp of them."""
+
+    wrapper: Literal["ddp", "fsdp2", "replicate"] | None = None
+    """ddp: a copy of the model on each data rank; fsdp2: shards of it; replicate: copies, which go with tp and cp.
+    None: what the degrees ask for; where they leave it open, copies below 1e9 parameters, else shards."""
+    dp_replicate: Count | None = None
+    """Copies of the model, each with samples of its own. With dp_shard > 1 too: shards within each copy (HSDP). None:
+    the processes that the other degrees leave, for a wrapper that copies."""
+    dp_shard: Count | None = None
+    """Ranks over which fsdp2 shards the model, each with samples of its own. None: the processes that the other degrees
+    leave, for fsdp2."""
+    reshard_after_forward: bool = True
+    """With fsdp2: let go of gathered layers after each forward. false: keep them until their backward, for fewer
+    messages and more memory."""
+    cp: Count = 1
+    """Ranks over which each sequence is cut (context parallelism); they are given the same samples."""
+    tp: Count = 1
+    """Ranks over which each matrix is cut (tensor parallelism); they are given the same samples."""
+    pp: Count = 1
+    """Ranks over which the layers are dealt out (pipeline parallelism); they are given the same samples."""
+    schedule: Literal[
+        "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+    ] = "1F1B"
+    """With pp: the order in which its ranks run microbatches. Each has one stage of the layers with GPipe and 1F1B, and
+    two with any other."""
+    sequence_parallel: bool = False
+    """With tp: each of its ranks keeps a stretch of the sequence between matrices, not all of it."""
+    loss_parallel: bool = False
+    """With tp: logits stay cut by the vocabulary; for losses that are a cross-entropy of them."""
+
+
+class AdviceConfig(Section):
+    """What is measured on the way, to choose the size of updates by."""
+
+    every: Count | None = None
+    """Measure the gradient's noise once in so many updates, which is then made in two calls: 20, say. The metrics have
+    noise_scale_samples, up to how many samples an update's gradients agree, and the run's end says it. None: never."""
+
+
+class TrackingConfig(Section):
+    """Where else a run's numbers go. What else a tracker takes it reads itself: WANDB_MODE, MLFLOW_TRACKING_URI, ..."""
+
+    trackers: list[Literal["wandb", "mlflow", "trackio"]] = []
+    """Weights & Biases, MLflow, trackio: they are told what TensorBoard is told. A resumed run goes on in its run
+    there; a tracker that fails is left out, and the run goes on."""
+    project: str = "megabatch"
+    """wandb's and trackio's project, mlflow's experiment."""
+    name: str | None = None
+    """The run's name there; None: that of run.folder."""
+
+
+class Config(Section):
+    """A whole recipe."""
+
+    model: ModelConfig
+    data: DataConfig = DataConfig()
+    loss: LossConfig = LossConfig()
+    update: UpdateConfig
+    optim: OptimConfig = OptimConfig()
+    eval: EvalConfig = EvalConfig()
+    run: RunConfig
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    advice: AdviceConfig = AdviceConfig()
+    tracking: TrackingConfig = TrackingConfig()
