@@ -8,7 +8,7 @@ from megabatch.train.config import Config
 from megabatch.train.config.batch_size import sizes_of
 from megabatch.train.data.load import Data
 from megabatch.train.data.num_updates import NumUpdates
-from megabatch.train.model.build import Laid
+from megabatch.train.model.build import ParallelModel
 from megabatch.train.model.optimizer import decay_steps_of
 from megabatch.train.model.wrap import Wrapper
 from megabatch.train.runtime.ranks import Ranks
@@ -17,7 +17,13 @@ ATTENTION_BY_ROWS = ("flash_attention_2", "flex_attention")  # which compute not
 
 
 def plan_text(
-    config: Config, laid: Laid, data: Data, ranks: Ranks, plan: Plan, num_updates: NumUpdates, chosen: Sequence[str]
+    config: Config,
+    laid: ParallelModel,
+    data: Data,
+    ranks: Ranks,
+    plan: Plan,
+    num_updates: NumUpdates,
+    chosen: Sequence[str],
 ) -> str:
     """The plan of the run and of its next update, before it starts; ``chosen``: what is to be said of its bound."""
     cut, *others = plan.explain().splitlines()

@@ -23,7 +23,7 @@ from megabatch.train.config import Config
 from megabatch.train.config.batch_size import sizes_of
 from megabatch.train.data.updates import Updates
 from megabatch.train.model.batch_learning_rate import follow, rate_factor
-from megabatch.train.model.build import Laid
+from megabatch.train.model.build import ParallelModel
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.memory_shortage import split_words
 from megabatch.train.runtime.ranks import Ranks
@@ -37,7 +37,7 @@ class Updating:
     """
 
     def __init__(
-        self, config: Config, learner: Learner, loss_fn: LossFunction, laid: Laid, average: Average | None,
+        self, config: Config, learner: Learner, loss_fn: LossFunction, laid: ParallelModel, average: Average | None,
         updates: Updates, partial: Partial, ranks: Ranks, console: Console, *, counts_tokens: bool,
     ) -> None:  # fmt: skip
         self._config, self._learner, self._average, self._updates = config, learner, average, updates

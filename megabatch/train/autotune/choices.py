@@ -13,7 +13,7 @@ from megabatch.train.autotune.sync_policy import AUTO, LAST, Choosing, Policy, s
 from megabatch.train.config import Config, UpdateConfig
 from megabatch.train.data.load import Data
 from megabatch.train.data.updates import Updates
-from megabatch.train.model.build import Laid
+from megabatch.train.model.build import ParallelModel
 from megabatch.train.runtime.memory_shortage import stated_words
 from megabatch.train.runtime.ranks import Ranks
 
@@ -47,8 +47,8 @@ def saved_choices(config: Config, ranks: Ranks, checkpoint: Path | None) -> Chos
 
 
 def choose_rest(
-    chosen: Chosen, config: Config, learner: Learner, loss_fn: LossFunction, data: Data, updates: Updates, laid: Laid,
-    ranks: Ranks,
+    chosen: Chosen, config: Config, learner: Learner, loss_fn: LossFunction, data: Data, updates: Updates,
+    laid: ParallelModel, ranks: Ranks,
 ) -> Chosen:  # fmt: skip
     """What is still open, which the learner follows from here on. Measuring leaves nothing behind; collective."""
     bound = choose(chosen.bound, learner.gradient, loss_fn, data, updates, laid, ranks)

@@ -14,7 +14,7 @@ from megabatch.train.callbacks.ema import Average
 from megabatch.train.callbacks.evaluation import build_terms, evaluate, load_own
 from megabatch.train.callbacks.metrics import MetricsFile
 from megabatch.train.config import Config
-from megabatch.train.model.build import Laid, in_precision
+from megabatch.train.model.build import ParallelModel, in_precision
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.plugins import Event, load_listener
 from megabatch.train.runtime.ranks import Ranks
@@ -29,7 +29,13 @@ class Examiner:
     """
 
     def __init__(
-        self, config: Config, loss_fn: LossFunction, first: Event, average: Average | None, laid: Laid, ranks: Ranks
+        self,
+        config: Config,
+        loss_fn: LossFunction,
+        first: Event,
+        average: Average | None,
+        laid: ParallelModel,
+        ranks: Ranks,
     ) -> None:
         self._config, self._first, self._average, self._ranks = config, first, average, ranks
         self._laid = laid

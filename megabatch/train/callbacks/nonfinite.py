@@ -18,7 +18,7 @@ from megabatch.train.callbacks.nonfinite_search import Asked, Item, problem_of, 
 from megabatch.train.checkpoints.mid_update import InCalls
 from megabatch.train.config import Config
 from megabatch.train.messages import count
-from megabatch.train.model.build import Laid
+from megabatch.train.model.build import ParallelModel
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
 
@@ -50,8 +50,8 @@ class Making:
     """Makes one update after the other; each method but `words` is collective."""
 
     def __init__(
-        self, config: Config, learner: Learner, loss_fn: LossFunction, laid: Laid, in_calls: InCalls, ranks: Ranks,
-        console: Console,
+        self, config: Config, learner: Learner, loss_fn: LossFunction, laid: ParallelModel, in_calls: InCalls,
+        ranks: Ranks, console: Console,
     ) -> None:  # fmt: skip
         self._config, self._learner, self._loss_fn, self._laid = config, learner, loss_fn, laid
         self._in_calls, self._ranks, self._console = in_calls, ranks, console

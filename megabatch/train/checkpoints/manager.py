@@ -20,7 +20,7 @@ from megabatch.train.checkpoints.writer import Request, Writer
 from megabatch.train.config import Config
 from megabatch.train.data.load import Data
 from megabatch.train.data.updates import Updates
-from megabatch.train.model.build import Laid
+from megabatch.train.model.build import ParallelModel
 from megabatch.train.model.frozen import TrainedOnly
 from megabatch.train.model.optimizer import decay_steps_of, settings_of
 from megabatch.train.runtime.ranks import Ranks
@@ -32,8 +32,8 @@ class Keeper:
     """Saves a run between two updates and brings it back: the learner, the average, the position, the watch."""
 
     def __init__(
-        self, config: Config, learner: Learner, laid: Laid, average: Average | None, updates: Updates, watch: Watch,
-        chosen: Chosen, ranks: Ranks, writer: Writer,
+        self, config: Config, learner: Learner, laid: ParallelModel, average: Average | None, updates: Updates,
+        watch: Watch, chosen: Chosen, ranks: Ranks, writer: Writer,
     ) -> None:  # fmt: skip
         self._config, self._folder, self._ranks = config, Path(config.run.folder), ranks
         self._learner, self._updates, self._watch = learner, updates, watch
@@ -107,7 +107,7 @@ class StagedLearner:
     Tensors are written by the ranks that have them; the optimizer's groups are one list, which all ranks have.
     """
 
-    def __init__(self, learner: Learner, laid: Laid) -> None:
+    def __init__(self, learner: Learner, laid: ParallelModel) -> None:
         assert isinstance(laid.model, Pipeline)
         self._learner, self._ranks = learner, laid.model.stage_ranks
         groups = learner.optimizer.param_groups
@@ -133,7 +133,7 @@ class StagedLearner:
         self._learner.load_state_dict(state)
 
 
-def identity_of(config: Config, data: Data, laid: Laid, updates: Updates) -> dict[str, Any]:
+def identity_of(config: Config, data: Data, laid: ParallelModel, updates: Updates) -> dict[str, Any]:
     """What makes a run this one, for a resumed one to compare."""
     derived = {"optim.decay_steps": decay_steps_of(config, updates.num_updates)}
     return describe(

@@ -38,7 +38,7 @@ VERSION_KEYS = ("transformers_version",)  # of a model's config; they say who wr
 
 
 @dataclass(frozen=True)
-class Laid:
+class ParallelModel:
     """A model as it lies over the ranks."""
 
     model: nn.Module  # what the accumulator gets
@@ -60,7 +60,7 @@ class Laid:
         return loss_parallel() if self.loss_parallel else contextlib.nullcontext()
 
 
-def build(config: Config, ranks: Ranks, console: Console, longest_tokens: int | None, tokenizer: Any) -> Laid:
+def build(config: Config, ranks: Ranks, console: Console, longest_tokens: int | None, tokenizer: Any) -> ParallelModel:
     """The recipe's model with its weights, the same for every wrapper and number of ranks; collective.
 
     Raises `MegabatchError`, on every rank, where it cannot be made, or does not fit the tokenizer or the longest
@@ -96,7 +96,7 @@ def build(config: Config, ranks: Ranks, console: Console, longest_tokens: int | 
         attend_over(cast(PreTrainedModel, base), mesh.get_group("cp"))
     unused = config.model.function is not None  # a model of one's own may leave parameters out of a microbatch
     model = replicate(base, find_unused=unused) if wrapper.name == "ddp" and stages is None else run
-    return Laid(model, base, wrapper, words, warnings, identity, config.parallel.loss_parallel, unsaved)
+    return ParallelModel(model, base, wrapper, words, warnings, identity, config.parallel.loss_parallel, unsaved)
 
 
 def choose_source(config: Config, ranks: Ranks, longest_tokens: int | None, tokenizer: Any) -> tuple[Source, Wrapper]:
@@ -163,7 +163,7 @@ def divide(model: nn.Module, config: Config, wrapper: Wrapper, mesh: DeviceMesh,
     return words
 
 
-def in_precision(loss_fn: LossFunction, config: ModelConfig, laid: Laid, device: torch.device) -> LossFunction:
+def in_precision(loss_fn: LossFunction, config: ModelConfig, laid: ParallelModel, device: torch.device) -> LossFunction:
     """The loss, computed in model.compute_dtype; what it says of its data stays with it."""
     if laid.loss_parallel:
         loss_fn = plain_terms(loss_fn)
