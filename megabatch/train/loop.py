@@ -18,10 +18,10 @@ from megabatch.train.checkpoints.writer import Writer
 from megabatch.train.config import Config
 from megabatch.train.data.load import load_data
 from megabatch.train.data.updates import Updates
+from megabatch.train.model.architecture import load_tokenizer
 from megabatch.train.model.build import build, in_precision
 from megabatch.train.model.optimizer import build_learner
 from megabatch.train.model.router_loss import train_with_router
-from megabatch.train.model.tokenizer import load_tokenizer
 from megabatch.train.report.command import write_page
 from megabatch.train.report.picture import write_report
 from megabatch.train.runtime.console import Console

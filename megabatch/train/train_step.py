@@ -22,8 +22,8 @@ from megabatch.train.checkpoints.mid_update import Partial
 from megabatch.train.config import Config
 from megabatch.train.config.batch_size import sizes_of
 from megabatch.train.data.updates import Updates
-from megabatch.train.model.batch_learning_rate import follow, rate_factor
 from megabatch.train.model.build import ParallelModel
+from megabatch.train.model.optimizer import follow, rate_factor
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.memory_shortage import split_words
 from megabatch.train.runtime.ranks import Ranks

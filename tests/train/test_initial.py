@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2LMHeadModel, LlamaConfig, Lla
 
 from megabatch.train.model.architecture import architecture_of, outline
 from megabatch.train.model.build import ParallelModel, build, choose_source, lay
-from megabatch.train.model.initial import plan_units
+from megabatch.train.model.weights import plan_units
 from megabatch.train.model.wrap import blocks_of
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks

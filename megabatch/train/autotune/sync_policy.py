@@ -29,7 +29,7 @@ from megabatch.train.config.byte_sizes import GIB, gb_text, gib_text
 from megabatch.train.data.load import Data
 from megabatch.train.data.stream import Stream
 from megabatch.train.model.build import ParallelModel
-from megabatch.train.model.precision import accumulation_of
+from megabatch.train.model.wrap import accumulation_of
 from megabatch.train.runtime.memory_shortage import LEARNED, noted
 from megabatch.train.runtime.ranks import Ranks
 
