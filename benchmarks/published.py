@@ -19,7 +19,7 @@ from torch import Tensor, optim
 from benchmarks import result
 from megabatch.train.config.byte_sizes import GIB
 from megabatch.train.config.recipe import load_config
-from megabatch.train.model.silence import quiet
+from megabatch.train.model.architecture import quiet
 from megabatch.train.plan.asked import read_asked
 from megabatch.train.plan.choices import Choice
 from megabatch.train.plan.rows import simulated_row

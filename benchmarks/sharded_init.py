@@ -15,8 +15,7 @@ import torch.multiprocessing as mp
 
 from benchmarks import result
 from megabatch.train.config import Config
-from megabatch.train.model.build import choose_source, lay
-from megabatch.train.model.smoke_test import try_forward
+from megabatch.train.model.build import choose_source, lay, try_forward
 from megabatch.train.runtime.ranks import Ranks
 
 GIGABYTE = 10**9

@@ -16,7 +16,7 @@ from megabatch.planning import TunedLimit
 from megabatch.train.config import Config, UpdateConfig
 from megabatch.train.data.load import Data
 from megabatch.train.data.updates import Updates
-from megabatch.train.model.build import Laid
+from megabatch.train.model.build import ParallelModel
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.heartbeat import Pulse
 from megabatch.train.runtime.jsonl_file import JsonlFile, Row
@@ -73,7 +73,7 @@ class RunContext:
     tokenizer: Any  # None for a dataset of your own
     data: Data
     updates: Updates  # this rank's samples of each update
-    model: Laid  # the model, its wrapper and how it lies over the ranks
+    model: ParallelModel  # the model, its wrapper and how it lies over the ranks
     learner: Learner  # model, optimizer, schedule and gradient accumulator
     loss_fn: LossFunction  # of training: in the model's precision, with a router loss if the recipe has one
     choices: Choices

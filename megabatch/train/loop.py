@@ -16,10 +16,10 @@ from megabatch.train.config import Config
 from megabatch.train.context import Callbacks, ForwardBackward, RunContext, UpdatePausedError, read_values
 from megabatch.train.data.load import load_data
 from megabatch.train.data.updates import Updates
+from megabatch.train.model.architecture import load_tokenizer
 from megabatch.train.model.build import build, in_precision
 from megabatch.train.model.optimizer import build_learner
 from megabatch.train.model.router_loss import train_with_router
-from megabatch.train.model.tokenizer import load_tokenizer
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.heartbeat import Pulse
 from megabatch.train.runtime.plugins import load_function

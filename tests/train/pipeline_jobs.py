@@ -14,7 +14,7 @@ from megabatch.pipeline.run import Pipeline, evaluate
 from megabatch.train.callbacks.evaluation import build_terms, evaluate_set
 from megabatch.train.config import Config, EvalConfig, ParallelConfig
 from megabatch.train.config.parallel_layout import layout_of
-from megabatch.train.model.build import Laid, build
+from megabatch.train.model.build import ParallelModel, build
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
 from tests.exact.oracle import answer, relative_error, worst_error
@@ -46,7 +46,7 @@ def config_of(family: str, dtype: str, **keys: Any) -> Config:
     return config.model_copy(update={"parallel": ParallelConfig(**keys)})
 
 
-def laid_of(config: Config) -> tuple[Laid, Ranks]:
+def laid_of(config: Config) -> tuple[ParallelModel, Ranks]:
     """The model as it lies over these ranks."""
     layout = layout_of(config.parallel, dist.get_world_size())
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), CPU, layout)
@@ -58,7 +58,7 @@ def plain_of(family: str, dtype: str) -> nn.Module:
     return with_exact_norms(build(config_of(family, dtype), Ranks(0, 1, CPU), SILENT, None, None)).base
 
 
-def with_exact_norms(laid: Laid) -> Laid:
+def with_exact_norms(laid: ParallelModel) -> ParallelModel:
     """Norms that compute in the weights' type; transformers' go through float32."""
     for module in laid.base.modules():
         if type(module).__name__.endswith("RMSNorm"):
@@ -66,7 +66,7 @@ def with_exact_norms(laid: Laid) -> Laid:
     return laid
 
 
-def of_all_stages(laid: Laid, values: dict[str, Any]) -> dict[str, Any]:
+def of_all_stages(laid: ParallelModel, values: dict[str, Any]) -> dict[str, Any]:
     """What every stage has, by the names of the whole model."""
     model: Any = laid.model
     return {name: each for own in model.stage_ranks.exchange_objects(values) for name, each in own.items()}

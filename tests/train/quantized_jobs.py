@@ -11,8 +11,7 @@ from megabatch.train.config import Config
 from megabatch.train.config.parallel_layout import layout_of
 from megabatch.train.model.adapters import stir
 from megabatch.train.model.build import build
-from megabatch.train.model.frozen import check_same_bits
-from megabatch.train.model.quantized import four_bits
+from megabatch.train.model.frozen import check_same_bits, four_bits
 from megabatch.train.runtime.ranks import Ranks
 from megabatch.verification.float64_copy import Float64WithoutDropout
 from tests.comm.counting import Collectives

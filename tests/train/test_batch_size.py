@@ -15,7 +15,7 @@ from megabatch.planning.sampler import Consumed
 from megabatch.train.config.batch_size import Sizes, read_schedule, sizes_of
 from megabatch.train.config.recipe import load_config
 from megabatch.train.data.updates import NumUpdates
-from megabatch.train.model.batch_learning_rate import follow
+from megabatch.train.model.optimizer import follow
 from megabatch.train.plan.choices import grid_of
 from tests.train.conftest import NO_DROPOUT, Bench
 from tests.train.data_for_tests import ids_of, load, updates_of, whole_updates

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from megabatch.train.model.architecture import architecture_of, outline
-from megabatch.train.model.build import Laid, build, choose_source, lay
-from megabatch.train.model.initial import plan_units
+from megabatch.train.model.build import ParallelModel, build, choose_source, lay
+from megabatch.train.model.weights import plan_units
 from megabatch.train.model.wrap import blocks_of
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
@@ -30,7 +30,7 @@ MIDDLE = {  # 42 million parameters of 168 MB
 }  # fmt: skip
 
 
-def laid(ranks: Ranks, model: dict[str, Any] | None = None, **keys: Any) -> Laid:
+def laid(ranks: Ranks, model: dict[str, Any] | None = None, **keys: Any) -> ParallelModel:
     return build(recipe(model, **keys), ranks, SILENT, 10, None)
 
 
@@ -38,7 +38,7 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def described(made: Laid) -> dict[str, Any]:
+def described(made: ParallelModel) -> dict[str, Any]:
     """All that must not depend on where a model lies: its weights and buffers, what it computes, what is tied."""
     with torch.no_grad():
         logits = made.model.eval()(input_ids=TOKENS).logits

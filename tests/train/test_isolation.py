@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from megabatch.train.model.build import Laid, build
+from megabatch.train.model.build import ParallelModel, build
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
 from tests.train.model_recipes import FAMILIES, recipe
@@ -15,7 +15,7 @@ SILENT = Console(enabled=False, loss_digits=4)
 TOKENS = torch.arange(24).view(2, 12)
 
 
-def laid(model: dict[str, Any] | None = None, **keys: Any) -> Laid:
+def laid(model: dict[str, Any] | None = None, **keys: Any) -> ParallelModel:
     return build(recipe(model, **keys), ALONE, SILENT, None, None)
 
 

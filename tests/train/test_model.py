@@ -10,7 +10,7 @@ from torch import nn
 from transformers import ByT5Tokenizer
 
 from megabatch import MegabatchError
-from megabatch.train.model.build import Laid, build
+from megabatch.train.model.build import ParallelModel, build
 from megabatch.train.model.wrap import Wrapper, choose_wrapper
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
@@ -25,7 +25,7 @@ OWNED = "is not the recipe's to set;"
 TOKENS = torch.arange(24).view(2, 12)
 
 
-def laid(model: dict[str, Any] | None = None, **keys: Any) -> Laid:
+def laid(model: dict[str, Any] | None = None, **keys: Any) -> ParallelModel:
     return build(recipe(model, **keys), ALONE, SILENT, None, None)
 
 
@@ -158,12 +158,12 @@ def test_a_function_that_makes_none_gets_its_line(own: str) -> None:
 # What is done to a model before it is wrapped
 
 
-def gradients(made: Laid) -> dict[str, torch.Tensor]:
+def gradients(made: ParallelModel) -> dict[str, torch.Tensor]:
     made.model(input_ids=TOKENS).logits.logsumexp(-1).sum().backward()
     return {name: each.grad for name, each in made.base.named_parameters() if each.grad is not None}
 
 
-def num_saved(made: Laid) -> int:
+def num_saved(made: ParallelModel) -> int:
     """Bytes that a forward keeps for its backward, outside the parameters."""
     own = {each.untyped_storage().data_ptr() for each in made.base.parameters()}
     sizes: dict[int, int] = {}

@@ -19,8 +19,7 @@ from megabatch.train.config.parallel_layout import layout_of
 from megabatch.train.model.adapters import stir
 from megabatch.train.model.architecture import architecture_of
 from megabatch.train.model.build import build
-from megabatch.train.model.frozen import left_out
-from megabatch.train.model.quantized import FourBit, dequantize, stored
+from megabatch.train.model.frozen import FourBit, dequantize, left_out, stored
 from megabatch.train.plan.subject import check_planned
 from megabatch.train.runtime.ranks import Ranks
 from megabatch.verification.float64_copy import Float64WithoutDropout

@@ -19,9 +19,9 @@ from megabatch.train.config import Config
 from megabatch.train.config.recipe import load_config
 from megabatch.train.data.load import load_data
 from megabatch.train.data.updates import Updates
+from megabatch.train.model.architecture import load_tokenizer
 from megabatch.train.model.build import build, in_precision
 from megabatch.train.model.router_loss import router_coefficient, router_words, train_with_router
-from megabatch.train.model.tokenizer import load_tokenizer
 from megabatch.train.plan.rows import RUN
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks

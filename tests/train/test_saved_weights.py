@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from megabatch import MegabatchError
 from megabatch.train.model.architecture import architecture_of
-from megabatch.train.model.source import saved_weights
+from megabatch.train.model.weights import saved_weights
 from tests.train.model_recipes import recipe
 from tests.train.test_model import TOKENS, laid, refused
 

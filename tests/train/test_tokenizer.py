@@ -8,7 +8,7 @@ from transformers import ByT5Tokenizer
 
 from megabatch import MegabatchError
 from megabatch.train.config import ModelConfig
-from megabatch.train.model.tokenizer import load_tokenizer
+from megabatch.train.model.architecture import load_tokenizer
 from tests.train.tokenizers_for_tests import chat_tokenizer
 
 CONFIG: dict[str, object] = {"model_type": "llama"}

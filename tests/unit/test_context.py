@@ -226,12 +226,12 @@ MODELS = {  # config, its options, what is said
 def test_a_model_that_is_refused(name):
     import transformers  # slow to import
 
-    from megabatch.train.model.context_parallel import check_model
+    from megabatch.train.model.wrap import check_attention_is_causal
 
     config, options, text = MODELS[name]
     sizes = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2}
     with pytest.raises(PlanError) as raised:
-        check_model(SimpleNamespace(config=getattr(transformers, config)(**sizes, **options)))
+        check_attention_is_causal(SimpleNamespace(config=getattr(transformers, config)(**sizes, **options)))
     assert str(raised.value) == text
 
 
@@ -244,7 +244,7 @@ def test_a_model_that_is_refused(name):
 def test_a_layer_that_asks_for_something_else_is_refused(options, seen):
     from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM  # slow to import
 
-    from megabatch.train.model.context_parallel import attend_over
+    from megabatch.train.model.wrap import attend_over
 
     config = LlamaConfig(
         vocab_size=9, num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=8, use_cache=False

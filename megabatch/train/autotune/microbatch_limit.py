@@ -21,7 +21,7 @@ from megabatch.train.config import Config
 from megabatch.train.data.load import Data
 from megabatch.train.data.stream import Stream
 from megabatch.train.data.updates import Updates
-from megabatch.train.model.build import Laid
+from megabatch.train.model.build import ParallelModel
 from megabatch.train.runtime.memory_shortage import LEARNED, noted
 from megabatch.train.runtime.ranks import Ranks
 
@@ -106,8 +106,8 @@ def fit_of(saved: Mapping[str, Any]) -> TunedLimit:
 
 
 def choose(
-    bound: Bound | None, gradient: GradientAccumulator, loss_fn: LossFunction, data: Data, updates: Updates, laid: Laid,
-    ranks: Ranks,
+    bound: Bound | None, gradient: GradientAccumulator, loss_fn: LossFunction, data: Data, updates: Updates,
+    laid: ParallelModel, ranks: Ranks,
 ) -> Bound | None:  # fmt: skip
     """The bound, measured where it is still open, and updates dealt by what was measured; collective.
 

@@ -27,8 +27,8 @@ from megabatch.train.config.batch_size import sizes_of
 from megabatch.train.config.byte_sizes import GIB, gb_text, gib_text
 from megabatch.train.data.load import Data
 from megabatch.train.data.stream import Stream
-from megabatch.train.model.build import Laid
-from megabatch.train.model.precision import accumulation_of
+from megabatch.train.model.build import ParallelModel
+from megabatch.train.model.wrap import accumulation_of
 from megabatch.train.runtime.memory_shortage import LEARNED, noted
 from megabatch.train.runtime.ranks import Ranks
 
@@ -102,7 +102,7 @@ class Choosing:
 
     def __init__(
         self, own: str, config: Config, learner: Learner, loss_fn: LossFunction, data: Data, batch: Sequence[Any],
-        laid: Laid, ranks: Ranks,
+        laid: ParallelModel, ranks: Ranks,
     ) -> None:  # fmt: skip
         self._own, self._config, self._learner, self._loss_fn = own, config, learner, loss_fn
         self._data, self._batch, self._laid, self._ranks = data, batch, laid, ranks

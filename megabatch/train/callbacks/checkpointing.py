@@ -21,7 +21,7 @@ from megabatch.train.config import Config
 from megabatch.train.context import Callback, RunContext
 from megabatch.train.data.load import Data
 from megabatch.train.data.updates import Updates
-from megabatch.train.model.build import Laid
+from megabatch.train.model.build import ParallelModel
 from megabatch.train.model.frozen import TrainedOnly
 from megabatch.train.model.optimizer import decay_steps_of, settings_of
 
@@ -127,7 +127,7 @@ class StagedLearner:
     The ranks that have a tensor write it. The optimizer's groups are one list, which all ranks have.
     """
 
-    def __init__(self, learner: Learner, laid: Laid) -> None:
+    def __init__(self, learner: Learner, laid: ParallelModel) -> None:
         assert isinstance(laid.model, Pipeline)
         self._learner, self._ranks = learner, laid.model.stage_ranks
         groups = learner.optimizer.param_groups
@@ -153,7 +153,7 @@ class StagedLearner:
         self._learner.load_state_dict(state)
 
 
-def identity_of(config: Config, data: Data, laid: Laid, updates: Updates) -> dict[str, Any]:
+def identity_of(config: Config, data: Data, laid: ParallelModel, updates: Updates) -> dict[str, Any]:
     """Return what makes a run this one, as JSON, for a resumed run to compare."""
     derived = {"optim.decay_steps": decay_steps_of(config, updates.num_updates)}
     return describe(

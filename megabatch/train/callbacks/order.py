@@ -15,7 +15,7 @@ from megabatch.train.checkpoints.paths import OPEN, checkpoints_of
 from megabatch.train.config import RunConfig
 from megabatch.train.config.batch_size import sizes_of
 from megabatch.train.context import EVENTS, Callback, RunContext
-from megabatch.train.model.batch_learning_rate import follow, rate_factor
+from megabatch.train.model.optimizer import follow, rate_factor
 from megabatch.train.runtime.plugins import Event, blamed, load_function, load_listener
 
 

@@ -12,9 +12,9 @@ from megabatch.train.config import Config, ParallelConfig
 from megabatch.train.data.load import load_data
 from megabatch.train.data.updates import Updates
 from megabatch.train.model.adapters import stir
+from megabatch.train.model.architecture import load_tokenizer
 from megabatch.train.model.build import build
 from megabatch.train.model.router_loss import train_with_router
-from megabatch.train.model.tokenizer import load_tokenizer
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.plugins import load_function
 from megabatch.train.runtime.ranks import Ranks

@@ -1,26 +1,26 @@
-"""Adapters: LoRA by peft in a recipe's model: what is asked for, where it goes, and the numbers that it begins with.
+"""The parameters that a recipe trains: LoRA adapters by peft, or all that model.freeze does not name.
 
-peft makes the layers, before the model has memory and before it is wrapped. What adapters begin with follows from
-run.seed and their names, as fresh weights do: it is the same for every wrapper and number of ranks.
+peft makes the layers, before the model has memory and before it is wrapped. The first numbers of adapters follow from
+run.seed and their names, as fresh weights do. They are the same for every wrapper and number of ranks.
 """
 
-import difflib
+import fnmatch
 import importlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.config import Config, ModelConfig
-from megabatch.train.model.initial import Saved, seeded
-from megabatch.train.model.quantized import FourBit, num_numbers, stored
-from megabatch.train.model.silence import quiet
-from megabatch.train.model.source import Source
+from megabatch.train.model.architecture import quiet
+from megabatch.train.model.frozen import shape_of, stored
+from megabatch.train.model.weights import Saved, Source, seeded
+from megabatch.train.model.wrap import dtype_of
 from megabatch.train.runtime.ranks import Ranks
 
 ADAPTER = "default"  # peft's name of an only one
@@ -35,17 +35,6 @@ TAKEN = (
 WHOLE = "modules_to_save"  # peft's key of modules that are trained whole; it trains copies of them, this themselves
 
 
-def peft() -> Any:
-    """The package. Raises `MegabatchError` where it is not installed."""
-    try:
-        with quiet():  # it imports bitsandbytes where that is
-            return importlib.import_module("peft")
-    except ModuleNotFoundError as error:
-        raise MegabatchError(
-            f'model.lora is set and {error.name} is not installed; pip install "megabatch[peft]"'
-        ) from None
-
-
 def check_layout(config: Config, ranks: Ranks) -> None:
     """Raise where adapters do not go with how the model is cut."""
     for axis in ("tp", "pp") if config.model.lora is not None else ():
@@ -56,11 +45,73 @@ def check_layout(config: Config, ranks: Ranks) -> None:
             )
 
 
+def choose_trained(model: nn.Module, config: ModelConfig) -> list[str]:
+    """Put in adapters and freeze as the recipe says. Return descriptions."""
+    words = [] if config.lora is None else [adapt(model, config)]
+    return [*words, freeze(model, config.freeze)] if config.freeze else words
+
+
+def freeze(model: nn.Module, patterns: list[str]) -> str:
+    """Freeze the parameters that the patterns match, tied ones by any of their names."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for pattern in patterns:
+        matched = fnmatch.filter(parameters, pattern)
+        if not matched:
+            raise MegabatchError(
+                f"model.freeze has {pattern!r}, which matches no parameter; the nearest name is "
+                f"{get_close_matches(pattern, parameters, n=1, cutoff=0.0)[0]}"
+            )
+        for name in matched:
+            parameters[name].requires_grad_(False)
+    num_all, num_trained = num_parameters(model)
+    if not num_trained:
+        raise MegabatchError("model.freeze matches every parameter; leave some to be trained")
+    return f"frozen: {num_all - num_trained:,} of {num_all:,} parameters"
+
+
+def num_parameters(model: nn.Module) -> tuple[int, int]:
+    """Return how many numbers the parameters stand for, of all and of those that are trained."""
+    sizes = [(shape_of(each).numel(), each.requires_grad) for each in model.parameters()]
+    return sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+
+
+def left_out(model: nn.Module, config: ModelConfig) -> frozenset[str]:
+    """Return the names of the parameters that checkpoints do not have: those of the base of adapters."""
+    if config.lora is None:
+        return frozenset()
+    return frozenset(
+        name
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if not parameter.requires_grad and MARK not in name
+    )
+
+
+def adapt(model: nn.Module, config: ModelConfig) -> str:
+    """Put adapters into the model and freeze the rest; what was done, in words. Raises `MegabatchError`."""
+    lora, modules = lora_config(config), dict(model.named_modules())
+    check_targets(lora.target_modules, modules)
+    is_outline = any(parameter.is_meta for parameter in model.parameters())
+    try:
+        with quiet():
+            peft().inject_adapter_in_model(lora, model, adapter_name=ADAPTER, low_cpu_mem_usage=is_outline)
+    except Exception as error:  # whatever peft raises for what it cannot adapt
+        raise MegabatchError(
+            f"peft refuses model.lora ({in_one_line(error)}); change it: the model has {there_are(modules)}"
+        ) from None
+    layers = dict(layers_of(model))
+    for key in ("rank_pattern", "alpha_pattern"):
+        check_patterns(f"model.lora.{key}", getattr(lora, key), layers)
+    give_types(layers, dtype_of(config))
+    for name in whole_of(model, config):
+        train_whole(model, name)
+    return words_of(model, layers)
+
+
 def lora_config(config: ModelConfig) -> Any:
     """peft's LoraConfig of ``model.lora``. Raises `MegabatchError` for a key or a value that it cannot have."""
     options = dict(config.lora or {})
     for key in (key for key in options if key not in TAKEN):
-        near = difflib.get_close_matches(key, TAKEN, n=1, cutoff=0.6)
+        near = get_close_matches(key, TAKEN, n=1, cutoff=0.6)
         raise MegabatchError(
             f"unknown key model.lora.{key}; "
             + (f"the nearest key is {near[0]}" if near else f"it takes {', '.join(TAKEN)}: leave it out")
@@ -83,25 +134,15 @@ def lora_config(config: ModelConfig) -> Any:
         raise MegabatchError(f"peft refuses model.lora ({in_one_line(error)}); change it there") from None
 
 
-def adapt(model: nn.Module, config: ModelConfig) -> str:
-    """Put adapters into the model and freeze the rest; what was done, in words. Raises `MegabatchError`."""
-    lora, modules = lora_config(config), dict(model.named_modules())
-    check_targets(lora.target_modules, modules)
-    is_outline = any(parameter.is_meta for parameter in model.parameters())
+def peft() -> Any:
+    """The package. Raises `MegabatchError` where it is not installed."""
     try:
-        with quiet():
-            peft().inject_adapter_in_model(lora, model, adapter_name=ADAPTER, low_cpu_mem_usage=is_outline)
-    except Exception as error:  # whatever peft raises for what it cannot adapt
+        with quiet():  # it imports bitsandbytes where that is
+            return importlib.import_module("peft")
+    except ModuleNotFoundError as error:
         raise MegabatchError(
-            f"peft refuses model.lora ({in_one_line(error)}); change it: the model has {there_are(modules)}"
+            f'model.lora is set and {error.name} is not installed; pip install "megabatch[peft]"'
         ) from None
-    layers = dict(layers_of(model))
-    for key in ("rank_pattern", "alpha_pattern"):
-        check_patterns(f"model.lora.{key}", getattr(lora, key), layers)
-    give_types(layers)
-    for name in whole_of(model, config):
-        train_whole(model, name)
-    return words_of(model, layers)
 
 
 def check_targets(targets: Any, modules: Mapping[str, nn.Module]) -> None:
@@ -166,26 +207,26 @@ def there_are(modules: Mapping[str, nn.Module]) -> str:
     return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in with_matrix))
 
 
-def give_types(layers: Mapping[str, Any]) -> None:
-    """Let adapters be of the type of their base; of bfloat16 in float32: most of their steps would be rounded away."""
+def give_types(layers: Mapping[str, Any], dtype: torch.dtype) -> None:
+    """Give adapters the dtype of their base, or float32 in place of bfloat16, which would round most steps away."""
     for layer in layers.values():
-        base = layer.get_base_layer()
-        dtype = base.dtype if isinstance(base, FourBit) else base.weight.dtype
+        weight = layer.get_base_layer().weight
+        own = weight.dtype if weight.is_floating_point() else dtype  # in four bits
         for name, parameter in layer.named_parameters():
             if "lora_" in name:
-                parameter.data = parameter.data.to(torch.float32 if dtype == torch.bfloat16 else dtype)
+                parameter.data = parameter.data.to(torch.float32 if own == torch.bfloat16 else own)
 
 
 def words_of(model: nn.Module, layers: Mapping[str, nn.Module]) -> str:
-    """What is trained."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    num_all, num_trained = (sum(num_numbers(each) for each in some) for some in (model.parameters(), trained))
-    names = [name for name, each in model.named_parameters() if each.requires_grad and MARK not in name]
-    beside = f" and {len(names)} weights beside them" if names else ""
-    (dtype,) = {str(parameter.dtype).removeprefix("torch.") for parameter in trained}
+    """Describe what is trained."""
+    num_all, num_trained = num_parameters(model)
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    beside = sum(MARK not in name for name in trained)
+    beside_text = f" and {beside} weights beside them" if beside else ""
+    (dtype,) = {str(parameter.dtype).removeprefix("torch.") for parameter in trained.values()}
     return (
         f"lora: {num_trained:,} of {num_all:,} parameters are trained, in {dtype}: adapters of {len(layers)} layers "
-        f"({there_are(layers)}){beside}; checkpoints have nothing else of the model"
+        f"({there_are(layers)}){beside_text}; checkpoints have nothing else of the model"
     )
 
 
@@ -231,27 +272,3 @@ def stir(model: nn.Module, seed: int) -> None:
         if MARK in name and not parameter.any():
             with seeded(seed, name), torch.no_grad():
                 parameter.normal_(std=0.02)
-
-
-def merge(model: nn.Module) -> None:
-    """Add the adapters to the weights that they were put around, and take them away."""
-    layers = dict(layers_of(model))
-    check_untied(model, layers)
-    for path, layer in layers.items():
-        layer.merge()
-        parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, layer.get_base_layer())
-    if isinstance(model, PreTrainedModel):
-        del cast(Any, model).peft_config
-
-
-def check_untied(model: nn.Module, layers: Mapping[str, Any]) -> None:
-    """Raise where an adapter's matrix is that of another module too, which would change with it."""
-    owners = owners_of(model)
-    for path, layer in layers.items():
-        names = owners[id(layer.get_base_layer().weight)]
-        if len(names) > 1:
-            raise MegabatchError(
-                f"{path} has an adapter and shares its matrix ({', '.join(names)}), which merging would change for "
-                "both; leave --merged out"
-            )

@@ -1,17 +1,29 @@
-"""Architecture: transformers' config for a recipe's model, and what can be wrong with it before there are weights."""
+"""The config and the tokenizer of a recipe's model, read by transformers and checked before there are weights."""
 
+import contextlib
 import difflib
+import json
+import warnings
+from collections.abc import Generator
+from logging import CRITICAL, getLogger
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    ByT5Tokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils import logging
 from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.config import ModelConfig
-from megabatch.train.model.precision import dtype_of
-from megabatch.train.model.silence import quiet
+from megabatch.train.model.wrap import dtype_of
 
 OWNED_KEYS = {  # of model.config, that the trainer sets
     "dtype": "set model.dtype",
@@ -21,6 +33,10 @@ OWNED_KEYS = {  # of model.config, that the trainer sets
 }
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 NUM_FILES_NAMED = 8
+BYTES, BYTES_CLASS = "bytes", "ByT5Tokenizer"
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer_config.json",
+)  # fmt: skip
 
 
 def architecture_of(config: ModelConfig) -> PreTrainedConfig:
@@ -186,3 +202,59 @@ def refused(config: ModelConfig, error: Exception) -> MegabatchError:
     if "Unrecognized configuration class" in str(error):
         return MegabatchError(f"{key} is not of a causal language model that transformers knows; choose one that is")
     return MegabatchError(f"transformers refuses {key} ({in_one_line(error)}); change it there")
+
+
+def load_tokenizer(config: ModelConfig) -> Any:
+    """The recipe's tokenizer; None for a model.function that names none. Raises `MegabatchError` in one line."""
+    if config.tokenizer is None and config.function is not None:
+        return None
+    source = config.tokenizer or config.name or BYTES
+    if source == BYTES:
+        return ByT5Tokenizer()
+    return read_tokenizer(source, "model.name" if config.tokenizer is None else "model.tokenizer")
+
+
+def read_tokenizer(source: str, key: str) -> Any:
+    """The tokenizer in a folder or of a hub id, which the recipe gives as ``key``."""
+    if Path(source).is_dir() and not any((Path(source) / name).exists() for name in TOKENIZER_FILES):
+        raise MegabatchError(
+            f"{key} is {source!r}, a folder without tokenizer files (tokenizer.json, say); "
+            'set model.tokenizer to a folder or hub id that has one, or to "bytes"'
+        )
+    try:
+        with quiet():
+            if is_bytes(Path(source)):  # of some families, AutoTokenizer insists on another class
+                return ByT5Tokenizer.from_pretrained(source)
+            return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except Exception as error:  # whatever its reader, or the way to the hub, raises
+        raise MegabatchError(
+            f"no tokenizer for {key} = {source!r} ({in_one_line(error)}); "
+            'set model.tokenizer to a folder, to an id of the hub that can be reached from here, or to "bytes"'
+        ) from None
+
+
+def is_bytes(folder: Path) -> bool:
+    """Whether a folder has the tokenizer of bytes."""
+    described = folder / "tokenizer_config.json"
+    if not described.is_file():
+        return False
+    return json.loads(described.read_text(encoding="utf-8")).get("tokenizer_class") == BYTES_CLASS
+
+
+@contextlib.contextmanager
+def quiet() -> Generator[None, None, None]:
+    """Surrounds transformers' work, whose warnings and bars would stand beside the one line that says what is wrong."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    loud = getLogger("bitsandbytes")  # as it is imported: of kernels that it does without
+    level = loud.level
+    loud.setLevel(CRITICAL)
+    logging.set_verbosity(CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        loud.setLevel(level)
+        if bars:
+            logging.enable_progress_bar()

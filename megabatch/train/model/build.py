@@ -5,31 +5,42 @@ import json
 from collections.abc import Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from megabatch import JointLoss
+from megabatch.engine import check_packing_isolation, equal_but_rounding
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.losses import LossFunction
-from megabatch.pipeline import Pipeline
+from megabatch.pipeline import Pipeline, evaluate
 from megabatch.train.config import Config, LossConfig, ModelConfig
-from megabatch.train.model.adapters import begun, check_layout
-from megabatch.train.model.architecture import architecture_of, check_attention, check_fit, outline
-from megabatch.train.model.context_parallel import attend_over, check_model
-from megabatch.train.model.frozen import check_same_bits, choose_trained, left_out, sealed
-from megabatch.train.model.initial import fill
+from megabatch.train.model.adapters import begun, check_layout, choose_trained, left_out
+from megabatch.train.model.architecture import architecture_of, check_attention, check_fit, outline, quiet, refused
+from megabatch.train.model.frozen import check_quantized, check_same_bits, described, quantized, sealed
 from megabatch.train.model.pipeline_stages import Stages, pipeline, stages_of, stages_text
-from megabatch.train.model.precision import accumulation_of, computing, policy_of, precision_text
-from megabatch.train.model.quantized import check_quantized, described, quantized
-from megabatch.train.model.smoke_test import check_documents, try_forward
-from megabatch.train.model.source import Source, fresh_source, own_source, saved_source
 from megabatch.train.model.tensor_parallel import NO_BORDERS, plain_terms, spread
-from megabatch.train.model.wrap import Wrapper, blocks_of, choose_wrapper, distribute, replicate
+from megabatch.train.model.weights import Source, fill, fresh_source, own_source, saved_source
+from megabatch.train.model.wrap import (
+    Wrapper,
+    accumulation_of,
+    attend_over,
+    blocks_of,
+    check_attention_is_causal,
+    choose_wrapper,
+    computing,
+    distribute,
+    policy_of,
+    precision_text,
+    replicate,
+    reshard,
+)
 from megabatch.train.runtime.autograd_hooks import in_place_of
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
@@ -38,7 +49,7 @@ VERSION_KEYS = ("transformers_version",)  # of a model's config; they say who wr
 
 
 @dataclass(frozen=True)
-class Laid:
+class ParallelModel:
     """A model as it lies over the ranks."""
 
     model: nn.Module  # what the accumulator gets
@@ -60,7 +71,7 @@ class Laid:
         return loss_parallel() if self.loss_parallel else contextlib.nullcontext()
 
 
-def build(config: Config, ranks: Ranks, console: Console, longest_tokens: int | None, tokenizer: Any) -> Laid:
+def build(config: Config, ranks: Ranks, console: Console, longest_tokens: int | None, tokenizer: Any) -> ParallelModel:
     """The recipe's model with its weights, the same for every wrapper and number of ranks; collective.
 
     Raises `MegabatchError`, on every rank, where it cannot be made, or does not fit the tokenizer or the longest
@@ -96,7 +107,7 @@ def build(config: Config, ranks: Ranks, console: Console, longest_tokens: int | 
         attend_over(cast(PreTrainedModel, base), mesh.get_group("cp"))
     unused = config.model.function is not None  # a model of one's own may leave parameters out of a microbatch
     model = replicate(base, find_unused=unused) if wrapper.name == "ddp" and stages is None else run
-    return Laid(model, base, wrapper, words, warnings, identity, config.parallel.loss_parallel, unsaved)
+    return ParallelModel(model, base, wrapper, words, warnings, identity, config.parallel.loss_parallel, unsaved)
 
 
 def choose_source(config: Config, ranks: Ranks, longest_tokens: int | None, tokenizer: Any) -> tuple[Source, Wrapper]:
@@ -110,7 +121,7 @@ def choose_source(config: Config, ranks: Ranks, longest_tokens: int | None, toke
     check_fit(architecture, longest_tokens, tokenizer)
     model = outline(config.model, architecture)
     if ranks.layout.cp > 1:
-        check_model(model)
+        check_attention_is_causal(model)
     wrapper, blocks = choose_wrapper(asked, ranks.size, model, ranks.layout), blocks_of(model)
     if config.model.name is None:
         return fresh_source(model, blocks, config.model, architecture, seed), wrapper
@@ -163,7 +174,7 @@ def divide(model: nn.Module, config: Config, wrapper: Wrapper, mesh: DeviceMesh,
     return words
 
 
-def in_precision(loss_fn: LossFunction, config: ModelConfig, laid: Laid, device: torch.device) -> LossFunction:
+def in_precision(loss_fn: LossFunction, config: ModelConfig, laid: ParallelModel, device: torch.device) -> LossFunction:
     """The loss, computed in model.compute_dtype; what it says of its data stays with it."""
     if laid.loss_parallel:
         loss_fn = plain_terms(loss_fn)
@@ -278,3 +289,76 @@ def identity_of(model: nn.Module) -> dict[str, object]:
         return {"parameters": parameters}
     keys = {key: value for key, value in model.config.to_dict().items() if key not in VERSION_KEYS}
     return {"model_config": json.loads(json.dumps(keys, default=str)), "parameters": parameters}
+
+
+def try_forward(model: nn.Module, config: ModelConfig, device: torch.device) -> None:
+    """Raise `MegabatchError` if the model does not run, or a token sees the next one; on all ranks of the model."""
+    vocab_size = vocab_size_of(model)
+    try:
+        one, other = (logits_of(model, torch.tensor([[0, last % vocab_size]], device=device)) for last in (0, 1))
+    except Exception as error:  # layers raise anything for sizes that do not fit
+        raise refused(config, error) from None
+    if not bool(torch.isfinite(one).all()):
+        key = "model.config" if config.name is None else f"model.name = {config.name!r}"
+        raise MegabatchError(f"the model of {key} gives logits that are not finite; choose weights that are whole")
+    if not equal_but_rounding(one[:, 0], other[:, 0]):
+        key = "model.config" if config.name is None else f"model.name = {config.name!r}"
+        raise MegabatchError(
+            f"the model of {key} is not causal: a token's output changes with the token after it; "
+            "choose a causal language model (for an encoder's family, set is_decoder = true)"
+        )
+
+
+def check_documents(model: nn.Module, device: torch.device) -> tuple[bool, str]:
+    """Return true if packed documents do not see each other, and the finding in words; on all ranks of the model."""
+    attention = getattr(config_of(model), "_attn_implementation", None)
+    logits, vocab_size = partial(logits_of, model), vocab_size_of(model)
+    crossing = [
+        num_rows for num_rows in (1, 2) if not check_packing_isolation(logits, vocab_size, device, num_rows=num_rows)
+    ]
+    if not crossing:
+        return True, f"documents are isolated by their position_ids ({attention})"
+    rows = "" if 1 in crossing else " in a microbatch of several rows (update.micro_batch_size = 1 has one)"
+    return False, (
+        f"attention crosses documents: those of a packed row see each other{rows} ({attention}); "
+        "set model.attention to another backend, or leave data.pack_tokens out"
+    )
+
+
+def vocab_size_of(model: nn.Module) -> int:
+    return config_of(model).get_text_config().vocab_size
+
+
+def config_of(model: nn.Module) -> PreTrainedConfig:
+    """Return the config of a model, or of a pipeline's stages."""
+    return next(each.config for each in model.modules() if isinstance(each, PreTrainedModel))
+
+
+@torch.no_grad()
+def logits_of(model: nn.Module, tokens: Tensor, **inputs: Tensor) -> Tensor:
+    """Return logits [B, T, V] for tokens [B, T], without dropout and compiler; the model's mode stays."""
+    was_training = model.training
+    model.eval()
+    try:
+        with quiet(), torch.compiler.set_stance("force_eager"):
+            if isinstance(model, Pipeline):
+                return logits_through(model, {"input_ids": tokens, **inputs})
+            return cast(Any, model)(input_ids=tokens, **inputs).logits
+    finally:
+        model.train(was_training)
+        reshard(model)
+
+
+def logits_through(model: Pipeline, inputs: dict[str, Tensor]) -> Tensor:
+    """Return the logits of a pipeline, on all of its ranks; collective."""
+    found: list[Tensor] = []
+
+    def keep(last_stage: Any, microbatch: Any) -> tuple[Tensor, float]:
+        found.append(last_stage(**microbatch).logits)
+        return found[0].new_zeros(()), 0.0
+
+    evaluate(model, [inputs], keep)
+    expected = cast(Tensor, model.output(**inputs))
+    logits = found[0].contiguous() if found else torch.empty_like(expected, device=inputs["input_ids"].device)
+    dist.broadcast(logits, group=model.group, group_src=model.last_rank)
+    return logits

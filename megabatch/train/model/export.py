@@ -1,8 +1,10 @@
 """Export: a run's model as a folder that transformers' from_pretrained reads, whole or not there."""
 
 import contextlib
+import json
 import os
 import shutil
+import tempfile
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,24 +18,23 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from transformers import GenerationConfig
 
 from megabatch.errors import MegabatchError, in_one_line
+from megabatch.train.checkpoints.metadata import first_difference, read_meta
 from megabatch.train.checkpoints.paths import BEST, POINTER, checkpoints_of, named_by, path_of, step_of, steps_of
 from megabatch.train.checkpoints.retention import Chosen, Shelf
 from megabatch.train.checkpoints.safe_pickle import SafePlanner, SafeReader
 from megabatch.train.checkpoints.tensor_files import quiet_alone, reason_of
 from megabatch.train.config import Config, ModelConfig
 from megabatch.train.config.recipe import load_config
-from megabatch.train.model.architecture import architecture_of, construct, outline
-from megabatch.train.model.initial import fill, plan_units
-from megabatch.train.model.merged import Adapter, adapter_of, base_model, merged_model
-from megabatch.train.model.quantized import kind_of
-from megabatch.train.model.silence import quiet
-from megabatch.train.model.source import own_source
-from megabatch.train.model.tokenizer import load_tokenizer
-from megabatch.train.model.wrap import blocks_of
+from megabatch.train.model.adapters import ADAPTER, INSIDE, MARK, WHOLE, layers_of, lora_config, owners_of, peft
+from megabatch.train.model.architecture import architecture_of, construct, load_tokenizer, outline, quiet
+from megabatch.train.model.frozen import dequantize, described, kind_of, quantize, sealed
+from megabatch.train.model.weights import fill, fresh_source, load_whole, own_source, plan_units
+from megabatch.train.model.wrap import blocks_of, dtype_of
 from megabatch.train.runtime.ranks import Ranks
 
 RECIPE = "config.toml"  # of a run's folder
 MODEL, AVERAGE = "learner.model.", "average."  # where a checkpoint has the weights, and their average
+INSIDE_PEFT = "base_model.model."  # in a PeftModel before the names of the model in it
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
@@ -81,20 +82,18 @@ def export(run_folder: Path, to: Path, *, step: int | str | None, merged: bool =
     return "\n".join([*(f"warning: {line}" for line in chosen.warnings), said])
 
 
-def exported(config: Config, weights: Checkpointed, checkpoint: Path, *, merged: bool) -> nn.Module | Adapter:
-    """What is to be saved: the run's model, or its adapters alone."""
+def exported(config: Config, weights: Checkpointed, checkpoint: Path, *, merged: bool) -> Any:
+    """Return an object whose ``save_pretrained`` writes the run's model, or its adapters alone."""
     if config.model.lora is None:
         if merged:
             raise MegabatchError("--merged is given and the run has no model.lora, so nothing to merge; leave it out")
         return loaded_model(config, weights, checkpoint)
-    if not merged:
-        return adapter_of(config, weights.tensors, checkpoint)
-    base = base_model(config) if config.model.function is None else own_model(config)
-    return merged_model(base, config, weights.tensors, checkpoint)
+    adapter = Adapter.of(config, weights, checkpoint)
+    return merged_model(adapter, checkpoint) if merged else adapter
 
 
-def adapter_text(adapter: Adapter, run_folder: Path) -> str:
-    """What a folder with adapters is, and how it is used."""
+def adapter_text(adapter: "Adapter", run_folder: Path) -> str:
+    """Describe a folder with adapters, and how to use it."""
     model = adapter.config.model
     base = model.name or f"{model.function or 'fresh weights'} with run.seed = {adapter.config.run.seed}"
     base += "" if model.quantize is None else f" in {kind_of(model)}"
@@ -169,39 +168,28 @@ def read_weights(checkpoint: Path) -> Checkpointed:
 
 
 def loaded_model(config: Config, weights: Checkpointed, checkpoint: Path) -> nn.Module:
-    """The run's model on the CPU, with these weights."""
+    """Return the run's model on the CPU, with these weights."""
     if config.model.function is not None:
         model = own_model(config)
         check_weights(model, weights, checkpoint)
     else:
-        model = filled_model(config.model, weights, checkpoint)
+        architecture = architecture_of(config.model)
+        model = outline(config.model, architecture)
+        check_weights(model, weights, checkpoint)
+        units = plan_units(model, blocks_of(model))
+        if units is None:
+            model = construct(config.model, architecture)
+        else:
+            fill(model, units, 0, torch.device("cpu"), weights)
+        add_generation_config(model, config.model)
     with torch.no_grad():
         for names, tensor in named_tensors(model):
             tensor.copy_(cast(Tensor, weights.read(names, None)))
     return model
 
 
-def check_weights(model: nn.Module, weights: Checkpointed, checkpoint: Path) -> None:
-    """Raise where the checkpoint is not of this model."""
-    for names, tensor in named_tensors(model):
-        saved = weights.read(names, None)
-        if saved is None or saved.shape != tensor.shape:
-            raise MegabatchError(
-                f"{checkpoint} has no {names[0]} of shape {list(tensor.shape)}, which the run's {RECIPE} asks for; "
-                "put back the recipe that it was made with"
-            )
-
-
-def named_tensors(model: nn.Module) -> list[tuple[list[str], Tensor]]:
-    """What a checkpoint has of a model, each once with every name that it goes by."""
-    names: dict[Tensor, list[str]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        names.setdefault(tensor, []).append(name)
-    return [(each, tensor) for tensor, each in names.items()]
-
-
 def own_model(config: Config) -> nn.Module:
-    """The module of model.function, if it knows how to be saved."""
+    """Return the module of model.function, if it can be saved."""
     model = own_source(config.model, config.run.seed).model
     if not callable(getattr(model, "save_pretrained", None)):
         raise MegabatchError(
@@ -211,20 +199,125 @@ def own_model(config: Config) -> nn.Module:
     return model
 
 
-def filled_model(config: ModelConfig, weights: Checkpointed, checkpoint: Path) -> nn.Module:
-    """transformers' model as the recipe describes it, with the weights in it where they fit."""
-    architecture = architecture_of(config)
-    model = outline(config, architecture)
-    check_weights(model, weights, checkpoint)
-    units = plan_units(model, blocks_of(model))
-    if units is None:
-        model = construct(config, architecture)
-    else:
-        fill(model, units, 0, torch.device("cpu"), weights)
+def add_generation_config(model: nn.Module, config: ModelConfig) -> None:
+    """Take over the generation config of model.name, which not every model has."""
     if config.name is not None:
-        with contextlib.suppress(OSError), quiet():  # not every model has one
+        with contextlib.suppress(OSError), quiet():
             cast(Any, model).generation_config = GenerationConfig.from_pretrained(config.name)
-    return model
+
+
+def check_weights(model: nn.Module, weights: Checkpointed, checkpoint: Path) -> None:
+    """Raise where the checkpoint is not of this model."""
+    for names, tensor in named_tensors(model):
+        check_saved(names[0], tensor, weights.read(names, None), checkpoint)
+
+
+def check_saved(name: str, tensor: Tensor, saved: Tensor | None, checkpoint: Path) -> None:
+    """Raise where a checkpoint has no tensor of this shape."""
+    if saved is None or saved.shape != tensor.shape:
+        raise MegabatchError(
+            f"{checkpoint} has no {name} of shape {list(tensor.shape)}, which the run's {RECIPE} asks for; "
+            "put back the recipe that it was made with"
+        )
+
+
+def named_tensors(model: nn.Module) -> list[tuple[list[str], Tensor]]:
+    """Return the tensors that a checkpoint has of a model, each once with all of its names."""
+    names: dict[Tensor, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(tensor, []).append(name)
+    return [(each, tensor) for tensor, each in names.items()]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Adapters without their base, to be saved by peft."""
+
+    config: Config
+    model: Any  # a PeftModel, whose weights are not looked at
+    state: Mapping[str, Tensor]  # by the names in it
+
+    @classmethod
+    def of(cls, config: Config, weights: Checkpointed, checkpoint: Path) -> "Adapter":
+        """Take the adapters of a checkpoint, and the weights that were trained beside them."""
+        if config.model.function is not None:
+            base = own_source(config.model, config.run.seed).model
+        else:
+            base = outline(config.model, architecture_of(config.model))
+        lora = lora_config(config.model)
+        lora.modules_to_save = (config.model.lora or {}).get(WHOLE)
+        lora.base_model_name_or_path = config.model.name
+        lora.task_type = "CAUSAL_LM" if config.model.function is None else None
+        model = peft().PeftModel(base, lora, low_cpu_mem_usage=True)
+        state = dict[str, Tensor]()
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad or MARK in name:
+                saved_name = name.removeprefix(INSIDE_PEFT).replace(f".{WHOLE}.{ADAPTER}.", ".")
+                saved = weights.tensors.get(saved_name)
+                check_saved(saved_name, parameter, saved, checkpoint)
+                state[name] = cast(Tensor, saved)
+        return cls(config, model, state)
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write what ``PeftModel.from_pretrained(base, folder)`` reads."""
+        self.model.save_pretrained(str(folder), state_dict=dict(self.state), save_embedding_layers=False)
+
+
+def merged_model(adapter: Adapter, checkpoint: Path) -> nn.Module:
+    """Return the base with adapters in its weights. Raises `MegabatchError` if they were trained on another base."""
+    config = adapter.config
+    base = base_model(config) if config.model.function is None else own_model(config)
+    if config.model.quantize is not None:
+        quantize(base, config.model)
+    check_base(base, checkpoint)
+    dequantize(base, dtype_of(config.model))
+    with tempfile.TemporaryDirectory() as folder, quiet():
+        adapter.save_pretrained(Path(folder))
+        model = peft().PeftModel.from_pretrained(base, folder)
+    check_untied(model)
+    return model.merge_and_unload()
+
+
+def base_model(config: Config) -> nn.Module:
+    """Return the model of ``model.name`` or ``model.config`` as training began with it, on the CPU."""
+    architecture, seed = architecture_of(config.model), config.run.seed
+    if config.model.name is not None:
+        model, _ = load_whole(config.model, architecture, seed, "")
+        add_generation_config(model, config.model)
+        return model
+    empty = outline(config.model, architecture)
+    source = fresh_source(empty, blocks_of(empty), config.model, architecture, seed)
+    if source.units is not None:
+        fill(source.model, source.units, seed, ALONE.device)
+    return source.model
+
+
+def check_base(base: nn.Module, checkpoint: Path) -> None:
+    """Raise where a frozen weight is not the one that the adapters were trained on."""
+    saved: dict[str, list[object]] = read_meta(checkpoint)["parameters"]
+    there = {name.replace(INSIDE, "."): each for name, each in saved.items() if MARK not in name}
+    here = described(base)
+    names = [name for name in there if name in here and len(there[name]) > len(here[name])]  # those with a checksum
+    sums = sealed({"parameters": here}, base, names, ALONE)["parameters"]
+    difference = first_difference(there, json.loads(json.dumps(sums)))
+    if difference is not None:
+        name, was, now = difference
+        raise MegabatchError(
+            f"{checkpoint} was trained on another base: the parameter {name} is {was} there and {now} here; let "
+            "model.name of the run's config.toml be the base that it was trained on"
+        )
+
+
+def check_untied(model: nn.Module) -> None:
+    """Raise where an adapter's matrix is that of another module too, which would change with it."""
+    owners = owners_of(model)
+    for path, layer in layers_of(model):
+        names = [name.removeprefix(INSIDE_PEFT) for name in owners[id(layer.get_base_layer().weight)]]
+        if len(names) > 1:
+            raise MegabatchError(
+                f"{path.removeprefix(INSIDE_PEFT)} has an adapter and shares its matrix ({', '.join(names)}), which "
+                "merging would change for both; leave --merged out"
+            )
 
 
 def resolved(path: Path) -> Path:

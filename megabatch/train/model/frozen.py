@@ -1,93 +1,222 @@
-"""Frozen: what of a model is not trained: by patterns, or the base of adapters, which no checkpoint has.
+"""The frozen base of adapters: in four bits if the recipe says so, told apart by its bits, and in no checkpoint.
 
-Whoever goes on has the base from where the run had it; a sum over the bits of each weight says that it is the same.
+bitsandbytes makes the four-bit layers and computes with them. Whoever resumes a run gets the base from where the run
+had it, and a checksum over the bits of each weight says that it is the same.
 """
 
-import fnmatch
+import importlib
 import json
-from collections.abc import Collection, Iterable
-from difflib import get_close_matches
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.base import get_keys_to_not_convert
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from megabatch import Learner
 from megabatch.errors import MegabatchError
-from megabatch.train.config import ModelConfig
-from megabatch.train.model.adapters import MARK, adapt
-from megabatch.train.model.quantized import four_bits, num_numbers, stored
+from megabatch.train.config import Config, ModelConfig
+from megabatch.train.model.architecture import quiet
+from megabatch.train.model.weights import Source, fill
+from megabatch.train.model.wrap import Wrapper, dtype_of
 from megabatch.train.runtime.ranks import Ranks
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
-SLICE = 2**22  # numbers that are summed at a time: the sum is over copies of eight bytes each
+SLICE = 2**22  # numbers that are summed at a time, each in a copy of eight bytes
 
 
-def choose_trained(model: nn.Module, config: ModelConfig) -> list[str]:
-    """Put in adapters and freeze as the recipe says; what was done, in words."""
-    words = [] if config.lora is None else [adapt(model, config)]
-    return [*words, freeze(model, config.freeze)] if config.freeze else words
-
-
-def freeze(model: nn.Module, patterns: list[str]) -> str:
-    """Let the parameters that the patterns match stay as they are; tied ones by any of their names."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for pattern in patterns:
-        matched = fnmatch.filter(parameters, pattern)
-        if not matched:
-            raise MegabatchError(
-                f"model.freeze has {pattern!r}, which matches no parameter; the nearest name is "
-                f"{get_close_matches(pattern, parameters, n=1, cutoff=0.0)[0]}"
-            )
-        for name in matched:
-            parameters[name].requires_grad_(False)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not trained:
-        raise MegabatchError("model.freeze matches every parameter; leave some to be trained")
-    num_all, num_trained = (sum(num_numbers(each) for each in some) for some in (model.parameters(), trained))
-    return f"frozen: {num_all - num_trained:,} of {num_all:,} parameters"
-
-
-def left_out(model: nn.Module, config: ModelConfig) -> frozenset[str]:
-    """Names of the parameters that checkpoints do not have: those of a base that adapters are trained on."""
+def check_quantized(config: ModelConfig) -> None:
+    """Raise for keys that do not go with a base in four bits, or where bitsandbytes is not installed."""
+    kind = config.quantize
+    if kind is None:
+        if not config.double_quantization:
+            raise MegabatchError("model.double_quantization is set and model.quantize is not; leave it out")
+        return
     if config.lora is None:
-        return frozenset()
-    return frozenset(
-        name
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if not parameter.requires_grad and MARK not in name
+        raise MegabatchError(
+            f"model.quantize is {kind!r} and model.lora is not set: four bits are not trained; set model.lora as well, "
+            "or leave quantize out"
+        )
+    if config.function is not None:
+        raise MegabatchError(
+            "model.quantize is set and model.function makes a model of its own, which may use its weights other than "
+            "by its layers; leave quantize out, or name a model by model.name or model.config"
+        )
+    if config.compile:
+        raise MegabatchError("model.quantize and model.compile are set, which are not tested together; leave one out")
+    if config.dtype == "float64":
+        raise MegabatchError(
+            f"model.quantize is {kind!r} and model.dtype 'float64', in which bitsandbytes does not compute; set "
+            'model.dtype to "float32", or leave quantize out'
+        )
+    bitsandbytes()
+
+
+def bitsandbytes() -> Any:
+    """Import the package. Raises `MegabatchError` where it is not installed."""
+    try:
+        with quiet():
+            return importlib.import_module("bitsandbytes")
+    except ModuleNotFoundError as error:
+        raise MegabatchError(
+            f'model.quantize is set and {error.name} is not installed; pip install "megabatch[qlora]"'
+        ) from None
+
+
+def quantized(source: Source, config: Config, wrapper: Wrapper) -> Source:
+    """Return the source with its model whole and in four bits, if the recipe asks for it.
+
+    The bits are made on the CPU, so that they are the same on every device. Raises `MegabatchError` where the model or
+    its wrapper cannot have them.
+    """
+    if config.model.quantize is None:
+        return source
+    if wrapper.is_of_fsdp:
+        raise MegabatchError(
+            f"model.quantize is {config.model.quantize!r} and the wrapper {wrapper.name} ({wrapper.reason}), which "
+            'cannot cut weights of four bits; set parallel.wrapper to "ddp", or leave quantize out'
+        )
+    if source.units is not None:
+        fill(source.model, source.units, config.run.seed, torch.device("cpu"), source.saved)
+    words = quantize(source.model, config.model)
+    return replace(source, text=f"{source.text}; {words}", units=None, saved=None)
+
+
+def quantize(model: nn.Module, config: ModelConfig) -> str:
+    """Put the linear layers that transformers would choose into four bits. Return a description."""
+    assert isinstance(model, PreTrainedModel)
+    left = [*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or ())]  # pyright: ignore[reportPrivateUsage]
+    found = {name: each for name, each in model.named_modules() if type(each) is nn.Linear}
+    layers = {name: each for name, each in found.items() if should_convert_module(name, left)}
+    kind = str(config.quantize)
+    if (odd := next((name for name, each in layers.items() if each.in_features % 2), None)) is not None:
+        raise MegabatchError(
+            f"model.quantize is {kind!r} and {odd} has an odd number of inputs, two of which go into a byte; leave "
+            "quantize out"
+        )
+    if not layers or any(isinstance(module, Conv1D) for module in model.modules()):
+        raise MegabatchError(
+            f"model.quantize is {kind!r} and the layers of a {type(model).__name__} are not torch's linear ones; leave "
+            "quantize out"
+        )
+    bytes_before = sum(each.weight.nbytes for each in layers.values())
+    for name, layer in layers.items():
+        model.set_submodule(name, four_bit_layer(layer, config))
+    num_bytes = sum(part.nbytes for _, each in four_bits(model) for part in stored(each.weight))
+    return f"{len(layers)} linear layers in {kind_of(config)}: {num_bytes:,} bytes instead of {bytes_before:,}"
+
+
+def four_bit_layer(linear: nn.Linear, config: ModelConfig) -> nn.Linear:
+    """Return bitsandbytes' layer of the same numbers, frozen."""
+    has_bias = "bias" in dict(linear.named_parameters())
+    layers, options = (
+        bitsandbytes().nn,
+        {"quant_type": config.quantize, "compress_statistics": config.double_quantization},
     )
+    # A layer casts its bias for good to the dtype that it computes in.
+    computed = torch.bfloat16 if config.compute_dtype is not None and not has_bias else dtype_of(config)
+    layer = layers.Linear4bit(
+        linear.in_features, linear.out_features, has_bias, compute_dtype=computed, device="meta", **options
+    )
+    layer.weight = layers.Params4bit(linear.weight.detach(), requires_grad=False, **options).to("cpu")
+    layer.bias = linear.bias
+    layer.support_avx512bf16_for_cpu = False  # in eval() it would repack its weights and have no backward after that
+    return layer
+
+
+def dequantize(model: nn.Module, dtype: torch.dtype) -> None:
+    """Put torch's linear layers, of the numbers that the bits stand for, in place of those in four bits."""
+    for name, layer in list(four_bits(model)):
+        path, values = name.removesuffix(".weight"), layer.weight.detach()
+        linear = nn.Linear(layer.in_features, layer.out_features, device="meta")
+        whole = bitsandbytes().functional.dequantize_4bit(values, layer.weight.quant_state)
+        linear.weight, linear.bias = nn.Parameter(whole.to(dtype), requires_grad=False), layer.bias
+        model.set_submodule(path, linear)
+
+
+def kind_of(config: ModelConfig) -> str:
+    """Return the name of the format."""
+    return f"{config.quantize}, scales in 8 bits" if config.double_quantization else f"{config.quantize}"
+
+
+def four_bits(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the name of each weight in four bits, and its layer."""
+    for name, module in model.named_modules():
+        if getattr(getattr(module, "weight", None), "quant_state", None) is not None:
+            yield f"{name}.weight", module
+
+
+def described(model: nn.Module) -> dict[str, list[object]]:
+    """Return dtype and shape of each parameter, as json. A weight in four bits has its format as dtype."""
+    return {name: [dtype_name(each), *shape_of(each)] for name, each in model.named_parameters()}
+
+
+def dtype_name(weight: Tensor) -> str:
+    """Return the dtype of a parameter, or the four-bit format."""
+    state: Any = getattr(weight, "quant_state", None)
+    if state is None:
+        return str(weight.dtype).removeprefix("torch.")
+    return f"{state.quant_type}, scales in 8 bits" if state.nested else str(state.quant_type)
+
+
+def shape_of(weight: Tensor) -> torch.Size:
+    """Return the shape of the numbers that a weight stands for."""
+    state: Any = getattr(weight, "quant_state", None)
+    return weight.shape if state is None else torch.Size(state.shape)
+
+
+def stored(weight: Tensor) -> list[Tensor]:
+    """Return all tensors that are kept of a weight: itself, and its scales if it is in four bits."""
+    state: Any = getattr(weight, "quant_state", None)
+    if state is None:
+        return [weight]
+    scales = [state.absmax, state.offset, state.state2.absmax] if state.nested else [state.absmax]
+    return [weight, *scales]
 
 
 def sealed(identity: dict[str, Any], model: nn.Module, names: Collection[str], ranks: Ranks) -> dict[str, Any]:
-    """A model's identity, with a sum over the bits of each of these weights beside its shape; collective."""
+    """Return a model's identity with a checksum beside the shape of each of these weights. Collective."""
     own = {name: sum_of_bits(each, ranks) for name, each in model.named_parameters() if name in names}
     told: list[dict[str, int]] = [json.loads(text) for text in ranks.gather(json.dumps(own))] if names else []
-    described = identity["parameters"]
+    parameters = identity["parameters"]
     added = {
-        name: [*described[name], f"{sum(each[name] for each in told) % 2**64:016x}"] for name in (own if told else ())
+        name: [*parameters[name], f"{sum(each[name] for each in told) % 2**64:016x}"] for name in (own if told else ())
     }
-    return {**identity, "parameters": {**described, **added}}
+    return {**identity, "parameters": {**parameters, **added}}
 
 
 @torch.no_grad()
 def sum_of_bits(weight: Tensor, ranks: Ranks) -> int:
-    """This rank's part of the sum of a weight's numbers, each read as a whole number; 0 of what others count."""
+    """Return this rank's part of a checksum: the sum of a weight's numbers, each read as an integer."""
     if not is_counted(weight, ranks):
         return 0
     return sum_of([weight.to_local()] if isinstance(weight, DTensor) else stored(weight))
 
 
+def is_counted(weight: Tensor, ranks: Ranks) -> bool:
+    """Return True on the first of the ranks that hold the same numbers of a weight."""
+    if not isinstance(weight, DTensor):
+        return ranks.is_main
+    mesh = weight.device_mesh
+    return all(
+        mesh.get_local_rank(axis) == 0 for axis, placement in enumerate(weight.placements) if placement.is_replicate()
+    )
+
+
 def sum_of(tensors: Iterable[Tensor]) -> int:
-    """The sum of all of their numbers, each read as a whole number."""
+    """Return the sum of all of their numbers, each read as an integer."""
     read = (each.detach().contiguous().view(BITS[each.element_size()]).flatten() for each in tensors)
     return sum(int(part.sum(dtype=torch.int64)) for each in read for part in each.split(SLICE))
 
 
 def check_same_bits(model: nn.Module, ranks: Ranks) -> None:
-    """Raise where ranks have made other bits of the same base, as processors of another kind may; collective."""
+    """Raise where ranks have made other bits of the same base, as processors of another kind may. Collective."""
     own = {name: sum_of(stored(layer.weight)) for name, layer in four_bits(model)}
     told: list[dict[str, int]] = [json.loads(text) for text in ranks.gather(json.dumps(own))] if own else []
     name = next((name for name in own if len({each[name] for each in told}) > 1), None)
@@ -98,28 +227,18 @@ def check_same_bits(model: nn.Module, ranks: Ranks) -> None:
         )
 
 
-def is_counted(weight: Tensor, ranks: Ranks) -> bool:
-    """Whether this rank is the first of those that hold the same numbers of a weight."""
-    if not isinstance(weight, DTensor):
-        return ranks.is_main
-    mesh = weight.device_mesh
-    return all(
-        mesh.get_local_rank(axis) == 0 for axis, placement in enumerate(weight.placements) if placement.is_replicate()
-    )
-
-
 class TrainedOnly:
-    """A learner that is saved without some of its model's weights, which are where they were when it goes on."""
+    """A learner that is saved without its model's frozen base."""
 
     def __init__(self, learner: Learner, left_out: Collection[str]) -> None:
         self._learner, self._left_out = learner, left_out
 
     def state_dict(self) -> dict[str, Any]:
-        """The learner's state, less what is left out."""
+        """Return the learner's state without the base."""
         state = self._learner.state_dict()
         return {**state, "model": {name: each for name, each in state["model"].items() if name not in self._left_out}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Restore the state that `state_dict` returned."""
         whole = get_model_state_dict(self._learner.model)
         self._learner.load_state_dict({**state, "model": {**whole, **state["model"]}})

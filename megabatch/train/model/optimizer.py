@@ -1,4 +1,4 @@
-"""Optim: what moves the model, and how fast. Everything counts updates."""
+"""The optimizer and its learning rate. Everything counts updates."""
 
 import difflib
 import inspect
@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from megabatch import Learner
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.planning import TunedLimit
 from megabatch.train.autotune.accumulator import accumulator_of
 from megabatch.train.config import Config, OptimConfig, UpdateConfig
+from megabatch.train.config.batch_size import Sizes
 from megabatch.train.data.updates import NumUpdates
 from megabatch.train.runtime.plugins import load_function
 
@@ -114,6 +115,20 @@ def lr_factor(step: int, config: OptimConfig, decay_steps: int | None) -> float:
     progress = min(1.0, max(0, step - start) / max(1, decay_steps - start))
     height = (1 + math.cos(math.pi * progress)) / 2 if config.schedule == "cosine" else 1 - progress
     return config.final_lr_share + (1 - config.final_lr_share) * height
+
+
+def rate_factor(optim: OptimConfig, sizes: Sizes, size: int) -> float:
+    """What the learning rate is multiplied by in an update of ``size`` samples; optim.lr is of the first size."""
+    return 1.0 if optim.lr_follows_batch is None else math.sqrt(size / sizes.sizes[0])
+
+
+def follow(optimizer: optim.Optimizer, scheduler: LRScheduler, factor: float) -> None:
+    """Set the rates for the next update: the scheduler's times ``factor``. The scheduler counts from its own."""
+    for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate * factor)
+        else:
+            group["lr"] = rate * factor
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> optim.Optimizer:

@@ -17,9 +17,8 @@ from megabatch.errors import MegabatchError
 from megabatch.pipeline import SCHEDULES, Pipeline
 from megabatch.train.config import Config, ParallelConfig
 from megabatch.train.model.architecture import outline
-from megabatch.train.model.precision import boundary_dtype, is_mixed
 from megabatch.train.model.tensor_parallel import Borders
-from megabatch.train.model.wrap import Wrapper, replicate
+from megabatch.train.model.wrap import Wrapper, boundary_dtype, is_mixed, replicate
 from megabatch.train.runtime.ranks import Ranks
 
 STAGES_PER_RANK = 2  # of schedules that take any number

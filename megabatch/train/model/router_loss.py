@@ -10,12 +10,12 @@ from megabatch.experts import config_coefficient, has_experts, next_token_with_b
 from megabatch.losses import LossFunction
 from megabatch.train.config import Config
 from megabatch.train.data.updates import Updates
-from megabatch.train.model.build import Laid
+from megabatch.train.model.build import ParallelModel
 
 KEY = "loss.router_loss"
 
 
-def train_with_router(loss_fn: LossFunction, config: Config, laid: Laid, updates: Updates) -> LossFunction:
+def train_with_router(loss_fn: LossFunction, config: Config, laid: ParallelModel, updates: Updates) -> LossFunction:
     """The loss that a run minimises; what is to be said of its router loss is added to ``laid.words``.
 
     An evaluation goes on with ``loss_fn``: what is held out is compared by its cross-entropy.

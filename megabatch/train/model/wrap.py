@@ -1,18 +1,38 @@
-"""Wrap: the model as a plain module, DDP, FSDP2, or FSDP2's replicate."""
+"""A model over the data and context ranks: plain, DDP, FSDP2 or its replicate, and the dtypes that it computes in."""
 
+import contextlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any, cast
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed._composable import replicate_with_fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from transformers import AttentionInterface, PreTrainedModel
 
+from megabatch.batching import context_parallel
+from megabatch.errors import PlanError
+from megabatch.train.config import ModelConfig, UpdateConfig
 from megabatch.train.config.parallel_layout import ALONE, Layout, check_wrapper
 
 SHARD_FROM_PARAMETERS = 1_000_000_000  # a rule of thumb; parallel.wrapper overrules it
+CONTEXT_FAMILIES = (
+    "gpt2",
+    "gpt_neox",
+    "llama",
+    "mistral",
+    "olmo2",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+)  # tested against uncut runs
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # others look at the longest position, which ranks do not share
+NOT_KNOWN = ("sliding_window", "softcap", "position_bias", "s_aux")  # what changes attention beyond order and documents
 
 
 @dataclass(frozen=True)
@@ -103,3 +123,122 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def dtype_of(config: ModelConfig) -> torch.dtype:
+    """What the parameters are kept in."""
+    return getattr(torch, config.dtype)
+
+
+def is_mixed(config: ModelConfig) -> bool:
+    """Whether the model computes in another dtype than its parameters'."""
+    return config.compute_dtype is not None and config.compute_dtype != config.dtype
+
+
+def accumulation_of(config: UpdateConfig) -> torch.dtype | None:
+    """What gradients are added in; None: the parameters' own."""
+    return None if config.accumulate_dtype is None else getattr(torch, config.accumulate_dtype)
+
+
+def policy_of(config: ModelConfig, accumulated: torch.dtype | None) -> MixedPrecisionPolicy:
+    """What FSDP2 casts: weights to the dtype of computing, and gradients back before they are added up.
+
+    Without an output_dtype, since a layer's output of another dtype would not go into the next layer's norm.
+    """
+    if not is_mixed(config):
+        return MixedPrecisionPolicy(reduce_dtype=accumulated)
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=accumulated or dtype_of(config))
+
+
+def boundary_dtype(config: ModelConfig) -> torch.dtype:
+    """What goes from stage to stage, and out of the last, of a model that computes by FSDP2's policy or in one type."""
+    return torch.bfloat16 if is_mixed(config) else dtype_of(config)
+
+
+def computing(config: ModelConfig, wrapper_name: str, device: torch.device) -> AbstractContextManager[object]:
+    """Surrounds a forward where the precision needs autocast; FSDP2 casts by its own policy."""
+    if not is_mixed(config) or wrapper_name == "fsdp2":
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=torch.bfloat16)
+
+
+def precision_text(config: ModelConfig, wrapper_name: str, accumulated: torch.dtype | None) -> str:
+    """The precision in words."""
+    if not is_mixed(config):
+        is_wider = accumulated is not None and accumulated != dtype_of(config)
+        added = f", gradients added in {accumulated}" if is_wider else ""
+        return f"precision: {config.dtype} throughout{added.replace('torch.', '')}"
+    how = "FSDP2's policy" if wrapper_name == "fsdp2" else "autocast"
+    return f"precision: parameters and gradients in {config.dtype}, computed in {config.compute_dtype} ({how})"
+
+
+def attend_over(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
+    """Let the layers of ``model`` attend over the ranks of ``group``; from then on it runs stretches of microbatches.
+
+    Raises `PlanError` for a model in which positions see each other in another way than by full causal attention.
+    """
+    check_attention_is_causal(model)
+    name = f"megabatch_context_{group.group_name}"  # a group has its own, since models may have different groups
+    AttentionInterface.register(name, _implementation(context_parallel.GatheredAttention(group)))
+    model.set_attn_implementation(name)
+
+
+def check_attention_is_causal(model: PreTrainedModel) -> None:
+    """Raise `PlanError` where gathered attention would not be what the model computes in one piece."""
+    config = cast(Any, model.config)
+    if config.model_type not in CONTEXT_FAMILIES:
+        raise PlanError(
+            f"context parallelism was asked for a model of type {config.model_type!r}, where it is not tested; "
+            f"use one of {', '.join(CONTEXT_FAMILIES)}, or a mesh without cp"
+        )
+    if seen := _other_attention(config):
+        raise PlanError(f"the model has {seen}; context parallelism needs full causal attention in every layer")
+    for rope_type in _rope_types(getattr(config, "rope_parameters", None)):
+        if rope_type not in ROPE_TYPES:
+            raise PlanError(
+                f"the model's rotary positions are of type {rope_type!r}, which looks at the longest position that a "
+                f"rank has; context parallelism needs one of {', '.join(ROPE_TYPES)}"
+            )
+
+
+def _other_attention(config: Any) -> str | None:
+    """What a layer has that is not full causal attention, in words."""
+    kinds = sorted({*(getattr(config, "layer_types", None) or ())} - {"full_attention"})
+    window = getattr(config, "sliding_window", None)
+    if kinds or window:
+        return ", ".join(kinds) or f"a sliding window of {window} tokens"
+    return None if getattr(config, "is_causal", True) else "attention that is not causal"
+
+
+def _rope_types(parameters: Any) -> list[str]:
+    """The type of rotary positions, or one per kind of layer."""
+    if not isinstance(parameters, dict):
+        return []
+    found = cast(dict[str, Any], parameters)
+    nested = [rope_type for value in found.values() for rope_type in _rope_types(value)]
+    return [str(found["rope_type"]), *nested] if "rope_type" in found else nested
+
+
+def _implementation(attention: context_parallel.GatheredAttention) -> Any:
+    def forward(
+        module: nn.Module,
+        query: Tensor,  # [B, H, L, D]
+        key: Tensor,  # [B, K, L, D]
+        value: Tensor,  # [B, K, L, D]
+        attention_mask: Tensor | None,  # the documents, [B, 1, 1, T or 0]
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        set_options = [name for name in NOT_KNOWN if options.get(name) is not None]
+        if set_options or not causal:
+            seen = ", ".join(set_options) or "attention that is not causal"
+            raise PlanError(
+                f"{type(module).__name__} asks for {seen}; context parallelism has full causal attention only"
+            )
+        output = attention(query, key, value, attention_mask, scale=scaling, dropout=dropout)
+        return output.transpose(1, 2).contiguous(), None  # [B, L, H, D]
+
+    return forward

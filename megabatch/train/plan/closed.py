@@ -15,8 +15,7 @@ from megabatch.simulate import Device
 from megabatch.train.config import Config
 from megabatch.train.config.parallel_layout import Layout
 from megabatch.train.model.optimizer import build_optimizer
-from megabatch.train.model.precision import accumulation_of, dtype_of, is_mixed
-from megabatch.train.model.wrap import blocks_of
+from megabatch.train.model.wrap import accumulation_of, blocks_of, dtype_of, is_mixed
 from megabatch.train.plan.choices import Choice
 
 LEAST_KEPT = 12  # numbers per token and hidden feature that a layer keeps for backward; those measured keep 22

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megabatch.errors import MegabatchError
 from megabatch.train.config.recipe import load_config
-from megabatch.train.model.silence import quiet
+from megabatch.train.model.architecture import quiet
 from megabatch.train.plan.asked import read_asked
 from megabatch.train.plan.rows import Row
 from megabatch.train.plan.search import best_of, search

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from functools import partial
 from multiprocessing import get_context
 
-from megabatch.train.model.silence import quiet
+from megabatch.train.model.architecture import quiet
 from megabatch.train.plan.choices import Choice
 from megabatch.train.plan.rows import Row, simulated_row
 from megabatch.train.plan.subject import Subject

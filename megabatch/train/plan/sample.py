@@ -11,7 +11,7 @@ from megabatch.batching import OneRow
 from megabatch.errors import MegabatchError
 from megabatch.train.config import Config
 from megabatch.train.data.load import load_data
-from megabatch.train.model.tokenizer import load_tokenizer
+from megabatch.train.model.architecture import load_tokenizer
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
 

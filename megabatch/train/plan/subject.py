@@ -19,15 +19,14 @@ from megabatch.simulate import Device, Replica, Simulated, simulate
 from megabatch.train.callbacks.ema import Average
 from megabatch.train.config import Config, ModelConfig, OptimConfig
 from megabatch.train.config.parallel_layout import Layout, layout_of
+from megabatch.train.model.adapters import choose_trained
 from megabatch.train.model.architecture import architecture_of, check_fit, outline
 from megabatch.train.model.build import check_keys, check_together, divide, prepare
-from megabatch.train.model.frozen import choose_trained
 from megabatch.train.model.optimizer import build_optimizer
-from megabatch.train.model.precision import accumulation_of, computing
 from megabatch.train.model.router_loss import router_coefficient, with_router_loss
-from megabatch.train.model.source import own_source
 from megabatch.train.model.tensor_parallel import plain_terms
-from megabatch.train.model.wrap import Wrapper, choose_wrapper
+from megabatch.train.model.weights import own_source
+from megabatch.train.model.wrap import Wrapper, accumulation_of, choose_wrapper, computing
 from megabatch.train.plan.asked import Asked
 from megabatch.train.plan.choices import Choice, Grid, grid_of
 from megabatch.train.plan.closed import Sizes, sizes_of
