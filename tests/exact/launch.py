@@ -202,7 +202,7 @@ def _wait(children: list[int]) -> None:
         os.waitpid(child, 0)
 
 
-def _launch(folder: Path) -> None:
+def _launch(folder: Path, function: str, runs: list[Run]) -> None:
     """The process that one launch asks for; its ranks are its group."""
     import torch
 
@@ -212,22 +212,48 @@ def _launch(folder: Path) -> None:
         os.dup2(file, descriptor)
     os.chdir(folder)
     torch.set_num_threads(1)
-    function, runs = json.loads((folder / "runs.json").read_text())
-    for each in runs:
-        run = Run(**each | {"folder": Path(each["folder"])})
+    for run in runs:
         _wait([_fork(lambda run=run: _lead(run, function))])
+
+
+def _serve(folder: Path, function: str, runs: list[Run]) -> None:
+    leader = _fork(lambda: _launch(folder, function, runs))
+    print(leader, flush=True)
+    _wait([leader])
+    print("ended", flush=True)
+
+
+def _serve_warm(read: int) -> None:
+    """The part of the server that imports the library and the jobs themselves, each once."""
+    for folder, function, runs in map(_asked, os.fdopen(read)):
+        with contextlib.suppress(Exception):  # whoever runs it imports it again, and reports the error
+            importlib.import_module(function.partition(":")[0])
+        _serve(folder, function, runs)
+
+
+def _asked(line: str) -> tuple[Path, str, list[Run]]:
+    folder = Path(line.rstrip("\n"))
+    function, runs = json.loads((folder / "runs.json").read_text())
+    return folder, function, [Run(**each | {"folder": Path(each["folder"])}) for each in runs]
 
 
 def main() -> None:
     """Import what all runs share, once; then a launch for every folder that is asked for."""
     for name in IMPORTED:
         importlib.import_module(name)
-    assert "megabatch" not in sys.modules, "a run may have a copy of its own"
+    assert "megabatch" not in sys.modules, "a planted run has a copy of its own"
+    warm = None
     for line in sys.stdin:
-        leader = _fork(lambda line=line: _launch(Path(line.rstrip("\n"))))
-        print(leader, flush=True)
-        _wait([leader])
-        print("ended", flush=True)
+        asked = _asked(line)
+        if any(run.python_path for run in asked[2]):
+            _serve(*asked)
+            continue
+        if warm is None:
+            read, write = os.pipe()
+            _fork(lambda read=read, write=write: (os.close(write), _serve_warm(read))[1])
+            os.close(read)
+            warm = os.fdopen(write, "w", buffering=1)
+        print(line, end="", file=warm)
 
 
 if __name__ == "__main__":
