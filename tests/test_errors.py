@@ -11,7 +11,7 @@ import torch
 import megabatch
 from megabatch import Learner, MegabatchError
 from tests.exact import inputs
-from tests.exact.launch import launch, values
+from tests.exact.launch import of_ranks
 from tests.unit.failures import (
     auto,
     batches,
@@ -78,18 +78,7 @@ IN_A_GROUP = (
 )
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory):
-    """What each of two ranks was told, by job; one spawn for all."""
-    return launch(2, "tests.unit.failures.two_ranks:job", two_ranks.JOBS, tmp_path_factory.mktemp("two_ranks"))
-
-
-@pytest.fixture(scope="module")
-def told_to_three(tmp_path_factory):
-    """The same of each of three ranks, for jobs in which the order of collectives differs."""
-    return launch(3, "tests.unit.failures.two_ranks:job", two_ranks.ORDERS, tmp_path_factory.mktemp("three_ranks"))
-
-
+told = of_ranks("tests.unit.failures.two_ranks:job", {2: two_ranks.JOBS, 3: two_ranks.ORDERS})
 Told = dict[str, str]
 
 
@@ -132,12 +121,12 @@ def test_wrapper(name, in_a_group):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", two_ranks.JOBS)
 def test_two_ranks(name, told):
-    check_ranks(list(values(told[name])), two_ranks.JOBS[name][1])
+    check_ranks(told(name, 2), two_ranks.JOBS[name][1])
 
 
 @pytest.mark.parametrize("name", two_ranks.ORDERS)
-def test_three_ranks_in_another_order(name, told_to_three):
-    check_ranks(list(values(told_to_three[name])), two_ranks.ORDERS[name][1][:1] * 3)
+def test_three_ranks_in_another_order(name, told):
+    check_ranks(told(name, 3), two_ranks.ORDERS[name][1][:1] * 3)
 
 
 @pytest.mark.parametrize("name", numbers.PROBLEMS)
@@ -172,7 +161,7 @@ def patterns() -> list[str]:
 def test_every_error_is_provoked(alone, in_a_group, told):
     """Those that other files provoke are named here."""
     texts = [text.partition(": ")[2] for text in (*alone.values(), *in_a_group.values())]
-    texts += [text.partition(": ")[2] for ranks in told.values() for text in values(ranks)]
+    texts += [text.partition(": ")[2] for name in two_ranks.JOBS for text in told(name, 2)]
     fragments = [row.fragment for row in inputs.table().values() if row.refused is not None]
     missing = {
         pattern

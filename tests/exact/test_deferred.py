@@ -10,8 +10,9 @@ from megabatch import GradientAccumulator, LossContractError, PlanError, loss, v
 from megabatch.batching.samples import Deferred
 from tests.exact.cells import MAIN, Cell
 from tests.exact.deferred import Census, counted
-from tests.exact.launch import launch
+from tests.exact.launch import of_ranks
 from tests.exact.test_exact import check
+from tests.tiers import some
 from tests.unit.failures.table import names
 from tests.unit.small import count, expected, gradients, model_of_integers, same_bits, samples, squares, weighed
 
@@ -53,18 +54,16 @@ def no_thread_is_left() -> bool:
     return not [thread for thread in threading.enumerate() if thread.name.startswith("megabatch")]
 
 
-@pytest.fixture(scope="module")
-def of_two_ranks(tmp_path_factory):
-    return launch(2, "tests.exact.deferred:job", [*JOBS, *REFUSED], tmp_path_factory.mktemp("deferred"))
+of_two_ranks = of_ranks("tests.exact.deferred:job", {2: [*JOBS, *REFUSED]})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", some(JOBS, 2))
 def test_same_bits_loads_and_memory_on_two_ranks(of_two_ranks, job):
     told, look_ahead, name = job.split(";")
     cell = Cell.parse(name)
     times = {1} if told == "told" or cell.loss == "late" else {1, 2}  # the last sample is kept: it may stand in
-    for result in of_two_ranks[job]:
+    for result in of_two_ranks.results(job):
         check(cell, result)
         found = result["value"]
         assert set(found["times"]) <= times
@@ -75,9 +74,7 @@ def test_same_bits_loads_and_memory_on_two_ranks(of_two_ranks, job):
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_mistake_on_one_rank_is_told_to_both(of_two_ranks, name):
     own, other = REFUSED[name]
-    for result, expected_text in zip(of_two_ranks[name], (other, own), strict=True):
-        assert "error" not in result, result["error"]
-        told, gradient, then = result["value"]
+    for (told, gradient, then), expected_text in zip(of_two_ranks(name), (other, own), strict=True):
         assert names(told, expected_text)
         assert (gradient, then) == ("no gradient", "right")
 

@@ -13,7 +13,7 @@ from tests.unit.failures.table import check_error, check_ranks
 from tests.unit.failures.two_ranks import UNUSED
 from tests.unit.failures.wrappers import DDP_PASSED_BY
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 UNREDUCED = {  # what DDP waits for, by the job of `tests.exact.leaving`
     "unused:2:last:1:backward:3:0": UNUSED,
     "unused:2:every:1:backward:3:1": UNUSED,
