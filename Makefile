@@ -6,19 +6,22 @@ RECIPE ?= recipes/stdlib.toml
 JOBS ?= 2
 RUN := runs/$(basename $(notdir $(RECIPE)))-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: train test check docs exact bench clean
+.PHONY: train test test-all check docs exact bench clean
 
 train: $(VENV)/train.done  ## install, and run the main job on one process
 	$(BIN)/python -m megabatch train $(RECIPE) --run.folder=$(RUN) $(ARGS)
 
-test: $(VENV)/dev.done  ## install for development, and run every test
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=60 --durations-min=4
+test: $(VENV)/dev.done  ## install for development, and run every test that catches a planted bug
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m "not full" --durations=30 --durations-min=4
+
+test-all: $(VENV)/dev.done  ## every test: real kills and restarts, torchrun, browsers, wheels, launchers, examples, the site
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --durations=60 --durations-min=4
 
 check: $(VENV)/dev.done  ## lint, types, and the tests that take seconds
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(BIN)/python -m pytest -q -m "not slow and not full"
 
 docs: $(VENV)/dev.done  ## the documentation as a site, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,22 +14,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what 
     signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("steady")
-LONGEST = (  # files that begin first, so that processes that share them end together
-    "exact/test_exact.py", "train/test_pipeline.py", "train/test_tensor.py", "test_examples.py",
-    "train/test_resume.py", "comm/test_collectives.py", "train/test_same_losses.py", "train/test_cli.py",
-    "train/test_train.py", "exact/test_disturbed.py", "exact/test_joint.py", "exact/test_pipeline.py",
-    "train/test_parts.py", "exact/test_mutations.py", "exact/test_options.py", "train/test_model.py",
-    "exact/test_precision.py", "exact/test_routed.py", "exact/test_context.py", "exact/test_compiled.py",
-    "unit/test_stepping.py", "exact/test_experts.py", "elastic/test_pulse.py", "elastic/test_resize.py",
-    "elastic/test_stop.py", "elastic/test_kills.py", "elastic/test_restart.py", "exact/test_inputs.py",
-    "exact/test_families.py", "integrations/test_users_of_trainer.py", "exact/test_proofs.py",
-)  # fmt: skip
+CHEAP = {"group_of_one"}  # a module's fixtures that every process may make for itself
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    folder = Path(__file__).parent
-    places = {folder / name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path, len(places)))
+    """Tests that share what a module has made run in one process, the others wherever there is room."""
+    for item in items:
+        if item.get_closest_marker("xdist_group"):
+            continue
+        fixtures = item._fixtureinfo.name2fixturedefs
+        if any(each[-1].scope == "module" and name not in CHEAP for name, each in fixtures.items()):
+            item.add_marker(pytest.mark.xdist_group(str(item.path)))
 
 
 @pytest.fixture(scope="module")

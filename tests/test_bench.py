@@ -51,7 +51,7 @@ def by_name(rows: list[dict]) -> dict[tuple[str, int], dict]:
     return {(row["contestant"], row["ranks"]): row for row in rows}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_row_says_where_it_comes_from(rows):
     assert [(row["contestant"], row["ranks"]) for row in rows] == [(n, ranks) for ranks in RUNS for n in RUNS[ranks]]
     for row in rows:
@@ -62,7 +62,7 @@ def test_every_row_says_where_it_comes_from(rows):
         assert len(row["load_before"]) == len(row["repeats_seconds"]) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_gradients_are_what_they_are_said_to_be(rows):
     errors = {(row["contestant"], row["ranks"]): row["gradient_error"] for row in rows}
     for (name, _), error in errors.items():
@@ -70,7 +70,7 @@ def test_gradients_are_what_they_are_said_to_be(rows):
     assert disagreeing(rows) == []
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_counts(by_name):
     """The same tokens for all; fewer of them padded, and no more sent for it than the plain loop sends."""
     assert len({row["real_tokens"] for row in by_name.values()}) == 1
@@ -82,7 +82,7 @@ def test_counts(by_name):
         assert by_name[name, 2]["collectives"]["all_reduce"] == 1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_table_has_a_line_for_each(rows):
     text = table.render({"rows": rows})
     assert text.count("**megabatch**") == len(RUNS)
@@ -148,7 +148,7 @@ def benchmark(name: str, out: Path, *words: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_steps_with_and_without_a_pass_have_the_same_gradient(tmp_path):
     done = benchmark("needless_pass", tmp_path / "found.json")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -179,7 +179,7 @@ def test_a_wrong_gradient_is_seen():
     assert found["megabatch"] < 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_samples_in_one_row_are_timed_beside_padded_ones(tmp_path):
     done = benchmark("one_row", tmp_path / "found.json")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -193,7 +193,7 @@ def test_samples_in_one_row_are_timed_beside_padded_ones(tmp_path):
     assert "the 1B numbers are not measured here" in found["not_measured"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_trainer_and_a_loop_by_hand_are_timed(tmp_path):
     done = benchmark("throughput", tmp_path / "found.json", "--repeats", "2")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -233,7 +233,7 @@ def test_arithmetic_per_token():
     assert flops_per_token(tied.shape, 2048) == 6 * 1_235_814_400 + 12 * 16 * 2048 * 2048
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "words"),
     [

@@ -83,7 +83,7 @@ def test_an_example_needs_no_private_name_and_says_how_it_is_run(path: Path) -> 
     assert f"examples/{path.name}" in command or "megabatch train recipes/" in command
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_loop() -> None:
     losses, samples = numbers(example("loop"), "loss "), numbers(example("loop"), after=" samples")
     assert_falls(losses, by=2.0)
@@ -92,7 +92,7 @@ def test_the_loop() -> None:
     assert len(set(numbers(example("loop"), after=" microbatches"))) > 1  # unequal microbatches
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_loop_is_run_by_its_name() -> None:
     assert printed("examples/loop.py") == example("loop")
 
@@ -100,7 +100,7 @@ def test_the_loop_is_run_by_its_name() -> None:
 TORCHRUN = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", ON_RANKS)
 def test_the_loop_on_two_ranks_has_the_losses_of_one(name: str) -> None:
     """One of them as its docstring says, and the other on ranks that are told what torchrun tells."""
@@ -110,7 +110,7 @@ def test_the_loop_on_two_ranks_has_the_losses_of_one(name: str) -> None:
     assert numbers(on_two, "loss ") == pytest.approx(expected, abs=2e-3)  # float32, printed with three digits
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", IN_OTHER_LOOPS)
 def test_a_loop_of_another_library_learns(name: str) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
@@ -121,20 +121,20 @@ def test_a_loop_of_another_library_learns(name: str) -> None:
     assert_falls(losses, by=0.8)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_loss_of_your_own() -> None:
     assert example("own_loss").startswith("exact: worst relative error of a gradient")
     assert_falls(numbers(example("own_loss"), "loss "), by=1.5)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_loop_of_your_own() -> None:
     assert_falls(losses := numbers(example("own_loop"), "loss "), by=1.5)
     hardest = numbers(example("own_loop"), "hardest byte ")
     assert all(most > mean for most, mean in zip(hardest, losses, strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_several_terms() -> None:
     rows = [json.loads(line.replace("'", '"')) for line in example("several_terms").splitlines()]
     assert all(row.keys() == {"text", "code", "right"} for row in rows)
@@ -143,7 +143,7 @@ def test_several_terms() -> None:
     assert all(0 <= row["right"] <= 1 for row in rows)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_learner_that_was_saved_goes_on_as_if_never_stopped() -> None:
     steps, losses = numbers(example("learner"), "update "), numbers(example("learner"), "loss ")
     assert steps == [0, 1, 2, 3, 4, 5, 3, 4, 5]
@@ -151,13 +151,13 @@ def test_a_learner_that_was_saved_goes_on_as_if_never_stopped() -> None:
     assert_falls(losses[:6], by=0.8)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_images() -> None:
     assert numbers(example("images"), after="% of held-out")[-1] > 60
     assert numbers(example("images"), "loss ")[-1] < 1.0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_docstrings_find_their_code() -> None:
     losses = numbers(example("two_towers"), "loss ")
     assert len(losses) == 20
@@ -165,7 +165,7 @@ def test_docstrings_find_their_code() -> None:
     assert_falls(losses, by=1.5)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_policy_learns_from_rewards() -> None:
     right = numbers(example("policy"), after="% right")
     assert len(right) == 200
@@ -176,7 +176,7 @@ def test_a_policy_learns_from_rewards() -> None:
     assert len(set(rollouts)) > 1  # more than one call in some updates
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_groups_of_answers_are_compared() -> None:
     rewards = numbers(example("grpo"), "reward ")
     assert len(rewards) == 60
@@ -203,7 +203,7 @@ def test_the_distance_of_pictures_is_that_of_their_distributions() -> None:
     assert flow.distance(some, 3 * some - 2 * some.mean(0)) == pytest.approx(4 * some.var(0, ddof=1).sum())
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_flow_learns_to_draw_digits(tmp_path: Path) -> None:
     small = {
         "run.folder": tmp_path / "run", "run.max_steps": 240, "eval.every": 240, "update.global_batch_size": 64,
@@ -256,7 +256,7 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", FILES)
 def test_a_recipe_trains_on_the_file_that_it_asks_for(name: str, tmp_path: Path, chat_model: Path) -> None:
     row, key = FILES[name]

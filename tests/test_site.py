@@ -28,14 +28,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_site_has_every_page(site: Path) -> None:
     for name in PAGES:
         page = Path(name).relative_to("docs").with_suffix("")
         assert (site / ("index.html" if page.name == "index" else page / "index.html")).is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_reference_has_every_public_name_with_its_docstring(site: Path) -> None:
     html = (site / "api" / "index.html").read_text(encoding="utf-8")
     for name in re.findall(r"^::: megabatch\.(\S+)$", PAGES["docs/api.md"], re.MULTILINE):
@@ -44,13 +44,13 @@ def test_the_reference_has_every_public_name_with_its_docstring(site: Path) -> N
         assert "<p>" in rest.partition("doc-heading")[0], f"{name} has no docstring"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_links_out_of_the_docs_lead_to_a_copy_on_the_site(site: Path) -> None:
     (link,) = re.findall(r'href="([^"]*result\.json[^"]*)"', (site / "exactness" / "index.html").read_text())
     assert (site / "exactness" / link).resolve().read_bytes() == RESULT.read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_mark_of_the_tests_is_not_on_the_site(site: Path) -> None:
     html = (site / "parallelism" / "index.html").read_text()
     assert "notest" not in html

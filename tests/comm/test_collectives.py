@@ -3,8 +3,9 @@
 import pytest
 
 from tests.comm.planned import AUTO, POLICIES, Counts, Policy, Sizes, evaluate, expected, messages
-from tests.exact.launch import launch
+from tests.exact.launch import of_ranks
 from tests.exact.wrappers import WRAPPERS
+from tests.tiers import full_unless
 
 pytestmark = pytest.mark.slow
 SHAPES = ((1, 1), (3, 2))  # microbatches of a call, and calls of an update
@@ -13,7 +14,9 @@ THREE = ("plain", "ddp", "fsdp2")  # on three ranks too
 CELLS = [(policy, world) for policy in POLICIES
          for world in ([2, 3] if policy.wrapper in THREE else [WORLDS[policy.wrapper]])]  # fmt: skip
 of_every_cell = pytest.mark.parametrize(
-    ("policy", "world"), CELLS, ids=lambda it: f"{it.wrapper}-{it.sync}" if isinstance(it, Policy) else str(it)
+    ("policy", "world"),
+    full_unless(CELLS, lambda _, cell: cell[1] == 2),
+    ids=lambda it: f"{it.wrapper}-{it.sync}" if isinstance(it, Policy) else str(it),
 )
 of_every_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
 
@@ -30,20 +33,17 @@ def _jobs(world: int) -> list[str]:
     return [*jobs, *(["pytorch:tp", "pytorch:tp-sp"] if world == 4 else []), *(["order:ddp"] if world == 2 else [])]
 
 
+counted = of_ranks("tests.comm.jobs:run_job", {world: _jobs(world) for world in (2, 3, 4)})
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def found(counted):
     """What a job returned; the same on every rank."""
-    results = {
-        world: launch(world, "tests.comm.jobs:run_job", _jobs(world), tmp_path_factory.mktemp(f"comm{world}"))
-        for world in (2, 3, 4)
-    }
 
     def of(job: str, world: int):
-        for result in results[world][job]:
-            assert "error" not in result, result["error"]
-        values = [result["value"] for result in results[world][job]]
-        assert all(value == values[0] for value in values), values
-        return values[0]
+        first, *others = counted(job, world)
+        assert all(value == first for value in others), others
+        return first
 
     return of
 
@@ -81,7 +81,7 @@ def test_one_message_per_call_and_one_per_update(found, policy: Policy, world: i
     assert counts["message_bytes"] < 1024 * world * counts["message"]
 
 
-@pytest.mark.parametrize("wrapper", AUTO)
+@pytest.mark.parametrize("wrapper", full_unless(AUTO, lambda _, wrapper: WORLDS[wrapper] == 2))
 def test_auto_is_the_policy_in_bold(found, wrapper: str) -> None:
     world = WORLDS[wrapper]
     assert found(f"{wrapper}:auto:3:2", world) == found(f"{wrapper}:{AUTO[wrapper]}:3:2", world)
@@ -108,6 +108,7 @@ def test_ddp_reduces_behind_the_last_backward(found) -> None:
     assert events.index("all_reduce") < len(events) - 1 - events[::-1].index("gradient"), events
 
 
+@pytest.mark.full
 def test_plain_pytorch_gathers_as_often(found) -> None:
     for world in (2, 3):
         one, counts = found("pytorch:fsdp2", world), found("fsdp2:every:3:2", world)

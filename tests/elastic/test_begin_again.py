@@ -11,7 +11,7 @@ import pytest
 from tests.train.conftest import Bench
 from tests.train.test_resume import timeless
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 OWN = '''
 """What is to happen is in files beside this one: at which call of the loss, on which rank, what."""
 

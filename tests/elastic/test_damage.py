@@ -10,7 +10,7 @@ from tests.elastic.trials import counts_of, trials
 from tests.train.on_ranks import on_ranks
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_damaged_checkpoint_is_never_gone_on_from(tmp_path: Path, layout: str) -> None:
     num_ranks, overrides = LAYOUTS[layout]

@@ -6,7 +6,7 @@ import pytest
 
 from tests.elastic.fuzz import RESULT, fuzz
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 
 def test_recipes_work_or_end_with_one_line() -> None:

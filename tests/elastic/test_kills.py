@@ -7,7 +7,7 @@ import pytest
 
 from tests.elastic import kills
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 
 def test_a_run_that_is_killed_ends_as_one_that_never_was(tmp_path: Path) -> None:

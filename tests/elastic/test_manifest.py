@@ -87,7 +87,7 @@ def test_a_hash_knows_no_order_but_every_name():
     assert sum_of_hashes(["a", "a"]) not in (sum_of_hashes(["a", "b"]), sum_of_hashes(["a"]))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_same_run_on_other_ranks_and_after_a_stop_is_the_same(bench: Bench, tmp_path, capsys):
     folders = [tmp_path / name for name in ("one", "two", "stopped", "other")]
     values = {"run__manifest": True, "run__max_steps": 6, **NO_DROPOUT}

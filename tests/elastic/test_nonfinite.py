@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from megabatch.train.callbacks.nonfinite_search import at_fault
-from tests.elastic.nonfinite_jobs import BAD, BAD_UPDATE, MAX_NORM, NUM_SAMPLES, NUM_UPDATES, Regression, job, samples
-from tests.exact.launch import launch
+from tests.elastic.nonfinite_jobs import BAD, BAD_UPDATE, MAX_NORM, NUM_SAMPLES, NUM_UPDATES, Regression, samples
+from tests.exact.launch import of_ranks
+from tests.tiers import some
 
 ON_ONE = [
     *(f"skip_microbatch:{fault}:{who}:plain:float64:{clip}" for fault in ("nan", "spike")
@@ -26,13 +27,7 @@ ALL = [(world, name) for world, names in ((1, ON_ONE), (2, ON_TWO), (4, ON_FOUR)
 TOLERANCE = {"float64": 1e-12, "float32": 2e-6}
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    results = {(1, name): [{"value": job(name)}] for name in ON_ONE}
-    for world, names in ((2, ON_TWO), (4, ON_FOUR)):
-        told = launch(world, "tests.elastic.nonfinite_jobs:job", names, tmp_path_factory.mktemp(f"{world}"))
-        results |= {(world, name): each for name, each in told.items()}
-    return results
+found = of_ranks("tests.elastic.nonfinite_jobs:job", {1: ON_ONE, 2: ON_TWO, 4: ON_FOUR})
 
 
 def is_whole(how: str, fault: str, who: str) -> bool:
@@ -68,14 +63,13 @@ def plain(how: str, fault: str, who: str, dtype: str, *, clipped: bool) -> tuple
     return model, rates
 
 
-@pytest.mark.parametrize(("world", "name"), ALL)
+@pytest.mark.parametrize(("world", "name"), some(ALL, 3))
 def test_weights_are_those_of_plain_torch_on_the_rest(found, world, name):
     how, fault, who, _, dtype, clip = name.split(":")
     model, rates = plain(how, fault, who, dtype, clipped=clip == "clipped")
     whole = is_whole(how, fault, who)
     num_skipped = NUM_SAMPLES if whole else len(BAD[who])
-    for result in found[world, name]:
-        told = result["value"]
+    for told in found(name, world):
         for key, expected in model.named_parameters():
             error = (torch.tensor(told["state"][key], dtype=expected.dtype) - expected.detach().flatten()).abs().max()
             assert error <= TOLERANCE[dtype] * expected.detach().abs().max(), key
@@ -84,13 +78,13 @@ def test_weights_are_those_of_plain_torch_on_the_rest(found, world, name):
         assert [row[2] for row in told["rows"]] == [False, whole, False]
         assert told["step"] == NUM_UPDATES
     if not whole:
-        assert found[world, name][0]["value"]["rows"][BAD_UPDATE][0] == NUM_SAMPLES - len(BAD[who])
+        assert found(name, world)[0]["rows"][BAD_UPDATE][0] == NUM_SAMPLES - len(BAD[who])
 
 
-@pytest.mark.parametrize(("world", "name"), ALL)
+@pytest.mark.parametrize(("world", "name"), some(ALL, 3))
 def test_what_was_left_out_is_written_down_by_name(found, world, name):
     how, fault, who, _, _, _ = name.split(":")
-    main, *others = (result["value"]["skipped"] for result in found[world, name])
+    main, *others = (told["skipped"] for told in found(name, world))
     assert others == [[]] * (world - 1)
     (row,) = main
     whole = is_whole(how, fault, who)
@@ -103,11 +97,11 @@ def test_what_was_left_out_is_written_down_by_name(found, world, name):
     assert row["reason"].startswith(reason)
 
 
-@pytest.mark.parametrize("name", ON_ONE)
+@pytest.mark.parametrize("name", some(ON_ONE, 3))
 def test_buffers_have_seen_the_other_samples_only(found, name):
     how, fault, who, _, dtype, clip = name.split(":")
     model, _ = plain(how, fault, who, dtype, clipped=clip == "clipped")
-    assert found[1, name][0]["value"]["state"]["seen"] == pytest.approx([float(model.seen)], rel=1e-5)
+    assert found(name, 1)[0]["state"]["seen"] == pytest.approx([float(model.seen)], rel=1e-5)
 
 
 @pytest.mark.parametrize("bad", [(0,), (63,), (5, 6), (0, 21, 42, 63), tuple(range(64)), ()])

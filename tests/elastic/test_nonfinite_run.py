@@ -138,7 +138,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path, capsys, how):
         assert "2 updates not finite, 2 skipped whole" in said.out
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_layouts_leave_out_the_same_samples(bench: Bench, tmp_path, capsys):
     """Prompts with a 7 are at fault."""
     (tmp_path / "own.py").write_text(OWN)

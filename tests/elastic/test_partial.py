@@ -11,7 +11,7 @@ from tests.elastic.test_stop import disturb
 from tests.train.conftest import NO_DROPOUT, Bench
 from tests.train.test_resume import timeless
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 LONG = {
     "update__global_batch_size": 50,
     "update__max_microbatch_tokens": 160,

@@ -17,7 +17,7 @@ from tests.train.conftest import Bench
 from tests.train.processes import CONTEXT, Finished, rank_environment
 from tests.train.test_ranks import live
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 SECONDS = 3.0  # in which a rank must answer
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.train.conftest import NO_DROPOUT, Bench
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 HSDP = {"parallel__wrapper": "fsdp2", "parallel__dp_replicate": 2, "parallel__dp_shard": 2}
 LAID: list[tuple[int, dict[str, Any]]] = [
     (4, HSDP),

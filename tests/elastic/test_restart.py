@@ -21,7 +21,7 @@ from tests.train.conftest import Bench
 from tests.train.processes import CONTEXT, overrides
 from tests.train.test_resume import states_of, timeless
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 ROOT = Path(__file__).parents[2]
 OWN = """
 import os

@@ -8,7 +8,7 @@ import pytest
 from tests.elastic.measured import run, slope
 from tests.elastic.soak import RESULT
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 
 def test_nothing_is_held_from_update_to_update(tmp_path: Path) -> None:

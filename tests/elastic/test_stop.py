@@ -15,7 +15,7 @@ from tests.train.conftest import Bench
 from tests.train.processes import overrides
 from tests.train.test_resume import timeless
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 ROOT = Path(__file__).parents[2]
 
 

@@ -7,6 +7,7 @@ them fail too instead of hanging), meet in a file, and go on with the next job i
 
 import contextlib
 import importlib
+import itertools
 import json
 import os
 import select
@@ -15,12 +16,14 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 Result = dict[str, Any]  # {"value": ...} or {"error": traceback}
 GROUP_TIMEOUT_SECONDS = 60.0
@@ -57,15 +60,57 @@ def values(ranks: Iterable[Result]) -> Iterator[Any]:
         yield result["value"]
 
 
-def launch_by_world(function: str, names: Iterable[str], folder: Path) -> dict[str, list[Result]]:
-    """`launch` for every world size of names "...:world:sync", the smallest first."""
+def of_ranks(function: str, jobs: Mapping[int, Iterable[str]] | Iterable[str], **options: Any) -> Any:
+    """A module's fixture: `found(job)` is what a job returned on each rank.
+
+    Args:
+        jobs: Their names by the number of ranks; without one, each name says it as its last but one part.
+        options: Of every `Run`.
+    """
     by_world: dict[int, list[str]] = {}
-    for name in names:
-        by_world.setdefault(int(name.split(":")[-2]), []).append(name)
-    found: dict[str, list[Result]] = {}
-    for world, jobs in sorted(by_world.items()):
-        found |= launch(world, function, jobs, folder / f"world{world}")
+    if isinstance(jobs, Mapping):
+        by_world = {world: list(names) for world, names in jobs.items()}
+    else:
+        for name in jobs:
+            by_world.setdefault(int(name.split(":")[-2]), []).append(name)
+
+    @pytest.fixture(scope="module")
+    def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+        mine = (item for item in request.session.items if item.path == request.path)
+        params = [value for item in mine if hasattr(item, "callspec") for value in item.callspec.params.values()]
+        asked = {getattr(value, "name", value) for value in params if isinstance(getattr(value, "name", value), str)}
+        return Found(function, by_world, asked, tmp_path_factory.mktemp("ranks"), options)
+
     return found
+
+
+class Found:
+    """Results of a module's jobs. Those of a number of ranks run together when the first of them is asked for."""
+
+    def __init__(
+        self, function: str, by_world: dict[int, list[str]], asked: set[str], folder: Path, options: dict[str, Any]
+    ) -> None:
+        self._function, self._by_world, self._asked, self._folder = function, by_world, asked, folder
+        self._options, self._results, self._launches = options, dict[tuple[int, str], list[Result]](), itertools.count()
+
+    def __call__(self, job: str, world: int | None = None) -> list[Any]:
+        """The job's values, one per rank; fails with the traceback of a rank on which it raised."""
+        return list(values(self.results(job, world)))
+
+    def results(self, job: str, world: int | None = None) -> list[Result]:
+        """The same with what a rank raised."""
+        if world is None:
+            world = next(each for each, names in self._by_world.items() if job in names)
+        if (world, job) not in self._results:
+            # Those that a selected test names, or all where tests name none of them.
+            names = [name for name in self._by_world[world] if name in self._asked] or self._by_world[world]
+            names = [name for name in names if (world, name) not in self._results]
+            run = Run(
+                world, names if job in names else [job], self._folder / str(next(self._launches)), **self._options
+            )
+            (found,) = launch_all(self._function, [run], run.folder)
+            self._results |= {(world, name): ranks for name, ranks in found.items()}
+        return self._results[world, job]
 
 
 def launch_all(function: str, runs: list[Run], folder: Path, *, timeout_seconds: float = 600,
@@ -202,7 +247,7 @@ def _wait(children: list[int]) -> None:
         os.waitpid(child, 0)
 
 
-def _launch(folder: Path) -> None:
+def _launch(folder: Path, function: str, runs: list[Run]) -> None:
     """The process that one launch asks for; its ranks are its group."""
     import torch
 
@@ -212,22 +257,49 @@ def _launch(folder: Path) -> None:
         os.dup2(file, descriptor)
     os.chdir(folder)
     torch.set_num_threads(1)
-    function, runs = json.loads((folder / "runs.json").read_text())
-    for each in runs:
-        run = Run(**each | {"folder": Path(each["folder"])})
+    for run in runs:
         _wait([_fork(lambda run=run: _lead(run, function))])
+
+
+def _serve(folder: Path, function: str, runs: list[Run]) -> None:
+    leader = _fork(lambda: _launch(folder, function, runs))
+    print(leader, flush=True)
+    _wait([leader])
+    print("ended", flush=True)
+
+
+def _serve_warm(read: int, write: int) -> None:
+    """The part of the server that imports the library and the jobs themselves, each once."""
+    os.close(write)
+    for folder, function, runs in map(_asked, os.fdopen(read)):
+        with contextlib.suppress(Exception):  # whoever runs it imports it again, and reports the error
+            importlib.import_module(function.partition(":")[0])
+        _serve(folder, function, runs)
+
+
+def _asked(line: str) -> tuple[Path, str, list[Run]]:
+    folder = Path(line.rstrip("\n"))
+    function, runs = json.loads((folder / "runs.json").read_text())
+    return folder, function, [Run(**each | {"folder": Path(each["folder"])}) for each in runs]
 
 
 def main() -> None:
     """Import what all runs share, once; then a launch for every folder that is asked for."""
     for name in IMPORTED:
         importlib.import_module(name)
-    assert "megabatch" not in sys.modules, "a run may have a copy of its own"
+    assert "megabatch" not in sys.modules, "a planted run has a copy of its own"
+    warm = None
     for line in sys.stdin:
-        leader = _fork(lambda line=line: _launch(Path(line.rstrip("\n"))))
-        print(leader, flush=True)
-        _wait([leader])
-        print("ended", flush=True)
+        asked = _asked(line)
+        if any(run.python_path for run in asked[2]):
+            _serve(*asked)
+            continue
+        if warm is None:
+            read, write = os.pipe()
+            _fork(lambda read=read, write=write: _serve_warm(read, write))
+            os.close(read)
+            warm = os.fdopen(write, "w", buffering=1)
+        print(line, end="", file=warm)
 
 
 if __name__ == "__main__":

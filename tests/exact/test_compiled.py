@@ -3,7 +3,8 @@
 import pytest
 
 from tests.exact.compiled import WRAPPERS
-from tests.exact.launch import launch
+from tests.exact.launch import of_ranks
+from tests.tiers import some
 
 pytestmark = pytest.mark.slow
 COMPILED = [f"compile:{wrapper}:{sync}" for wrapper, syncs in WRAPPERS.items() for sync in syncs]
@@ -11,21 +12,10 @@ RECOMPUTED = ["recompute:every", "recompute:last"]
 INDUCTOR = ["inductor:plain:auto"]
 
 
-@pytest.fixture(scope="module")
-def values(tmp_path_factory):
-    found = {}
-    for world, names in {1: INDUCTOR, 2: [*COMPILED, *RECOMPUTED]}.items():
-        found |= launch(world, "tests.exact.compiled:run_job", names, tmp_path_factory.mktemp(f"compiled{world}"))
-
-    def of(name: str) -> list[dict]:
-        for result in found[name]:
-            assert "error" not in result, result["error"]
-        return [result["value"] for result in found[name]]
-
-    return of
+values = of_ranks("tests.exact.compiled:run_job", {1: INDUCTOR, 2: [*COMPILED, *RECOMPUTED]})
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", some(COMPILED, 4))
 def test_reduction_microbatches_and_stand_ins_compile_nothing_again(values, name: str) -> None:
     for value in values(name):
         first, *later = value["graphs"]
@@ -34,6 +24,7 @@ def test_reduction_microbatches_and_stand_ins_compile_nothing_again(values, name
         assert max(value["errors"]) < 1e-15
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", INDUCTOR)
 def test_inductor_gives_the_same_gradients(values, name: str) -> None:
     for value in values(name):

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.exact.launch import launch
+from tests.exact.launch import of_ranks
+from tests.tiers import some
 
 pytestmark = pytest.mark.slow
 FAMILIES = ("gpt2", "gpt_neox", "llama", "mistral", "olmo2", "qwen2", "qwen3", "smollm3")
@@ -35,37 +36,31 @@ BUGS = {  # and a case in which each is to be seen
 PLANTED = [f"{bug}:gpt2:{case}:float64:2" for bug, case in BUGS.items()]
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    jobs = {2: ["names", "traffic", "labels-are-read", *JOBS[2], *PLANTED], 4: JOBS[4]}
-    runs = [launch(world, "tests.exact.context:run_job", jobs[world], tmp_path_factory.mktemp("cp")) for world in jobs]
-    return {name: found for run in runs for name, found in run.items()}
+results = of_ranks(
+    "tests.exact.context:run_job", {2: ["names", "traffic", "labels-are-read", *JOBS[2], *PLANTED], 4: JOBS[4]}
+)
 
 
-@pytest.mark.parametrize("job", [job for jobs in JOBS.values() for job in jobs])
+@pytest.mark.parametrize("job", some(dict.fromkeys(job for jobs in JOBS.values() for job in jobs), 3))
 def test_the_gradient_of_the_uncut_model(results, job: str) -> None:
-    for result in results[job]:
-        assert "error" not in result, result["error"]
-        value = result["value"]
+    for value in results(job):
         bound = BOUNDS.get(job.split(":")[3]) or 2 * value["uncut"]
         assert value["error"] <= bound, value
 
 
 def test_nothing_is_left_out(results) -> None:
-    assert results["names"][0]["value"] == [sorted(FAMILIES), sorted(CASES), sorted(BUGS)]
+    assert results("names")[0] == [sorted(FAMILIES), sorted(CASES), sorted(BUGS)]
 
 
 @pytest.mark.parametrize("job", PLANTED)
 def test_a_planted_bug_is_caught(results, job: str) -> None:
-    for result in results[job]:
-        assert "error" not in result, result["error"]
-        assert result["value"]["error"] > 1e-3
+    assert all(value["error"] > 1e-3 for value in results(job))
 
 
 def test_a_layer_gathers_once_and_sends_back_once(results) -> None:
-    assert results["traffic"][0]["value"] == {"all_gather": 2, "all_to_all": 2}
+    assert results("traffic")[0] == {"all_gather": 2, "all_to_all": 2}
 
 
 def test_a_loss_that_reads_labels_is_told(results) -> None:
-    for result in results["labels-are-read"]:
-        assert result["value"].startswith("labels is not in a stretch of a sequence that is cut over ranks")
+    for text in results("labels-are-read"):
+        assert text.startswith("labels is not in a stretch of a sequence that is cut over ranks")

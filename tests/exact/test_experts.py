@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.exact.launch import launch
+from tests.exact.launch import of_ranks
 
 pytestmark = pytest.mark.slow
 BALANCE = [f"balance/{wrapper}/{size}/float64" for wrapper in ("plain", "ddp", "fsdp2") for size in (1, 3)]
@@ -13,28 +13,19 @@ BIAS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    jobs = [*BALANCE, *BALANCE_FLOAT32, *BIAS]
-    return launch(2, "tests.exact.experts:run_job", jobs, tmp_path_factory.mktemp("experts"))
-
-
-def values(results, job):
-    for result in results[job]:
-        assert "error" not in result, result["error"]
-    return [result["value"] for result in results[job]]
+results = of_ranks("tests.exact.experts:run_job", {2: [*BALANCE, *BALANCE_FLOAT32, *BIAS]})
 
 
 @pytest.mark.parametrize("job", BALANCE)
 def test_a_balance_per_sequence_is_exact(results, job):
-    assert max(values(results, job)) <= 1e-12
+    assert max(results(job)) <= 1e-12
 
 
 @pytest.mark.parametrize("job", BALANCE_FLOAT32)
 def test_a_balance_in_float32_is_as_good_as_uncut(results, job):
-    assert max(values(results, job)) <= 4
+    assert max(results(job)) <= 4
 
 
 @pytest.mark.parametrize("job", BIAS)
 def test_biases_follow_the_load_of_the_whole_update(results, job):
-    assert values(results, job) == [[], []]
+    assert results(job) == [[], []]

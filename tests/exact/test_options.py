@@ -2,8 +2,9 @@
 
 import pytest
 
-from tests.exact.launch import launch_by_world
+from tests.exact.launch import of_ranks
 from tests.exact.options import CASES, OPTIONS, world_of
+from tests.tiers import some
 
 pytestmark = pytest.mark.slow
 JOBS = [
@@ -15,15 +16,11 @@ JOBS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    return launch_by_world("tests.exact.options:run_job", JOBS, tmp_path_factory.mktemp("options"))
+results = of_ranks("tests.exact.options:run_job", JOBS)
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", some(JOBS, 4))
 def test_same_bits_with_the_option(results, job: str) -> None:
-    for result in results[job]:
-        assert "error" not in result, result["error"]
-        value = result["value"]
+    for value in results(job):
         assert value["gradient"] == 0, value["parameter"]
         assert not value["wrong"], value["wrong"]

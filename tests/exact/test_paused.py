@@ -1,13 +1,13 @@
 """An update that is saved between two calls and goes on elsewhere has the gradient of one that was never saved."""
 
-from typing import Any
-
 import pytest
 
 from tests.exact.cases import SEVERAL_CALLS
 from tests.exact.cells import MAIN, OTHERS
-from tests.exact.launch import launch_by_world
+from tests.exact.launch import of_ranks
 from tests.exact.wrappers import WRAPPERS
+from tests.tiers import some
+from tests.unit.failures.table import check_error
 
 pytestmark = pytest.mark.slow
 REFUSED = [name for name in OTHERS if name.startswith("fsdp1")]
@@ -31,31 +31,24 @@ JOBS += [f"float64:{wrapper}:calls:weigh:tight:2:auto" for wrapper in (*MAIN, "h
 JOBS += [f"float32:{wrapper}:calls:weigh:loose:2:auto" for wrapper in (*MAIN, "hsdp")]
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory) -> dict[str, Any]:
-    found = launch_by_world("tests.exact.paused:run_job", JOBS, tmp_path_factory.mktemp("paused"))
-    refused = [f"{wrapper}:{max(WRAPPERS[wrapper].worlds)}:auto" for wrapper in REFUSED]
-    return found | launch_by_world("tests.exact.paused:refused_job", refused, tmp_path_factory.mktemp("refused"))
+results = of_ranks("tests.exact.paused:run_job", JOBS)
+REFUSED_JOBS = [f"{wrapper}:{max(WRAPPERS[wrapper].worlds)}:auto" for wrapper in REFUSED]
+refused = of_ranks("tests.exact.paused:refused_job", REFUSED_JOBS)
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", some(JOBS, 5))
 def test_it_has_the_same_gradient(results, job: str) -> None:
     evidence, wrapper, _, _, _, world, sync = job.split(":")
     averages = WRAPPERS[wrapper].averages != "never" and WRAPPERS[wrapper].data_degree(int(world)) == 3
     tolerance = {"bits": 1e-15 if averages else 0.0, "float64": 1e-12, "float32": 4.0}[evidence]
-    for result in results[job]:
-        assert "error" not in result, result["error"]
-        value = result["value"]
+    for value in results(job):
         assert not value["wrong"], value["wrong"]
         assert value["gradient"] <= tolerance, (sync, value["parameter"])
         assert value["different"] <= (1e-15 if averages else 0.0), "from the update that was never saved"
         assert value["num_paused"]
 
 
-@pytest.mark.parametrize("wrapper", REFUSED)
-def test_fsdp1_is_refused(results, wrapper: str) -> None:
-    for result in results[f"{wrapper}:{max(WRAPPERS[wrapper].worlds)}:auto"]:
-        assert result["value"] == (
-            "the model has FSDP1, which has parts of an open update's gradient to itself, so that it cannot be saved; "
-            "finalize() before"
-        )
+@pytest.mark.parametrize("job", REFUSED_JOBS)
+def test_fsdp1_is_refused(refused, job: str) -> None:
+    for text in refused(job):
+        check_error(text, "FSDP1 … finalize()")

@@ -1,13 +1,18 @@
 """Pipelines give the gradient of the uncut model: every schedule, over every wrapper that its stages may have."""
 
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
 
 from tests.exact.cells import Cell
-from tests.exact.launch import Result, Run, launch, launch_all
+from tests.exact.launch import Result, Run, launch_all, of_ranks, values
 from tests.exact.mutations import MUTATIONS, Mutation
 from tests.exact.pipeline import NUM_STAGES, SPLITS
 from tests.exact.test_mutations import plant
+from tests.tiers import some
 from tests.unit.failures import pipeline as failures
+from tests.unit.failures.table import check_error, check_ranks
 
 pytestmark = pytest.mark.slow
 CELLS = {  # what is run with each schedule; of so many data ranks
@@ -66,43 +71,32 @@ JOBS = {  # by the number of ranks
 EXACT = {world: [job for job in jobs if job.split("/")[0] in (*NUM_STAGES, "fault")] for world, jobs in JOBS.items()}
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """Results by job; one spawn for each number of ranks."""
-    found: dict[str, list[Result]] = {}
-    for world, jobs in JOBS.items():
-        found |= launch(world, "tests.exact.pipeline:run_job", jobs, tmp_path_factory.mktemp(f"pipeline{world}"))
-    return found
+results = of_ranks("tests.exact.pipeline:run_job", JOBS)
 
 
-def value_of(result: Result):
-    assert "error" not in result, result["error"]
-    return result["value"]
-
-
-def check(job: str, ranks: list[Result]) -> None:
+def check(job: str, found: Iterable[dict[str, Any]]) -> None:
     tolerance = Cell.parse(job.split("/")[2]).tolerance if not job.startswith("fault") else 1e-12
-    for value in map(value_of, ranks):
+    for value in found:
         assert value["gradient"] <= tolerance, value["parameter"]
         assert not value["wrong"], value["wrong"]
 
 
-@pytest.mark.parametrize("job", [job for jobs in EXACT.values() for job in jobs])
+@pytest.mark.parametrize("job", some([job for jobs in EXACT.values() for job in jobs], 4))
 def test_exact(results, job: str) -> None:
-    check(job, results[job])
+    check(job, results(job))
 
 
 @pytest.mark.parametrize("job", ["fault/plain", "fault/fsdp2"])
 def test_what_a_loss_did_wrong_is_told_to_all(results, job: str) -> None:
-    said = {value_of(result)["said"] for result in results[job]}
-    assert said == {"the loss is a NoneType, perhaps a mean; return (total, weight): the sum over the microbatch and "
-                    "the count it is divided by"}  # fmt: skip
+    said = {value["said"] for value in results(job)}
+    assert len(said) == 1
+    check_error(said.pop(), "a NoneType")
 
 
 @pytest.mark.parametrize("name", failures.JOBS)
 def test_told_to_both(results, name: str) -> None:
     _, expected = failures.JOBS[name]
-    assert list(map(value_of, results[f"told/{name}"])) == expected
+    check_ranks(results(f"told/{name}"), expected)
 
 
 @pytest.mark.parametrize(
@@ -112,13 +106,13 @@ def test_told_to_both(results, name: str) -> None:
 def test_a_call_reduces_once(results, wrapper: str, collective: str, once: int) -> None:
     """FSDP2 has two groups of parameters on each rank, DDP one bucket; however many microbatches there are."""
     for microbatches, calls in ((2, 1), (4, 1), (4, 2)):
-        for value in map(value_of, results[f"counts/{wrapper}/{microbatches}/{calls}"]):
+        for value in results(f"counts/{wrapper}/{microbatches}/{calls}"):
             assert value == {"reduce_scatter": 0, "all_reduce": 0} | {collective: once * calls}
 
 
 def test_plain_stages_are_summed_once_per_update(results) -> None:
-    values = [list(map(value_of, results[f"counts/plain/{shape}"])) for shape in ("2/1", "4/1", "4/2")]
-    assert values[0] == values[1] == values[2]
+    first, *others = [results(f"counts/plain/{shape}") for shape in ("2/1", "4/1", "4/2")]
+    assert others == [first, first]
 
 
 OWN = (
@@ -153,7 +147,7 @@ def failing(tmp_path_factory) -> dict[str, list[str]]:
 
 def _fails(job: str, ranks: list[Result]) -> bool:
     try:
-        check(job, ranks)
+        check(job, values(ranks))
     except AssertionError:
         return True
     return False

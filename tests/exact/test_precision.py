@@ -9,8 +9,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megabatch import GradientAccumulator, PlanError, loss
-from tests.exact.launch import launch
+from tests.exact.launch import of_ranks
 from tests.exact.precision import CASES, SUMMED, SYNCS, WORLDS, Counter, gradients, language_error, new_model
+from tests.tiers import some
 from tests.unit.small import unseen
 
 UNDERFLOW = "dividing the loss by the update's weight before backward underflows in float16; use bfloat16"
@@ -29,21 +30,19 @@ def jobs() -> list[str]:
 ROUNDED = ["plain:auto:one-call:None", "ddp:auto:one-call:None", "fsdp2:every:one-call:None"]
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    found = {}
-    for world in sorted(set(WORLDS.values())):
-        names = [name for name in [*jobs(), *ROUNDED] if WORLDS[name.split(":")[0]] == world]
-        found |= launch(world, "tests.exact.precision:run_job", names, tmp_path_factory.mktemp(f"precision{world}"))
-    return found
+results = of_ranks(
+    "tests.exact.precision:run_job",
+    {
+        world: [name for name in [*jobs(), *ROUNDED] if WORLDS[name.split(":")[0]] == world]
+        for world in sorted(set(WORLDS.values()))
+    },
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", jobs())
+@pytest.mark.parametrize("name", some(jobs(), 3))
 def test_the_sum_is_exact_and_rounded_once(results, name: str) -> None:
-    for result in results[name]:
-        assert "error" not in result, result["error"]
-        value = result["value"]
+    for value in results(name):
         assert not value["different"]
         assert value["norm"] < 1e-6, "the norm is that of the float32 gradient"
         assert value["clipped"] < 2**-7
@@ -55,7 +54,7 @@ def test_the_sum_is_exact_and_rounded_once(results, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ROUNDED)
 def test_without_it_the_sum_is_rounded_again_and_again(results, name: str) -> None:
-    assert all(result["value"]["different"] for result in results[name])
+    assert all(value["different"] for value in results(name))
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.exact.launch import launch_by_world, values
+from tests.exact.launch import of_ranks
 from tests.exact.rows import LENGTHS
 
 pytestmark = pytest.mark.slow
@@ -11,14 +11,12 @@ FAULTS = ["fault:ddp:2:last", "fault:hsdp:4:replica_last", "fault:hsdp-foreign:4
 DUMMY = "dummy microbatch:ddp:2:last"
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    return launch_by_world("tests.exact.rows:run_job", [*GRADIENTS, *FAULTS, DUMMY], tmp_path_factory.mktemp("rows"))
+results = of_ranks("tests.exact.rows:run_job", [*GRADIENTS, *FAULTS, DUMMY])
 
 
 @pytest.mark.parametrize("job", GRADIENTS)
 def test_the_gradient_is_that_of_samples_apart(results, job: str) -> None:
-    for found in values(results[job]):
+    for found in results(job):
         assert found["error"] <= 1e-12
         assert found["tokens"] == sum(LENGTHS)
         assert found["padding"] == 0
@@ -27,9 +25,9 @@ def test_the_gradient_is_that_of_samples_apart(results, job: str) -> None:
 @pytest.mark.parametrize("job", FAULTS)
 def test_a_fault_is_its_own_ranks(results, job: str) -> None:
     world = int(job.split(":")[2])
-    for found in values(results[job]):
+    for found in results(job):
         assert found["problems"] == [f"the loss is not finite on data rank {rank} of {world}" for rank in range(world)]
 
 
 def test_a_stand_in_holds_no_more_than_a_microbatch(results) -> None:
-    assert max(found["most"] for found in values(results[DUMMY])) <= 16
+    assert max(found["most"] for found in results(DUMMY)) <= 16

@@ -1,13 +1,11 @@
 """MegabatchTrainer's every update is what plain torch gives for the same samples, alone and on two ranks."""
 
-from functools import cache
-
 import pytest
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
 from megabatch import PlanError
 from megabatch.integrations.transformers import RankBatchSampler
-from tests.exact.launch import launch, values
+from tests.exact.launch import of_ranks
 
 WAYS = ["default", "capped", "loss_fn", "compute_loss", "compute_loss_func"]
 SETTINGS = ["grouped/float64", "dropped/float64", "checkpointed/float64", "smoothed/float64", "bf16/float32"]
@@ -19,22 +17,16 @@ WRAPPED = {1: "GPT2LMHeadModel", 2: "DistributedDataParallel"}
 ALLOWED = {"smoothed/float64": 1e-6, "default/float32": 1e-5}  # Trainer's smoothing sums in float32
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """What every job gave, by number of ranks; each number is launched once."""
-
-    @cache
-    def launched(world):
-        jobs = [job for ranks, job in PAIRS if ranks == world] + OTHERS + ["refusals"] * (world == 1)
-        return launch(world, "tests.integrations.trainers:run_job", jobs, tmp_path_factory.mktemp("trainers"))
-
-    return launched
+results = of_ranks(
+    "tests.integrations.trainers:run_job",
+    {world: [job for ranks, job in PAIRS if ranks == world] + OTHERS + ["refusals"] * (world == 1) for world in (1, 2)},
+)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(("world", "job"), PAIRS)
 def test_every_update_is_exact_and_stepped_once(results, world, job):
-    for found in values(results(world)[job]):
+    for found in results(job, world):
         allowed = [2 * own for own in found["own"]] if "bf16" in job else [ALLOWED.get(job, 1e-12)] * found["expected"]
         assert len(found["errors"]) == found["expected"] == (3 if "streamed" in job else {1: 4, 2: 2}[world])
         assert all(error <= each for error, each in zip(found["errors"], allowed, strict=True)), found
@@ -44,34 +36,34 @@ def test_every_update_is_exact_and_stepped_once(results, world, job):
         assert found["tokens"] == (found["expected_tokens"] if "grouped" in job else 0)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_checkpoint_of_trainer_goes_on_to_the_same_weights(results, world):
-    for found in values(results(world)["resumed"]):
+    for found in results("resumed", world):
         assert found["in one go"] <= 1e-10
         assert found["resumed"] <= 1e-10
         assert found["steps"] == {1: 8, 2: 4}[world]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("job", ["refused/sum", "refused/means"])
 def test_a_loss_that_is_no_mean_over_its_targets_is_refused(results, world, job):
-    for found in values(results(world)[job]):
+    for found in results(job, world):
         assert found.startswith("LossContractError: the loss of 2 samples is no mean over their ")
         assert found.endswith("or say in count_targets() what it is a mean over")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("world", [1, 2])
 def test_an_update_that_is_not_finite_is_not_stepped(results, world):
-    for found in values(results(world)["spoilt"]):
+    for found in results("spoilt", world):
         assert found == {"stepped": [True, False, True, True][: {1: 4, 2: 2}[world]], "finite": True}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_setting_that_cannot_be_kept_is_refused_in_one_line(results):
-    (said,) = values(results(1)["refusals"])
+    (said,) = results("refusals", 1)
     for name, line in said.items():
         assert line.startswith("PlanError: MegabatchTrainer cannot keep "), (name, line)
         assert "\n" not in line

@@ -1,13 +1,11 @@
 """What users of Trainer write gives the gradient of the uncut update, or is refused in one line."""
 
-from functools import cache
-
 import pytest
 import torch
 
 from megabatch.integrations import mean_loss
 from megabatch.integrations.mean_loss import count_labels
-from tests.exact.launch import launch, values
+from tests.exact.launch import of_ranks
 from tests.integrations.users import CASES
 
 NO_MEAN = "LossContractError: the loss of "
@@ -37,22 +35,19 @@ ON_TWO = [
 PAIRS = [(1, job) for job in CASES] + [(2, job) for job in ON_TWO]
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """What every job gave, by number of ranks; each number is launched once."""
-
-    @cache
-    def launched(world):
-        jobs = [job for ranks, job in PAIRS if ranks == world] + ["traces"] + ["others"] * (world == 1)
-        return launch(world, "tests.integrations.users:run_job", jobs, tmp_path_factory.mktemp("users"))
-
-    return launched
+results = of_ranks(
+    "tests.integrations.users:run_job",
+    {
+        world: [job for ranks, job in PAIRS if ranks == world] + ["traces"] + ["others"] * (world == 1)
+        for world in (1, 2)
+    },
+)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(("world", "job"), PAIRS)
 def test_an_update_is_exact_or_refused_in_one_line(results, world, job):
-    for found in values(results(world)[job]):
+    for found in results(job, world):
         if job in REFUSED or (job in EITHER and "refused" in found):
             assert found.get("refused", "nothing").startswith(REFUSED.get(job, "LossContractError: ")), found
             assert "\n" not in found["refused"]
@@ -62,28 +57,28 @@ def test_an_update_is_exact_or_refused_in_one_line(results, world, job):
             assert max(found["errors"]) <= ALLOWED.get(job, 1e-12), found
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_trial_leaves_no_metrics_logs_or_draws_and_asks_as_often_on_a_rank_without_samples(results, world):
-    for found in values(results(world)["traces"]):
+    for found in results("traces", world):
         num = 2 if world == 1 else 1  # microbatches; a dummy microbatch leaves no metrics either
         counted = found.pop("train"), found.pop("calls"), found.pop("logged")
         assert counted in [(num, num, num), (0, 0, 0)]
         assert found == {"eval": [], "seen": num, "drawn": False, "log": False, "updates": 1}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_settings_are_refused_where_training_begins_and_the_loader_knows_its_sizes(results):
-    (found,) = values(results(1)["others"])
+    (found,) = results("others", 1)
     assert found["evaluated"] > 0
     assert found["refused"].startswith("PlanError: MegabatchTrainer cannot keep accelerator_config.split_batches")
     assert found["loader"] == [2, 12]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_random_numbers_are_named_where_a_mean_cannot_be_told(results):
     for job in ("noisy weights", "numpy rows"):
-        for found in values(results(1)[job]):
+        for found in results(job, 1):
             assert "as far as its random numbers let it be told" in found["refused"]
             assert found["refused"].endswith("or check_loss=False if it is one")
 

@@ -25,7 +25,7 @@ from tests.train.test_resume import timeless
 
 __all__ = ["bench"]
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"
 SECONDS = 240  # for two starts of two ranks; alone on two cores it takes a tenth

@@ -2,8 +2,9 @@
 
 import pytest
 
-from tests.exact.launch import launch_by_world
+from tests.exact.launch import of_ranks
 from tests.memory.bounds import CASES
+from tests.tiers import some
 
 pytestmark = pytest.mark.slow
 JOBS = [
@@ -17,16 +18,12 @@ NOISE = {  # of small tensors that are there one time and not another
 }
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    return launch_by_world("tests.memory.bounds:run_job", JOBS, tmp_path_factory.mktemp("bounds"))
+results = of_ranks("tests.memory.bounds:run_job", JOBS)
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", some(JOBS, 9))
 def test_the_largest_that_fits(results, job: str) -> None:
-    for result in results[job]:
-        assert "error" not in result, result["error"]
-    noise, values = NOISE[job.split(":")[1]], [result["value"] for result in results[job]]
+    noise, values = NOISE[job.split(":")[1]], results(job)
     assert len({value["bound"] for value in values}) == 1
     assert values[0]["rows"] >= 3, "the cap is to leave a choice"
     assert max(value["taken"] / value["allowed"] for value in values) <= 1 + noise

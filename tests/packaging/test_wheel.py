@@ -19,7 +19,7 @@ PROGRAM = Path(__file__).parent / "every_name.py"
 SOURCES = ("megabatch", "recipes", "tests", "README.md", "LICENSE", "CHANGELOG.md", "MANIFEST.in", "pyproject.toml")
 BUILD = "from setuptools import build_meta as b; b.build_wheel('dist'); b.build_sdist('dist')"  # what PEP 517 calls
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 
 def ran(*command: object, folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from megabatch.wrappers import gradients
-from tests.exact.launch import launch, values
+from tests.exact.launch import of_ranks
 
 
 @pytest.fixture
@@ -24,11 +24,12 @@ def test_norm_and_clip_on_a_cpu() -> None:
     assert float(gradients.total_norm([parameter])) == pytest.approx(1.0)
 
 
+JOBS = ["plain", "ddp", "sparse", "differ"]
+found = of_ranks("tests.unit.default_device:run_job", dict.fromkeys((1, 2), JOBS))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
-def test_messages_and_sums_over_ranks(world: int, tmp_path) -> None:
-    jobs = ["plain", "ddp", "sparse", "differ"]
-    found = launch(world, "tests.unit.default_device:run_job", jobs, tmp_path)
-    for name in jobs:
-        for value in values(found[name]):
-            assert value == "right", name
+@pytest.mark.parametrize("job", JOBS)
+def test_messages_and_sums_over_ranks(found, job: str, world: int) -> None:
+    assert found(job, world) == ["right"] * world

@@ -8,7 +8,6 @@ from megabatch import GradientAccumulator, PlanError
 from megabatch.batching.pad_to_shape import Inputs, cut_back, equal_rows, in_one_shape
 from megabatch.pipeline.run import Pipeline
 from megabatch.pipeline.stages import SCHEDULES
-from tests.unit.failures import pipeline as failures
 from tests.unit.failures.wrappers import mesh
 from tests.unit.small import expected, gradients, model_of_integers, same_bits, samples, weighed
 
@@ -77,16 +76,6 @@ def test_an_output_is_cut_back_to_what_is_said_of_it():
     cut = cut_back((tokens, classes), shape, whole, real)
     assert torch.equal(cut[0], tokens[:2, :2])
     assert torch.equal(cut[1], classes[:2])
-
-
-@pytest.mark.usefixtures("group_of_one")
-@pytest.mark.parametrize("name", failures.FAILURES)
-def test_refused(name):
-    failure = failures.FAILURES[name]
-    with pytest.raises(failure.error) as raised:
-        failure.provoke()
-    assert str(raised.value) == failure.text
-    assert type(raised.value) is failure.error
 
 
 def without_spare() -> nn.Module:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.exact.launch import launch, values
+from tests.exact.launch import of_ranks
+from tests.tiers import full_unless
 from tests.unit.rank_agreement import ALIKE, MODELS
 
 pytestmark = pytest.mark.slow
@@ -32,16 +33,13 @@ SEEN = {  # in the error on every rank, beside the numbers of the ranks
 }
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("rank_agreement")
-    return {world: launch(world, "tests.unit.rank_agreement:run_job", MODELS, folder / str(world)) for world in (2, 3)}
+told = of_ranks("tests.unit.rank_agreement:run_job", dict.fromkeys((2, 3), MODELS))
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", full_unless([2, 3], lambda _, world: world == 2))
 @pytest.mark.parametrize("name", MODELS)
 def test_all_ranks_are_told_the_same(told, name: str, world: int) -> None:
-    found = list(values(told[world][name]))
+    found = told(name, world)
     assert found == found[:1] * world
     if name.startswith("alike"):
         assert found[0] == ALIKE

@@ -2,25 +2,20 @@
 
 import pytest
 
-from tests.exact.launch import launch, values
+from tests.exact.launch import of_ranks
 from tests.unit.sparse_gradients import JOBS, USES, use_of
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sparse")
-    return {
-        world: launch(world, "tests.unit.sparse_gradients:run_job", JOBS, folder / str(world)) for world in (1, 2, 3)
-    }
+results = of_ranks("tests.unit.sparse_gradients:run_job", dict.fromkeys((1, 2, 3), JOBS))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("name", JOBS)
 def test_sums_over_ranks_are_exact(results, name: str, world: int) -> None:
     case, setting = name.split(":")
-    found = list(values(results[world][name]))
+    found = results(name, world)
     uses = {use_of(rank, USES[case]) for rank in range(world)}
     layout = "strided" if "dense" in uses else "sparse_coo" if "sparse" in uses else "none"
     bound = {"exact": 0.0 if world < 3 else 1e-15, "clipped": 1e-14, "wide": 2.0**-7}[setting]

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from megabatch import GradientAccumulator, Learner, MegabatchError, loss
-from tests.exact.launch import launch
+from tests.exact.launch import of_ranks
 from tests.exact.stepping import OPTIMIZERS, Trained, new_model
+from tests.unit.failures.table import check_error
 from tests.unit.small import unseen
 from tests.unit.tower import moved, new_tower, parameters_of, rows, square, stepping
 
@@ -36,33 +37,22 @@ def test_the_same_bits_as_a_step_afterwards(optimizer: str, dtype: str) -> None:
         assert torch.equal(found, expected[name]), name
 
 
-@pytest.fixture(scope="module")
-def sharded(tmp_path_factory):
-    found = {}
-    for world, names in SHARDED.items():
-        names = [*names, *(f"refused:{wrapper}" for wrapper in REFUSED)] if world == 2 else names
-        found |= launch(world, "tests.exact.stepping:run_job", names, tmp_path_factory.mktemp(f"stepping{world}"))
-    return found
+REFUSED_JOBS = [f"refused:{wrapper}" for wrapper in REFUSED]
+sharded = of_ranks("tests.exact.stepping:run_job", {2: [*SHARDED[2], *REFUSED_JOBS], 4: SHARDED[4]})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for names in SHARDED.values() for name in names])
 def test_the_same_bits_where_parameters_are_sharded(sharded, name: str) -> None:
-    for result in sharded[name]:
-        assert "error" not in result, result["error"]
-        assert result["value"] == {"different": [], "moved": True, "free": [False, True]}
+    for value in sharded(name):
+        assert value == {"different": [], "moved": True, "free": [False, True]}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("wrapper", "seen"), REFUSED.items())
 def test_a_model_without_the_whole_gradient_is_refused(sharded, wrapper: str, seen: str) -> None:
-    for result in sharded[f"refused:{wrapper}"]:
-        assert "error" not in result, result["error"]
-        assert result["value"] == {
-            "said": f"the model has {seen}, whose whole gradient is there only after the backward; an optimizer can "
-            "step in it for a plain model on one rank and for FSDP2 without a pipeline; shard with fully_shard, or "
-            "leave step_in_backward() out"
-        }
+    for value in sharded(f"refused:{wrapper}"):
+        check_error(value["said"], f"{seen} … step_in_backward()")
 
 
 class Watched(torch.optim.SGD):

@@ -10,12 +10,9 @@ from megabatch import LossContractError, loss, verify
 from megabatch.batching.samples import Deferred
 from tests.unit.failures.table import SAMPLES, Failure, accumulator, linear, squares, update
 
-RETURN = "return (total, weight): the sum over the microbatch and the count it is divided by"
-DISAGREE = "count what the loss sums (a causal shift never uses the label at position 0: count labels[:, 1:])"
-SEVERAL = (
-    "the loss has the differentiable terms ['one', 'two'], each with a denominator of its own; "
-    "give weigh= as a mapping with the weight of each"
-)
+RETURN = "return (total"
+DISAGREE = "position 0 … [:, 1:]"
+SEVERAL = "['one', 'two']"
 
 
 def returning(make: Callable[[Tensor], Any]) -> Callable[..., Any]:
@@ -71,74 +68,74 @@ def backward_without_weight() -> None:
 
 LOSSES = {
     "a mean": (
-        returning(lambda squares: squares.mean()), f"the loss is a tensor of shape (), perhaps a mean; {RETURN}",
+        returning(lambda squares: squares.mean()), "()",
     ),
     "a vector": (
         returning(lambda squares: squares.flatten()),
-        f"the loss is a tensor of shape (2,), perhaps a mean; {RETURN}",
+        "(2,)",
     ),
     "a string": (returning(lambda squares: "done"), f"the loss is a str, perhaps a mean; {RETURN}"),
-    "nothing": (returning(lambda squares: None), f"the loss is a NoneType, perhaps a mean; {RETURN}"),
+    "nothing": (returning(lambda squares: None), "NoneType"),
     "no terms": (returning(lambda squares: {}), f"the loss is a dict, perhaps a mean; {RETURN}"),
     "a tuple of three": (returning(lambda squares: (squares.sum(), 2, 2)), f"the loss is a tuple of 3; {RETURN}"),
     "a term that is a mean": (
         returning(lambda squares: {"router": squares.mean()}),
-        f"term 'router' of the loss is a tensor of shape (), perhaps a mean; {RETURN}",
+        "'router' … ()",
     ),
     "a total that is a number": (
         returning(lambda squares: (3.0, 2)),
-        f"the total of the loss is a float; {RETURN}, the total as a scalar tensor",
+        "is a float",
     ),
     "a total that is a vector": (
         returning(lambda squares: (squares, 2)),
-        f"the total of the loss has shape (2, 1); sum it to a scalar, and {RETURN}",
+        "(2, 1)",
     ),
     "a weight with a gradient": (
         returning(lambda squares: (squares.sum(), squares.sum())),
-        "the weight of the loss carries a gradient; count it from the data, or detach it",
+        "carries a gradient",
     ),
     "a negative weight": (
         returning(lambda squares: (squares.sum(), -2)),
-        "the weight of the loss is -2.0; a weight must be finite and not negative",
+        "is -2.0",
     ),
     "a weight that is not a number": (
         returning(lambda squares: (squares.sum(), float("nan"))),
-        "the weight of the loss is nan; a weight must be finite and not negative",
+        "loss is nan",
     ),
     "a weight that is a string": (
-        returning(lambda squares: (squares.sum(), "two")), "the weight of the loss is a str; expected a number",
+        returning(lambda squares: (squares.sum(), "two")), "is a str",
     ),
     "a weight that is a vector": (
         returning(lambda squares: (squares.sum(), torch.ones(2))),
-        "the weight of the loss has shape (2,); sum it to one number",
+        "(2,)",
     ),
     "nothing to differentiate": (
         returning(lambda squares: (squares.detach().sum(), 2)),
-        "no total of the loss carries a gradient; compute one from the model's output, undetached",
+        "carries a gradient",
     ),
     "several terms without weigh": (two_terms, SEVERAL),
     "several terms and one weigh": (loss(weigh=lambda microbatch: 2)(lambda *given: two_terms(*given)), SEVERAL),
-    "too many terms": (many_terms, "the loss returned 17 terms; at most 16 are supported"),
+    "too many terms": (many_terms, "returned 17 terms"),
     "weights that disagree": (
         weighing(1),
-        f"weigh counted 1 from the data but the loss returned the weight 2 on microbatch 0; {DISAGREE}",
+        "counted 1 from … weight 2 on … microbatch 0",
     ),
     "weigh counts a vector": (
-        weighing(torch.ones(2)), "what weigh counts has shape (2,); sum it to one number",
+        weighing(torch.ones(2)), "(2,)",
     ),
-    "weigh counts nothing": (weighing(None), "what weigh counts is a NoneType; expected a number"),
+    "weigh counts nothing": (weighing(None), "NoneType"),
     "weigh counts less than nothing": (
-        weighing(-1), "what weigh counts is -1.0; a weight must be finite and not negative",
+        weighing(-1), "is -1.0",
     ),
     "weigh counts a term without end": (
         weighing({"loss": float("inf")}),
-        "what weigh counts for term 'loss' is inf; a weight must be finite and not negative",
+        "'loss'",
     ),
     "weigh names another term": (
-        weighing({"reward": 2}), "weigh names ['reward'] but the differentiable term is 'loss'",
+        weighing({"reward": 2}), "['reward'] … 'loss'",
     ),
     "weigh names many terms": (
-        weighing({f"term{number}": 1 for number in range(9)}), "weigh names 9 terms; at most 8 are supported",
+        weighing({f"term{number}": 1 for number in range(9)}), "names 9 terms",
     ),
 }  # fmt: skip
 
@@ -148,38 +145,37 @@ FAILURES = {
 } | {
     "two calls of two terms": Failure(
         LossContractError,
-        "an update of several differentiable terms, ['one', 'two'], is one forward_backward call",
+        "['one', 'two'] … forward_backward",
         two_calls_of_two_terms,
     ),
     "two calls of one term each": Failure(
         LossContractError,
-        "an update of several differentiable terms, ['one', 'two'], is one forward_backward call",
+        "['one', 'two'] … forward_backward",
         two_calls_of_one_term_each,
     ),
     "weigh names a term by microbatch": Failure(
         LossContractError,
-        "weigh names the terms [['one'], ['two']]; name the same terms for each microbatch",
+        "[['one'] … ['two']",
         names_by_microbatch,
     ),
     "weigh names what Deferred told": Failure(
         LossContractError,
-        "weigh names the terms ['loss', 'reward'] but weights of Deferred have no name; "
-        "return a number from weigh, or leave weights out",
+        "['loss', 'reward']",
         lambda: update(weighing({"reward": 2, "loss": 2}), Deferred(SAMPLES.__getitem__, [1] * 4, [1] * 4)),
     ),
     "weight= and two terms": Failure(
         LossContractError,
-        "weight= replaces one divisor, but the loss has the terms ['one', 'two']",
+        "weight= … ['one', 'two']",
         replaced_divisor_of_two_terms,
     ),
     "backward without a weight": Failure(
         LossContractError,
-        "backward() was given no weight and weigh counted none; give backward(total, weight)",
+        "backward()",
         backward_without_weight,
     ),
     "a mean, to verify": Failure(
         LossContractError,
-        f"the loss is a tensor of shape (), perhaps a mean; {RETURN}",
+        "()",
         lambda: verify(linear(), LOSSES["a mean"][0], SAMPLES),
     ),
 }

@@ -12,15 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from megabatch import JointLoss, LossContractError, PlanError
 from tests.unit.failures.table import SAMPLES, Failure, accumulator, linear, update
 
-ROWS = "a tensor, or a tuple or mapping of tensors, with one row per sample"
-CHANGED = (
-    "encode gave other representations for the same microbatch the second time; let nothing in it change from call to "
-    "call, and draw random numbers from torch's own generators"
-)
-REACHED = (
-    "the loss of a JointLoss reaches a trainable parameter of shape (1, 1) by itself; return what it needs from "
-    "encode, one row per sample: temperature.expand(len(queries))"
-)
+ROWS = "a tensor"
+CHANGED = "the second time"
+REACHED = "JointLoss … (1, 1)"
 
 
 def squares(encoded: Tensor) -> tuple[Tensor, int]:
@@ -56,32 +50,30 @@ JOINT = {
     "encode returns nothing": (encoding(lambda outputs: ()), f"encode returned nothing; expected {ROWS}"),
     "encode returns a number": (encoding(lambda outputs: 3.0), f"encode returned a float; expected {ROWS}"),
     "encode returns None beside a tensor": (
-        encoding(lambda outputs: (outputs, None)), f"encode returned a NoneType; expected {ROWS}",
+        encoding(lambda outputs: (outputs, None)), "NoneType",
     ),
     "encode returns a mean": (
-        encoding(lambda outputs: outputs.mean()), f"encode returned the shape () for 2 samples; expected {ROWS}",
+        encoding(lambda outputs: outputs.mean()), "() … for 2 samples",
     ),
     "encode returns other rows": (
-        encoding(lambda outputs: outputs[:1]), f"encode returned the shape (1, 1) for 2 samples; expected {ROWS}",
+        encoding(lambda outputs: outputs[:1]), "(1, 1) … for 2 samples",
     ),
     "encode returns other shapes": (
         by_microbatch(lambda outputs: {"q": outputs}, lambda outputs: {"q": outputs.expand(-1, 3)}),
-        "encode gives ['q'] torch.float64 (1,) for microbatch 0 and ['q'] torch.float64 (3,) for microbatch 1; "
-        "give rows of one shape and dtype, padded to one length if need be",
+        "['q'] … torch.float64 … (1,) … microbatch 0 and … ['q'] … torch.float64",
     ),
     "encode draws from another generator": (encoding(lambda outputs: outputs * random.random()), CHANGED),
     "encode detaches": (
         encoding(lambda outputs: outputs.detach()),
-        "no representation carries a gradient; compute them in encode from the model's output, undetached",
+        "carries a gradient",
     ),
     "a joint loss that detaches": (
         coupling(lambda encoded: (encoded.detach().sum(), 2)),
-        "no total of the loss carries a gradient; compute one from the model's output, undetached",
+        "carries a gradient",
     ),
     "a joint loss that is a mean": (
         coupling(lambda encoded: encoded.mean()),
-        "the loss is a tensor of shape (), perhaps a mean; "
-        "return (total, weight): the sum over the microbatch and the count it is divided by",
+        "()",
     ),
 }  # fmt: skip
 
@@ -92,19 +84,16 @@ FAILURES = {
     "a joint loss that reaches a parameter": Failure(LossContractError, REACHED, reaching),
     "a joint loss in a loop": Failure(
         PlanError,
-        "microbatches() was given a JointLoss, which needs all samples at once; give it to forward_backward()",
+        "microbatches() … JointLoss",
         in_a_loop,
     ),
 }
 
 
-DTYPES = (
-    "encode gives torch.float64 (1,) on data rank 0 and torch.float32 (1,) on data rank 1; "
-    "give rows of one shape and dtype on all"
-)
-FEWER = f"data rank 1 of 2: encode returned the shape (1, 1) for 2 samples; expected {ROWS}"
-DREW = "the loss of a JointLoss drew random numbers, which differ from rank to rank; draw them in encode"
-CONTEXT = "a JointLoss needs whole samples on every rank, but the mesh has the axis 'cp'; use data axes and tp"
+DTYPES = "torch.float64 … (1,) … rank 0 and … torch.float32 … (1,) … rank 1"
+FEWER = "data rank 1 of 2 … (1, 1) … for 2 samples"
+DREW = "JointLoss"
+CONTEXT = "JointLoss … 'cp'"
 
 
 def here(mine: Any, others: Any) -> Any:

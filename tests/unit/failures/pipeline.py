@@ -15,89 +15,37 @@ from megabatch.pipeline.run import Pipeline, evaluate
 from tests.unit.failures.table import SAMPLES, Failure, linear, squares, told
 from tests.unit.failures.wrappers import fsdp1, layers, mesh
 
-NO_AXIS = "the mesh has the axes ('dp',) but no axis 'pp'; name the axis of the stages 'pp'"
-NO_SCHEDULE = (
-    "schedule is 'gpipe'; expected one of GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, "
-    "ZBVZeroBubble, DualPipeV"
-)
-TWO_STAGES = (
-    "1F1B runs 1 stages on each rank but was given 2; give a list of that many modules, or choose another schedule"
-)
-NO_STAGE = (
-    "LoopedBFS runs one or more stages on each rank but was given 0; give a list of that many modules, or choose "
-    "another schedule"
-)
-FROZEN = "no parameter of a stage requires a gradient; cut the model so that every stage trains some"
-INSIDE = (
-    "a wrapper is inside a stage, where the schedule does not find it; call fully_shard on the stage itself too, and "
-    "compile with stage.compile() instead of torch.compile(stage)"
-)
-FSDP1 = "a stage is wrapped by FSDP1, which a pipeline cannot hold back; use FSDP2's fully_shard"
-DDP_SPLIT = (
-    "ZBVZeroBubble computes gradients without the hooks by which DDP reduces; wrap the stages with fully_shard or "
-    "replicate, or choose 1F1B"
-)
-STATIC_GRAPH = (
-    "DDP with static_graph reduces in its first backward, which a pipeline holds back; leave static_graph out"
-)
-EVERY = "sync is 'every', but a pipeline reduces once per call, after its last microbatch; leave sync out"
-CALLED = (
-    "a Pipeline cannot be called; give it to GradientAccumulator, whose forward_backward runs it, and in the loss call "
-    "the model that it is given"
-)
-OTHER_MESH = "mesh= is another mesh than that of the Pipeline; leave mesh= out"
-NOT_CALLED = (
-    "the loss returned without calling the model that it is given, or caught what the call raised; under a Pipeline "
-    "call it once, and let what it raises pass"
-)
-CALLED_TWICE = "the loss called the model 2 times for one microbatch; under a Pipeline call it once"
-DRAWS = (
-    "the loss draws random numbers before it calls the model, and the stages of a Pipeline would draw different ones; "
-    "draw them in the first stage"
-)
-AUTOCAST = (
-    "the loss calls the model under torch.autocast or torch.no_grad, which does not reach the stages of a Pipeline; "
-    "enter it in the stages' own forward"
-)
-GRADIENT = (
-    "the loss gives the model an input that carries a gradient, which would end at the first stage of the Pipeline; "
-    "compute that input in the first stage"
-)
-NO_META = (
-    "boundary= or output= of Pipeline returned torch.Size([2, 1]); return the shape and dtype of what the stage does: "
-    'torch.empty(*shape, dtype=dtype, device="meta")'
-)
-OUTPUT = (
-    "stage 0 returned [((2, 1), torch.float64)] where [((2, 2), torch.float64)] was said; say in output= of Pipeline "
-    "what it returns"
-)
-NO_TENSOR = "stage 0 returned a str where a plain tensor was expected; say in output= of Pipeline what it returns"
-NO_ROWS = (
-    "a microbatch of 1 rows was filled up to 2, but output= says no samples in dim 0, so they cannot be taken out "
-    "again; return samples in dim 0 from the last stage"
-)
-OTHER_INPUTS = (
-    "the loss calls the model with other arguments for other microbatches of one call; under a Pipeline give all the "
-    "same names, types and numbers of dims"
-)
-OTHER_DIMS = (
-    "an input of the model has the shapes [(2, 1, 1), (2, 1, 2)] in one call of a Pipeline; only dim 0, the samples, "
-    "and dim 1 are filled up, the others must agree"
-)
-BOUNDARY = (
-    "stage 0 returned [((1, 1), torch.float64)] where [((1, 2), torch.float64)] was said; say in boundary= of Pipeline "
-    "what it returns"
-)
-MICROBATCHES = (
-    "the stages of data rank 0 were given microbatches that differ; let collate draw no random numbers, or the same on "
-    "all ranks along pp and tp"
-)
-STAGES = "ranks differ in the number or the wrapper of their stages; give all ranks the same"
-CONTEXT = "the mesh has both axes 'cp' and 'pp', which do not go together; give one of them"
-DETACHED = "stage 0 returned nothing that carries a gradient; compute it from the stage's parameters, undetached"
-AS_MANY = "ranks were given 1 and 2 microbatches; give every rank as many"
-JOINT = "a JointLoss cannot run through a Pipeline; give a loss that sums over samples"
-OPEN_LOOP = "a pipeline runs the microbatches of a call together; use forward_backward, not an open loop"
+NO_AXIS = "'dp' … 'pp'"
+NO_SCHEDULE = "'gpipe'"
+TWO_STAGES = "1 … runs 1 stages … given 2"
+NO_STAGE = "LoopedBFS … given 0"
+FROZEN = "requires a gradient"
+INSIDE = "inside a stage"
+FSDP1 = "FSDP1"
+DDP_SPLIT = "ZBVZeroBubble … DDP"
+STATIC_GRAPH = "DDP … static_graph"
+EVERY = "'every'"
+CALLED = "cannot be called"
+OTHER_MESH = "mesh="
+NOT_CALLED = "it is given"
+CALLED_TWICE = "model 2 times"
+DRAWS = "calls the model"
+AUTOCAST = "torch.autocast … torch.no_grad"
+GRADIENT = "carries a gradient"
+NO_META = "boundary= … output= … torch.Size … [2, 1]"
+OUTPUT = "stage 0 returned … [((2, 1), torch.float64)] … [((2, 2), torch.float64)]"
+NO_TENSOR = "stage 0 returned"
+NO_ROWS = "of 1 rows … to 2 … output= … dim 0"
+OTHER_INPUTS = "of one call"
+OTHER_DIMS = "[(2, 1, 1), (2, 1, 2)]"
+BOUNDARY = "stage 0 returned … [((1, 1), torch.float64)] … [((1, 2), torch.float64)]"
+MICROBATCHES = "rank 0 were"
+STAGES = "of their stages"
+CONTEXT = "'cp' … 'pp'"
+DETACHED = "stage 0 returned"
+AS_MANY = "given 1 and … 2 microbatches"
+JOINT = "JointLoss"
+OPEN_LOOP = "a call together"
 
 
 def said(*shape: int) -> Callable[..., Tensor]:
@@ -273,10 +221,7 @@ def loss_raises_at_last() -> str:
     return told(lambda: update(_no_pair_at_last, over_two()))
 
 
-MEAN = (
-    "the loss is a tensor of shape (), perhaps a mean; return (total, weight): the sum over the microbatch and the "
-    "count it is divided by"
-)
+MEAN = "()"
 RAISED = "ZeroDivisionError: in the second stage"
 JOBS: dict[str, tuple[Callable[[], str], list[str]]] = {  # what each rank is told
     "another boundary": (wrong_boundary, [f"PlanError: {BOUNDARY}", f"PlanError: data rank 0 of 1: {BOUNDARY}"]),
@@ -285,7 +230,7 @@ JOBS: dict[str, tuple[Callable[[], str], list[str]]] = {  # what each rank is to
     "other numbers of microbatches": (other_numbers_of_microbatches, [f"PlanError: {AS_MANY}"] * 2),
     "a loss that gives no pair in an evaluation": (
         lambda: told(lambda: evaluate(over_two(), SAMPLES, _no_pair_at_last)),
-        [f"LossContractError: data rank 0 of 1: {MEAN}", f"LossContractError: {MEAN}"],
+        [f"LossContractError: … data rank 0 of 1 … {MEAN}", f"LossContractError: {MEAN}"],
     ),
     "cp and pp": (
         lambda: told(lambda: update(model=over_two(("cp", "pp"), schedule="GPipe"))), [f"PlanError: {CONTEXT}"] * 2,
@@ -295,6 +240,6 @@ JOBS: dict[str, tuple[Callable[[], str], list[str]]] = {  # what each rank is to
     ),
     "a loss that raises": (loss_raises, ["KeyError: 'no such key'"] * 2),
     "a loss that gives no pair": (
-        loss_raises_at_last, [f"LossContractError: data rank 0 of 1: {MEAN}", f"LossContractError: {MEAN}"],
+        loss_raises_at_last, [f"LossContractError: … data rank 0 of 1 … {MEAN}", f"LossContractError: {MEAN}"],
     ),
 }  # fmt: skip

@@ -14,18 +14,9 @@ from tests.unit.failures.table import Failure, linear
 
 THREE = torch.ones(3, dtype=torch.long)
 SAMPLE = {"input_ids": THREE, "labels": THREE}
-NO_BEGINNING = (
-    "position_ids of a sample do not begin with 0, their least, by which samples of a row are kept apart; let them "
-    "begin with 0, or leave OneRow out"
-)
-COUNTS_ROWS = (
-    "weigh counts 1 in samples of one row and 2 in the same one by one; under OneRow count positions (of shift_labels, "
-    "say), not rows"
-)
-MASKED = (
-    "the loss gives the model an attention_mask, past_key_values, or more than the tokens by place, with which its "
-    "attention does not go by position_ids; leave them out"
-)
+NO_BEGINNING = "position_ids … with 0"
+COUNTS_ROWS = "counts 1 in … and 2 in"
+MASKED = "attention_mask … past_key_values … position_ids"
 SIZES = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
@@ -109,24 +100,22 @@ class WithoutPositions(nn.Module):
 FAILURES = {
     "a sample without tokens, in one row": Failure(
         PlanError,
-        "a sample has no input_ids [T], along which samples lie in one row; leave OneRow out",
+        "input_ids … [T]",
         lambda: run({"x": THREE}),
     ),
     "keys that differ, in one row": Failure(
         PlanError,
-        "samples of one batch have the keys ['input_ids', 'labels'] and ['input_ids']; give all the same",
+        "['input_ids', 'labels'] … ['input_ids']",
         lambda: run({"input_ids": THREE, "labels": THREE}, {"input_ids": THREE}),
     ),
     "a label of a whole sample, in one row": Failure(
         PlanError,
-        "'labels' of a sample has the shape () and its input_ids (3,); in one row everything runs along input_ids. "
-        "Leave OneRow out",
+        "'labels' … () … input_ids … (3,)",
         lambda: run({"input_ids": THREE, "labels": 1}),
     ),
     "hidden tokens, in one row": Failure(
         PlanError,
-        "a sample has an attention_mask with zeros, or with position_ids beside it, which one row cannot say; cut "
-        "hidden tokens away and leave the mask out, or leave OneRow out",
+        "attention_mask … position_ids",
         lambda: run({"input_ids": THREE, "labels": THREE, "attention_mask": torch.tensor([1, 1, 0])}),
     ),
     "positions that go on, in one row": Failure(
@@ -141,25 +130,22 @@ FAILURES = {
     ),
     "several models, in one row": Failure(
         PlanError,
-        "OneRow is for one model whose sequences are whole and which is no Pipeline; give one model, or leave the cp "
-        "and pp axes or OneRow out",
+        "OneRow",
         lambda: accumulator([linear(), linear()]),
     ),
     "a model of no tokens, in one row": Failure(
         PlanError,
-        "OneRow is given a model that is not one of transformers; leave it out",
+        "OneRow",
         lambda: accumulator(linear()),
     ),
     "a model of no positions, in one row": Failure(
         PlanError,
-        "OneRow tries the model on input_ids and position_ids, and it does not run (TypeError: "
-        "WithoutPositions.forward() got an unexpected keyword argument 'position_ids'); mend that, or leave OneRow out",
+        "OneRow … input_ids … position_ids … TypeError … WithoutPositions … forward()",
         lambda: accumulator(WithoutPositions()),
     ),
     "a model whose head is zero": Failure(
         PlanError,
-        "OneRow tries whether samples of a row see each other, and this model's output does not depend on earlier "
-        "tokens, so that it says nothing (an output head of zeros?); leave OneRow out",
+        "OneRow",
         headless,
     ),
     "a loss that counts rows": Failure(
@@ -174,14 +160,12 @@ FAILURES = {
     ),
     "a loss that does not weigh, in one row": Failure(
         LossContractError,
-        "samples lie in one row and the loss does not say how its weight is counted, so a weight that counts rows "
-        "would not be seen; give weigh=, see megabatch.loss, or leave OneRow out",
+        "weight is counted",
         lambda: run(SAMPLE, loss_fn=lambda model, row: (model(**row).logits.sum(), 1)),
     ),
     "a loss that keeps positions to itself": Failure(
         LossContractError,
-        "the loss calls the model without position_ids, by which the samples of a row are kept apart; hand them on by "
-        "name",
+        "position_ids",
         lambda: run(SAMPLE, loss_fn=loss(weigh=losses.count_targets)(by_tokens)),
     ),
     "a mask, in one row": Failure(
@@ -196,37 +180,32 @@ FAILURES = {
     ),
     "a loss that calls a part of the model, in one row": Failure(
         LossContractError,
-        "the loss does not call the model that it is given (a part of it, perhaps), so that nobody sees whether "
-        "samples of a row are kept apart; call the model itself, or leave OneRow out",
+        "part of it",
         lambda: run(SAMPLE, loss_fn=loss(weigh=losses.count_targets)(by_parts)),
     ),
     "an optimizer that steps in backward, in one row": Failure(
         PlanError,
-        "OneRow is given and an optimizer steps in backward, before it is known that the loss has called the model; "
-        "leave one of them out",
+        "OneRow",
         stepping,
     ),
     "a model that goes by places, in one row": Failure(
         PlanError,
-        "OneRow is given and the model's config has attention_chunk_size, by which attention goes by the place in a "
-        "row and not by position_ids; leave OneRow out",
+        "OneRow … attention_chunk_size … position_ids",
         lambda: accumulator(of_llama4()),
     ),
     "a cache, in one row": Failure(
         LossContractError,
-        "the model makes a cache, with which its attention does not go by position_ids; set model.config.use_cache = "
-        "False",
+        "position_ids",
         lambda: run(SAMPLE, loss_fn=loss(weigh=losses.count_targets)(with_cache)),
     ),
     "types that differ, in one row": Failure(
         PlanError,
-        "'input_ids' of samples is int64 (3,) and int32 (3,); in one row give all the same but the length",
+        "'input_ids' … (3,) … (3,)",
         lambda: run({"input_ids": THREE}, {"input_ids": THREE.int()}),
     ),
     "a model whose samples see each other": Failure(
         PlanError,
-        "OneRow is given and the model's attention crosses samples: those in one row see each other; choose an "
-        "attention that goes by position_ids (with use_cache = False, in transformers), or leave OneRow out",
+        "OneRow",
         lambda: accumulator(model_of("bloom", n_layer=1, n_head=2)),
     ),
 }

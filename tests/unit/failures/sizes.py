@@ -8,7 +8,7 @@ from tests.unit.failures.table import SAMPLES, Failure, accumulator, linear, squ
 
 
 def count(name: str, value: object) -> str:
-    return f"{name} is {value!r}; it counts things and must be a whole number of at least 1"
+    return f"{name} … {value!r}"
 
 
 def sampler(lengths=(1,) * 10, **settings) -> UpdateSampler:
@@ -33,17 +33,12 @@ def frozen() -> nn.Module:
     return linear().requires_grad_(False)
 
 
-NEITHER = (
-    "neither of micro_batch_size and max_microbatch_tokens given; "
-    "give one: samples per forward, or padded tokens per forward"
-)
-BOTH = NEITHER.replace("neither", "both")
-TOO_LONG = (
-    "sample 1 has 9 tokens, more than max_microbatch_tokens=8 allows; raise it to 9 or shorten the sample"
-)  # fmt: skip
-COST = "cost is 'auto'; expected a CostModel, or leave it out: with max_microbatch_tokens=\"auto\" it is measured"
+NEITHER = "neither … micro_batch_size … max_microbatch_tokens"
+BOTH = "both … micro_batch_size … max_microbatch_tokens"
+TOO_LONG = "sample 1 has … 9 tokens … max_microbatch_tokens=8"
+COST = "'auto'"
 LONG_SAMPLES = [{"x": torch.ones(length, 1, dtype=torch.float64)} for length in (8, 9)]
-NOTHING_TO_TRAIN = "no parameter of the model requires a gradient; unfreeze what is to be trained"
+NOTHING_TO_TRAIN = "requires a gradient"
 
 COUNTS = {  # name of the setting -> what is called with a bad value
     "micro_batch_size": lambda value: GradientAccumulator(linear(), micro_batch_size=value),
@@ -77,7 +72,7 @@ FAILURES = {
     ),
     "a length longer than the cap": Failure(PlanError, TOO_LONG, lambda: plan([8, 9], max_microbatch_tokens=8)),
     "two lengths longer than the cap": Failure(
-        PlanError, TOO_LONG.replace("1 has 9", "2 has 12").replace("to 9", "to 12"),
+        PlanError, "sample 2 has … 12 tokens … max_microbatch_tokens=8",
         lambda: plan([8, 9, 12, 10], max_microbatch_tokens=8),
     ),
     **{
@@ -90,7 +85,7 @@ FAILURES = {
     },
     "a negative length": Failure(
         PlanError,
-        "the length of sample 1 is -3; it counts things and must be a whole number of at least 0",
+        "sample 1 is … -3",
         lambda: plan([2, -3], micro_batch_size=1),
     ),
     "a function of nothing": Failure(
@@ -98,82 +93,78 @@ FAILURES = {
     ),
     "a state that has counted nothing": Failure(
         PlanError,
-        "the sampler's state does not say what was handed out before it, which a global_batch_size that is a function "
-        "asks for; give a state of a sampler that has such a one",
+        "global_batch_size",
         of_a_number,
     ),
     "an unknown tail": Failure(
-        PlanError, "tail is 'keep'; expected one of step, drop, carry", lambda: sampler(tail="keep")
+        PlanError, "'keep'", lambda: sampler(tail="keep")
     ),
     "a rank that is not there": Failure(
-        PlanError, "dp_rank is 2; expected 0 to 1 with dp_degree=2", lambda: sampler(dp_rank=2, dp_degree=2)
+        PlanError, "dp_rank … is 2", lambda: sampler(dp_rank=2, dp_degree=2)
     ),
     "a rank of nobody knows how many": Failure(
         PlanError,
-        "dp_rank is 1 and dp_degree is None; give both, or neither, to take them from the process group",
+        "dp_rank … is 1 and … dp_degree",
         lambda: sampler(dp_rank=1),
     ),
-    "an empty data set": Failure(PlanError, "the data set is empty; give at least one sample", lambda: sampler(())),
+    "an empty data set": Failure(PlanError, "set is empty", lambda: sampler(())),
     "a tail that is everything": Failure(
         PlanError,
-        "the data set has 3 samples, fewer than global_batch_size=4, and "
-        'tail="drop" would leave no update; use tail="step" or a smaller global_batch_size',
+        'has 3 samples … global_batch_size=4 … tail= … "drop"',
         lambda: sampler((1, 1, 1), tail="drop"),
     ),
     "a sampler's state of other data": Failure(
         PlanError,
-        "the sampler's state has num_samples=9 but this sampler has 10; give the same data and seed",
+        "num_samples=9 … has 10",
         of_other_data,
     ),
     "a sampler's state of another seed": Failure(
-        PlanError, "the sampler's state has seed=3 but this sampler has 0; give the same data and seed", of_other_seed
+        PlanError, "seed= … 3 but … has 0", of_other_seed
     ),
     "an order that is empty": Failure(
         PlanError,
-        "order(0) gives 0 sample ids; expected some, equally many in every epoch",
+        "(0) … gives 0 sample",
         lambda: sampler(order=lambda epoch: []),
     ),
     "an order that grows": Failure(
         PlanError,
-        "order(1) gives 2 sample ids; expected 1, equally many in every epoch",
+        "(1) … gives 2 sample",
         lambda: [list(each) for each in [sampler(order=lambda epoch: range(epoch + 1))] * 2],
     ),
     "an order of other data": Failure(
         PlanError,
-        "order(0) gives the sample id 10; the data set has the ids 0 to 9",
+        "(0) … id 10",
         lambda: sampler(order=lambda epoch: range(11)),
     ),
     "no model": Failure(
         PlanError,
-        "model is a list; expected a torch.nn.Module, or a list of them",
+        "is a list",
         lambda: accumulator(model=[linear(), None]),
     ),
     "an unknown sync": Failure(
         PlanError,
-        "sync is 'never'; expected one of auto, last, every, replica_last",
+        "'never'",
         lambda: accumulator(sync="never"),
     ),
     "replica_last without replicas": Failure(
         PlanError,
-        "sync is 'replica_last', which is for HSDP, and the model has no wrapper; leave sync out, or shard with "
-        "fully_shard over a mesh of two axes (dp_replicate, dp_shard)",
+        "'replica_last'",
         lambda: accumulator(sync="replica_last"),
     ),
     "a parameter of two models": Failure(
         PlanError,
-        "two of the models share a parameter, which would be reduced twice; give each to one model",
+        "share a parameter",
         lambda: accumulator(model=[(model := linear()), model]),
     ),
     "nothing to train": Failure(PlanError, NOTHING_TO_TRAIN, lambda: accumulator(model=frozen())),
     "another accumulation dtype": Failure(
         PlanError,
-        "accumulate_dtype is torch.float32, coarser than parameters in torch.float64; leave it out, or give a finer "
-        "one",
+        "accumulate_dtype … torch.float32 … torch.float64",
         lambda: accumulator(accumulate_dtype=torch.float32),
     ),
     "verify one sample": Failure(
         PlanError,
-        "verify was given 1 samples; cutting needs at least 2",
+        "given 1 samples",
         lambda: verify(linear(), losses.mse, SAMPLES[:1]),
     ),
 }  # fmt: skip

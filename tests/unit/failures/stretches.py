@@ -9,17 +9,9 @@ from megabatch import loss, losses
 from megabatch.batching.samples import Deferred
 from tests.unit.failures.table import accumulator, squares, told
 
-UNWEIGHED_STRETCHES = (
-    "sequences are cut over the mesh axis 'cp' and the loss does not say how its weight is counted, so a weight that "
-    "counts samples would not be seen; give weigh=, see megabatch.loss"
-)
-PREPARED_STRETCHES = (
-    "the loss has prepare=, which is given whole samples, and a cp axis gives the loss stretches of them; prepare them "
-    "in the collate function, or leave the cp axis out"
-)
-WHOLE_WEIGHTS = (
-    "weights of Deferred are of whole samples, and sequences are cut over the mesh axis 'cp'; leave weights out"
-)
+UNWEIGHED_STRETCHES = "'cp'"
+PREPARED_STRETCHES = "prepare="
+WHOLE_WEIGHTS = "'cp'"
 TEXTS = [{"input_ids": torch.arange(4), "labels": torch.arange(4)} for _ in range(2)]
 
 

@@ -1,5 +1,6 @@
-"""A row of the tables of errors, and the small model and data that the rows share."""
+"""A row of the tables of errors, how one is judged, and the small model and data that the rows share."""
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,8 +13,35 @@ from megabatch import GradientAccumulator, MegabatchError, Update, loss
 
 class Failure(NamedTuple):
     error: type[MegabatchError]
-    text: str
+    seen: str  # what the error names, in this order: pieces with " … " between
     provoke: Callable[[], object]
+
+
+# The other half of what does not fit together is a change too.
+CHANGE = re.compile(
+    r"; |\. [A-Z]|expected|must|at most|\b(give|return|use|leave|set|choose|call)\b"
+    r"|\bbut the\b|is one |was not called"
+)
+
+
+def names(text: str, seen: str) -> bool:
+    """Whether a text has all pieces of what was seen, in their order; anything may follow a colon."""
+    return re.search(".*".join(map(re.escape, re.split(r" … |(?<=:) ", seen))), text) is not None
+
+
+def check_error(text: str, seen: str) -> None:
+    """An error is one line that names what was seen and what to change."""
+    assert len(text.splitlines()) == 1, text
+    assert names(text, seen), f"{text!r} does not name {seen!r}"
+    assert CHANGE.search(text), f"{text!r} does not say what to change"
+
+
+def check_ranks(found: list[str], expected: list[str]) -> None:
+    """Ranks are told the same, if one of them with the name of another before it."""
+    for text, seen in zip(found, expected, strict=True):
+        assert names(text, seen), f"{text!r} does not name {seen!r}"
+    shortest = min(found, key=len).partition(": ")[2]
+    assert all(text.endswith(shortest) for text in found), found
 
 
 SAMPLES = [{"x": torch.full((1,), float(number), dtype=torch.float64)} for number in range(1, 5)]

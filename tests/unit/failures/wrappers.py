@@ -23,27 +23,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megabatch import MegabatchError, PlanError, losses, verify
 from tests.unit.failures.table import SAMPLES, Failure, accumulator, linear, squares
 
-AXES = "dp, dp_replicate, dp_shard, cp, tp, pp, ep"
-UNKNOWN = (
-    "unknown wrapper {}; expected a plain model, DistributedDataParallel, FSDP1, "
-    "or a model that FSDP2's fully_shard or its replicate has wrapped"
-)
-CHANGED = (
-    "parameters were frozen, unfrozen, added or replaced since the GradientAccumulator was made; make a new one "
-    "(and wrap the model anew) after such a change"
-)
-UNKNOWN_HOOK = (
-    "DDP has the communication hook 'powerSGD_hook', which is not known to average over its ranks; leave it out, or "
-    "register allreduce_hook or bf16_compress_hook of torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
-)
-DDP_PASSED_BY = (
-    "the loss did not call the DDP model with gradients on, so no gradient was reduced; call the model that it is "
-    "given, not model.module"
-)
-UNSHARDED = (
-    "parameter '{}' is not sharded, so FSDP2 would leave its gradient unreduced; call fully_shard on the root too, "
-    "and reshard() after an evaluation"
-)
+UNKNOWN = "unknown wrapper {}"
+CHANGED = "GradientAccumulator"
+UNKNOWN_HOOK = "DDP … 'powerSGD_hook'"
+DDP_PASSED_BY = "DDP"
+UNSHARDED = "'{}' … FSDP2"
 
 
 def mesh(*axes: str) -> DeviceMesh:
@@ -216,15 +200,8 @@ def unnamed() -> DeviceMesh:
     return init_device_mesh("cpu", (1,))
 
 
-UNTIED = (
-    "the config says tie_word_embeddings, but sharding has made two parameters of the input and the output embeddings, "
-    "each with a part of the gradient; set config.tie_word_embeddings = False before the model is made, or shard it so "
-    "that both stay one parameter"
-)
-TORCHSCRIPT = (
-    "the model is a TorchScript module, which takes no hooks to watch its forward; give the "
-    "torch.nn.Module that it was made of, under torch.compile if you like"
-)
+UNTIED = "tie_word_embeddings"
+TORCHSCRIPT = "TorchScript"
 FAILURES = {
     "tied embeddings that tensor parallelism unties": Failure(
         PlanError, UNTIED, lambda: accumulator(tensor_parallel_ends(), mesh=mesh("dp", "tp"))
@@ -241,32 +218,29 @@ FAILURES = {
     ),
     "FSDP1 that ignores a layer": Failure(
         PlanError,
-        "parameter '1.weight' is ignored by FSDP1, which would leave its gradient unreduced; freeze it, or take it "
-        "out of ignored_modules",
+        "'1.weight' … FSDP1",
         lambda: accumulator(fsdp1_that_ignores()),
     ),
     "FSDP1 that reduces in bfloat16": Failure(
         PlanError,
-        "FSDP1 would accumulate and reduce gradients in torch.bfloat16, coarser than the parameters; leave "
-        "MixedPrecision out, or shard with fully_shard and MixedPrecisionPolicy(reduce_dtype=torch.float32)",
+        "FSDP1 … torch.bfloat16",
         lambda: accumulator(fsdp1_in_bfloat16()),
     ),
     "the replicate that is built on DDP": Failure(
         PlanError,
-        "the model was given to torch.distributed._composable.replicate, which is built on DDP; wrap with "
-        "DistributedDataParallel(model), or with replicate of torch.distributed._composable.replicate_with_fsdp",
+        "torch.distributed._composable.replicate … DDP",
         lambda: accumulator(composed_ddp()),
     ),
     "HSDP beside FSDP2": Failure(
         PlanError,
-        "the models need different sync policies, replica_last and every; wrap all alike",
+        "replica_last",
         lambda: accumulator(hsdp_and_fsdp2()),
     ),
     "an unknown mesh axis": Failure(
-        PlanError, f"unknown mesh axis 'data'; expected one of {AXES}", lambda: accumulator(mesh=mesh("data"))
+        PlanError, "'data'", lambda: accumulator(mesh=mesh("data"))
     ),
     "a mesh without names": Failure(
-        PlanError, f"the mesh has no axis names; name its axes, from {AXES}", lambda: accumulator(mesh=unnamed())
+        PlanError, "no axis names", lambda: accumulator(mesh=unnamed())
     ),
     "DDP with a communication hook": Failure(
         PlanError,
@@ -275,7 +249,7 @@ FAILURES = {
     ),
     "DDP with mixed_precision": Failure(
         PlanError,
-        "DDP's mixed_precision is not supported; use torch.autocast in the loss, or bfloat16 parameters",
+        "DDP … mixed_precision",
         lambda: accumulator(ddp_with_mixed_precision()),
     ),
     "DDP with a hook registered later": Failure(
@@ -285,20 +259,17 @@ FAILURES = {
     ),
     "DDP before unfreezing": Failure(
         PlanError,
-        "4 parameters require a gradient but DDP reduces 2; freeze and unfreeze before "
-        "DistributedDataParallel(model), and let it ignore none that is trained",
+        "4 parameters … DDP … reduces 2",
         lambda: accumulator(unfrozen_after_ddp()),
     ),
     "exchanged after DDP": Failure(
         PlanError,
-        "a parameter that requires a gradient did not when the model was wrapped, and DDP does not reduce it; freeze "
-        "and unfreeze before DistributedDataParallel(model), and let it ignore none that is trained",
+        "DDP",
         lambda: accumulator(exchanged_after_ddp()),
     ),
     "DDP.join": Failure(
         PlanError,
-        "DDP.join() is open, in which ranks that are out of data add zeros for what they had accumulated; leave it "
-        "out: ranks may have any number of samples, none too",
+        "DDP … join()",
         joined,
     ),
     "DDP passed by": Failure(
@@ -316,14 +287,12 @@ FAILURES = {
     ),
     "FSDP2 that reduces in bfloat16": Failure(
         PlanError,
-        "FSDP2 would accumulate and reduce gradients in torch.bfloat16, coarser than the parameters; "
-        "give MixedPrecisionPolicy(reduce_dtype=torch.float32)",
+        "FSDP2 … torch.bfloat16",
         lambda: accumulator(reduced_in_bfloat16()),
     ),
     "DDP inside the model": Failure(
         PlanError,
-        "'1' inside the model is wrapped with DistributedDataParallel; give that wrapper itself, or wrap the whole "
-        "model",
+        "'1' … DistributedDataParallel",
         lambda: accumulator(ddp_inside()),
     ),
     "FSDP2 without the root": Failure(
@@ -332,18 +301,17 @@ FAILURES = {
     "FSDP2 left unsharded": Failure(PlanError, UNSHARDED.format("weight"), lambda: accumulator(unsharded())),
     "FSDP2 over two meshes": Failure(
         PlanError,
-        "the model's parameters are sharded over different meshes; use one mesh for all",
+        "over different meshes",
         lambda: accumulator(sharded_over_two_meshes()),
     ),
     "a parameter sharded by hand": Failure(
         PlanError,
-        "parameter 'weight' is a DTensor over the mesh axes ('dp',) that no wrapper manages; name the axis of tensor "
-        "parallelism 'tp', and shard over data axes with fully_shard",
+        "'weight' … 'dp'",
         lambda: accumulator(sharded_by_hand()),
     ),
     "verify a model of FSDP1": Failure(
         PlanError,
-        "verify was given a model of FSDP1, of which it cannot make a copy; verify the model before that is done",
+        "FSDP1",
         lambda: verify(fsdp1(linear()), losses.mse, SAMPLES),
     ),
 }  # fmt: skip
