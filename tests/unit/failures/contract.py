@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch import LossContractError, loss, verify
+from megabatch import JointLoss, LossContractError, loss, losses, mean, verify
 from megabatch.batching.samples import Deferred
 from tests.unit.failures.table import SAMPLES, Failure, accumulator, linear, squares, update
 
@@ -69,7 +69,38 @@ def backward_without_weight() -> None:
         gradient.backward(squares(gradient.model, microbatch)[0])
 
 
+def meaning(make: Callable[[Tensor], Any], counted: Any = 2) -> Callable[..., Any]:
+    """`mean` of a loss that returns what ``make`` makes of the squared predictions."""
+    return mean(returning(make), over=lambda microbatch: counted)
+
+
+def divided(model: Any, microbatch: Any, divisor: float) -> Any: ...
+
+
+SUMS_ALREADY = (
+    "mean() was given a loss that sums and counts, or takes the divisor; give it to forward_backward() as it is"
+)
 LOSSES = {
+    "a tuple, as a mean": (
+        meaning(lambda squares: (squares.mean(), 2)),
+        "the loss of mean() returns a tuple; return the mean alone, as a scalar",
+    ),
+    "a vector, as a mean": (
+        meaning(lambda squares: squares),
+        "the loss of mean() returns a tensor of shape (2, 1); return the mean alone, as a scalar",
+    ),
+    "a mean without a gradient": (
+        meaning(lambda squares: squares.detach().mean()),
+        "no total of the loss carries a gradient; compute one from the model's output, undetached",
+    ),
+    "a mean over less than nothing": (
+        meaning(lambda squares: squares.mean(), -1),
+        "what weigh counts is -1.0; a weight must be finite and not negative",
+    ),
+    "a mean over a mapping": (
+        meaning(lambda squares: squares.mean(), {"one": 1, "two": 1}),
+        "over of mean() returns a mapping; return one number, what the mean is over",
+    ),
     "a mean": (
         returning(lambda squares: squares.mean()), f"the loss is a tensor of shape (), perhaps a mean; {RETURN}",
     ),
@@ -142,44 +173,55 @@ LOSSES = {
     ),
 }  # fmt: skip
 
-FAILURES = {
-    name: Failure(LossContractError, text, lambda loss_fn=loss_fn: update(loss_fn))
-    for name, (loss_fn, text) in LOSSES.items()
-} | {
-    "two calls of two terms": Failure(
-        LossContractError,
-        "an update of several differentiable terms, ['one', 'two'], is one forward_backward call",
-        two_calls_of_two_terms,
-    ),
-    "two calls of one term each": Failure(
-        LossContractError,
-        "an update of several differentiable terms, ['one', 'two'], is one forward_backward call",
-        two_calls_of_one_term_each,
-    ),
-    "weigh names a term by microbatch": Failure(
-        LossContractError,
-        "weigh names the terms [['one'], ['two']]; name the same terms for each microbatch",
-        names_by_microbatch,
-    ),
-    "weigh names what Deferred told": Failure(
-        LossContractError,
-        "weigh names the terms ['loss', 'reward'] but weights of Deferred have no name; "
-        "return a number from weigh, or leave weights out",
-        lambda: update(weighing({"reward": 2, "loss": 2}), Deferred(SAMPLES.__getitem__, [1] * 4, [1] * 4)),
-    ),
-    "weight= and two terms": Failure(
-        LossContractError,
-        "weight= replaces one divisor, but the loss has the terms ['one', 'two']",
-        replaced_divisor_of_two_terms,
-    ),
-    "backward without a weight": Failure(
-        LossContractError,
-        "backward() was given no weight and weigh counted none; give backward(total, weight)",
-        backward_without_weight,
-    ),
-    "a mean, to verify": Failure(
-        LossContractError,
-        f"the loss is a tensor of shape (), perhaps a mean; {RETURN}",
-        lambda: verify(linear(), LOSSES["a mean"][0], SAMPLES),
-    ),
-}
+FAILURES = (
+    {
+        name: Failure(LossContractError, text, lambda loss_fn=loss_fn: update(loss_fn))
+        for name, (loss_fn, text) in LOSSES.items()
+    }
+    | {
+        f"{kind}, as a mean": Failure(LossContractError, SUMS_ALREADY, lambda given=given: mean(given, over=len))
+        for kind, given in {
+            "JointLoss": JointLoss(squares, squares),
+            "a loss that counts": losses.next_token,
+            "a divisor": divided,
+        }.items()
+    }
+    | {
+        "two calls of two terms": Failure(
+            LossContractError,
+            "an update of several differentiable terms, ['one', 'two'], is one forward_backward call",
+            two_calls_of_two_terms,
+        ),
+        "two calls of one term each": Failure(
+            LossContractError,
+            "an update of several differentiable terms, ['one', 'two'], is one forward_backward call",
+            two_calls_of_one_term_each,
+        ),
+        "weigh names a term by microbatch": Failure(
+            LossContractError,
+            "weigh names the terms [['one'], ['two']]; name the same terms for each microbatch",
+            names_by_microbatch,
+        ),
+        "weigh names what Deferred told": Failure(
+            LossContractError,
+            "weigh names the terms ['loss', 'reward'] but weights of Deferred have no name; "
+            "return a number from weigh, or leave weights out",
+            lambda: update(weighing({"reward": 2, "loss": 2}), Deferred(SAMPLES.__getitem__, [1] * 4, [1] * 4)),
+        ),
+        "weight= and two terms": Failure(
+            LossContractError,
+            "weight= replaces one divisor, but the loss has the terms ['one', 'two']",
+            replaced_divisor_of_two_terms,
+        ),
+        "backward without a weight": Failure(
+            LossContractError,
+            "backward() was given no weight and weigh counted none; give backward(total, weight)",
+            backward_without_weight,
+        ),
+        "a mean, to verify": Failure(
+            LossContractError,
+            f"the loss is a tensor of shape (), perhaps a mean; {RETURN}",
+            lambda: verify(linear(), LOSSES["a mean"][0], SAMPLES),
+        ),
+    }
+)
