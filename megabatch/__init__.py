@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from megabatch.losses.contract import JointLoss as JointLoss
     from megabatch.losses.contract import Term as Term
     from megabatch.losses.contract import loss as loss
+    from megabatch.losses.mean import mean as mean
     from megabatch.planning.plan import CostModel as CostModel
     from megabatch.planning.plan import Plan as Plan
     from megabatch.planning.plan import plan as plan
@@ -30,6 +31,7 @@ else:
         "JointLoss": "losses.contract",
         "Term": "losses.contract",
         "loss": "losses.contract",
+        "mean": "losses.mean",
         "CostModel": "planning.plan",
         "Plan": "planning.plan",
         "plan": "planning.plan",

@@ -136,6 +136,20 @@ def call_after_backward(function: Callable[[], None]) -> None:
     cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(function)
 
 
+def cross_entropy_weight(loss: Tensor) -> Tensor | None:
+    """``NllLossBackward._saved_total_weight``: what torch's cross-entropy divided by, if ``loss`` is its mean.
+
+    None for every other loss, and in a half type, which cannot hold a count.
+    """
+    node: Any = loss.grad_fn
+    while node is not None and node.name() in ("ToCopyBackward0", "ViewBackward0"):
+        node = node.next_functions[0][0]
+    if node is None or node.name() not in ("NllLossBackward0", "NllLoss2DBackward0") or node._saved_reduction != 1:
+        return None
+    weight = node._saved_total_weight
+    return weight if weight.dtype in (torch.float32, torch.float64) else None
+
+
 def inputs_of_node(node: Any) -> Sequence[Any]:
     """``Node._input_metadata``: shape, dtype and device of the gradients that a node of autograd is given."""
     return node._input_metadata

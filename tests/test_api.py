@@ -10,7 +10,8 @@ from megabatch import GradientAccumulator, Learner, Plan, Update, UpdateSampler,
 
 NAMES = {
     "CostModel", "GradientAccumulator", "JointLoss", "Learner", "LossContractError", "MegabatchError", "Plan",
-    "PlanError", "Term", "Update", "UpdateSampler", "Verification", "loss", "losses", "plan", "verify",
+    "PlanError", "Term", "Update", "UpdateSampler", "Verification", "loss", "losses", "mean", "plan",
+    "verify",
 }  # fmt: skip
 
 SIGNATURES = {
@@ -38,6 +39,7 @@ SIGNATURES = {
     megabatch.plan: "(lengths, *, dp_degree=1, micro_batch_size=None, max_microbatch_tokens=None, cost=None)",
     megabatch.verify: "(model, loss_fn, batch, *, micro_batch_size=1, tolerance=1e-09, **options)",
     megabatch.loss: "(*, weigh, prepare=None)",
+    megabatch.mean: "(loss_fn, over)",
     megabatch.Term: "(total, weight)",
     megabatch.JointLoss: "(encode, loss)",
     Plan.explain: "(self)",

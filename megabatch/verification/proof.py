@@ -168,7 +168,7 @@ class _Proof(GradientComparison):
         errors: dict[str, float] = {}
         for each in runs:
             for name, error in relative_errors(each.gradients, whole.gradients).items():
-                errors[name] = error if math.isnan(error) else max(error, errors.get(name, 0.0))
+                errors[name] = largest_error({0: error, 1: errors.get(name, 0.0)})  # NaN if one is
         worst = largest_error(errors) if runs else math.nan
         wrong = bool(runs) and not worst <= tolerance
         found = [(False, each) for each in self.find_causes(whole, runs, wrong=wrong, refused=bool(refused))]

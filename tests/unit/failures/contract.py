@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch import LossContractError, loss, verify
+from megabatch import JointLoss, LossContractError, loss, losses, mean, verify
 from megabatch.batching.samples import Deferred
 from tests.unit.failures.table import SAMPLES, Failure, accumulator, linear, squares, update
 
@@ -66,7 +66,35 @@ def backward_without_weight() -> None:
         gradient.backward(squares(gradient.model, microbatch)[0])
 
 
+def meaning(make: Callable[[Tensor], Any], counted: Any = 2) -> Callable[..., Any]:
+    """`mean` of a loss that returns what ``make`` makes of the squared predictions."""
+    return mean(returning(make), over=lambda microbatch: counted)
+
+
+def divided(model: Any, microbatch: Any, divisor: float) -> Any: ...
+
+
 LOSSES = {
+    "a tuple, as a mean": (
+        meaning(lambda squares: (squares.mean(), 2)),
+        "mean() … tuple",
+    ),
+    "a vector, as a mean": (
+        meaning(lambda squares: squares),
+        "mean() … (2, 1)",
+    ),
+    "a mean without a gradient": (
+        meaning(lambda squares: squares.detach().mean()),
+        "no total",
+    ),
+    "a mean over less than nothing": (
+        meaning(lambda squares: squares.mean(), -1),
+        "is -1.0",
+    ),
+    "a mean over a mapping": (
+        meaning(lambda squares: squares.mean(), {"one": 1, "two": 1}),
+        "mean() … mapping",
+    ),
     "a mean": (
         returning(lambda squares: squares.mean()), "()",
     ),
@@ -139,43 +167,56 @@ LOSSES = {
     ),
 }  # fmt: skip
 
-FAILURES = {
-    name: Failure(LossContractError, text, lambda loss_fn=loss_fn: update(loss_fn))
-    for name, (loss_fn, text) in LOSSES.items()
-} | {
-    "two calls of two terms": Failure(
-        LossContractError,
-        "['one', 'two'] … forward_backward",
-        two_calls_of_two_terms,
-    ),
-    "two calls of one term each": Failure(
-        LossContractError,
-        "['one', 'two'] … forward_backward",
-        two_calls_of_one_term_each,
-    ),
-    "weigh names a term by microbatch": Failure(
-        LossContractError,
-        "[['one'] … ['two']",
-        names_by_microbatch,
-    ),
-    "weigh names what Deferred told": Failure(
-        LossContractError,
-        "['loss', 'reward']",
-        lambda: update(weighing({"reward": 2, "loss": 2}), Deferred(SAMPLES.__getitem__, [1] * 4, [1] * 4)),
-    ),
-    "weight= and two terms": Failure(
-        LossContractError,
-        "weight= … ['one', 'two']",
-        replaced_divisor_of_two_terms,
-    ),
-    "backward without a weight": Failure(
-        LossContractError,
-        "backward()",
-        backward_without_weight,
-    ),
-    "a mean, to verify": Failure(
-        LossContractError,
-        "()",
-        lambda: verify(linear(), LOSSES["a mean"][0], SAMPLES),
-    ),
-}
+FAILURES = (
+    {
+        name: Failure(LossContractError, text, lambda loss_fn=loss_fn: update(loss_fn))
+        for name, (loss_fn, text) in LOSSES.items()
+    }
+    | {
+        f"{kind}, as a mean": Failure(
+            LossContractError, "mean() … forward_backward", lambda given=given: mean(given, over=len)
+        )
+        for kind, given in {
+            "JointLoss": JointLoss(squares, squares),
+            "a loss that counts": losses.next_token,
+            "a divisor": divided,
+        }.items()
+    }
+    | {
+        "two calls of two terms": Failure(
+            LossContractError,
+            "['one', 'two'] … forward_backward",
+            two_calls_of_two_terms,
+        ),
+        "two calls of one term each": Failure(
+            LossContractError,
+            "['one', 'two'] … forward_backward",
+            two_calls_of_one_term_each,
+        ),
+        "weigh names a term by microbatch": Failure(
+            LossContractError,
+            "[['one'] … ['two']",
+            names_by_microbatch,
+        ),
+        "weigh names what Deferred told": Failure(
+            LossContractError,
+            "['loss', 'reward']",
+            lambda: update(weighing({"reward": 2, "loss": 2}), Deferred(SAMPLES.__getitem__, [1] * 4, [1] * 4)),
+        ),
+        "weight= and two terms": Failure(
+            LossContractError,
+            "weight= … ['one', 'two']",
+            replaced_divisor_of_two_terms,
+        ),
+        "backward without a weight": Failure(
+            LossContractError,
+            "backward()",
+            backward_without_weight,
+        ),
+        "a mean, to verify": Failure(
+            LossContractError,
+            "()",
+            lambda: verify(linear(), LOSSES["a mean"][0], SAMPLES),
+        ),
+    }
+)
