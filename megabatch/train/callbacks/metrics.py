@@ -21,7 +21,7 @@ SECONDS_BETWEEN_WRITES = 0.25  # rows of faster updates wait for each other
 
 
 class Metrics(Callback):
-    """Make the row of each update and hand the rows of updates and evaluations to the file, the loggers, the console."""
+    """Make the row of each update, and hand the rows to metrics.jsonl, the loggers and the console."""
 
     def __init__(self, context: RunContext) -> None:
         self._is_main, self._counts_tokens = context.ranks.is_main, context.data.counts_tokens
