@@ -11,15 +11,23 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
+from megabatch.train.data.num_updates import NumUpdates
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import result
 from megabatch import GradientAccumulator, Learner, losses
-from megabatch.train.callbacks.noise_scale import Advice
-from megabatch.train.callbacks.nonfinite import Made
+from megabatch.train.autotune.choices import TunedChoices
+from megabatch.train.autotune.sync_policy import Policy
+from megabatch.train.callbacks.noise_scale import NoiseScale
 from megabatch.train.config import Config
-from megabatch.train.data.updates import Updates
-from megabatch.train.runtime.ranks import Ranks
+from megabatch.train.context import Callbacks, RunContext
+from megabatch.train.loop import make_update
+from megabatch.train.model.build import Laid
+from megabatch.train.model.wrap import Wrapper
+from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.heartbeat import Pulse
+from megabatch.train.runtime.ranks import Meeting, Ranks
+from megabatch.train.runtime.signals import Stop
 
 NUM_REPEATS, WARMUP = 30, 2
 INTERVALS = (10, 20, 50)
@@ -41,25 +49,27 @@ class Loop:
         model = AutoModelForCausalLM.from_config(config)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         gradient = GradientAccumulator(model, micro_batch_size=MICRO_BATCH_SIZE)
-        self.learner, self.updates = Learner(model, optimizer, gradient, max_norm=1.0), SimpleNamespace(ids=[])
+        self.learner = Learner(model, optimizer, gradient, max_norm=1.0)
         given: dict[str, Any] = {"model": {"config": {}}, "update": {"global_batch_size": 2}, "run": {"folder": "-"}}
         recipe = Config.model_validate({**given, "advice": {"every": 1 if measures else None}})
-        alone = Ranks(0, 1, torch.device("cpu"))
-        updates = cast(Updates, self.updates)
-        self.advice = Advice(recipe, self.learner, losses.next_token, updates, alone, self.at_once)
+        self.context = self.context_of(recipe)
+        self.context.callbacks = Callbacks([NoiseScale(self.context)] if measures else [])
 
-    def at_once(self, batch: Any, call: Any) -> Any:
-        """An update that is not measured."""
-        call(batch, 0)
-        return self.learner.gradient.last_plan
+    def context_of(self, recipe: Config) -> RunContext:
+        """A run without data: samples come from here."""
+        model, nowhere = self.learner.model, cast(Any, SimpleNamespace(ids=[], num_updates=NumUpdates(None, None)))
+        return RunContext(
+            recipe, Ranks(0, 1, torch.device("cpu")), Console(enabled=False, loss_digits=4), Stop(speaks=False),
+            Pulse(Meeting(), None), None, nowhere, nowhere, Laid(model, model, Wrapper("plain", ""), [], [], {}),
+            self.learner, losses.next_token, TunedChoices(None, Policy(None, {})), {},
+        )  # fmt: skip
 
     def update(self, batch: Batch) -> int:
         """One update; its microbatches."""
-        self.updates.ids = list(range(len(batch)))
-        plan = self.advice.run(batch, lambda part, _: self.learner.forward_backward(part, losses.next_token))
-        made = Made(self.learner.optim_step(), plan)
-        self.advice.row(made)
-        return made.update.num_microbatches
+        cast(Any, self.context.updates).ids = list(range(len(batch)))
+        make_update(self.context, batch)
+        assert self.context.update is not None
+        return self.context.update.num_microbatches
 
 
 def samples(number: int) -> Batch:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import megabatch
-from megabatch.train.runtime.plugins import Event
+from megabatch.train import Event
 
 NUM_HELD_OUT = 297  # of scikit-learn's 1797 images
 

@@ -76,7 +76,7 @@ def test_every_example_is_short_and_run_by_a_test() -> None:
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_an_example_needs_no_private_name_and_says_how_it_is_run(path: Path) -> None:
     text = path.read_text()
-    allowed = r"train\.runtime\.plugins|integrations\.|batching import"
+    allowed = r"train import|integrations\.|batching import"
     private = rf"(?:from|import) megabatch\.(?!{allowed})\S+|megabatch\._|\b(?:learner|gradient)\._"
     assert not re.findall(private, text)
     command = text.split('"""')[1]

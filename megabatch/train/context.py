@@ -92,6 +92,7 @@ class RunContext:
     stop_reason: str = "a callback has asked for it"
 
     batch: Sequence[Any] = ()  # this rank's samples of the update
+    seed: int = 0  # of its random numbers on this rank
     expected_samples: int = 0  # of the update, over all ranks; the last one of an epoch may have fewer
     epoch: float | None = None  # passes over the data with this update; None: a stream
     plan: Plan = field(default_factory=lambda: Plan((), ()))  # of this rank: the last update's, or the first one's
@@ -126,9 +127,9 @@ class RunContext:
 
         Each call of an update seeds its own random numbers, so that a resumed run draws the same dropout.
         """
-        call = [self.num_calls] if self.num_calls else []
-        self.num_calls += 1
-        torch.manual_seed(self.ranks.seed(self.config.run.seed, self.learner.step + 1, *call))
+        number, self.num_calls = self.num_calls, self.num_calls + 1
+        seed = self.ranks.seed(self.config.run.seed, self.step + 1, number) if number else self.seed
+        torch.manual_seed(seed)
         with loss_parallel() if self.model.loss_parallel else nullcontext():
             sums = self.learner.forward_backward(samples, self.loss_fn)
         self.plan = cast(Plan, self.learner.gradient.last_plan)

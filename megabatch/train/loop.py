@@ -94,6 +94,7 @@ def remaining_updates(context: RunContext) -> Iterator[Sequence[Any]]:
             return
         stop.has_begun = True
         heartbeat.works(context.step + 1)
+        context.seed = context.ranks.seed(context.config.run.seed, context.step + 1)
         context.expected_samples, context.epoch = context.updates.size, context.updates.epochs
         yield batch
         if not context.is_over:

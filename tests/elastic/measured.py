@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from megabatch.train import Event
 from megabatch.train.cli import commands as cli
-from megabatch.train.runtime.plugins import Event
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 RECIPE = """

@@ -9,16 +9,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import megabatch
-from megabatch import Plan
 from megabatch.batching.samples import Deferred
-from megabatch.train.callbacks.nonfinite import Making
+from megabatch.train.callbacks.nonfinite import SkipNonfinite
 from megabatch.train.config import Config
 from megabatch.train.config.parallel_layout import layout_of
+from megabatch.train.context import Callbacks
 from megabatch.train.data.updates import NumUpdates
+from megabatch.train.loop import make_update
 from megabatch.train.model.build import build
 from megabatch.train.model.optimizer import build_learner
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
+from tests.train.contexts import context_of
 
 CPU = torch.device("cpu")
 BAD = {
@@ -116,12 +118,9 @@ def job(name: str) -> dict[str, Any]:
     ranks = Ranks(dist.get_rank() if size > 1 else 0, size, CPU, layout_of(config.parallel, size))
     laid = build(config, ranks, Console(enabled=False, loss_digits=4), None, None)
     learner = build_learner(laid.model, laid.base, config, NumUpdates(5, 5), None)
-
-    def in_one_call(batch: Any, call: Any) -> Plan:
-        call(batch, 0)
-        return learner.gradient.last_plan
-
-    making = Making(config, learner, loss, laid, in_one_call, ranks, Console(enabled=False, loss_digits=4))
+    context = context_of(learner, loss, ranks=ranks, config=config, laid=laid)
+    context.callbacks = Callbacks([SkipNonfinite(context)])
+    (log,) = context.logs
     rows: list[Any] = []
     for update in range(NUM_UPDATES):
         bad = BAD[who] if update == BAD_UPDATE else ()
@@ -130,9 +129,9 @@ def job(name: str) -> dict[str, Any]:
         own: Any = [batch[index] for index in mine]
         if who == "late":
             own = Deferred(own.__getitem__, [3] * len(own), look_ahead=0)
-        made = making.run(own, lambda update=update, mine=mine: [f"{update}:{index}" for index in mine])
-        rows.append(
-            [made.update.num_samples, made.num_skipped, made.is_skipped, learner.optimizer.param_groups[0]["lr"]]
-        )
-    return {"rows": rows, "state": whole(laid.base), "skipped": making.skipped.rows(), "step": learner.step,
+        context.updates.names = [f"{update}:{index}" for index in mine]
+        make_update(context, own)
+        row, lr = context.row, learner.optimizer.param_groups[0]["lr"]
+        rows.append([context.update.num_samples, row.get("skipped_samples", 0), row.get("num_samples") == 0, lr])
+    return {"rows": rows, "state": whole(laid.base), "skipped": log.rows(), "step": learner.step,
             "folder": str(Path(config.run.folder))}  # fmt: skip

@@ -8,18 +8,20 @@ from random import Random
 from typing import Any
 
 import torch
-from megabatch.train.training_course import Course
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megabatch import MegabatchError
-from megabatch.train.callbacks.metrics import FILE_NAME, MetricsFile, read_rows
+from megabatch.train.callbacks.checkpointing import restore
+from megabatch.train.callbacks.metrics import MetricsFile
 from megabatch.train.checkpoints.retention import resumed_from
 from megabatch.train.config.parallel_layout import layout_of
 from megabatch.train.config.recipe import load_config
-from megabatch.train.loop import Trainer
+from megabatch.train.context import Callback, Callbacks, RunContext
+from megabatch.train.loop import prepare_run, train
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.heartbeat import Pulse
+from megabatch.train.runtime.jsonl_file import METRICS, read_rows
 from megabatch.train.runtime.ranks import Meeting, Ranks
 from megabatch.train.runtime.signals import Stop
 from tests.elastic.damages import KINDS, step_to_expect
@@ -47,23 +49,33 @@ def trials(ranks: Ranks, folder: Path, overrides: list[str], kinds: list[str], s
     given = [f"--data.cache={folder / 'cache'}", "--run.save_every=2", "--run.keep_best=true", *overrides]
     config = load_config(folder / "recipe.toml", given)
     there = Ranks(ranks.rank, ranks.size, ranks.device, layout_of(config.parallel, ranks.size))
-    trainer = Trainer(config, there, Course(Stop(speaks=False), Pulse(Meeting(), None), there))
+    context = prepare_run(config, there, Stop(speaks=False), Pulse(Meeting(), None))
     states: dict[int, Any] = {}
-    trainer.listener = lambda event: states.update({event.step: state_of(trainer)})
-    trainer.fit()
+    context.callbacks = Callbacks([Remember(states), *context.callbacks.all])
+    train(context)
     if ranks.is_main:
         shutil.copytree(folder / "run", folder / "pristine")
     ranks.barrier()
     resumed = load_config(folder / "recipe.toml", [*given, "--run.resume=true"])
-    return [one_trial(trainer, resumed, states, kind, seed + number, folder) for number, kind in enumerate(kinds)]
+    return [one_trial(context, resumed, states, kind, seed + number, folder) for number, kind in enumerate(kinds)]
 
 
-def one_trial(trainer: Trainer, config: Any, states: dict[int, Any], kind: str, seed: int, folder: Path) -> Trial:
+class Remember(Callback):
+    """Keeps the state after each update."""
+
+    def __init__(self, states: dict[int, Any]) -> None:
+        self._states = states
+
+    def after_update(self, context: RunContext) -> None:
+        self._states[context.step] = state_of(context)
+
+
+def one_trial(context: RunContext, config: Any, states: dict[int, Any], kind: str, seed: int, folder: Path) -> Trial:
     """Damage a copy, and go on from it."""
-    ranks, newest = trainer.ranks, None
+    ranks, newest = context.ranks, None
     if ranks.is_main:
         newest = damage(kind, seed, folder)
-    spoil(trainer)
+    spoil(context)
     ranks.barrier()
     try:
         path = resumed_from(config.run, ranks, Console(enabled=False, loss_digits=4))
@@ -71,15 +83,15 @@ def one_trial(trainer: Trainer, config: Any, states: dict[int, Any], kind: str, 
             return Trial(
                 kind, REFUSED if newest is None else f"begins anew, from {newest} it could go on", None, newest
             )
-        trainer.keeper.resume(trainer.identity, path)
+        restore(context, path)
     except MegabatchError as error:
         text = str(error)
         fine = "\n" not in text and (newest is None)
         return Trial(kind, REFUSED if fine or not ranks.is_main else f"refused: {text}", None, newest)
     except Exception as error:
         return Trial(kind, f"{type(error).__name__}: {error}", None, newest)
-    step = trainer.learner.step
-    wrong = differences(state_of(trainer), states[step])
+    step = context.learner.step
+    wrong = differences(state_of(context), states[step])
     if ranks.is_main:
         wrong += rows_beyond(folder / "run", step)
     ranks.barrier()
@@ -97,16 +109,16 @@ def damage(kind: str, seed: int, folder: Path) -> int | None:
 
 def rows_beyond(run: Path, step: int) -> list[str]:
     """What the metrics have beyond a step when they were cut to it."""
-    MetricsFile(run, enabled=True).cut(step, 2)
-    rows = [row["step"] for row in read_rows(run / FILE_NAME) if "set" not in row]
+    MetricsFile(run, enabled=True, eval_every=2).cut(step)
+    rows = [row["step"] for row in read_rows(run / METRICS) if "set" not in row]
     return [] if rows == list(range(1, step + 1)) else ["the metrics do not follow"]
 
 
-def state_of(trainer: Trainer) -> dict[str, Any]:
+def state_of(context: RunContext) -> dict[str, Any]:
     """All that a run goes on with: copies of this rank's tensors, and everything else by its text."""
     found: dict[str, Any] = {}
-    flatten("learner", trainer.learner.state_dict(), found)
-    return found | {"updates": repr(trainer.updates.state_dict())}
+    flatten("learner", context.learner.state_dict(), found)
+    return found | {"updates": repr(context.updates.state_dict())}
 
 
 def flatten(name: str, value: Any, found: dict[str, Any]) -> None:
@@ -130,7 +142,7 @@ def is_equal(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, Tensor) else one == other
 
 
-def spoil(trainer: Trainer) -> None:
+def spoil(context: RunContext) -> None:
     """Let nothing be left of the state before: what is not brought back is seen."""
 
     def fill(value: Any) -> None:
@@ -140,7 +152,7 @@ def spoil(trainer: Trainer) -> None:
             value.fill_(77)
 
     with torch.no_grad():
-        fill(trainer.learner.state_dict())
+        fill(context.learner.state_dict())
 
 
 def counts_of(found: list[list[Trial]]) -> dict[str, dict[str, int]]:

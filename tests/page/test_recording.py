@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,13 +11,17 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch import GradientAccumulator, Learner, MegabatchError, Plan, losses, plan
+from megabatch import GradientAccumulator, Learner, Plan, losses, plan
 from megabatch.losses.contract import loss, loss_hooks
-from megabatch.train.callbacks.microbatch_log import MOST_MICROBATCHES, MOST_RANKS, Cuts, cut_of, row_of
-from megabatch.train.callbacks.timeline import RECORDED, Timeline, reducing, total_of
+from megabatch.train.callbacks.microbatch_log import MOST_MICROBATCHES, MOST_RANKS, MicrobatchLog, cut_of, row_of
+from megabatch.train.callbacks.timeline import RECORDED, Recording, Timeline, reducing
+from megabatch.train.context import Callbacks, RunContext
+from megabatch.train.loop import make_update
+from megabatch.train.runtime.autograd_hooks import total_of
 from megabatch.train.runtime.ranks import Ranks
 from megabatch.wrappers.base import local
 from tests.train.conftest import Bench
+from tests.train.contexts import config_of, context_of
 from tests.train.on_ranks import on_ranks
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -37,16 +42,16 @@ def test_a_cut_has_samples_real_tokens_and_padding() -> None:
 
 
 def test_ranks_with_the_same_samples_count_once_and_a_line_is_bounded() -> None:
-    told = [json.dumps([rank % 2, 1, [[1], [rank % 2], [0]]]) for rank in range(4)]
+    told = [(rank % 2, 1, [[1], [rank % 2], [0]]) for rank in range(4)]
     assert row_of(7, told) == {"step": 7, "cut": [[[1], [0], [0]], [[1], [1], [0]]]}
     long = plan([1] * (MOST_MICROBATCHES + 5), micro_batch_size=1)[0]
     cut = cut_of(long)
     assert [len(column) for column in cut] == [MOST_MICROBATCHES] * 3
-    many = [json.dumps([rank, 3, cut_of(plan([1] * 3, micro_batch_size=1)[0])]) for rank in range(MOST_RANKS + 2)]
-    row = row_of(1, [*many, json.dumps([MOST_RANKS + 2, len(long.microbatches), []])])
+    many = [(rank, 3, cut_of(plan([1] * 3, micro_batch_size=1)[0])) for rank in range(MOST_RANKS + 2)]
+    row = row_of(1, [*many, (MOST_RANKS + 2, len(long.microbatches), [])])
     assert len(row["cut"]) == MOST_RANKS
     assert row["microbatches_left_out"] == 2 * 3 + len(long.microbatches)
-    assert row_of(1, [json.dumps([0, len(long.microbatches), cut])])["microbatches_left_out"] == 5
+    assert row_of(1, [(0, len(long.microbatches), cut)])["microbatches_left_out"] == 5
 
 
 # The timeline
@@ -62,37 +67,24 @@ def wrapped(name: str) -> nn.Module:
     return model
 
 
-def learned(ranks: Ranks, name: str, folder: Path | None, num_updates: int = 4) -> tuple[list[Any], Timeline | None]:
+def learned(ranks: Ranks, name: str, folder: Path | None, num_updates: int = 4) -> tuple[list[Any], RunContext]:
     """Weights, losses and the state of the random stream after some updates; with a folder their third is recorded."""
     model = wrapped(name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     learner = Learner(model, optimizer, GradientAccumulator(model, micro_batch_size=2), max_norm=1.0)
-    timeline = None if folder is None else Timeline(folder, learner, ranks)
-    loss_fn = losses.mse if timeline is None else timeline.watching(losses.mse)
+    context = context_of(learner, losses.mse, ranks=ranks, config=config_of(folder or "nowhere"))
+    if folder is not None:
+        context.callbacks = Callbacks([Timeline(context)])
     found: list[Any] = []
-    torch.manual_seed(ranks.rank)
     for step in range(1, num_updates + 1):
         numbers = torch.arange(4 * (5 - 2 * ranks.rank), dtype=torch.float64).reshape(-1, 4).sin() * step  # 5 or 3
-        samples = [{"inputs": row, "labels": row[:3].cos()} for row in numbers]
-
-        def make(batch: Any, call: Any, learner: Learner = learner) -> Plan:
-            call(batch, 0)
-            assert learner.gradient.last_plan is not None
-            return learner.gradient.last_plan
-
-        def call(batch: Any, _: int, learner: Learner = learner) -> None:
-            learner.forward_backward(batch, loss_fn)
-
-        if timeline is None:
-            make(samples, call)
-            update = learner.optim_step()
-        else:
-            with timeline.update():
-                cut = timeline.watching_calls(make)(samples, call)
-                update = learner.optim_step()
-            timeline.add(step, cut, is_whole=True)
-        found += [update.loss, update.grad_norm]
-    return [*found, *(local(each.detach()).clone() for each in model.parameters()), torch.get_rng_state()], timeline
+        make_update(context, [{"inputs": row, "labels": row[:3].cos()} for row in numbers])
+        assert context.update is not None
+        found += [context.update.loss, context.update.grad_norm]
+    if folder is not None:
+        context.flush_logs()
+    weights = [local(each.detach()).clone() for each in model.parameters()]
+    return [*found, *weights, torch.get_rng_state()], context
 
 
 def with_and_without(ranks: Ranks, folder: Path) -> list[str]:
@@ -126,18 +118,23 @@ def test_nothing_learned_depends_on_it(tmp_path: Path, size: int) -> None:
             assert kinds.count("reduce") == (1 if size == 1 else 4 if is_reduced_with_each else 2)
 
 
-def test_only_the_third_update_is_watched_and_no_hook_stays(tmp_path: Path) -> None:
-    _, timeline = learned(ALONE, "plain", tmp_path, num_updates=RECORDED - 1)
+def test_only_the_third_update_is_watched_and_nothing_stays(tmp_path: Path) -> None:
+    _, context = learned(ALONE, "plain", tmp_path, num_updates=RECORDED - 1)
     assert not (tmp_path / "timeline.jsonl").exists()
-    assert timeline is not None
-    optimizer = timeline._learner.optimizer
-    with pytest.raises(MegabatchError, match="it failed"), timeline.update():
-        raise MegabatchError("it failed")
+    (timeline,) = context.callbacks.all
+    timeline.before_update(context)
+    (recording,) = context.callbacks.all
+    assert isinstance(recording, Recording)
+    assert context.loss_fn is not losses.mse
+    context.values = {"finite": 0.0}  # an update that is not stepped leaves no line
+    recording.after_update(context)
+    context.flush_logs()
+    assert not (tmp_path / "timeline.jsonl").exists()
+    assert context.loss_fn is losses.mse
+    assert not context.callbacks.all
+    optimizer = context.learner.optimizer
     assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_step_post_hooks
-    assert timeline._marks is not None  # of the update that failed
-    timeline.add(RECORDED, Plan((), ()), is_whole=False)
-    assert not (tmp_path / "timeline.jsonl").exists()
 
 
 def test_a_loss_keeps_what_it_says_of_its_weight(tmp_path: Path) -> None:
@@ -147,10 +144,12 @@ def test_a_loss_keeps_what_it_says_of_its_weight(tmp_path: Path) -> None:
     def prepare(microbatch: Any) -> Any:
         return microbatch
 
-    _, timeline = learned(ALONE, "plain", tmp_path, num_updates=1)
-    assert timeline is not None
-    assert loss_hooks(timeline.watching(loss(weigh=weigh, prepare=prepare)(lambda *_: None))) == (weigh, prepare)
-    assert loss_hooks(timeline.watching(losses.next_token)) == loss_hooks(losses.next_token)
+    _, context = learned(ALONE, "plain", tmp_path, num_updates=1)
+    for loss_fn in (loss(weigh=weigh, prepare=prepare)(lambda *_: None), losses.next_token):
+        context.loss_fn = loss_fn
+        Recording(context, context.logs[0])
+        assert context.loss_fn is not loss_fn
+        assert loss_hooks(context.loss_fn) == loss_hooks(loss_fn)
 
 
 def test_what_a_loss_must_not_return_is_left_to_the_library() -> None:
@@ -189,8 +188,11 @@ def test_a_run_that_goes_on_has_the_lines_of_one_that_was_never_stopped(bench: B
 
 
 def test_cuts_are_cut_back_with_the_run(tmp_path: Path) -> None:
-    cuts = Cuts(tmp_path, ALONE)
-    for step in (1, 2, 3):
-        cuts.add(step, Plan(((0,),), (5,)))
-    cuts.journal.cut(2)
+    learner: Any = SimpleNamespace(gradient=SimpleNamespace(model=None), model=None, step=0)
+    context = context_of(learner, losses.mse, config=config_of(tmp_path))
+    cuts, context.plan = MicrobatchLog(context), Plan(((0,),), (5,))
+    for learner.step in (1, 2, 3):
+        cuts.after_update(context)
+    context.flush_logs()
+    context.logs[0].cut(2)
     assert [row["step"] for row in lines_of(tmp_path / "cuts.jsonl")] == [1, 2]

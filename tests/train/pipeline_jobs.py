@@ -6,11 +6,11 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from megabatch.train.checkpoints.manager import StagedLearner
 from torch import Tensor, nn
 
 from megabatch import GradientAccumulator, Learner, Plan, losses
 from megabatch.pipeline.run import Pipeline, evaluate
+from megabatch.train.callbacks.checkpointing import StagedLearner
 from megabatch.train.callbacks.evaluation import build_terms, evaluate_set
 from megabatch.train.config import Config, EvalConfig, ParallelConfig
 from megabatch.train.config.parallel_layout import layout_of

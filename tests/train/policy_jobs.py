@@ -5,22 +5,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megabatch.train.training_course import Course
-
 from megabatch import CostModel
 from megabatch.autotune.memory import Budget
 from megabatch.autotune.tuner import PolicyMemory
 from megabatch.losses.contract import weigh_of
 from megabatch.planning.limits import MeasuredMicrobatch, TunedLimit
 from megabatch.train.autotune.accumulator import accumulator_of
-from megabatch.train.autotune.choices import Chosen, choose_rest
+from megabatch.train.autotune.choices import TunedChoices, choose_rest
 from megabatch.train.autotune.fsdp_comm_bytes import reductions_of
 from megabatch.train.autotune.microbatch_limit import Bound
 from megabatch.train.autotune.sync_policy import LAST, Choosing, Found, Policy, most
 from megabatch.train.config import Config
 from megabatch.train.config.parallel_layout import layout_of
 from megabatch.train.config.recipe import load_config
-from megabatch.train.loop import Trainer
+from megabatch.train.context import RunContext
+from megabatch.train.loop import prepare_run
 from megabatch.train.runtime.heartbeat import Pulse
 from megabatch.train.runtime.ranks import Meeting, Ranks
 from megabatch.train.runtime.signals import Stop
@@ -38,11 +37,11 @@ OVER = {"never": [-1.0], "once": [20 * BYTES_PER_TOKEN, 0.0], "twice": [20 * BYT
 NUM_MEASURED = 9  # gloo lets go of what was sent at its own time, and then a measurement is too high
 
 
-def trainer_of(ranks: Ranks, recipe: Path, overrides: Sequence[str]) -> Trainer:
+def context_of(ranks: Ranks, recipe: Path, overrides: Sequence[str]) -> RunContext:
     """The recipe's, made and not run."""
     config = load_config(recipe, list(overrides))
     there = replace(ranks, layout=layout_of(config.parallel, ranks.size))
-    return Trainer(config, there, Course(Stop(speaks=False), Pulse(Meeting(), None), there))
+    return prepare_run(config, there, Stop(speaks=False), Pulse(Meeting(), None))
 
 
 def capped(config: Config, num_bytes: float, **update: Any) -> Config:
@@ -60,12 +59,12 @@ class Steady(Choosing):
         return super()._taken(*given, **named, budget=self.budget or budget)
 
 
-def choosing_of(trainer: Trainer) -> Steady:
+def choosing_of(context: RunContext) -> Steady:
     """What chooses by measuring, whatever the trainer has chosen."""
-    learner, batch = trainer.learner, trainer.updates.peek()
-    learner.gradient = accumulator_of(trainer.laid.model, trainer.config, learner.gradient.fit)
-    own, config = learner.gradient.plan(batch).sync, capped(trainer.config, CAP)
-    return Steady(own, config, learner, trainer.loss_fn, trainer.data, batch, trainer.laid, trainer.ranks)
+    learner, batch = context.learner, context.updates.peek()
+    learner.gradient = accumulator_of(context.model.model, context.config, learner.gradient.fit)
+    own, config = learner.gradient.plan(batch).sync, capped(context.config, CAP)
+    return Steady(own, config, learner, context.loss_fn, context.data, batch, context.model, context.ranks)
 
 
 def least_of(choosing: Steady, ranks: Ranks) -> float:
@@ -77,7 +76,7 @@ def least_of(choosing: Steady, ranks: Ranks) -> float:
 
 def under_caps(ranks: Ranks, recipe: Path, overrides: Sequence[str]) -> dict[str, Found | None]:
     """What is chosen where there is room for half of what "last" keeps more, and for all of it."""
-    choosing = choosing_of(trainer_of(ranks, recipe, overrides))
+    choosing = choosing_of(context_of(ranks, recipe, overrides))
     least, found = least_of(choosing, ranks), dict[str, Found | None]()
     for name, share in CAPS.items():
         assert choosing.budget is not None
@@ -89,24 +88,24 @@ def under_caps(ranks: Ranks, recipe: Path, overrides: Sequence[str]) -> dict[str
 
 def with_bounds(ranks: Ranks, recipe: Path, overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
     """What is chosen beside a bound that has so much room left for the whole gradient, and what goes on with it."""
-    trainer = trainer_of(ranks, recipe, overrides)
-    more, learner, laid = choosing_of(trainer)._more_bytes, trainer.learner, trainer.laid
-    config = capped(trainer.config, CAP, micro_batch_size=None, max_microbatch_tokens="auto")
-    parts = (config, learner, trainer.loss_fn, trainer.data, trainer.updates, laid, trainer.ranks)
+    context = context_of(ranks, recipe, overrides)
+    more, learner, laid = choosing_of(context)._more_bytes, context.learner, context.model
+    config = context.config = capped(context.config, CAP, micro_batch_size=None, max_microbatch_tokens="auto")
     found: dict[str, dict[str, Any]] = {}
     for name, room in ROOM.items():
         fit = fit_with(more + room)
         learner.gradient = accumulator_of(laid.model, config, fit)
-        chosen = choose_rest(Chosen(Bound(fit, {}, (f"update.{fit.explain()}",)), Policy(None, {})), *parts)
+        context.choices = TunedChoices(Bound(fit, {}, (f"update.{fit.explain()}",)), Policy(None, {}))
+        chosen = choose_rest(context)
         gradient, after = learner.gradient, learner.gradient.fit
         assert chosen.bound is not None
         assert after is not None
         assert chosen.bound.fit == after
-        assert gradient.plan(trainer.updates.peek()).sync == chosen.policy.sync
+        assert gradient.plan(context.updates.peek()).sync == chosen.policy.sync
         found[name] = {
             "sync": chosen.policy.sync, "tokens": after.max_microbatch_tokens,
             "more": after.cost.bytes_fixed - fit.cost.bytes_fixed == more,
-            "said": chosen.said(config.update, None),
+            "said": chosen.text(config.update, None),
         }  # fmt: skip
     return found
 
@@ -122,14 +121,14 @@ class Scripted(Choosing):
 
 def measured_over(ranks: Ranks, recipe: Path, overrides: Sequence[str]) -> dict[str, Found | None]:
     """What is chosen beside a bound where "last" is measured to need more than it should, once or twice."""
-    trainer = trainer_of(ranks, recipe, overrides)
-    model, learner, batch = trainer.laid.model, trainer.learner, trainer.updates.peek()
-    config = capped(trainer.config, CAP, micro_batch_size=None, max_microbatch_tokens="auto")
-    more = choosing_of(trainer)._more_bytes
+    context = context_of(ranks, recipe, overrides)
+    model, learner, batch = context.model.model, context.learner, context.updates.peek()
+    config = capped(context.config, CAP, micro_batch_size=None, max_microbatch_tokens="auto")
+    more = choosing_of(context)._more_bytes
     learner.gradient = accumulator_of(model, config, fit_with(more))
     found: dict[str, Found | None] = {}
     for name, over_bytes in OVER.items():
-        parts = (learner, trainer.loss_fn, trainer.data, batch, trainer.laid, trainer.ranks)
+        parts = (learner, context.loss_fn, context.data, batch, context.model, context.ranks)
         scripted = Scripted("every", config, *parts)
         scripted.over_bytes = list(over_bytes)
         found[name] = scripted.found()
@@ -146,13 +145,13 @@ def fit_with(room_bytes: float) -> TunedLimit:
 
 def counted(ranks: Ranks, recipe: Path, given: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
     """For each list of overrides and each policy: what an update sends and keeps, and what was expected."""
-    return [counts_of(trainer_of(ranks, recipe, overrides), sync) for overrides in given for sync in (None, LAST)]
+    return [counts_of(context_of(ranks, recipe, overrides), sync) for overrides in given for sync in (None, LAST)]
 
 
-def counts_of(trainer: Trainer, sync: str | None) -> dict[str, Any]:
+def counts_of(context: RunContext, sync: str | None) -> dict[str, Any]:
     """The collectives of a second update, the bytes of its gradient between two microbatches, and both as expected."""
-    model, batch, loss_fn = trainer.laid.model, trainer.updates.peek(), trainer.loss_fn
-    gradient = accumulator_of(model, trainer.config, None, sync)
+    model, batch, loss_fn = context.model.model, context.updates.peek(), context.loss_fn
+    gradient = accumulator_of(model, context.config, None, sync)
     kept = 0
     for _ in range(2):
         with Collectives() as collectives:

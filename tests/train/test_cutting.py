@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from megabatch.train.callbacks.evaluation_batches import MOST_LOGITS, cut, most_tokens
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from megabatch.train.callbacks.evaluation import MOST_LOGITS, most_tokens, split_set
 from megabatch.train.config import UpdateConfig
 from megabatch.train.runtime.ranks import Ranks
 from tests.train.jobs import CPU, Tiny
@@ -32,7 +32,7 @@ def test_where_all_logits_are_made_fewer_tokens_are_taken_at_once(
     update: dict[str, Any], chosen: int | None, most: int | None, expected: list[int]
 ) -> None:
     samples = [{"input_ids": torch.arange(10)}] * 6
-    found = cut(samples, UpdateConfig(global_batch_size=4, **update), ALONE, chosen, most)
+    found = split_set(samples, UpdateConfig(global_batch_size=4, **update), ALONE, chosen, most)
     assert sorted(map(len, found.microbatches), reverse=True) == expected
 
 

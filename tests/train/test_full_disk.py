@@ -11,20 +11,20 @@ import pytest
 import torch
 
 from megabatch import MegabatchError
-from megabatch.train.callbacks.metrics import MetricsFile, read_rows
 from megabatch.train.checkpoints import tensor_files as checkpoint
 from megabatch.train.checkpoints.paths import replace_text
 from megabatch.train.checkpoints.retention import Shelf
 from megabatch.train.checkpoints.run_folder import write_if_room
 from megabatch.train.checkpoints.writer import Retry
 from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.jsonl_file import read_rows
 from megabatch.train.runtime.ranks import Ranks
 from megabatch.train.runtime.retrying_appender import Patient
 from tests.train.conftest import Bench
 from tests.train.full_disks import filling, small_disk
 from tests.train.on_ranks import on_ranks
 from tests.train.test_checkpoint import ALONE, META, save
-from tests.train.test_metrics import events, loggers
+from tests.train.test_metrics import add, events, metrics_of
 from tests.train.test_resume import timeless
 
 
@@ -51,15 +51,14 @@ def test_a_piece_is_whole_or_waits_in_its_order(tmp_path: Path) -> None:
 
 
 def write_rows(_: Any, folder: Path) -> None:
-    """Rows while nothing fits any more, and after; TensorBoard's files are left out once they do not fit."""
-    metrics = MetricsFile(folder, enabled=True, loggers=loggers(folder))
-    metrics.append({"step": 1, "loss": 0.5})
-    metrics.flush()
+    """Rows and TensorBoard's events, while nothing fits any more, and after."""
+    context = metrics_of(folder, tensorboard=True)
+    add(context, {"step": 1, "set": "a", "eval_loss": 0.5})
     resource.setrlimit(resource.RLIMIT_FSIZE, (30, resource.RLIM_INFINITY))
     for step in (2, 3):
-        metrics.append({"step": step, "loss": 0.5 / step, "lr": 0.1})
+        add(context, {"step": step, "set": "a", "eval_loss": 0.5 / step, "eval_own": 0.1})
     with pytest.raises(OSError, match="File too large"):
-        metrics.flush()
+        context.flush_logs()
     with pytest.raises(OSError, match="File too large"):
         replace_text(folder / "small", "a" * 99)
     write_if_room(
@@ -67,14 +66,14 @@ def write_rows(_: Any, folder: Path) -> None:
     )
     assert sorted(path.name for path in folder.iterdir()) == ["metrics.jsonl", "tensorboard"]
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-    metrics.close()
+    context.flush_logs()
 
 
 def test_rows_wait_for_room(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     on_ranks(1, tmp_path, write_rows, tmp_path / "run")
     assert [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
-    assert events(tmp_path / "run")["train/loss"][0] == (1, 0.5)
+    assert [step for step, _ in events(tmp_path / "run")["eval/a/loss"]][0] == 1
 
 
 def test_what_fails_is_tried_again_at_growing_distances() -> None:

@@ -3,6 +3,7 @@
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +12,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from megabatch import GradientAccumulator, MegabatchError, loss, losses
-from megabatch.train.callbacks.loggers import Logger, make_loggers
-from megabatch.train.callbacks.metrics import MetricsFile, UpdateClock, read_rows, sums_of, update_row
-from megabatch.train.config import Config, ModelConfig, RunConfig, UpdateConfig
-from megabatch.train.runtime.console import Console
+from megabatch.train.callbacks.metrics import Metrics, MetricsFile, plan_sums, update_row
+from megabatch.train.context import Callbacks, RunContext, read_values
+from megabatch.train.runtime.jsonl_file import read_rows
 from megabatch.train.runtime.ranks import Ranks
+from tests.train.contexts import config_of, context_of
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
@@ -35,21 +36,37 @@ def evaluation(step: int, name: str) -> dict[str, Any]:
     return {"step": step, "set": name, "eval_loss": step + 0.25, "eval_own": 1, "num_target_tokens": 7}
 
 
+def metrics_of(folder: Path, *, every: int | None = 2, resumed: int = 0, tensorboard: bool = False) -> RunContext:
+    """The context of a run that only has its metrics."""
+    learner: Any = SimpleNamespace(gradient=SimpleNamespace(model=None), model=None, step=resumed)
+    config = config_of(folder, eval={"every": every}, run={"tensorboard": tensorboard})
+    context = context_of(learner, losses.mse, config=config)
+    context.callbacks = Callbacks([Metrics(context)])
+    if resumed:
+        context.checkpoint = folder
+        context.logs[0].cut(resumed)
+        context.callbacks.start[0].start(context)
+    return context
+
+
+def add(context: RunContext, row: dict[str, Any]) -> None:
+    context.logs[0].append(row)
+    context.logs[0].write()
+
+
 def write_run(folder: Path, last: int, *, first: int = 0, every: int = 2, tensorboard: bool = True) -> None:
     """The rows of a run that goes from one step to another, and evaluates at its end."""
     folder.mkdir(exist_ok=True)
     if first:
         time.sleep(1 - time.time() % 1)  # TensorBoard orders its files by the second of their start
-    metrics = MetricsFile(folder, enabled=True, loggers=loggers(folder) if tensorboard else ())
-    if first:
-        metrics.cut(first, every)
-    for step in range(first, last + 1):
-        if step > first:
-            metrics.append(update(step))
-        if (step % every == 0 and (step > first or first == 0)) or step == last:
-            for name in ("held-out", "code"):
-                metrics.append(evaluation(step, name))
-    metrics.close()
+    context = metrics_of(folder, every=every, resumed=first, tensorboard=tensorboard)
+    with context.exits:
+        for step in range(first, last + 1):
+            if step > first:
+                add(context, update(step))
+            if (step % every == 0 and (step > first or first == 0)) or step == last:
+                for name in ("held-out", "code"):
+                    add(context, evaluation(step, name))
 
 
 def events(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -61,10 +78,9 @@ def events(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_rows_are_appended_and_read(tmp_path: Path) -> None:
-    metrics = MetricsFile(tmp_path, enabled=True)
-    rows = [update(1, loss=0.1 + 0.2), evaluation(1, "held-out")]
+    context, rows = metrics_of(tmp_path), [update(1, loss=0.1 + 0.2), evaluation(1, "held-out")]
     for row in rows:
-        metrics.append(row)
+        add(context, row)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "lo')  # killed here
     assert read_rows(tmp_path / "metrics.jsonl") == rows
@@ -84,10 +100,10 @@ def test_a_broken_line_is_refused_and_a_last_one_that_was_cut_off_is_not(tmp_pat
 
 
 def test_only_the_main_rank_writes(tmp_path: Path) -> None:
-    metrics = MetricsFile(tmp_path, enabled=False, loggers=loggers(tmp_path))
-    metrics.append(update(1))
-    metrics.cut(0, None)
-    metrics.close()
+    file = MetricsFile(tmp_path, enabled=False, eval_every=None)
+    file.append(update(1))
+    file.cut(0)
+    file.flush()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -104,15 +120,15 @@ def test_a_resumed_run_has_the_rows_of_one_that_never_stopped_in_both_files(tmp_
 
 def test_the_cut_drops_the_same_rows_of_every_set(tmp_path: Path) -> None:
     write_run(tmp_path, 7, every=3, tensorboard=False)
-    MetricsFile(tmp_path, enabled=True).cut(7, 3)
+    MetricsFile(tmp_path, enabled=True, eval_every=3).cut(7)
     rows = read_rows(tmp_path / "metrics.jsonl")
     evaluations = [(row["step"], row["set"]) for row in rows if "set" in row]
     assert evaluations == [(step, name) for step in (0, 3, 6) for name in ("held-out", "code")]
     assert [row["step"] for row in rows if "set" not in row] == [1, 2, 3, 4, 5, 6, 7]
-    MetricsFile(tmp_path, enabled=True).cut(6, 4)  # evaluated otherwise from here on
+    MetricsFile(tmp_path, enabled=True, eval_every=4).cut(6)  # evaluated otherwise from here on
     evaluations = [row["step"] for row in read_rows(tmp_path / "metrics.jsonl") if "set" in row]
     assert evaluations == [0, 0, 3, 3]
-    MetricsFile(tmp_path, enabled=True).cut(4, None)
+    MetricsFile(tmp_path, enabled=True, eval_every=None).cut(4)
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0, 0, 1, 2, 3, 3, 3, 4]
 
 
@@ -128,14 +144,22 @@ def test_tensorboard_has_every_number_under_its_tag(tmp_path: Path) -> None:
     assert found["eval/code/loss"] == [(0, 0.25), (2, 2.25)]
 
 
-def test_a_row_is_seen_once_it_is_flushed_as_before_each_checkpoint(tmp_path: Path) -> None:
-    metrics = MetricsFile(tmp_path, enabled=True, loggers=loggers(tmp_path))
+def test_a_row_is_seen_at_once_whatever_becomes_of_the_run(tmp_path: Path) -> None:
+    context = metrics_of(tmp_path, tensorboard=True)
     for row in (update(1), evaluation(1, "held-out"), update(2)):
-        metrics.append(row)
-    metrics.flush()
+        add(context, row)
+    context.flush_logs()
     assert events(tmp_path)["train/loss"] == [(1, 0.5), (2, 1.0)]
     assert events(tmp_path)["eval/held-out/loss"] == [(1, 1.25)]
-    metrics.close()
+
+
+def test_rows_of_fast_updates_are_written_together_and_before_a_checkpoint(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path, enabled=True, eval_every=None)
+    file.append(update(1))
+    file.append(update(2))
+    assert not (tmp_path / "metrics.jsonl").exists()
+    file.flush()
+    assert read_rows(tmp_path / "metrics.jsonl") == [update(1), update(2)]
 
 
 def one_update(loss_fn: Any, samples: list[dict[str, torch.Tensor]], **options: Any) -> dict[str, Any]:
@@ -145,19 +169,20 @@ def one_update(loss_fn: Any, samples: list[dict[str, torch.Tensor]], **options: 
     accumulator.forward_backward(samples, loss_fn)
     done = accumulator.finalize(max_norm=1.0)
     assert accumulator.last_plan is not None
-    return update_row(done, sums_of(accumulator.last_plan, ALONE), 3, 1e-3, 0.5, ALONE.device, **options)
+    options = {"counts_tokens": True, **options}
+    return update_row(done, read_values(done), plan_sums(accumulator.last_plan), 0.5, **options)
 
 
 SAMPLES = [{"inputs": torch.ones(2), "labels": torch.zeros(2)} for _ in range(3)]
 
 
 def test_the_row_of_an_update_of_text() -> None:
-    row = one_update(losses.mse, SAMPLES, epoch=1.5)
+    row = one_update(losses.mse, SAMPLES)
     assert list(row) == [
-        "step", "loss", "grad_norm", "lr", "weight", "epoch", "num_samples", "num_microbatches", "num_tokens",
-        "num_target_tokens", "padding", "tokens_per_second", "memory_gib",
+        "loss", "grad_norm", "weight", "num_samples", "num_microbatches", "num_tokens", "num_target_tokens", "padding",
+        "tokens_per_second",
     ]  # fmt: skip
-    assert (row["step"], row["weight"], row["epoch"], row["num_target_tokens"]) == (3, 6.0, 1.5, 6)
+    assert (row["weight"], row["num_target_tokens"]) == (6.0, 6)
     assert (row["num_samples"], row["num_microbatches"], row["num_tokens"]) == (3, 2, 6)
     assert row["tokens_per_second"] == 12.0
     assert json.loads(json.dumps(row)) == row
@@ -190,11 +215,18 @@ def test_each_of_several_terms_is_logged() -> None:
     assert row["loss_none"] is None
 
 
-def test_the_clock_counts_all_between_two_updates_but_what_is_no_part_of_them() -> None:
-    clock = UpdateClock()
-    time.sleep(0.02)  # loading
-    with clock.paused():
-        time.sleep(0.3)
-    time.sleep(0.02)
-    assert 0.04 <= clock.lap() < 0.3
-    assert clock.lap() < 0.04
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_values_are_read_beside_the_stream_of_the_step() -> None:
+    device = torch.device("cuda")
+    model = nn.Linear(2, 2, device=device)
+    accumulator = GradientAccumulator(model, micro_batch_size=2)
+    accumulator.forward_backward([{"inputs": torch.ones(2), "labels": torch.zeros(2)}], losses.mse)
+    done = accumulator.finalize(max_norm=1.0)
+    assert done.finite
+    torch.cuda._sleep(2_000_000_000)  # a step that lasts
+    start = time.perf_counter()
+    values = read_values(done)
+    assert time.perf_counter() - start < 0.2
+    torch.cuda.synchronize()
+    assert values == {"loss": float(done.loss), "weight": float(done.weight), "finite": 1.0,
+                      "grad_norm": float(done.grad_norm)}  # fmt: skip

@@ -2,30 +2,30 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from megabatch.train.callbacks.noise_estimate import (
-    Measured,
-    Scale,
-    Sum,
-    error_of,
-    estimate,
-    measured,
-    rounded,
-    words_of,
-)
 from torch import Tensor, nn
 
 from megabatch import GradientAccumulator, Learner, loss
 from megabatch.losses.contract import LossFunction
-from megabatch.train.callbacks.noise_scale import Advice, halves
-from megabatch.train.callbacks.nonfinite import Made
-from megabatch.train.config import Config
-from megabatch.train.runtime.ranks import Ranks
+from megabatch.train.callbacks.noise_scale import (
+    Measured,
+    NoiseScale,
+    Scale,
+    Sum,
+    error_of,
+    estimate,
+    halves,
+    measure_noise,
+    rounded,
+    words_of,
+)
+from megabatch.train.context import Callbacks, RunContext
+from megabatch.train.loop import make_update
+from tests.train.contexts import config_of, context_of
 
 NUM_FEATURES, SIGMA, OFF = 12, 1.0, 0.08  # the noise of a target, and how far each weight is from what made the data
 NUM_SAMPLES, NUM_UPDATES = 48, 300
@@ -81,14 +81,6 @@ def unweighed(model: Any, microbatch: Sample) -> tuple[Tensor, Any]:
     return squares(model, microbatch)
 
 
-@dataclass
-class Drawn:
-    """An update of samples that were drawn here."""
-
-    ids: list[int] = field(default_factory=list)
-    size: int = NUM_SAMPLES
-
-
 class Machine:
     """The real accumulator and what measures it, at weights that stay where they are."""
 
@@ -97,20 +89,17 @@ class Machine:
         nn.init.constant_(self.model.weight, OFF)
         gradient = GradientAccumulator(self.model, max_microbatch_tokens=240)
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
-        self.learner, self.loss_fn = Learner(self.model, optimizer, gradient, max_norm=max_norm), loss_fn
-        self.updates = Drawn()
-        given = {"model": {"config": {}}, "update": {"global_batch_size": 2}, "run": {"folder": "-"}}
-        config = Config.model_validate({**given, "advice": {"every": 1}})
-        alone = Ranks(0, 1, torch.device("cpu"))
-        self.advice = Advice(config, self.learner, loss_fn, self.updates, alone, lambda batch, call: 0)
+        self.learner = Learner(self.model, optimizer, gradient, max_norm=max_norm)
+        self.context = context_of(self.learner, loss_fn, config=config_of(advice={"every": 1}))
+        self.context.callbacks = Callbacks([NoiseScale(self.context)])
 
-    def update(self, batch: list[Sample]) -> tuple[Made, dict[str, Any]]:
+    def update(self, batch: list[Sample]) -> tuple[RunContext, dict[str, Any]]:
         """An update that is measured; what became of it, and its part of a row."""
         first = self.learner.step * NUM_SAMPLES
-        self.updates.ids = list(range(first, first + len(batch)))
-        plan = self.advice.run(batch, lambda samples, _: self.learner.forward_backward(samples, self.loss_fn))
-        made = Made(self.learner.optim_step(), plan)
-        return made, self.advice.row(made)
+        updates: Any = self.context.updates
+        updates.ids = list(range(first, first + len(batch)))
+        make_update(self.context, batch)
+        return self.context, self.context.row
 
 
 def many(draw: Draw, num_updates: int) -> tuple[list[Measured], list[Measured]]:
@@ -123,7 +112,7 @@ def many(draw: Draw, num_updates: int) -> tuple[list[Measured], list[Measured]]:
         found.append(Measured(row["gradient_noise"], row["gradient_signal"]))
         whole = Sum(float(made.update.grad_norm) ** 2, float(made.update.weight))
         first = [batch[index] for index in machine.learner.gradient.plan(batch).microbatches[0]]
-        naive.append(measured(sum_of(first), whole, NUM_SAMPLES))
+        naive.append(measure_noise(sum_of(first), whole, NUM_SAMPLES))
     return found, naive
 
 
@@ -176,14 +165,14 @@ def test_the_gradient_is_that_of_the_whole_update(loss_fn: LossFunction, max_nor
     assert float(made.update.grad_norm) == pytest.approx(float(weight.grad.norm()), rel=1e-12)
     assert sorted(index for rows in made.plan.microbatches for index in rows) == list(range(NUM_SAMPLES))
     first = [batch[place] for place in halves(range(NUM_SAMPLES), 0, 1)[0]]
-    by_hand = measured(sum_of(first), sum_of(batch), NUM_SAMPLES)
+    by_hand = measure_noise(sum_of(first), sum_of(batch), NUM_SAMPLES)
     assert [row["gradient_noise"], row["gradient_signal"]] == pytest.approx(list(by_hand), rel=1e-9)
 
 
 def test_two_norms_give_both_unknowns() -> None:
     """Of parts that are just as the expectation says: |G|^2 is 3 and a target's noise 10."""
     part, whole = (Sum(3 + 10 / weight, weight) for weight in (3.0, 12.0))
-    assert measured(part, whole, 4) == pytest.approx((10 * 4 / 12, 3))
+    assert measure_noise(part, whole, 4) == pytest.approx((10 * 4 / 12, 3))
 
 
 def test_a_coin_falls_by_itself_for_each_sample_and_update() -> None:
@@ -199,7 +188,7 @@ def test_a_coin_falls_by_itself_for_each_sample_and_update() -> None:
 def test_a_half_that_is_nothing_or_all_tells_nothing() -> None:
     whole = Sum(4.0, 10.0)
     parts = [Sum(0.0, 0.0), whole, Sum(math.inf, 5.0), Sum(math.nan, 5.0)]
-    assert [measured(each, whole, 3) for each in parts] == [None] * 4
+    assert [measure_noise(each, whole, 3) for each in parts] == [None] * 4
     machine = Machine()
     _, row = machine.update([of_tokens(torch.Generator().manual_seed(4))])
     assert row == {}

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from megabatch.train.callbacks.evaluation_batches import cut
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megabatch import MegabatchError
+from megabatch.train.callbacks.evaluation import split_set
 from megabatch.train.config import UpdateConfig
 from megabatch.train.config.parallel_layout import Layout
 from megabatch.train.model.build import check_together
@@ -199,7 +199,7 @@ def test_saved_weights_packed_documents_and_a_part_that_is_frozen(bench: Bench) 
 def test_a_set_stays_under_the_cap_when_it_is_filled_up() -> None:
     some = [{"input_ids": torch.ones(length, dtype=torch.long)} for length in (3, 3, 3, 3, 50, 3, 3)]
     update = UpdateConfig(global_batch_size=4, max_microbatch_tokens=100)
-    alone, staged = (cut(some, update, ranks, None) for ranks in (Ranks(0, 1, CPU), TWO_STAGES))
+    alone, staged = (split_set(some, update, ranks, None) for ranks in (Ranks(0, 1, CPU), TWO_STAGES))
     assert max(map(len, alone.microbatches)) > 2
     assert max(map(len, staged.microbatches)) == 2
 

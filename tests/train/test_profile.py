@@ -10,26 +10,33 @@ import pytest
 import torch
 from torch import nn
 
-from megabatch import GradientAccumulator, losses
+from megabatch import GradientAccumulator, Learner, losses
 from megabatch.train.callbacks.profiler import Profiler
+from megabatch.train.context import Callbacks, RunContext
+from megabatch.train.loop import make_update
+from tests.train.contexts import config_of, context_of
 
 ROOT = Path(__file__).parents[2]
 SAMPLES = [{"inputs": torch.ones(2), "labels": torch.zeros(2)} for _ in range(6)]
 
 
-def run(profiler: Profiler, updates: int) -> None:
+def context_with(steps: list[int], folder: Path) -> RunContext:
     model = nn.Linear(2, 2)
-    accumulator = GradientAccumulator(model, micro_batch_size=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(1, updates + 1):
-        with profiler.update(step):
-            accumulator.forward_backward(SAMPLES, losses.mse)
-            accumulator.finalize()
-            optimizer.step()
+    learner = Learner(model, optimizer, GradientAccumulator(model, micro_batch_size=2))
+    context = context_of(learner, losses.mse, config=config_of(folder, run={"profile_steps": steps}))
+    context.callbacks = Callbacks([Profiler(context)])
+    return context
+
+
+def run(context: RunContext, updates: int) -> None:
+    with context.exits:
+        for _ in range(updates):
+            make_update(context, SAMPLES)
 
 
 def test_it_has_every_microbatch_and_the_step_of_the_updates_asked_for(tmp_path: Path) -> None:
-    run(Profiler([2, 4, 9], tmp_path, enabled=True), updates=4)
+    run(context_with([2, 4, 9], tmp_path), updates=4)
     names = sorted(path.name for path in (tmp_path / "profile").iterdir())
     assert names == ["update-2.json.gz", "update-2.txt", "update-4.json.gz", "update-4.txt"]
     for step in (2, 4):
@@ -45,23 +52,24 @@ def test_it_has_every_microbatch_and_the_step_of_the_updates_asked_for(tmp_path:
 def test_it_prints_nothing(tmp_path: Path) -> None:
     """In a process of its own: what torch's profiler prints is settled by the first profile of a process."""
     line = "import sys, pathlib; from tests.train.test_profile import *; "
-    line += "run(Profiler([2], pathlib.Path(sys.argv[1]), enabled=True), updates=2)"
+    line += "run(context_with([2], pathlib.Path(sys.argv[1])), updates=2)"
     done = subprocess.run([sys.executable, "-c", line, tmp_path], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert (tmp_path / "profile" / "update-2.txt").exists()
 
 
-@pytest.mark.parametrize(("steps", "enabled"), [([], True), ([1, 2], False), ([9], True)])
-def test_otherwise_nothing_is_written(tmp_path: Path, steps: list[int], enabled: bool) -> None:
-    run(Profiler(steps, tmp_path, enabled=enabled), updates=2)
+def test_otherwise_nothing_is_written(tmp_path: Path) -> None:
+    run(context_with([9], tmp_path), updates=2)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_update_that_fails_leaves_nothing_and_its_error_alone(tmp_path: Path) -> None:
-    profiler = Profiler([1, 2], tmp_path, enabled=True)
-    with pytest.raises(ZeroDivisionError), profiler.update(1):
-        raise ZeroDivisionError
+    context, loss_fn = context_with([1, 2], tmp_path), losses.mse
+    context.loss_fn = lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        run(context, updates=1)
     assert list(tmp_path.iterdir()) == []
-    with profiler.update(2):
-        torch.ones(2).sum()
-    assert (tmp_path / "profile" / "update-2.txt").exists()
+    context = context_with([1], tmp_path)
+    context.loss_fn = loss_fn
+    run(context, updates=1)
+    assert (tmp_path / "profile" / "update-1.txt").exists()

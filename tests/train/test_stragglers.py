@@ -10,19 +10,17 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch import GradientAccumulator, Learner, Plan, losses
+from megabatch import GradientAccumulator, Learner, losses
 from megabatch.losses.contract import loss_hooks
-from megabatch.train.callbacks.metrics import Sums, balance, sums_of, update_row
-from megabatch.train.callbacks.rank_timing import SLOW_IN, WINDOW, Spans, Stragglers, Work, slow_text
-from megabatch.train.model.wrap import Wrapper
+from megabatch.train.callbacks.rank_timing import SLOW_IN, WINDOW, RankTiming, SlowRanks, Spans, slow_text
+from megabatch.train.context import Callbacks
+from megabatch.train.loop import make_update
 from megabatch.train.runtime.ranks import Ranks
-from megabatch.wrappers.mesh import num_collectives
 from tests.train.conftest import NO_DROPOUT, Bench
+from tests.train.contexts import context_of
 from tests.train.on_ranks import on_ranks
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
-TWO = Ranks(0, 2, torch.device("cpu"))
-DDP = Wrapper("ddp", "asked for")
 BUSY = """
 import os
 import time
@@ -52,17 +50,7 @@ slow.weigh = losses.next_token.weigh
 """
 
 
-def sums(predicted: list[float], measured: list[float]) -> Sums:
-    return Sums(0.0, 0.0, predicted, measured)
-
-
-def test_the_numbers_of_an_update() -> None:
-    assert balance(sums([1.0, 3.0], [0.1, 0.3])) == {
-        "slowest_over_mean": 1.5, "measured_slowest_over_mean": pytest.approx(1.5), "slowest_rank": 1,
-    }  # fmt: skip
-    assert balance(sums([1.0], [2.0])) == {}  # one rank
-    assert balance(sums([1.0, 1.0], [0.0, 0.0])) == {"slowest_over_mean": 1.0}  # not measured
-    assert balance(sums([0.0, 0.0], [0.0, 0.1])) == {}  # nor on every rank
+Update = tuple[list[float], list[float]]  # predicted and measured seconds of each rank
 
 
 class Alike(Ranks):
@@ -72,12 +60,13 @@ class Alike(Ranks):
         return [text] * self.size
 
 
-def said(*updates: Sums) -> list[list[str]]:
+def said(*updates: Update) -> list[list[str]]:
     """What is said after each of the updates, again and again."""
-    seen, found = Stragglers(Alike(0, len(updates[0].measured), ALONE.device)), []
+    seen, found = SlowRanks(Alike(0, len(updates[0][0]), ALONE.device)), []
     for number in range(2 * WINDOW):
-        seen.add(updates[number % len(updates)])
-        found.append(seen.words())
+        predicted, measured = updates[number % len(updates)]
+        seen.add(measured, predicted)
+        found.append(seen.warnings())
     return found
 
 
@@ -85,7 +74,7 @@ EVEN = [1.0] * 4
 
 
 def test_a_rank_is_named_once_when_it_is_slow_in_most_updates() -> None:
-    lines = said(sums(EVEN, [1.0, 2.0, 1.0, 1.0]), sums([0.8, 1.1, 1.05, 1.05], [0.8, 1.9, 1.0, 1.0]))
+    lines = said((EVEN, [1.0, 2.0, 1.0, 1.0]), ([0.8, 1.1, 1.05, 1.05], [0.8, 1.9, 1.0, 1.0]))
     assert [number for number, each in enumerate(lines) if each] == [SLOW_IN - 1]
     ((line,),) = [each for each in lines if each]
     named = (
@@ -95,7 +84,7 @@ def test_a_rank_is_named_once_when_it_is_slow_in_most_updates() -> None:
 
 
 def test_ranks_that_are_slow_together_are_named_though_the_slowest_is_now_this_now_that() -> None:
-    lines = said(sums([1.0] * 8, [2.0, 2.1, *[1.0] * 6]), sums([1.0] * 8, [2.1, 2.0, *[1.0] * 6]))
+    lines = said(([1.0] * 8, [2.0, 2.1, *[1.0] * 6]), ([1.0] * 8, [2.1, 2.0, *[1.0] * 6]))
     (both,) = [each for each in lines if each]
     assert [line.split(" (")[0] for line in both] == ["rank 0", "rank 1"]
 
@@ -108,15 +97,14 @@ def test_the_docs_show_the_line_as_it_is_written() -> None:
 @pytest.mark.parametrize(
     "updates",
     [
-        [sums(EVEN, [2.0, 1.0, 1.0, 1.0]), sums(EVEN, [1.0, 2.0, 1.0, 1.0])],  # now one, now the other
-        [sums(EVEN, [2.0, 1.0, 1.0, 1.0])] * 2 + [sums(EVEN, EVEN)],  # in two of three
-        [sums(EVEN, [1.4, 1.0, 1.0, 1.0])],
-        [sums([1.4, 1.0, 1.0, 1.0], [2.0, 1.0, 1.0, 1.0])],  # its samples are a reason
-        [sums(EVEN, [0.0, 2.0, 1.0, 1.0])],  # not measured on all
-        [sums([1.0], [2.0])],
+        [(EVEN, [2.0, 1.0, 1.0, 1.0]), (EVEN, [1.0, 2.0, 1.0, 1.0])],  # now one, now the other
+        [(EVEN, [2.0, 1.0, 1.0, 1.0])] * 2 + [(EVEN, EVEN)],  # in two of three
+        [(EVEN, [1.4, 1.0, 1.0, 1.0])],
+        [([1.4, 1.0, 1.0, 1.0], [2.0, 1.0, 1.0, 1.0])],  # its samples are a reason
+        [([1.0], [2.0])],
     ],
 )
-def test_a_rank_is_not_named_for_less(updates: list[Sums]) -> None:
+def test_a_rank_is_not_named_for_less(updates: list[Update]) -> None:
     assert not any(said(*updates))
 
 
@@ -136,14 +124,13 @@ def test_spans_are_added_up_and_one_without_an_end_has_no_length() -> None:
 # In updates, on two ranks
 
 
-def learned(ranks: Ranks, *, measures: bool, sync: str) -> tuple[list[Any], list[float | None], list[int]]:
-    """Weights, losses and the random stream after some updates; the seconds and the collectives of each of them."""
+def learned(ranks: Ranks, *, measures: bool, sync: str) -> tuple[list[Any], list[float]]:
+    """Weights, losses and the random stream after some updates; the seconds of each of them."""
     torch.manual_seed(0)
     base = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double()
     model = DistributedDataParallel(base)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     learner = Learner(model, optimizer, GradientAccumulator(model, micro_batch_size=2, sync=sync), max_norm=1.0)
-    work = Work(learner, ranks, DDP)
 
     def slow(model: Any, microbatch: Any) -> Any:
         if ranks.rank == 1:
@@ -151,55 +138,39 @@ def learned(ranks: Ranks, *, measures: bool, sync: str) -> tuple[list[Any], list
         return losses.mse(model, microbatch)
 
     slow.weigh = loss_hooks(losses.mse).weigh
-    loss_fn = work.watching(slow) if measures else slow
+    context = context_of(learner, slow, ranks=ranks, wrapper="ddp")
+    seconds: list[float] = []
+    if measures:
+        timing = RankTiming(context)
+        context.callbacks = Callbacks([timing])
+        take = timing._spans.take
+        timing._spans.take = lambda: seconds.append(take()) or seconds[-1]
+        assert loss_hooks(context.loss_fn) == loss_hooks(slow)
     found: list[Any] = []
-    seconds: list[float | None] = []
-    collectives: list[int] = []
-    torch.manual_seed(ranks.rank)
     for step in range(1, 5):
-        before = num_collectives() or 0
         numbers = torch.arange(4 * (5 - 2 * ranks.rank), dtype=torch.float64).reshape(-1, 4).sin() * step  # 5 or 3
-        samples = [{"inputs": row, "labels": row[:3].cos()} for row in numbers]
-        learner.forward_backward(samples, loss_fn)
-        plan = learner.gradient.last_plan
-        assert isinstance(plan, Plan)
-        update = learner.optim_step()
-        seconds.append(work.take())
-        own = seconds[-1] if measures else None
-        logged = update_row(update, sums_of(plan, ranks, own), step, 0.1, 1.0, ranks.device)
-        assert ("measured_slowest_over_mean" in logged) == measures
-        collectives.append((num_collectives() or 0) - before)
-        found += [update.loss, update.grad_norm]
+        make_update(context, [{"inputs": row, "labels": row[:3].cos()} for row in numbers])
+        assert ("measured_slowest_over_mean" in context.row) == measures
+        assert context.update is not None
+        found += [context.update.loss, context.update.grad_norm]
     found += [*(each.detach().clone() for each in model.parameters()), torch.get_rng_state()]
-    return found, seconds, collectives
+    return found, seconds
 
 
-def with_and_without(ranks: Ranks, sync: str) -> tuple[bool, list[float | None], list[list[int]]]:
-    with_it, seconds, collectives = learned(ranks, measures=True, sync=sync)
-    without, _, fewer = learned(ranks, measures=False, sync=sync)
-    return all(map(torch.equal, with_it, without)), seconds, [collectives, fewer]
+def with_and_without(ranks: Ranks, sync: str) -> tuple[bool, list[float]]:
+    with_it, seconds = learned(ranks, measures=True, sync=sync)
+    without, _ = learned(ranks, measures=False, sync=sync)
+    return all(map(torch.equal, with_it, without)), seconds
 
 
 @pytest.mark.parametrize("sync", ["last", "every"])
 def test_waiting_is_not_counted_and_nothing_learned_depends_on_it(tmp_path: Path, sync: str) -> None:
     """Rank 1 sleeps 20 ms in each of three forwards; rank 0 waits for it where gradients are summed."""
-    (same, waits, collectives), (also, slow, others) = on_ranks(2, tmp_path, with_and_without, sync)
+    (same, waits), (also, slow) = on_ranks(2, tmp_path, with_and_without, sync)
     assert same
     assert also
-    assert collectives[0] == collectives[1]  # no message more
-    assert others[0] == others[1]
-    assert min(each or 0 for each in slow[1:]) > 0.06
-    assert min(each or 9 for each in waits[1:]) < 0.03  # the best of them: the machine is not ours alone
-
-
-def test_one_rank_and_shards_are_not_measured() -> None:
-    learner: Any = None
-    for ranks, wrapper in ((ALONE, DDP), (TWO, Wrapper("fsdp2", "")), (TWO, Wrapper("replicate", ""))):
-        work = Work(learner, ranks, wrapper)
-        assert work.watching(losses.mse) is losses.mse
-        assert work.take() is None
-    watched = Work(learner, TWO, DDP).watching(losses.next_token)
-    assert loss_hooks(watched) == loss_hooks(losses.next_token)
+    assert min(slow[1:]) > 0.06
+    assert min(waits[1:]) < 0.03  # the best of them: the machine is not ours alone
 
 
 # In runs

@@ -21,13 +21,13 @@ SECONDS_BETWEEN_WRITES = 0.25  # rows of faster updates wait for each other
 
 
 class Metrics(Callback):
-    """Make the row of each update and hand the rows of updates and evaluations to the file, the loggers, the console."""
+    """Make the row of each update, and hand the rows to metrics.jsonl, the loggers and the console."""
 
     def __init__(self, context: RunContext) -> None:
-        self._is_main, self._counts_tokens = context.ranks.is_main, context.data.counts_tokens
+        self._counts_tokens = context.data.counts_tokens
         self._loggers = make_loggers(context.config, context.ranks, context.console)
         self._file = MetricsFile(
-            context.folder, enabled=self._is_main, eval_every=context.config.eval.every, loggers=self._loggers
+            context.folder, enabled=context.ranks.is_main, eval_every=context.config.eval.every, loggers=self._loggers
         )
         context.logs.append(self._file)
         context.exits.push(self._close)
@@ -35,9 +35,8 @@ class Metrics(Callback):
 
     def start(self, context: RunContext) -> None:
         """Show the rows of the step again: a logger drops what it has from the first step that it gets."""
-        for row in self._file.rows() if context.checkpoint is not None else ():
-            if row["step"] == context.step:
-                self._show(row)
+        if context.checkpoint is not None:
+            self._file.show([row for row in self._file.rows() if row["step"] == context.step])
 
     def before_update(self, context: RunContext) -> None:
         """Read the learning rate, before the step moves it on."""
@@ -48,7 +47,7 @@ class Metrics(Callback):
         context.row = self._row(context) | context.row
         if "skipped_samples" in context.row:  # of an update that was not finite
             context.row = {key: none_if_nonfinite(value) for key, value in context.row.items()}
-        self._add(context.row)
+        self._file.append(context.row)
         context.console.update(context.row)
         num_samples = context.row["num_samples"] + context.row.get("skipped_samples", 0)
         if num_samples < context.expected_samples:
@@ -62,7 +61,7 @@ class Metrics(Callback):
 
     def after_evaluation(self, context: RunContext) -> None:
         """Add the row of a set."""
-        self._add(context.row)
+        self._file.append(context.row)
         self._file.write()
         context.console.evaluation(context.step, context.row)
 
@@ -74,17 +73,6 @@ class Metrics(Callback):
         epoch = {} if context.epoch is None else {"epoch": context.epoch}
         memory = {"memory_gib": memory_gib(context.ranks.device)}
         return {"step": context.learner.step, "lr": self._lr, **row, **epoch, **memory}
-
-    def _add(self, row: Row) -> None:
-        if self._is_main:
-            self._file.lines.append(json.dumps(row))
-            self._show(row)
-
-    def _show(self, row: Row) -> None:
-        if self._loggers:
-            scalars = scalars_of(row)
-            for logger in self._loggers:
-                logger.log(scalars, row["step"])
 
     def _close(self, kind: type[BaseException] | None, *_: object) -> None:
         """Let loggers finish, unless the run fails: they may wait for a service."""
@@ -99,6 +87,26 @@ class MetricsFile(JsonlFile):
     def __init__(self, folder: Path, *, enabled: bool, eval_every: int | None, loggers: Sequence[Logger] = ()) -> None:
         super().__init__(folder / METRICS, enabled=enabled)
         self._eval_every, self._loggers = eval_every, loggers
+        self._hidden: list[Row] = []  # rows that loggers do not have yet
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add a row. Floats keep every digit."""
+        if self.is_enabled:
+            self.lines.append(json.dumps(row))
+            self._hidden.append(dict(row))
+
+    def write(self) -> None:
+        """Write the rows that wait, and show them to the loggers."""
+        super().write()
+        rows, self._hidden = self._hidden, []
+        self.show(rows)
+
+    def show(self, rows: Sequence[Row]) -> None:
+        """Hand the numbers of rows to the loggers."""
+        for row in rows if self._loggers else ():
+            scalars = scalars_of(row)
+            for logger in self._loggers:
+                logger.log(scalars, row["step"])
 
     def flush(self) -> None:
         """Write what waits here and in the loggers. Raises `OSError` if there is no room."""

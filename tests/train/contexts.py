@@ -1,0 +1,47 @@
+"""A `RunContext` of parts made by hand, for tests of callbacks and of the loop."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megabatch.train.data.num_updates import NumUpdates
+
+from megabatch import Learner
+from megabatch.losses import LossFunction
+from megabatch.train.autotune.choices import TunedChoices
+from megabatch.train.autotune.sync_policy import Policy
+from megabatch.train.config import Config
+from megabatch.train.context import RunContext
+from megabatch.train.model.build import Laid
+from megabatch.train.model.wrap import Wrapper
+from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.heartbeat import Pulse
+from megabatch.train.runtime.ranks import Meeting, Ranks
+from megabatch.train.runtime.signals import Stop
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+
+
+def config_of(folder: Path | str = "nowhere", **sections: dict[str, Any]) -> Config:
+    given: dict[str, dict[str, Any]] = {
+        "model": {"config": {}}, "update": {"global_batch_size": 2, "micro_batch_size": 1}, "run": {},
+    }  # fmt: skip
+    given["run"]["folder"] = str(folder)
+    return Config.model_validate(
+        {name: {**given.get(name, {}), **sections.get(name, {})} for name in {**given, **sections}}
+    )
+
+
+def context_of(
+    learner: Learner, loss_fn: LossFunction, *, ranks: Ranks = ALONE, config: Config | None = None, laid: Any = None,
+    wrapper: str = "plain", num_updates: int | None = None,
+) -> RunContext:  # fmt: skip
+    """The context of a run whose samples come from elsewhere; it has no callbacks."""
+    data: Any = SimpleNamespace(sets={}, counts_tokens=True, epoch_size=None, words=[])
+    updates: Any = SimpleNamespace(ids=[], names=[], size=0, num_updates=NumUpdates(num_updates, num_updates))
+    model = laid or Laid(learner.gradient.model, learner.model, Wrapper(wrapper, ""), [], [], {})
+    return RunContext(
+        config or config_of(), ranks, Console(enabled=False, loss_digits=4), Stop(speaks=False),
+        Pulse(Meeting(), None), None, data, updates, model, learner, loss_fn, TunedChoices(None, Policy(None, {})), {},
+    )  # fmt: skip
