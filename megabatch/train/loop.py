@@ -18,6 +18,7 @@ from megabatch.train.checkpoints.writer import Writer
 from megabatch.train.config import Config
 from megabatch.train.data.load import load_data
 from megabatch.train.data.updates import Updates
+from megabatch.train.model.architecture import positions_for_stream
 from megabatch.train.model.build import build, in_precision
 from megabatch.train.model.optimizer import build_learner
 from megabatch.train.model.router_loss import train_with_router
@@ -43,7 +44,7 @@ class Trainer:
         loss_fn = load_function(config.loss.function, "loss.function")
         self.listener = load_listener(config.run.after_update, "run.after_update")
         tokenizer = load_tokenizer(config.model)
-        self.data = load_data(config, tokenizer, ranks, self.console)
+        self.data = load_data(config, tokenizer, ranks, self.console, positions_for_stream(config))
         self.updates = Updates(self.data, config, ranks)
         self.laid = build(config, ranks, self.console, self.data.longest_tokens, tokenizer)
         with_router = train_with_router(loss_fn, config, self.laid, self.updates)
