@@ -164,7 +164,7 @@ def default_of(name: str) -> str:
 
 
 class RowKind(Protocol):
-    """How rows of one kind become tokens."""
+    """One kind of rows, and its way to tokens."""
 
     fields: Mapping[str, str]  # that every row must have, by the recipe's key for them
 
