@@ -16,7 +16,6 @@ from megabatch.train.config import Config
 from megabatch.train.context import Callbacks, ForwardBackward, RunContext, UpdatePausedError, read_values
 from megabatch.train.data.load import load_data
 from megabatch.train.data.updates import Updates
-from megabatch.train.model.architecture import load_tokenizer
 from megabatch.train.model.build import build, in_precision
 from megabatch.train.model.optimizer import build_learner
 from megabatch.train.model.router_loss import train_with_router
@@ -116,7 +115,7 @@ def prepare_run(config: Config, ranks: Ranks, stop: Stop, heartbeat: Pulse) -> R
     loss_fn = load_function(config.loss.function, "loss.function")
     own_callbacks = load_callbacks(config.run)
     tokenizer = load_tokenizer(config.model)
-    data = load_data(config, tokenizer, ranks, console)
+    data = load_data(config, tokenizer, ranks, console, positions_for_stream(config))
     updates = Updates(data, config, ranks)
     model = build(config, ranks, console, data.longest_tokens, tokenizer)
     loss_fn = train_with_router(loss_fn, config, model, updates)

@@ -41,8 +41,8 @@ def recipe(folder: Path, **sections: dict[str, Any]) -> Config:
     return Config.model_validate({key: given.get(key, {}) | sections.get(key, {}) for key in {**given, **sections}})
 
 
-def load(config: Config) -> Data:
-    return load_data(config, ByT5Tokenizer(), Ranks(0, 1, CPU), Console(enabled=False, loss_digits=4))
+def load(config: Config, positions: int | None = None) -> Data:
+    return load_data(config, ByT5Tokenizer(), Ranks(0, 1, CPU), Console(enabled=False, loss_digits=4), positions)
 
 
 def updates_of(config: Config, rank: int = 0, num_ranks: int = 1, data: Data | None = None) -> Updates:

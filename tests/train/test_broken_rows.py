@@ -42,7 +42,7 @@ def test_a_recipe_that_does_not_fit_the_first_row_is_refused(tmp_path: Path, bro
         "1 has no field 'response', only 'question', 'answer'; set data.response_field to the field to read"
     )
     assert refusal(path, **values, text_field="a", prompt_field="b") == (
-        "data.text_field and data.prompt_field are set, and a row is one of text, prompt and response, and "
+        "data.prompt_field and data.text_field are set, and a row is one of text, prompt and response, and "
         "chat; keep one"
     )
 

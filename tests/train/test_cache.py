@@ -21,6 +21,7 @@ from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
 from tests.train.tokenizers_for_tests import chat_tokenizer
 
+EMPTY = "has an empty text in the field 'text', so no token to learn"
 ALONE = Ranks(0, 1, torch.device("cpu"))
 TEXTS = [chr(97 + number % 26) * (1 + number % 50) for number in range(300)]
 
@@ -150,7 +151,9 @@ def test_the_fingerprint_is_of_the_samples_and_not_of_where_they_were(tmp_path: 
     assert as_text.fingerprint != as_pairs.fingerprint
 
 
-def test_an_entry_that_is_damaged_is_made_again(tmp_path: Path) -> None:
+def test_an_entry_that_is_damaged_is_made_again_and_that_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write(tmp_path / "data.jsonl", TEXTS)
     first = once(config(tmp_path))
     (entry,) = entries(tmp_path)
@@ -158,13 +161,15 @@ def test_an_entry_that_is_damaged_is_made_again(tmp_path: Path) -> None:
     for damage in (lambda: os.truncate(file, 100), file.unlink, (file.parent / "summary.json").unlink):
         damage()
         assert once(config(tmp_path)).fingerprint == first.fingerprint
+        assert f"the tokenised data in {file.parent} is damaged; it is made anew" in capsys.readouterr().out
     assert entries(tmp_path) == [entry]
 
 
 def test_a_mistake_leaves_nothing_behind(tmp_path: Path) -> None:
     write(tmp_path / "data.jsonl", [*TEXTS, ""])
     with pytest.raises(
-        MegabatchError, match=r"data.jsonl:301 has an empty text in the field 'text'; mend it, or leave"
+        MegabatchError,
+        match=r"data.jsonl:301 has an empty text in the field 'text', so no token to learn; mend it, or leave",
     ):
         once(config(tmp_path))
     assert entries(tmp_path) == []
@@ -223,9 +228,9 @@ def test_what_was_left_out_is_said_every_time(tmp_path: Path, capsys: pytest.Cap
     path = write(tmp_path / "data.jsonl", ["a", "", "b" * 20, ""])
     for _ in range(2):
         samples = once(config(tmp_path, broken_rows="skip", max_sample_tokens=10))
-        assert samples.skipped == Skipped(broken=2, long=1, first=f"{path}:2 has an empty text in the field 'text'")
+        assert samples.skipped == Skipped(broken=2, long=1, first=f"{path}:2 {EMPTY}")
         said = capsys.readouterr().out
-        assert f"data: left out 2 broken rows, first {path}:2 has an empty text in the field 'text'" in said
+        assert f"data: left out 2 broken rows, first {path}:2 {EMPTY}" in said
         assert "data: left out 1 samples longer than data.max_sample_tokens" in said
     write(path, ["a"])
     once(config(tmp_path))

@@ -21,13 +21,6 @@ from tests.train.contexts import config_of, context_of
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
-def loggers(folder: Path) -> list[Logger]:
-    """TensorBoard's alone, as a recipe has it by default."""
-    run, update = RunConfig(folder=str(folder)), UpdateConfig(global_batch_size=1)
-    config = Config(model=ModelConfig(function="a:b"), update=update, run=run)
-    return make_loggers(config, ALONE, Console(enabled=True, loss_digits=4))
-
-
 def update(step: int, loss: float | None = None) -> dict[str, Any]:
     return {"step": step, "loss": step / 2 if loss is None else loss, "grad_norm": None, "lr": 1e-3}
 

@@ -60,7 +60,7 @@ def test_a_sample_longer_than_the_models_positions_is_refused(tmp_path, row):
     with pytest.raises(
         MegabatchError, match=r"the sample .* has 1\d\d\d tokens and the model 1024 positions; raise the"
     ):
-        order_of(config)
+        list(updates_of(config, data=load(config, positions=1024)))
 
 
 def test_a_window_is_shuffled_and_no_more(files, tmp_path):

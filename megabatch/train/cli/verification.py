@@ -12,7 +12,7 @@ from megabatch.train.config import Config, ParallelConfig
 from megabatch.train.data.load import load_data
 from megabatch.train.data.updates import Updates
 from megabatch.train.model.adapters import stir
-from megabatch.train.model.architecture import load_tokenizer
+from megabatch.train.model.architecture import load_tokenizer, positions_for_stream
 from megabatch.train.model.build import build
 from megabatch.train.model.router_loss import train_with_router
 from megabatch.train.runtime.console import Console
@@ -27,7 +27,7 @@ def verify_recipe(config: Config, ranks: Ranks) -> Verification:
     """Prove the gradient of a recipe (see `plain_config`) on samples of its first update; prints every step of it."""
     console = Console(enabled=True, loss_digits=4)
     tokenizer = load_tokenizer(config.model)
-    data = load_data(config, tokenizer, ranks, console)
+    data = load_data(config, tokenizer, ranks, console, positions_for_stream(config))
     updates = Updates(data, config, ranks)
     batch = updates.peek()[:MAX_SAMPLES]
     if len(batch) < 2:

@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
+import torch
 from datasets import Dataset, Features, List, Value
 from datasets.arrow_writer import ArrowWriter
 
@@ -48,7 +49,7 @@ class TokenizedSamples(View):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         rows = Dataset.from_file(str(folder / TABLE))
-        self._samples, self._names = rows.with_format("torch", columns=["input_ids", "labels"]), rows["name"]
+        self._rows = rows.with_format("arrow")  # a tenth of the time of "torch"
         self.lengths = rows.data.column("length").to_numpy()  # [N]
         self.num_targets: np.ndarray = rows.data.column("num_targets").to_numpy()  # [N], of each sample
         summary = json.loads((folder / SUMMARY).read_text())
@@ -61,10 +62,12 @@ class TokenizedSamples(View):
         return TokenizedSamples, (self._folder,)
 
     def at(self, index: int) -> Sample:
-        return cast(Sample, self._samples[index])
+        row = self._rows[index]  # a table of one
+        columns = {key: row[key].chunk(0).flatten().to_numpy() for key in ("input_ids", "labels")}
+        return {key: torch.from_numpy(values.astype(np.int64)) for key, values in columns.items()}  # [T], [T]
 
     def name(self, index: int) -> str:
-        return self._names[index]
+        return self._rows[index]["name"][0].as_py()
 
 
 def opened(folder: Path) -> TokenizedSamples | None:

@@ -1,4 +1,4 @@
-"""Function: samples that a function of the user's makes, of any kind a loss understands."""
+"""Samples that a function of the user's makes, of any kind a loss understands."""
 
 import hashlib
 import random
@@ -23,7 +23,7 @@ TRAIN = "train"  # the name of what is trained on, where a function returns seve
 
 
 class OwnSamples(View):
-    """A user's samples with their lengths; what goes wrong in reading one is told in one line."""
+    """A user's samples with their lengths; an error in reading one is told in one line."""
 
     def __init__(self, samples: Any, lengths: np.ndarray, key: str, *, is_told: bool) -> None:
         self._samples, self._key = samples, key
@@ -54,7 +54,7 @@ class Repeatable(View):
 
 @contextmanager
 def drawing(*seed: int) -> Generator[None, None, None]:
-    """What samples draw inside, as augmentations do, follows from the seed; nobody else's random numbers change."""
+    """Let random numbers that are drawn inside, as augmentations do, follow from the seed; change nobody else's."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     words = np.random.SeedSequence(seed).generate_state(3)
     random.seed(int(words[0]))
@@ -69,7 +69,7 @@ def drawing(*seed: int) -> Generator[None, None, None]:
 
 
 def own_samples(config: Config, ranks: Ranks, console: Console) -> dict[str, OwnSamples]:
-    """What data.function returns, by its names, the same number on every rank; "train" is among them."""
+    """Return what data.function returns, by its names, the same number on every rank; "train" is among them."""
     name = str(config.data.function)
     function = load_function(name, "data.function")
     made = called(lambda: function(**config.data.options), f"data.function {name} failed")
@@ -79,12 +79,16 @@ def own_samples(config: Config, ranks: Ranks, console: Console) -> dict[str, Own
             f'data.function {name} returned a mapping of {sorted(map(str, sets))}; name what is trained on "{TRAIN}"'
         )
     found = {str(each): measured(samples, str(each), config, console) for each, samples in sets.items()}
-    check_same_everywhere(found, name, ranks)
+    told = ranks.gather(repr([(key, samples.fingerprint) for key, samples in sorted(found.items())]))
+    if len(set(told)) > 1:
+        raise MegabatchError(
+            f"data.function {name} does not return the same samples on every process; draw with a seed of its own"
+        )
     return found
 
 
 def measured(samples: Any, name: str, config: Config, console: Console) -> OwnSamples:
-    """The samples of one set with their lengths."""
+    """Return the samples of one set with their lengths."""
     key = f'"{name}" of data.function {config.data.function}'
     if not hasattr(samples, "__len__") or not hasattr(samples, "__getitem__"):
         raise MegabatchError(
@@ -92,34 +96,17 @@ def measured(samples: Any, name: str, config: Config, console: Console) -> OwnSa
         )
     if not len(samples):
         raise MegabatchError(f"{key} is empty; return at least one sample")
-    read(samples, 0, key)
-    is_told = getattr(samples, "lengths", None) is not None
-    return OwnSamples(samples, lengths_of(samples, key, config, console), key, is_told=is_told)
-
-
-def lengths_of(samples: Any, key: str, config: Config, console: Console) -> np.ndarray:
-    """Tokens of each sample: what its attribute ``lengths`` says, or measured where the recipe counts tokens, else 1.
-
-    Measuring makes every sample once, which for images would be long; updates are then balanced by their number.
-    With data.look_ahead nothing is measured later, so that those of text are measured here; and so they are where
-    update.global_batch_size has points in tokens.
-    """
-    given = getattr(samples, "lengths", None)
+    first, given = read(samples, 0, key), getattr(samples, "lengths", None)
     if given is not None:
-        return given_lengths(given, len(samples), key)
-    asks = config.data.look_ahead is not None or sizes_of(config.update).unit == "tokens"
-    if config.update.max_microbatch_tokens is None and not (asks and "input_ids" in read(samples, 0, key)):
-        return np.ones(len(samples), dtype=np.int64)
-    lengths = np.empty(len(samples), dtype=np.int64)
-    with console.progress(f"measuring {key}", len(samples), "samples") as advance:
-        for index in range(len(samples)):
-            lengths[index] = length_of(read(samples, index, key), index, key)
-            advance(1)
-    return lengths
+        return OwnSamples(samples, given_lengths(given, len(samples), key), key, is_told=True)
+    counts = config.data.look_ahead is not None or sizes_of(config.update).unit == "tokens"
+    if config.update.max_microbatch_tokens is None and not (counts and "input_ids" in first):
+        return OwnSamples(samples, np.ones(len(samples), dtype=np.int64), key, is_told=False)
+    return OwnSamples(samples, measured_lengths(samples, key, console), key, is_told=False)
 
 
 def given_lengths(given: Any, num_samples: int, key: str) -> np.ndarray:
-    """The attribute as whole numbers. Raises where it is anything else."""
+    """Return the attribute ``lengths`` as whole numbers. Raises where it is anything else."""
     lengths = called(lambda: np.asarray(given), f"the attribute lengths of {key} cannot be read")
     if lengths.shape != (num_samples,) or lengths.dtype.kind not in "iu" or (lengths < 0).any():
         raise MegabatchError(
@@ -128,18 +115,31 @@ def given_lengths(given: Any, num_samples: int, key: str) -> np.ndarray:
     return lengths.astype(np.int64)
 
 
-def length_of(sample: Any, index: int, key: str) -> int:
-    try:
-        return sample_length(sample)
-    except PlanError:
-        raise MegabatchError(
-            f"sample {index} of {key} has no tensor as its first value, whose size would be its tokens; give lengths "
-            "as an attribute `lengths` of the samples, or set update.micro_batch_size in place of max_microbatch_tokens"
-        ) from None
+def measured_lengths(samples: Any, key: str, console: Console) -> np.ndarray:
+    """Make every sample once and return its tokens.
+
+    For images that would be long, so samples are measured where the recipe counts tokens; else updates are balanced by
+    their number. With data.look_ahead nothing is measured later, so that those of text are measured here; and so they
+    are where update.global_batch_size has points in tokens.
+    """
+    lengths = np.empty(len(samples), dtype=np.int64)
+    with console.progress(f"measuring {key}", len(samples), "samples") as advance:
+        for index in range(len(samples)):
+            sample = read(samples, index, key)
+            try:
+                lengths[index] = sample_length(sample)
+            except PlanError:
+                raise MegabatchError(
+                    f"sample {index} of {key} has no tensor as its first value, whose size would be its tokens; give "
+                    "lengths as an attribute `lengths` of the samples, or set update.micro_batch_size in place of "
+                    "max_microbatch_tokens"
+                ) from None
+            advance(1)
+    return lengths
 
 
 def read(samples: Any, index: int, key: str) -> Any:
-    """A sample of the user's, or one line that says why not."""
+    """Return a sample of the user's, or raise one line that says why not."""
     sample = called(lambda: samples[index], f"sample {index} of {key} cannot be read")
     if not isinstance(sample, Mapping) or not sample:
         kind = "empty" if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
@@ -150,7 +150,7 @@ def read(samples: Any, index: int, key: str) -> Any:
 
 
 def called(function: Callable[[], Any], failure: str) -> Any:
-    """What the user's function returns, or one line that says where it failed."""
+    """Return what the user's function returns, or raise one line that says where it failed."""
     try:
         return function()
     except MegabatchError:
@@ -159,14 +159,3 @@ def called(function: Callable[[], Any], failure: str) -> Any:
         last = traceback.extract_tb(error.__traceback__)[-1]
         reason = in_one_line(error)
         raise MegabatchError(f"{failure} ({reason}, at {last.filename}:{last.lineno}); mend it there") from None
-
-
-def check_same_everywhere(sets: dict[str, OwnSamples], name: str, ranks: Ranks) -> None:
-    """Raise on every rank where the function has given them other names, numbers or lengths of samples."""
-    text = repr([(key, samples.fingerprint) for key, samples in sorted(sets.items())])
-    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:2], "big")  # squares and sums of it are exact
-    total, squares = ranks.sum([digest, digest**2])
-    if squares * ranks.size != total**2:  # their variance
-        raise MegabatchError(
-            f"data.function {name} does not return the same samples on every process; draw with a seed of its own"
-        )

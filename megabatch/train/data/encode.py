@@ -33,6 +33,12 @@ Encoded = tuple[Ids, Ids]  # token ids and labels, [T] and [T]
 Message = dict[str, Any]
 Span = tuple[int, int]  # characters of a conversation's text
 
+FIELDS = {  # of each kind of rows, by the recipe's keys for them; the first kind whose fields a row has is taken
+    "messages": ["messages_field"],
+    "prompt": ["prompt_field", "response_field"],
+    "text": ["text_field"],
+}
+NOTHING = np.zeros(0, dtype=np.int64)
 ROWS_AT_ONCE = 256  # that are tokenised together
 TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 DAY = datetime(2025, 1, 1, tzinfo=UTC)  # what a template takes for today, so that data are the same on every day
@@ -130,11 +136,9 @@ def read_row(row: Row, kind: "RowKind") -> Any:
 
 def kind_of_rows(source: SourceConfig, key: str, tokens: "Tokens", first: Row) -> "RowKind":
     """Return the kind that the recipe names, else the one whose fields the first good row has."""
-    keys = {"text": ["text_field"], "prompt": ["prompt_field", "response_field"], "messages": ["messages_field"]}
-    named = {kind: [name for name in names if getattr(source, name) is not None] for kind, names in keys.items()}
+    named = {kind: [name for name in names if getattr(source, name) is not None] for kind, names in FIELDS.items()}
     asked = [kind for kind, names in named.items() if names]
-    seen = [kind for kind, field in (("messages", "messages"), ("prompt", "response"), ("text", "text"))
-            if {kind, field} <= first.fields.keys()]  # fmt: skip
+    seen = [kind for kind, names in FIELDS.items() if {default_of(name) for name in names} <= first.fields.keys()]
     if len(asked) > 1:
         shown = " and ".join(f"{key}.{named[kind][0]}" for kind in asked)
         raise MegabatchError(f"{shown} are set, and a row is one of text, prompt and response, and chat; keep one")
@@ -143,14 +147,9 @@ def kind_of_rows(source: SourceConfig, key: str, tokens: "Tokens", first: Row) -
             f"{first.name} has the fields {fields_text(first)}; say which to learn: set {key}.prompt_field and "
             f"{key}.response_field, or {key}.messages_field, or {key}.text_field"
         )
-    found: RowKind
-    match (asked or seen)[0]:
-        case "messages":
-            found = ChatRows(source.messages_field or "messages", key, tokens)
-        case "prompt":
-            found = PairRows(source.prompt_field or "prompt", source.response_field or "response", tokens)
-        case _:
-            found = TextRows(source.text_field or "text", tokens)
+    kind = (asked or seen)[0]
+    fields = {name: cast(str, getattr(source, name) or default_of(name)) for name in FIELDS[kind]}
+    found = ChatRows(fields, key, tokens) if kind == "messages" else TextRows(fields, tokens)
     for name, field in found.fields.items():
         if field not in first.fields:  # the recipe's mistake, not the row's
             raise MegabatchError(
@@ -159,8 +158,13 @@ def kind_of_rows(source: SourceConfig, key: str, tokens: "Tokens", first: Row) -
     return found
 
 
+def default_of(name: str) -> str:
+    """Return the field that is read where the recipe says nothing of it."""
+    return name.removesuffix("_field")
+
+
 class RowKind(Protocol):
-    """How rows of one kind become tokens."""
+    """One kind of rows, and its way to tokens."""
 
     fields: Mapping[str, str]  # that every row must have, by the recipe's key for them
 
@@ -174,44 +178,30 @@ class RowKind(Protocol):
 
 
 class TextRows:
-    """Plain text, all of it learned, and its end."""
+    """A prompt, which is not learned, if there is one; a text, which is learned, and its end."""
 
-    def __init__(self, field: str, tokens: "Tokens") -> None:
-        self.fields: Mapping[str, str] = {"text_field": field}
-        self._field, self._tokens, self._front, self._end = field, tokens, tokens.front, tokens.end
-
-    def read(self, row: Row) -> str:
-        text = text_of(row, self._field)
-        if not text:
-            raise BrokenRowError(f"{row.name} has an empty text in the field {self._field!r}")
-        return text
-
-    def encode(self, contents: Sequence[str]) -> list[Encoded | BrokenRowError]:
-        return [joined(self._front, np.concatenate([ids, self._end])) for ids in self._tokens.ids_of(list(contents))]
-
-
-class PairRows:
-    """A prompt, which is not learned, and the response to it, which is, and its end."""
-
-    def __init__(self, prompt_field: str, response_field: str, tokens: "Tokens") -> None:
-        self.fields: Mapping[str, str] = {"prompt_field": prompt_field, "response_field": response_field}
+    def __init__(self, fields: Mapping[str, str], tokens: "Tokens") -> None:
+        self.fields = fields  # the last is learned
         self._tokens, self._front, self._end = tokens, tokens.front, tokens.end
 
     def read(self, row: Row) -> tuple[str, str]:
-        prompt, response = (text_of(row, field) for field in self.fields.values())
-        if not response:
-            raise BrokenRowError(
-                f"{row.name} has an empty text in the field {self.fields['response_field']!r}, so no token to learn"
-            )
-        return prompt, response
+        *prompt, text = (text_of(row, field) for field in self.fields.values())
+        if not text:
+            field = [*self.fields.values()][-1]
+            raise BrokenRowError(f"{row.name} has an empty text in the field {field!r}, so no token to learn")
+        return "".join(prompt), text
 
     def encode(self, contents: Sequence[tuple[str, str]]) -> list[Encoded | BrokenRowError]:
-        prompts = self._tokens.ids_of([prompt for prompt, _ in contents])
-        responses = self._tokens.ids_of([response for _, response in contents])
-        return [
-            joined(np.concatenate([self._front, prompt]), np.concatenate([response, self._end]))
-            for prompt, response in zip(prompts, responses, strict=True)
-        ]
+        texts = self._tokens.ids_of([text for _, text in contents])
+        prompts = (
+            [NOTHING] * len(texts) if len(self.fields) == 1 else self._tokens.ids_of([each for each, _ in contents])
+        )
+        found: list[Encoded | BrokenRowError] = []
+        for prompt, text in zip(prompts, texts, strict=True):
+            given, learned = np.concatenate([self._front, prompt]), np.concatenate([text, self._end])
+            labels = np.concatenate([np.full(len(given), IGNORED_LABEL), learned])  # [T]
+            found.append((np.concatenate([given, learned]), labels))
+        return found
 
 
 class ChatRows:
@@ -219,13 +209,12 @@ class ChatRows:
 
     The template says which characters those are where it has {% generation %}; else a turn is what comes after the
     text before it with its generation prompt. A token is learned if it ends in them. The mask of
-    `apply_chat_template` loses every turn from the first one that begins with white space on, where a tokenizer trims
-    offsets, and learns what follows one that ends with it.
+    `apply_chat_template` ends before a turn that begins with a space, where a tokenizer trims offsets.
     """
 
-    def __init__(self, field: str, key: str, tokens: "Tokens") -> None:
-        self.fields: Mapping[str, str] = {"messages_field": field}
-        self._field, self._tokens, self._tokenizer = field, tokens, tokens.tokenizer
+    def __init__(self, fields: Mapping[str, str], key: str, tokens: "Tokens") -> None:
+        self.fields = fields
+        (self._field,), self._tokens, self._tokenizer = fields.values(), tokens, tokens.tokenizer
         try:
             template = cast(str, tokens.tokenizer.get_chat_template())
         except ValueError:
@@ -301,11 +290,6 @@ def message_of(message: Any, name: str) -> Message:
     if not isinstance(kept.get("content"), str | list) and "tool_calls" not in kept:
         raise BrokenRowError(f"{name} has neither text in its field content nor tool_calls")
     return kept
-
-
-def joined(given: Ids, learned: Ids) -> Encoded:
-    """Return tokens that are given and tokens that are learned as one sample."""
-    return np.concatenate([given, learned]), np.concatenate([np.full(len(given), IGNORED_LABEL), learned])
 
 
 def text_of(row: Row, field: str) -> str:

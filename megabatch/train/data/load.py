@@ -28,7 +28,7 @@ TEXT_KEYS = [*SOURCE_KEYS, "mixture", "streaming", "pack_tokens", "max_sample_to
 
 @dataclass(frozen=True)
 class Data:
-    """What a run trains on, and what it never does."""
+    """The samples that a run trains on, and the sets that it is evaluated on."""
 
     train: Measured | Stream
     order: Callable[[int], np.ndarray] | None  # sample ids of an epoch; None: all of them, shuffled
@@ -52,7 +52,7 @@ class Data:
 
     @cached_property
     def counts_tokens(self) -> bool:
-        """Whether the samples are of tokens, so that their lengths count them."""
+        """True if the samples are of tokens, so that their lengths count them."""
         return isinstance(self.train, Stream) or "input_ids" in self.train[0]
 
 

@@ -42,7 +42,7 @@ MAX_CELL_BYTES = 2**31 - 1  # of csv; Python's own limit, 128 KiB, is less than 
 
 @dataclass(frozen=True)
 class Place:
-    """Where rows are, and of which kind."""
+    """A place of rows, and their kind."""
 
     kind: Kind
     paths: tuple[str, ...]  # files in the order they are read; of saved and stdlib one folder, of hub the id

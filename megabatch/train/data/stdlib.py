@@ -24,12 +24,12 @@ class Function:
 
 
 def stdlib_root() -> Path:
-    """The folder of the standard library."""
+    """Return the folder of the standard library."""
     return Path(sysconfig.get_path("stdlib"))
 
 
 def stdlib_functions(root: Path) -> Iterator[Function]:
-    """Functions and methods below a folder, each text once, in an order that does not change."""
+    """Yield functions and methods below a folder, each text once, in an order that does not change."""
     seen: set[str] = set()
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)
@@ -42,7 +42,7 @@ def stdlib_functions(root: Path) -> Iterator[Function]:
 
 
 def functions_of(source: str, name: str) -> Iterator[Function]:
-    """The functions of a module that are not inside another one, so that no text is in two samples."""
+    """Yield the functions of a module that are not inside another one, so that no text is in two samples."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):  # templates and other languages' fixtures lie among the modules
@@ -58,13 +58,13 @@ def functions_of(source: str, name: str) -> Iterator[Function]:
 
 
 def lines_of(text: str) -> list[str]:
-    """The lines as ast counts them, ends kept; splitlines() also splits at form feeds and U+2028."""
+    """Return the lines as ast counts them, ends kept; splitlines() also splits at form feeds and U+2028."""
     *whole, rest = text.split("\n")
     return [line + "\n" for line in whole] + [rest] * bool(rest)
 
 
 def outermost_functions(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """The functions below a node, in order, without those inside another function."""
+    """Yield the functions below a node, in order, without those inside another function."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             yield child

@@ -78,12 +78,12 @@ class Updates:
 
     @property
     def size(self) -> int:
-        """Samples that the update should have, over all ranks, that was handed out last."""
+        """Samples, over all ranks, that the update should have that was handed out last."""
         return self._sizes(seen_of(self._before))
 
     @property
     def skipped(self) -> Skipped:
-        """What a stream has left out of its present pass; of other data `load_data` has said it."""
+        """Counts of what a stream has left out of its present pass; of other data `load_data` has said it."""
         return Skipped(**self._state.get("skipped", {}))
 
     @property
@@ -93,7 +93,7 @@ class Updates:
 
     @property
     def names(self) -> list[str]:
-        """Where each of this rank's samples of the update comes from that was handed out last."""
+        """The row that each of this rank's samples comes from, of the update that was handed out last."""
         return [self._source.name(each) for each in self._ids]
 
     def deal_by(self, even_tokens: int | None) -> None:
@@ -417,7 +417,7 @@ def mapped(batch: Sequence[Any], places: Sequence[int], change: Callable[[Any], 
 
 @dataclass(frozen=True)
 class NumUpdates:
-    """How many updates there are."""
+    """Numbers of updates."""
 
     of_data: int | None  # that run.max_epochs passes over the data make; None: a stream does not know
     of_run: int | None  # that this run makes: fewer with run.max_steps; None: until the stream ends

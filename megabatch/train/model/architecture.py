@@ -22,7 +22,7 @@ from transformers.utils import logging
 from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from megabatch.errors import MegabatchError, in_one_line
-from megabatch.train.config import ModelConfig
+from megabatch.train.config import Config, ModelConfig
 from megabatch.train.model.wrap import dtype_of
 
 OWNED_KEYS = {  # of model.config, that the trainer sets
@@ -132,6 +132,13 @@ def positions_of(architecture: PreTrainedConfig) -> int | None:
     """How many tokens of a sample the model can tell apart by their place; None where its config does not say."""
     positions = getattr(architecture.get_text_config(), "max_position_embeddings", None)
     return positions if isinstance(positions, int) else None
+
+
+def positions_for_stream(config: Config) -> int | None:
+    """Return the positions of a model that is trained on a stream; None where samples are known beforehand."""
+    if not config.data.streaming or config.model.function is not None:
+        return None
+    return positions_of(architecture_of(config.model))
 
 
 def too_long(sample: str, num_tokens: int, positions: int) -> MegabatchError:
