@@ -21,7 +21,11 @@ SCRIPTS = {  # a shell offers files where no word is printed; words that end in 
     compadd -- ${found:#*[=.]} || { compset -P '*='; _files }
 }
 compdef _megabatch megabatch""",
-    "fish": "complete -c megabatch -a '(COMP_LINE=(commandline -cp) megabatch completion words)'",
+    "fish": """function __megabatch_words
+    set -g __megabatch_found (COMP_LINE=(commandline -cp) megabatch completion words)
+    test -n "$__megabatch_found"
+end
+complete -c megabatch -n __megabatch_words -f -a '$__megabatch_found'""",
 }
 
 
