@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -148,7 +148,12 @@ def read_arguments(kind: type[Arguments], arguments: Sequence[str]) -> Arguments
 
 
 def reason_of(told: str) -> str:
-    """Return the reason in what tyro tells in a frame: the lines above the rule."""
+    """Return the reason in what tyro tells in a frame: the lines between its title and the next rule."""
     plain = re.sub(r"\x1b\[[\d;]*m", "", told)
-    lines = [line.strip("\u2502 ") for line in plain.splitlines() if line.startswith("\u2502")]
-    return " ".join(takewhile(lambda line: not line.startswith("\u2500"), lines)) or "cannot read the arguments"
+    lines = [line.strip("\u2502 ") for line in plain.splitlines()[1:]]
+    return " ".join(takewhile(is_text, dropwhile(lambda line: not is_text(line), lines)))
+
+
+def is_text(line: str) -> bool:
+    """Return False for a rule of the frame: it is of ASCII where stdout is."""
+    return bool(line.strip("\u2500\u256d\u256e\u2570\u256f- "))
