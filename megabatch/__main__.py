@@ -18,19 +18,19 @@ EXTRA = {
 def main() -> None:
     """Run the command line, or say in one line what is not installed."""
     try:
-        from megabatch.train.cli import front
+        from megabatch.train.cli import light
 
-        status = front.run(sys.argv[1:])
+        status = light.run(sys.argv[1:])
         if status is not None:
             sys.exit(status)
-        from megabatch.train.cli import commands as cli
+        from megabatch.train.cli import commands
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
         if name not in EXTRA:
             raise
         print(f'megabatch: {name} is not installed; pip install "megabatch[train]"', file=sys.stderr)
         sys.exit(2)
-    cli.main()
+    commands.main()
 
 
 if __name__ == "__main__":

@@ -17,16 +17,11 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor
 
 from megabatch import Update, losses, verify
-from megabatch.train.cli.commands import read_export
-from megabatch.train.cli.doctor.command import read_folder
-from megabatch.train.cli.init.command import read_arguments
-from megabatch.train.cli.shells import script_for
-from megabatch.train.cli.usage import COMMANDS
+from megabatch.train.cli.arguments import COMMANDS, WITH_RECIPE, read_arguments
 from megabatch.train.config import Config
 from megabatch.train.config.keys import known_keys, sections
 from megabatch.train.config.recipe import load_config
 from megabatch.train.plan.asked import read_asked
-from megabatch.train.report.command import read_report, read_watch
 from tests.exact.full import RESULT
 from tests.exact.sparse import VOCABULARY, SparseLM
 from tests.test_errors import patterns
@@ -169,16 +164,8 @@ def test_there_are_commands() -> None:
 def test_a_command_is_understood(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     verb, *rest = command
-    if verb == "init":
-        assert read_arguments(rest)[1].keys() in (set(), {"model", "data", "hardware"})
-    elif verb == "doctor":
-        read_folder(rest)
-    elif verb == "completion":
-        assert script_for(rest)
-    elif verb == "export":
-        read_export(rest)
-    elif verb in ("report", "watch"):
-        (read_report if verb == "report" else read_watch)(rest)
+    if verb not in WITH_RECIPE:
+        assert read_arguments(COMMANDS[verb], rest)
     elif rest[0].endswith(".toml"):
         overrides = [word for word in rest[1:] if word != "--data.path=..."]
         load_config(Path(rest[0]), list(read_asked(overrides).overrides) if verb == "plan" else overrides)

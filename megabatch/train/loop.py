@@ -16,6 +16,7 @@ from megabatch.train.config import Config
 from megabatch.train.context import Callbacks, ForwardBackward, RunContext, UpdatePausedError, read_values
 from megabatch.train.data.load import load_data
 from megabatch.train.data.updates import Updates
+from megabatch.train.model.architecture import load_tokenizer, positions_for_stream
 from megabatch.train.model.build import build, in_precision
 from megabatch.train.model.optimizer import build_learner
 from megabatch.train.model.router_loss import train_with_router

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megabatch.train.cli import commands as cli
-from megabatch.train.report.command import read_watch
+from megabatch.train.cli.arguments import Watch, read_arguments
 from megabatch.train.report.server import HOST, Server, is_here
 from tests.page.browsers import a_browser, needs_chromium, opened
 from tests.page.made_runs import cut, evaluations, lines, update, whole_run
@@ -97,19 +97,18 @@ def test_what_cannot_be_watched_is_one_line(tmp_path: Path, run: Path, capsys: p
             ((tmp_path,), "has no metrics.jsonl; give the folder of a run that has begun"),
             ((tmp_path / "none",), "is no folder"),
             ((run / "damaged",), "metrics.jsonl is damaged"),
-            ((), "cannot read the arguments ''; write: megabatch watch RUN [--port N]"),
-            ((run, run), "cannot read the arguments"),
-            ((run, "--port", "x"), "--port is 'x'; it must be a number from 0 to 65535"),
-            ((run, "--port", "65536"), "--port is '65536'"),
-            ((run, "--port"), "cannot read the arguments"),
+            ((), "see megabatch watch --help"),
+            ((run, run), "see megabatch watch --help"),
+            ((run, "--port", "x"), "see megabatch watch --help"),
+            ((run, "--port", "65536"), "--port is 65536; it must be a number from 0 to 65535"),
+            ((run, "--port"), "see megabatch watch --help"),
         ]
         for arguments, line in cases:
             assert cli.run(["watch", *map(str, arguments)]) == 2
             caught = capsys.readouterr()
             assert line in caught.err
             assert len((caught.out + caught.err).splitlines()) == 1
-    assert read_watch(["run", "--port=8000"]) == (Path("run"), 8000)
-    assert read_watch(["run"]) == (Path("run"), 0)
+    assert read_arguments(Watch, ["run", "--port=8000"]) == Watch(Path("run"), 8000)
 
 
 @pytest.mark.slow

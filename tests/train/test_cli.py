@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
+from megabatch.train.config.keys import known_keys
 from tests.train.conftest import NO_DROPOUT, Bench, write_pairs
 from tests.train.processes import Run
 
@@ -74,13 +75,9 @@ def test_a_reader_that_goes_away_ends_it_without_a_traceback(bench: Bench, asks_
 def test_help_names_every_key_with_its_meaning(tmp_path: Path) -> None:
     (done,) = Run(["train", "--help"], tmp_path, ranks=1).wait()
     assert done.status == 0
-    for text in (
-        "update.global_batch_size = 32    (whole number or list)",
-        "Samples of an update, over all ranks",
-        'parallel.wrapper = none    ("ddp" | "fsdp2" | "replicate", or none)',
-        "run.resume = false    (true | false)",
-    ):
+    for text in ("--update.global_batch_size", "Samples of an update, over all ranks", "--parallel.wrapper {None,ddp,"):
         assert text in done.out
+    assert {key for key in known_keys() if f"--{key} " not in done.out} == set()
     assert done.err == ""
 
 

@@ -3,11 +3,7 @@
 import gzip
 import json
 import os
-import pty
-import subprocess
-import sys
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,9 +11,8 @@ from transformers import AutoConfig
 
 from megabatch.errors import MegabatchError
 from megabatch.simulate.devices import device_named
-from megabatch.train.cli.init.command import write_recipe
-from megabatch.train.cli.init.hardware import DEVICES, Hardware, read_hardware, seen_hardware
-from megabatch.train.cli.init.look import look
+from megabatch.train.cli.arguments import Init, read_arguments
+from megabatch.train.cli.init import DEVICES, Hardware, look, read_hardware, seen_hardware, write_recipe
 from megabatch.train.config.recipe import load_config
 from tests.train.processes import Run
 
@@ -34,14 +29,14 @@ ROWS = {
     "table.csv": "instruction,output\nsay,said\n",
 }
 SEEN = {
-    "prompt.jsonl": ("pairs", {"prompt_field": "prompt", "response_field": "response"}, ()),
-    "questions.jsonl.gz": ("pairs", {"prompt_field": "question", "response_field": "answer"}, ("id",)),
-    "list.json": ("pairs", {"prompt_field": "question", "response_field": "answer"}, ()),
-    "chat.jsonl": ("chat", {"messages_field": "messages"}, ()),
-    "text.jsonl": ("text", {"text_field": "content"}, ("url",)),
-    "lines.txt": ("text", {"text_field": "text"}, ()),
-    "page.md": ("text", {"text_field": "text"}, ()),
-    "table.csv": ("pairs", {"prompt_field": "instruction", "response_field": "output"}, ()),
+    "prompt.jsonl": ({"prompt_field": "prompt", "response_field": "response"}, []),
+    "questions.jsonl.gz": ({"prompt_field": "question", "response_field": "answer"}, ["id"]),
+    "list.json": ({"prompt_field": "question", "response_field": "answer"}, []),
+    "chat.jsonl": ({"messages_field": "messages"}, []),
+    "text.jsonl": ({"text_field": "content"}, ["url"]),
+    "lines.txt": ({"text_field": "text"}, []),
+    "page.md": ({"text_field": "text"}, []),
+    "table.csv": ({"prompt_field": "instruction", "response_field": "output"}, []),
 }
 
 
@@ -58,7 +53,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def init(*arguments: str) -> dict[str, object]:
     """The tables of the recipe that is written, which loads."""
-    write_recipe([*arguments])
+    write_recipe(read_arguments(Init, arguments))
     path = Path(arguments[0])
     load_config(path, [])
     return tomllib.loads(path.read_text())
@@ -66,15 +61,14 @@ def init(*arguments: str) -> dict[str, object]:
 
 @pytest.mark.parametrize("name", SEEN)
 def test_the_first_row_says_what_is_learned(folder: Path, name: str) -> None:
-    shape, fields, unread = SEEN[name]
-    seen = look(name)
-    assert (seen.shape, seen.keys, seen.unread) == (shape, {"path": name} | fields, unread)
+    fields, unread = SEEN[name]
+    assert look(name) == ({"path": name} | fields, unread)
 
 
-def test_a_recipe_has_what_was_answered(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_has_what_was_asked_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tables = init("mine.toml", "--model=tiny", "--data", "chat.jsonl", "--hardware", "2 nodes of 8 h100")
     assert tables["model"] == {"name": "tiny", "compute_dtype": "bfloat16", "activation_checkpointing": True}
-    assert tables["data"] == {"path": "chat.jsonl", "messages_field": "messages", "max_sample_tokens": 256}
+    assert tables["data"] == {"path": "chat.jsonl", "messages_field": "messages", "max_sample_tokens": 4096}
     assert "max_microbatch_tokens" not in tables["update"]
     out = capsys.readouterr().out
     assert out.startswith("wrote mine.toml; next:\n")
@@ -96,8 +90,6 @@ def test_every_recipe_loads(folder: Path, model: str, data: str, hardware: str) 
 
 
 REFUSED = {
-    "--model small": "--data and --hardware not given, and no terminal to ask on; write: megabatch init FILE --model "
-    'small --data "corpus/*.txt" --hardware cpu',
     "--model small --data stdlib --hardware abacus": '--hardware is \'abacus\'; write "cpu", "1 gpu", "8 gpus", '
     f'"8 h100" or "2 nodes of 8 h100"; devices are {", ".join(DEVICES)}',
     "--model small --data none.jsonl --hardware cpu": "data.path is 'none.jsonl', and there is no such file "
@@ -117,21 +109,19 @@ REFUSED = {
     "name; write the whole path",
     "--model small --data ~x.jsonl --hardware cpu": "data.path is '~x.jsonl', and no user is known by that name; write "
     "the whole path",
-    "--modle small": "cannot read the arguments 'recipe.toml --modle small'; write: megabatch init FILE --model small "
-    '--data "corpus/*.txt" --hardware cpu',
-    "--model small --model": "cannot read the arguments 'recipe.toml --model small --model'; write: megabatch init "
-    'FILE --model small --data "corpus/*.txt" --hardware cpu',
+    "--modle small": "Unrecognized options: --modle, small; see megabatch init --help",
+    "--model small --model": "Missing value for argument '--model'. Expected 1 values.; see megabatch init --help",
 }
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_a_bad_answer_is_one_line_and_nothing_is_written(folder: Path, words: str) -> None:
+def test_a_bad_argument_is_one_line_and_nothing_is_written(folder: Path, words: str) -> None:
     (folder / "odd.jsonl").write_text('{"a": 1, "b": "x"}\n')
     (folder / "broken.jsonl").write_text("{\n[]\n")
     (folder / "empty").mkdir()
     before = sorted(folder.iterdir())
     with pytest.raises(MegabatchError) as raised:
-        write_recipe(["recipe.toml", *words.split()])
+        write_recipe(read_arguments(Init, ["recipe.toml", *words.split()]))
     assert str(raised.value) == REFUSED[words]
     assert sorted(folder.iterdir()) == before
 
@@ -145,10 +135,10 @@ def test_a_folder_of_the_users_is_written_whole(folder: Path, monkeypatch: pytes
 def test_nothing_is_overwritten(folder: Path) -> None:
     (folder / "recipe.toml").write_text("mine")
     with pytest.raises(MegabatchError, match=r"^recipe\.toml is there already, and nothing is overwritten; give"):
-        write_recipe(["--model", "small", "--data", "stdlib", "--hardware", "cpu"])
+        write_recipe(Init())
     assert (folder / "recipe.toml").read_text() == "mine"
     with pytest.raises(MegabatchError, match=r"^cannot write none/recipe\.toml \(No such file or directory\)"):
-        write_recipe(["none/recipe.toml", "--model", "small", "--data", "stdlib", "--hardware", "cpu"])
+        write_recipe(Init(Path("none/recipe.toml")))
 
 
 def test_hardware_is_read_as_it_is_said() -> None:
@@ -205,47 +195,3 @@ def test_what_it_has_written_trains(folder: Path, data: str, monkeypatch: pytest
 def absolute(folder: Path, data: str) -> list[str]:
     """Ranks are started elsewhere."""
     return [] if data == "stdlib" else [f"--data.path={folder / data}"]
-
-
-Talk = Callable[[str], tuple[int, str]]
-
-
-@pytest.fixture
-def talk(folder: Path) -> Talk:
-    """The command on a terminal, with what a person types; its status and what was seen."""
-
-    def run(typed: str) -> tuple[int, str]:
-        terminal, end = pty.openpty()
-        environ = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "dumb", "PATH": os.defpath, "HF_HUB_OFFLINE": "1"}
-        process = subprocess.Popen(
-            [sys.executable, "-m", "megabatch", "init"], stdin=end, stdout=end, stderr=end, env=environ,
-            start_new_session=True,
-        )  # fmt: skip
-        os.close(end)
-        os.write(terminal, typed.encode())
-        seen = b""
-        while True:
-            try:
-                piece = os.read(terminal, 65536)
-            except OSError:  # what reading a terminal ends with, when nobody writes to it any more
-                break
-            seen += piece
-        os.close(terminal)
-        return process.wait(timeout=60), seen.decode()
-
-    return run
-
-
-def test_on_a_terminal_it_asks_and_asks_again(talk: Talk, folder: Path) -> None:
-    status, seen = talk("\nnone.jsonl\nlist.json\n\n")
-    assert status == 0, seen
-    assert seen.count("data (") == 2
-    assert "no such file" in seen
-    assert "wrote recipe.toml; next:" in seen
-    assert tomllib.loads((folder / "recipe.toml").read_text())["data"]["prompt_field"] == "question"
-
-
-def test_who_ends_the_talk_ends_it_without_a_file(talk: Talk, folder: Path) -> None:
-    status, seen = talk("\n\x04")
-    assert (status, "megabatch: no answer; write: megabatch init FILE" in seen) == (2, True)
-    assert not (folder / "recipe.toml").exists()

@@ -1,100 +1,126 @@
-"""A shell completes commands, recipes, keys and their values: the real shell, on the script that is printed."""
+"""A shell completes commands, recipes, keys and their values: the real shell, at the real tab key."""
 
 import os
+import pty
+import select
 import shutil
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from megabatch.errors import MegabatchError
-from megabatch.train.cli.shells import script_for
-from megabatch.train.cli.usage import COMMANDS, SHELLS
+from megabatch.train.cli.arguments import COMMANDS, Completion, read_arguments
+from megabatch.train.cli.completion import SCRIPTS, words_of
 from megabatch.train.config.keys import known_keys
 
-DRIVE = {  # a shell's program that prints what completes the line in $LINE, one a line
-    "bash": """
-source ./script
-COMP_LINE=$LINE COMP_POINT=${#LINE}
-read -ra parts <<< "${LINE//=/ = }"
-COMP_WORDS=("${parts[@]}")
-[[ $LINE == *" " ]] && COMP_WORDS+=("")
-COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
-[[ $(complete -p megabatch) == "complete -F _megabatch megabatch" ]] && _megabatch
-printf '%s\\n' "${COMPREPLY[@]}"
-""",
-    "zsh": """
-compdef() { :; }
-compset() { PREFIX=${PREFIX#*=}; }
-compadd() {
-    local -a found; local suffix=''
-    [[ $1 == -S ]] && shift 2
-    shift
-    for each in "$@"; do [[ $each == $PREFIX* ]] && print -r -- "$each"; done
-}
-_files() { setopt nullglob; print -rl -- ${PREFIX}*; [[ $1 == -g ]] && return 1; return 0; }
-source ./script
-words=("${(@s: :)LINE}") CURRENT=${#words} PREFIX=${words[-1]}
-_megabatch
-""",
-    "fish": "source script; complete -C $LINE",
-}
+ROOT = Path(__file__).parents[2]
 WORDS = {
-    "megabatch ver": {"verify"},
-    "megabatch train recipes/st": {"recipes/stdlib.toml"},
-    "megabatch train r.toml --update.glo": {"--update.global_batch_size="},
-    "megabatch train r.toml --update.sync=": {"auto", "last", "every", "replica_last"},
-    "megabatch train r.toml --update.sync=re": {"replica_last"},
-    "megabatch verify r.toml --parallel.wrapper=f": {"fsdp2"},
-    "megabatch plan r.toml --device=rtx": {"rtx4090"},
-    "megabatch train r.toml --run.resume=": {"true", "false"},
-    "megabatch train r.toml --tracking.trackers=w": {"wandb"},
-    "megabatch train r.toml --model.con": {"--model.config."},
-    "megabatch export runs/a --step=": {"best", "latest"},
-    "megabatch export runs/a --t": {"--to="},
-    "megabatch completion z": {"zsh"},
-    "megabatch train r.toml --data.path=recipes/gsm": {"recipes/gsm8k.toml"},
+    "megabatch ver": ["verify"],
+    "megabatch nothing ": [],
+    "megabatch train recipes/st": [],
+    "megabatch train r.toml --update.glo": ["--update.global_batch_size="],
+    "megabatch train r.toml --update.sync=": [f"--update.sync={v}" for v in ("auto", "last", "every", "replica_last")],
+    "megabatch train r.toml --update.sync=re": ["--update.sync=replica_last"],
+    "megabatch train r.toml --update.sync re": ["replica_last"],
+    "megabatch verify r.toml --parallel.wrapper=f": ["--parallel.wrapper=fsdp2"],
+    "megabatch plan r.toml --device=rtx": ["--device=rtx4090"],
+    "megabatch plan r.toml --js": ["--json"],
+    "megabatch train r.toml --run.resume=": ["--run.resume=true", "--run.resume=false"],
+    "megabatch train r.toml --run.keep_b": ["--run.keep_best="],
+    "megabatch train r.toml --tracking.trackers=w": ["--tracking.trackers=wandb"],
+    "megabatch train r.toml --model.con": ["--model.config."],
+    "megabatch export runs/a --step=": ["--step=best", "--step=latest"],
+    "megabatch export runs/a --t": ["--to="],
+    "megabatch completion z": ["zsh"],
+    "megabatch train r.toml --data.path=recipes/gsm": [],
+}
+TYPED = {  # what is on the line after a tab
+    "megabatch ver": "megabatch verify ",
+    "megabatch train recipes/st": "megabatch train recipes/stdlib.toml",
+    "megabatch train r.toml --update.glo": "--update.global_batch_size=",
+    "megabatch train r.toml --update.sync=re": "--update.sync=replica_last",
+    "megabatch train r.toml --data.path=recipes/gsm": "--data.path=recipes/gsm8k.toml",
+}
+BEGIN = {
+    "bash": ["bash", "--norc", "--noprofile", "-i"],
+    "zsh": ["zsh", "-f", "-i"],
 }
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    """Where a person stands; with `megabatch` as a program."""
     (tmp_path / "recipes").mkdir()
-    for name in ("stdlib.toml", "gsm8k.toml", "notes.txt"):
+    for name in ("stdlib.toml", "gsm8k.toml"):
         (tmp_path / "recipes" / name).write_text("")
+    program = tmp_path / "megabatch"
+    program.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m megabatch "$@"\n')
+    program.chmod(0o755)
     return tmp_path
 
 
-def completed(shell: str, line: str, folder: Path) -> set[str]:
-    """What the shell offers; of a word with an equals sign the value."""
+def environ(folder: Path) -> dict[str, str]:
+    path = f"{folder}:{os.environ['PATH']}"
+    return {"PATH": path, "HOME": str(folder), "LANG": "C.UTF-8", "TERM": "dumb", "PS1": "$ "}
+
+
+@pytest.mark.parametrize("line", WORDS)
+def test_the_words_that_may_end_a_line(line: str) -> None:
+    assert words_of(line) == WORDS[line]
+
+
+def test_every_command_and_every_key_is_offered() -> None:
+    assert set(words_of("megabatch ")) == {*COMMANDS, "--help"}
+    keys = {word.removeprefix("--").rstrip("=.") for word in words_of("megabatch train r.toml --")}
+    assert keys - {"help"} == {*known_keys()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shell", BEGIN)
+def test_a_real_shell_completes_what_is_begun(shell: str, folder: Path) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is a program of the system, which pip does not install: apt-get install {shell}")
-    (folder / "script").write_text(script_for([shell]))
-    environ = {"LINE": line, "PATH": os.environ["PATH"], "HOME": str(folder), "LANG": "C.UTF-8"}
-    done = subprocess.run(
-        [shell, "-c", DRIVE[shell]], cwd=folder, env=environ, capture_output=True, text=True, timeout=30, check=False
-    )
-    assert done.stderr == ""
-    offered = {line.partition("\t")[0] for line in done.stdout.splitlines() if line}
-    value = "=" in line.split(" ")[-1]
-    return {word.partition("=")[2] if value and word.startswith("--") else word for word in offered} - {""}
+    for line, whole in TYPED.items():
+        terminal, end = pty.openpty()
+        process = subprocess.Popen(BEGIN[shell], cwd=folder, env=environ(folder), stdin=end, stdout=end, stderr=end)
+        try:
+            compinit = "autoload -U compinit; compinit -u -D; " if shell == "zsh" else ""
+            os.write(terminal, f'{compinit}eval "$(megabatch completion {shell})"; echo READ\\Y\n'.encode())
+            seen_until(terminal, "READY")
+            os.write(terminal, f"{line}\t".encode())
+            assert whole in seen_until(terminal, whole)
+        finally:
+            process.kill()
+            process.wait()
+            os.close(terminal)
+            os.close(end)
 
 
-@pytest.mark.parametrize("shell", SHELLS)
-def test_a_real_shell_completes_what_is_begun(shell: str, folder: Path) -> None:
-    assert {line: completed(shell, line, folder) - {"help"} for line in WORDS} == WORDS
+def seen_until(terminal: int, text: str) -> str:
+    """What the terminal has shown when it shows the text, or after half a minute."""
+    seen, deadline = "", time.monotonic() + 30
+    while text not in seen and time.monotonic() < deadline:
+        if select.select([terminal], [], [], 0.2)[0]:
+            seen += os.read(terminal, 65536).decode(errors="replace").replace("\x07", "").replace("\r", "")
+    return seen
 
 
-@pytest.mark.parametrize("shell", SHELLS)
-def test_every_command_and_every_key_is_offered(shell: str, folder: Path) -> None:
-    assert completed(shell, "megabatch ", folder) - {"--help"} == {*COMMANDS}
-    keys = completed(shell, "megabatch train r.toml --", folder) - {"--help"}
-    assert {word.removeprefix("--").rstrip("=.") for word in keys} == {*known_keys()}
+@pytest.mark.slow
+def test_fish_completes_what_is_begun(folder: Path) -> None:
+    if shutil.which("fish") is None:
+        pytest.skip("fish is a program of the system, which pip does not install: apt-get install fish")
+    (folder / "script").write_text(SCRIPTS["fish"])
+    for line in [line for line in WORDS if WORDS[line]]:
+        command = ["fish", "--no-config", "-c", f"source script; complete -C '{line}'"]
+        done = subprocess.run(command, cwd=folder, env=environ(folder), capture_output=True, text=True, timeout=60)
+        assert [each.partition("\t")[0] for each in done.stdout.splitlines()] == sorted(WORDS[line]), done.stderr
 
 
 @pytest.mark.parametrize("words", [[], ["tcsh"], ["bash", "zsh"]])
 def test_a_shell_that_is_none_is_one_line(words: list[str]) -> None:
-    with pytest.raises(
-        MegabatchError, match=r"^cannot read the arguments '.*'; write: megabatch completion bash\|zsh\|"
-    ):
-        script_for(words)
+    with pytest.raises(MegabatchError, match=r"; see megabatch completion --help$") as raised:
+        read_arguments(Completion, words)
+    assert "\n" not in str(raised.value)

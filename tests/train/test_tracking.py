@@ -92,7 +92,7 @@ def told_to_trackio(folder: Path, run: str) -> dict[int, dict[str, float]]:
 def train(bench: Bench, environ: dict[str, str], *, ranks: int = 1, **values: Any) -> str:
     """Run to a good end with variables of a tracker's own, of which the server of processes knows nothing."""
     script = bench.path / "script.py"
-    script.write_text(f"import os\nos.environ |= {environ}\nfrom megabatch.train.cli.main import main\nmain()\n")
+    script.write_text(f"import os\nos.environ |= {environ}\nfrom megabatch.train.cli.commands import main\nmain()\n")
     words = ["train", str(bench.recipe), *overrides({"data__cache": bench.path / "cache", **values})]
     finished = Run(words, bench.path / f"logs{next(bench.names)}", ranks, script).wait()
     assert [each.status for each in finished] == [0] * ranks, "\n".join(each.err for each in finished)
@@ -166,7 +166,7 @@ def test_a_tracker_that_is_not_installed_is_one_line_before_the_run(bench: Bench
         "import importlib.util as u, sys\n"
         "import megabatch.train.callbacks.loggers as s\n"
         "s.find_spec = lambda name: None if name == 'wandb' else u.find_spec(name)\n"
-        "from megabatch.train.cli.main import main\n"
+        "from megabatch.train.cli.commands import main\n"
         "main()\n"
     )
     words = [

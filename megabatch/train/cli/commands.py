@@ -1,10 +1,11 @@
-"""The command line: `megabatch train | plan | verify | export | report | watch | doctor`, and what front.py answers.
+"""The command line: `megabatch train | plan | verify | export | report | watch | doctor`, and what light.py answers.
 
 Everything wrong with what the user gave ends as one line on stderr and status 2.
 """
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -13,23 +14,31 @@ from megabatch.train import loop
 from megabatch.train.callbacks.loggers import holds_the_end
 from megabatch.train.checkpoints.run_folder import recipe_of
 from megabatch.train.checkpoints.run_lock import gone_on_with
-from megabatch.train.cli.doctor.command import examine
-from megabatch.train.cli.front import answer
-from megabatch.train.cli.usage import ALONE, COMMANDS, USAGE, WITH_RECIPE, parted
+from megabatch.train.cli.arguments import (
+    ALONE,
+    COMMANDS,
+    WITH_RECIPE,
+    Doctor,
+    Export,
+    Report,
+    Watch,
+    overview,
+    read_arguments,
+)  # fmt: skip
+from megabatch.train.cli.doctor import examine
+from megabatch.train.cli.light import answer
 from megabatch.train.cli.verification import plain_config, verify_recipe
 from megabatch.train.config import Config
 from megabatch.train.config.recipe import load_config
 from megabatch.train.model.export import export
 from megabatch.train.plan.command import plan_recipe
-from megabatch.train.report import command as page
+from megabatch.train.report.command import report
 from megabatch.train.report.server import watch
 from megabatch.train.runtime.exit import CRASHED, FAILED, drop_output
 from megabatch.train.runtime.heartbeat import Pulse
 from megabatch.train.runtime.memory_shortage import noting
 from megabatch.train.runtime.ranks import FailedError, Meeting, fail, join, meeting
 from megabatch.train.runtime.signals import Stop
-
-MERGED = "--merged"  # of export
 
 
 def main() -> NoReturn:
@@ -46,51 +55,55 @@ def main() -> NoReturn:
 
 
 def run(arguments: list[str]) -> int:
-    """Do what the arguments say; the exit status."""
+    """Do what the arguments say; return the exit status."""
     try:
         with meeting() as met:
-            command(arguments, met)
+            run_command(arguments, met)
     except FailedError as failed:
         return failed.status
     return 0
 
 
-def command(arguments: list[str], met: Meeting) -> None:
-    """One of the commands, or help."""
+def run_command(arguments: Sequence[str], met: Meeting) -> None:
+    """Run one of the commands, or print help."""
     if not arguments:
-        fail(met, f"megabatch: no command; {USAGE}", FAILED)
-    elif arguments[0] in ALONE and met.size > 1:
-        name = arguments[0]
+        fail(met, f"megabatch: no command; {overview()}", FAILED)
+    name, *rest = arguments
+    if name in ALONE and met.size > 1:
         raise MegabatchError(f"{name} runs in one process and was started in {met.size}; start it without torchrun")
-    elif answer(arguments):
+    if answer(arguments):
         return
-    elif arguments[0] in WITH_RECIPE:
-        with_recipe(arguments[0], arguments[1:], met)
-    elif arguments[0] == "export":
-        export_run(arguments[1:])
-    elif arguments[0] == "report":
-        report(arguments[1:])
-    elif arguments[0] == "watch":
-        watch(*page.read_watch(arguments[1:]))
-    elif arguments[0] == "doctor":
-        examine(arguments[1:], met)
+    if name not in COMMANDS:
+        raise MegabatchError(f"unknown command {name!r}; the commands are {', '.join(COMMANDS)}: see megabatch --help")
+    if name in WITH_RECIPE:
+        run_recipe(name, rest, met)
     else:
-        raise MegabatchError(
-            f"unknown command {arguments[0]!r}; the commands are {', '.join(COMMANDS)}: see megabatch --help"
-        )
+        run_other(name, rest, met)
 
 
-def with_recipe(name: str, arguments: list[str], met: Meeting) -> None:
+def run_recipe(name: str, arguments: Sequence[str], met: Meeting) -> None:
     """Read the recipe, and train with it, plan it or verify it."""
-    recipe = Path(arguments[0]) if arguments and not arguments[0].startswith("-") else None
-    if recipe is None:
+    if not arguments or arguments[0].startswith("-"):
         raise MegabatchError(f"no recipe; give the path of a TOML file first: megabatch {name} recipes/stdlib.toml")
-    if name == "plan":
-        plan(recipe, arguments[1:], met)
-    elif name == "verify":
-        verify(load_config(recipe_of(recipe) if recipe.is_dir() else recipe, arguments[1:]), met)
+    recipe, overrides = Path(arguments[0]), list(arguments[1:])
+    if name == "train":
+        train(config_of(recipe, overrides), met)
+        return
+    recipe = recipe_of(recipe) if recipe.is_dir() else recipe
+    if name == "verify":
+        verify(load_config(recipe, overrides), met)
+    elif met.size > 1:
+        raise MegabatchError(f"plan runs in one process and was started in {met.size}; say --world {met.size} instead")
     else:
-        train(config_of(recipe, arguments[1:]), met)
+        plan_recipe(recipe, overrides)
+
+
+def config_of(recipe: Path, overrides: list[str]) -> Config:
+    """Return the recipe's config; a run's folder stands for its own recipe, resumed."""
+    if not recipe.is_dir():
+        return load_config(recipe, overrides)
+    here = [f"--run.folder={recipe}", "--run.resume=true"]  # the folder may have been moved
+    return load_config(recipe_of(recipe), [*here, *overrides])
 
 
 def train(config: Config, met: Meeting) -> None:
@@ -104,53 +117,25 @@ def train(config: Config, met: Meeting) -> None:
         raise FailedError(config.run.stopped_status)
 
 
-def config_of(recipe: Path, overrides: list[str]) -> Config:
-    """The recipe's config; a run's folder stands for its own recipe, resumed."""
-    if not recipe.is_dir():
-        return load_config(recipe, overrides)
-    here = [f"--run.folder={recipe}", "--run.resume=true"]  # the folder may have been moved
-    return load_config(recipe_of(recipe), [*here, *overrides])
-
-
-def plan(recipe: Path, arguments: list[str], met: Meeting) -> None:
-    """Print what fits and what it costs; on any machine, alone."""
-    if met.size > 1:
-        raise MegabatchError(f"plan runs in one process and was started in {met.size}; say --world {met.size} instead")
-    plan_recipe(recipe_of(recipe) if recipe.is_dir() else recipe, arguments)
-
-
 def verify(config: Config, met: Meeting) -> None:
     """Print the verification of a recipe; status 1 where the gradient depends on the cut."""
     plain = plain_config(config)
-    verification = verify_recipe(plain, join(met, plain))
-    if not verification.ok:
+    if not verify_recipe(plain, join(met, plain)).ok:
         raise FailedError(CRASHED)
 
 
-def report(arguments: list[str]) -> None:
-    """Write a run's page; of two print how they differ, with status 1 where they are not of the same samples, weights
-    and learning rates."""
-    comparison = page.report(arguments)
-    if comparison is not None and not comparison.is_same:
-        raise FailedError(CRASHED)
-
-
-def export_run(arguments: list[str]) -> None:
-    """Read export's arguments and do it."""
-    run_folder, to, step = read_export(arguments)
-    print(export(run_folder, to, step=step, merged=MERGED in arguments))
-
-
-def read_export(arguments: list[str]) -> tuple[Path, Path, int | str | None]:
-    """The run, the folder to write, and the checkpoint: None for the best where one is kept, else the latest."""
-    usage = "write: megabatch export RUN --to DIR [--step N|best|latest] [--merged]"
-    words = parted(argument for argument in arguments if argument != MERGED)
-    given = dict(zip(words[1::2], words[2::2], strict=False))
-    if words and not words[0].startswith("-") and "--to" not in given:
-        raise MegabatchError(f"--to is missing; {usage}")
-    if len(words) % 2 == 0 or words[0].startswith("-") or "--to" not in given or given.keys() - {"--to", "--step"}:
-        raise MegabatchError(f"cannot read the arguments {' '.join(arguments)!r}; {usage}")
-    step = given.get("--step")
-    if step is not None and not step.isdecimal() and step not in ("best", "latest"):
-        raise MegabatchError(f"--step is {step!r}; it must be the number of a checkpoint, best or latest: {usage}")
-    return Path(words[0]), Path(given["--to"]), int(step) if step is not None and step.isdecimal() else step
+def run_other(name: str, arguments: Sequence[str], met: Meeting) -> None:
+    """Run a command without a recipe."""
+    if name == "export":
+        asked = read_arguments(Export, arguments)
+        print(export(asked.run, asked.to, step=asked.step, merged=asked.merged))
+    elif name == "report":
+        comparison = report(read_arguments(Report, arguments))
+        if comparison is not None and not comparison.is_same:
+            raise FailedError(CRASHED)
+    elif name == "watch":
+        asked = read_arguments(Watch, arguments)
+        watch(asked.run, asked.port)
+    else:
+        read_arguments(Doctor, arguments)
+        examine(met)

@@ -95,6 +95,8 @@ class Handler(BaseHTTPRequestHandler):
 
 def watch(folder: Path, port: int) -> None:
     """Serve the run's page until Ctrl-C, which is its end and no failure."""
+    if not 0 <= port < 2**16:
+        raise MegabatchError(f"--port is {port}; it must be a number from 0 to 65535")
     with Server(folder, port) as server:
         try:
             print(f"{folder} at {server.address} (Ctrl-C ends it)", flush=True)

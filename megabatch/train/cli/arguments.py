@@ -1,0 +1,159 @@
+"""What each command takes. tyro reads it, and writes its help and the shells' completion; no torch is imported here."""
+
+import io
+import re
+from collections.abc import Sequence
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from itertools import dropwhile, takewhile
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import tyro
+from tyro.conf import FlagCreatePairsOff, Positional
+
+from megabatch.errors import MegabatchError
+
+Arguments = TypeVar("Arguments")
+
+
+@dataclass(frozen=True)
+class Init:
+    """Write a recipe that runs."""
+
+    file: Positional[Path] = Path("recipe.toml")
+    """The file to write; one that exists is never overwritten."""
+    model: str = "small"
+    """small (a Llama on bytes, from nothing), a name of the hub, or a folder of save_pretrained."""
+    data: str = "stdlib"
+    """stdlib (Python's own functions), a file, a glob, a folder of save_to_disk, or a name of the hub."""
+    hardware: str | None = None
+    """cpu, 8 gpus, 8 h100, 2 nodes of 8 h100. None: what this machine has."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe and overrides of its keys."""
+
+    recipe: Positional[Path]
+    """A TOML file, or the folder of a run."""
+
+
+@dataclass(frozen=True)
+class Train(Recipe):
+    """Train; a run's folder as RECIPE resumes the run. torchrun -m megabatch train RECIPE: on several ranks."""
+
+
+@dataclass(frozen=True)
+class Plan(Recipe):
+    """Print what fits in memory and what it costs, without a GPU and without weights."""
+
+    world: int = 1
+    """Processes, as torchrun would start them."""
+    device: Literal["a100-40g", "a100-80g", "h100-80g", "h200", "b200", "l40s", "rtx4090", "cpu", "a100", "h100"] = (
+        "a100-80g"
+    )
+    """The device of a rank."""
+    memory: str | None = None
+    """Memory of a rank, 80GiB say. None: the device's."""
+    bandwidth: str | None = None
+    """What a rank can send inside a node, and at most between nodes, 235GB/s say. None: the device's."""
+    length: int | None = None
+    """Tokens of the longest sample. None: data.pack_tokens, data.max_sample_tokens, or the data are read."""
+    json: FlagCreatePairsOff[bool] = False
+    """Print every choice, as a list of objects."""
+    chart: Path | None = None
+    """Draw memory over one update of the best choice, as .png, .svg or .pdf; needs matplotlib."""
+
+
+@dataclass(frozen=True)
+class Verify(Recipe):
+    """Compare the cut gradient with the uncut one, on the recipe's model, loss and data."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write a run's model as a Hugging Face folder; of model.lora its adapters."""
+
+    run: Positional[Path]
+    """The run's folder."""
+    to: Path
+    """The folder to write."""
+    step: int | Literal["best", "latest"] | None = None
+    """The checkpoint. None: the best where one is kept, else the latest."""
+    merged: FlagCreatePairsOff[bool] = False
+    """With model.lora: write the whole model with the adapters in it."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Write a run's page; or compare two runs of run.manifest, update by update."""
+
+    runs: Positional[tuple[Path, ...]]
+    """The run's folder; with --compare the folders of two."""
+    compare: FlagCreatePairsOff[bool] = False
+    """Compare two runs; the status is 1 where samples, weights or learning rates differ."""
+    to: Path | None = None
+    """The file to write. None: report.html in the run's folder; of two runs, no page."""
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Serve a run's page while the run goes on, to this machine's browsers alone."""
+
+    run: Positional[Path]
+    """The run's folder."""
+    port: int = 0
+    """0: one that is free."""
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Print versions and devices, and prove an update's gradient; under torchrun on all ranks."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Print a script by which a shell completes commands, files, keys and their values."""
+
+    shell: Positional[Literal["bash", "zsh", "fish"]]
+
+
+COMMANDS: dict[str, type] = {
+    kind.__name__.lower(): kind for kind in (Init, Train, Plan, Verify, Export, Report, Watch, Doctor, Completion)
+}
+WITH_RECIPE = ("train", "plan", "verify")
+ALONE = ("init", "verify", "export", "report", "watch", "completion")  # in one process
+
+ENDING = """
+RECIPE is a TOML file. Any key of it is overridden as --section.key=value; `megabatch train --help` explains the keys,
+`megabatch train RECIPE --help` shows them with the recipe's values. Several processes are started by torchrun:
+torchrun --nproc-per-node N -m megabatch train RECIPE"""
+
+
+def overview() -> str:
+    """Return the commands, a line each."""
+    lines = [f"  {name:12}{kind.__doc__}" for name, kind in COMMANDS.items()]
+    return "\n".join(["usage: megabatch COMMAND ... (megabatch COMMAND --help)", "", *lines, ENDING])
+
+
+def read_arguments(kind: type[Arguments], arguments: Sequence[str]) -> Arguments:
+    """Return the arguments of a command without a recipe. Raises `MegabatchError` where they cannot be read."""
+    command, told = f"megabatch {kind.__name__.lower()}", io.StringIO()
+    try:
+        with redirect_stderr(told):
+            return tyro.cli(kind, args=arguments, prog=command)
+    except SystemExit:
+        raise MegabatchError(f"{reason_of(told.getvalue())}; see {command} --help") from None
+
+
+def reason_of(told: str) -> str:
+    """Return the reason in what tyro tells in a frame: the lines between its title and the next rule."""
+    plain = re.sub(r"\x1b\[[\d;]*m", "", told)
+    lines = [line.strip("\u2502 ") for line in plain.splitlines()[1:]]
+    return " ".join(takewhile(is_text, dropwhile(lambda line: not is_text(line), lines)))
+
+
+def is_text(line: str) -> bool:
+    """Return False for a rule of the frame: it is of ASCII where stdout is."""
+    return bool(line.strip("\u2500\u256d\u256e\u2570\u256f- "))

@@ -1,1 +1,0 @@
-"""Init: `megabatch init`, from three answers to a recipe that runs."""

@@ -1,0 +1,65 @@
+"""Commands that need no torch: help, `init` and `completion`.
+
+A module is imported here when its command is asked for: torch and transformers take seconds.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from megabatch.errors import MegabatchError, in_one_line
+from megabatch.train.cli.arguments import COMMANDS, Completion, Init, overview, read_arguments
+from megabatch.train.runtime.exit import FAILED, INTERRUPTED, UNREAD, drop_output
+
+
+def run(arguments: Sequence[str]) -> int | None:
+    """Answer what needs no torch; return the exit status, or None where there is more to do.
+
+    Under torchrun there is: ranks must meet, so that one of them speaks.
+    """
+    if "RANK" in os.environ:
+        return None
+    try:
+        is_all = answer(arguments)
+        sys.stdout.flush()
+    except MegabatchError as error:
+        print(f"megabatch: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        drop_output()
+        return UNREAD
+    except OSError as error:  # of a name that cannot be one, or a full disk that does not take what is printed
+        drop_output()
+        print(f"megabatch: {in_one_line(error)}; give another name, or look at the disk", file=sys.stderr)
+        return FAILED
+    return 0 if is_all else None
+
+
+def answer(arguments: Sequence[str]) -> bool:
+    """Print the help that is asked for, or run a command that needs no torch; return False for any other."""
+    if not arguments:
+        return False
+    name, *rest = arguments
+    if name in ("-h", "--help"):
+        print(overview())
+    elif name in COMMANDS and {"-h", "--help"} & {*rest}:
+        from megabatch.train.cli.help import print_help
+
+        print_help(name, rest)
+    elif name == "init":
+        from megabatch.train.cli.init import write_recipe
+
+        write_recipe(read_arguments(Init, rest))
+    elif name == "completion":
+        from megabatch.train.cli.completion import SCRIPTS, print_words
+
+        if rest[:1] == ["words"]:
+            print_words(rest[1:])
+        else:
+            print(SCRIPTS[read_arguments(Completion, rest).shell])
+    else:
+        return False
+    return True
