@@ -19,9 +19,9 @@ from megabatch.train.config import Config
 from megabatch.train.data.load import load_data
 from megabatch.train.data.updates import Updates
 from megabatch.train.model.architecture import load_tokenizer
-from megabatch.train.model.build import build, in_precision
+from megabatch.train.model.build import build, check_loss, in_precision
+from megabatch.train.model.expert_balance import train_with_router
 from megabatch.train.model.optimizer import build_learner
-from megabatch.train.model.router_loss import train_with_router
 from megabatch.train.report.command import write_page
 from megabatch.train.report.picture import write_report
 from megabatch.train.runtime.console import Console
@@ -46,10 +46,11 @@ class Trainer:
         self.data = load_data(config, tokenizer, ranks, self.console)
         self.updates = Updates(self.data, config, ranks)
         self.laid = build(config, ranks, self.console, self.data.longest_tokens, tokenizer)
+        check_loss(loss_fn, config, has_sets=bool(self.data.sets))
         with_router = train_with_router(loss_fn, config, self.laid, self.updates)
         self.loss_fn = in_precision(with_router, config.model, self.laid, ranks.device)
         given = self.chosen.given
-        self.learner = build_learner(self.laid.model, self.laid.base, config, self.updates.num_updates, *given)
+        self.learner = build_learner(self.laid, config, self.updates.num_updates, *given)
         self.average = None if config.optim.ema_decay is None else Average(self.laid.base, config.optim.ema_decay)
         self.event = Event(0, self.laid.run, ranks.device, self.folder, ranks.is_main, {}, self.data.sets, tokenizer)
         self.examiner = Examiner(config, loss_fn, self.event, self.average, self.laid, ranks)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megabatch import Learner
+from megabatch import JointLoss, Learner
 from megabatch.errors import MicrobatchLimit as Learned
 from megabatch.losses import LossFunction
 from megabatch.planning import TunedLimit
@@ -46,13 +46,19 @@ def saved_choices(config: Config, ranks: Ranks, checkpoint: Path | None) -> Chos
     return Chosen(bound, saved_policy(config, ranks, bound, checkpoint))
 
 
+def may_be_replaced(config: Config, loss_fn: object, laid: ParallelModel) -> bool:
+    """Return True if another accumulator can take the place of the learner's, with another sync policy."""
+    keeps = config.optim.in_backward or "bias_rate" in (config.model.experts or {})
+    return not (keeps or isinstance(loss_fn, JointLoss) or isinstance(laid.model, list))
+
+
 def choose_rest(
     chosen: Chosen, config: Config, learner: Learner, loss_fn: LossFunction, data: Data, updates: Updates,
     laid: ParallelModel, ranks: Ranks,
 ) -> Chosen:  # fmt: skip
     """What is still open, which the learner follows from here on. Measuring leaves nothing behind; collective."""
     bound = choose(chosen.bound, learner.gradient, loss_fn, data, updates, laid, ranks)
-    if chosen.policy.sync is not None:
+    if chosen.policy.sync is not None or not may_be_replaced(config, loss_fn, laid):
         return Chosen(bound, chosen.policy)
     batch = updates.peek()
     own = learner.gradient.plan(batch).sync

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megabatch import Learner, Plan
+from megabatch import JointLoss, Learner, Plan
 from megabatch.losses import LossFunction
 from megabatch.train.callbacks.autograd_hooks import around_backward, in_place_of, now, total_of
 from megabatch.train.callbacks.metrics import Sums
@@ -61,7 +61,7 @@ class Work:
 
     def watching(self, loss_fn: LossFunction) -> LossFunction:
         """The same loss, by which it is seen when forwards begin and backwards end."""
-        if not self._is_enabled:
+        if not self._is_enabled or isinstance(loss_fn, JointLoss):
             return loss_fn
 
         def watched(model: Any, microbatch: Any) -> Any:

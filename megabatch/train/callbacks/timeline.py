@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from megabatch import Learner, Plan
+from megabatch import JointLoss, Learner, Plan
 from megabatch.losses import LossFunction
 from megabatch.train.callbacks.autograd_hooks import around_backward, in_place_of, now, total_of
 from megabatch.train.callbacks.jsonl_log import Journal
@@ -66,7 +66,7 @@ class Timeline:
 
     def watching(self, loss_fn: LossFunction) -> LossFunction:
         """The same loss, which marks when it is computed and when its backward begins and ends."""
-        if not self._is_enabled:
+        if not self._is_enabled or isinstance(loss_fn, JointLoss):
             return loss_fn
 
         def watched(model: Any, microbatch: Any) -> Any:

@@ -13,7 +13,8 @@ class ModelConfig(Section):
     config: Options | None = None
     """What transformers' AutoConfig takes: model_type = "llama", hidden_size = 128, ...: fresh weights."""
     function: Function | None = None
-    """"module:function" that returns any torch module; called with model.options."""
+    """"module:function" that returns any torch module, or a list or mapping of several, which the loss gets in its
+    place; called with model.options."""
     options: Options = {}
     """Keyword arguments of model.function."""
     tokenizer: str | None = None
@@ -38,3 +39,6 @@ class ModelConfig(Section):
     """Keep the linear layers of the base of model.lora in four bits, by bitsandbytes. Needs megabatch[qlora]."""
     double_quantization: bool = True
     """With quantize: keep the scales of its blocks in eight bits, too."""
+    experts: Options | None = None
+    """The balance of a mixture of experts: router_loss, scores ("softmax" or "sigmoid"), bias_rate, by which biases of
+    routers move after each update, and bias_name. See docs/experts.md."""

@@ -11,7 +11,7 @@ class LossConfig(Section):
     """What is minimised."""
 
     function: Function = "megabatch.losses:next_token"
-    """(model, microbatch) -> (total, weight), or several named ones; see megabatch.loss."""
+    """(model, microbatch) -> (total, weight), or several named ones; see megabatch.loss. Or a megabatch.JointLoss."""
     router_loss: Rate | Literal["auto", "off"] = "auto"
     """Coefficient of a router loss in a mixture of experts: the mean over sequences of what transformers adds for each.
     "auto": router_aux_loss_coef of the model's config where that has output_router_logits = true, else none. "off":
@@ -61,6 +61,9 @@ class OptimConfig(Section):
     """"module:function" that makes the optimizer in place of name; called with the parameter groups, lr and options."""
     options: Options = {}
     """Further keyword arguments of the optimizer: momentum = 0.9, fused = false, ..."""
+    in_backward: bool = False
+    """Step each parameter in an update's last backward, as soon as its gradient is complete, for less memory. For one
+    process and FSDP2, with update.max_norm = "none"."""
     lr: Rate = 1e-3
     """Peak learning rate."""
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)

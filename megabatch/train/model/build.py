@@ -18,7 +18,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from megabatch import JointLoss
 from megabatch.engine import check_packing_isolation, equal_but_rounding
 from megabatch.errors import MegabatchError, in_one_line
-from megabatch.losses import LossFunction
 from megabatch.pipeline import Pipeline, evaluate
 from megabatch.train.callbacks.autograd_hooks import in_place_of
 from megabatch.train.config import Config, LossConfig, ModelConfig
@@ -27,7 +26,15 @@ from megabatch.train.model.architecture import architecture_of, check_attention,
 from megabatch.train.model.frozen import check_quantized, check_same_bits, described, quantized, sealed
 from megabatch.train.model.pipeline_stages import Stages, pipeline, stages_of, stages_text
 from megabatch.train.model.tensor_parallel import NO_BORDERS, plain_terms, spread
-from megabatch.train.model.weights import Source, fill, fresh_source, own_source, saved_source
+from megabatch.train.model.weights import (
+    Source,
+    fill,
+    fresh_source,
+    is_several,
+    models_of,
+    own_source,
+    saved_source,
+)
 from megabatch.train.model.wrap import (
     Wrapper,
     accumulation_of,
@@ -52,7 +59,7 @@ VERSION_KEYS = ("transformers_version",)  # of a model's config; they say who wr
 class ParallelModel:
     """A model as it lies over the ranks."""
 
-    model: nn.Module  # what the accumulator gets
+    model: Any  # for the accumulator: a module, or a list of several
     base: nn.Module  # without the DDP wrapper, or what this rank holds of it; parameters and shards are the same
     wrapper: Wrapper
     words: list[str]  # what was made and how, a line each
@@ -60,6 +67,7 @@ class ParallelModel:
     identity: dict[str, object]  # json: what makes it another model
     loss_parallel: bool = False  # whether the loss gets logits that are cut by the vocabulary
     left_out: Collection[str] = ()  # names of the parameters that checkpoints do not have
+    container: nn.Module | None = None  # of several models, as the loss gets them: a ModuleList or a ModuleDict
 
     @property
     def run(self) -> nn.Module:
@@ -105,9 +113,24 @@ def build(config: Config, ranks: Ranks, console: Console, longest_tokens: int | 
                 (words if isolated else warnings).append(text)
     if mesh is not None and "cp" in (mesh.mesh_dim_names or ()):  # the trial has run whole sequences
         attend_over(cast(PreTrainedModel, base), mesh.get_group("cp"))
-    unused = config.model.function is not None  # a model of one's own may leave parameters out of a microbatch
-    model = replicate(base, find_unused=unused) if wrapper.name == "ddp" and stages is None else run
-    return ParallelModel(model, base, wrapper, words, warnings, identity, config.parallel.loss_parallel, unsaved)
+    model, container = run, None
+    if is_several(base):
+        container = replicated(base) if wrapper.name == "ddp" else base
+        model = models_of(container)
+    elif wrapper.name == "ddp" and stages is None:
+        unused = config.model.function is not None  # a model of one's own may leave parameters out of a microbatch
+        model = replicate(base, find_unused=unused)
+    cuts_logits = config.parallel.loss_parallel
+    return ParallelModel(model, base, wrapper, words, warnings, identity, cuts_logits, unsaved, container)
+
+
+def replicated(several: nn.Module) -> nn.Module:
+    """Return a container of the same kind with each model that is trained in DDP of its own. Collective."""
+    wrapped = {
+        name: replicate(each, find_unused=True) if any(part.requires_grad for part in each.parameters()) else each
+        for name, each in several.named_children()
+    }
+    return nn.ModuleDict(wrapped) if isinstance(several, nn.ModuleDict) else nn.ModuleList(wrapped.values())
 
 
 def choose_source(config: Config, ranks: Ranks, longest_tokens: int | None, tokenizer: Any) -> tuple[Source, Wrapper]:
@@ -115,6 +138,8 @@ def choose_source(config: Config, ranks: Ranks, longest_tokens: int | None, toke
     seed, asked = config.run.seed, config.parallel.wrapper
     if config.model.function is not None:
         source = own_source(config.model, seed)
+        if is_several(source.model) and config.model.lora is not None:
+            raise MegabatchError("model.function returns several models and model.lora is set; leave one of them out")
         return source, choose_wrapper(asked, ranks.size, source.model, ranks.layout)
     architecture = architecture_of(config.model)
     architecture.use_cache = False
@@ -152,7 +177,8 @@ def lay(
 def divide(model: nn.Module, config: Config, wrapper: Wrapper, mesh: DeviceMesh, stages: Stages | None) -> list[str]:
     """Cut the model along tp, then shard or copy it along the data axes; what is to be said of it."""
     modules: list[tuple[nn.Module, list[nn.Module]]] = [
-        (module, list(blocks_of(module).values())) for module in ([model] if stages is None else stages.modules)
+        (module, list(blocks_of(module).values()))
+        for module in (models_of(model) if stages is None else stages.modules)
     ]
     axes = zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)
     words = [f"mesh: {' x '.join(f'{axis} {degree}' for axis, degree in axes)}"]
@@ -174,21 +200,42 @@ def divide(model: nn.Module, config: Config, wrapper: Wrapper, mesh: DeviceMesh,
     return words
 
 
-def in_precision(loss_fn: LossFunction, config: ModelConfig, laid: ParallelModel, device: torch.device) -> LossFunction:
-    """The loss, computed in model.compute_dtype; what it says of its data stays with it."""
+def check_loss(loss_fn: object, config: Config, *, has_sets: bool) -> None:
+    """Raise for a joint loss and what it cannot go with: whatever cuts samples or calls, which changes the loss."""
+    if not isinstance(loss_fn, JointLoss):
+        return
+    others = {
+        **{f"parallel.{axis}": getattr(config.parallel, axis) > 1 for axis in ("cp", "tp", "pp")},
+        "optim.in_backward": config.optim.in_backward,
+        "checkpoint.partial": config.checkpoint.partial,
+        "advice.every": config.advice.every is not None,
+        'update.on_nonfinite = "skip_microbatch"': config.update.on_nonfinite == "skip_microbatch",
+    }
+    for key in (key for key, is_set in others.items() if is_set):
+        raise MegabatchError(
+            f"loss.function is a JointLoss, which needs all samples of an update at once, and {key} is set; leave one "
+            "of them out"
+        )
+    if has_sets:
+        raise MegabatchError(
+            "loss.function is a JointLoss, which an evaluation cannot sum sample by sample; set eval.num_samples to 0 and "
+            "leave eval.sets out: eval.function can evaluate"
+        )
+
+
+def in_precision(loss_fn: Any, config: ModelConfig, laid: ParallelModel, device: torch.device) -> Any:
+    """Return the loss, or joint loss, computed in model.compute_dtype and with several models in their container."""
+    if isinstance(loss_fn, JointLoss):
+        return JointLoss(in_precision(loss_fn.encode, config, laid, device), loss_fn.loss)
     if laid.loss_parallel:
         loss_fn = plain_terms(loss_fn)
-    if isinstance(loss_fn, JointLoss):
-        raise MegabatchError(
-            "loss.function is a JointLoss, which an evaluation cannot sum sample by sample; write the loop yourself, "
-            "as examples/two_towers.py does"
-        )
-    if config.compute_dtype is None:
+    container = laid.container
+    if config.compute_dtype is None and container is None:
         return loss_fn
 
     def computed(model: Any, microbatch: Any) -> Any:
         with computing(config, laid.wrapper.casts_as, device):
-            return loss_fn(model, microbatch)
+            return loss_fn(container if isinstance(model, list) else model, microbatch)
 
     return in_place_of(loss_fn, computed)
 
@@ -246,11 +293,12 @@ def prepare(model: nn.Module, config: ModelConfig) -> list[str]:
     """Adapt, freeze, recompute, compile as the recipe says, which a wrapper must find done; what was done, in words."""
     words = choose_trained(model, config)
     if config.activation_checkpointing:
-        checkpoint_activations(model)
+        for each in models_of(model):
+            checkpoint_activations(each)
         words.append("activations are recomputed in backward, layer by layer")
     if config.compile:
         check_compiler()
-        layers = list(blocks_of(model).values()) or [model]
+        layers = [layer for each in models_of(model) for layer in list(blocks_of(each).values()) or [each]]
         for layer in layers:
             layer.compile()
         words.append(f"compiled: {len(layers)} layers" if layers[0] is not model else "compiled as a whole")

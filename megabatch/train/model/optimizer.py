@@ -15,11 +15,13 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from megabatch import Learner
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.planning import TunedLimit
-from megabatch.train.autotune.accumulator import accumulator_of
+from megabatch.train.autotune.accumulator import accumulator_of, in_words_of_recipe
 from megabatch.train.callbacks.nonfinite_search import max_norm_of
 from megabatch.train.config import Config, OptimConfig
 from megabatch.train.config.batch_size import Sizes
 from megabatch.train.data.num_updates import NumUpdates
+from megabatch.train.model.build import ParallelModel
+from megabatch.train.model.expert_balance import move_biases
 from megabatch.train.runtime.plugins import load_function
 
 Group = dict[str, Any]  # "params", and the "weight_decay" of its own
@@ -34,24 +36,40 @@ OWNED_OPTIONS = ("params", "lr", "betas", "weight_decay")  # keys of [optim], or
 
 
 def build_learner(
-    model: nn.Module,
-    base: nn.Module,
-    config: Config,
-    num_updates: NumUpdates,
-    fit: TunedLimit | None,
-    sync: str | None = None,
+    laid: ParallelModel, config: Config, num_updates: NumUpdates, fit: TunedLimit | None, sync: str | None = None
 ) -> Learner:
-    """The model with all that moves it; ``base`` is without its wrapper. Raises `MegabatchError`."""
-    gradient = accumulator_of(model, config, fit, sync)
+    """Return the model with its accumulator, optimizer and schedule. Raises `MegabatchError`. Collective."""
+    check_in_backward(config)
+    gradient = accumulator_of(laid.model, config, fit, sync)
     decay_steps = decay_steps_of(config, num_updates)
-    optimizer = build_optimizer(base, config.optim)
+    optimizer = build_optimizer(laid.base, config.optim)
+    if config.optim.in_backward:
+        with in_words_of_recipe():
+            gradient.step_in_backward(optimizer)
+    move_biases(gradient, optimizer, config)
     scheduler = LambdaLR(optimizer, lambda step: lr_factor(step, config.optim, decay_steps))
-    return Learner(base, optimizer, gradient, scheduler=scheduler, max_norm=max_norm_of(config.update))
+    return Learner(laid.base, optimizer, gradient, scheduler=scheduler, max_norm=max_norm_of(config.update))
+
+
+def check_in_backward(config: Config) -> None:
+    """Raise for keys that do not go with an optimizer that steps in backward."""
+    others = {
+        'update.max_norm; set it to "none"': config.update.max_norm is not None,
+        "update.on_nonfinite": config.update.on_nonfinite != "raise",
+        "checkpoint.partial": config.checkpoint.partial,
+        "advice.every": config.advice.every is not None,
+    }
+    for key in (key for key, is_set in others.items() if is_set and config.optim.in_backward):
+        key, _, instead = key.partition("; ")
+        raise MegabatchError(
+            f"optim.in_backward is true and {key} is set, for which parameters would have to wait until the whole "
+            f"gradient is there; {instead or f'leave {key} out'}, or leave optim.in_backward out"
+        )
 
 
 def settings_of(config: Config) -> dict[str, object]:
     """Every setting but the data and the model that decides what a run learns, by its key; fixed once it has begun."""
-    optim = config.optim.model_dump(exclude={"decay_steps"})  # see decay_steps_of
+    optim = config.optim.model_dump(exclude={"decay_steps", "in_backward"})  # see decay_steps_of; the same bits
     return {
         "run.seed": config.run.seed,
         "model.function": config.model.function,
@@ -59,6 +77,7 @@ def settings_of(config: Config) -> dict[str, object]:
         "model.compute_dtype": config.model.compute_dtype,
         "model.freeze": config.model.freeze,
         "model.lora": config.model.lora,
+        "model.experts": config.model.experts,
         "loss.function": config.loss.function,
         "loss.router_loss": None if config.loss.router_loss == "auto" else config.loss.router_loss,
         **{
@@ -127,7 +146,8 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> optim.Optimizer:
     if not groups:
         raise MegabatchError("the model has no parameter to train; free some from model.freeze, or give another model")
     optimizer = torch_optimizer(groups, config) if config.function is None else own_optimizer(groups, config)
-    optimizer.register_step_pre_hook(fill_gradients)
+    if not config.in_backward:  # where gradients are gone before the step
+        optimizer.register_step_pre_hook(fill_gradients)
     keep_types(optimizer)
     return optimizer
 

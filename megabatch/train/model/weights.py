@@ -8,7 +8,7 @@ model is never whole anywhere.
 import contextlib
 import hashlib
 import json
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -74,11 +74,34 @@ def own_source(config: ModelConfig, seed: int) -> Source:
             raise MegabatchError(
                 f"model.function {name!r} raises {in_one_line(error)}; mend it, or model.options"
             ) from None
+    if isinstance(model, list | tuple | Mapping):
+        model = several_models(name, cast(Any, model))
     if not isinstance(model, nn.Module):
         raise MegabatchError(
             f"model.function {name!r} returns a {type(model).__name__}; expected a torch module: return one"
         )
     return Source(model.to(dtype_of(config)), f"{type(model).__name__} of {name}, made whole on every rank")
+
+
+def several_models(name: str, models: Sequence[Any] | Mapping[Any, Any]) -> nn.Module:
+    """Return the models that model.function gives in a ModuleList or a ModuleDict."""
+    try:
+        return nn.ModuleDict(models) if isinstance(models, Mapping) else nn.ModuleList(models)
+    except (TypeError, KeyError) as error:
+        raise MegabatchError(
+            f"model.function {name!r} returns a {type(models).__name__} that is none of torch modules "
+            f"({in_one_line(error)}); return modules, in a mapping by names"
+        ) from None
+
+
+def is_several(model: nn.Module) -> bool:
+    """Return True for a container of several models, which has no forward of its own."""
+    return type(model) in (nn.ModuleList, nn.ModuleDict)
+
+
+def models_of(model: nn.Module) -> list[nn.Module]:
+    """Return the models in a container, or the one that is none."""
+    return list(model.children()) if is_several(model) else [model]
 
 
 def fresh_source(
