@@ -1,4 +1,4 @@
-"""Build: from a recipe to the model that is trained, laid over the ranks and tried once."""
+"""A recipe's model: built, laid over the ranks and tried once."""
 
 import contextlib
 import json
@@ -71,16 +71,16 @@ class ParallelModel:
 
     @property
     def run(self) -> nn.Module:
-        """What forwards alone go through: the pipeline, or the model without its DDP wrapper."""
+        """Return the module for forwards without a backward: the pipeline, or the model without its DDP wrapper."""
         return self.model if isinstance(self.model, Pipeline) else self.base
 
     def losses(self) -> AbstractContextManager[None]:
-        """Surrounds forwards and backwards of the loss."""
+        """Surround forwards and backwards of the loss."""
         return loss_parallel() if self.loss_parallel else contextlib.nullcontext()
 
 
 def build(config: Config, ranks: Ranks, console: Console, longest_tokens: int | None, tokenizer: Any) -> ParallelModel:
-    """The recipe's model with its weights, the same for every wrapper and number of ranks; collective.
+    """Return the recipe's model with its weights, the same for every wrapper and number of ranks. Collective.
 
     Raises `MegabatchError`, on every rank, where it cannot be made, or does not fit the tokenizer or the longest
     sample.
@@ -134,7 +134,7 @@ def replicated(several: nn.Module) -> nn.Module:
 
 
 def choose_source(config: Config, ranks: Ranks, longest_tokens: int | None, tokenizer: Any) -> tuple[Source, Wrapper]:
-    """The model as the recipe names it, checked, and the wrapper that suits it."""
+    """Return the model that the recipe names, and the wrapper that suits it."""
     seed, asked = config.run.seed, config.parallel.wrapper
     if config.model.function is not None:
         source = own_source(config.model, seed)
@@ -157,9 +157,9 @@ def choose_source(config: Config, ranks: Ranks, longest_tokens: int | None, toke
 def lay(
     source: Source, config: Config, wrapper: Wrapper, ranks: Ranks, stages: Stages | None
 ) -> tuple[list[str], DeviceMesh | None]:
-    """Cut and shard the model where the recipe does, and bring its weights to the device.
+    """Cut and shard the model as the recipe says, and bring its weights to the device.
 
-    Returns what is to be said of it, and the mesh of all ranks where the model lies on one.
+    Returns descriptions, and the mesh of all ranks if the model lies on one.
     """
     model, words, mesh = source.model, list[str](), None
     if source.units is None and (ranks.layout.tp > 1 or not wrapper.is_of_fsdp):
@@ -175,7 +175,7 @@ def lay(
 
 
 def divide(model: nn.Module, config: Config, wrapper: Wrapper, mesh: DeviceMesh, stages: Stages | None) -> list[str]:
-    """Cut the model along tp, then shard or copy it along the data axes; what is to be said of it."""
+    """Cut the model along tp, then shard or copy it along the data axes. Return descriptions."""
     modules: list[tuple[nn.Module, list[nn.Module]]] = [
         (module, list(blocks_of(module).values()))
         for module in (models_of(model) if stages is None else stages.modules)
@@ -218,8 +218,8 @@ def check_loss(loss_fn: object, config: Config, *, has_sets: bool) -> None:
         )
     if has_sets:
         raise MegabatchError(
-            "loss.function is a JointLoss, which an evaluation cannot sum sample by sample; set eval.num_samples to 0 and "
-            "leave eval.sets out: eval.function can evaluate"
+            "loss.function is a JointLoss, which an evaluation cannot sum sample by sample; set eval.num_samples to "
+            "0 and leave eval.sets out: eval.function can evaluate"
         )
 
 
@@ -290,7 +290,7 @@ def check_together(config: Config, ranks: Ranks) -> None:
 
 
 def prepare(model: nn.Module, config: ModelConfig) -> list[str]:
-    """Adapt, freeze, recompute, compile as the recipe says, which a wrapper must find done; what was done, in words."""
+    """Adapt, freeze, recompute and compile as the recipe says, before the model is wrapped. Return descriptions."""
     words = choose_trained(model, config)
     if config.activation_checkpointing:
         for each in models_of(model):
@@ -331,7 +331,7 @@ def checkpoint_activations(model: nn.Module) -> None:
 
 
 def identity_of(model: nn.Module) -> dict[str, object]:
-    """What makes it another model: its config and its parameters' types and shapes, as json."""
+    """Return what tells models apart, as json: config, and dtypes and shapes of the parameters."""
     parameters = described(model)
     if not isinstance(model, PreTrainedModel):
         return {"parameters": parameters}

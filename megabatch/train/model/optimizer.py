@@ -68,7 +68,7 @@ def check_in_backward(config: Config) -> None:
 
 
 def settings_of(config: Config) -> dict[str, object]:
-    """Every setting but the data and the model that decides what a run learns, by its key; fixed once it has begun."""
+    """Return the settings besides data and model that decide what a run learns, by key. A resumed run has the same."""
     optim = config.optim.model_dump(exclude={"decay_steps", "in_backward"})  # see decay_steps_of; the same bits
     return {
         "run.seed": config.run.seed,
@@ -89,7 +89,7 @@ def settings_of(config: Config) -> dict[str, object]:
 
 
 def decay_steps_of(config: Config, num_updates: NumUpdates) -> int | None:
-    """Updates until the learning rate is down; None for a schedule on which it stays. Raises `MegabatchError`."""
+    """Return the updates until the learning rate is down, or None for a constant one. Raises `MegabatchError`."""
     schedule, cooldown_steps = config.optim.schedule, config.optim.cooldown_steps
     if cooldown_steps is not None and schedule != "wsd":
         raise MegabatchError(
@@ -113,7 +113,7 @@ def decay_steps_of(config: Config, num_updates: NumUpdates) -> int | None:
 
 
 def lr_factor(step: int, config: OptimConfig, decay_steps: int | None) -> float:
-    """Share of the peak learning rate for the update after ``step`` updates."""
+    """Return the share of the peak learning rate for the update after ``step`` updates."""
     if step < config.warmup_steps:
         return (step + 1) / (config.warmup_steps + 1)
     if config.schedule == "constant" or decay_steps is None:
@@ -127,7 +127,7 @@ def lr_factor(step: int, config: OptimConfig, decay_steps: int | None) -> float:
 
 
 def rate_factor(optim: OptimConfig, sizes: Sizes, size: int) -> float:
-    """What the learning rate is multiplied by in an update of ``size`` samples; optim.lr is of the first size."""
+    """Return the factor of the learning rate in an update of ``size`` samples; optim.lr is for the first size."""
     return 1.0 if optim.lr_follows_batch is None else math.sqrt(size / sizes.sizes[0])
 
 
@@ -206,7 +206,7 @@ def arguments_of(kind: Callable[..., optim.Optimizer], config: OptimConfig) -> d
 
 
 def is_set(config: OptimConfig, key: str) -> bool:
-    """Whether a setting is not the default; a resolved recipe names every key."""
+    """Return True if a setting is not the default; a resolved recipe names every key."""
     return getattr(config, key) != OptimConfig.model_fields[key].default
 
 
@@ -218,7 +218,7 @@ def refuse_owned(key: str) -> None:
 
 
 def tried(kind: Callable[..., optim.Optimizer], arguments: dict[str, Any], groups: Sequence[Group]) -> dict[str, Any]:
-    """The arguments, fused if that works: found by a step on zeros, one tensor of each kind that the model has."""
+    """Return the arguments, fused if that works, which a step on one tensor of zeros of each kind shows."""
     likes = kinds_of_tensors([parameter for group in groups for parameter in group["params"]])
     fusable = takes(kind, "fused") and "fused" not in arguments
     if fusable and problem_of(kind, {**arguments, "fused": True}, likes) is None:
@@ -247,7 +247,7 @@ def kinds_of_tensors(parameters: Sequence[Tensor]) -> list[Tensor]:
 def problem_of(
     kind: Callable[..., optim.Optimizer], arguments: Mapping[str, Any], likes: Sequence[Tensor]
 ) -> str | None:
-    """What goes wrong, if anything, when such an optimizer is made and steps."""
+    """Make such an optimizer and step it. Return the problem, or None."""
     zeros = [nn.Parameter(torch.zeros_like(like)) for like in likes]
     for parameter in zeros:
         parameter.grad = torch.zeros_like(parameter)
@@ -259,7 +259,7 @@ def problem_of(
 
 
 def own_optimizer(groups: list[Group], config: OptimConfig) -> optim.Optimizer:
-    """What ``optim.function`` makes of the groups, checked."""
+    """Return the optimizer that ``optim.function`` makes of the groups, checked."""
     assert config.function is not None
     title = f"optim.function {config.function!r}"
     for key in ("name", "betas"):
