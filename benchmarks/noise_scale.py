@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
-from megabatch.train.data.num_updates import NumUpdates
+from megabatch.train.data.updates import NumUpdates
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import result

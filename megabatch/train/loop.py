@@ -17,9 +17,9 @@ from megabatch.train.context import Callbacks, ForwardBackward, RunContext, Upda
 from megabatch.train.data.load import load_data
 from megabatch.train.data.updates import Updates
 from megabatch.train.model.architecture import load_tokenizer, positions_for_stream
-from megabatch.train.model.build import build, in_precision
+from megabatch.train.model.build import build, check_loss, in_precision
+from megabatch.train.model.expert_balance import train_with_router
 from megabatch.train.model.optimizer import build_learner
-from megabatch.train.model.router_loss import train_with_router
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.heartbeat import Pulse
 from megabatch.train.runtime.plugins import load_function
@@ -119,9 +119,10 @@ def prepare_run(config: Config, ranks: Ranks, stop: Stop, heartbeat: Pulse) -> R
     data = load_data(config, tokenizer, ranks, console, positions_for_stream(config))
     updates = Updates(data, config, ranks)
     model = build(config, ranks, console, data.longest_tokens, tokenizer)
+    check_loss(loss_fn, config, has_sets=bool(data.sets))
     loss_fn = train_with_router(loss_fn, config, model, updates)
     loss_fn = in_precision(loss_fn, config.model, model, ranks.device)
-    learner = build_learner(model.model, model.base, config, updates.num_updates, *choices.given)
+    learner = build_learner(model, config, updates.num_updates, *choices.given)
     identity = identity_of(config, data, model, updates)
     context = RunContext(
         config, ranks, console, stop, heartbeat, tokenizer, data, updates, model, learner, loss_fn, choices, identity,

@@ -117,7 +117,7 @@ def job(name: str) -> dict[str, Any]:
     config = config_of(wrapper, dtype, how, MAX_NORM if clipped == "clipped" else None)
     ranks = Ranks(dist.get_rank() if size > 1 else 0, size, CPU, layout_of(config.parallel, size))
     laid = build(config, ranks, Console(enabled=False, loss_digits=4), None, None)
-    learner = build_learner(laid.model, laid.base, config, NumUpdates(5, 5), None)
+    learner = build_learner(laid, config, NumUpdates(5, 5), None)
     context = context_of(learner, loss, ranks=ranks, config=config, laid=laid)
     context.callbacks = Callbacks([SkipNonfinite(context)])
     (log,) = context.logs

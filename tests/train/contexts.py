@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from megabatch.train.data.num_updates import NumUpdates
+from megabatch.train.data.updates import NumUpdates
 
 from megabatch import Learner
 from megabatch.losses import LossFunction

@@ -20,7 +20,9 @@ from megabatch.train.callbacks.ema import Average
 from megabatch.train.callbacks.evaluation import build_terms, evaluate_set
 from megabatch.train.config import Config, EvalConfig, ModelConfig, OptimConfig, RunConfig, UpdateConfig
 from megabatch.train.data.updates import NumUpdates
+from megabatch.train.model.build import ParallelModel
 from megabatch.train.model.optimizer import build_learner
+from megabatch.train.model.wrap import Wrapper
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
 
@@ -95,7 +97,8 @@ def config_of(**optim: Any) -> Config:
 def learner_of(wrapper: str, dtype: torch.dtype = torch.float64, **optim: Any) -> Learner:
     base = Tiny(dtype)
     model = lay(base, wrapper)
-    return build_learner(model, base, config_of(**{"lr": 0.02, "warmup_steps": 2} | optim), NumUpdates(20, 20), None)
+    laid = ParallelModel(model, base, Wrapper(wrapper, "asked for"), [], [], {})
+    return build_learner(laid, config_of(**{"lr": 0.02, "warmup_steps": 2} | optim), NumUpdates(20, 20), None)
 
 
 def move(learner: Learner, step: int) -> None:

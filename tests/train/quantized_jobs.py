@@ -13,7 +13,6 @@ from megabatch.train.model.adapters import stir
 from megabatch.train.model.build import build
 from megabatch.train.model.frozen import check_same_bits, four_bits
 from megabatch.train.runtime.ranks import Ranks
-from megabatch.verification.float64_copy import Float64WithoutDropout
 from tests.comm.counting import Collectives
 from tests.train.adapter_jobs import SAMPLES, SILENT, lora_recipe
 from tests.train.model_recipes import LLAMA
@@ -22,7 +21,7 @@ WIDE = {**LLAMA, "hidden_size": 64, "intermediate_size": 96}  # blocks of number
 
 
 def four_bit_recipe(layout: str | None = None, **model: Any) -> Config:
-    return lora_recipe(layout, **{"config": WIDE, "quantize": "nf4", **model})
+    return lora_recipe(layout, **{"config": WIDE, "quantize": "nf4", "dtype": "float32", **model})
 
 
 def on_ddp(ranks: Ranks) -> dict[str, Any]:
@@ -33,7 +32,7 @@ def on_ddp(ranks: Ranks) -> dict[str, Any]:
     gradient = GradientAccumulator(laid.model, micro_batch_size=1)
     own = [{"input_ids": ids, "labels": ids} for ids in SAMPLES[ranks.dp_rank :: ranks.size]]
     counted = Collectives()
-    with Float64WithoutDropout(), counted:
+    with counted:
         gradient.forward_backward(own, losses.next_token)
         gradient.finalize()
     named = dict(laid.base.named_parameters())

@@ -21,7 +21,7 @@ from megabatch.train.data.load import load_data
 from megabatch.train.data.updates import Updates
 from megabatch.train.model.architecture import load_tokenizer
 from megabatch.train.model.build import build, in_precision
-from megabatch.train.model.router_loss import router_coefficient, router_words, train_with_router
+from megabatch.train.model.expert_balance import router_coefficient, router_words, train_with_router
 from megabatch.train.plan.rows import RUN
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-from megabatch import Plan
+from megabatch import JointLoss, Plan
 from megabatch.errors import MicrobatchLimit
 from megabatch.planning import TunedLimit
 from megabatch.train.autotune.accumulator import accumulator_of
@@ -51,11 +51,18 @@ def saved_choices(config: Config, ranks: Ranks, checkpoint: Path | None) -> Tune
     return TunedChoices(bound, saved_policy(config, ranks, bound, checkpoint))
 
 
+def may_be_replaced(context: RunContext) -> bool:
+    """Return True if another accumulator can take the place of the learner's, with another sync policy."""
+    config, model = context.config, context.model.model
+    keeps = config.optim.in_backward or "bias_rate" in (config.model.experts or {})
+    return not (keeps or isinstance(context.loss_fn, JointLoss) or isinstance(model, list))
+
+
 def choose_rest(context: RunContext) -> TunedChoices:
     """Choose what is still open. The learner follows it from here on; measuring leaves nothing behind. Collective."""
     chosen, learner, model = cast(TunedChoices, context.choices), context.learner, context.model
     bound = choose(chosen.bound, learner.gradient, context.loss_fn, context.data, context.updates, model, context.ranks)
-    if chosen.policy.sync is not None:
+    if chosen.policy.sync is not None or not may_be_replaced(context):
         return TunedChoices(bound, chosen.policy)
     batch = context.updates.peek()
     own = learner.gradient.plan(batch).sync

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from megabatch import JointLoss
 from megabatch.errors import MegabatchError
 from megabatch.train.callbacks.checkpointing import Checkpointing
 from megabatch.train.callbacks.early_stopping import EarlyStopping
@@ -40,7 +41,8 @@ def make_callbacks(context: RunContext, own: Sequence[Callback]) -> list[Callbac
         from megabatch.train.callbacks.ema import MovingAverage
 
         made.append(MovingAverage(context))
-    if ranks.size > 1 and context.model.wrapper.name == "ddp" and ranks.layout.pp == 1:
+    is_joint = isinstance(context.loss_fn, JointLoss)  # its forwards and backwards are the library's own
+    if ranks.size > 1 and context.model.wrapper.name == "ddp" and ranks.layout.pp == 1 and not is_joint:
         from megabatch.train.callbacks.rank_timing import RankTiming
 
         made.append(RankTiming(context))
@@ -62,7 +64,7 @@ def make_callbacks(context: RunContext, own: Sequence[Callback]) -> list[Callbac
 
         made.append(Manifest(context))
     made.append(MicrobatchLog(context))
-    if ranks.layout.pp == 1:
+    if ranks.layout.pp == 1 and not is_joint and not config.optim.in_backward:  # where a step is there to be marked
         made.append(Timeline(context))
     made += [EarlyStopping(context), PlanMessage(), *own, Evaluation(context), Checkpointing(context)]
     return [*made, EndMessage(), FinalReport()]

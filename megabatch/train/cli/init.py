@@ -182,7 +182,7 @@ def look(data: str) -> tuple[dict[str, str], list[str]]:
     source = SourceConfig(path=data)
     if place_of(source, "data").kind == "hub":
         return {"path": data}, []
-    from megabatch.train.data.rows import Row, rows_of  # datasets takes a second
+    from megabatch.train.data.sources import Row, rows_of  # datasets takes a second
 
     row = next((each for each in rows_of(source, "data") if isinstance(each, Row)), None)
     if row is None:

@@ -14,7 +14,8 @@ from megabatch.train.data.updates import Updates
 from megabatch.train.model.adapters import stir
 from megabatch.train.model.architecture import load_tokenizer, positions_for_stream
 from megabatch.train.model.build import build
-from megabatch.train.model.router_loss import train_with_router
+from megabatch.train.model.expert_balance import train_with_router
+from megabatch.train.model.frozen import dequantize
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.plugins import load_function
 from megabatch.train.runtime.ranks import Ranks
@@ -38,6 +39,9 @@ def verify_recipe(config: Config, ranks: Ranks) -> Verification:
     if config.model.lora is not None:
         stir(laid.base, config.run.seed)
         console.say("adapters begin with zeros, where half of their gradient is zero: they are given small numbers")
+    if config.model.quantize is not None:
+        dequantize(laid.base, torch.float32)
+        console.say("four bits are compared as the numbers that they stand for")
     console.say(words_of_batch(batch, laid.base))
     torch.manual_seed(config.run.seed)
     loss_fn = train_with_router(load_function(config.loss.function, "loss.function"), config, laid, updates)

@@ -32,7 +32,8 @@ class ModelConfig(Section):
     config: Options | None = None
     """What transformers' AutoConfig takes: model_type = "llama", hidden_size = 128, ...: fresh weights."""
     function: Function | None = None
-    """"module:function" that returns any torch module; called with model.options."""
+    """"module:function" that returns any torch module, or a list or mapping of several, which the loss gets in its
+    place; called with model.options."""
     options: Options = {}
     """Keyword arguments of model.function."""
     tokenizer: str | None = None
@@ -57,6 +58,9 @@ class ModelConfig(Section):
     """Keep the linear layers of the base of model.lora in four bits, by bitsandbytes. Needs megabatch[qlora]."""
     double_quantization: bool = True
     """With quantize: keep the scales of its blocks in eight bits, too."""
+    experts: Options | None = None
+    """The balance of a mixture of experts: router_loss, scores ("softmax" or "sigmoid"), bias_rate, by which biases of
+    routers move after each update, and bias_name. See docs/experts.md."""
 
 
 class SourceConfig(Section):
@@ -119,7 +123,7 @@ class LossConfig(Section):
     """What is minimised."""
 
     function: Function = "megabatch.losses:next_token"
-    """(model, microbatch) -> (total, weight), or several named ones; see megabatch.loss."""
+    """(model, microbatch) -> (total, weight), or several named ones; see megabatch.loss. Or a megabatch.JointLoss."""
     router_loss: Rate | Literal["auto", "off"] = "auto"
     """Coefficient of a router loss in a mixture of experts: the mean over sequences of what transformers adds for each.
     "auto": router_aux_loss_coef of the model's config where that has output_router_logits = true, else none. "off":
@@ -169,6 +173,9 @@ class OptimConfig(Section):
     """"module:function" that makes the optimizer in place of name; called with the parameter groups, lr and options."""
     options: Options = {}
     """Further keyword arguments of the optimizer: momentum = 0.9, fused = false, ..."""
+    in_backward: bool = False
+    """Step each parameter in an update's last backward, as soon as its gradient is complete, for less memory. For one
+    process and FSDP2, with update.max_norm = "none"."""
     lr: Rate = 1e-3
     """Peak learning rate."""
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)

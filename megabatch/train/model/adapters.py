@@ -156,7 +156,7 @@ def check_targets(targets: Any, modules: Mapping[str, nn.Module]) -> None:
 
 
 def whole_of(model: nn.Module, config: ModelConfig) -> list[str]:
-    """Names of the modules that are trained whole. Raises `MegabatchError` for a name that no module has."""
+    """Return the names of the modules that are trained whole. Raises `MegabatchError` for a name that no module has."""
     wanted, found = (config.lora or {}).get(WHOLE) or [], list[str]()
     if not isinstance(wanted, list):
         raise MegabatchError(f'model.lora.{WHOLE} is {wanted!r}; give a list of names of modules: ["lm_head"], say')
@@ -172,7 +172,7 @@ def whole_of(model: nn.Module, config: ModelConfig) -> list[str]:
 
 
 def train_whole(model: nn.Module, name: str) -> None:
-    """Let a module's own weights be trained. Raises where they are another one's too, or an adapter is in it."""
+    """Unfreeze a module's own weights. Raises `MegabatchError` if they are tied, or an adapter is in it."""
     owners = owners_of(model)
     for part, parameter in model.get_submodule(name).named_parameters():
         shared = owners[id(parameter)]
@@ -185,7 +185,7 @@ def train_whole(model: nn.Module, name: str) -> None:
 
 
 def owners_of(model: nn.Module) -> dict[int, list[str]]:
-    """Every name of each parameter."""
+    """Return all names of each parameter, by its id."""
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name)
@@ -254,7 +254,7 @@ def begun(source: Source, config: ModelConfig, seed: int) -> Source:
 
 @dataclass(frozen=True)
 class WithFirst:
-    """Where the weights of a model with adapters are: theirs are here, the base's below, by the names it has alone."""
+    """Weights of a model with adapters: their first numbers, and a base that is saved under the names it has alone."""
 
     first: Mapping[str, Tensor]
     base: Saved | None  # None: fresh
@@ -267,7 +267,7 @@ class WithFirst:
 
 
 def stir(model: nn.Module, seed: int) -> None:
-    """Let no adapter be zero, as half of each is at first: the gradient of its other half would be zero too."""
+    """Fill the half of each adapter that is zero at first, since the gradient of its other half is zero too."""
     for name, parameter in model.named_parameters():
         if MARK in name and not parameter.any():
             with seeded(seed, name), torch.no_grad():

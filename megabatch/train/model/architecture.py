@@ -40,7 +40,7 @@ TOKENIZER_FILES = (
 
 
 def architecture_of(config: ModelConfig) -> PreTrainedConfig:
-    """transformers' config for ``model.name`` or ``model.config``, checked. Raises `MegabatchError` in one line."""
+    """Return transformers' config for ``model.name`` or ``model.config``. Raises `MegabatchError` in one line."""
     with quiet():
         architecture = saved_architecture(config.name) if config.name is not None else new_architecture(config)
     check_sizes(architecture)
@@ -48,7 +48,7 @@ def architecture_of(config: ModelConfig) -> PreTrainedConfig:
 
 
 def new_architecture(config: ModelConfig) -> PreTrainedConfig:
-    """The config for ``model.config``; transformers would take unknown keys in silence, this does not."""
+    """Return the config for ``model.config``. Unlike transformers, refuse unknown keys."""
     keys = dict(config.config or {})
     model_type = keys.pop("model_type", None)
     if not isinstance(model_type, str):
@@ -69,7 +69,7 @@ def new_architecture(config: ModelConfig) -> PreTrainedConfig:
 
 
 def saved_architecture(name: str) -> PreTrainedConfig:
-    """The config of a folder or a hub id."""
+    """Return the config of a folder or a hub id."""
     check_folder(name)
     try:
         found = AutoConfig.from_pretrained(name, trust_remote_code=False)
@@ -111,7 +111,7 @@ def check_folder(name: str) -> None:
 
 
 def files_text(folder: Path) -> str:
-    """What is in a folder, in words."""
+    """Describe the files in a folder."""
     names = sorted(path.name for path in folder.iterdir())
     more = f" and {len(names) - NUM_FILES_NAMED} more" if len(names) > NUM_FILES_NAMED else ""
     return f"it has {', '.join(names[:NUM_FILES_NAMED])}{more}" if names else "it is empty"
@@ -129,7 +129,7 @@ def check_sizes(architecture: PreTrainedConfig) -> None:
 
 
 def positions_of(architecture: PreTrainedConfig) -> int | None:
-    """How many tokens of a sample the model can tell apart by their place; None where its config does not say."""
+    """Return the number of positions of the model, or None if its config does not say."""
     positions = getattr(architecture.get_text_config(), "max_position_embeddings", None)
     return positions if isinstance(positions, int) else None
 
@@ -142,7 +142,7 @@ def positions_for_stream(config: Config) -> int | None:
 
 
 def too_long(sample: str, num_tokens: int, positions: int) -> MegabatchError:
-    """The error for a sample that goes beyond the model's positions."""
+    """Return the error for a sample that is longer than the model's positions."""
     return MegabatchError(
         f"{sample} has {num_tokens} tokens and the model {positions} positions; raise the positions in model.config "
         "(max_position_embeddings or n_positions), or leave such samples out with data.max_sample_tokens"
@@ -173,7 +173,7 @@ def check_attention(config: ModelConfig, device: torch.device) -> None:
 
 
 def backends(device: torch.device) -> list[str]:
-    """Attention backends of transformers that can run forward and backward here."""
+    """Return the attention backends of transformers that run forward and backward here."""
     on_gpu = device.type == "cuda"
     found = {
         "sdpa": True,
@@ -186,13 +186,13 @@ def backends(device: torch.device) -> list[str]:
 
 
 def outline(config: ModelConfig, architecture: PreTrainedConfig) -> PreTrainedModel:
-    """The model without memory: every module and parameter, on the meta device."""
+    """Return the model on the meta device, without memory."""
     with torch.device("meta"):
         return construct(config, architecture)
 
 
 def construct(config: ModelConfig, architecture: PreTrainedConfig) -> PreTrainedModel:
-    """The model of the architecture, where and as transformers makes it. Raises `MegabatchError` in one line."""
+    """Return the model as transformers makes it. Raises `MegabatchError` in one line."""
     backend = {} if config.attention is None else {"attn_implementation": config.attention}
     try:
         with quiet():
@@ -204,7 +204,7 @@ def construct(config: ModelConfig, architecture: PreTrainedConfig) -> PreTrained
 
 
 def refused(config: ModelConfig, error: Exception) -> MegabatchError:
-    """The error for what transformers cannot make a causal language model of, with its own first words."""
+    """Return the error for a config of which transformers makes no causal language model."""
     key = "model.config" if config.name is None else f"model.name = {config.name!r}"
     if "Unrecognized configuration class" in str(error):
         return MegabatchError(f"{key} is not of a causal language model that transformers knows; choose one that is")
@@ -212,7 +212,7 @@ def refused(config: ModelConfig, error: Exception) -> MegabatchError:
 
 
 def load_tokenizer(config: ModelConfig) -> Any:
-    """The recipe's tokenizer; None for a model.function that names none. Raises `MegabatchError` in one line."""
+    """Return the recipe's tokenizer, or None for a model.function without one. Raises `MegabatchError` in one line."""
     if config.tokenizer is None and config.function is not None:
         return None
     source = config.tokenizer or config.name or BYTES
@@ -222,7 +222,7 @@ def load_tokenizer(config: ModelConfig) -> Any:
 
 
 def read_tokenizer(source: str, key: str) -> Any:
-    """The tokenizer in a folder or of a hub id, which the recipe gives as ``key``."""
+    """Return the tokenizer of a folder or a hub id, which the recipe gives as ``key``."""
     if Path(source).is_dir() and not any((Path(source) / name).exists() for name in TOKENIZER_FILES):
         raise MegabatchError(
             f"{key} is {source!r}, a folder without tokenizer files (tokenizer.json, say); "
@@ -241,7 +241,7 @@ def read_tokenizer(source: str, key: str) -> Any:
 
 
 def is_bytes(folder: Path) -> bool:
-    """Whether a folder has the tokenizer of bytes."""
+    """Return True if a folder has the tokenizer of bytes."""
     described = folder / "tokenizer_config.json"
     if not described.is_file():
         return False
@@ -250,7 +250,7 @@ def is_bytes(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def quiet() -> Generator[None, None, None]:
-    """Surrounds transformers' work, whose warnings and bars would stand beside the one line that says what is wrong."""
+    """Silence the warnings and progress bars of transformers and bitsandbytes, so that an error is one line."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     loud = getLogger("bitsandbytes")  # as it is imported: of kernels that it does without
     level = loud.level

@@ -1,4 +1,4 @@
-"""Build: from a recipe to the model that is trained, laid over the ranks and tried once."""
+"""A recipe's model: built, laid over the ranks and tried once."""
 
 import contextlib
 import json
@@ -18,7 +18,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from megabatch import JointLoss
 from megabatch.engine import check_packing_isolation, equal_but_rounding
 from megabatch.errors import MegabatchError, in_one_line
-from megabatch.losses import LossFunction
 from megabatch.pipeline import Pipeline, evaluate
 from megabatch.train.config import Config, LossConfig, ModelConfig
 from megabatch.train.model.adapters import begun, check_layout, choose_trained, left_out
@@ -26,7 +25,15 @@ from megabatch.train.model.architecture import architecture_of, check_attention,
 from megabatch.train.model.frozen import check_quantized, check_same_bits, described, quantized, sealed
 from megabatch.train.model.pipeline_stages import Stages, pipeline, stages_of, stages_text
 from megabatch.train.model.tensor_parallel import NO_BORDERS, plain_terms, spread
-from megabatch.train.model.weights import Source, fill, fresh_source, own_source, saved_source
+from megabatch.train.model.weights import (
+    Source,
+    fill,
+    fresh_source,
+    is_several,
+    models_of,
+    own_source,
+    saved_source,
+)
 from megabatch.train.model.wrap import (
     Wrapper,
     accumulation_of,
@@ -52,7 +59,7 @@ VERSION_KEYS = ("transformers_version",)  # of a model's config; they say who wr
 class ParallelModel:
     """A model as it lies over the ranks."""
 
-    model: nn.Module  # what the accumulator gets
+    model: Any  # for the accumulator: a module, or a list of several
     base: nn.Module  # without the DDP wrapper, or what this rank holds of it; parameters and shards are the same
     wrapper: Wrapper
     words: list[str]  # what was made and how, a line each
@@ -60,19 +67,20 @@ class ParallelModel:
     identity: dict[str, object]  # json: what makes it another model
     loss_parallel: bool = False  # whether the loss gets logits that are cut by the vocabulary
     left_out: Collection[str] = ()  # names of the parameters that checkpoints do not have
+    container: nn.Module | None = None  # of several models, as the loss gets them: a ModuleList or a ModuleDict
 
     @property
     def run(self) -> nn.Module:
-        """What forwards alone go through: the pipeline, or the model without its DDP wrapper."""
+        """Return the module for forwards without a backward: the pipeline, or the model without its DDP wrapper."""
         return self.model if isinstance(self.model, Pipeline) else self.base
 
     def losses(self) -> AbstractContextManager[None]:
-        """Surrounds forwards and backwards of the loss."""
+        """Surround forwards and backwards of the loss."""
         return loss_parallel() if self.loss_parallel else contextlib.nullcontext()
 
 
 def build(config: Config, ranks: Ranks, console: Console, longest_tokens: int | None, tokenizer: Any) -> ParallelModel:
-    """The recipe's model with its weights, the same for every wrapper and number of ranks; collective.
+    """Return the recipe's model with its weights, the same for every wrapper and number of ranks. Collective.
 
     Raises `MegabatchError`, on every rank, where it cannot be made, or does not fit the tokenizer or the longest
     sample.
@@ -105,16 +113,33 @@ def build(config: Config, ranks: Ranks, console: Console, longest_tokens: int | 
                 (words if isolated else warnings).append(text)
     if mesh is not None and "cp" in (mesh.mesh_dim_names or ()):  # the trial has run whole sequences
         attend_over(cast(PreTrainedModel, base), mesh.get_group("cp"))
-    unused = config.model.function is not None  # a model of one's own may leave parameters out of a microbatch
-    model = replicate(base, find_unused=unused) if wrapper.name == "ddp" and stages is None else run
-    return ParallelModel(model, base, wrapper, words, warnings, identity, config.parallel.loss_parallel, unsaved)
+    model, container = run, None
+    if is_several(base):
+        container = replicated(base) if wrapper.name == "ddp" else base
+        model = models_of(container)
+    elif wrapper.name == "ddp" and stages is None:
+        unused = config.model.function is not None  # a model of one's own may leave parameters out of a microbatch
+        model = replicate(base, find_unused=unused)
+    cuts_logits = config.parallel.loss_parallel
+    return ParallelModel(model, base, wrapper, words, warnings, identity, cuts_logits, unsaved, container)
+
+
+def replicated(several: nn.Module) -> nn.Module:
+    """Return a container of the same kind with each model that is trained in DDP of its own. Collective."""
+    wrapped = {
+        name: replicate(each, find_unused=True) if any(part.requires_grad for part in each.parameters()) else each
+        for name, each in several.named_children()
+    }
+    return nn.ModuleDict(wrapped) if isinstance(several, nn.ModuleDict) else nn.ModuleList(wrapped.values())
 
 
 def choose_source(config: Config, ranks: Ranks, longest_tokens: int | None, tokenizer: Any) -> tuple[Source, Wrapper]:
-    """The model as the recipe names it, checked, and the wrapper that suits it."""
+    """Return the model that the recipe names, and the wrapper that suits it."""
     seed, asked = config.run.seed, config.parallel.wrapper
     if config.model.function is not None:
         source = own_source(config.model, seed)
+        if is_several(source.model) and config.model.lora is not None:
+            raise MegabatchError("model.function returns several models and model.lora is set; leave one of them out")
         return source, choose_wrapper(asked, ranks.size, source.model, ranks.layout)
     architecture = architecture_of(config.model)
     architecture.use_cache = False
@@ -132,9 +157,9 @@ def choose_source(config: Config, ranks: Ranks, longest_tokens: int | None, toke
 def lay(
     source: Source, config: Config, wrapper: Wrapper, ranks: Ranks, stages: Stages | None
 ) -> tuple[list[str], DeviceMesh | None]:
-    """Cut and shard the model where the recipe does, and bring its weights to the device.
+    """Cut and shard the model as the recipe says, and bring its weights to the device.
 
-    Returns what is to be said of it, and the mesh of all ranks where the model lies on one.
+    Returns descriptions, and the mesh of all ranks if the model lies on one.
     """
     model, words, mesh = source.model, list[str](), None
     if source.units is None and (ranks.layout.tp > 1 or not wrapper.is_of_fsdp):
@@ -150,9 +175,10 @@ def lay(
 
 
 def divide(model: nn.Module, config: Config, wrapper: Wrapper, mesh: DeviceMesh, stages: Stages | None) -> list[str]:
-    """Cut the model along tp, then shard or copy it along the data axes; what is to be said of it."""
+    """Cut the model along tp, then shard or copy it along the data axes. Return descriptions."""
     modules: list[tuple[nn.Module, list[nn.Module]]] = [
-        (module, list(blocks_of(module).values())) for module in ([model] if stages is None else stages.modules)
+        (module, list(blocks_of(module).values()))
+        for module in (models_of(model) if stages is None else stages.modules)
     ]
     axes = zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)
     words = [f"mesh: {' x '.join(f'{axis} {degree}' for axis, degree in axes)}"]
@@ -174,21 +200,42 @@ def divide(model: nn.Module, config: Config, wrapper: Wrapper, mesh: DeviceMesh,
     return words
 
 
-def in_precision(loss_fn: LossFunction, config: ModelConfig, laid: ParallelModel, device: torch.device) -> LossFunction:
-    """The loss, computed in model.compute_dtype; what it says of its data stays with it."""
+def check_loss(loss_fn: object, config: Config, *, has_sets: bool) -> None:
+    """Raise for a joint loss and what it cannot go with: whatever cuts samples or calls, which changes the loss."""
+    if not isinstance(loss_fn, JointLoss):
+        return
+    others = {
+        **{f"parallel.{axis}": getattr(config.parallel, axis) > 1 for axis in ("cp", "tp", "pp")},
+        "optim.in_backward": config.optim.in_backward,
+        "checkpoint.partial": config.checkpoint.partial,
+        "advice.every": config.advice.every is not None,
+        'update.on_nonfinite = "skip_microbatch"': config.update.on_nonfinite == "skip_microbatch",
+    }
+    for key in (key for key, is_set in others.items() if is_set):
+        raise MegabatchError(
+            f"loss.function is a JointLoss, which needs all samples of an update at once, and {key} is set; leave one "
+            "of them out"
+        )
+    if has_sets:
+        raise MegabatchError(
+            "loss.function is a JointLoss, which an evaluation cannot sum sample by sample; set eval.num_samples to "
+            "0 and leave eval.sets out: eval.function can evaluate"
+        )
+
+
+def in_precision(loss_fn: Any, config: ModelConfig, laid: ParallelModel, device: torch.device) -> Any:
+    """Return the loss, or joint loss, computed in model.compute_dtype and with several models in their container."""
+    if isinstance(loss_fn, JointLoss):
+        return JointLoss(in_precision(loss_fn.encode, config, laid, device), loss_fn.loss)
     if laid.loss_parallel:
         loss_fn = plain_terms(loss_fn)
-    if isinstance(loss_fn, JointLoss):
-        raise MegabatchError(
-            "loss.function is a JointLoss, which an evaluation cannot sum sample by sample; write the loop yourself, "
-            "as examples/two_towers.py does"
-        )
-    if config.compute_dtype is None:
+    container = laid.container
+    if config.compute_dtype is None and container is None:
         return loss_fn
 
     def computed(model: Any, microbatch: Any) -> Any:
         with computing(config, laid.wrapper.casts_as, device):
-            return loss_fn(model, microbatch)
+            return loss_fn(container if isinstance(model, list) else model, microbatch)
 
     return in_place_of(loss_fn, computed)
 
@@ -243,14 +290,15 @@ def check_together(config: Config, ranks: Ranks) -> None:
 
 
 def prepare(model: nn.Module, config: ModelConfig) -> list[str]:
-    """Adapt, freeze, recompute, compile as the recipe says, which a wrapper must find done; what was done, in words."""
+    """Adapt, freeze, recompute and compile as the recipe says, before the model is wrapped. Return descriptions."""
     words = choose_trained(model, config)
     if config.activation_checkpointing:
-        checkpoint_activations(model)
+        for each in models_of(model):
+            checkpoint_activations(each)
         words.append("activations are recomputed in backward, layer by layer")
     if config.compile:
         check_compiler()
-        layers = list(blocks_of(model).values()) or [model]
+        layers = [layer for each in models_of(model) for layer in list(blocks_of(each).values()) or [each]]
         for layer in layers:
             layer.compile()
         words.append(f"compiled: {len(layers)} layers" if layers[0] is not model else "compiled as a whole")
@@ -283,7 +331,7 @@ def checkpoint_activations(model: nn.Module) -> None:
 
 
 def identity_of(model: nn.Module) -> dict[str, object]:
-    """What makes it another model: its config and its parameters' types and shapes, as json."""
+    """Return what tells models apart, as json: config, and dtypes and shapes of the parameters."""
     parameters = described(model)
     if not isinstance(model, PreTrainedModel):
         return {"parameters": parameters}

@@ -148,7 +148,7 @@ def kind_of(config: ModelConfig) -> str:
 def four_bits(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the name of each weight in four bits, and its layer."""
     for name, module in model.named_modules():
-        if getattr(getattr(module, "weight", None), "quant_state", None) is not None:
+        if isinstance(module, nn.Linear) and hasattr(module.weight, "quant_state"):
             yield f"{name}.weight", module
 
 

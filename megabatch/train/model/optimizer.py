@@ -16,10 +16,12 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from megabatch import Learner
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.planning import TunedLimit
-from megabatch.train.autotune.accumulator import accumulator_of
+from megabatch.train.autotune.accumulator import accumulator_of, in_words_of_recipe
 from megabatch.train.config import Config, OptimConfig, UpdateConfig
 from megabatch.train.config.batch_size import Sizes
 from megabatch.train.data.updates import NumUpdates
+from megabatch.train.model.build import ParallelModel
+from megabatch.train.model.expert_balance import move_biases
 from megabatch.train.runtime.plugins import load_function
 
 Group = dict[str, Any]  # "params", and the "weight_decay" of its own
@@ -35,19 +37,35 @@ OWNED_OPTIONS = ("params", "lr", "betas", "weight_decay")  # keys of [optim], or
 
 
 def build_learner(
-    model: nn.Module,
-    base: nn.Module,
-    config: Config,
-    num_updates: NumUpdates,
-    fit: TunedLimit | None,
-    sync: str | None = None,
+    laid: ParallelModel, config: Config, num_updates: NumUpdates, fit: TunedLimit | None, sync: str | None = None
 ) -> Learner:
-    """The model with all that moves it; ``base`` is without its wrapper. Raises `MegabatchError`."""
-    gradient = accumulator_of(model, config, fit, sync)
+    """Return the model with its accumulator, optimizer and schedule. Raises `MegabatchError`. Collective."""
+    check_in_backward(config)
+    gradient = accumulator_of(laid.model, config, fit, sync)
     decay_steps = decay_steps_of(config, num_updates)
-    optimizer = build_optimizer(base, config.optim)
+    optimizer = build_optimizer(laid.base, config.optim)
+    if config.optim.in_backward:
+        with in_words_of_recipe():
+            gradient.step_in_backward(optimizer)
+    move_biases(gradient, optimizer, config)
     scheduler = LambdaLR(optimizer, lambda step: lr_factor(step, config.optim, decay_steps))
-    return Learner(base, optimizer, gradient, scheduler=scheduler, max_norm=max_norm_of(config.update))
+    return Learner(laid.base, optimizer, gradient, scheduler=scheduler, max_norm=max_norm_of(config.update))
+
+
+def check_in_backward(config: Config) -> None:
+    """Raise for keys that do not go with an optimizer that steps in backward."""
+    others = {
+        'update.max_norm; set it to "none"': config.update.max_norm is not None,
+        "update.on_nonfinite": config.update.on_nonfinite != "raise",
+        "checkpoint.partial": config.checkpoint.partial,
+        "advice.every": config.advice.every is not None,
+    }
+    for key in (key for key, is_set in others.items() if is_set and config.optim.in_backward):
+        key, _, instead = key.partition("; ")
+        raise MegabatchError(
+            f"optim.in_backward is true and {key} is set, for which parameters would have to wait until the whole "
+            f"gradient is there; {instead or f'leave {key} out'}, or leave optim.in_backward out"
+        )
 
 
 def max_norm_of(update: UpdateConfig) -> float | None:
@@ -60,8 +78,8 @@ def max_norm_of(update: UpdateConfig) -> float | None:
 
 
 def settings_of(config: Config) -> dict[str, object]:
-    """Every setting but the data and the model that decides what a run learns, by its key; fixed once it has begun."""
-    optim = config.optim.model_dump(exclude={"decay_steps"})  # see decay_steps_of
+    """Return the settings besides data and model that decide what a run learns, by key. A resumed run has the same."""
+    optim = config.optim.model_dump(exclude={"decay_steps", "in_backward"})  # see decay_steps_of; the same bits
     return {
         "run.seed": config.run.seed,
         "model.function": config.model.function,
@@ -69,6 +87,7 @@ def settings_of(config: Config) -> dict[str, object]:
         "model.compute_dtype": config.model.compute_dtype,
         "model.freeze": config.model.freeze,
         "model.lora": config.model.lora,
+        "model.experts": config.model.experts,
         "loss.function": config.loss.function,
         "loss.router_loss": None if config.loss.router_loss == "auto" else config.loss.router_loss,
         **{
@@ -80,7 +99,7 @@ def settings_of(config: Config) -> dict[str, object]:
 
 
 def decay_steps_of(config: Config, num_updates: NumUpdates) -> int | None:
-    """Updates until the learning rate is down; None for a schedule on which it stays. Raises `MegabatchError`."""
+    """Return the updates until the learning rate is down, or None for a constant one. Raises `MegabatchError`."""
     schedule, cooldown_steps = config.optim.schedule, config.optim.cooldown_steps
     if cooldown_steps is not None and schedule != "wsd":
         raise MegabatchError(
@@ -104,7 +123,7 @@ def decay_steps_of(config: Config, num_updates: NumUpdates) -> int | None:
 
 
 def lr_factor(step: int, config: OptimConfig, decay_steps: int | None) -> float:
-    """Share of the peak learning rate for the update after ``step`` updates."""
+    """Return the share of the peak learning rate for the update after ``step`` updates."""
     if step < config.warmup_steps:
         return (step + 1) / (config.warmup_steps + 1)
     if config.schedule == "constant" or decay_steps is None:
@@ -118,7 +137,7 @@ def lr_factor(step: int, config: OptimConfig, decay_steps: int | None) -> float:
 
 
 def rate_factor(optim: OptimConfig, sizes: Sizes, size: int) -> float:
-    """What the learning rate is multiplied by in an update of ``size`` samples; optim.lr is of the first size."""
+    """Return the factor of the learning rate in an update of ``size`` samples; optim.lr is for the first size."""
     return 1.0 if optim.lr_follows_batch is None else math.sqrt(size / sizes.sizes[0])
 
 
@@ -137,7 +156,8 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> optim.Optimizer:
     if not groups:
         raise MegabatchError("the model has no parameter to train; free some from model.freeze, or give another model")
     optimizer = torch_optimizer(groups, config) if config.function is None else own_optimizer(groups, config)
-    optimizer.register_step_pre_hook(fill_gradients)
+    if not config.in_backward:  # where gradients are gone before the step
+        optimizer.register_step_pre_hook(fill_gradients)
     keep_types(optimizer)
     return optimizer
 
@@ -196,7 +216,7 @@ def arguments_of(kind: Callable[..., optim.Optimizer], config: OptimConfig) -> d
 
 
 def is_set(config: OptimConfig, key: str) -> bool:
-    """Whether a setting is not the default; a resolved recipe names every key."""
+    """Return True if a setting is not the default; a resolved recipe names every key."""
     return getattr(config, key) != OptimConfig.model_fields[key].default
 
 
@@ -208,7 +228,7 @@ def refuse_owned(key: str) -> None:
 
 
 def tried(kind: Callable[..., optim.Optimizer], arguments: dict[str, Any], groups: Sequence[Group]) -> dict[str, Any]:
-    """The arguments, fused if that works: found by a step on zeros, one tensor of each kind that the model has."""
+    """Return the arguments, fused if that works, which a step on one tensor of zeros of each kind shows."""
     likes = kinds_of_tensors([parameter for group in groups for parameter in group["params"]])
     fusable = takes(kind, "fused") and "fused" not in arguments
     if fusable and problem_of(kind, {**arguments, "fused": True}, likes) is None:
@@ -237,7 +257,7 @@ def kinds_of_tensors(parameters: Sequence[Tensor]) -> list[Tensor]:
 def problem_of(
     kind: Callable[..., optim.Optimizer], arguments: Mapping[str, Any], likes: Sequence[Tensor]
 ) -> str | None:
-    """What goes wrong, if anything, when such an optimizer is made and steps."""
+    """Make such an optimizer and step it. Return the problem, or None."""
     zeros = [nn.Parameter(torch.zeros_like(like)) for like in likes]
     for parameter in zeros:
         parameter.grad = torch.zeros_like(parameter)
@@ -249,7 +269,7 @@ def problem_of(
 
 
 def own_optimizer(groups: list[Group], config: OptimConfig) -> optim.Optimizer:
-    """What ``optim.function`` makes of the groups, checked."""
+    """Return the optimizer that ``optim.function`` makes of the groups, checked."""
     assert config.function is not None
     title = f"optim.function {config.function!r}"
     for key in ("name", "betas"):

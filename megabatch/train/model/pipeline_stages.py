@@ -26,7 +26,7 @@ STAGES_PER_RANK = 2  # of schedules that take any number
 
 @dataclass(frozen=True)
 class Anatomy:
-    """Where a family has its parts, by their names in the base model."""
+    """Names of the parts of a family in the base model."""
 
     layers: str
     first: tuple[str, ...]  # what comes before the layers
@@ -44,7 +44,7 @@ ANATOMIES = {  # of the families whose runs are compared with those of the whole
 
 @dataclass(frozen=True)
 class Part:
-    """Which layers, and which of the two ends, a stage holds, or a rank in all of its stages."""
+    """Layers and ends of the model that a stage holds."""
 
     layers: tuple[int, ...]
     is_first: bool
@@ -53,7 +53,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Stages:
-    """What a rank holds of a model: all of it under its own names, and each stage as it is called."""
+    """Stages of a rank: the model with what they hold under its own names, and each stage as it is called."""
 
     model: PreTrainedModel
     parts: list[Part]
@@ -89,7 +89,7 @@ def stages_of(model: nn.Module, config: Config, wrapper: Wrapper, ranks: Ranks) 
 
 
 def deal_layers(num_layers: int, num_stages: int) -> list[Part]:
-    """Every stage's part; numbers of layers differ by one at most, the first stages have more."""
+    """Return the part of each stage. Numbers of layers differ by one at most; the first stages have more."""
     size, more = divmod(num_layers, num_stages)
     ends = [size * stage + min(stage, more) for stage in range(num_stages + 1)]
     return [
@@ -99,7 +99,7 @@ def deal_layers(num_layers: int, num_stages: int) -> list[Part]:
 
 
 def parts_of(model: nn.Module, config: Config) -> list[Part]:
-    """Every stage's part of a recipe's model. Raises `MegabatchError` for a model that cannot be dealt out."""
+    """Return the part of each stage. Raises `MegabatchError` for a model that cannot be cut into stages."""
     check_model(model, config.parallel)
     architecture, parallel = cast(PreTrainedModel, model).config, config.parallel
     num_layers, num_stages = architecture.num_hidden_layers, parallel.pp * per_rank(parallel)
@@ -121,7 +121,7 @@ def parts_of(model: nn.Module, config: Config) -> list[Part]:
 
 
 def per_rank(parallel: ParallelConfig) -> int:
-    """How many stages each rank has."""
+    """Return the number of stages of each rank."""
     return SCHEDULES[parallel.schedule].per_rank or STAGES_PER_RANK
 
 
@@ -177,7 +177,7 @@ def held(model: nn.Module, part: Part) -> dict[str, nn.Module]:
 
 
 def leave(model: nn.Module, modules: dict[str, nn.Module]) -> None:
-    """Let a model consist of these modules, with empty ones for what is not among them."""
+    """Replace all modules of a model but these by empty ones."""
     anatomy, base = anatomy_of(model), cast(Any, model).base_model_prefix
     for name in (*(f"{base}.{name}" for name in (*anatomy.first, anatomy.last)), "lm_head"):
         model.set_submodule(name, NoPositions() if name.endswith(".wpe") else nn.Identity())
@@ -189,7 +189,7 @@ def leave(model: nn.Module, modules: dict[str, nn.Module]) -> None:
 
 
 def connect(stage: nn.Module, part: Part) -> None:
-    """Let a stage take what the one before returns, and return what the next one takes."""
+    """Connect a stage to the ones before and after it by hooks."""
 
     def take(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
         (hidden,) = inputs  # [B, T, E]
@@ -228,7 +228,7 @@ def stages_text(parallel: ParallelConfig) -> str:
 
 
 def shape_of(width: int, dtype: torch.dtype) -> Callable[..., Tensor]:
-    """What a stage returns for tokens [B, T]: [B, T, width]."""
+    """Return a function that gives the shape [B, T, width] for tokens [B, T]."""
 
     def shape(input_ids: Tensor, *_: object, **__: object) -> Tensor:
         return torch.empty(*input_ids.shape, width, dtype=dtype, device="meta")

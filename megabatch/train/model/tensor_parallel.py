@@ -51,7 +51,7 @@ NO_BORDERS = Borders()
 
 @dataclass
 class Style(ParallelStyle):
-    """How a module lies over the ranks: its parameters, what it takes, what it gives."""
+    """Placement of a module: its parameters, its input and its output."""
 
     parameters: Mapping[str, Placement] = field(default_factory=dict[str, Placement])  # any other is whole on each rank
     given: Placement = WHOLE  # what an input is that comes as a plain tensor
@@ -161,7 +161,7 @@ def spread(
 
 
 def plan_of(model: nn.Module) -> dict[str, str]:
-    """How the modules are cut, by patterns of their names. Raises `MegabatchError` for a model without such a plan."""
+    """Return the plan by patterns of module names. Raises `MegabatchError` for a model without one."""
     family = getattr(getattr(model, "config", None), "model_type", None)
     if not isinstance(model, PreTrainedModel) or family not in FAMILIES:
         kind = type(model).__name__ if family is None else f"model of type {family}"
@@ -237,7 +237,7 @@ def style_of(entry: str, module: nn.Module, stream: Placement, loss_parallel: bo
 
 
 def unplanned_style(name: str, module: nn.Module, model: PreTrainedModel, stream: Placement) -> Style:
-    """Of a module with parameters that the plan does not name: an embedding, or a norm on the stream."""
+    """Return the style of a module that the plan does not name: an embedding, or a norm on the stream."""
     if module is model.get_input_embeddings():
         return Vocabulary({"weight": Shard(0)})
     if isinstance(module, nn.Embedding):  # of positions
@@ -247,7 +247,7 @@ def unplanned_style(name: str, module: nn.Module, model: PreTrainedModel, stream
 
 
 def tied_places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """Where each parameter is that is in several places."""
+    """Return the places of each parameter that is in several."""
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -260,7 +260,7 @@ def parent_of(name: str) -> str:
 
 
 def has_parts(model: nn.Module, name: str) -> bool:
-    """Whether the model has a module of that name, and not an empty one in its place."""
+    """Return True if the model has a module of that name that is not empty."""
     return any(name == each and not isinstance(module, nn.Identity) for each, module in model.named_modules())
 
 

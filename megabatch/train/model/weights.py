@@ -8,7 +8,7 @@ model is never whole anywhere.
 import contextlib
 import hashlib
 import json
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -42,7 +42,7 @@ class Saved(Protocol):
 
 @dataclass(frozen=True)
 class Unit:
-    """What is initialised at a time: a block with all that is below it, or the tensors of one other module."""
+    """A block with all that is below it, or the tensors of another module, initialised at once."""
 
     name: str
     module: nn.Module
@@ -74,11 +74,34 @@ def own_source(config: ModelConfig, seed: int) -> Source:
             raise MegabatchError(
                 f"model.function {name!r} raises {in_one_line(error)}; mend it, or model.options"
             ) from None
+    if isinstance(model, list | tuple | Mapping):
+        model = several_models(name, cast(Any, model))
     if not isinstance(model, nn.Module):
         raise MegabatchError(
             f"model.function {name!r} returns a {type(model).__name__}; expected a torch module: return one"
         )
     return Source(model.to(dtype_of(config)), f"{type(model).__name__} of {name}, made whole on every rank")
+
+
+def several_models(name: str, models: Sequence[Any] | Mapping[Any, Any]) -> nn.Module:
+    """Return the models that model.function gives in a ModuleList or a ModuleDict."""
+    try:
+        return nn.ModuleDict(models) if isinstance(models, Mapping) else nn.ModuleList(models)
+    except (TypeError, KeyError) as error:
+        raise MegabatchError(
+            f"model.function {name!r} returns a {type(models).__name__} that is none of torch modules "
+            f"({in_one_line(error)}); return modules, in a mapping by names"
+        ) from None
+
+
+def is_several(model: nn.Module) -> bool:
+    """Return True for a container of several models, which has no forward of its own."""
+    return type(model) in (nn.ModuleList, nn.ModuleDict)
+
+
+def models_of(model: nn.Module) -> list[nn.Module]:
+    """Return the models in a container, or the one that is none."""
+    return list(model.children()) if is_several(model) else [model]
 
 
 def fresh_source(
@@ -135,7 +158,7 @@ def load_whole(config: ModelConfig, architecture: PreTrainedConfig, seed: int, t
 
 @contextlib.contextmanager
 def seeded(seed: int, name: str) -> Generator[None, None, None]:
-    """Surrounds what draws from torch's own generator on the CPU, which is afterwards as it was."""
+    """Seed torch's generator on the CPU, and restore it afterwards."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int.from_bytes(digest[:7], "little"))
@@ -168,7 +191,7 @@ def units_of(name: str, module: nn.Module, owner: PreTrainedModel, blocks: set[s
 
 
 def reaches_down(module: nn.Module, owner: PreTrainedModel) -> bool:
-    """Whether the module's rules write to tensors of those below it; on the meta device, where writing is free."""
+    """Return True if the module's rules write to tensors of modules below it. On the meta device writing is free."""
     own = {id(tensor) for tensor in own_tensors(module).values()}
     below = [tensor for each in module.modules() for tensor in own_tensors(each).values() if id(tensor) not in own]
     versions = [tensor._version for tensor in below]
@@ -178,7 +201,7 @@ def reaches_down(module: nn.Module, owner: PreTrainedModel) -> bool:
 
 
 def untouched(model: nn.Module, units: list[Unit]) -> list[str]:
-    """Names of the tensors that the model's rules never write; on the meta device."""
+    """Return the names of the tensors that the model's rules never write. On the meta device."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     versions = {name: tensor._version for name, tensor in tensors.items()}
     for unit in units:
@@ -196,7 +219,7 @@ def initialize(unit: Unit) -> None:
 
 
 def apply_rules(module: nn.Module, owner: PreTrainedModel) -> None:
-    """What transformers' ``initialize_weights`` does: children first, each by the rules of the model it belongs to."""
+    """Initialise as transformers' ``initialize_weights``: children first, each by the rules of its own model."""
     owner = module if isinstance(module, PreTrainedModel) else owner
     for child in module.children():
         apply_rules(child, owner)
@@ -270,12 +293,12 @@ class Pending:
 
 
 def is_cut(tensor: Tensor) -> bool:
-    """Whether this rank may hold a part of the tensor only."""
+    """Return True if this rank may hold a part of the tensor only."""
     return isinstance(tensor, DTensor)
 
 
 def region_of(tensor: Tensor) -> tuple[slice, ...]:
-    """What this rank holds of a tensor that is cut along one or more axes of a mesh: a range of each dim.
+    """Return the range of each dim that this rank holds of a tensor cut along axes of a mesh.
 
     The last axis cuts first: FSDP2 shards what tensor parallelism has left. Each cuts in torch.chunk's way.
     """
@@ -295,7 +318,7 @@ def region_of(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def shard_like(tensor: DTensor, local: Tensor) -> DTensor:
-    """This rank's shard, placed as the tensor without memory is."""
+    """Return this rank's shard as a DTensor, placed as the tensor without memory."""
     return DTensor.from_local(
         local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
@@ -319,7 +342,7 @@ class SavedWeights:
         return None
 
     def fits(self, model: nn.Module) -> bool:
-        """Whether every parameter and saved buffer of the model is there, by one of its names and in its shape."""
+        """Return True if each parameter and saved buffer is there, by one of its names and in its shape."""
         found: dict[Tensor, bool] = {}
         for name, tensor in model.state_dict(keep_vars=True).items():
             is_here = name in self.files and self.shape(name) == tuple(tensor.shape)

@@ -37,14 +37,14 @@ NOT_KNOWN = ("sliding_window", "softcap", "position_bias", "s_aux")  # what chan
 
 @dataclass(frozen=True)
 class Wrapper:
-    """How the model lies over the ranks that see different data, and why."""
+    """Wrapper over the ranks that see different data, and the reason for it."""
 
     name: str  # "plain", "ddp", "fsdp2" or "replicate"
     reason: str
 
     @property
     def is_of_fsdp(self) -> bool:
-        """Whether it is built on FSDP2."""
+        """Return True if it is built on FSDP2."""
         return self.name in ("fsdp2", "replicate")
 
     @property
@@ -126,22 +126,22 @@ def reshard(model: nn.Module) -> None:
 
 
 def dtype_of(config: ModelConfig) -> torch.dtype:
-    """What the parameters are kept in."""
+    """Return the dtype of the parameters."""
     return getattr(torch, config.dtype)
 
 
 def is_mixed(config: ModelConfig) -> bool:
-    """Whether the model computes in another dtype than its parameters'."""
+    """Return True if the model computes in another dtype than that of its parameters."""
     return config.compute_dtype is not None and config.compute_dtype != config.dtype
 
 
 def accumulation_of(config: UpdateConfig) -> torch.dtype | None:
-    """What gradients are added in; None: the parameters' own."""
+    """Return the dtype in which gradients are added, or None for the parameters' own."""
     return None if config.accumulate_dtype is None else getattr(torch, config.accumulate_dtype)
 
 
 def policy_of(config: ModelConfig, accumulated: torch.dtype | None) -> MixedPrecisionPolicy:
-    """What FSDP2 casts: weights to the dtype of computing, and gradients back before they are added up.
+    """Return FSDP2's casts: weights to the dtype of computing, and gradients back before they are added.
 
     Without an output_dtype, since a layer's output of another dtype would not go into the next layer's norm.
     """
@@ -151,12 +151,12 @@ def policy_of(config: ModelConfig, accumulated: torch.dtype | None) -> MixedPrec
 
 
 def boundary_dtype(config: ModelConfig) -> torch.dtype:
-    """What goes from stage to stage, and out of the last, of a model that computes by FSDP2's policy or in one type."""
+    """Return the dtype between stages of a model that computes by FSDP2's policy or in one dtype."""
     return torch.bfloat16 if is_mixed(config) else dtype_of(config)
 
 
 def computing(config: ModelConfig, wrapper_name: str, device: torch.device) -> AbstractContextManager[object]:
-    """Surrounds a forward where the precision needs autocast; FSDP2 casts by its own policy."""
+    """Surround a forward by autocast, if the precision needs it. FSDP2 casts by its own policy."""
     if not is_mixed(config) or wrapper_name == "fsdp2":
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=torch.bfloat16)
@@ -173,7 +173,7 @@ def precision_text(config: ModelConfig, wrapper_name: str, accumulated: torch.dt
 
 
 def attend_over(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
-    """Let the layers of ``model`` attend over the ranks of ``group``; from then on it runs stretches of microbatches.
+    """Make the layers of ``model`` attend over the ranks of ``group``. The model then runs stretches of microbatches.
 
     Raises `PlanError` for a model in which positions see each other in another way than by full causal attention.
     """
@@ -202,7 +202,7 @@ def check_attention_is_causal(model: PreTrainedModel) -> None:
 
 
 def _other_attention(config: Any) -> str | None:
-    """What a layer has that is not full causal attention, in words."""
+    """Describe what a layer has that is not full causal attention, or return None."""
     kinds = sorted({*(getattr(config, "layer_types", None) or ())} - {"full_attention"})
     window = getattr(config, "sliding_window", None)
     if kinds or window:

@@ -22,8 +22,8 @@ from megabatch.train.config.parallel_layout import Layout, layout_of
 from megabatch.train.model.adapters import choose_trained
 from megabatch.train.model.architecture import architecture_of, check_fit, outline
 from megabatch.train.model.build import check_keys, check_together, divide, prepare
+from megabatch.train.model.expert_balance import router_coefficient, with_router_loss
 from megabatch.train.model.optimizer import build_optimizer
-from megabatch.train.model.router_loss import router_coefficient, with_router_loss
 from megabatch.train.model.tensor_parallel import plain_terms
 from megabatch.train.model.weights import own_source
 from megabatch.train.model.wrap import Wrapper, accumulation_of, choose_wrapper, computing

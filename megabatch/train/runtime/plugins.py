@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megabatch import JointLoss
 from megabatch.errors import MegabatchError, in_one_line
 
 OURS = str(Path(__file__).parents[2])
@@ -46,7 +47,7 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
             f"{key} is {name!r} and {place} cannot be imported ({reason}); mend it or its name"
         ) from None
     found = getattr(module, attribute, None)
-    if not callable(found):
+    if not callable(found) and not isinstance(found, JointLoss):
         kind = "has no such name" if found is None else f"has a {type(found).__name__} of that name"
         raise MegabatchError(f"{key} is {name!r} and {place} {kind}; name a function in it")
     return found

@@ -1,0 +1,276 @@
+"""What of the library a recipe asks for by a key: the weights are those of an uncut run on one process."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megabatch import MegabatchError
+from tests.train.conftest import NO_DROPOUT, Bench
+from tests.train.feature_jobs import ALONE, trained, trained_ways
+from tests.train.on_ranks import on_ranks
+from tests.train.test_resume import timeless
+
+UNCUT = {"update__max_microbatch_tokens": "none", "update__micro_batch_size": 8}
+CUT = {"update__max_microbatch_tokens": "none", "update__micro_batch_size": 3}
+ON_RANKS = {wrapper: {**CUT, "parallel__wrapper": wrapper} for wrapper in ("ddp", "fsdp2")}
+JOINT = {"eval__num_samples": 0}
+IN_BACKWARD = {"optim__in_backward": True, "update__max_norm": "none"}
+DEEPSEEK: dict[str, Any] = {
+    "model_type": "deepseek_v3", "hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 8,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+    "first_k_dense_replace": 0, "vocab_size": 384, "max_position_embeddings": 256,
+}  # fmt: skip
+OWN = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+from megabatch import JointLoss, loss
+
+def data():
+    draw = torch.Generator().manual_seed(0)
+    return [{name: torch.randint(1, 40, (3 + k % 5,), generator=draw) for name in ("query", "document")}
+            for k in range(24)]
+
+class Tower(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.out = nn.Embedding(40, 8, padding_idx=0), nn.Linear(8, 4)
+
+    def forward(self, tokens):
+        return F.normalize(self.out(self.embed(tokens).sum(1)), dim=-1)  # [B, T] -> [B, 4]
+
+class Both(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query, self.document = Tower(), Tower()
+
+    def forward(self, query, document):
+        return self.query(query), self.document(document)
+
+def both():
+    return Both()
+
+def named():
+    return {"query": Tower(), "document": Tower()}
+
+def listed():
+    return [Tower(), Tower()]
+
+def with_teacher():
+    return {"query": Tower(), "document": Tower().requires_grad_(False)}
+
+def strange():
+    return {"query": 1}
+
+def encode(model, m):
+    if isinstance(model, nn.ModuleDict):
+        return model["query"](m["query"]), model["document"](m["document"])
+    if isinstance(model, nn.ModuleList):
+        query, document = model
+        return query(m["query"]), document(m["document"])
+    return model(**m)
+
+def contrast(queries, documents):
+    return F.cross_entropy(queries @ documents.T, torch.arange(len(queries)), reduction="sum"), len(queries)
+
+joint = JointLoss(encode, contrast)
+
+@loss(weigh=lambda m: len(m["query"]))
+def far(model, m):
+    queries, documents = encode(model, m)
+    return (queries - documents.detach().roll(1, 1)).pow(2).sum() + (documents * queries).sum(), len(queries)
+"""
+
+
+@pytest.fixture
+def own(bench: Bench) -> dict[str, Any]:
+    """Keys of a recipe of two towers."""
+    path = bench.path / "own.py"
+    path.write_text(OWN)
+    bench.recipe.write_text(
+        f"""
+[model]
+function = "{path}:both"
+dtype = "float64"
+[data]
+function = "{path}:data"
+[loss]
+function = "{path}:far"
+[update]
+global_batch_size = 8
+micro_batch_size = 8
+[optim]
+lr = 0.01
+[run]
+folder = "{bench.folder}"
+"""
+    )
+    return {"path": path}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-11, msg=name)
+
+
+def refused(bench: Bench, values: dict[str, Any]) -> str:
+    with pytest.raises(MegabatchError) as caught:
+        trained(ALONE, bench.recipe, values)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_an_optimizer_in_backward_makes_the_same_steps(bench: Bench) -> None:
+    plain, stepped = ({**CUT, **NO_DROPOUT, **IN_BACKWARD, "optim__in_backward": each} for each in (False, True))
+    expected, found = (trained(ALONE, bench.recipe, values) for values in (plain, stepped))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.slow
+def test_an_optimizer_in_backward_on_shards(bench: Bench, tmp_path: Path) -> None:
+    expected = trained(ALONE, bench.recipe, {**UNCUT, **NO_DROPOUT, **IN_BACKWARD, "optim__in_backward": False})
+    ways = [{**ON_RANKS["fsdp2"], **NO_DROPOUT, **IN_BACKWARD}]
+    for (found,) in on_ranks(2, tmp_path, trained_ways, bench.recipe, ways):
+        assert_same(found, expected)
+
+
+@pytest.mark.slow
+def test_a_run_with_an_optimizer_in_backward_resumes_to_the_bit(bench: Bench, tmp_path: Path) -> None:
+    bench.train(run__folder=tmp_path / "whole", **IN_BACKWARD)
+    bench.train(run__max_steps=3, **IN_BACKWARD)
+    bench.train(run__resume=True, **IN_BACKWARD)
+    assert timeless(bench.rows()) == timeless(bench.rows(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({"optim__in_backward": True}, "optim.in_backward is true and update.max_norm is set"),
+        ({**IN_BACKWARD, "checkpoint__partial": True}, "optim.in_backward is true and checkpoint.partial is set"),
+        ({**IN_BACKWARD, "advice__every": 2}, "optim.in_backward is true and advice.every is set"),
+        ({"model__experts__bias_rat": 0.1}, "model.experts.bias_rat is 0.1 ("),
+        ({"model__experts__bias_rate": 0.1}, "model.experts.bias_rate is 0.1 and no module of the model has a tensor"),
+        ({"model__experts__bias_name": "b"}, "model.experts.bias_name is set and model.experts.bias_rate is not"),
+        ({"model__experts__router_loss": 0.1, "loss__router_loss": 0.2}, "loss.router_loss and model.experts.router_l"),
+        ({"model__experts__router_loss": 0.1}, "model.experts.router_loss is 0.1 and the model has no experts"),
+    ],
+)
+def test_what_does_not_go_together_gets_its_line(bench: Bench, values: dict[str, Any], line: str) -> None:
+    assert refused(bench, values).startswith(line)
+
+
+def test_a_joint_loss_is_that_of_all_samples(bench: Bench, own: dict[str, Any], tmp_path: Path) -> None:
+    joint = {**JOINT, "loss__function": f"{own['path']}:joint"}
+    expected = trained(ALONE, bench.recipe, {**UNCUT, **joint})
+    assert_same(trained(ALONE, bench.recipe, {**CUT, **joint}), expected)
+    alone = trained(ALONE, bench.recipe, {**CUT, "update__micro_batch_size": 1, **joint})
+    assert_same(alone, expected)
+
+
+@pytest.mark.slow
+def test_a_joint_loss_is_that_of_all_ranks(bench: Bench, own: dict[str, Any], tmp_path: Path) -> None:
+    joint = {**JOINT, "loss__function": f"{own['path']}:joint"}
+    expected = trained(ALONE, bench.recipe, {**UNCUT, **joint})
+    ways = [{**each, **joint} for each in ON_RANKS.values()]
+    for ranks_found in on_ranks(2, tmp_path, trained_ways, bench.recipe, ways):
+        for found in ranks_found:
+            assert found["losses"].shape == expected["losses"].shape
+            assert_same(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({"advice__every": 2}, "loss.function is a JointLoss, which needs all samples of an update at once, and advi"),
+        ({"checkpoint__partial": True}, "loss.function is a JointLoss, which needs all samples of an update at once"),
+        (
+            {"eval__num_samples": 5},
+            "loss.function is a JointLoss, which an evaluation cannot sum sample by sample; set ",
+        ),
+        ({"update__on_nonfinite": "skip_microbatch"}, "loss.function is a JointLoss, which needs all samples of an up"),
+    ],
+)
+def test_what_cuts_a_joint_loss_is_refused(
+    bench: Bench, own: dict[str, Any], values: dict[str, Any], line: str
+) -> None:
+    assert refused(bench, {**JOINT, "loss__function": f"{own['path']}:joint", **values}).startswith(line)
+
+
+@pytest.mark.slow
+def test_runs_of_a_joint_loss_and_of_several_models(
+    bench: Bench, refuse: Callable[..., str], own: dict[str, Any]
+) -> None:
+    several = {"model__function": f"{own['path']}:named"}
+    values = {**JOINT, "loss__function": f"{own['path']}:joint", **several}
+    bench.train(run__folder=bench.path / "whole", **values)
+    bench.train(run__max_steps=2, **values)
+    bench.train(run__resume=True, **values)
+    assert timeless(bench.rows()) == timeless(bench.rows(bench.path / "whole"))
+    bench.train(run__folder=bench.path / "of samples", optim__ema_decay=0.5, **several)
+    assert sum("eval_loss" in row for row in bench.rows(bench.path / "of samples")) >= 2
+    refused_line = refuse(ranks=2, run__folder=bench.path / "no", parallel__pp=2, **values)
+    assert refused_line.startswith("parallel.pp is 2 and model.function makes a model of its own")
+
+
+@pytest.mark.parametrize("kind", ["named", "listed"])
+def test_several_models_are_trained_as_parts_of_one(bench: Bench, own: dict[str, Any], kind: str) -> None:
+    expected = trained(ALONE, bench.recipe, UNCUT)
+    found = trained(ALONE, bench.recipe, {**CUT, "model__function": f"{own['path']}:{kind}"})
+    names = {"0.": "query.", "1.": "document."} if kind == "listed" else {}
+    assert_same({names.get(name[:2], name[:2]) + name[2:]: each for name, each in found.items()}, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["named", "with_teacher"])
+def test_several_models_on_two_ranks(bench: Bench, own: dict[str, Any], kind: str, tmp_path: Path) -> None:
+    several = {"model__function": f"{own['path']}:{kind}"}
+    expected = trained(ALONE, bench.recipe, {**UNCUT, **several})
+    for ranks_found in on_ranks(2, tmp_path, trained_ways, bench.recipe, [{**x, **several} for x in ON_RANKS.values()]):
+        for found in ranks_found:
+            assert_same(found, expected)
+
+
+def test_several_that_are_no_models_get_their_line(bench: Bench, own: dict[str, Any]) -> None:
+    line = refused(bench, {"model__function": f"{own['path']}:strange"})
+    assert "returns a dict that is none of torch modules" in line
+
+
+@pytest.fixture
+def experts(bench: Bench) -> Bench:
+    text = bench.recipe.read_text()
+    start, end = text.index("[model.config]"), text.index("[data]")
+    table = "".join(f"{key} = {value!r}\n".replace("'", '"') for key, value in DEEPSEEK.items())
+    bench.recipe.write_text(f"{text[:start]}[model.config]\n{table}\n[model.experts]\nbias_rate = 0.1\n\n{text[end:]}")
+    return bench
+
+
+def assert_same_biases(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert_same(found, expected)
+    biases = [name for name in found if name.endswith("e_score_correction_bias")]
+    assert len(biases) == 2
+    assert all(expected[name].any() for name in biases)
+
+
+def test_biases_of_experts_follow_the_load_of_the_update(experts: Bench) -> None:
+    expected, found = (trained(ALONE, experts.recipe, values) for values in (UNCUT, CUT))
+    assert_same_biases(found, expected)
+
+
+@pytest.mark.slow
+def test_biases_of_experts_follow_the_load_of_all_ranks(experts: Bench, tmp_path: Path) -> None:
+    expected = trained(ALONE, experts.recipe, UNCUT)
+    for ranks_found in on_ranks(2, tmp_path, trained_ways, experts.recipe, list(ON_RANKS.values())):
+        for found in ranks_found:
+            assert_same_biases(found, expected)
+
+
+def test_a_router_loss_is_asked_for_in_either_table(experts: Bench) -> None:
+    keys = {"model__experts__scores": "sigmoid", "model__experts__router_loss": 0.3}
+    with_loss, without = (trained(ALONE, experts.recipe, {**CUT, **each}) for each in (keys, {}))
+    assert not torch.equal(with_loss["losses"], without["losses"])
