@@ -110,8 +110,8 @@ BUGS = (
         {'self._updates.load_state_dict(saved["updates"])': "pass",
          "part.load_state_dict(meta[name])": "pass"}, RESUMED),
     Bug("skip an update on resume",
-        {"sampler.load_state_dict(state)\n        number":
-             "sampler.load_state_dict(state)\n        state['updates'] and next(iter(sampler))\n        number"}, RESUMED),
+        {"sampler.load_state_dict(state)\n        n":
+             "sampler.load_state_dict(state)\n        state['updates'] and next(iter(sampler))\n        n"}, RESUMED),
     Bug("resume with new weights",
         {"load(path, self._state)": "pass",
          "load(checkpoint, context.saved)": "pass"}, RESUMED),
