@@ -20,7 +20,7 @@ STARTS_RUNS = ("train", "page")  # folders in which what is slow starts the comm
 
 @pytest.hookimpl(tryfirst=True)  # before those that the tier leaves out are deselected
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Choose the tier, and where a test runs: beside those that share what a module has made, or where there is room."""
+    """Choose the tier, and keep in one process the tests that share what a module has made."""
     for item in items:
         if item.path.parent.name in STARTS_RUNS and item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.full)
