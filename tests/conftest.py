@@ -15,11 +15,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what 
 settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("steady")
 CHEAP = {"group_of_one"}  # a module's fixtures that every process may make for itself
+STARTS_RUNS = ("train", "page")  # folders in which what is slow starts the command line; tests/trainer runs it inside
 
 
+@pytest.hookimpl(tryfirst=True)  # before those that the tier leaves out are deselected
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share what a module has made run in one process, the others wherever there is room."""
+    """Choose the tier, and keep in one process the tests that share what a module has made."""
     for item in items:
+        if item.path.parent.name in STARTS_RUNS and item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.full)
         if item.get_closest_marker("xdist_group"):
             continue
         fixtures = item._fixtureinfo.name2fixturedefs

@@ -1,0 +1,125 @@
+"""Bugs to plant in the trainer: a text that occurs once in the library, what is planted instead, and the check that
+must then fail. Texts are looked for in all files, so that a file may be moved."""
+
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import megabatch
+
+LIBRARY = Path(megabatch.__file__).parent
+
+
+class Bug(NamedTuple):
+    name: str
+    texts: dict[str, str]  # one of them is in the library → what is planted instead
+    check: str
+
+
+def plant(bug: Bug, folder: Path) -> None:
+    """Make a copy of the library with the bug."""
+    copy = folder / "megabatch"
+    shutil.copytree(LIBRARY, copy, ignore=shutil.ignore_patterns("__pycache__", "assets"))
+    sources = {path: path.read_text() for path in copy.rglob("*.py")}
+    found = [(path, text) for path, source in sources.items() for text in bug.texts for _ in range(source.count(text))]
+    assert len(found) == 1, f"{list(bug.texts)} occur {len(found)} times: {found}"
+    path, text = found[0]
+    path.write_text(sources[path].replace(text, bug.texts[text]))
+
+
+PLAIN, NUMBERS = "updates_are_those_of_a_plain_loop", "numbers_are_those_of_the_samples"
+EPOCHS, TAILS = "every_sample_comes_once_an_epoch", "tails_are_as_asked"
+SEEDS, EVALUATION = "seeds_decide_the_order", "evaluations_are_exact"
+RESUMED, SKIPPED = "a_killed_run_resumes_as_if_nothing_had_happened", "a_skipped_update_leaves_everything_as_it_was"
+STOPS, TWO = "a_run_that_no_longer_improves_stops", "two_ranks_do_what_one_does"
+BUGS = (
+    # What is said of an update
+    Bug("count padding in tokens a second",
+        {'("tokens", update.num_tokens) if': '("tokens", sums.padded_tokens) if',
+         '"] = update.num_tokens / seconds': '"] = sums.padded_tokens / seconds'}, NUMBERS),
+    Bug("count evaluations in the throughput",
+        {"self._start += time.perf_counter() - start": "pass",
+         "heartbeat.waits(context.step + 1)\n        context.started = time.perf_counter()":
+             "context.started = context.started or time.perf_counter()"}, NUMBERS),
+    Bug("log the norm after clipping",
+        {"else float(update.grad_norm),": "else min(float(update.grad_norm), 0.5),",
+         'scalars["grad_norm"] = update.grad_norm':
+             'scalars["grad_norm"] = update.grad_norm.clamp(max=0.5)'}, PLAIN),
+    Bug("log the padding of real tokens",
+        {"1 - update.num_tokens / sums.padded_tokens": "sums.padded_tokens / update.num_tokens - 1"}, NUMBERS),
+    Bug("count the step before",
+        {'"step": step,\n        "loss"': '"step": step - 1,\n        "loss"',
+         'return {"step": context.learner.step, "lr"': 'return {"step": context.learner.step - 1, "lr"'}, PLAIN),
+    Bug("log the mean over samples",
+        {"float(update.loss) if update.weight":
+             "float(update.loss) * update.num_samples / 4 if update.weight",
+         '{"loss": values["loss"] if values["weight"]':
+             '{"loss": values["loss"] * update.num_samples / 4 if values["weight"]'}, PLAIN),
+    # How fast, and what moves the model
+    Bug("begin the warm-up at zero",
+        {"(step + 1) / (config.warmup_steps + 1)": "step / (config.warmup_steps + 1)"}, PLAIN),
+    Bug("end the warm-up a step late",
+        {"if step < config.warmup_steps:": "if step <= config.warmup_steps:"}, PLAIN),
+    Bug("fall a step early", {"max(0, step - start)": "max(0, step + 1 - start)"}, PLAIN),
+    Bug("fall to nothing",
+        {"return config.final_lr_share + (1 - config.final_lr_share) * height": "return height"}, PLAIN),
+    Bug("decay norms and biases", {'"weight_decay": 0.0}': '"weight_decay": weight_decay}'}, PLAIN),
+    Bug("decay nothing", {'>= 2], "weight_decay": weight_decay}': '>= 2], "weight_decay": 0.0}'}, PLAIN),
+    Bug("swap the betas", {'{"betas": config.betas} if': '{"betas": config.betas[::-1]} if'}, PLAIN),
+    Bug("clip to twice the norm",
+        {"max_norm=max_norm_of(config.update))": "max_norm=2 * max_norm_of(config.update))"}, PLAIN),
+    # Which samples
+    Bug("train on what is held out",
+        {"np.setdiff1d(np.arange(len(samples)), held_out_ids)": "np.arange(len(samples))"}, EPOCHS),
+    Bug("shuffle by no seed", {"seed=config.run.seed,\n        dp_rank": "seed=0,\n        dp_rank"}, SEEDS),
+    Bug("drop a sample of each update",
+        {'state["updates"]) for number in ids]': 'state["updates"]) for number in ids[1:]]'}, EPOCHS),
+    Bug("step every tail", {"tail=config.update.tail,": 'tail="step",'}, TAILS),
+    # Evaluation
+    Bug("leave the model in evaluation mode", {"module.training = training": "pass"}, EVALUATION),
+    Bug("evaluate in training mode",
+        {"            model.eval()\n            yield": "            yield"}, EVALUATION),
+    Bug("evaluate the weights and not their average",
+        {"else self._average.swapped()": "else contextlib.nullcontext()",
+         "context.evaluated_weights = self._average.swapped": "pass"}, EVALUATION),
+    Bug("go on with the average", {"            self._put(kept)": "            pass"}, EVALUATION),
+    Bug("decay the average the wrong way",
+        {"averages, weights, 1 - self._decay)": "averages, weights, self._decay / 2)",
+         "get_ema_multi_avg_fn(decay)": "get_ema_multi_avg_fn(1 - decay / 2)"}, EVALUATION),
+    Bug("take a perplexity to the base two", {"math.exp(loss)": "2**loss"}, EVALUATION),
+    Bug("compare with the token before",
+        {"argmax(-1) == targets": "argmax(-1) == targets.roll(1, 1)"}, EVALUATION),
+    Bug("keep the last microbatch alone",
+        {"sums[name] = before + torch.stack(pair) if counted":
+             "sums[name] = torch.stack(pair) if counted"}, TWO),
+    Bug("evaluate this rank's part alone",
+        {"(before[0] + total, before[1] + weight)": "(total, weight)"}, TWO),
+    Bug("count a dummy microbatch of an evaluation", {"counted=bool(rows)": "counted=True"}, TWO),
+    Bug("stop an evaluation late",
+        {"self._num_worse >= self._patience": "self._num_worse > self._patience"}, STOPS),
+    # Skipped updates
+    Bug("average the weights of a skipped update",
+        {"self._average is not None and made.update.finite": "self._average is not None",
+         'if context.values["finite"]:\n            self._average.update()':
+             "if True:\n            self._average.update()"}, SKIPPED),
+    Bug("count a skipped update's samples as none",
+        {"len(asked.items), is_skipped=True": "0, is_skipped=True",
+         'context.row["skipped_samples"] = len(left_out)': 'context.row["skipped_samples"] = 0'}, SKIPPED),
+    # Resuming
+    Bug("resume with the first samples",
+        {'self._updates.load_state_dict(saved["updates"])': "pass",
+         "part.load_state_dict(meta[name])": "pass"}, RESUMED),
+    Bug("skip an update on resume",
+        {"sampler.load_state_dict(state)\n        n":
+             "sampler.load_state_dict(state)\n        state['updates'] and next(iter(sampler))\n        n"}, RESUMED),
+    Bug("resume with new weights",
+        {"load(path, self._state)": "pass",
+         "load(checkpoint, context.saved)": "pass"}, RESUMED),
+    Bug("draw other dropout after a resume",
+        {"self._ranks.seed(self._config.run.seed, step, *later)":
+             "self._ranks.seed(id(self), step, *later)",
+         "self.ranks.seed(self.config.run.seed, self.learner.step + 1, *call)":
+             "self.ranks.seed(id(self), self.learner.step + 1, *call)"}, RESUMED),
+    Bug("keep the rows after the checkpoint", {'row["step"] < step or': "True or"}, RESUMED),
+    Bug("forget the average on resume", {"average.copy_(state[name])": "pass"}, RESUMED),
+)  # fmt: skip
