@@ -25,7 +25,7 @@ from megabatch.train.data.updates import Updates
 from megabatch.train.model.batch_learning_rate import follow, rate_factor
 from megabatch.train.model.build import Laid
 from megabatch.train.runtime.console import Console
-from megabatch.train.runtime.memory_shortage import split_words
+from megabatch.train.runtime.oom_limit import split_words
 from megabatch.train.runtime.ranks import Ranks
 
 

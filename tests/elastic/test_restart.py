@@ -15,8 +15,8 @@ from megabatch import MegabatchError
 from megabatch.train.checkpoints import run_lock as starting
 from megabatch.train.config import Config, ModelConfig, RunConfig, UpdateConfig
 from megabatch.train.runtime.console import Console
-from megabatch.train.runtime.elastic_attempt import NO_JOB, Job, meet_apart
 from megabatch.train.runtime.ranks import Ranks
+from megabatch.train.runtime.rendezvous import NO_JOB, Job, meet_apart
 from tests.train.conftest import Bench
 from tests.train.processes import CONTEXT, overrides
 from tests.train.test_resume import states_of, timeless

@@ -18,8 +18,8 @@ from megabatch.train.checkpoints.retention import Shelf
 from megabatch.train.checkpoints.run_folder import write_if_room
 from megabatch.train.checkpoints.writer import Retry
 from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.files import Patient
 from megabatch.train.runtime.ranks import Ranks
-from megabatch.train.runtime.retrying_appender import Patient
 from tests.train.conftest import Bench
 from tests.train.full_disks import filling, small_disk
 from tests.train.on_ranks import on_ranks

@@ -11,7 +11,7 @@ from megabatch.train.plan.choices import Choice
 from megabatch.train.plan.command import plan_recipe
 from megabatch.train.plan.rows import NO, RUN, TIGHT, YES, Row
 from megabatch.train.plan.search import with_best_first
-from megabatch.train.runtime.memory_shortage import stated_words
+from megabatch.train.runtime.oom_limit import stated_words
 from tests.train.conftest import Bench
 from tests.train.processes import overrides
 from tests.train.test_plan import LLAMA

@@ -9,7 +9,7 @@ import torch
 
 from megabatch import Plan
 from megabatch.train.config import RunConfig
-from megabatch.train.runtime.memory_shortage import split_words
+from megabatch.train.runtime.oom_limit import split_words
 from megabatch.train.runtime.ranks import Ranks
 from tests.train.conftest import NO_DROPOUT, Bench
 

@@ -14,7 +14,7 @@ from megabatch.planning import TunedLimit
 from megabatch.train.config import Config
 from megabatch.train.config.byte_sizes import read_bytes
 from megabatch.train.model.precision import accumulation_of, computing
-from megabatch.train.runtime.memory_shortage import noted
+from megabatch.train.runtime.oom_limit import noted
 
 KEYS = {  # what the library calls a setting → what a recipe does
     "memory_bytes": "update.memory",

@@ -14,7 +14,7 @@ from megabatch.train.config import Config, UpdateConfig
 from megabatch.train.data.load import Data
 from megabatch.train.data.updates import Updates
 from megabatch.train.model.build import Laid
-from megabatch.train.runtime.memory_shortage import stated_words
+from megabatch.train.runtime.oom_limit import stated_words
 from megabatch.train.runtime.ranks import Ranks
 
 

@@ -27,7 +27,7 @@ from megabatch.train.data.stream import Stream
 from megabatch.train.data.updates import Updates
 from megabatch.train.model.build import Laid
 from megabatch.train.runtime.console import Console
-from megabatch.train.runtime.memory_shortage import LEARNED, noted
+from megabatch.train.runtime.oom_limit import LEARNED, noted
 from megabatch.train.runtime.ranks import Ranks
 
 KEY = "bound"  # of a checkpoint's meta

@@ -30,7 +30,7 @@ from megabatch.train.data.load import Data
 from megabatch.train.data.stream import Stream
 from megabatch.train.model.build import Laid
 from megabatch.train.model.precision import accumulation_of
-from megabatch.train.runtime.memory_shortage import LEARNED, noted
+from megabatch.train.runtime.oom_limit import LEARNED, noted
 from megabatch.train.runtime.ranks import Ranks
 
 KEY = "sync"  # of a checkpoint's meta

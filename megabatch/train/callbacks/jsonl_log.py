@@ -10,7 +10,7 @@ from typing import Any
 
 from megabatch.train.callbacks.metrics import Row, read_rows
 from megabatch.train.checkpoints.paths import replace_text
-from megabatch.train.runtime.retrying_appender import Patient
+from megabatch.train.runtime.files import Patient
 
 
 class Journal:

@@ -18,8 +18,8 @@ from megabatch.train.callbacks.tracking import Tracking
 from megabatch.train.checkpoints.paths import replace_text
 from megabatch.train.config import Config
 from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.files import Patient
 from megabatch.train.runtime.ranks import Ranks
-from megabatch.train.runtime.retrying_appender import Patient
 
 Row = dict[str, Any]
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from megabatch.train.runtime.retrying_appender import Patient
+from megabatch.train.runtime.files import Patient
 
 VERSION = "brain.Event:2"  # of the format, in a file's first record
 Event = cast(Any, event_pb2).Event

@@ -33,9 +33,9 @@ from megabatch.train.config import Config
 from megabatch.train.config.recipe import load_config
 from megabatch.train.model.optimizer import settings_of
 from megabatch.train.runtime.console import Console
-from megabatch.train.runtime.elastic_attempt import Job
-from megabatch.train.runtime.memory_shortage import has_learned, wait_for_learned
+from megabatch.train.runtime.oom_limit import has_learned, wait_for_learned
 from megabatch.train.runtime.ranks import Ranks
+from megabatch.train.runtime.rendezvous import Job
 
 LOCK = ".lock"
 SAVED = re.compile(rb"  saved .*(step-\d+)$")  # a line of the log

@@ -25,7 +25,7 @@ from megabatch.train.report import command as page
 from megabatch.train.report.server import watch
 from megabatch.train.runtime.exit import CRASHED, FAILED, drop_output
 from megabatch.train.runtime.heartbeat import Pulse
-from megabatch.train.runtime.memory_shortage import noting
+from megabatch.train.runtime.oom_limit import noting
 from megabatch.train.runtime.ranks import FailedError, Meeting, fail, join, meeting
 from megabatch.train.runtime.signals import Stop
 from megabatch.train.training_course import Course

@@ -25,7 +25,7 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
-from megabatch.train.runtime.retrying_appender import DISK_FULL, Patient
+from megabatch.train.runtime.files import DISK_FULL, Patient
 
 SECONDS_TO_SHOW = 2.0  # what is over sooner is not worth a line
 SECONDS_BETWEEN_LINES = 5.0

@@ -25,9 +25,9 @@ from torch.distributed.rendezvous import rendezvous
 from megabatch.errors import MegabatchError
 from megabatch.train.config import Config
 from megabatch.train.config.parallel_layout import ALONE, Layout, layout_of
-from megabatch.train.runtime.elastic_attempt import NO_JOB, Job, meet_apart
 from megabatch.train.runtime.exit import CRASHED, FAILED, UNREAD, drop_output, end_of, leave_now
-from megabatch.train.runtime.retrying_appender import DISK_FULL
+from megabatch.train.runtime.files import DISK_FULL
+from megabatch.train.runtime.rendezvous import NO_JOB, Job, meet_apart
 
 ADDRESS = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun tells a process besides its RANK
 PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
