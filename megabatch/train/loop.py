@@ -13,7 +13,7 @@ from megabatch.train.checkpoints.manager import Keeper, identity_of
 from megabatch.train.checkpoints.mid_update import Partial
 from megabatch.train.checkpoints.retention import resumed_from
 from megabatch.train.checkpoints.run_folder import write_plan
-from megabatch.train.checkpoints.run_lock import begin, check_folder
+from megabatch.train.checkpoints.run_lock import check_run_folder, open_run_folder
 from megabatch.train.checkpoints.writer import Writer
 from megabatch.train.config import Config
 from megabatch.train.data.load import load_data
@@ -37,7 +37,7 @@ class Trainer:
     def __init__(self, config: Config, ranks: Ranks, course: Course) -> None:
         self.config, self.ranks, self.course, self.folder = config, ranks, course, Path(config.run.folder)
         self.console = Console(enabled=ranks.is_main, loss_digits=10 if config.model.dtype == "float64" else 4)
-        check_folder(self.folder, config, ranks)
+        check_run_folder(self.folder, config, ranks)
         self.checkpoint = resumed_from(config.run, ranks, self.console)
         self.chosen = saved_choices(config, ranks, self.checkpoint)
         loss_fn = load_function(config.loss.function, "loss.function")
@@ -92,7 +92,7 @@ class Trainer:
             self.keeper.resume(self.identity, self.checkpoint)
             self.console.say(f"resumed from {self.checkpoint}")
         is_new = self.checkpoint is None
-        begin(self.folder, self.config, self.ranks, self.console, is_new=is_new)
+        open_run_folder(self.folder, self.config, self.ranks, self.console, is_new=is_new)
         self.metrics.cut(-1 if is_new else self.learner.step, self.config.eval.every)
         parts = (self.learner, self.loss_fn, self.data, self.updates, self.laid, self.ranks)
         self.chosen = self.keeper.chosen = choose_rest(self.chosen, self.config, *parts)

@@ -25,7 +25,7 @@ from megabatch.train.data.updates import Updates
 from megabatch.train.model.batch_learning_rate import follow, rate_factor
 from megabatch.train.model.build import Laid
 from megabatch.train.runtime.console import Console
-from megabatch.train.runtime.oom_limit import split_words
+from megabatch.train.runtime.oom_limit import report_split
 from megabatch.train.runtime.ranks import Ranks
 
 
@@ -88,7 +88,7 @@ class Updating:
         """Say the row, and what is remarkable about its update. Collective."""
         self._console.update(row)
         if "num_split" in row and self.plan is not None:
-            self._console.say(split_words(self._config.run, self.plan, self._learner.gradient.oom_limit, self._ranks))
+            self._console.say(report_split(self._config.run, self.plan, self._learner.gradient.oom_limit, self._ranks))
         for line in self._stragglers.words():
             self._console.warn(line)
         num_samples, size = row["num_samples"] + row.get("skipped_samples", 0), self._updates.size

@@ -5,15 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from megabatch import Learner, MegabatchError
-from megabatch.train.runtime.heartbeat import Pulse
+from megabatch.train.runtime.heartbeat import Heartbeat
 from megabatch.train.runtime.ranks import Ranks
-from megabatch.train.runtime.signals import Stop
+from megabatch.train.runtime.signals import StopSignal
 
 
 class Course:
     """Hands out updates until the run is over, or a signal has come and the ranks have agreed on it."""
 
-    def __init__(self, stop: Stop, pulse: Pulse, ranks: Ranks) -> None:
+    def __init__(self, stop: StopSignal, pulse: Heartbeat, ranks: Ranks) -> None:
         self._stop, self._pulse, self._ranks = stop, pulse, ranks
 
     @property
@@ -27,7 +27,7 @@ class Course:
         """This rank's samples of each update, until the run is over. Collective."""
         rest = iter(updates)
         while not is_over() and not self.is_stopped:
-            self._pulse.waits(learner.step + 1)
+            self._pulse.wait_for_samples(learner.step + 1)
             try:
                 batch = next(rest, None)
             except MegabatchError:
@@ -36,7 +36,7 @@ class Course:
             if batch is None:
                 return
             self._stop.has_begun = True
-            self._pulse.works(learner.step + 1)
+            self._pulse.start_update(learner.step + 1)
             yield batch
             if not is_over():
                 self._stop.agree(self._ranks)

@@ -18,9 +18,10 @@ from megabatch.train.config.parallel_layout import layout_of
 from megabatch.train.config.recipe import load_config
 from megabatch.train.loop import Trainer
 from megabatch.train.runtime.console import Console
-from megabatch.train.runtime.heartbeat import Pulse
-from megabatch.train.runtime.ranks import Meeting, Ranks
-from megabatch.train.runtime.signals import Stop
+from megabatch.train.runtime.heartbeat import Heartbeat
+from megabatch.train.runtime.ranks import Ranks
+from megabatch.train.runtime.rendezvous import Rendezvous
+from megabatch.train.runtime.signals import StopSignal
 from megabatch.train.training_course import Course
 from tests.elastic.damages import KINDS, step_to_expect
 from tests.train.conftest import RECIPE, some_pairs, write_pairs
@@ -47,7 +48,7 @@ def trials(ranks: Ranks, folder: Path, overrides: list[str], kinds: list[str], s
     given = [f"--data.cache={folder / 'cache'}", "--run.save_every=2", "--run.keep_best=true", *overrides]
     config = load_config(folder / "recipe.toml", given)
     there = Ranks(ranks.rank, ranks.size, ranks.device, layout_of(config.parallel, ranks.size))
-    trainer = Trainer(config, there, Course(Stop(speaks=False), Pulse(Meeting(), None), there))
+    trainer = Trainer(config, there, Course(StopSignal(speaks=False), Heartbeat(Rendezvous(), None), there))
     states: dict[int, Any] = {}
     trainer.listener = lambda event: states.update({event.step: state_of(trainer)})
     trainer.fit()

@@ -19,9 +19,10 @@ from megabatch.train.config import Config
 from megabatch.train.config.parallel_layout import layout_of
 from megabatch.train.config.recipe import load_config
 from megabatch.train.loop import Trainer
-from megabatch.train.runtime.heartbeat import Pulse
-from megabatch.train.runtime.ranks import Meeting, Ranks
-from megabatch.train.runtime.signals import Stop
+from megabatch.train.runtime.heartbeat import Heartbeat
+from megabatch.train.runtime.ranks import Ranks
+from megabatch.train.runtime.rendezvous import Rendezvous
+from megabatch.train.runtime.signals import StopSignal
 from megabatch.train.training_course import Course
 from tests.comm.counting import Collectives
 from tests.comm.jobs import held
@@ -41,7 +42,7 @@ def trainer_of(ranks: Ranks, recipe: Path, overrides: Sequence[str]) -> Trainer:
     """The recipe's, made and not run."""
     config = load_config(recipe, list(overrides))
     there = replace(ranks, layout=layout_of(config.parallel, ranks.size))
-    return Trainer(config, there, Course(Stop(speaks=False), Pulse(Meeting(), None), there))
+    return Trainer(config, there, Course(StopSignal(speaks=False), Heartbeat(Rendezvous(), None), there))
 
 
 def capped(config: Config, num_bytes: float, **update: Any) -> Config:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import megabatch.train.runtime.ranks as ranks_module
+import megabatch.train.runtime.exit as exit_module
 from megabatch.errors import MegabatchError
 from megabatch.train.cli.doctor import proof
 from megabatch.train.cli.doctor.command import examine, read_folder
@@ -20,7 +20,8 @@ from megabatch.train.cli.doctor.deadline import Deadline
 from megabatch.train.cli.doctor.facts import Facts, device_finding, memory_finding, version_finding
 from megabatch.train.cli.doctor.places import folder_finding, hub_finding, unreachable
 from megabatch.train.cli.init.hardware import seen_gpus
-from megabatch.train.runtime.ranks import Meeting, Ranks
+from megabatch.train.runtime.ranks import Ranks
+from megabatch.train.runtime.rendezvous import Rendezvous
 from tests.train.on_ranks import on_ranks
 from tests.train.processes import CONTEXT, Run, rank_environment
 from tests.unit.small import unseen
@@ -88,7 +89,7 @@ def late(rank: int, port: int, log: str, waits: bool) -> None:
     import os
 
     os.environ |= rank_environment(rank, 2, port)
-    with open(log, "w") as told, contextlib.redirect_stderr(told), ranks_module.meeting() as met:
+    with open(log, "w") as told, contextlib.redirect_stderr(told), exit_module.exit_together() as met:
         deadline = Deadline(met, 1.5)
         if rank == 1 and not waits:
             time.sleep(60)
@@ -125,8 +126,8 @@ def test_what_a_rank_cannot_do_is_one_line_and_status_1(
         raise RuntimeError("CUDA error: invalid device ordinal\nCUDA kernel errors ...")
 
     monkeypatch.setattr("megabatch.train.cli.doctor.command.join", broken)
-    with pytest.raises(ranks_module.FailedError) as raised:
-        examine(["--folder", str(tmp_path)], Meeting())
+    with pytest.raises(exit_module.FailedError) as raised:
+        examine(["--folder", str(tmp_path)], Rendezvous())
     assert raised.value.status == 1
     assert capsys.readouterr().err == (
         "megabatch: doctor: taking a device and joining the others: RuntimeError: CUDA error: invalid device ordinal "

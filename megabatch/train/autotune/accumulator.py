@@ -14,7 +14,7 @@ from megabatch.planning import TunedLimit
 from megabatch.train.config import Config
 from megabatch.train.config.byte_sizes import read_bytes
 from megabatch.train.model.precision import accumulation_of, computing
-from megabatch.train.runtime.oom_limit import noted
+from megabatch.train.runtime.oom_limit import load_oom_limit
 
 KEYS = {  # what the library calls a setting → what a recipe does
     "memory_bytes": "update.memory",
@@ -44,7 +44,7 @@ def accumulator_of(
             )
     except PlanError as error:
         raise PlanError(in_keys(str(error))) from error
-    gradient.lower_limit(noted(config.run))
+    gradient.lower_limit(load_oom_limit(config.run))
     return gradient
 
 

@@ -14,7 +14,7 @@ from megabatch.train.config import Config, UpdateConfig
 from megabatch.train.data.load import Data
 from megabatch.train.data.updates import Updates
 from megabatch.train.model.build import Laid
-from megabatch.train.runtime.oom_limit import stated_words
+from megabatch.train.runtime.oom_limit import lowered_settings
 from megabatch.train.runtime.ranks import Ranks
 
 
@@ -32,7 +32,7 @@ class Chosen:
 
     def said(self, update: UpdateConfig, learned: Learned | None) -> list[str]:
         """What is to be said of it, and of a bound that the recipe gives; ``learned``: since memory has run out."""
-        of_bound = stated_words(update, learned) if self.bound is None else self.bound.words
+        of_bound = lowered_settings(update, learned) if self.bound is None else self.bound.words
         return [*of_bound, *self.policy.words]
 
     def meta(self, fit: TunedLimit | None) -> dict[str, object]:

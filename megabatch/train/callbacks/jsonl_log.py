@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megabatch.train.callbacks.metrics import Row, read_rows
-from megabatch.train.checkpoints.paths import replace_text
-from megabatch.train.runtime.files import Patient
+from megabatch.train.runtime.files import RetryingAppender, replace_text
 
 
 class Journal:
@@ -18,12 +17,12 @@ class Journal:
 
     def __init__(self, path: Path, *, enabled: bool) -> None:
         self._path, self._enabled = path, enabled
-        self._lines = Patient(path)
+        self._lines = RetryingAppender(path)
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add one line, written at once if there is room; floats keep every digit."""
         if self._enabled:
-            self._lines.add((json.dumps(row, allow_nan=False) + "\n").encode())
+            self._lines.append((json.dumps(row, allow_nan=False) + "\n").encode())
 
     def flush(self) -> None:
         """Write the lines that wait for room. Raises `OSError` where there is none."""

@@ -8,22 +8,20 @@ import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
-from megabatch import CostModel, MegabatchError, Plan, Update
+from megabatch import CostModel, Plan, Update
 from megabatch.train.callbacks.tensorboard import Events
 from megabatch.train.callbacks.tracking import Tracking
-from megabatch.train.checkpoints.paths import replace_text
+from megabatch.train.checkpoints.run_folder import METRICS as FILE_NAME
+from megabatch.train.checkpoints.run_folder import Row, is_evaluation, read_rows
 from megabatch.train.config import Config
 from megabatch.train.runtime.console import Console
-from megabatch.train.runtime.files import Patient
+from megabatch.train.runtime.files import RetryingAppender, replace_text
 from megabatch.train.runtime.ranks import Ranks
 
-Row = dict[str, Any]
-
-FILE_NAME = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
 
 
@@ -36,7 +34,7 @@ class MetricsFile:
     def __init__(self, folder: Path, *, enabled: bool, tensorboard: bool, tracking: Tracking | None = None) -> None:
         self._path = folder / FILE_NAME
         self._enabled = enabled
-        self._lines = Patient(self._path)
+        self._lines = RetryingAppender(self._path)
         self._folder = folder / TENSORBOARD if enabled and tensorboard else None
         self._tracking = tracking if enabled else None
         self._events: Events | None = None  # made with the first row: a folder stays as it is until then
@@ -45,7 +43,7 @@ class MetricsFile:
         """Add one row; floats keep every digit. The row of an evaluation has a "set"."""
         if not self._enabled:
             return
-        self._lines.add((json.dumps(row) + "\n").encode())
+        self._lines.append((json.dumps(row) + "\n").encode())
         if self._folder is not None:  # at once: a killed run goes on from a checkpoint, whose updates must all be there
             self._events = self._events or Events(self._folder)
             self._events.add(scalars_of(row), row["step"])
@@ -113,11 +111,6 @@ class UpdateClock:
             self._start += time.perf_counter() - start
 
 
-def is_evaluation(row: Mapping[str, Any]) -> bool:
-    """Whether the row is of an evaluation, else of an update."""
-    return "set" in row
-
-
 def scalars_of(row: Mapping[str, Any]) -> dict[str, float]:
     """TensorBoard's tag of every number in the row → the number."""
     place = f"eval/{row['set']}" if is_evaluation(row) else "train"
@@ -126,29 +119,6 @@ def scalars_of(row: Mapping[str, Any]) -> dict[str, float]:
         for key, value in row.items()
         if key != "step" and isinstance(value, int | float) and not isinstance(value, bool)
     }
-
-
-def read_rows(path: Path) -> list[Row]:
-    """The file's rows; a last line that was cut off by a kill is no row. Raises `MegabatchError` at any other line that
-    is none."""
-    *whole, cut_off = path.read_bytes().split(b"\n") if path.exists() else [b""]
-    rows: list[Row] = []
-    for number, line in enumerate(whole, start=1):
-        row = row_of(line)
-        if row is None and line.strip():
-            raise MegabatchError(f"{path} is damaged (line {number} is no row with a step); mend or delete that line")
-        rows += [] if row is None else [row]
-    last = row_of(cut_off)
-    return rows if last is None else [*rows, last]
-
-
-def row_of(line: bytes) -> Row | None:
-    """The row of a line; None where it has none."""
-    try:
-        row: Any = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError):
-        return None
-    return cast(Row, row) if isinstance(row, dict) and type(cast(Row, row).get("step")) is int else None
 
 
 class Sums(NamedTuple):

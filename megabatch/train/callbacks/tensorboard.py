@@ -16,7 +16,7 @@ from typing import Any, cast
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from megabatch.train.runtime.files import Patient
+from megabatch.train.runtime.files import RetryingAppender
 
 VERSION = "brain.Event:2"  # of the format, in a file's first record
 Event = cast(Any, event_pb2).Event
@@ -35,15 +35,15 @@ class Events:
         self._folder = folder
         with contextlib.suppress(OSError):  # `flush` makes it too
             folder.mkdir(parents=True, exist_ok=True)
-        self._file = Patient(new_file(folder))
-        self._file.add(record(file_version=VERSION))
+        self._file = RetryingAppender(new_file(folder))
+        self._file.append(record(file_version=VERSION))
         if purge_step is not None:
-            self._file.add(record(step=purge_step, session_log=SessionLog(status=SessionLog.START)))
+            self._file.append(record(step=purge_step, session_log=SessionLog(status=SessionLog.START)))
 
     def add(self, scalars: Mapping[str, float], step: int) -> None:
         """Write numbers by their tags, at a step; or let them wait, where there is no room."""
         values = [Summary.Value(tag=tag, simple_value=number) for tag, number in scalars.items()]
-        self._file.add(b"".join(record(step=step, summary=Summary(value=[value])) for value in values))
+        self._file.append(b"".join(record(step=step, summary=Summary(value=[value])) for value in values))
 
     def flush(self) -> None:
         """Write what waits. Raises `OSError` where that cannot be done."""

@@ -12,16 +12,16 @@ from typing import Any
 
 from megabatch.errors import in_one_line
 from megabatch.train.callbacks.tracker import Told, Tracker
-from megabatch.train.checkpoints.paths import replace_text
+from megabatch.train.checkpoints.run_folder import TRACKING
 from megabatch.train.config import Config
 from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.files import replace_text
 from megabatch.train.runtime.ranks import Ranks
 
 TRACKERS = {  # name → what is imported for it, the class that knows it, and what installs it
     "wandb": ("wandb", "megabatch.train.callbacks.wandb_tracker:Wandb", "wandb"),
     "mlflow": ("mlflow", "megabatch.train.callbacks.mlflow_tracker:Mlflow", "mlflow-skinny"),
 }
-FILE_NAME = "tracking.json"  # in a run's folder: which run it is for each tracker
 SECONDS_TO_FINISH = 20.0  # at the end of a run, for what is still to be sent
 
 Scalars = tuple[Mapping[str, float], int]  # numbers by their tags, and their step
@@ -55,7 +55,7 @@ class Tracking:
         self._warn()
 
     def _begin(self) -> list["Sending"]:
-        ids = Ids(self._folder / FILE_NAME) if self._names else None
+        ids = Ids(self._folder / TRACKING) if self._names else None
         return [] if ids is None else [Sending(name, self._told(), ids) for name in self._names]
 
     def _told(self) -> Told:

@@ -12,7 +12,7 @@ from megabatch.pipeline import Pipeline
 from megabatch.train.autotune.choices import Chosen
 from megabatch.train.callbacks.early_stopping import Watch
 from megabatch.train.callbacks.ema import Average, local
-from megabatch.train.checkpoints.metadata import BEST_ONLY, check_same, describe, read_meta
+from megabatch.train.checkpoints.metadata import BEST_ONLY, check_same_run, describe_run, read_meta
 from megabatch.train.checkpoints.retention import point_to_best
 from megabatch.train.checkpoints.run_folder import recipe_text
 from megabatch.train.checkpoints.tensor_files import load, states_of
@@ -80,7 +80,7 @@ class Keeper:
     def resume(self, identity: Mapping[str, Any], path: Path) -> None:
         """Bring everything to a whole checkpoint. Raises `MegabatchError` where it is of another run; collective."""
         saved = read_meta(path)
-        check_same(path, saved, dict(identity))
+        check_same_run(path, saved, dict(identity))
         self._updates.load_state_dict(saved["updates"])
         self._watch.load_state_dict(saved["watch"])
         load(path, self._state)
@@ -136,7 +136,7 @@ class StagedLearner:
 def identity_of(config: Config, data: Data, laid: Laid, updates: Updates) -> dict[str, Any]:
     """What makes a run this one, for a resumed one to compare."""
     derived = {"optim.decay_steps": decay_steps_of(config, updates.num_updates)}
-    return describe(
+    return describe_run(
         model=laid.identity, data=data.identity, settings=settings_of(config), derived=derived,
         recipe=recipe_text(config),
     )  # fmt: skip

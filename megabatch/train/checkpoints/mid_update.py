@@ -21,13 +21,21 @@ from megabatch.errors import in_one_line
 from megabatch.losses import LossFunction
 from megabatch.train.autotune.microbatch_limit import circumstances
 from megabatch.train.callbacks.ema import local
-from megabatch.train.checkpoints.checksums import Sum, first_told, problem_of, sums_of
-from megabatch.train.checkpoints.metadata import SEAL, Meta, first_difference, seal_of
-from megabatch.train.checkpoints.paths import UNFINISHED, checkpoints_of, write_through
+from megabatch.train.checkpoints.metadata import (
+    DIGEST,
+    FileDigest,
+    Meta,
+    digest_of,
+    find_changed_file,
+    first_difference,
+    hash_written_files,
+)
+from megabatch.train.checkpoints.paths import UNFINISHED, checkpoints_of
 from megabatch.train.config import Config
 from megabatch.train.data.updates import Updates
 from megabatch.train.data.worker_transfer import part_of
 from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.files import write_synced
 from megabatch.train.runtime.ranks import Ranks
 
 MICROBATCHES_A_CALL = 8  # of a rank; in each call gradients are reduced as in an update of its own
@@ -156,7 +164,8 @@ class Partial:
         if (difference := first_difference(meta["made_for"], self._made_for())) is not None:
             key, there, now = difference
             return f"{key} was {there} and is {now}"
-        return problem_of(self._folder, {name: Sum(**each) for name, each in meta["files"].items()}, self._ranks)
+        digests = {name: FileDigest(**each) for name, each in meta["files"].items()}
+        return find_changed_file(self._folder, digests, self._ranks)
 
     def _made_for(self) -> dict[str, Any]:
         """What must be the same for the update to go on; as JSON. A call's samples are places in what was dealt.
@@ -191,15 +200,15 @@ class Partial:
         def finish() -> None:
             files = {name: each._asdict() for name, each in sums.items()}
             meta = {"step": self._learner.step, "made_for": self._made_for(), "files": files}
-            write_through(here / META, json.dumps({**meta, SEAL: seal_of(meta)}, indent=1))
+            write_synced(here / META, json.dumps({**meta, DIGEST: digest_of(meta)}, indent=1))
             shutil.rmtree(self._folder, ignore_errors=True)
             here.replace(self._folder)
 
         self._ranks.on_main(begin, str(here))
         problem = problem_of_writing(lambda: torch.save(state, here / file_of(self._ranks)))
-        if (told := first_told([problem] if problem else [], self._ranks)) is not None:
+        if (told := self._ranks.first_problem(problem)) is not None:
             raise MegabatchError(f"cannot write {here} ({told}); make room for it")
-        sums = sums_of(here, self._ranks)
+        sums = hash_written_files(here, self._ranks)
         self._ranks.on_main(finish, str(self._folder))
         self._console.say(f"update {self._learner.step + 1} is saved after {calls_text(self._calls)}")
 
@@ -265,6 +274,6 @@ def read_meta(path: Path) -> tuple[str, dict[str, Any]]:
         return "", {}
     except (OSError, ValueError, RecursionError) as error:
         return f"{path.name}: {in_one_line(error)}", {}
-    if not isinstance(meta, dict) or meta.get(SEAL) != seal_of(cast(Meta, meta)):
+    if not isinstance(meta, dict) or meta.get(DIGEST) != digest_of(cast(Meta, meta)):
         return f"{path.name} is not what was written: its SHA-256 is another", {}
     return "", cast(Meta, meta)

@@ -11,7 +11,7 @@ from typing import NoReturn
 from megabatch.errors import MegabatchError
 from megabatch.train.callbacks.tracking import holds_the_end
 from megabatch.train.checkpoints.run_folder import recipe_of
-from megabatch.train.checkpoints.run_lock import gone_on_with
+from megabatch.train.checkpoints.run_lock import resume_if_restarted
 from megabatch.train.cli.doctor.command import examine
 from megabatch.train.cli.front import answer
 from megabatch.train.cli.usage import ALONE, COMMANDS, USAGE, WITH_RECIPE, parted
@@ -23,11 +23,12 @@ from megabatch.train.model.export import export
 from megabatch.train.plan.command import plan_recipe
 from megabatch.train.report import command as page
 from megabatch.train.report.server import watch
-from megabatch.train.runtime.exit import CRASHED, FAILED, drop_output
-from megabatch.train.runtime.heartbeat import Pulse
-from megabatch.train.runtime.oom_limit import noting
-from megabatch.train.runtime.ranks import FailedError, Meeting, fail, join, meeting
-from megabatch.train.runtime.signals import Stop
+from megabatch.train.runtime.exit import CRASHED, FAILED, FailedError, drop_output, exit_together, fail
+from megabatch.train.runtime.heartbeat import Heartbeat
+from megabatch.train.runtime.oom_limit import saving_oom_limit
+from megabatch.train.runtime.ranks import init_ranks
+from megabatch.train.runtime.rendezvous import Rendezvous
+from megabatch.train.runtime.signals import StopSignal
 from megabatch.train.training_course import Course
 
 MERGED = "--merged"  # of export
@@ -49,14 +50,14 @@ def main() -> NoReturn:
 def run(arguments: list[str]) -> int:
     """Do what the arguments say; the exit status."""
     try:
-        with meeting() as met:
+        with exit_together() as met:
             command(arguments, met)
     except FailedError as failed:
         return failed.status
     return 0
 
 
-def command(arguments: list[str], met: Meeting) -> None:
+def command(arguments: list[str], met: Rendezvous) -> None:
     """One of the commands, or help."""
     if not arguments:
         fail(met, f"megabatch: no command; {USAGE}", FAILED)
@@ -81,7 +82,7 @@ def command(arguments: list[str], met: Meeting) -> None:
         )
 
 
-def with_recipe(name: str, arguments: list[str], met: Meeting) -> None:
+def with_recipe(name: str, arguments: list[str], met: Rendezvous) -> None:
     """Read the recipe, and train with it, plan it or verify it."""
     recipe = Path(arguments[0]) if arguments and not arguments[0].startswith("-") else None
     if recipe is None:
@@ -94,13 +95,13 @@ def with_recipe(name: str, arguments: list[str], met: Meeting) -> None:
         train(config_of(recipe, arguments[1:]), met)
 
 
-def train(config: Config, met: Meeting) -> None:
+def train(config: Config, met: Rendezvous) -> None:
     """Train to the end, or until a signal stops the run between two updates; then with the status asked for."""
-    stop, pulse = Stop(speaks=met.rank == 0), Pulse(met, config.run.answer_within_seconds)
-    with stop.listening():
-        ranks = join(met, config)
-        with noting(config.run, ranks), pulse.beating():
-            Trainer(gone_on_with(config, ranks), ranks, Course(stop, pulse, ranks)).fit()
+    stop, pulse = StopSignal(speaks=met.rank == 0), Heartbeat(met, config.run.answer_within_seconds)
+    with stop.handling():
+        ranks = init_ranks(met, config)
+        with saving_oom_limit(config.run, ranks), pulse.running():
+            Trainer(resume_if_restarted(config, ranks), ranks, Course(stop, pulse, ranks)).fit()
     if stop.agreed is not None and config.run.stopped_status:
         raise FailedError(config.run.stopped_status)
 
@@ -113,17 +114,17 @@ def config_of(recipe: Path, overrides: list[str]) -> Config:
     return load_config(recipe_of(recipe), [*here, *overrides])
 
 
-def plan(recipe: Path, arguments: list[str], met: Meeting) -> None:
+def plan(recipe: Path, arguments: list[str], met: Rendezvous) -> None:
     """Print what fits and what it costs; on any machine, alone."""
     if met.size > 1:
         raise MegabatchError(f"plan runs in one process and was started in {met.size}; say --world {met.size} instead")
     plan_recipe(recipe_of(recipe) if recipe.is_dir() else recipe, arguments)
 
 
-def verify(config: Config, met: Meeting) -> None:
+def verify(config: Config, met: Rendezvous) -> None:
     """Print the verification of a recipe; status 1 where the gradient depends on the cut."""
     plain = plain_config(config)
-    verification = verify_recipe(plain, join(met, plain))
+    verification = verify_recipe(plain, init_ranks(met, plain))
     if not verification.ok:
         raise FailedError(CRASHED)
 

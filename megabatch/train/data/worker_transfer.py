@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Sampler
 from megabatch.batching import Deferred
 from megabatch.errors import MegabatchError
 from megabatch.train.config import Config
-from megabatch.train.runtime.exit import leave_to_parent
+from megabatch.train.runtime.exit import ignore_signals_in_worker
 
 State = dict[str, Any]  # JSON
 Share = tuple[list[int], State]  # sample ids of an update, and the state after it
@@ -58,7 +58,7 @@ def options(num_workers: int) -> dict[str, Any]:
 def begin_worker(number: int) -> None:
     """Keep a forked tokenizer from warning that it starts no threads, and signals for the process that trains."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    leave_to_parent()
+    ignore_signals_in_worker()
 
 
 def from_workers(loader: "DataLoader[Delivery]", config: Config) -> Iterator[Delivery]:

@@ -14,14 +14,15 @@ from megabatch.train.cli.doctor.proof import proof_of, wrappers
 from megabatch.train.cli.help import EXAMPLE
 from megabatch.train.cli.usage import parted
 from megabatch.train.config import ParallelConfig
-from megabatch.train.runtime.exit import CRASHED
-from megabatch.train.runtime.ranks import PEER_GONE, FailedError, Meeting, Ranks, fail, join
+from megabatch.train.runtime.exit import CRASHED, PEER_GONE, FailedError, fail
+from megabatch.train.runtime.ranks import Ranks, init_ranks
+from megabatch.train.runtime.rendezvous import Rendezvous
 
 Result = TypeVar("Result")
 SECONDS = 60.0  # for a stage; a GPU's first sum over ranks of many nodes takes a few
 
 
-def examine(arguments: list[str], met: Meeting, seconds: float = SECONDS) -> None:
+def examine(arguments: list[str], met: Rendezvous, seconds: float = SECONDS) -> None:
     """Print what is found; one rank speaks. Raises `FailedError` with status 1 where something fails, `MegabatchError`
     for arguments that cannot be read."""
     folder = read_folder(arguments)
@@ -47,7 +48,7 @@ def read_folder(arguments: list[str]) -> Path:
 class Examination:
     """Stage after stage, in the same order on every rank; what a rank cannot do ends all of them, and it is named."""
 
-    def __init__(self, met: Meeting, folder: Path, deadline: Deadline) -> None:
+    def __init__(self, met: Rendezvous, folder: Path, deadline: Deadline) -> None:
         self._met, self._folder, self._deadline = met, folder, deadline
 
     def findings(self) -> Iterator[Finding]:
@@ -62,7 +63,7 @@ class Examination:
             yield self._stage(f"an update through {name}", partial(proof_of, name, wrap, ranks))
 
     def _join(self) -> Ranks:
-        return join(self._met, EXAMPLE.model_copy(update={"parallel": ParallelConfig(wrapper="ddp")}))
+        return init_ranks(self._met, EXAMPLE.model_copy(update={"parallel": ParallelConfig(wrapper="ddp")}))
 
     def _stage(self, name: str, work: Callable[[], Result]) -> Result:
         with self._deadline.of(name):

@@ -8,8 +8,8 @@ from typing import Any, NoReturn, cast
 
 from torch.distributed.distributed_c10d import Store
 
-from megabatch.train.runtime.exit import CRASHED, leave_now
-from megabatch.train.runtime.ranks import FAILURE, Meeting
+from megabatch.train.runtime.exit import CRASHED, FAILURE, leave_now
+from megabatch.train.runtime.rendezvous import Rendezvous
 
 STORE_FAILS = (RuntimeError, ValueError)  # it went away with the process that held it
 
@@ -21,7 +21,7 @@ class Deadline:
         seconds: Of a stage, from when this rank has come to it.
     """
 
-    def __init__(self, met: Meeting, seconds: float) -> None:
+    def __init__(self, met: Rendezvous, seconds: float) -> None:
         self._met, self._seconds = met, seconds
         self._store = None if met.store is None else cast(Store, cast(Any, met.store).clone())
 

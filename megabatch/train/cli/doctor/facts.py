@@ -3,6 +3,7 @@
 import json
 import platform
 import socket
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
@@ -12,7 +13,8 @@ from torch.cuda import nccl
 
 import megabatch
 from megabatch.autotune import free_on
-from megabatch.train.checkpoints.run_folder import counted, device_name, version_of
+from megabatch.train.checkpoints.metadata import installed_version
+from megabatch.train.checkpoints.run_folder import device_name
 from megabatch.train.cli.doctor.finding import Finding
 from megabatch.train.cli.init.hardware import seen_gpus
 from megabatch.train.config.byte_sizes import GIB, gib_text
@@ -38,7 +40,7 @@ def facts_of(device: torch.device) -> Facts:
     versions = {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "transformers": version_of("transformers"),
+        "transformers": installed_version("transformers"),
         "megabatch": megabatch.__version__,
         "CUDA": torch.version.cuda if is_gpu else None,
         "NCCL": ".".join(map(str, nccl.version())) if is_gpu and dist.is_nccl_available() else None,
@@ -57,7 +59,7 @@ def findings_of(facts: Sequence[Facts], device: torch.device) -> Iterator[Findin
     yield version_finding(facts)
     yield device_finding(facts, device)
     yield memory_finding(facts)
-    hosts = counted([each.host for each in facts])
+    hosts = Counter([each.host for each in facts])
     backend = dist.get_backend() if device.type == "cpu" else "nccl, and gloo for what is on the CPU"
     yield Finding("ok", "ranks", f"{len(facts)} on {len(hosts)} {'host' if len(hosts) == 1 else 'hosts'}, by {backend}")
 
@@ -81,7 +83,7 @@ def version_finding(facts: Sequence[Facts]) -> Finding:
 
 def device_finding(facts: Sequence[Facts], device: torch.device) -> Finding:
     """Who makes the devices; a GPU is one rank's."""
-    text = " and ".join(f"{count} x {name}" for name, count in counted([each.device for each in facts]).items())
+    text = " and ".join(f"{count} x {name}" for name, count in Counter([each.device for each in facts]).items())
     places = [(each.host, each.device_id) for each in facts]
     for rank, place in enumerate(places):
         if place[1] and places.index(place) < rank:

@@ -8,9 +8,9 @@ from pathlib import Path
 from huggingface_hub import constants
 
 from megabatch.errors import in_one_line
-from megabatch.train.checkpoints.run_folder import is_writable
 from megabatch.train.cli.doctor.finding import Finding
 from megabatch.train.config.byte_sizes import GIB, gib_text
+from megabatch.train.runtime.files import is_writable
 
 SCARCE_BYTES = 5 * GIB  # of a disk: less than that is soon full of checkpoints
 SECONDS_TO_ANSWER = 2.0

@@ -9,12 +9,12 @@ from typing import TypeVar
 from rich.prompt import Prompt
 
 from megabatch.errors import MegabatchError
-from megabatch.train.checkpoints.paths import write_new
 from megabatch.train.cli.init.hardware import Hardware, read_hardware, seen_hardware
 from megabatch.train.cli.init.look import STDLIB, look
 from megabatch.train.cli.init.model import SMALL, read_model
 from megabatch.train.cli.init.text import launch, recipe
 from megabatch.train.cli.usage import parted
+from megabatch.train.runtime.files import write_new
 
 Answer = TypeVar("Answer")
 
