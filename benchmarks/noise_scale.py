@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
-from megabatch.train.data.updates import NumUpdates
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import result
@@ -21,13 +20,14 @@ from megabatch.train.autotune.sync_policy import Policy
 from megabatch.train.callbacks.noise_scale import NoiseScale
 from megabatch.train.config import Config
 from megabatch.train.context import Callbacks, RunContext
+from megabatch.train.data.updates import NumUpdates
 from megabatch.train.loop import make_update
-from megabatch.train.model.build import Laid
+from megabatch.train.model.build import ParallelModel
 from megabatch.train.model.wrap import Wrapper
 from megabatch.train.runtime.console import Console
-from megabatch.train.runtime.heartbeat import Pulse
-from megabatch.train.runtime.ranks import Meeting, Ranks
-from megabatch.train.runtime.signals import Stop
+from megabatch.train.runtime.heartbeat import Heartbeat
+from megabatch.train.runtime.ranks import Ranks, Rendezvous
+from megabatch.train.runtime.signals import StopSignal
 
 NUM_REPEATS, WARMUP = 30, 2
 INTERVALS = (10, 20, 50)
@@ -59,8 +59,8 @@ class Loop:
         """A run without data: samples come from here."""
         model, nowhere = self.learner.model, cast(Any, SimpleNamespace(ids=[], num_updates=NumUpdates(None, None)))
         return RunContext(
-            recipe, Ranks(0, 1, torch.device("cpu")), Console(enabled=False, loss_digits=4), Stop(speaks=False),
-            Pulse(Meeting(), None), None, nowhere, nowhere, Laid(model, model, Wrapper("plain", ""), [], [], {}),
+            recipe, Ranks(0, 1, torch.device("cpu")), Console(enabled=False, loss_digits=4), StopSignal(speaks=False),
+            Heartbeat(Rendezvous(), None), None, nowhere, nowhere, ParallelModel(model, model, Wrapper("plain", ""), [], [], {}),
             self.learner, losses.next_token, TunedChoices(None, Policy(None, {})), {},
         )  # fmt: skip
 

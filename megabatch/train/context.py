@@ -18,11 +18,11 @@ from megabatch.train.data.load import Data
 from megabatch.train.data.updates import Updates
 from megabatch.train.model.build import ParallelModel
 from megabatch.train.runtime.console import Console
-from megabatch.train.runtime.heartbeat import Pulse
+from megabatch.train.runtime.heartbeat import Heartbeat
 from megabatch.train.runtime.jsonl_file import JsonlFile, Row
 from megabatch.train.runtime.plugins import Event
 from megabatch.train.runtime.ranks import Ranks
-from megabatch.train.runtime.signals import Stop
+from megabatch.train.runtime.signals import StopSignal
 
 EVENTS = ("start", "before_update", "around_backward", "after_update", "after_evaluation", "end")
 ForwardBackward = Callable[[Sequence[Any]], Any]  # adds samples to the open update
@@ -68,8 +68,8 @@ class RunContext:
     config: Config  # the recipe
     ranks: Ranks
     console: Console  # only the main rank's speaks
-    stop: Stop  # the signals that end the run
-    heartbeat: Pulse
+    stop: StopSignal  # the signals that end the run
+    heartbeat: Heartbeat
     tokenizer: Any  # None for a dataset of your own
     data: Data
     updates: Updates  # this rank's samples of each update

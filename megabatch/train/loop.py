@@ -11,7 +11,7 @@ from megabatch.train.autotune.choices import choose_rest, saved_choices
 from megabatch.train.callbacks.checkpointing import identity_of, restore
 from megabatch.train.callbacks.order import load_callbacks, make_callbacks
 from megabatch.train.checkpoints.retention import resumed_from
-from megabatch.train.checkpoints.run_lock import begin, check_folder
+from megabatch.train.checkpoints.run_lock import check_run_folder, open_run_folder
 from megabatch.train.config import Config
 from megabatch.train.context import Callbacks, ForwardBackward, RunContext, UpdatePausedError, read_values
 from megabatch.train.data.load import load_data
@@ -21,10 +21,10 @@ from megabatch.train.model.build import build, check_loss, in_precision
 from megabatch.train.model.expert_balance import train_with_router
 from megabatch.train.model.optimizer import build_learner
 from megabatch.train.runtime.console import Console
-from megabatch.train.runtime.heartbeat import Pulse
+from megabatch.train.runtime.heartbeat import Heartbeat
 from megabatch.train.runtime.plugins import load_function
 from megabatch.train.runtime.ranks import Ranks
-from megabatch.train.runtime.signals import Stop
+from megabatch.train.runtime.signals import StopSignal
 
 
 def train(context: RunContext) -> None:
@@ -83,7 +83,7 @@ def remaining_updates(context: RunContext) -> Iterator[Sequence[Any]]:
     """Yield this rank's samples of each update until the run is over or a signal stops it. Collective."""
     stop, heartbeat, batches = context.stop, context.heartbeat, iter(context.updates)
     while not (context.is_over or context.is_stopped):
-        heartbeat.waits(context.step + 1)
+        heartbeat.wait_for_samples(context.step + 1)
         context.started = time.perf_counter()
         try:
             batch = next(batches, None)
@@ -93,7 +93,7 @@ def remaining_updates(context: RunContext) -> Iterator[Sequence[Any]]:
         if batch is None:
             return
         stop.has_begun = True
-        heartbeat.works(context.step + 1)
+        heartbeat.start_update(context.step + 1)
         context.seed = context.ranks.seed(context.config.run.seed, context.step + 1)
         context.expected_samples, context.epoch = context.updates.size, context.updates.epochs
         yield batch
@@ -101,7 +101,7 @@ def remaining_updates(context: RunContext) -> Iterator[Sequence[Any]]:
             stop.agree(context.ranks)
 
 
-def prepare_run(config: Config, ranks: Ranks, stop: Stop, heartbeat: Pulse) -> RunContext:
+def prepare_run(config: Config, ranks: Ranks, stop: StopSignal, heartbeat: Heartbeat) -> RunContext:
     """Read the data, build the model and make the callbacks. Collective.
 
     It writes nothing and finds what is wrong with the recipe.
@@ -110,7 +110,7 @@ def prepare_run(config: Config, ranks: Ranks, stop: Stop, heartbeat: Pulse) -> R
         MegabatchError: The recipe, the data or the folder do not allow the run.
     """
     console = Console(enabled=ranks.is_main, loss_digits=10 if config.model.dtype == "float64" else 4)
-    check_folder(Path(config.run.folder), config, ranks)
+    check_run_folder(Path(config.run.folder), config, ranks)
     checkpoint = resumed_from(config.run, ranks, console)
     choices = saved_choices(config, ranks, checkpoint)
     loss_fn = load_function(config.loss.function, "loss.function")
@@ -140,7 +140,7 @@ def open_run(context: RunContext) -> None:
     if context.checkpoint is not None:
         restore(context, context.checkpoint)
         context.console.say(f"resumed from {context.checkpoint}")
-    begin(context.folder, config, context.ranks, context.console, is_new=is_new)
+    open_run_folder(context.folder, config, context.ranks, context.console, is_new=is_new)
     for log in context.logs:
         log.cut(-1 if is_new else context.step)
     context.choices = choose_rest(context)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megabatch.train.runtime import heartbeat as pulse
-from megabatch.train.runtime.heartbeat import Pulse, Silence
-from megabatch.train.runtime.ranks import Meeting
+from megabatch.train.runtime import heartbeat
+from megabatch.train.runtime.heartbeat import Heartbeat, StallTimer
+from megabatch.train.runtime.rendezvous import Rendezvous
 from tests.train.conftest import Bench
 from tests.train.processes import CONTEXT, Finished, rank_environment
 from tests.train.test_ranks import live
@@ -74,12 +74,12 @@ def test_ranks_that_were_all_stopped_go_on(bench: Bench, own: Path) -> None:
 
 def test_silence_is_counted_while_this_process_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(pulse.time, "monotonic", lambda: now[0])
-    silence = Silence(5.0)
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now[0])
+    silence = StallTimer(5.0)
 
     def look(after: float, seen: object) -> float:
         now[0] += after
-        return silence.look(seen)
+        return silence.poll(seen)
 
     assert look(5, "a") == 0
     assert [look(5, "a"), look(5, "a"), look(3600, "a")] == [5, 10, 20]
@@ -92,37 +92,37 @@ def hold_store(sender: Any) -> None:
     time.sleep(100)
 
 
-def wait_long(met: Meeting, held: int) -> None:
+def wait_long(met: Rendezvous, held: int) -> None:
     """A rank that is in an update when the process that holds the store freezes."""
-    own = Pulse(met, 2.0)
-    with own.beating():
-        own.waits(7)
-        own.works(7)
+    own = Heartbeat(met, 2.0)
+    with own.running():
+        own.wait_for_samples(7)
+        own.start_update(7)
         time.sleep(1)
         if met.rank == 1:
             os.kill(held, signal.SIGSTOP)
         time.sleep(60)
 
 
-def lose_a_rank(met: Meeting) -> None:
+def lose_a_rank(met: Rendezvous) -> None:
     """A rank is killed while the other waits in what no lost peer breaks, as a collective on a device does not."""
-    own = Pulse(met, 2.0)
-    with own.beating():
-        own.works(7)
+    own = Heartbeat(met, 2.0)
+    with own.running():
+        own.start_update(7)
         time.sleep(1.5)
         if met.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60)
 
 
-def wait_for_samples(met: Meeting) -> None:
+def wait_for_samples(met: Rendezvous) -> None:
     """A rank waits for its samples for longer than others are given to answer, and goes on."""
-    own = Pulse(met, 1.0)
-    with own.beating():
+    own = Heartbeat(met, 1.0)
+    with own.running():
         if met.rank == 1:
-            own.waits(7)
+            own.wait_for_samples(7)
             time.sleep(3)
-        own.works(7)
+        own.start_update(7)
         time.sleep(1)
 
 

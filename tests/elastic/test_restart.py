@@ -15,8 +15,8 @@ from megabatch import MegabatchError
 from megabatch.train.checkpoints import run_lock as starting
 from megabatch.train.config import Config, ModelConfig, RunConfig, UpdateConfig
 from megabatch.train.runtime.console import Console
-from megabatch.train.runtime.elastic_attempt import NO_JOB, Job, meet_apart
 from megabatch.train.runtime.ranks import Ranks
+from megabatch.train.runtime.rendezvous import NO_JOB, Job, join_attempt
 from tests.train.conftest import Bench
 from tests.train.processes import CONTEXT, overrides
 from tests.train.test_resume import states_of, timeless
@@ -73,8 +73,8 @@ def test_a_run_is_gone_on_with_unasked_by_its_own_job_alone(tmp_path: Path) -> N
         run=RunConfig(folder=str(tmp_path / "run"), device="cpu"),
     )  # fmt: skip
     first, console, run = Job("one", "given", 0), Console(enabled=True, loss_digits=4), tmp_path / "run"
-    starting.begin(run, config, at(first), console, is_new=True)
-    starting.check_folder(run, config, at(Job("two")))  # which has made no update
+    starting.open_run_folder(run, config, at(first), console, is_new=True)
+    starting.check_run_folder(run, config, at(Job("two")))  # which has made no update
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
     for job, is_its_own in (
         (first, True),
@@ -86,17 +86,17 @@ def test_a_run_is_gone_on_with_unasked_by_its_own_job_alone(tmp_path: Path) -> N
         (NO_JOB, False),
     ):
         with nullcontext() if is_its_own else pytest.raises(MegabatchError, match="has made 1 update and saved none; "):
-            starting.check_folder(run, config, at(job))
-        assert not starting.gone_on_with(config, at(job)).run.resume
+            starting.check_run_folder(run, config, at(job))
+        assert not starting.resume_if_restarted(config, at(job)).run.resume
     (tmp_path / "run" / "checkpoints").mkdir()
     (tmp_path / "run" / "checkpoints" / "latest").write_text("step-1")
-    assert starting.gone_on_with(config, at(first)).run.resume
-    assert not starting.gone_on_with(config, at(Job("two", "given", 0))).run.resume
+    assert starting.resume_if_restarted(config, at(first)).run.resume
+    assert not starting.resume_if_restarted(config, at(Job("two", "given", 0))).run.resume
 
 
 def meet(port: int, rank: int, delay: float, sender: Any) -> None:
     time.sleep(delay)
-    store, job = meet_apart(dist.TCPStore("127.0.0.1", port, is_master=False), rank, 3)
+    store, job = join_attempt(dist.TCPStore("127.0.0.1", port, is_master=False), rank, 3)
     sender.send((store.add("failure", 1), job.key))
     time.sleep(1)
 

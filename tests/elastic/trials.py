@@ -20,10 +20,10 @@ from megabatch.train.config.recipe import load_config
 from megabatch.train.context import Callback, Callbacks, RunContext
 from megabatch.train.loop import prepare_run, train
 from megabatch.train.runtime.console import Console
-from megabatch.train.runtime.heartbeat import Pulse
+from megabatch.train.runtime.heartbeat import Heartbeat
 from megabatch.train.runtime.jsonl_file import METRICS, read_rows
-from megabatch.train.runtime.ranks import Meeting, Ranks
-from megabatch.train.runtime.signals import Stop
+from megabatch.train.runtime.ranks import Ranks, Rendezvous
+from megabatch.train.runtime.signals import StopSignal
 from tests.elastic.damages import KINDS, step_to_expect
 from tests.train.conftest import RECIPE, some_pairs, write_pairs
 
@@ -49,7 +49,7 @@ def trials(ranks: Ranks, folder: Path, overrides: list[str], kinds: list[str], s
     given = [f"--data.cache={folder / 'cache'}", "--run.save_every=2", "--run.keep_best=true", *overrides]
     config = load_config(folder / "recipe.toml", given)
     there = Ranks(ranks.rank, ranks.size, ranks.device, layout_of(config.parallel, ranks.size))
-    context = prepare_run(config, there, Stop(speaks=False), Pulse(Meeting(), None))
+    context = prepare_run(config, there, StopSignal(speaks=False), Heartbeat(Rendezvous(), None))
     states: dict[int, Any] = {}
     context.callbacks = Callbacks([Remember(states), *context.callbacks.all])
     train(context)

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from megabatch.train.data.updates import NumUpdates
 
 from megabatch import Learner
 from megabatch.losses import LossFunction
@@ -13,12 +12,13 @@ from megabatch.train.autotune.choices import TunedChoices
 from megabatch.train.autotune.sync_policy import Policy
 from megabatch.train.config import Config
 from megabatch.train.context import RunContext
-from megabatch.train.model.build import Laid
+from megabatch.train.data.updates import NumUpdates
+from megabatch.train.model.build import ParallelModel
 from megabatch.train.model.wrap import Wrapper
 from megabatch.train.runtime.console import Console
-from megabatch.train.runtime.heartbeat import Pulse
-from megabatch.train.runtime.ranks import Meeting, Ranks
-from megabatch.train.runtime.signals import Stop
+from megabatch.train.runtime.heartbeat import Heartbeat
+from megabatch.train.runtime.ranks import Ranks, Rendezvous
+from megabatch.train.runtime.signals import StopSignal
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
@@ -40,8 +40,8 @@ def context_of(
     """The context of a run whose samples come from elsewhere; it has no callbacks."""
     data: Any = SimpleNamespace(sets={}, counts_tokens=True, epoch_size=None, words=[])
     updates: Any = SimpleNamespace(ids=[], names=[], size=0, num_updates=NumUpdates(num_updates, num_updates))
-    model = laid or Laid(learner.gradient.model, learner.model, Wrapper(wrapper, ""), [], [], {})
+    model = laid or ParallelModel(learner.gradient.model, learner.model, Wrapper(wrapper, ""), [], [], {})
     return RunContext(
-        config or config_of(), ranks, Console(enabled=False, loss_digits=4), Stop(speaks=False),
-        Pulse(Meeting(), None), None, data, updates, model, learner, loss_fn, TunedChoices(None, Policy(None, {})), {},
+        config or config_of(), ranks, Console(enabled=False, loss_digits=4), StopSignal(speaks=False),
+        Heartbeat(Rendezvous(), None), None, data, updates, model, learner, loss_fn, TunedChoices(None, Policy(None, {})), {},
     )  # fmt: skip

@@ -20,9 +20,9 @@ from megabatch.train.config.parallel_layout import layout_of
 from megabatch.train.config.recipe import load_config
 from megabatch.train.context import RunContext
 from megabatch.train.loop import prepare_run
-from megabatch.train.runtime.heartbeat import Pulse
-from megabatch.train.runtime.ranks import Meeting, Ranks
-from megabatch.train.runtime.signals import Stop
+from megabatch.train.runtime.heartbeat import Heartbeat
+from megabatch.train.runtime.ranks import Ranks, Rendezvous
+from megabatch.train.runtime.signals import StopSignal
 from tests.comm.counting import Collectives
 from tests.comm.jobs import held
 
@@ -41,7 +41,7 @@ def context_of(ranks: Ranks, recipe: Path, overrides: Sequence[str]) -> RunConte
     """The recipe's, made and not run."""
     config = load_config(recipe, list(overrides))
     there = replace(ranks, layout=layout_of(config.parallel, ranks.size))
-    return prepare_run(config, there, Stop(speaks=False), Pulse(Meeting(), None))
+    return prepare_run(config, there, StopSignal(speaks=False), Heartbeat(Rendezvous(), None))
 
 
 def capped(config: Config, num_bytes: float, **update: Any) -> Config:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megabatch.train.checkpoints.paths import checkpoints_of, has_checkpoint, path_of
-from megabatch.train.checkpoints.retention import Shelf
+from megabatch.train.checkpoints.retention import Checkpoints
 from megabatch.train.checkpoints.tensor_files import load, states_of
 from megabatch.train.checkpoints.writer import Request, Writer, in_background, staged
 from megabatch.train.config import CheckpointConfig, Config, ModelConfig, RunConfig, UpdateConfig
@@ -80,7 +80,7 @@ def test_what_is_written_is_the_state_of_its_step_though_updates_go_on(tmp_path:
     gate.open.set()
     writer.wait()
     assert writer.written_step == 1
-    load(Shelf(tmp_path).choose(ALONE).path, {"learner": here})
+    load(Checkpoints(tmp_path).latest_valid(ALONE).path, {"learner": here})
     assert here.step == 1
     assert all(map(torch.equal, before, here.model.parameters()))
     assert not any(map(torch.equal, before, there.model.parameters()))
@@ -100,7 +100,7 @@ def test_a_run_that_fails_has_what_is_on_its_way_written_still(tmp_path: Path) -
     gate, writer = Gate(), writer_of(tmp_path)
     with pytest.raises(ValueError, match="of a loss"):
         fail_while_it_is_written(writer, {"learner": learner().state_dict(), "gate": gate}, gate)
-    assert Shelf(tmp_path).choose(ALONE).path == path_of(tmp_path, 1)
+    assert Checkpoints(tmp_path).latest_valid(ALONE).path == path_of(tmp_path, 1)
 
 
 def fail_while_it_is_written(writer: Writer, states: dict[str, Any], gate: Gate) -> None:

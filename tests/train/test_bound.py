@@ -13,7 +13,7 @@ from megabatch.errors import MicrobatchLimit
 from megabatch.planning.limits import MeasuredMicrobatch, TunedLimit
 from megabatch.train.autotune import microbatch_limit as bound
 from megabatch.train.checkpoints.metadata import first_difference, read_meta
-from megabatch.train.checkpoints.retention import Shelf
+from megabatch.train.checkpoints.retention import Checkpoints
 from megabatch.train.config import Config, ModelConfig, RunConfig, UpdateConfig
 from megabatch.train.runtime.ranks import Ranks
 from tests.train.conftest import NO_DROPOUT, Bench, write_pairs
@@ -29,7 +29,7 @@ GOING_ON = {**AUTO, "run__resume": True}
 def test_a_bound_is_kept_and_chosen_anew(bench: Bench) -> None:
     said = bench.train(**AUTO, run__max_steps=3)
     (tokens,) = re.findall(r"update\.max_microbatch_tokens ([\d,]+): predicted peak", said)
-    meta = read_meta(Shelf(bench.folder).choose(ALONE).path)
+    meta = read_meta(Checkpoints(bench.folder).latest_valid(ALONE).path)
     assert meta["bound"]["fit"]["max_microbatch_tokens"] == int(tokens.replace(",", ""))
     assert [row["step"] for row in bench.rows() if "predicted_peak_gib" in row] == [2]
     assert re.search(r"memory came to .* of the .* predicted", said)
@@ -60,10 +60,10 @@ def test_a_stream_goes_on_with_longer_samples(bench: Bench) -> None:
     values = {**AUTO, "data__streaming": True, "data__shuffle_window": 1, "optim__schedule": "constant", **NO_DROPOUT}
     values["eval__num_samples"] = 0
     bench.train(**values, run__max_steps=2)
-    chosen = read_meta(Shelf(bench.folder).choose(ALONE).path)["bound"]["fit"]
+    chosen = read_meta(Checkpoints(bench.folder).latest_valid(ALONE).path)["bound"]["fit"]
     assert chosen["longest_tokens"] < 60
     said = bench.train(**values, run__resume=True, run__max_steps=5)
-    anew = read_meta(Shelf(bench.folder).choose(ALONE).path)["bound"]["fit"]
+    anew = read_meta(Checkpoints(bench.folder).latest_valid(ALONE).path)["bound"]["fit"]
     assert anew["longest_tokens"] > 100
     assert f"update.max_microbatch_tokens {anew['max_microbatch_tokens']:,}: predicted peak" in said
     whole = bench.train(**values, run__folder=bench.path / "whole", run__max_steps=5)
@@ -78,7 +78,7 @@ def test_a_stream_goes_on_with_a_sample_longer_than_the_bound(bench: Bench, step
     values = {**AUTO, "data__streaming": True, "data__shuffle_window": 1, "optim__schedule": "constant", **NO_DROPOUT}
     values |= {"eval__num_samples": 0, "checkpoint__partial": partial}
     bench.train(**values, run__max_steps=step)
-    kept = read_meta(Shelf(bench.folder).choose(ALONE).path)["bound"]
+    kept = read_meta(Checkpoints(bench.folder).latest_valid(ALONE).path)["bound"]
     rewrite(bench.folder, step, {**kept, "fit": kept["fit"] | {"max_microbatch_tokens": 60}})
     said = bench.train(**values, run__resume=True)
     lines = re.findall(r"update\.max_microbatch_tokens ([\d,]+): predicted peak", said)

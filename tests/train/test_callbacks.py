@@ -13,15 +13,15 @@ from megabatch.train.callbacks.order import load_callback
 from megabatch.train.config.recipe import load_config
 from megabatch.train.context import Callbacks
 from megabatch.train.loop import prepare_run, surround_backward, train
-from megabatch.train.runtime.heartbeat import Pulse
-from megabatch.train.runtime.ranks import Meeting
-from megabatch.train.runtime.signals import Stop
+from megabatch.train.runtime.heartbeat import Heartbeat
+from megabatch.train.runtime.ranks import Rendezvous
 from tests.train.conftest import Bench
 from tests.train.contexts import ALONE
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
 OWN = """
 from megabatch.train import Callback
+from megabatch.train.runtime.signals import StopSignal
 
 class Fails(Callback):
     def after_update(self, context):
@@ -69,7 +69,7 @@ def test_the_last_callback_surrounds_the_others() -> None:
 def run_with(bench: Bench, name: str) -> RunContext:
     bench.recipe.write_text(f'{bench.recipe.read_text()}callbacks = ["{name}"]\n')
     config = load_config(bench.recipe, ["--run.max_steps=3", f"--data.cache={bench.path / 'cache'}"])
-    context = prepare_run(config, ALONE, Stop(speaks=False), Pulse(Meeting(), None))
+    context = prepare_run(config, ALONE, StopSignal(speaks=False), Heartbeat(Rendezvous(), None))
     train(context)
     return context
 

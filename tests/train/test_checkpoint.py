@@ -14,8 +14,8 @@ from megabatch.train.checkpoints import metadata as meta
 from megabatch.train.checkpoints import paths as naming
 from megabatch.train.checkpoints import retention as shelf
 from megabatch.train.checkpoints import tensor_files as checkpoint
-from megabatch.train.checkpoints.checksums import sum_of
-from megabatch.train.checkpoints.retention import Shelf, point_to_best
+from megabatch.train.checkpoints.metadata import hash_file
+from megabatch.train.checkpoints.retention import Checkpoints, point_to_best
 from megabatch.train.runtime.ranks import Ranks
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -65,7 +65,7 @@ def save_state(folder: Path, state: dict[str, Any], said: dict[str, Any]) -> Pat
 def reseal(saved: Path) -> None:
     """Let the checkpoint say that its files are as they are now."""
     said = json.loads((saved / "meta.json").read_text())
-    meta.write_meta(saved, said, {name: sum_of(saved / name) for name in said["files"]})
+    meta.write_meta(saved, said, {name: hash_file(saved / name) for name in said["files"]})
 
 
 def best(folder: Path) -> str:
@@ -73,7 +73,7 @@ def best(folder: Path) -> str:
 
 
 def latest(folder: Path) -> Path:
-    return Shelf(folder).choose(ALONE).path
+    return Checkpoints(folder).latest_valid(ALONE).path
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def test_where_nothing_can_be_written_one_line_says_so(tmp_path: Path) -> None:
 def test_all_are_kept_unless_told_otherwise(tmp_path: Path) -> None:
     for step in (2, 4, 10):
         save(tmp_path, step)
-        Shelf(tmp_path).prune(None, ALONE)
+        Checkpoints(tmp_path).prune(None, ALONE)
     assert names(tmp_path) == ["latest", "step-10", "step-2", "step-4"]
 
 
@@ -168,7 +168,7 @@ def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
         save(tmp_path, step)
         if step == 4:
             point_to_best(tmp_path, step, ALONE)
-        Shelf(tmp_path).prune(2, ALONE)
+        Checkpoints(tmp_path).prune(2, ALONE)
     assert names(tmp_path) == ["best", "latest", "step-10", "step-12", "step-4"]
     assert best(tmp_path) == "step-4"
     assert latest(tmp_path) == naming.path_of(tmp_path, 12)
@@ -179,10 +179,10 @@ def test_what_was_only_saved_as_the_best_goes_when_it_is_not_any_more(tmp_path: 
     for step in (3, 5, 7):
         save(tmp_path, step, best_only=True)
         point_to_best(tmp_path, step, ALONE)
-        Shelf(tmp_path).prune(keep_last, ALONE)
+        Checkpoints(tmp_path).prune(keep_last, ALONE)
         assert names(tmp_path) == ["best", "latest", f"step-{step}"]
     save(tmp_path, 8)
-    Shelf(tmp_path).prune(keep_last, ALONE)
+    Checkpoints(tmp_path).prune(keep_last, ALONE)
     assert names(tmp_path) == ["best", "latest", "step-7", "step-8"]
 
 
@@ -202,7 +202,7 @@ def test_what_a_kill_has_left_is_swept_away_and_what_lies_beyond_the_latest_is_n
     (checkpoints / "step-7.tmp").mkdir()
     (checkpoints / "step-of mine").mkdir()
     (checkpoints / "step-1" / "meta.json").write_text("damaged")
-    Shelf(tmp_path).prune(2, ALONE)
+    Checkpoints(tmp_path).prune(2, ALONE)
     assert names(tmp_path) == ["latest", "step-2", "step-20", "step-4", "step-of mine"]
 
 
@@ -219,7 +219,7 @@ def test_a_checkpoint_is_never_half_deleted_under_its_name(tmp_path: Path, monke
         save(tmp_path, step)
     monkeypatch.setattr(shelf.shutil, "rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
-        Shelf(tmp_path).prune(1, ALONE)
+        Checkpoints(tmp_path).prune(1, ALONE)
     assert set(deleted) == {"step-2.tmp"}
     assert names(tmp_path) == ["latest", "step-2.tmp", "step-4"]
 
@@ -232,7 +232,7 @@ def here(**parts: Any) -> dict[str, Any]:
         "settings": {"run.seed": 0},
         "derived": {"optim.decay_steps": 120},
     }
-    return meta.describe(**(given | parts))
+    return meta.describe_run(**(given | parts))
 
 
 @pytest.mark.parametrize(
@@ -259,14 +259,14 @@ def here(**parts: Any) -> dict[str, Any]:
     ],
 )
 def test_another_run_is_refused_by_what_says_most(tmp_path: Path, parts: dict[str, Any], line: str) -> None:
-    meta.check_same(tmp_path, here(), json.loads(json.dumps(here())))
-    assert line_of(meta.check_same, tmp_path, here(), here(**parts)) == (
+    meta.check_same_run(tmp_path, here(), json.loads(json.dumps(here())))
+    assert line_of(meta.check_same_run, tmp_path, here(), here(**parts)) == (
         f"{tmp_path} is of {line}; resume with the recipe it was made with, or start in a new run.folder"
     )
 
 
 def test_a_schedule_that_follows_from_the_data_is_said_to(tmp_path: Path) -> None:
-    assert line_of(meta.check_same, tmp_path, here(), here(derived={"optim.decay_steps": 240})) == (
+    assert line_of(meta.check_same_run, tmp_path, here(), here(derived={"optim.decay_steps": 240})) == (
         f"{tmp_path} is of another recipe: optim.decay_steps is 120 there and 240 here; where it is not set it follows "
         "from run.max_epochs and the data: set optim.decay_steps to 120, or start in a new run.folder"
     )
@@ -298,5 +298,5 @@ def test_a_save_that_is_killed_leaves_the_one_before(
     assert latest(tmp_path) == before
     checkpoint.load(before, {"learner": learner()})
     assert latest(tmp_path) != save(tmp_path, 4) == latest(tmp_path)
-    Shelf(tmp_path).prune(1, ALONE)
+    Checkpoints(tmp_path).prune(1, ALONE)
     assert names(tmp_path) == ["latest", "step-4"]

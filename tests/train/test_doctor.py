@@ -13,7 +13,7 @@ from torch import nn
 
 import megabatch.train.runtime.ranks as ranks_module
 from megabatch.train.cli.doctor import WRAPPERS, Deadline, device_finding, examine, proof_finding, version_finding
-from megabatch.train.runtime.ranks import Meeting, Ranks
+from megabatch.train.runtime.ranks import Ranks, Rendezvous
 from tests.train.on_ranks import on_ranks
 from tests.train.processes import CONTEXT, Run, rank_environment
 from tests.unit.small import unseen
@@ -107,7 +107,7 @@ def test_what_a_rank_cannot_do_is_one_line_and_status_1(
 
     monkeypatch.setattr("megabatch.train.cli.doctor.join", broken)
     with pytest.raises(ranks_module.FailedError) as raised:
-        examine(Meeting())
+        examine(Rendezvous())
     assert raised.value.status == 1
     assert capsys.readouterr().err == (
         "megabatch: doctor: taking a device and joining the others: RuntimeError: CUDA error: out of memory CUDA "

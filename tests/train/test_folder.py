@@ -45,7 +45,7 @@ def recipe(tmp_path: Path) -> Path:
 
 def begin(path: Path, config: Config, console: Console | None = None) -> None:
     is_new = not (path / "checkpoints" / "latest").exists()
-    starting.begin(path, config, ALONE, console or Console(enabled=True, loss_digits=4), is_new=is_new)
+    starting.open_run_folder(path, config, ALONE, console or Console(enabled=True, loss_digits=4), is_new=is_new)
 
 
 def point_to_checkpoint(path: Path) -> None:
@@ -56,7 +56,7 @@ def point_to_checkpoint(path: Path) -> None:
 
 
 def check(path: Path, config: Config) -> None:
-    starting.check_folder(path, config, ALONE)
+    starting.check_run_folder(path, config, ALONE)
 
 
 def line_of(call: Any, *arguments: Any, **named: Any) -> str:

@@ -12,14 +12,13 @@ import torch
 
 from megabatch import MegabatchError
 from megabatch.train.checkpoints import tensor_files as checkpoint
-from megabatch.train.checkpoints.paths import replace_text
-from megabatch.train.checkpoints.retention import Shelf
+from megabatch.train.checkpoints.retention import Checkpoints
 from megabatch.train.checkpoints.run_folder import write_if_room
 from megabatch.train.checkpoints.writer import Retry
 from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.files import RetryingAppender, replace_text
 from megabatch.train.runtime.jsonl_file import read_rows
 from megabatch.train.runtime.ranks import Ranks
-from megabatch.train.runtime.retrying_appender import Patient
 from tests.train.conftest import Bench
 from tests.train.full_disks import filling, small_disk
 from tests.train.on_ranks import on_ranks
@@ -30,7 +29,7 @@ from tests.train.test_resume import timeless
 
 def write_pieces(_: Any, path: Path) -> list[Any]:
     """Pieces while only 25 bytes fit, then while all do; in a process of its own."""
-    file, seen = Patient(path), []
+    file, seen = RetryingAppender(path), []
     resource.setrlimit(resource.RLIMIT_FSIZE, (25, resource.RLIM_INFINITY))
     for number in range(4):
         file.add(b"piece %d...\n" % number)  # 11 bytes: the third one is cut off
@@ -112,7 +111,7 @@ def test_a_full_disk_does_not_end_a_run(bench: Bench, tmp_path: Path, ranks: int
     assert sum(line.startswith("update   ") and "  loss " in line for line in logged) == 12
     assert not list((kept / "checkpoints").glob("*.tmp"))
     assert {path.name for path in (kept / "checkpoints").iterdir()} >= {"latest", "step-12"}
-    assert Shelf(kept).choose(ALONE).path.name == "step-12"
+    assert Checkpoints(kept).latest_valid(ALONE).path.name == "step-12"
 
 
 @pytest.mark.slow
@@ -174,4 +173,4 @@ def test_nothing_is_left_of_a_checkpoint_that_could_not_be_written(tmp_path: Pat
     (tmp_path / "checkpoints" / "step-4.tmp").write_text("in the way of a folder")
     with pytest.raises(MegabatchError, match="cannot write"):
         save(tmp_path, 4)
-    assert Shelf(tmp_path).choose(ALONE).path.name == "step-2"
+    assert Checkpoints(tmp_path).latest_valid(ALONE).path.name == "step-2"

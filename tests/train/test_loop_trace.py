@@ -9,9 +9,9 @@ from megabatch.train.config.recipe import load_config
 from megabatch.train.context import Callback, Callbacks, RunContext
 from megabatch.train.loop import make_update, prepare_run, train
 from megabatch.train.runtime import console
-from megabatch.train.runtime.heartbeat import Pulse
-from megabatch.train.runtime.ranks import Meeting
-from megabatch.train.runtime.signals import Stop
+from megabatch.train.runtime.heartbeat import Heartbeat
+from megabatch.train.runtime.ranks import Rendezvous
+from megabatch.train.runtime.signals import StopSignal
 from tests.trace import Trace, trace
 from tests.train.conftest import Bench
 from tests.train.contexts import ALONE
@@ -30,7 +30,7 @@ class TraceUpdates(Callback):
 
 def traced_update(bench: Bench) -> Trace:
     config = load_config(bench.recipe, ["--run.max_steps=5", "--eval.every=100", "--run.save_every=100"])
-    context = prepare_run(config, ALONE, Stop(speaks=False), Pulse(Meeting(), None))
+    context = prepare_run(config, ALONE, StopSignal(speaks=False), Heartbeat(Rendezvous(), None))
     tracer = TraceUpdates()
     context.callbacks = Callbacks([*context.callbacks.all, tracer])
     train(context)

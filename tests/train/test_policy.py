@@ -14,7 +14,7 @@ from megabatch import CostModel, Plan
 from megabatch.planning.limits import MeasuredMicrobatch, TunedLimit
 from megabatch.train.autotune.sync_policy import AUTO, LAST, Policy, beside, saved_policy
 from megabatch.train.checkpoints.metadata import POSITIONS, TITLES, read_meta
-from megabatch.train.checkpoints.retention import Shelf
+from megabatch.train.checkpoints.retention import Checkpoints
 from megabatch.train.config import Config, ModelConfig, RunConfig, UpdateConfig
 from megabatch.train.runtime.ranks import Ranks
 from tests.train import policy_jobs
@@ -151,7 +151,7 @@ def test_a_run_says_what_it_chose_and_keeps_it(bench: Bench) -> None:
     ), chosen_line(said)  # fmt: skip
     assert "plan  sync last: chosen for this run, since it fits and sends least\n" in said
     assert chosen_line(said) in (bench.folder / "plan.txt").read_text()
-    meta = read_meta(Shelf(bench.folder).choose(ALONE).path)
+    meta = read_meta(Checkpoints(bench.folder).latest_valid(ALONE).path)
     assert meta["sync"]["sync"] == LAST
     assert meta["sync"]["made_for"]["number of ranks"] == 2
 
@@ -166,7 +166,7 @@ def test_a_run_says_what_it_chose_and_keeps_it(bench: Bench) -> None:
     said = bench.train(ranks=2, **GOING_ON, run__max_steps=4, update__sync="every")
     assert "update.sync" not in said
     assert "plan  sync every: FSDP2 reduce-scatters each microbatch" in said
-    assert read_meta(Shelf(bench.folder).choose(ALONE).path)["sync"]["sync"] == "every"
+    assert read_meta(Checkpoints(bench.folder).latest_valid(ALONE).path)["sync"]["sync"] == "every"
     every = bench.path / "every"
     bench.train(ranks=2, **SHARDED, run__max_steps=4, run__folder=every, update__sync="every")
     assert bench.losses() == pytest.approx(bench.losses(every), rel=1e-12)
@@ -184,7 +184,7 @@ def test_another_layout_chooses_anew(bench: Bench) -> None:
     assert re.match(r"update\.sync last: .* and replica_last would send .*, 1\.\d\d times as much", chosen_line(said))
     said = bench.train(ranks=2, **{**values, "parallel__wrapper": "ddp", "parallel__dp_shard": 1}, run__max_steps=3)
     assert "update.sync" not in said, "nothing is to be chosen"
-    assert read_meta(Shelf(bench.folder).choose(ALONE).path)["sync"]["sync"] == AUTO
+    assert read_meta(Checkpoints(bench.folder).latest_valid(ALONE).path)["sync"]["sync"] == AUTO
 
 
 @pytest.mark.parametrize(

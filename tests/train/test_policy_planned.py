@@ -11,7 +11,7 @@ from megabatch.train.plan.choices import Choice
 from megabatch.train.plan.command import plan_recipe
 from megabatch.train.plan.rows import NO, RUN, TIGHT, YES, Row
 from megabatch.train.plan.search import with_best_first
-from megabatch.train.runtime.memory_shortage import stated_words
+from megabatch.train.runtime.oom_limit import lowered_settings
 from tests.train.conftest import Bench
 from tests.train.processes import overrides
 from tests.train.test_plan import LLAMA
@@ -22,15 +22,15 @@ pytestmark = pytest.mark.slow
 
 def test_a_microbatch_that_is_lowered_is_told() -> None:
     learned = MicrobatchLimit(2, 1500)
-    (line,) = stated_words(config_of(micro_batch_size=4).update, learned)
+    (line,) = lowered_settings(config_of(micro_batch_size=4).update, learned)
     assert line.startswith("update.micro_batch_size 4 is lowered: ")
     assert line.endswith("one holds at most 2 samples (microbatch.json)")
-    (line,) = stated_words(config_of(max_microbatch_tokens=4096).update, learned)
+    (line,) = lowered_settings(config_of(max_microbatch_tokens=4096).update, learned)
     assert line.startswith("update.max_microbatch_tokens 4,096 is lowered: ")
     assert line.endswith("one holds at most 1,500 tokens (microbatch.json)")
     for update in (config_of(micro_batch_size=2), config_of(max_microbatch_tokens=1500), config_of(micro_batch_size=1)):
-        assert stated_words(update.update, learned) == []
-    assert stated_words(config_of(micro_batch_size=4).update, None) == []
+        assert lowered_settings(update.update, learned) == []
+    assert lowered_settings(config_of(micro_batch_size=4).update, None) == []
 
 
 def row_of(sync: str, seconds: float, sent_bytes: int, fits: str = YES, size: int = 2) -> Row:

@@ -17,7 +17,9 @@ from megabatch.train.checkpoints import run_folder as folder
 from megabatch.train.checkpoints import run_lock as starting
 from megabatch.train.config import Config, ModelConfig, RunConfig, UpdateConfig
 from megabatch.train.runtime.console import Console
-from megabatch.train.runtime.ranks import FailedError, Meeting, join, meeting
+from megabatch.train.runtime.exit import FailedError, exit_together
+from megabatch.train.runtime.ranks import init_ranks
+from megabatch.train.runtime.rendezvous import Rendezvous
 from tests.train.processes import CONTEXT, Finished, rank_environment
 
 pytestmark = pytest.mark.slow
@@ -38,7 +40,7 @@ def live(life: Life, arguments: tuple[Any, ...], environment: dict[str, str], lo
     torch.set_num_threads(1)
     status = 0
     try:
-        with meeting() as met:
+        with exit_together() as met:
             life(met, *arguments)
     except FailedError as failed:
         status = failed.status
@@ -66,16 +68,16 @@ def finish(tmp_path: Path, ranks: int, life: Life, *arguments: Any) -> list[Fini
     ]
 
 
-def fail_before_the_group(met: Meeting, error: Exception) -> None:
+def fail_before_the_group(met: Rendezvous, error: Exception) -> None:
     """The first rank waits in the rendezvous of a process group for the second one, which fails."""
     if met.rank == 1:
         raise error
-    join(met, CONFIG)
+    init_ranks(met, CONFIG)
 
 
-def fail_on(met: Meeting, ranks: tuple[int, ...], error: BaseException) -> None:
+def fail_on(met: Rendezvous, ranks: tuple[int, ...], error: BaseException) -> None:
     """Some ranks fail, the others wait for them in a collective."""
-    joined = join(met, CONFIG)
+    joined = init_ranks(met, CONFIG)
     joined.barrier()
     if met.rank in ranks:
         time.sleep(0.05 * met.rank)
@@ -83,8 +85,8 @@ def fail_on(met: Meeting, ranks: tuple[int, ...], error: BaseException) -> None:
     joined.barrier()
 
 
-def be_killed(met: Meeting) -> None:
-    joined = join(met, CONFIG)
+def be_killed(met: Rendezvous) -> None:
+    joined = init_ranks(met, CONFIG)
     if met.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     joined.barrier()
@@ -159,7 +161,7 @@ def test_a_rank_without_the_others_addresses_is_one_line(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(FailedError) as caught, meeting():
+    with pytest.raises(FailedError) as caught, exit_together():
         raise AssertionError
     (line,) = capfd.readouterr().err.splitlines()
     assert caught.value.status == 2
@@ -176,14 +178,14 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     )
 
 
-def write_in_turn(met: Meeting, path: str) -> None:
+def write_in_turn(met: Rendezvous, path: str) -> None:
     """What each rank gathers, and that a file is there after it was written on the main rank, on all or none."""
-    joined = join(met, CONFIG)
+    joined = init_ranks(met, CONFIG)
     assert joined.gather(f"rank {joined.rank}") == [f"rank {rank}" for rank in range(joined.size)]
     joined.on_main(lambda: Path(path).write_text(f"by {joined.rank}"), "it")
     assert Path(path).read_text() == "by 0"
     console = Console(enabled=joined.is_main, loss_digits=4)
-    starting.begin(Path(path).parent / "run", CONFIG, joined, console, is_new=True)
+    starting.open_run_folder(Path(path).parent / "run", CONFIG, joined, console, is_new=True)
     console.say("hello")
     joined.on_main(lambda: Path(path, "within a file").write_text(""), "something within a file")
 

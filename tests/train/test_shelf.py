@@ -8,10 +8,11 @@ import pytest
 
 from megabatch import MegabatchError
 from megabatch.train.checkpoints.metadata import DamagedError, read_meta
-from megabatch.train.checkpoints.paths import checkpoints_of, has_checkpoint, path_of, replace_text, step_of
-from megabatch.train.checkpoints.retention import Chosen, Shelf, resumed_from
+from megabatch.train.checkpoints.paths import checkpoints_of, has_checkpoint, path_of, step_of
+from megabatch.train.checkpoints.retention import Checkpoints, ValidCheckpoint, resumed_from
 from megabatch.train.config import RunConfig
 from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.files import replace_text
 from megabatch.train.runtime.ranks import Ranks
 from tests.train.conftest import Bench
 from tests.train.on_ranks import on_ranks
@@ -36,8 +37,8 @@ def spoil(run: Path, step: int) -> Path:
     return path
 
 
-def choose(run: Path) -> Chosen:
-    return Shelf(run).choose(ALONE)
+def choose(run: Path) -> ValidCheckpoint:
+    return Checkpoints(run).latest_valid(ALONE)
 
 
 def step_chosen(run: Path) -> int | None:
@@ -45,14 +46,14 @@ def step_chosen(run: Path) -> int | None:
 
 
 def test_a_whole_one_is_taken_without_a_word(run: Path) -> None:
-    assert choose(run) == Chosen(path_of(run, 6))
+    assert choose(run) == ValidCheckpoint(path_of(run, 6))
 
 
 def test_the_one_before_is_taken_and_that_is_said(run: Path) -> None:
     spoil(run, 6)
     reason = "__0_0.distcp is not what was written: its SHA-256 is another"
     first = f"{path_of(run, 6)} is damaged ({reason}); the run goes on from step-4"
-    assert choose(run) == Chosen(path_of(run, 4), (first,))
+    assert choose(run) == ValidCheckpoint(path_of(run, 4), (first,))
     spoil(run, 4).unlink()
     second = f"{path_of(run, 4)} is damaged (__0_0.distcp is not there); the run goes on from step-2"
     assert choose(run).warnings == (first.replace("step-4", "step-2"), second)
@@ -76,7 +77,7 @@ def test_a_checkpoint_under_the_name_of_another_is_damaged(run: Path) -> None:
 def test_where_the_pointer_names_nothing_the_newest_whole_one_is_taken(run: Path, text: str) -> None:
     pointer = checkpoints_of(run) / "latest"
     pointer.write_text(text)
-    assert choose(run) == Chosen(
+    assert choose(run) == ValidCheckpoint(
         path_of(run, 6), (f"{pointer} names no checkpoint ({text or 'nothing'}); the run goes on from step-6",)
     )
     pointer.unlink()
@@ -88,10 +89,10 @@ def test_what_lies_beyond_the_pointer_is_never_taken(run: Path) -> None:
     pointer = checkpoints_of(run) / "latest"
     pointer.write_text("step-4")
     beyond = f"{path_of(run, 6)} lies beyond step-4, from which the run goes on"
-    assert choose(run) == Chosen(path_of(run, 4), (beyond,))
+    assert choose(run) == ValidCheckpoint(path_of(run, 4), (beyond,))
     pointer.write_text("step-5")
     first = f"{path_of(run, 5)} is damaged (it is not there); the run goes on from step-4"
-    assert choose(run) == Chosen(path_of(run, 4), (first, beyond))
+    assert choose(run) == ValidCheckpoint(path_of(run, 4), (first, beyond))
     for step in (2, 4):
         spoil(run, step)
     assert f"; name step-6, which lies beyond, in {pointer}, or start in a new run.folder" in line_of(choose, run)
@@ -103,7 +104,7 @@ def test_a_checkpoint_of_an_earlier_version_is_loaded_and_that_is_said(run: Path
     unsealed = {key: meta[key] for key in meta if key not in ("files", "sha256")}
     (path / "meta.json").write_text(json.dumps(unsealed))
     line = f"{path} has no checksums, as of an earlier version: only that its files are there is known"
-    assert choose(run) == Chosen(path, (line,))
+    assert choose(run) == ValidCheckpoint(path, (line,))
     (tensors,) = path.glob("*.distcp")
     tensors.write_bytes(tensors.read_bytes()[:-1])
     assert "is damaged (__0_0.distcp has " in choose(run).warnings[0]
@@ -130,11 +131,11 @@ def test_what_is_taken_out_of_a_sealed_meta_is_seen(run: Path, key: str) -> None
 def test_only_whole_ones_are_counted_among_the_last_to_keep(run: Path) -> None:
     spoil(run, 4)
     save(run, 8)
-    Shelf(run).prune(2, ALONE)
+    Checkpoints(run).prune(2, ALONE)
     assert names(run) == ["latest", "step-6", "step-8"]  # 4 lay before two whole ones
     save(run, 10)
     spoil(run, 8)
-    Shelf(run).prune(2, ALONE)
+    Checkpoints(run).prune(2, ALONE)
     assert names(run) == ["latest", "step-10", "step-6", "step-8"]
     save(run, 8)
     assert step_chosen(run) == 8  # a run that has come to it again
@@ -157,7 +158,7 @@ def chosen_by(ranks: Ranks, run: Path) -> list[str]:
         (path_of(run, 2) / "meta.json").unlink()
     ranks.barrier()
     try:
-        Shelf(run).choose(ranks)
+        Checkpoints(run).latest_valid(ranks)
     except MegabatchError as error:
         told.append(str(error))
     return told
@@ -191,7 +192,7 @@ def test_a_run_goes_on_from_the_one_before_as_if_never_damaged(bench: Bench, tmp
     assert f"warning: {path_of(bench.folder, 8)} is damaged (" in said
     assert f"resumed from {path_of(bench.folder, 6)}\n" in said
     assert timeless(bench.rows()) == timeless(bench.rows(whole))
-    assert choose(bench.folder) == Chosen(path_of(bench.folder, 12))
+    assert choose(bench.folder) == ValidCheckpoint(path_of(bench.folder, 12))
     for step in (2, 4, 6, 8, 10, 12):
         if path_of(bench.folder, step).exists():
             (path_of(bench.folder, step) / "meta.json").write_text("{")

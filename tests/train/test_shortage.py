@@ -9,7 +9,7 @@ import torch
 
 from megabatch import Plan
 from megabatch.train.config import RunConfig
-from megabatch.train.runtime.memory_shortage import split_words
+from megabatch.train.runtime.oom_limit import report_split
 from megabatch.train.runtime.ranks import Ranks
 from tests.train.conftest import NO_DROPOUT, Bench
 
@@ -102,7 +102,7 @@ def test_a_run_without_a_checkpoint_begins_again(
 
 def test_a_stand_in_alone_teaches_nothing(tmp_path: Path) -> None:
     plan = Plan(((0,), ()), (5,), num_split=1)
-    said = split_words(RunConfig(folder=str(tmp_path)), plan, None, Ranks(0, 1, torch.device("cpu")))
+    said = report_split(RunConfig(folder=str(tmp_path)), plan, None, Ranks(0, 1, torch.device("cpu")))
     assert said == "1 microbatch did not fit in memory and ran in parts, to the same gradient"
     assert list(tmp_path.iterdir()) == []
 

@@ -17,7 +17,7 @@ from megabatch.train.checkpoints import run_folder as folder
 from megabatch.train.checkpoints import run_lock as starting
 from megabatch.train.checkpoints.paths import path_of
 from megabatch.train.config.recipe import load_config
-from megabatch.train.runtime import memory_shortage as shortage
+from megabatch.train.runtime import oom_limit
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
 from tests.train.on_ranks import on_ranks
@@ -82,7 +82,9 @@ def begin_apart(ranks: Ranks, tmp_path: Path, recipe: Path) -> str:
     here.mkdir(exist_ok=True)
     os.chdir(here)
     try:
-        starting.begin(Path("run"), load_config(recipe, []), ranks, Console(enabled=False, loss_digits=4), is_new=True)
+        starting.open_run_folder(
+            Path("run"), load_config(recipe, []), ranks, Console(enabled=False, loss_digits=4), is_new=True
+        )
     except MegabatchError as error:
         return str(error)
     return ""
@@ -103,7 +105,7 @@ def test_a_folder_that_a_rank_does_not_see_is_refused(recipe: Path, tmp_path: Pa
 
 def wait_apart(ranks: Ranks, tmp_path: Path, recipe: Path, seconds: float) -> str:
     """Wait for what rank 0 has learned, which rank 1 sees so many seconds later; what is raised."""
-    shortage.SECONDS_TO_SEE = 2
+    oom_limit.SECONDS_TO_SEE = 2
     here = tmp_path / f"{seconds}" / f"{ranks.rank}"
     (here / "run").mkdir(parents=True)
     os.chdir(here)
@@ -115,10 +117,10 @@ def wait_apart(ranks: Ranks, tmp_path: Path, recipe: Path, seconds: float) -> st
         learned.write_text(text)
     config = load_config(recipe, ["--run.folder=run"])
     try:
-        shortage.wait_for_learned(config.run, ranks)
+        oom_limit.wait_for_oom_limit(config.run, ranks)
     except MegabatchError as error:
         return str(error)
-    return str(shortage.noted(config.run))
+    return str(oom_limit.load_oom_limit(config.run))
 
 
 def test_ranks_wait_for_what_one_of_them_has_learned(recipe: Path, tmp_path: Path) -> None:
@@ -169,7 +171,9 @@ def test_a_run_with_a_checkpoint_is_gone_on_with(recipe: Path, tmp_path: Path) -
     line = f"{tmp_path} already holds a run; go on with --run.resume=true, or choose another run.folder"
     assert line_of(check, tmp_path, fresh) == line
     check(tmp_path, resumed)
-    new = line_of(starting.begin, tmp_path, resumed, ALONE, Console(enabled=False, loss_digits=4), is_new=True)
+    new = line_of(
+        starting.open_run_folder, tmp_path, resumed, ALONE, Console(enabled=False, loss_digits=4), is_new=True
+    )
     assert new == line, "another process came first, and saved"
     (tmp_path / "environment.json").write_text("[")
     line = line_of(check, tmp_path, resumed)

@@ -15,7 +15,7 @@ from megabatch.planning import TunedLimit
 from megabatch.train.config import Config
 from megabatch.train.config.byte_sizes import read_bytes
 from megabatch.train.model.wrap import accumulation_of, computing
-from megabatch.train.runtime.memory_shortage import noted
+from megabatch.train.runtime.oom_limit import load_oom_limit
 
 KEYS = {  # what the library calls a setting → what a recipe does
     "memory_bytes": "update.memory",
@@ -43,7 +43,7 @@ def accumulator_of(
             accumulate_dtype=accumulation_of(config.update),
             collate=collate_of(config),
         )
-    gradient.lower_limit(noted(config.run))
+    gradient.lower_limit(load_oom_limit(config.run))
     return gradient
 
 

@@ -15,7 +15,7 @@ from megabatch.train.autotune.microbatch_limit import Bound, choose, longest, sa
 from megabatch.train.autotune.sync_policy import AUTO, LAST, Choosing, Policy, saved_policy
 from megabatch.train.config import Config, UpdateConfig
 from megabatch.train.context import RunContext
-from megabatch.train.runtime.memory_shortage import stated_words
+from megabatch.train.runtime.oom_limit import lowered_settings
 from megabatch.train.runtime.ranks import Ranks
 
 
@@ -33,7 +33,7 @@ class TunedChoices:
 
     def text(self, update: UpdateConfig, learned: MicrobatchLimit | None) -> list[str]:
         """Return the lines about them; ``learned``: the limit since memory ran out."""
-        of_bound = stated_words(update, learned) if self.bound is None else self.bound.words
+        of_bound = lowered_settings(update, learned) if self.bound is None else self.bound.words
         return [*of_bound, *self.policy.words]
 
     def meta(self, fit: TunedLimit | None) -> dict[str, object]:

@@ -22,7 +22,7 @@ from megabatch.train.data.load import Data
 from megabatch.train.data.stream import Stream
 from megabatch.train.data.updates import Updates
 from megabatch.train.model.build import ParallelModel
-from megabatch.train.runtime.memory_shortage import LEARNED, noted
+from megabatch.train.runtime.oom_limit import OOM_LIMIT_FILE, load_oom_limit
 from megabatch.train.runtime.ranks import Ranks
 
 KEY = "bound"  # of a checkpoint's meta
@@ -66,7 +66,7 @@ def saved_bound(config: Config, ranks: Ranks, checkpoint: Path | None) -> Bound 
         key, there, now = difference
         return Bound(None, here, (f"the bound is chosen anew: {key} was {there} and is {now}",))
     fit = fit_of(saved["fit"])
-    kept = kept_text(fit.max_microbatch_tokens, noted(config.run))
+    kept = kept_text(fit.max_microbatch_tokens, load_oom_limit(config.run))
     return Bound(fit, here, (kept,), saved.get(EVEN))  # of an earlier version: dealt by length, as before
 
 
@@ -75,7 +75,7 @@ def kept_text(tokens: int, learned: MicrobatchLimit | None) -> str:
     text = f"update.max_microbatch_tokens {tokens:,}: the checkpoint's, so that sums are rounded the same"
     if learned is None or learned.tokens >= tokens:
         return text
-    return f"{text}; since a microbatch did not fit in memory, one holds at most {learned.tokens:,} ({LEARNED})"
+    return f"{text}; since a microbatch did not fit in memory, one holds at most {learned.tokens:,} ({OOM_LIMIT_FILE})"
 
 
 def circumstances(config: Config, ranks: Ranks) -> dict[str, object]:

@@ -29,7 +29,7 @@ from megabatch.train.data.load import Data
 from megabatch.train.data.stream import Stream
 from megabatch.train.model.build import ParallelModel
 from megabatch.train.model.wrap import accumulation_of
-from megabatch.train.runtime.memory_shortage import LEARNED, noted
+from megabatch.train.runtime.oom_limit import OOM_LIMIT_FILE, load_oom_limit
 from megabatch.train.runtime.ranks import Ranks
 
 KEY = "sync"  # of a checkpoint's meta
@@ -70,7 +70,7 @@ def saved_policy(config: Config, ranks: Ranks, bound: Bound | None, checkpoint: 
     }
     if config.update.sync != AUTO:
         return Policy(config.update.sync, here, is_asked=True)
-    if checkpoint is None or noted(config.run) is not None:
+    if checkpoint is None or load_oom_limit(config.run) is not None:
         return Policy(None, here)
     saved: dict[str, Any] | None = read_meta(checkpoint).get(KEY)
     if saved is None:  # of a version that left it to the wrapper
@@ -117,8 +117,10 @@ class Choosing:
         num_microbatches, fit = self._num_microbatches(self._learner.gradient), self._learner.gradient.fit
         if num_microbatches <= self._num_calls(num_microbatches):  # or none: the run is at its end
             return None
-        if noted(self._config.run) is not None:
-            return Found(self._own, f"a microbatch did not fit in memory ({LEARNED}), and it keeps less than {LAST}")
+        if load_oom_limit(self._config.run) is not None:
+            return Found(
+                self._own, f"a microbatch did not fit in memory ({OOM_LIMIT_FILE}), and it keeps less than {LAST}"
+            )
         sent, less = self._sent(self._own, num_microbatches), self._sent(LAST, num_microbatches)
         free, problem = self._free()
         if self._config.update.memory is None and self._whole_bytes * SLIGHT <= free:

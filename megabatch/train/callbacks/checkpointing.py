@@ -12,7 +12,7 @@ from megabatch import Learner, MegabatchError
 from megabatch.errors import MicrobatchLimit
 from megabatch.pipeline import Pipeline
 from megabatch.train.callbacks.ema import local
-from megabatch.train.checkpoints.metadata import BEST_ONLY, check_same, describe, read_meta
+from megabatch.train.checkpoints.metadata import BEST_ONLY, check_same_run, describe_run, read_meta
 from megabatch.train.checkpoints.retention import point_to_best
 from megabatch.train.checkpoints.run_folder import recipe_text
 from megabatch.train.checkpoints.tensor_files import load, states_of
@@ -99,7 +99,7 @@ class Checkpointing(Callback):
 def restore(context: RunContext, checkpoint: Path) -> None:
     """Bring the run to a whole checkpoint. Raises `MegabatchError` for another run's. Collective."""
     meta = read_meta(checkpoint)
-    check_same(checkpoint, meta, dict(context.identity))
+    check_same_run(checkpoint, meta, dict(context.identity))
     for name, part in context.positions.items():
         part.load_state_dict(meta[name])
     load(checkpoint, context.saved)
@@ -156,7 +156,7 @@ class StagedLearner:
 def identity_of(config: Config, data: Data, laid: ParallelModel, updates: Updates) -> dict[str, Any]:
     """Return what makes a run this one, as JSON, for a resumed run to compare."""
     derived = {"optim.decay_steps": decay_steps_of(config, updates.num_updates)}
-    return describe(
+    return describe_run(
         model=laid.identity, data=data.identity, settings=settings_of(config), derived=derived,
         recipe=recipe_text(config),
     )  # fmt: skip

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from megabatch.errors import in_one_line
-from megabatch.train.checkpoints.paths import replace_text
 from megabatch.train.checkpoints.run_folder import TRACKING
 from megabatch.train.config import Config
 from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.files import replace_text
 from megabatch.train.runtime.ranks import Ranks
 
 PACKAGES = {"wandb": "wandb", "mlflow": "mlflow-skinny", "trackio": "trackio"}  # tracker and its module -> its package

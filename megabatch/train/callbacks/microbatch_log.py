@@ -6,7 +6,7 @@ import time
 from megabatch import Plan
 from megabatch.train.context import Callback, RunContext
 from megabatch.train.runtime.jsonl_file import Row
-from megabatch.train.runtime.memory_shortage import split_words
+from megabatch.train.runtime.oom_limit import report_split
 
 FILE_NAME = "cuts.jsonl"
 MOST_RANKS, MOST_MICROBATCHES = 16, 64  # of an update in a line, which counts those that it leaves out
@@ -31,7 +31,7 @@ class MicrobatchLog(Callback):
             self._file.lines.append(json.dumps(row_of(step, told)))
         if "num_split" in context.row:
             limit = context.learner.gradient.oom_limit
-            context.console.say(split_words(context.config.run, plan, limit, context.ranks))
+            context.console.say(report_split(context.config.run, plan, limit, context.ranks))
         if time.perf_counter() >= self._next_write:
             self._file.write()
             self._next_write = time.perf_counter() + SECONDS_BETWEEN_WRITES

@@ -20,12 +20,20 @@ from megabatch.errors import in_one_line
 from megabatch.train.autotune.microbatch_limit import circumstances
 from megabatch.train.autotune.sync_policy import MICROBATCHES_A_CALL
 from megabatch.train.callbacks.ema import local
-from megabatch.train.checkpoints.checksums import Sum, first_told, problem_of, sums_of
-from megabatch.train.checkpoints.metadata import SEAL, Meta, first_difference, seal_of
-from megabatch.train.checkpoints.paths import OPEN, UNFINISHED, checkpoints_of, write_through
+from megabatch.train.checkpoints.metadata import (
+    DIGEST,
+    FileDigest,
+    Meta,
+    digest_of,
+    find_changed_file,
+    first_difference,
+    hash_written_files,
+)
+from megabatch.train.checkpoints.paths import OPEN, UNFINISHED, checkpoints_of
 from megabatch.train.config import Config
 from megabatch.train.context import Callback, ForwardBackward, RunContext, UpdatePausedError
 from megabatch.train.data.updates import part_of
+from megabatch.train.runtime.files import write_synced
 from megabatch.train.runtime.ranks import Ranks
 
 META = "open.json"
@@ -140,8 +148,8 @@ class MidUpdateCheckpoint(Callback):
         if (difference := first_difference(meta["made_for"], self._made_for(context))) is not None:
             key, there, now = difference
             return f"{key} was {there} and is {now}"
-        files = {name: Sum(**each) for name, each in meta["files"].items()}
-        return problem_of(self._folder, files, context.ranks)
+        files = {name: FileDigest(**each) for name, each in meta["files"].items()}
+        return find_changed_file(self._folder, files, context.ranks)
 
     def _made_for(self, context: RunContext) -> dict[str, Any]:
         """Return what must be the same for the update to be resumed; as JSON.
@@ -164,15 +172,15 @@ class MidUpdateCheckpoint(Callback):
         def finish() -> None:
             files = {name: each._asdict() for name, each in sums.items()}
             meta = {"step": context.step, "made_for": made_for, "files": files}
-            write_through(here / META, json.dumps({**meta, SEAL: seal_of(meta)}, indent=1))
+            write_synced(here / META, json.dumps({**meta, DIGEST: digest_of(meta)}, indent=1))
             shutil.rmtree(self._folder, ignore_errors=True)
             here.replace(self._folder)
 
         ranks.on_main(begin, str(here))
         problem = problem_of_writing(lambda: torch.save(state, here / file_of(ranks)))
-        if (told := first_told([problem] if problem else [], ranks)) is not None:
+        if (told := ranks.first_problem(problem)) is not None:
             raise MegabatchError(f"cannot write {here} ({told}); make room for it")
-        sums = sums_of(here, ranks)
+        sums = hash_written_files(here, ranks)
         ranks.on_main(finish, str(self._folder))
         context.console.say(f"update {context.step + 1} is saved after {calls_text(self._calls)}")
 
@@ -256,6 +264,6 @@ def read_meta(path: Path) -> tuple[str, dict[str, Any]]:
         return "", {}
     except (OSError, ValueError, RecursionError) as error:
         return f"{path.name}: {in_one_line(error)}", {}
-    if not isinstance(meta, dict) or meta.get(SEAL) != seal_of(cast(Meta, meta)):
+    if not isinstance(meta, dict) or meta.get(DIGEST) != digest_of(cast(Meta, meta)):
         return f"{path.name} is not what was written: its SHA-256 is another", {}
     return "", cast(Meta, meta)

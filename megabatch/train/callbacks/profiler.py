@@ -6,8 +6,8 @@ import os
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megabatch.train.checkpoints.paths import replace_text
 from megabatch.train.context import Callback, RunContext
+from megabatch.train.runtime.files import replace_text
 
 NUM_OPERATIONS = 30  # in the table, the longest first
 

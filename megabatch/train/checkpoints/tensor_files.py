@@ -1,90 +1,116 @@
-"""Checkpoint: a folder that is whole or not there.
+"""Tensor files: save and load a checkpoint with torch.distributed.checkpoint (DCP), whole or not at all.
 
-``checkpoints/step-N`` is written beside, as ``step-N.tmp``, and renamed by the main rank when every rank has written
-and ``meta.json`` says what every file must be. Nothing but whole folders is ever read.
+``checkpoints/step-N`` is written as ``step-N.tmp``. The main rank renames it once every rank has written its files and
+``meta.json`` has their digests. A checkpoint is read as data: DCP's own reader unpickles a description and every value
+that is not a tensor, which can call any function. Here only the names that DCP itself writes are known.
 """
 
 import contextlib
+import io
 import os
+import pathlib
+import pickle
 import shutil
 import threading
 import warnings
 from collections.abc import Generator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
+import numpy as np
+import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from torch.distributed.checkpoint.stateful import Stateful
 
 from megabatch.errors import MegabatchError, in_one_line
-from megabatch.train.checkpoints.checksums import Sums, sums_of
-from megabatch.train.checkpoints.metadata import DamagedError, Meta, write_meta
-from megabatch.train.checkpoints.paths import POINTER, beside, path_of, replace_text
-from megabatch.train.checkpoints.safe_pickle import SafePlanner, SafeReader
+from megabatch.train.checkpoints.metadata import DamagedError, Digests, Meta, hash_written_files, write_meta
+from megabatch.train.checkpoints.paths import POINTER, path_of, unfinished_of
+from megabatch.train.runtime.files import replace_text
 from megabatch.train.runtime.ranks import Ranks
+
+DESCRIPTION = ".metadata"
+CLASSES = {  # module → names in it that a description may use
+    metadata.__name__: (
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    ),
+    filesystem.__name__: ("_StorageInfo",),
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
+    "pathlib": ("PosixPath", "PurePosixPath"),
+    "pathlib._local": ("PosixPath", "PurePosixPath"),  # Python 3.13
+}  # fmt: skip
+NUMPY_SCALAR: Any = np.float64(0).__reduce__()[0]  # what a pickled numpy number calls
+NUMPY_TYPES: list[Any] = [
+    NUMPY_SCALAR,
+    np.dtype,
+    *{type(np.dtype(code)) for code in "?bhilqBHILQefd"},
+]  # of a custom optimizer
 
 
 def states_of(state: Mapping[str, Stateful]) -> dict[str, Any]:
-    """The state of each part, under its name."""
+    """Return the state of each part of a run under its name."""
     return {name: part.state_dict() for name, part in state.items()}
 
 
 def save(folder: Path, states: Mapping[str, Any], meta: Meta, ranks: Ranks) -> Path:
-    """Write ``checkpoints/step-N`` and point to it; collective. N is ``meta["step"]``.
+    """Write ``checkpoints/step-N``, N being ``meta["step"]``, and point ``latest`` to it. Collective.
 
-    Raises `MegabatchError` on every rank where one cannot write, and leaves nothing of it behind.
+    Raises `MegabatchError` on every rank if one cannot write, and leaves no file behind.
     """
     whole = path_of(folder, meta["step"])
+    unfinished = unfinished_of(whole)
+
+    def begin() -> None:
+        shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed run
+        unfinished.mkdir(parents=True)
+
+    def finish() -> None:
+        write_meta(unfinished, meta, digests)
+        shutil.rmtree(whole, ignore_errors=True)  # damaged, or later than ``latest``
+        os.replace(unfinished, whole)
+        replace_text(whole.parent / POINTER, whole.name)
+
     try:
-        ranks.on_main(lambda: begin(whole), str(beside(whole)))
-        write_states(states, beside(whole), ranks)
-        sums = sums_of(beside(whole), ranks)
-        ranks.on_main(lambda: finish(whole, meta, sums), str(whole))
+        ranks.on_main(begin, str(unfinished))
+        _write_states(states, unfinished, ranks)
+        digests: Digests = hash_written_files(unfinished, ranks)
+        ranks.on_main(finish, str(whole))
     except MegabatchError:
-        ranks.on_main(lambda: shutil.rmtree(beside(whole), ignore_errors=True), str(beside(whole)))
+        ranks.on_main(lambda: shutil.rmtree(unfinished, ignore_errors=True), str(unfinished))
         raise
     return whole
 
 
-def begin(whole: Path) -> None:
-    """Make the folder beside."""
-    shutil.rmtree(beside(whole), ignore_errors=True)  # left by a run that was killed here
-    beside(whole).mkdir(parents=True)
-
-
-def write_states(states: Mapping[str, Any], to: Path, ranks: Ranks) -> None:
-    """Let every rank write its part; collective."""
+def _write_states(states: Mapping[str, Any], to: Path, ranks: Ranks) -> None:
     try:
-        with quiet_alone():
+        with without_group_warning():
             save_state(dict(states), checkpoint_id=to, process_group=ranks.group, no_dist=not dist.is_initialized())
     except CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
-        if isinstance(first, KeyboardInterrupt):  # DCP takes in whatever is raised
+        if isinstance(first, KeyboardInterrupt):  # DCP catches everything
             raise KeyboardInterrupt from None
         reason = first.strerror if isinstance(first, OSError) and first.strerror else in_one_line(first)
         raise MegabatchError(f"cannot write {to} ({reason}); make room for it") from None
 
 
-def finish(whole: Path, meta: Meta, sums: Sums) -> None:
-    """Say what it is, give it its name and point to it."""
-    write_meta(beside(whole), meta, sums)
-    shutil.rmtree(whole, ignore_errors=True)  # damaged, or written after the pointer's step by a run that was killed
-    os.replace(beside(whole), whole)
-    replace_text(whole.parent / POINTER, whole.name)
-
-
 def load(checkpoint: Path, state: Mapping[str, Stateful]) -> None:
-    """Bring each part of a run to the checkpoint's state, on any number of ranks; collective."""
+    """Load each part of a run from a checkpoint of any number of ranks. Collective. Raises `DamagedError`."""
     reader, states = SafeReader(checkpoint), states_of(state)
     try:
-        reader.read_metadata()  # before DCP does, which logs a traceback where it cannot
-    except Exception as error:  # whatever a damaged file makes its reader raise
+        reader.read_metadata()  # DCP would log a traceback
+    except Exception as error:  # a damaged pickle can raise anything
         raise DamagedError(checkpoint, in_one_line(error)) from None
     try:
-        with quiet_alone():
+        with without_group_warning():
             load_state(states, storage_reader=reader, planner=SafePlanner(), no_dist=not dist.is_initialized())
     except CheckpointException as error:
         raise DamagedError(checkpoint, reason_of(error)) from None
@@ -93,24 +119,71 @@ def load(checkpoint: Path, state: Mapping[str, Stateful]) -> None:
 
 
 def reason_of(error: CheckpointException) -> str:
-    """What went wrong on the first rank on which DCP failed."""
+    """Return why DCP failed on the first rank on which it did."""
     return in_one_line(next(iter(error.failures.values()))[0])
 
 
-@contextlib.contextmanager
-def quiet_alone() -> Generator[None, None, None]:
-    """Surrounds DCP's calls, which warn a process without a process group that it is alone.
+class SafeReader(FileSystemReader):
+    """DCP's reader of a folder, with a description that is unpickled safely."""
 
-    What one thread ignores for a while is lost or kept for all of them; so `ignore_alone` is for threads.
+    def read_metadata(self, *_: Any, **_of_a_rank: Any) -> Metadata:
+        """Return what the checkpoint holds, and where."""
+        with (Path(self.path) / DESCRIPTION).open("rb") as file:
+            found = _read_description(file)
+        found.storage_meta = found.storage_meta or StorageMeta()
+        found.storage_meta.load_id = self.load_id
+        return found
+
+
+def _read_description(file: IO[bytes]) -> Metadata:
+    found = _DescriptionUnpickler(file).load()
+    if not isinstance(found, Metadata):
+        raise pickle.UnpicklingError(f"{DESCRIPTION} holds a {type(found).__name__}, not what describes a checkpoint")
+    return found
+
+
+class _DescriptionUnpickler(pickle.Unpickler):
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        if module_name == "torch" and isinstance(dtype := getattr(torch, global_name, None), torch.dtype):
+            return dtype
+        if global_name not in CLASSES.get(module_name, ()):
+            raise pickle.UnpicklingError(f"{DESCRIPTION} names {module_name}.{global_name}, which no checkpoint needs")
+        if module_name == "pathlib._local":
+            return getattr(pathlib, global_name)
+        return super().find_class(module_name, global_name)
+
+
+class SafePlanner(DefaultLoadPlanner):
+    """DCP's planner; values that are not tensors may only be numbers, texts and containers of them."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        try:
+            with torch.serialization.safe_globals(NUMPY_TYPES):
+                loaded = torch.load(value, weights_only=True)
+        except pickle.UnpicklingError:
+            raise pickle.UnpicklingError(f"{name} is more than numbers, texts and containers of them") from None
+        *path, last = self.mappings[name]
+        place = cast(Any, self.original_state_dict)
+        for key in path:
+            place = place[key]
+        place[last] = loaded
+
+
+@contextlib.contextmanager
+def without_group_warning() -> Generator[None, None, None]:
+    """Silence DCP's warning that there is no process group.
+
+    A filter set in one thread leaks into others, so a process that writes in threads calls `ignore_group_warning`.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     with warnings.catch_warnings():
-        ignore_alone()
+        ignore_group_warning()
         yield
 
 
-def ignore_alone() -> None:
-    """Ignore that warning for good."""
+def ignore_group_warning() -> None:
+    """Silence that warning for the rest of the process."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -18,11 +18,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from megabatch.errors import MegabatchError, in_one_line
-from megabatch.train.checkpoints.checksums import first_told
 from megabatch.train.checkpoints.metadata import Meta
 from megabatch.train.checkpoints.paths import path_of
-from megabatch.train.checkpoints.retention import Shelf, point_to_best
-from megabatch.train.checkpoints.tensor_files import ignore_alone, save
+from megabatch.train.checkpoints.retention import Checkpoints, point_to_best
+from megabatch.train.checkpoints.tensor_files import ignore_group_warning, save
 from megabatch.train.config import Config
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
@@ -91,7 +90,7 @@ class Writer:
     def __init__(self, config: Config, ranks: Ranks, console: Console, flush: Callable[[], None]) -> None:
         self._folder, self._keep_last = Path(config.run.folder), config.run.keep_last
         self._ranks, self._console, self._flush = ranks, console, flush
-        self._shelf, self._retry = Shelf(self._folder), Retry()
+        self._shelf, self._retry = Checkpoints(self._folder), Retry()
         self._apart = ranks_apart(ranks) if in_background(config, ranks) else None
         self._on_its_way: tuple[Request, Beside] | None = None
         self.written_step: int | None = None
@@ -175,12 +174,12 @@ class Writer:
 
     def _begin(self, request: Request, apart: Ranks) -> bool:
         """Copy the state and begin to write the copy; whether every rank has the memory for that."""
-        problem, states = "", request.states
+        problem, states = None, request.states
         try:
             states = staged(request.states)
         except Exception as error:  # of memory, or of a part of one's own that cannot be copied
             problem = in_one_line(error)
-        told = first_told([problem] if problem else [], self._ranks)
+        told = self._ranks.first_problem(problem)
         if told is not None:
             self._console.warn(
                 f"the state cannot be copied ({told}); the run waits until step-{request.step} is written"
@@ -221,7 +220,7 @@ def ranks_apart(ranks: Ranks) -> Ranks:
     """The same ranks with a process group of their own, for threads; collective."""
     if dist.is_initialized():
         return replace(ranks, group=dist.new_group(backend="gloo"))
-    ignore_alone()
+    ignore_group_warning()
     return replace(ranks)
 
 

@@ -13,7 +13,7 @@ from megabatch.errors import MegabatchError
 from megabatch.train import loop
 from megabatch.train.callbacks.loggers import holds_the_end
 from megabatch.train.checkpoints.run_folder import recipe_of
-from megabatch.train.checkpoints.run_lock import gone_on_with
+from megabatch.train.checkpoints.run_lock import resume_if_restarted
 from megabatch.train.cli.arguments import (
     ALONE,
     COMMANDS,
@@ -34,11 +34,12 @@ from megabatch.train.model.export import export
 from megabatch.train.plan.command import plan_recipe
 from megabatch.train.report.command import report
 from megabatch.train.report.server import watch
-from megabatch.train.runtime.exit import CRASHED, FAILED, drop_output
-from megabatch.train.runtime.heartbeat import Pulse
-from megabatch.train.runtime.memory_shortage import noting
-from megabatch.train.runtime.ranks import FailedError, Meeting, fail, join, meeting
-from megabatch.train.runtime.signals import Stop
+from megabatch.train.runtime.exit import CRASHED, FAILED, FailedError, drop_output, exit_together, fail
+from megabatch.train.runtime.heartbeat import Heartbeat
+from megabatch.train.runtime.oom_limit import saving_oom_limit
+from megabatch.train.runtime.ranks import init_ranks
+from megabatch.train.runtime.rendezvous import Rendezvous
+from megabatch.train.runtime.signals import StopSignal
 
 
 def main() -> NoReturn:
@@ -57,14 +58,14 @@ def main() -> NoReturn:
 def run(arguments: list[str]) -> int:
     """Do what the arguments say; return the exit status."""
     try:
-        with meeting() as met:
+        with exit_together() as met:
             run_command(arguments, met)
     except FailedError as failed:
         return failed.status
     return 0
 
 
-def run_command(arguments: Sequence[str], met: Meeting) -> None:
+def run_command(arguments: Sequence[str], met: Rendezvous) -> None:
     """Run one of the commands, or print help."""
     if not arguments:
         fail(met, f"megabatch: no command; {overview()}", FAILED)
@@ -81,7 +82,7 @@ def run_command(arguments: Sequence[str], met: Meeting) -> None:
         run_other(name, rest, met)
 
 
-def run_recipe(name: str, arguments: Sequence[str], met: Meeting) -> None:
+def run_recipe(name: str, arguments: Sequence[str], met: Rendezvous) -> None:
     """Read the recipe, and train with it, plan it or verify it."""
     if not arguments or arguments[0].startswith("-"):
         raise MegabatchError(f"no recipe; give the path of a TOML file first: megabatch {name} recipes/stdlib.toml")
@@ -106,25 +107,25 @@ def config_of(recipe: Path, overrides: list[str]) -> Config:
     return load_config(recipe_of(recipe), [*here, *overrides])
 
 
-def train(config: Config, met: Meeting) -> None:
+def train(config: Config, met: Rendezvous) -> None:
     """Train to the end, or until a signal stops the run between two updates; then with the status asked for."""
-    stop, pulse = Stop(speaks=met.rank == 0), Pulse(met, config.run.answer_within_seconds)
-    with stop.listening():
-        ranks = join(met, config)
-        with noting(config.run, ranks), pulse.beating():
-            loop.train(loop.prepare_run(gone_on_with(config, ranks), ranks, stop, pulse))
+    stop, pulse = StopSignal(speaks=met.rank == 0), Heartbeat(met, config.run.answer_within_seconds)
+    with stop.handling():
+        ranks = init_ranks(met, config)
+        with saving_oom_limit(config.run, ranks), pulse.running():
+            loop.train(loop.prepare_run(resume_if_restarted(config, ranks), ranks, stop, pulse))
     if stop.agreed is not None and config.run.stopped_status:
         raise FailedError(config.run.stopped_status)
 
 
-def verify(config: Config, met: Meeting) -> None:
+def verify(config: Config, met: Rendezvous) -> None:
     """Print the verification of a recipe; status 1 where the gradient depends on the cut."""
     plain = plain_config(config)
-    if not verify_recipe(plain, join(met, plain)).ok:
+    if not verify_recipe(plain, init_ranks(met, plain)).ok:
         raise FailedError(CRASHED)
 
 
-def run_other(name: str, arguments: Sequence[str], met: Meeting) -> None:
+def run_other(name: str, arguments: Sequence[str], met: Rendezvous) -> None:
     """Run a command without a recipe."""
     if name == "export":
         asked = read_arguments(Export, arguments)

@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn, cast
@@ -24,11 +25,13 @@ from torch.nn.parallel import DistributedDataParallel
 import megabatch
 from megabatch import losses, verify
 from megabatch.errors import MegabatchError, in_one_line
-from megabatch.train.checkpoints.run_folder import counted, device_name, version_of
+from megabatch.train.checkpoints.metadata import installed_version
+from megabatch.train.checkpoints.run_folder import device_name
 from megabatch.train.cli.help import EXAMPLE
 from megabatch.train.config import ParallelConfig
-from megabatch.train.runtime.exit import CRASHED, leave_now
-from megabatch.train.runtime.ranks import FAILURE, PEER_GONE, FailedError, Meeting, Ranks, fail, join
+from megabatch.train.runtime.exit import CRASHED, FAILURE, PEER_GONE, FailedError, fail, leave_now
+from megabatch.train.runtime.ranks import Ranks, init_ranks
+from megabatch.train.runtime.rendezvous import Rendezvous
 
 SECONDS = 60.0  # for a stage; a GPU's first sum over ranks of many nodes takes a few
 STORE_FAILS = (RuntimeError, ValueError)  # it went away with the process that held it
@@ -47,7 +50,7 @@ class Finding(NamedTuple):
         return f"{'ok' if self.is_ok else 'fail':5} {self.subject:9} {self.text}"
 
 
-def examine(met: Meeting, seconds: float = SECONDS) -> None:
+def examine(met: Rendezvous, seconds: float = SECONDS) -> None:
     """Print what is found; rank 0 speaks. Raises `FailedError` with status 1 where something fails."""
     is_ok = True
     for finding in findings(met, Deadline(met, seconds)):
@@ -58,10 +61,10 @@ def examine(met: Meeting, seconds: float = SECONDS) -> None:
         raise FailedError(CRASHED)
 
 
-def findings(met: Meeting, deadline: "Deadline") -> Iterator[Finding]:
+def findings(met: Rendezvous, deadline: "Deadline") -> Iterator[Finding]:
     """Examine stage after stage, in the same order on every rank."""
     with deadline.of("taking a device and joining the others"):
-        ranks = join(met, EXAMPLE.model_copy(update={"parallel": ParallelConfig(wrapper="ddp")}))
+        ranks = init_ranks(met, EXAMPLE.model_copy(update={"parallel": ParallelConfig(wrapper="ddp")}))
     with deadline.of("telling each other what is here"):
         facts = [json.loads(text) for text in ranks.gather(json.dumps(facts_of(ranks.device)))]
     yield version_finding(facts)
@@ -79,7 +82,7 @@ class Deadline:
         seconds: Of a stage, from when this rank has come to it.
     """
 
-    def __init__(self, met: Meeting, seconds: float) -> None:
+    def __init__(self, met: Rendezvous, seconds: float) -> None:
         self._met, self._seconds = met, seconds
         self._store = None if met.store is None else cast(Store, cast(Any, met.store).clone())
 
@@ -130,7 +133,7 @@ def facts_of(device: torch.device) -> Facts:
     """Return what this rank has."""
     is_gpu = device.type == "cuda"
     versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    versions |= {"transformers": version_of("transformers"), "megabatch": megabatch.__version__}
+    versions |= {"transformers": installed_version("transformers"), "megabatch": megabatch.__version__}
     if is_gpu:
         versions |= {"CUDA": torch.version.cuda, "NCCL": ".".join(map(str, nccl.version()))}
     number = str(torch.cuda.get_device_properties(device).uuid) if is_gpu else None
@@ -155,7 +158,7 @@ def device_finding(facts: Sequence[Facts], device: torch.device) -> Finding:
         if gpu[1] and gpus.index(gpu) < rank:
             text = f"ranks {gpus.index(gpu)} and {rank} share one GPU of {gpu[0]}; start fewer"
             return Finding(False, "devices", text)
-    text = " and ".join(f"{count} x {name}" for name, count in counted([each["device"] for each in facts]).items())
+    text = " and ".join(f"{count} x {name}" for name, count in Counter([each["device"] for each in facts]).items())
     unseen = device.type == "cpu" and shutil.which("nvidia-smi") is not None
     hint = f"; nvidia-smi is here and torch {torch.__version__} sees no GPU: install torch for CUDA" if unseen else ""
     return Finding(True, "devices", f"{text} on {len(hosts)} host{'' if len(hosts) == 1 else 's'}{hint}")

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import tomli_w
 
 from megabatch.errors import MegabatchError
-from megabatch.train.checkpoints.paths import write_new
 from megabatch.train.cli.arguments import Init
 from megabatch.train.config import SourceConfig
 from megabatch.train.data.sources import HUB_ID, expanded, place_of
+from megabatch.train.runtime.files import write_new
 
 DEVICES = ("a100", "a100-40g", "a100-80g", "h100", "h100-80g", "h200", "b200", "l40s", "rtx4090")  # that plan knows
 HARDWARE = re.compile(r"(?:(\d+) *(?:nodes? +of|x) +)?(?:(\d+) +)?([a-z][\w-]*)", re.IGNORECASE)

@@ -29,7 +29,7 @@ from megabatch.train.data.encode import Skipped
 from megabatch.train.data.load import Data
 from megabatch.train.data.samples import Measured
 from megabatch.train.data.stream import Place, Stream, StreamUpdate
-from megabatch.train.runtime.exit import leave_to_parent
+from megabatch.train.runtime.exit import ignore_signals_in_worker
 from megabatch.train.runtime.ranks import Ranks
 
 State = dict[str, Any]  # JSON
@@ -334,7 +334,7 @@ def options(num_workers: int) -> dict[str, Any]:
 def begin_worker(number: int) -> None:
     """Keep a forked tokenizer from warning that it starts no threads, and signals for the process that trains."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    leave_to_parent()
+    ignore_signals_in_worker()
 
 
 def from_workers(loader: "DataLoader[Delivery]", config: Config) -> Iterator[Delivery]:

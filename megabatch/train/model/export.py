@@ -20,9 +20,8 @@ from transformers import GenerationConfig
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.checkpoints.metadata import first_difference, read_meta
 from megabatch.train.checkpoints.paths import BEST, POINTER, checkpoints_of, named_by, path_of, step_of, steps_of
-from megabatch.train.checkpoints.retention import Chosen, Shelf
-from megabatch.train.checkpoints.safe_pickle import SafePlanner, SafeReader
-from megabatch.train.checkpoints.tensor_files import quiet_alone, reason_of
+from megabatch.train.checkpoints.retention import Checkpoints, ValidCheckpoint
+from megabatch.train.checkpoints.tensor_files import SafePlanner, SafeReader, reason_of, without_group_warning
 from megabatch.train.config import Config, ModelConfig
 from megabatch.train.config.recipe import load_config
 from megabatch.train.model.adapters import ADAPTER, INSIDE, MARK, WHOLE, layers_of, lora_config, owners_of, peft
@@ -121,28 +120,28 @@ def config_of(run_folder: Path) -> Config:
     return load_config(run_folder / RECIPE, [])
 
 
-def find_checkpoint(run_folder: Path, step: int | str | None) -> Chosen:
+def find_checkpoint(run_folder: Path, step: int | str | None) -> ValidCheckpoint:
     """The checkpoint of that step, "best" or "latest"; None: the best where one is kept, else the latest.
 
     In place of one that is damaged it is the newest whole one up to the latest, unless it was asked for by name.
     """
-    kept, shelf = steps_of(run_folder), Shelf(run_folder)
+    kept, shelf = steps_of(run_folder), Checkpoints(run_folder)
     if not kept:
         raise MegabatchError(f"{run_folder} has no checkpoint yet; export it when it has saved one (run.save_every)")
     name = named_by(checkpoints_of(run_folder) / BEST)
     if step == POINTER or (step is None and not name):
-        return shelf.choose(ALONE)
+        return shelf.latest_valid(ALONE)
     number = step if isinstance(step, int) else step_of(name)
     found = path_of(run_folder, number) if number is not None else checkpoints_of(run_folder) / (name or BEST)
     if number is None or number not in kept:
         problem = "is not there or not whole"
-    elif (damage := shelf.problem(number, ALONE)) is None:
-        return Chosen(found)
+    elif (damage := shelf.damage(number, ALONE)) is None:
+        return ValidCheckpoint(found)
     else:
         problem = f"is damaged ({damage})"
     if step is None:
-        chosen = shelf.choose(ALONE)
-        return Chosen(chosen.path, (f"{found}, the best one, {problem}", *chosen.warnings))
+        chosen = shelf.latest_valid(ALONE)
+        return ValidCheckpoint(chosen.path, (f"{found}, the best one, {problem}", *chosen.warnings))
     has = ", ".join(str(number) for number in kept)
     raise MegabatchError(f"{found} {problem}; this run has the steps {has}: choose with --step")
 
@@ -156,7 +155,7 @@ def read_weights(checkpoint: Path) -> Checkpointed:
             for name, entry in described.items()
             if isinstance(entry, TensorStorageMetadata) and name.startswith((MODEL, AVERAGE))
         }
-        with quiet_alone():
+        with without_group_warning():
             load_state(state, storage_reader=SafeReader(checkpoint), planner=SafePlanner(), no_dist=True)
     except (Exception, CheckpointException) as error:  # whatever a damaged file makes its reader raise
         reason = reason_of(error) if isinstance(error, CheckpointException) else in_one_line(error)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megabatch.errors import MegabatchError
-from megabatch.train.checkpoints.paths import replace_text
+from megabatch.train.runtime.files import replace_text
 
 FILE_NAME = "report.html"
 STYLES = ("uplot/uPlot.min.css", "page.css")

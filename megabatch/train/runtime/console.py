@@ -25,7 +25,7 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
-from megabatch.train.runtime.retrying_appender import DISK_FULL, Patient
+from megabatch.train.runtime.files import DISK_FULL, RetryingAppender
 
 SECONDS_TO_SHOW = 2.0  # what is over sooner is not worth a line
 SECONDS_BETWEEN_LINES = 5.0
@@ -68,7 +68,7 @@ class Console:
         self._loss_digits = loss_digits
         self._rich = RichConsole(highlight=False, soft_wrap=True)
         self._lock = threading.RLock()  # a line of progress comes from a thread of its own
-        self._log: Patient | None = None
+        self._log: RetryingAppender | None = None
         self._unlogged, self._next_write = "", 0.0
         self._progress: Progress | None = None
         self._num_live = 0  # blocks that keep the one live display of the terminal up
@@ -91,7 +91,7 @@ class Console:
 
     def log_to(self, path: Path) -> None:
         """Append to the file all that was said, and will be."""
-        self._log = Patient(path)
+        self._log = RetryingAppender(path)
         self._write_log()
 
     @contextmanager
@@ -227,7 +227,7 @@ class Console:
 
     def _write_log(self) -> None:
         if self._log is not None and self._unlogged:
-            self._log.add(self._unlogged.encode())
+            self._log.append(self._unlogged.encode())
             self._unlogged = ""
 
     def _words(self, row: Mapping[str, Any]) -> str:

@@ -1,55 +1,208 @@
-"""Leaving: how a process ends that has been told to, or cannot go on, and what becomes of those that it has forked."""
+"""Exit: every failure becomes one message from one rank and an exit status, and all ranks end within seconds.
 
+The rank that fails first says why. The others fail the same way, lose their collective, or are ended by a thread that
+watches the store; they stay silent. A message names its rank unless every rank fails with it.
+"""
+
+import contextlib
+import errno
+import hashlib
 import multiprocessing
 import os
 import signal
-from typing import NoReturn
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Generator
+from typing import Any, NoReturn, cast
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from megabatch.errors import MegabatchError
+from megabatch.train.runtime.files import DISK_FULL
+from megabatch.train.runtime.rendezvous import Rendezvous, find_ranks
 
 CRASHED, FAILED, INTERRUPTED, UNREAD = 1, 2, 130, 141  # exit statuses; the last two as a shell's SIGINT and SIGPIPE
+PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+NO_ACCESS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+FAILURE = "failure"  # key of the store: number of ranks that have seen the run fail
+SECONDS_TO_NOTICE = 3.0  # in which a rank should see by itself that another has failed
+SECONDS_TO_AGREE = 0.5  # in which ranks that fail the same way do so
+SECONDS_TO_LEAVE = 5.0  # torchrun kills the remaining ranks once the first is gone, so all leave together
+
+
+class FailedError(Exception):
+    """The run has failed and a rank has said why; only the exit status is left."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
 
 
 class StoppedError(KeyboardInterrupt):
-    """A signal has come where a run can be left at once."""
+    """A signal that ends the run at once."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
         self.number = number
 
 
-def end_of(error: KeyboardInterrupt) -> tuple[str, int]:
-    """What is to be said of a signal, and the exit status: a shell's, 130 for SIGINT and 143 for SIGTERM."""
-    number = error.number if isinstance(error, StoppedError) else int(signal.SIGINT)
-    return words_of(number), 128 + number
+@contextlib.contextmanager
+def exit_together() -> Generator[Rendezvous, None, None]:
+    """Find the other ranks, run the block, and end together with them. Raises `FailedError` for any failure."""
+    try:
+        rendezvous = find_ranks()
+    except MegabatchError as error:
+        fail(Rendezvous(), f"megabatch: {error}", FAILED)
+    ended = threading.Event()
+    if rendezvous.store is not None:
+        threading.Thread(target=_leave_with_others, args=(rendezvous.store, ended), daemon=True).start()
+    try:
+        yield rendezvous
+    except FailedError:
+        raise
+    except MegabatchError as error:
+        fail(rendezvous, f"megabatch: {error}", FAILED)
+    except KeyboardInterrupt as error:
+        number = error.number if isinstance(error, StoppedError) else int(signal.SIGINT)
+        fail(rendezvous, interruption_text(number), 128 + number)
+    except BrokenPipeError:  # `| head` has seen enough
+        claim_failure(rendezvous)
+        drop_output()
+        raise FailedError(UNREAD) from None
+    except (Exception, SystemExit) as error:  # SystemExit: of a user's function; the other ranks would wait for ever
+        if line := _file_problem(error):
+            fail(rendezvous, f"megabatch: {line}", FAILED)
+        if not claim_failure(rendezvous):  # a collective that lost its peer
+            raise FailedError(FAILED) from None
+        if rendezvous.store is None:
+            raise
+        _print_crash(rendezvous, error)  # now: the way out may take long, or be cut short
+        raise FailedError(CRASHED) from None
+    finally:
+        ended.set()
+        _end_with_others(rendezvous)
 
 
-def words_of(number: int) -> str:
-    """Which signal it was, and how to go on."""
+def _file_problem(error: BaseException) -> str:
+    """Return the message for a full disk or a path without access; "" for any other error."""
+    if isinstance(error, OSError) and error.errno in DISK_FULL:
+        return f"the disk is full ({error}); make room and go on with --run.resume=true"
+    if isinstance(error, OSError) and error.errno in NO_ACCESS and error.filename is not None:
+        return f"cannot use {str(error.filename)[:200]} ({error.strerror}); allow it, or name another"
+    return ""
+
+
+def fail(rendezvous: Rendezvous, line: str, status: int) -> NoReturn:
+    """Print why the run fails, unless another rank has, and raise `FailedError`."""
+    store = rendezvous.store
+    with contextlib.suppress(RuntimeError):  # the store's process is gone
+        if store is not None:
+            store.add(_failure_key(line), 1)
+    if claim_failure(rendezvous):
+        who = f"rank {rendezvous.rank} of {rendezvous.size}"
+        if not line.startswith(f"megabatch: {who} ") and not _is_said_by_all(rendezvous, line):
+            line = line.replace("megabatch: ", f"megabatch: {who}: ", 1)
+        print(line, file=sys.stderr, flush=True)
+    raise FailedError(status) from None
+
+
+def claim_failure(rendezvous: Rendezvous) -> bool:
+    """Record that this rank has failed. Return True if it is the first, which then says why."""
+    if rendezvous.store is None:
+        return True
+    try:
+        return rendezvous.store.add(FAILURE, 1) == 1
+    except RuntimeError:  # the store's process is gone
+        return False
+
+
+def _is_said_by_all(rendezvous: Rendezvous, line: str) -> bool:
+    """Return True if every rank fails with this line within a moment.
+
+    Before there is a process group, ranks only read the same recipe, each at its own time.
+    """
+    if rendezvous.store is None or not dist.is_initialized():
+        return True
+    deadline = time.monotonic() + SECONDS_TO_AGREE
+    with contextlib.suppress(RuntimeError):  # the store's process is gone
+        while (num_same := rendezvous.store.add(_failure_key(line), 0)) < rendezvous.size:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        return num_same == rendezvous.size
+    return False
+
+
+def _failure_key(line: str) -> str:
+    return f"failure {hashlib.sha256(line.encode()).hexdigest()}"
+
+
+def _print_crash(rendezvous: Rendezvous, error: Exception | SystemExit) -> None:
+    """Print an unforeseen error below the name of its rank, or that another rank was lost."""
+    who = f"megabatch: rank {rendezvous.rank} of {rendezvous.size}"
+    if rendezvous.size > 1 and isinstance(error, RuntimeError) and any(sign in str(error) for sign in PEER_GONE):
+        reason = " ".join(str(error).split())[:200]
+        print(f"{who} lost another rank, which was killed or ran out of memory ({reason})", file=sys.stderr, flush=True)
+        return
+    if rendezvous.size > 1:
+        print(f"{who} failed:", file=sys.stderr)
+    traceback.print_exception(error)
+
+
+def _leave_with_others(store: Store, ended: threading.Event) -> None:
+    """End this process if another has failed and this one does not notice.
+
+    It may wait in a rendezvous, or in a collective of NCCL, which a lost peer does not break.
+    """
+    with contextlib.suppress(RuntimeError):  # the store's process is gone
+        own = cast(Any, store).clone()  # a connection serves one call at a time, and the main thread's may take long
+        while not ended.wait(0.5):
+            if own.add(FAILURE, 0) and not ended.wait(SECONDS_TO_NOTICE):
+                leave_now(FAILED)
+
+
+def _end_with_others(rendezvous: Rendezvous) -> None:
+    """Destroy the process group, which frees ranks that wait in a collective, and wait until all ranks are here."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if rendezvous.store is None:
+        return
+    deadline = time.monotonic() + SECONDS_TO_LEAVE
+    with contextlib.suppress(RuntimeError):  # the store's process is gone
+        num_ended = rendezvous.store.add("ended", 1)
+        while num_ended < rendezvous.size and time.monotonic() < deadline:
+            time.sleep(0.02)
+            num_ended = rendezvous.store.add("ended", 0)
+
+
+def interruption_text(number: int) -> str:
+    """Return the message for a run that a signal ends."""
     name = signal.Signals(number).name
     return f"megabatch: ended by {name}; `megabatch train RUN_FOLDER` goes on from the last checkpoint, or begins again"
 
 
 def drop_output() -> None:
-    """Let stdout end nowhere, so that what is still in its buffer breaks nothing when the interpreter closes."""
+    """Send stdout nowhere, so that its buffer breaks nothing when the interpreter closes."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def leave_now(status: int) -> NoReturn:
-    """End this process from any of its threads, whatever the others are doing."""
-    end_children()
+    """End this process from any thread."""
+    kill_workers()
     os._exit(status)
 
 
-def end_children() -> None:
-    """End the processes that load samples; one that is stuck in a sample of the user's would stay for ever."""
+def kill_workers() -> None:
+    """Kill the processes that load samples; one that is stuck in a user's function would stay for ever."""
     for child in multiprocessing.active_children():
         child.kill()
 
 
-def leave_to_parent() -> None:
-    """In a process that loads samples: a signal to all of the group is its parent's, who may still need samples.
-
-    It ends when it is told to, or sees that its parent has gone.
-    """
+def ignore_signals_in_worker() -> None:
+    """Let a process that loads samples ignore signals: its parent gets them too and may still need samples."""
     signal.set_wakeup_fd(-1)
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)

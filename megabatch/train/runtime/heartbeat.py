@@ -1,9 +1,8 @@
-"""Pulse: a rank that has stopped answering is noticed within a deadline and named, and the others leave.
+"""Heartbeat: name a rank that has stopped answering within a deadline, and end the others.
 
-A collective waits for it for half an hour and does not know whom it waits for. So a thread of each rank says every few
-seconds, in the store by which ranks have met, that the process is there and what it is doing, and looks whether the
-next rank has said so. It never asks whether work is done: a first compilation or an evaluation may take as long as it
-likes, and a process that waits for another one answers.
+A collective waits half an hour for a lost rank and does not know its name. So a thread of each rank writes every few
+seconds to the store that the process is alive and what it is doing, and reads the next rank's entry. It never checks
+progress: a compilation or an evaluation may take as long as it likes, and a process that waits for another one answers.
 """
 
 import contextlib
@@ -18,80 +17,74 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 from torch.distributed.distributed_c10d import Store
 
-from megabatch.train.runtime.exit import leave_now
-from megabatch.train.runtime.ranks import CRASHED, FAILURE, SECONDS_TO_NOTICE, Meeting
+from megabatch.train.runtime.exit import CRASHED, FAILURE, SECONDS_TO_NOTICE, leave_now
+from megabatch.train.runtime.rendezvous import STORE_ERRORS, Rendezvous
 
-MOST_SECONDS, LOOKS = 5.0, 6  # between two looks, of which there are so many in the time that a rank is given
-BEGINNING, ENDED = "beginning", "at its end"  # what a rank is doing before its first update, and after its last
-STORE_FAILS = (RuntimeError, ValueError)  # it went away with the process that held it
+MAX_SECONDS, BEATS_PER_DEADLINE = 5.0, 6
+BEGINNING, ENDED = "beginning", "at its end"  # activity before the first update and after the last
 
 
-class Word(NamedTuple):
-    """What a rank says of itself."""
+class Beat(NamedTuple):
+    """What a rank writes about itself."""
 
     rank: int
-    number: int  # of its words
+    number: int
     doing: str
     host: str
     process: int
 
 
-class Silence:
-    """For how long something has stayed the same while this process ran.
+class StallTimer:
+    """Seconds for which a value has not changed, counted while this process ran.
 
-    A look counts no more than twice the usual time since the last one: where all ranks were stopped together, a laptop
-    asleep or a container paused, none of them has been silent.
+    One poll counts at most twice the usual interval: if all ranks were suspended together (a laptop asleep, a container
+    paused), none of them has stalled.
     """
 
-    def __init__(self, seconds_between: float) -> None:
-        self._most, self._seen, self._last = 2 * seconds_between, cast(object, None), time.monotonic()
+    def __init__(self, interval_seconds: float) -> None:
+        self._most, self._value, self._last = 2 * interval_seconds, cast(object, None), time.monotonic()
         self.seconds = 0.0
 
-    def look(self, seen: object) -> float:
-        """Seconds since it was other than this."""
+    def poll(self, value: object) -> float:
+        """Return for how many seconds the value has been the same."""
         now = time.monotonic()
         passed, self._last = min(now - self._last, self._most), now
-        self.seconds = self.seconds + passed if seen == self._seen else 0.0
-        self._seen = seen
+        self.seconds = self.seconds + passed if value == self._value else 0.0
+        self._value = value
         return self.seconds
 
 
-class Pulse:
-    """This rank's word to the others that it is there, and its ear for theirs.
+class Heartbeat:
+    """This rank's beats, and its watch over the next rank, the store and this host's processes.
 
     Args:
-        within_seconds: In which a rank must answer; None: nobody looks.
+        within_seconds: Deadline for an answer. None turns the heartbeat off.
     """
 
-    def __init__(self, met: Meeting, within_seconds: float | None) -> None:
-        self._met, self._within = met, within_seconds or 0.0
-        self._is_used = met.store is not None and met.size > 1 and within_seconds is not None
-        self._seconds = min(MOST_SECONDS, self._within / LOOKS)
+    def __init__(self, rendezvous: Rendezvous, within_seconds: float | None) -> None:
+        self._rendezvous, self._within = rendezvous, within_seconds or 0.0
+        self._is_used = rendezvous.store is not None and rendezvous.size > 1 and within_seconds is not None
+        self._interval = min(MAX_SECONDS, self._within / BEATS_PER_DEADLINE)
         self._ended = threading.Event()
-        self._num_begun, self._doing, self._waits = 0, BEGINNING, False
+        self._num_updates, self._doing, self._awaits_samples = 0, BEGINNING, False
         self._num_answers = 0  # of the store
-        self._next = (met.rank + 1) % met.size
-        self._beside, self._processes = beside(met), dict[int, Word]()  # other ranks of this host, and those there
-        self._told: set[str] = set()
 
-    def waits(self, step: int) -> None:
-        """Say that this rank waits for the samples of an update, its own or a loader's matter."""
-        self._num_begun += 1
-        self._doing, self._waits = f"waiting for the samples of update {step}", True
+    def wait_for_samples(self, step: int) -> None:
+        """Say that this rank waits for the samples of an update."""
+        self._num_updates += 1
+        self._doing, self._awaits_samples = f"waiting for the samples of update {step}", True
 
-    def works(self, step: int) -> None:
-        """Say that this rank makes an update, or evaluates or saves after it."""
-        self._doing, self._waits = f"in update {step}", False
+    def start_update(self, step: int) -> None:
+        """Say that this rank computes an update, or evaluates or saves after it."""
+        self._doing, self._awaits_samples = f"in update {step}", False
 
     @contextlib.contextmanager
-    def beating(self) -> Generator[None, None, None]:
-        """Surrounds a run. A rank is expected to answer from its first update on, until it says that it has ended."""
+    def running(self) -> Generator[None, None, None]:
+        """Beat while the block runs. A rank must answer from its first update until it says that it has ended."""
         if not self._is_used:
             yield
             return
-        threads = [
-            threading.Thread(target=work, name="megabatch-pulse", daemon=True) for work in (self._beat, self._watch)
-        ]
+        threads = [threading.Thread(target=work, daemon=True) for work in (self._beat, self._watch_itself)]
         for thread in threads:
             thread.start()
         try:
@@ -99,83 +92,90 @@ class Pulse:
         finally:
             self._ended.set()
             for thread in threads:
-                thread.join(self._seconds)
+                thread.join(self._interval)
 
     def _beat(self) -> None:
-        """In the thread that speaks with the store, which may never come back from it."""
-        with contextlib.suppress(*STORE_FAILS):
-            store = cast(Any, self._met.store).clone()  # a connection serves one call at a time
-            silence, number = Silence(self._seconds), 0
-            self._say(store, number, BEGINNING)
-            while not self._ended.wait(self._seconds):
+        """In the thread that talks to the store, which may never answer."""
+        with contextlib.suppress(*STORE_ERRORS):
+            store = cast(Any, self._rendezvous.store).clone()  # a connection serves one call at a time
+            next_rank = (self._rendezvous.rank + 1) % self._rendezvous.size
+            timer, number, processes = StallTimer(self._interval), 0, dict[int, Beat]()
+            self._write(store, number, BEGINNING)
+            while not self._ended.wait(self._interval):
                 number += 1
-                self._say(store, number, self._doing)
-                heard = self._hear(store, self._next)
+                self._write(store, number, self._doing)
+                beat = self._read(store, next_rank)
                 self._num_answers += 1
-                if silence.look(heard) > self._within and self._expects(heard):
-                    here = f"rank {self._met.rank} is {self._doing}"
-                    self._leave(store, f"{self._who(heard)} {self._silent()}; last heard {heard.doing}, {here}")
-                self._look_for_processes(store)
-            self._say(store, 0, ENDED)
+                if timer.poll(beat) > self._within and self._is_expected(beat):
+                    here = f"rank {self._rendezvous.rank} is {self._doing}"
+                    self._leave(store, f"{self._name(beat)} {self._silence()}; last heard {beat.doing}, {here}")
+                self._check_processes(store, processes)
+            self._write(store, 0, ENDED)
 
-    def _watch(self) -> None:
-        """In a thread that waits for nobody."""
-        store, samples = Silence(self._seconds), Silence(self._seconds)
-        while not self._ended.wait(self._seconds):
-            doing, waits, begun = self._doing, self._waits, self._num_begun > 0
-            if store.look(self._num_answers if begun else None) > self._within and begun:
-                self._leave(None, f"the store by which ranks have met, torchrun's or rank 0's, {self._silent()}")
-            if samples.look(doing if waits else None) > self._within and waits and doing not in self._told:
-                self._told.add(doing)
-                who = f"rank {self._met.rank} of {self._met.size}"
+    def _watch_itself(self) -> None:
+        """In a thread that waits for nothing: is the store's answer or a batch of samples overdue?"""
+        store, samples, warned = StallTimer(self._interval), StallTimer(self._interval), set[str]()
+        while not self._ended.wait(self._interval):
+            doing, awaits, begun = self._doing, self._awaits_samples, self._num_updates > 0
+            if store.poll(self._num_answers if begun else None) > self._within and begun:
+                self._leave(None, f"the store by which ranks have met, torchrun's or rank 0's, {self._silence()}")
+            if samples.poll(doing if awaits else None) > self._within and awaits and doing not in warned:
+                warned.add(doing)
+                who = f"rank {self._rendezvous.rank} of {self._rendezvous.size}"
                 print(f"megabatch: {who} has been {doing} for {self._within:g} s", file=sys.stderr, flush=True)
 
-    def _expects(self, word: Word) -> bool:
-        """Whether a rank that said this has more to say: all have begun when the first update is made."""
-        return self._num_begun > (1 if word.doing == BEGINNING else 0) and word.doing != ENDED
+    def _is_expected(self, beat: Beat) -> bool:
+        """Return True if the rank of this beat should beat again. All have begun once the first update is made."""
+        return self._num_updates > (1 if beat.doing == BEGINNING else 0) and beat.doing != ENDED
 
-    def _look_for_processes(self, store: Store) -> None:
-        """Leave where one of this host has gone without a word: a collective on a device would not break."""
-        for rank in self._beside - self._processes.keys():
-            word = self._hear(store, rank)
-            if word.host == socket.gethostname() and is_there(word.process):
-                self._processes[rank] = word
-        for word in self._processes.values():
-            if is_there(word.process) or self._hear(store, word.rank).doing == ENDED:
+    def _check_processes(self, store: Store, processes: dict[int, Beat]) -> None:
+        """Leave if a rank of this host is gone: a collective on a GPU would not break."""
+        for rank in self._local_ranks() - processes.keys():
+            beat = self._read(store, rank)
+            if beat.host == socket.gethostname() and is_alive(beat.process):
+                processes[rank] = beat
+        for beat in processes.values():
+            if is_alive(beat.process) or self._read(store, beat.rank).doing == ENDED:
                 continue
-            if not self._ended.wait(SECONDS_TO_NOTICE) and self._hear(store, word.rank).doing != ENDED:
-                self._leave(store, f"{self._who(word)} has gone without a word, which was killed or ran out of memory")
+            if not self._ended.wait(SECONDS_TO_NOTICE) and self._read(store, beat.rank).doing != ENDED:
+                self._leave(store, f"{self._name(beat)} has gone without a word, which was killed or ran out of memory")
 
-    def _say(self, store: Store, number: int, doing: str) -> None:
-        word = Word(self._met.rank, number, doing, socket.gethostname(), os.getpid())
-        store.set(key_of(self._met.rank), json.dumps(word))
+    def _local_ranks(self) -> set[int]:
+        """The other ranks that torchrun has started on this host."""
+        if "LOCAL_WORLD_SIZE" not in os.environ:
+            return set()
+        first = self._rendezvous.rank - int(os.environ["LOCAL_RANK"])
+        return set(range(first, first + int(os.environ["LOCAL_WORLD_SIZE"]))) - {self._rendezvous.rank}
 
-    def _hear(self, store: Store, rank: int) -> Word:
-        if not store.check([key_of(rank)]):
-            return Word(rank, 0, BEGINNING, "an unknown host", 0)
-        return Word(*json.loads(store.get(key_of(rank))))
+    def _write(self, store: Store, number: int, doing: str) -> None:
+        beat = Beat(self._rendezvous.rank, number, doing, socket.gethostname(), os.getpid())
+        store.set(_key_of(beat.rank), json.dumps(beat))
 
-    def _who(self, word: Word) -> str:
-        return f"rank {word.rank} of {self._met.size} (process {word.process} on {word.host})"
+    def _read(self, store: Store, rank: int) -> Beat:
+        if not store.check([_key_of(rank)]):
+            return Beat(rank, 0, BEGINNING, "an unknown host", 0)
+        return Beat(*json.loads(store.get(_key_of(rank))))
 
-    def _silent(self) -> str:
+    def _name(self, beat: Beat) -> str:
+        return f"rank {beat.rank} of {self._rendezvous.size} (process {beat.process} on {beat.host})"
+
+    def _silence(self) -> str:
         return f"has not answered for {self._within:g} s (stopped, or its host gone)"
 
     def _leave(self, store: Store | None, line: str) -> NoReturn:
-        """Say why, unless another rank has; without a store the first rank of each host does."""
+        """Print why, unless another rank has, and end this process. Without a store, one rank of each host prints."""
         is_first = os.environ.get("LOCAL_RANK", "0") == "0" if store is None else store.add(FAILURE, 1) == 1
         if is_first:
             print(f"megabatch: {line}", file=sys.stderr, flush=True)
         leave_now(CRASHED)
 
 
-def key_of(rank: int) -> str:
-    """Where the store has a rank's last word."""
-    return f"pulse of rank {rank}"
+def _key_of(rank: int) -> str:
+    return f"heartbeat of rank {rank}"
 
 
-def is_there(process: int) -> bool:
-    """Whether a process of this host has not ended, or its parent not seen that yet."""
+def is_alive(process: int) -> bool:
+    """Return True while a process of this host exists, a zombie included."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -183,11 +183,3 @@ def is_there(process: int) -> bool:
     except PermissionError:
         return True
     return True
-
-
-def beside(met: Meeting) -> set[int]:
-    """The other ranks that torchrun has started on this host."""
-    if "LOCAL_WORLD_SIZE" not in os.environ:
-        return set()
-    first = met.rank - int(os.environ["LOCAL_RANK"])
-    return set(range(first, first + int(os.environ["LOCAL_WORLD_SIZE"]))) - {met.rank}

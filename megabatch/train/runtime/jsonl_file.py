@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from megabatch.errors import MegabatchError
-from megabatch.train.checkpoints.paths import replace_text
-from megabatch.train.runtime.retrying_appender import Patient
+from megabatch.train.runtime.files import RetryingAppender, replace_text
 
 Row = dict[str, Any]
 
@@ -23,7 +22,7 @@ class JsonlFile:
     def __init__(self, path: Path, *, enabled: bool) -> None:
         self.path, self.is_enabled = path, enabled
         self.lines: list[str] = []
-        self._file = Patient(path)
+        self._file = RetryingAppender(path)
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add a row. Floats keep every digit."""
@@ -42,7 +41,7 @@ class JsonlFile:
     def write(self) -> None:
         """Write the lines that wait, if there is room."""
         if self.lines:
-            self._file.add("".join(f"{line}\n" for line in self.lines).encode())
+            self._file.append("".join(f"{line}\n" for line in self.lines).encode())
             self.lines.clear()
 
     def cut(self, step: int) -> None:

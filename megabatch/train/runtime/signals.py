@@ -1,7 +1,7 @@
-"""Stop: SIGTERM and SIGINT end a run after the update that runs, with a checkpoint, and before the first one at once.
+"""Signals: SIGTERM and SIGINT stop a run after its current update, with a checkpoint; before the first one, at once.
 
 Ranks get a signal at different times, or only some of them do, so they agree after each update. A second signal ends
-the process whatever it is doing; the main thread may wait in a collective then, so a thread hears of signals too.
+the process at once. The main thread may wait in a collective then, so a thread receives signals too.
 """
 
 import contextlib
@@ -15,54 +15,57 @@ from multiprocessing import util
 from types import FrameType
 from typing import NoReturn
 
-from megabatch.train.runtime.exit import StoppedError, end_children, leave_now, leave_to_parent, words_of
+from megabatch.train.runtime.exit import (
+    StoppedError,
+    ignore_signals_in_worker,
+    interruption_text,
+    kill_workers,
+    leave_now,
+)
 from megabatch.train.runtime.ranks import Ranks
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-SECONDS_OF_ONE = 1.0  # in which signals are one: of torchrun's own and the one it passes on, both reach a process
-SECONDS_TO_LEAVE = 3.0  # in which the main thread leaves by itself, before the first update
+SECONDS_OF_ONE = 1.0  # torchrun passes a signal on that reaches the process directly too: both count as one
+SECONDS_TO_LEAVE = 3.0  # for the main thread to leave by itself before the first update
 
 
-class Stop:
-    """Whether this run is to stop, and by which signal.
+class StopSignal:
+    """The signal that stops this run, if any.
 
     Args:
-        speaks: Whether this process says that it is ended, where the others cannot be asked who does.
+        speaks: Print a message if a second signal ends this process; the other ranks cannot be asked by then.
     """
 
     def __init__(self, *, speaks: bool) -> None:
         self._speaks = speaks
-        self._heard: signal.Signals | None = None
+        self._received: signal.Signals | None = None
         self._ended = threading.Event()
-        self.has_begun = False  # set with the first update, from which on a signal waits for the end of one
+        self.has_begun = False  # set at the first update; from then on a signal waits for the end of an update
         self.agreed: signal.Signals | None = None
 
     def check(self) -> None:
-        """Raise `StoppedError` where this process has got a signal, of which may come whatever else it has met."""
-        if self._heard is not None:
-            raise StoppedError(self._heard) from None
+        """Raise `StoppedError` if this process has received a signal: it explains any other error."""
+        if self._received is not None:
+            raise StoppedError(self._received) from None
 
     def agree(self, ranks: Ranks) -> bool:
-        """Whether any rank has got a signal; collective, between two updates."""
-        asked = ranks.sum([float(self._heard == each) for each in SIGNALS])
-        self.agreed = next((each for each, number in zip(SIGNALS, asked, strict=True) if number), None)
+        """Return True if any rank has received a signal. Collective, between two updates."""
+        counts = ranks.sum([float(self._received == each) for each in SIGNALS])
+        self.agreed = next((each for each, count in zip(SIGNALS, counts, strict=True) if count), None)
         return self.agreed is not None
 
     @contextlib.contextmanager
-    def listening(self) -> Generator[None, None, None]:
-        """Surrounds a run, once: signals are the run's, and whoever had them before gets them back.
-
-        A signal that is ignored, as a shell does for what it runs in the background, stays so.
-        """
+    def handling(self) -> Generator[None, None, None]:
+        """Handle signals while the block runs. Signals that were ignored, as in a shell's background, stay ignored."""
         before = {each: signal.getsignal(each) for each in SIGNALS if signal.getsignal(each) is not signal.SIG_IGN}
         read, write = os.pipe()
         os.set_blocking(write, False)
         pipe_before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        util.register_after_fork(self, Stop._begin_fork)
-        thread = threading.Thread(target=self._listen, args=(read,), name="megabatch-stop", daemon=True)
+        util.register_after_fork(self, StopSignal._after_fork)
+        thread = threading.Thread(target=self._read_pipe, args=(read,), name="megabatch-signals", daemon=True)
         thread.start()
         for each in before:
-            signal.signal(each, self._hear)
+            signal.signal(each, self._receive)
         try:
             yield
         finally:
@@ -70,20 +73,20 @@ class Stop:
             for each, handler in before.items():
                 signal.signal(each, handler)
             signal.set_wakeup_fd(pipe_before)
-            os.close(write)  # which ends the thread
+            os.close(write)  # ends the thread
             thread.join()
             os.close(read)
-            end_children()
+            kill_workers()
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        """In the main thread, as soon as it runs Python."""
-        self._heard = self._heard or signal.Signals(number)
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        """In the main thread, as soon as it runs Python code."""
+        self._received = self._received or signal.Signals(number)
         if not self.has_begun:
-            raise StoppedError(self._heard)
+            raise StoppedError(self._received)
 
-    def _listen(self, read: int) -> None:
-        """In a thread of its own, at once."""
-        first: float | None = None  # on time.monotonic's clock
+    def _read_pipe(self, read: int) -> None:
+        """In a thread, at once."""
+        first: float | None = None  # time.monotonic() of the first signal
         while numbers := os.read(read, 1):
             if (number := numbers[0]) not in SIGNALS:
                 continue
@@ -95,14 +98,15 @@ class Stop:
                 self._leave(number)
 
     def _leave_soon(self, number: int) -> None:
-        if not self._ended.wait(SECONDS_TO_LEAVE) and not self.has_begun:  # it may wait for a rank that never comes
+        """The main thread may wait for a rank that never comes."""
+        if not self._ended.wait(SECONDS_TO_LEAVE) and not self.has_begun:
             self._leave(number)
 
     def _leave(self, number: int) -> NoReturn:
         if self._speaks:
-            print(words_of(number), file=sys.stderr, flush=True)
+            print(interruption_text(number), file=sys.stderr, flush=True)
         leave_now(128 + number)
 
-    def _begin_fork(self) -> None:
+    def _after_fork(self) -> None:
         if not self._ended.is_set():
-            leave_to_parent()
+            ignore_signals_in_worker()
