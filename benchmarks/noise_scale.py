@@ -26,7 +26,8 @@ from megabatch.train.model.build import ParallelModel
 from megabatch.train.model.wrap import Wrapper
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.heartbeat import Heartbeat
-from megabatch.train.runtime.ranks import Ranks, Rendezvous
+from megabatch.train.runtime.ranks import Ranks
+from megabatch.train.runtime.rendezvous import Rendezvous
 from megabatch.train.runtime.signals import StopSignal
 
 NUM_REPEATS, WARMUP = 30, 2
@@ -60,7 +61,8 @@ class Loop:
         model, nowhere = self.learner.model, cast(Any, SimpleNamespace(ids=[], num_updates=NumUpdates(None, None)))
         return RunContext(
             recipe, Ranks(0, 1, torch.device("cpu")), Console(enabled=False, loss_digits=4), StopSignal(speaks=False),
-            Heartbeat(Rendezvous(), None), None, nowhere, nowhere, ParallelModel(model, model, Wrapper("plain", ""), [], [], {}),
+            Heartbeat(Rendezvous(), None), None, nowhere, nowhere,
+            ParallelModel(model, model, Wrapper("plain", ""), [], [], {}),
             self.learner, losses.next_token, TunedChoices(None, Policy(None, {})), {},
         )  # fmt: skip
 

@@ -22,7 +22,8 @@ from megabatch.train.loop import prepare_run, train
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.heartbeat import Heartbeat
 from megabatch.train.runtime.jsonl_file import METRICS, read_rows
-from megabatch.train.runtime.ranks import Ranks, Rendezvous
+from megabatch.train.runtime.ranks import Ranks
+from megabatch.train.runtime.rendezvous import Rendezvous
 from megabatch.train.runtime.signals import StopSignal
 from tests.elastic.damages import KINDS, step_to_expect
 from tests.train.conftest import RECIPE, some_pairs, write_pairs

@@ -17,7 +17,8 @@ from megabatch.train.model.build import ParallelModel
 from megabatch.train.model.wrap import Wrapper
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.heartbeat import Heartbeat
-from megabatch.train.runtime.ranks import Ranks, Rendezvous
+from megabatch.train.runtime.ranks import Ranks
+from megabatch.train.runtime.rendezvous import Rendezvous
 from megabatch.train.runtime.signals import StopSignal
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -43,5 +44,6 @@ def context_of(
     model = laid or ParallelModel(learner.gradient.model, learner.model, Wrapper(wrapper, ""), [], [], {})
     return RunContext(
         config or config_of(), ranks, Console(enabled=False, loss_digits=4), StopSignal(speaks=False),
-        Heartbeat(Rendezvous(), None), None, data, updates, model, learner, loss_fn, TunedChoices(None, Policy(None, {})), {},
+        Heartbeat(Rendezvous(), None), None, data, updates, model, learner, loss_fn,
+        TunedChoices(None, Policy(None, {})), {},
     )  # fmt: skip

@@ -21,7 +21,8 @@ from megabatch.train.config.recipe import load_config
 from megabatch.train.context import RunContext
 from megabatch.train.loop import prepare_run
 from megabatch.train.runtime.heartbeat import Heartbeat
-from megabatch.train.runtime.ranks import Ranks, Rendezvous
+from megabatch.train.runtime.ranks import Ranks
+from megabatch.train.runtime.rendezvous import Rendezvous
 from megabatch.train.runtime.signals import StopSignal
 from tests.comm.counting import Collectives
 from tests.comm.jobs import held

@@ -14,7 +14,8 @@ from megabatch.train.config.recipe import load_config
 from megabatch.train.context import Callbacks
 from megabatch.train.loop import prepare_run, surround_backward, train
 from megabatch.train.runtime.heartbeat import Heartbeat
-from megabatch.train.runtime.ranks import Rendezvous
+from megabatch.train.runtime.rendezvous import Rendezvous
+from megabatch.train.runtime.signals import StopSignal
 from tests.train.conftest import Bench
 from tests.train.contexts import ALONE
 

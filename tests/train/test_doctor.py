@@ -13,7 +13,8 @@ from torch import nn
 
 import megabatch.train.runtime.ranks as ranks_module
 from megabatch.train.cli.doctor import WRAPPERS, Deadline, device_finding, examine, proof_finding, version_finding
-from megabatch.train.runtime.ranks import Ranks, Rendezvous
+from megabatch.train.runtime.ranks import Ranks
+from megabatch.train.runtime.rendezvous import Rendezvous
 from tests.train.on_ranks import on_ranks
 from tests.train.processes import CONTEXT, Run, rank_environment
 from tests.unit.small import unseen

@@ -10,7 +10,7 @@ from megabatch.train.context import Callback, Callbacks, RunContext
 from megabatch.train.loop import make_update, prepare_run, train
 from megabatch.train.runtime import console
 from megabatch.train.runtime.heartbeat import Heartbeat
-from megabatch.train.runtime.ranks import Rendezvous
+from megabatch.train.runtime.rendezvous import Rendezvous
 from megabatch.train.runtime.signals import StopSignal
 from tests.trace import Trace, trace
 from tests.train.conftest import Bench

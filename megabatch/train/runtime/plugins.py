@@ -46,7 +46,7 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
         raise MegabatchError(
             f"{key} is {name!r} and {place} cannot be imported ({reason}); mend it or its name"
         ) from None
-    found = getattr(module, attribute, None)
+    found: Any = getattr(module, attribute, None)
     if not callable(found) and not isinstance(found, JointLoss):
         kind = "has no such name" if found is None else f"has a {type(found).__name__} of that name"
         raise MegabatchError(f"{key} is {name!r} and {place} {kind}; name a function in it")
