@@ -84,6 +84,7 @@ class RunContext:
     saved: dict[str, Any] = field(default_factory=dict[str, Any])  # tensors of a checkpoint: parts with a state_dict
     positions: dict[str, Any] = field(default_factory=dict[str, Any])  # metadata of a checkpoint: parts, as JSON
     logs: list[JsonlFile] = field(default_factory=list[JsonlFile])
+    next_write: float = 0.0  # of the rows in ``logs``, on time.perf_counter's clock
     exits: ExitStack = field(default_factory=ExitStack)  # closed when the run ends or fails
     evaluated_weights: Callable[[], AbstractContextManager[None]] = nullcontext  # inside, the model holds the EMA
     best: BestEvaluation = field(default_factory=BestEvaluation)  # from early stopping
@@ -139,6 +140,11 @@ class RunContext:
         """Return a file of rows in the run's folder. Checkpoints flush it; a resumed run drops its later rows."""
         self.logs.append(JsonlFile(self.folder / name, enabled=self.ranks.is_main))
         return self.logs[-1]
+
+    def write_logs(self) -> None:
+        """Write the rows that wait, if there is room."""
+        for log in self.logs:
+            log.write()
 
     def flush_logs(self) -> None:
         """Write the rows that wait. Raises `OSError` if there is no room."""
