@@ -33,7 +33,7 @@ class Metrics(Callback):
 
     def start(self, context: RunContext) -> None:
         """Show the rows of the step again: a logger drops what it has from the first step that it gets."""
-        if context.checkpoint is not None:
+        if context.checkpoint is not None and self._loggers:
             self._file.show([row for row in self._file.rows() if row["step"] == context.step])
 
     def before_update(self, context: RunContext) -> None:
