@@ -216,7 +216,7 @@ class Callbacks:
         return [each for each in self.all if getattr(type(each), event) is not getattr(Callback, event)]
 
 
-_apart: dict[torch.device, torch.cuda.Stream] = {}
+_apart: dict[torch.device, torch.cuda.Stream] = {}  # streams for copies to the host
 
 
 def read_values(update: Update) -> dict[str, float]:
@@ -233,6 +233,8 @@ def read_values(update: Update) -> dict[str, float]:
     device = update.loss.device
     if device.type != "cuda":
         return {name: float(scalar) for name, scalar in scalars.items()}
-    with torch.cuda.stream(_apart.setdefault(device, torch.cuda.Stream(device))):
+    if device not in _apart:
+        _apart[device] = torch.cuda.Stream(device)
+    with torch.cuda.stream(_apart[device]):
         stacked = torch.stack([scalar.to(device, torch.float64) for scalar in scalars.values()])  # [scalars]
         return dict(zip(scalars, stacked.tolist(), strict=True))
