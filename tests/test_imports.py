@@ -141,7 +141,7 @@ def test_the_names_of_a_package_are_imported_when_they_are_asked_for_and_listed_
 
 def test_type_checking_is_asked_for_nowhere_else():
     checking = {path for path, tree in TREES.items() if "typing.TYPE_CHECKING" in imported(tree)}
-    assert checking == set(map(init_of, LAZY))
+    assert checking == {*map(init_of, LAZY), "train/__init__.py"}
 
 
 @pytest.mark.parametrize("module", TRAINER)
@@ -155,6 +155,7 @@ def test_the_trainer_imports_public_names_alone(module):
         elif isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("megabatch."):
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
     found = {name for name in found if not name.startswith("megabatch.train.")}
+    found -= {"megabatch.lazy.export_lazily"} if module == "train" else set()
     assert found <= {"megabatch", *(f"{home}.{name}" for home, names in PUBLIC.items() for name in names)}
     if "megabatch" in found:
         used = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]

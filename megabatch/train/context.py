@@ -84,6 +84,7 @@ class RunContext:
     saved: dict[str, Any] = field(default_factory=dict[str, Any])  # tensors of a checkpoint: parts with a state_dict
     positions: dict[str, Any] = field(default_factory=dict[str, Any])  # metadata of a checkpoint: parts, as JSON
     logs: list[JsonlFile] = field(default_factory=list[JsonlFile])
+    next_write: float = 0.0  # of the rows in ``logs``, on time.perf_counter's clock
     exits: ExitStack = field(default_factory=ExitStack)  # closed when the run ends or fails
     evaluated_weights: Callable[[], AbstractContextManager[None]] = nullcontext  # inside, the model holds the EMA
     best: BestEvaluation = field(default_factory=BestEvaluation)  # from early stopping
@@ -139,6 +140,11 @@ class RunContext:
         """Return a file of rows in the run's folder. Checkpoints flush it; a resumed run drops its later rows."""
         self.logs.append(JsonlFile(self.folder / name, enabled=self.ranks.is_main))
         return self.logs[-1]
+
+    def write_logs(self) -> None:
+        """Write the rows that wait, if there is room."""
+        for log in self.logs:
+            log.write()
 
     def flush_logs(self) -> None:
         """Write the rows that wait. Raises `OSError` if there is no room."""
@@ -210,7 +216,7 @@ class Callbacks:
         return [each for each in self.all if getattr(type(each), event) is not getattr(Callback, event)]
 
 
-_apart: dict[torch.device, torch.cuda.Stream] = {}
+_apart: dict[torch.device, torch.cuda.Stream] = {}  # streams for copies to the host
 
 
 def read_values(update: Update) -> dict[str, float]:
@@ -227,6 +233,8 @@ def read_values(update: Update) -> dict[str, float]:
     device = update.loss.device
     if device.type != "cuda":
         return {name: float(scalar) for name, scalar in scalars.items()}
-    with torch.cuda.stream(_apart.setdefault(device, torch.cuda.Stream(device))):
+    if device not in _apart:
+        _apart[device] = torch.cuda.Stream(device)
+    with torch.cuda.stream(_apart[device]):
         stacked = torch.stack([scalar.to(device, torch.float64) for scalar in scalars.values()])  # [scalars]
         return dict(zip(scalars, stacked.tolist(), strict=True))

@@ -26,6 +26,8 @@ from megabatch.train.runtime.plugins import load_function
 from megabatch.train.runtime.ranks import Ranks
 from megabatch.train.runtime.signals import StopSignal
 
+SECONDS_BETWEEN_WRITES = 0.25  # rows of faster updates are written together
+
 
 def train(context: RunContext) -> None:
     """Run updates until the data, the step limit, a callback or a signal ends the run. Collective."""
@@ -61,6 +63,9 @@ def make_update(context: RunContext, batch: Sequence[Any]) -> None:
     for callback in context.callbacks.after_update:
         if (callback.every and step % callback.every == 0) or context.is_over:
             callback.after_update(context)
+    if time.perf_counter() >= context.next_write:
+        context.write_logs()
+        context.next_write = time.perf_counter() + SECONDS_BETWEEN_WRITES
 
 
 def surround_backward(context: RunContext, batch: Sequence[Any]) -> None:
@@ -128,6 +133,7 @@ def prepare_run(config: Config, ranks: Ranks, stop: StopSignal, heartbeat: Heart
         config, ranks, console, stop, heartbeat, tokenizer, data, updates, model, learner, loss_fn, choices, identity,
         checkpoint,
     )  # fmt: skip
+    context.exits.callback(context.write_logs)
     context.callbacks = Callbacks(make_callbacks(context, own_callbacks))
     first = updates.peek()
     context.plan = learner.gradient.plan(first if choices.bound is None else [])

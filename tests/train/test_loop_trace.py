@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megabatch.train.callbacks import metrics, microbatch_log
+from megabatch.train import loop
 from megabatch.train.config.recipe import load_config
 from megabatch.train.context import Callback, Callbacks, RunContext
 from megabatch.train.loop import make_update, prepare_run, train
@@ -43,7 +43,7 @@ def of_trainer(found: Trace) -> list[str]:
 
 def test_an_update_enters_few_files(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows wait to be written together: this update writes none."""
-    for module in (console, metrics, microbatch_log):
+    for module in (console, loop):
         monkeypatch.setattr(module, "SECONDS_BETWEEN_WRITES", 1e9)
     found = traced_update(bench)
     assert len(of_trainer(found)) <= MOST_FILES, of_trainer(found)

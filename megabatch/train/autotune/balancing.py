@@ -14,7 +14,7 @@ LEAST, MOST = 1 / 8, 4
 
 
 def even_tokens(fit: TunedLimit) -> int | None:
-    """Tokens of a sample of which attention costs as much as all the rest; None: it costs too little to deal by."""
+    """Return the tokens of a sample whose attention costs as much as the rest; None if it costs too little."""
     cost = fit.cost
     attention = cost.seconds_per_pair * fit.longest_tokens  # of the longest sample, for each token
     if attention <= 0 or attention < LEAST * cost.seconds_per_token:
@@ -24,5 +24,5 @@ def even_tokens(fit: TunedLimit) -> int | None:
 
 
 def dealt_text(tokens: int) -> str:
-    """What is said of it."""
+    """Return the line about it."""
     return f"samples are dealt over ranks by cost: attention counts as much as the rest at {tokens:,} tokens"

@@ -140,7 +140,7 @@ class StagedLearner:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The learner's state; collective."""
+        """Return the learner's state. Collective."""
         state = self._learner.state_dict()
         groups = state["optimizer"]["param_groups"]
         names = self._ranks.exchange_objects([group["params"] for group in groups])

@@ -86,7 +86,7 @@ class Evaluation(Callback):
 
 @dataclass(frozen=True)
 class Terms:
-    """What is summed over a set, as a function (model, microbatch) -> {name: (total, weight)}."""
+    """The sums of a set, as a function (model, microbatch) -> {name: (total, weight)}."""
 
     loss: LossFunction
     metrics: LossFunction | None = None  # in which no gradient is looked for
@@ -98,7 +98,7 @@ class Terms:
         return {**terms, **self._metrics(model, microbatch, [*TAKEN, *terms])}
 
     def of_all(self, model: nn.Module, microbatches: Sequence[Microbatch]) -> list[dict[str, Term]]:
-        """The terms of each microbatch, of which a pipeline runs several at once; loss and metrics by themselves."""
+        """Return the terms of each microbatch. A pipeline runs several at once, the loss and the metrics apart."""
         if not isinstance(model, Pipeline):
             return [self(model, microbatch) for microbatch in microbatches]
         found = evaluate_pipeline(model, microbatches, self.loss)
@@ -139,7 +139,7 @@ def build_terms(
 
 
 def next_token_terms(model: Any, microbatch: Microbatch) -> dict[str, Term]:
-    """The loss `losses.next_token`, and how many of its targets the model finds likeliest, in one forward."""
+    """Return the loss `losses.next_token` and the number of targets that the model finds likeliest, in one forward."""
     outputs: list[Tensor] = []
 
     def remember(*inputs: Any, **named: Any) -> Tensor:
@@ -158,7 +158,7 @@ def evaluate(
     event: Event, terms: Terms, own: Callable[..., Any] | None, update: UpdateConfig, ranks: Ranks, console: Console,
     *, chosen_tokens: int | None = None,
 ) -> list[Row]:  # fmt: skip
-    """A row of metrics.jsonl for each of the event's sets, then one for the user's ``own`` evaluation; collective."""
+    """Return a row for each of the event's sets, then one for the user's ``own`` evaluation. Collective."""
     run = partial(evaluate_set, event.model, terms, chosen_tokens=chosen_tokens)
     rows = [
         {"step": event.step, **run(samples, update, ranks, console, name=name)} for name, samples in event.sets.items()
@@ -177,7 +177,7 @@ def evaluate_set(
     name: str = "held-out",
     chosen_tokens: int | None = None,
 ) -> Row:
-    """The loss and the metrics of a set, each a sum over all of its samples and ranks by a sum; collective.
+    """Return the loss and the metrics of a set, each a sum over all of its samples and ranks by a sum. Collective.
 
     Returns {"set", "eval_loss", "eval_<term>", ...}: of several terms with a gradient, eval_loss is the sum, as in
     training. A quotient without weight is None. The model is in evaluation mode for that long and draws, if it does,
@@ -194,7 +194,7 @@ def evaluate_set(
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module, seed: str, device: torch.device) -> Generator[None]:
-    """Surrounds forwards that leave no trace: no gradient, modes and random numbers as before, shards as before."""
+    """Leave no trace of forwards: no gradient; modes, random numbers and shards as before."""
     modes = {module: module.training for module in model.modules()}
     devices = [device] if device.type == "cuda" else []
     try:
@@ -217,7 +217,7 @@ def sum_terms(
     console: Console,
     name: str,
 ) -> tuple[Sums, set[str]]:
-    """Each term's sums over a set, of which this rank has its ``own`` part, and which of them are the loss; collective.
+    """Return each term's sums over a set, and the names of the loss's terms; ``own``: this rank's part. Collective.
 
     Every rank runs the same number of forwards, as a sharded model must: where the plan has a dummy microbatch, any
     sample goes through the model and is not counted.
@@ -241,12 +241,12 @@ def sum_terms(
 
 
 def as_it_is(microbatch: Microbatch) -> Microbatch:
-    """What a loss sees that prepares nothing."""
+    """Return the microbatch: this loss prepares nothing."""
     return microbatch
 
 
 def own_stretch(microbatch: Microbatch, ranks: Ranks) -> Microbatch:
-    """What this rank sees of a microbatch: all of it, or its stretch of each sequence."""
+    """Return this rank's part of a microbatch: all of it, or its stretch of each sequence."""
     cp = ranks.layout.cp
     return microbatch if cp == 1 else context_parallel.stretch(microbatch, ranks.layout.cp_rank(ranks.rank), cp)
 
@@ -261,7 +261,7 @@ def add(sums: dict[str, Tensor], terms: Mapping[str, Term], *, counted: bool, de
 
 
 def gather(sums: Mapping[str, Tensor], loss_names: set[str], ranks: Ranks) -> tuple[Sums, set[str]]:
-    """The sums over all ranks that work on different tokens, the same on each; collective."""
+    """Return the sums over all ranks that work on different tokens, the same on each. Collective."""
     told: list[Any] = [({name: pair.tolist() for name, pair in sums.items() if ranks.is_counted}, loss_names)]
     if ranks.size > 1:
         own, told = told[0], [None] * ranks.size
@@ -275,7 +275,7 @@ def gather(sums: Mapping[str, Tensor], loss_names: set[str], ranks: Ranks) -> tu
 
 
 def row_of(name: str, terms: Terms, sums: Sums, loss_names: Collection[str]) -> Row:
-    """What is logged of a set."""
+    """Return the row of a set."""
     quotients = {term: total / weight if weight else None for term, (total, weight) in sums.items()}
     of_loss = [PAIR_NAME] if terms.of_tokens or not loss_names else sorted(loss_names)
     parts = [quotient for quotient in map(quotients.get, of_loss) if quotient is not None]
@@ -287,17 +287,17 @@ def row_of(name: str, terms: Terms, sums: Sums, loss_names: Collection[str]) -> 
 
 
 def perplexity_of(loss: float | None) -> float | None:
-    """e to the loss; None where no float64 is as large."""
+    """Return e to the loss, or None if no float64 is as large."""
     return None if loss is None or not loss <= LARGEST_EXPONENT else math.exp(loss)
 
 
 def load_own(config: EvalConfig) -> Callable[..., Any] | None:
-    """The user's ``eval.function``, with its name to its messages. Raises `MegabatchError`."""
+    """Return the user's ``eval.function``. Raises `MegabatchError`."""
     return None if config.function is None else load_function(config.function, "eval.function")
 
 
 def own_values(own: Callable[..., Any], event: Event) -> Row:
-    """What the user's evaluation found, as keys of a row; it runs as the sets do, without gradients."""
+    """Return the numbers of the user's evaluation as columns. It runs as the sets do, without gradients."""
     title = f"eval.function {getattr(own, '__name__', own)!r}"
     with evaluating(event.model, OWN, event.device), blamed(title):
         values = own(event)
@@ -317,7 +317,7 @@ def own_values(own: Callable[..., Any], event: Event) -> Row:
 def split_set(
     samples: Sequence[Any], update: UpdateConfig, ranks: Ranks, chosen_tokens: int | None, most: int | None = None
 ) -> Plan:
-    """This rank's microbatches of a set, as many as any other's; under a pipeline all are filled up to one shape.
+    """Return this rank's microbatches of a set, as many as any other's. A pipeline fills all up to one shape.
 
     ``most``: tokens of a microbatch, or one sample, at most.
     """
@@ -338,14 +338,14 @@ def split_set(
 
 
 def most_tokens(model: nn.Module) -> int | None:
-    """Tokens of which a model makes all logits at once, which training does not; None: it has no vocabulary."""
+    """Return the most tokens of a microbatch whose logits the model makes all at once; None without a vocabulary."""
     config = next((each.config for each in model.modules() if isinstance(each, PreTrainedModel)), None)
     num_classes = None if config is None else getattr(config.get_text_config(), "vocab_size", None)
     return max(1, MOST_LOGITS // num_classes) if isinstance(num_classes, int) and num_classes > 0 else None
 
 
 def lengths_of(samples: Sequence[Any], update: UpdateConfig) -> list[int]:
-    """Tokens of each sample, by which the set is cut; 1 each where only samples are counted and are not at hand."""
+    """Return the tokens of each sample, or 1 each if only samples count and they are not in memory."""
     known = getattr(samples, "lengths", None)
     if known is not None:
         return [int(length) for length in known]

@@ -69,7 +69,7 @@ def rule(text: str) -> str:
 def sample_completion(
     model: nn.Module, samples: Sequence[Any], tokenizer: Any, device: torch.device, wanted: int | None = None
 ) -> tuple[str, str]:
-    """A prompt of the samples and what the model makes of it, as text; collective, the same on every rank.
+    """Return a prompt of the samples and the model's completion, as text, the same on every rank. Collective.
 
     Empty for a model that is none of transformers', without a tokenizer, and without a sample of tokens. The model's
     own prompt is what it does not learn of a sample; of a plain text it is the first third.
@@ -85,14 +85,14 @@ def sample_completion(
 
 
 def choose_prompt(samples: Sequence[Any]) -> Tensor | None:
-    """The prompt whose length is nearest to one that is quick to read."""
+    """Return the prompt whose length is nearest to one that is quick to read."""
     few = [samples[index] for index in range(min(len(samples), CANDIDATES))]
     prompts = [prompt for prompt in map(prompt_of, few) if len(prompt)]
     return min(prompts, key=lambda prompt: abs(len(prompt) - PROMPT_TOKENS), default=None)
 
 
 def prompt_of(sample: Any) -> Tensor:
-    """What a sample begins with: everything before the first label, or a third of a text of which all is learned."""
+    """Return the beginning of a sample: all before the first label, or a third of a text of which all is learned."""
     if not isinstance(sample, Mapping) or not {"input_ids", "labels"} <= sample.keys():
         return torch.tensor([], dtype=torch.int64)
     if torch.as_tensor(sample["labels"]).shape != torch.as_tensor(sample["input_ids"]).shape:  # a class, say
@@ -106,7 +106,7 @@ def prompt_of(sample: Any) -> Tensor:
 
 
 def first_document(sample: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Tokens and labels of a sample; of a row into which documents are packed, those of the first."""
+    """Return tokens and labels of a sample, or of the first document of a packed row."""
     tokens, labels = torch.as_tensor(sample["input_ids"]), torch.as_tensor(sample["labels"])  # [T], [T]
     positions = torch.as_tensor(sample.get("position_ids", range(len(tokens))))  # [T]
     starts = (positions == 0).nonzero().flatten().tolist()
@@ -122,7 +122,7 @@ def complete(
     device: torch.device,
     wanted: int | None = None,
 ) -> Tensor:
-    """Tokens drawn one by one with a fixed seed, up to the end or `num_new_tokens`; collective, the same on every rank.
+    """Draw tokens one by one with a fixed seed, up to the end or `num_new_tokens`, alike on every rank. Collective.
 
     Only the first ``vocab_size`` are drawn, which the tokenizer knows; a model may have more. Every rank runs the
     same number of forwards, whatever it draws: what comes after the end is cut off at last.
@@ -142,7 +142,7 @@ def complete(
 
 
 def num_new_tokens(model: nn.Module, num_given: int, device: torch.device, wanted: int | None = None) -> int:
-    """How many tokens are ``wanted``, or worth a forward each, and have a position."""
+    """Return the number of tokens that are ``wanted``, or worth a forward each, and have a position."""
     is_large = sum(parameter.numel() for parameter in model.parameters()) > SLOW_FROM_PARAMETERS
     is_cut = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     is_slow = isinstance(model, FSDPModule) or is_cut or (is_large and device.type == "cpu")

@@ -17,8 +17,6 @@ from megabatch.train.context import Callback, RunContext
 from megabatch.train.runtime.jsonl_file import METRICS, JsonlFile, Row, is_evaluation
 from megabatch.train.runtime.ranks import Ranks
 
-SECONDS_BETWEEN_WRITES = 0.25  # rows of faster updates wait for each other
-
 
 class Metrics(Callback):
     """Make the row of each update, and hand the rows to metrics.jsonl, the loggers and the console."""
@@ -31,11 +29,11 @@ class Metrics(Callback):
         )
         context.logs.append(self._file)
         context.exits.push(self._close)
-        self._dp_degree, self._lr, self._next_write = context.ranks.dp_degree, 0.0, 0.0
+        self._dp_degree, self._lr = context.ranks.dp_degree, 0.0
 
     def start(self, context: RunContext) -> None:
         """Show the rows of the step again: a logger drops what it has from the first step that it gets."""
-        if context.checkpoint is not None:
+        if context.checkpoint is not None and self._loggers:
             self._file.show([row for row in self._file.rows() if row["step"] == context.step])
 
     def before_update(self, context: RunContext) -> None:
@@ -55,9 +53,6 @@ class Metrics(Callback):
                 "the epoch's data ran out: its last update was stepped exactly: "
                 f"{num_samples} of {context.expected_samples} samples"
             )
-        if time.perf_counter() >= self._next_write:
-            self._file.write()
-            self._next_write = time.perf_counter() + SECONDS_BETWEEN_WRITES
 
     def after_evaluation(self, context: RunContext) -> None:
         """Add the row of a set."""

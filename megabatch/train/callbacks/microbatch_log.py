@@ -1,7 +1,6 @@
 """cuts.jsonl: how each update was split into microbatches, a line for each, as the report draws it."""
 
 import json
-import time
 
 from megabatch import Plan
 from megabatch.train.context import Callback, RunContext
@@ -10,7 +9,6 @@ from megabatch.train.runtime.oom_limit import report_split
 
 FILE_NAME = "cuts.jsonl"
 MOST_RANKS, MOST_MICROBATCHES = 16, 64  # of an update in a line, which counts those that it leaves out
-SECONDS_BETWEEN_WRITES = 0.25
 Cut = list[list[int]]  # of a data rank: its microbatches' samples, their real tokens, their padding
 
 
@@ -19,7 +17,7 @@ class MicrobatchLog(Callback):
 
     def __init__(self, context: RunContext) -> None:
         self._file = context.open_log(FILE_NAME)
-        self._is_alone, self._dp_rank, self._next_write = context.ranks.size == 1, context.ranks.dp_rank, 0.0
+        self._is_alone, self._dp_rank = context.ranks.size == 1, context.ranks.dp_rank
 
     def after_update(self, context: RunContext) -> None:
         """Add the line. On several ranks this sends some hundred bytes a rank."""
@@ -32,9 +30,6 @@ class MicrobatchLog(Callback):
         if "num_split" in context.row:
             limit = context.learner.gradient.oom_limit
             context.console.say(report_split(context.config.run, plan, limit, context.ranks))
-        if time.perf_counter() >= self._next_write:
-            self._file.write()
-            self._next_write = time.perf_counter() + SECONDS_BETWEEN_WRITES
 
 
 def row_of(step: int, told: list[tuple[int, int, Cut]]) -> Row:

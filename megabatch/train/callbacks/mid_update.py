@@ -43,7 +43,7 @@ DEALT = "the tokens at which attention counts as much as the rest"  # by which s
 
 @dataclass
 class Calls:
-    """This rank's samples of every call of an update, and what has become of those that were made."""
+    """This rank's samples of every call of an update, and the microbatches of the calls made."""
 
     parts: list[list[int]]  # samples of each call, by their places in the update
     num_made: int = 0
@@ -51,7 +51,7 @@ class Calls:
     num_split: int = 0  # of them, that did not fit in memory
 
     def left(self, batch: Sequence[Any]) -> Iterator[tuple[int, Sequence[Any]]]:
-        """The number and the samples of each call that is still to be made."""
+        """Yield the number and the samples of each call that is still to be made."""
         for number in range(self.num_made, len(self.parts)):
             yield number, part_of(batch, self.parts[number])
 
@@ -64,11 +64,11 @@ class Calls:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every call was made."""
+        """True once every call was made."""
         return self.num_made == len(self.parts)
 
     def as_run(self, plan: Plan) -> Plan:
-        """The plan of the whole update, as it was run."""
+        """Return the plan of the whole update, as it was run."""
         return replace(plan, microbatches=tuple(map(tuple, self.ran)), num_split=self.num_split)
 
 
@@ -204,7 +204,7 @@ def forget(folder: Path, ranks: Ranks) -> None:
 
 
 def calls_text(calls: Calls) -> str:
-    """How far an update has come."""
+    """Format how many calls of an update were made."""
     return f"{calls.num_made} of {len(calls.parts)} parts"
 
 
@@ -223,7 +223,7 @@ def check_config(config: Config) -> None:
 
 
 def calls_of(plan: Plan, ranks: Ranks) -> Calls:
-    """The calls of an update that is to be cut so; as many on every rank. Collective."""
+    """Return the calls of an update with this plan, as many on every rank. Collective."""
     cut = [rows for rows in plan.microbatches if rows]
     parts = [
         [row for rows in cut[first : first + MICROBATCHES_A_CALL] for row in rows]
@@ -234,7 +234,7 @@ def calls_of(plan: Plan, ranks: Ranks) -> Calls:
 
 
 def compact(state: dict[str, Any]) -> dict[str, Any]:
-    """The state with no tensor that is a part of a larger one, all of which a file would hold."""
+    """Copy tensors that are a part of a larger one, all of which a file would hold."""
     gradients = {
         name: each if each.untyped_storage().nbytes() == each.nbytes else each.clone()
         for name, each in state["gradients"].items()
@@ -243,12 +243,12 @@ def compact(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def file_of(ranks: Ranks) -> str:
-    """What a rank writes of an open update."""
+    """Return the name of the file that a rank writes of an open update."""
     return f"__{ranks.rank}_open.pt"
 
 
 def problem_of_writing(write: Callable[[], object]) -> str | None:
-    """What the system has against it; None where it has written."""
+    """Write, and return the system's error, or None."""
     try:
         write()
     except (OSError, RuntimeError) as error:  # RuntimeError: how torch says that a disk is full
@@ -257,7 +257,7 @@ def problem_of_writing(write: Callable[[], object]) -> str | None:
 
 
 def read_meta(path: Path) -> tuple[str, dict[str, Any]]:
-    """What is wrong with the file, "" where nothing is, and what it says; nothing where there is none."""
+    """Return the fault of the file, "" without one, and its content, empty without a file."""
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -151,13 +151,13 @@ class NoiseScale(Callback):
 
 
 def norm_of(parameters: Sequence[nn.Parameter]) -> float:
-    """The norm of their gradients, over all shards. Waits for the device."""
+    """Return the norm of the gradients, over all shards. Waits for the device."""
     norm = nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def halves(ids: Sequence[int | str], seed: int, step: int) -> list[list[int]]:
-    """The places of this rank's samples in the first half and in the second, as a coin of each sample falls.
+    """Return the places of this rank's samples in the first half and in the second: a coin of each sample decides.
 
     It falls the same on any number of ranks. Samples are drawn whatever they are, and by themselves: halves of one size
     on each rank would be drawn from what was dealt by length.
@@ -188,7 +188,7 @@ def check_config(config: Config) -> None:
 
 
 def measure_noise(part: Sum, whole: Sum, num_samples: int) -> Measured | None:
-    """The estimates of one update of so many samples; None where the part is nothing or all of it, or not finite."""
+    """Return the estimates of one update, or None if the part is nothing or all of it, or not finite."""
     if not 0 < part.weight < whole.weight or not all(map(math.isfinite, (*part, *whole))):
         return None
     signal = (whole.weight * whole.square - part.weight * part.square) / (whole.weight - part.weight)
@@ -212,16 +212,16 @@ class Scale:
 
     @property
     def samples(self) -> float | None:
-        """The noise scale of now; None where the measurements do not tell it."""
+        """The noise scale of now, or None if the measurements do not tell it."""
         return self._noise / self._signal if self._signal > 0 and self._noise > 0 else None
 
     def recent(self) -> list[Measured]:
-        """The later ones of all measurements."""
+        """Return the later half of the measurements."""
         return self.measurements[-max(1, round(RECENT * len(self.measurements))) :]
 
 
 class Estimate(NamedTuple):
-    """What measurements say together."""
+    """The noise scale of several measurements."""
 
     samples: float | None  # the noise scale; None where |G|^2 is not told from nothing
     error: float  # its standard error
@@ -229,7 +229,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(measurements: Sequence[Measured]) -> Estimate | None:
-    """The noise scale by a quotient of means, its standard error by linearisation; None where there are too few."""
+    """Return the noise scale as a quotient of means, its standard error by linearisation; None for too few."""
     if len(measurements) < 4:
         return None
     noise, signal = (statistics.fmean(values) for values in zip(*measurements, strict=True))
@@ -244,12 +244,12 @@ def estimate(measurements: Sequence[Measured]) -> Estimate | None:
 
 
 def error_of(values: Sequence[float]) -> float:
-    """The standard error of the mean of the values."""
+    """Return the standard error of the mean of the values."""
     return statistics.stdev(values) / math.sqrt(len(values))
 
 
 def words_of(measurements: Sequence[Measured], size: int) -> list[str]:
-    """What the measurements say of updates of ``size`` samples, in two lines; none where there are too few."""
+    """Return two lines about updates of ``size`` samples, or none for too few measurements."""
     found = estimate(measurements)
     if found is None:
         return []
@@ -268,7 +268,7 @@ def words_of(measurements: Sequence[Measured], size: int) -> list[str]:
 
 
 def advice(share: float) -> str:
-    """What it means that an update has that share of the noise scale's samples."""
+    """Return advice for an update that has this share of the noise scale's samples."""
     if share < 0.5:
         return "with twice as many each step goes almost twice as far, if the learning rate follows"
     if share <= 2:
@@ -277,6 +277,6 @@ def advice(share: float) -> str:
 
 
 def rounded(number: float) -> str:
-    """With two digits, as many as such an estimate has."""
+    """Format with two digits: such an estimate has no more."""
     digits = 1 - math.floor(math.log10(number)) if number > 0 else 0
     return f"{round(number, digits):,.{max(0, min(digits, 3))}f}"

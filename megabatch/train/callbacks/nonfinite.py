@@ -83,6 +83,7 @@ class SkipNonfinite(Callback):
         """Write down what was left out, and say it. Raises where too many updates were skipped in a row."""
         step = context.step
         self._log.append({"step": step, "reason": reason, "is_whole": is_whole, "samples": names})
+        self._log.write()
         first = f"{names[0]}{', ...' if len(names) > 1 else ''}"
         what = "skipped" if is_whole else f"made without {len(names)} of its samples ({first})"
         context.console.warn(f"update {step} was {what}: {reason}")

@@ -29,30 +29,30 @@ class Asked:
         self.degree = ranks.dp_degree
 
     def part(self, items: Sequence[Item]) -> Sequence[Any]:
-        """Those of the samples that are this rank's."""
+        """Return the samples of this rank among them."""
         return part_of(self._batch, [index for rank, index in items if rank == self._ranks.dp_rank])
 
     def names(self, mine: Sequence[str], items: Sequence[Item]) -> list[str]:
-        """The names of the samples, of which this rank knows its own; collective."""
+        """Return the names of the samples; ``mine``: those of this rank. Collective."""
         names = self._of_data_ranks(list(mine))
         return sorted(names[rank][index] for rank, index in items)
 
     def _of_data_ranks(self, value: Any) -> dict[int, Any]:
-        """What each data rank tells."""
+        """Return the value of each data rank."""
         told = [json.loads(text) for text in self._ranks.gather(json.dumps([self._ranks.dp_rank, value]))]
         return dict(sorted(dict(told).items()))
 
 
 @dataclass(frozen=True)
 class Rest:
-    """An update that is finite, for what was left out of it."""
+    """A finite update, and the samples left out of it."""
 
     update: Update
     left_out: list[Item]
 
 
 def rest_of(update: Update, asked: Asked, is_bad: IsBad, again: Callable[[Sequence[Item]], Update]) -> Rest | None:
-    """The update without the samples at fault, ``update`` being that of all; ``again`` makes it of others.
+    """Return the update without the samples at fault; ``update``: that of all; ``again``: makes it of others.
 
     None where more than half of the samples are at fault, or none is by itself: then it is not the samples.
     """
@@ -71,7 +71,7 @@ def rest_of(update: Update, asked: Asked, is_bad: IsBad, again: Callable[[Sequen
 
 
 def at_fault(items: Sequence[Item], is_bad: IsBad) -> Generator[Item]:
-    """Those of the samples, which are bad together, that are bad by themselves."""
+    """Yield the samples that are bad by themselves, of samples that are bad together."""
     if len(items) == 1:
         yield items[0]
         return
@@ -82,7 +82,7 @@ def at_fault(items: Sequence[Item], is_bad: IsBad) -> Generator[Item]:
 
 
 def suspects(update: Update, items: Sequence[Item], degree: int) -> list[Item]:
-    """The samples of the data ranks, ``degree`` of them, whose totals are not finite; all where every total is.
+    """Return the samples of the data ranks whose totals are not finite, or all samples if every total is finite.
 
     A guess: along two data axes (HSDP) reports lie in another order than data ranks.
     """
@@ -92,6 +92,6 @@ def suspects(update: Update, items: Sequence[Item], degree: int) -> list[Item]:
 
 
 def problem_of(update: Update) -> str | None:
-    """What of the update is not finite; None where all is, or there is nothing to learn."""
+    """Return what is not finite in the update, or None. An update with nothing to learn has no problem."""
     problem = None if bool(update.finite) else update.problem()  # both wait for the device
     return None if problem is None else str(problem)

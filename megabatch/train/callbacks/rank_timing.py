@@ -32,11 +32,11 @@ class Spans:
         self._spans: list[tuple[Any, Any]] = []  # from, to
 
     def begin(self) -> None:
-        """A span begins, and has no length until it ends."""
+        """Begin a span, which has no length until it ends."""
         self._spans.append((now(self._device), None))
 
     def end(self) -> None:
-        """The last span ends here, if it does not end later."""
+        """End the last span here, unless it ends later."""
         start, end = self._spans[-1]
         if self._is_cuda and end is not None:
             end.record()  # once more, in place of a new event for each microbatch

@@ -49,17 +49,17 @@ class Retry:
         self._gap = 1
 
     def failed(self, step: int) -> int:
-        """The step to try again at."""
+        """Return the step to try again at."""
         self.step, self._gap = step + self._gap, 2 * self._gap
         return self.step
 
     def succeeded(self) -> None:
-        """Nothing is left to try again."""
+        """Note that nothing is left to try again."""
         self.step, self._gap = None, 1
 
 
 class Beside(threading.Thread):
-    """Does something beside the run. A daemon: a thread that waits for a lost rank keeps no process from ending."""
+    """A thread beside the run. A daemon: a thread that waits for a lost rank keeps no process from ending."""
 
     def __init__(self, write: Callable[[], None]) -> None:
         super().__init__(name="checkpoint", daemon=True)
@@ -106,7 +106,7 @@ class Writer:
         return self._on_its_way is not None or self._retry.step is not None
 
     def is_due(self, step: int) -> bool:
-        """Whether to try again what could not be written."""
+        """Return True if a checkpoint that could not be written is to be tried again."""
         return self._retry.step is not None and step >= self._retry.step
 
     def write(self, request: Request) -> None:
@@ -158,7 +158,7 @@ class Writer:
 
     @contextmanager
     def closing(self) -> Generator[None, None, None]:
-        """Surrounds a run: where it fails, a checkpoint that is on its way is written still.
+        """Let a checkpoint that is on its way be written if the run fails.
 
         With other ranks for a few seconds only: one of them may be gone.
         """
@@ -211,13 +211,13 @@ class Writer:
 
 
 def in_background(config: Config, ranks: Ranks) -> bool:
-    """Whether checkpoints are written beside the run."""
+    """Return True if checkpoints are written beside the run."""
     asked = config.checkpoint.background
     return ranks.device.type == "cuda" if asked is None else asked
 
 
 def ranks_apart(ranks: Ranks) -> Ranks:
-    """The same ranks with a process group of their own, for threads; collective."""
+    """Return the same ranks with a process group of their own, for threads. Collective."""
     if dist.is_initialized():
         return replace(ranks, group=dist.new_group(backend="gloo"))
     ignore_group_warning()
@@ -225,7 +225,7 @@ def ranks_apart(ranks: Ranks) -> Ranks:
 
 
 def staged(states: dict[str, Any]) -> dict[str, Any]:
-    """A copy in host memory, on which the next update has no influence."""
+    """Copy the states to host memory, where the next update does not reach them."""
     stager = DefaultStager(StagingOptions(False, False, False, False))
     try:
         return stager.stage(states)  # pyright: ignore[reportReturnType]  # no future: staging is not asynchronous

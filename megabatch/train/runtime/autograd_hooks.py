@@ -30,7 +30,7 @@ def around_backward(total: Tensor, begins: Callable[[], object], ends: Callable[
 
 
 def now(device: torch.device) -> Any:
-    """A mark of the host's clock, or on the device's stream, where it computes: nothing waits for it."""
+    """Return the host's time, or an event on the GPU's stream. Nothing waits for it."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -39,7 +39,7 @@ def now(device: torch.device) -> Any:
 
 
 def total_of(returned: Any) -> Tensor | None:
-    """The first total that carries a gradient, of what a loss has returned; the library says what is wrong with it."""
+    """Return the first total with a gradient of a loss's result, or None. The library refuses a wrong result."""
     pairs = list(cast(Mapping[str, Any], returned).values()) if isinstance(returned, Mapping) else [returned]
     totals = [cast(Sequence[Any], pair)[0] for pair in pairs if isinstance(pair, tuple | list) and pair]
     return next((each for each in totals if isinstance(each, Tensor) and each.requires_grad), None)

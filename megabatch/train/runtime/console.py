@@ -45,14 +45,14 @@ class Counted:
     is_shown: bool = False
 
     def words(self) -> str:
-        """How far it is, as a line."""
+        """Return how far it is, as a line."""
         of = "" if self.total is None else f" of {self.total:,}"
         counted = f"{self.done:,}{of} {self.unit}, " if self.total is not None or self.done else ""
         return f"{self.what}: {counted}{time.monotonic() - self.start:.0f} s"
 
 
 class CountColumn(MofNCompleteColumn):
-    """How many of how many; nothing of what is not counted."""
+    """The count of the bar; empty for work that is not counted."""
 
     def render(self, task: Task) -> Text:
         if (counted := task.fields.get("counted")) is not None:
@@ -86,7 +86,7 @@ class Console:
             self._print(text)
 
     def warn(self, text: str) -> None:
-        """A line that nobody should overlook."""
+        """Say a line that nobody should overlook."""
         self.say(f"warning: {text}")
 
     def log_to(self, path: Path) -> None:
@@ -96,7 +96,7 @@ class Console:
 
     @contextmanager
     def logged_failure(self) -> Generator[None, None, None]:
-        """Surrounds a run, so that its log says how it ended; the error goes on to whoever says it aloud."""
+        """Log the error that ends the run, and pass it on."""
         try:
             yield
         except BaseException as error:
@@ -122,7 +122,7 @@ class Console:
 
     @contextmanager
     def progress(self, what: str, total: int | None, unit: str) -> Generator[Callable[[int], None], None, None]:
-        """How far the block is, once it has lasted two seconds; it is given the function that counts ``n`` more."""
+        """Show how far the block is, once it has lasted two seconds. Yields a function that counts ``n`` more."""
         counted = Counted(what, total, unit, time.monotonic())
 
         def advance(n: int) -> None:
@@ -151,7 +151,7 @@ class Console:
         return Text(f"{step:>{len(str(of))}}/{of}", style="progress.download")
 
     def evaluation(self, step: int, row: Mapping[str, Any]) -> None:
-        """What an evaluation found on a set."""
+        """Say the evaluation of a set."""
         self.say(f"update {step:>4}  {row['set']} {self._evaluation_words(row)}")
 
     @contextmanager
@@ -241,7 +241,7 @@ class Console:
         )
 
     def _evaluation_words(self, row: Mapping[str, Any]) -> str:
-        """The loss and whatever else was measured; a number on its own where that is all there is."""
+        """Return the loss and whatever else was measured."""
         numbers = {key.removeprefix("eval_"): row[key] for key in row if key.startswith("eval_")}
         if "loss" in numbers and numbers["loss"] is None:
             return "has nothing to predict: no loss"
@@ -257,7 +257,7 @@ class Console:
 
 
 def speed_words(row: Mapping[str, Any]) -> str:
-    """How fast an update was, in what its data is made of."""
+    """Return the throughput of an update, in tokens or samples."""
     if "tokens_per_second" in row:
         return f"padding {row['padding']:.1%}  {row['tokens_per_second']:,.0f} real tokens/s"
     return f"{row['samples_per_second']:,.1f} samples/s"
@@ -265,7 +265,7 @@ def speed_words(row: Mapping[str, Any]) -> str:
 
 @contextmanager
 def unless_full() -> Generator[None, None, None]:
-    """Surrounds printing: what a full disk does not take is lost there, and stands in the log once there is room."""
+    """Drop output that a full disk does not take. The log has it once there is room."""
     try:
         yield
     except OSError as error:
@@ -274,7 +274,7 @@ def unless_full() -> Generator[None, None, None]:
 
 
 def columns() -> list[ProgressColumn]:
-    """The parts of the bar; the words have what room is left, and are cut off where it is too little."""
+    """Return the columns of the bar. The words have the room that is left, and are cut off."""
     words = TextColumn("{task.fields[words]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
     name = TextColumn("{task.description}", table_column=Column(no_wrap=True))
     return [name, CountColumn(), BarColumn(bar_width=20), TimeRemainingColumn(), words]

@@ -1,4 +1,4 @@
-"""Own: the user's own parts, named in a recipe as "module:function" or "file.py:function", and what they are told."""
+"""Parts of the user, named in a recipe as "module:function" or "file.py:function", and the event that they get."""
 
 import contextlib
 import importlib
@@ -23,8 +23,10 @@ INSTALLED = str(Path(torch.__file__).parents[1])  # among other packages
 
 @dataclass(frozen=True)
 class Event:
-    """What a function of the user's is told after an update or an evaluation, or to evaluate; it is called on every
-    rank, so that a sharded model can be run, and writes files on the main one only."""
+    """The argument of your functions after an update or an evaluation, and of your own evaluation.
+
+    Every rank calls them, so that you can run a sharded model. Write files on the main rank only.
+    """
 
     step: int  # updates so far
     model: nn.Module  # without its DDP wrapper
@@ -37,7 +39,7 @@ class Event:
 
 
 def load_function(name: str, key: str) -> Callable[..., Any]:
-    """The function that the recipe's ``key`` names. Raises `MegabatchError` where it cannot be had."""
+    """Return the function that the recipe's ``key`` names. Raises `MegabatchError` if there is none."""
     place, _, attribute = name.rpartition(":")
     try:
         module = load_file(Path(place)) if place.endswith(".py") else load_module(place)
@@ -54,14 +56,14 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
 
 
 def load_module(name: str) -> ModuleType:
-    """A module by its dotted name; the working folder counts, as it does for `python -m`."""
+    """Import a module by its dotted name. The working folder counts, as for `python -m`."""
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     return importlib.import_module(name)
 
 
 def load_file(path: Path) -> ModuleType:
-    """A file as a module, read once; its functions can be sent to other processes by name."""
+    """Import a file as a module, once. Its functions can be sent to other processes by name."""
     name = f"megabatch_own_{path.resolve().as_posix().strip('/').replace('/', '_').removesuffix('.py')}"
     if name in sys.modules:
         return sys.modules[name]
@@ -78,10 +80,8 @@ def load_file(path: Path) -> ModuleType:
     return module
 
 
-def load_listener(name: str | None, key: str) -> Callable[[Event], object]:
-    """The user's function that is told of events; where the recipe names none, nobody listens."""
-    if name is None:
-        return lambda _: None
+def load_listener(name: str, key: str) -> Callable[[Event], object]:
+    """Return the user's function of events. Its errors become one line."""
     function = load_function(name, key)
 
     def listen(event: Event) -> object:
@@ -93,7 +93,7 @@ def load_listener(name: str | None, key: str) -> Callable[[Event], object]:
 
 @contextlib.contextmanager
 def blamed(title: str) -> Generator[None]:
-    """Surrounds a function of the user's: what it raises is told in one line, with the line of its file."""
+    """Turn what a function of the user raises into one line, with the line of its file."""
     try:
         yield
     except MegabatchError:

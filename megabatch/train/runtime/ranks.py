@@ -66,9 +66,10 @@ class Ranks:
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Sum each value over ranks, in float64."""
+        if self.size == 1:
+            return [float(value) for value in values]
         sums = torch.tensor(values, dtype=torch.float64)
-        if self.size > 1:
-            dist.all_reduce(sums, group=self.group)
+        dist.all_reduce(sums, group=self.group)
         return sums.tolist()
 
     def sum_of_data(self, values: Sequence[float]) -> list[float]:
