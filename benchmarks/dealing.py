@@ -23,9 +23,8 @@ from benchmarks.speed.__main__ import GSM8K
 from megabatch import CostModel, GradientAccumulator, UpdateSampler, losses
 from megabatch.planning.limits import TunedLimit
 from megabatch.planning.partition import balance
-from megabatch.train.autotune.balancing import LEAST, MOST, even_tokens
+from megabatch.train.data.balancing import LEAST, MOST, even_tokens, price_of
 from megabatch.train.data.stdlib import stdlib_functions, stdlib_root
-from megabatch.train.data.updates import price_of
 
 CLAIM = "ranks that are dealt samples by what they were measured to cost wait less for the slowest than by length"
 LONGEST_TOKENS = 4096  # longer samples are left out

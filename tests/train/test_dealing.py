@@ -13,8 +13,8 @@ import pytest
 from megabatch import CostModel
 from megabatch.planning.limits import TunedLimit
 from megabatch.planning.partition import balance
-from megabatch.train.autotune.balancing import even_tokens
-from megabatch.train.data.updates import Updates, price_of
+from megabatch.train.data.balancing import even_tokens, price_of
+from megabatch.train.data.updates import Updates
 from tests.elastic.conftest import OWN
 from tests.elastic.test_stop import disturb
 from tests.train.conftest import NO_DROPOUT, Bench, write_pairs

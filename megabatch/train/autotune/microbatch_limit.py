@@ -15,9 +15,9 @@ from megabatch.batching import Deferred
 from megabatch.errors import MicrobatchLimit
 from megabatch.losses import LossFunction
 from megabatch.planning import MeasuredMicrobatch, TunedLimit
-from megabatch.train.autotune.balancing import dealt_text, even_tokens
 from megabatch.train.checkpoints.metadata import first_difference, read_meta
 from megabatch.train.config import Config
+from megabatch.train.data.balancing import dealt_text, even_tokens
 from megabatch.train.data.load import Data
 from megabatch.train.data.stream import Stream
 from megabatch.train.data.updates import Updates

@@ -212,7 +212,7 @@ def put(request: Request, console: Console, pulse: Callable[[], None]) -> None:
 
 def remove_left_over(folder: Path, console: Console) -> None:
     """Remove an entry that is damaged, and what runs that were killed have left of it."""
-    if folder.exists():
+    if folder.exists() and opened(folder) is None:  # asked anew: another run may have made it meanwhile
         console.say(f"the tokenised data in {folder} is damaged; it is made anew")
         shutil.rmtree(folder, ignore_errors=True)
     for left in folder.parent.glob(f"{folder.name}.*.unfinished"):

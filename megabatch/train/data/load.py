@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,9 +17,6 @@ from megabatch.train.data.sources import place_of
 from megabatch.train.data.stream import Stream, check_fit
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
-
-if TYPE_CHECKING:
-    from megabatch.train.data.cache import TokenizedSamples
 
 OWN = "own"  # the set of what eval.function finds
 SOURCE_KEYS = [key for key in SourceConfig.model_fields if key != "weight"]
@@ -177,7 +174,7 @@ class Loader:
             found[name] = self._alone(self._tokenized(source, f"eval.sets.{name}"))
         return found
 
-    def _tokenized(self, source: SourceConfig, key: str) -> "TokenizedSamples":
+    def _tokenized(self, source: SourceConfig, key: str) -> Any:
         """Return the samples of a source."""
         from megabatch.train.data.cache import tokenize_once  # datasets takes a second
 

@@ -24,6 +24,7 @@ from megabatch.errors import MegabatchError, PlanError
 from megabatch.planning import Consumed
 from megabatch.train.config import Config
 from megabatch.train.config.batch_size import sizes_of
+from megabatch.train.data.balancing import price_of
 from megabatch.train.data.custom_dataset import drawing
 from megabatch.train.data.encode import Skipped
 from megabatch.train.data.load import Data
@@ -306,11 +307,6 @@ def sampler_of(data: Data, config: Config, ranks: Ranks) -> UpdateSampler:
         tail=config.update.tail,
         order=data.order,  # pyright: ignore[reportArgumentType]  # an array of ids is a sequence of them
     )
-
-
-def price_of(even_tokens: int | None) -> CostModel | None:
-    """Return what samples cost, in units of a token that attends to nothing; None: by length."""
-    return None if even_tokens is None else CostModel(seconds_per_token=1.0, seconds_per_pair=1 / even_tokens)
 
 
 # Between processes.

@@ -6,6 +6,7 @@ power of two it hardly depends on what else the machine did, and sums of prices 
 
 import math
 
+from megabatch import CostModel
 from megabatch.planning import TunedLimit
 
 # Attention of the longest sample, over its other work. Less changes no balance by a percent; and where a noisy clock
@@ -21,6 +22,11 @@ def even_tokens(fit: TunedLimit) -> int | None:
         return None
     ratio = min(attention / cost.seconds_per_token, MOST) if cost.seconds_per_token else MOST
     return 2 ** max(0, round(math.log2(fit.longest_tokens / ratio)))
+
+
+def price_of(tokens: int | None) -> CostModel | None:
+    """What samples cost, in units of a token that attends to nothing; None: by length."""
+    return None if tokens is None else CostModel(seconds_per_token=1.0, seconds_per_pair=1 / tokens)
 
 
 def dealt_text(tokens: int) -> str:
