@@ -1,4 +1,4 @@
-"""Keys: which there are, of which type, and whom an unknown one may have meant."""
+"""Keys of a recipe, the types of their values, and the nearest key to an unknown one."""
 
 import difflib
 from types import UnionType
@@ -8,7 +8,8 @@ from megabatch.errors import MegabatchError
 from megabatch.train.config import Config, Options, Section, SourceConfig
 
 NAMES_ELSEWHERE = {  # key -> what others call it
-    "update.micro_batch_size": "local_batch_size per_device_train_batch_size batch_size train_micro_batch_size_per_gpu mbs",
+    "update.micro_batch_size": "local_batch_size per_device_train_batch_size batch_size mbs "
+    "train_micro_batch_size_per_gpu",
     "update.global_batch_size": "train_batch_size total_batch_size global_bsz gbs",
     "update.max_norm": "max_grad_norm clip_grad gradient_clip_val",
     "update.max_microbatch_tokens": "max_tokens_per_gpu max_token_len_per_gpu",
@@ -44,34 +45,34 @@ FOREIGN_KEYS |= dict.fromkeys(
 
 
 def sections() -> dict[str, type[Section]]:
-    """Name of a section → its class."""
+    """Return the class of each section, by its name."""
     fields = Config.model_fields.items()
     return {name: cast("type[Section]", field.annotation) for name, field in fields}
 
 
 def fields_of(section: type[Section]) -> dict[str, Any]:
-    """Key of a section → the type of its value."""
+    """Return the type of the value of each key of a section."""
     return {key: field.rebuild_annotation() for key, field in section.model_fields.items()}
 
 
 def known_keys() -> dict[str, Any]:
-    """Dotted key → the type of its value; without the keys of named sources and of options."""
+    """Return the type of the value of each dotted key, without the keys of named sources and of options."""
     return {f"{name}.{key}": kind for name, section in sections().items() for key, kind in fields_of(section).items()}
 
 
 def is_options(annotation: Any) -> bool:
-    """Whether the value is a table in which any key goes, for somebody else knows them."""
+    """Return True for a table with free keys, which somebody else checks."""
     members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     return Options in members
 
 
 def is_named_sources(annotation: Any) -> bool:
-    """Whether the value is a table of named sources."""
+    """Return True for a table of named sources."""
     return get_origin(annotation) is dict and get_args(annotation)[1] is SourceConfig
 
 
 def type_of(key: str) -> Any:
-    """The type of the value of a dotted key, in options and named sources too; None for a key that is not ours."""
+    """Return the type of the value of a dotted key, in options and named sources too; None for an unknown key."""
     first, rest = ".".join(key.split(".")[:2]), key.split(".")[2:]
     annotation = known_keys().get(first)
     if annotation is not None and is_options(annotation):
@@ -82,7 +83,7 @@ def type_of(key: str) -> Any:
 
 
 def unknown_key(key: str, where: str) -> MegabatchError:
-    """The error for a key that is not ours: who it may be instead, by its last part or by its spelling."""
+    """Return the error for an unknown key, with the nearest key by its last part or by its spelling."""
     name = key.rpartition(".")[2]
     if name in FOREIGN_KEYS:
         return MegabatchError(f"unknown key {key} {where}; {FOREIGN_KEYS[name]}")
@@ -98,7 +99,7 @@ def unknown_key(key: str, where: str) -> MegabatchError:
 
 
 def unknown_section(section: str, table: dict[str, Any], where: str) -> MegabatchError:
-    """The error for a table that is not ours; a known foreign key in it says more than its own name."""
+    """Return the error for an unknown table; another trainer's key in it says more than the table's name."""
     for key in table:
         if key in FOREIGN_KEYS:
             return unknown_key(f"{section}.{key}", where)
