@@ -18,9 +18,9 @@ EXTRA = {
 def main() -> None:
     """Run the command line, or say in one line what is not installed."""
     try:
-        from megabatch.train.cli import light
+        from megabatch.train.cli import front
 
-        status = light.run(sys.argv[1:])
+        status = front.run(sys.argv[1:])
         if status is not None:
             sys.exit(status)
         from megabatch.train.cli import commands

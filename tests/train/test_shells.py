@@ -7,14 +7,16 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from megabatch.errors import MegabatchError
-from megabatch.train.cli.arguments import COMMANDS, Completion, read_arguments
+from megabatch.train.cli.arguments import COMMANDS, Completion, Plan, read_arguments
 from megabatch.train.cli.completion import SCRIPTS, words_of
 from megabatch.train.config.keys import known_keys
+from megabatch.train.plan.asked import VALUES
 
 ROOT = Path(__file__).parents[2]
 WORDS = {
@@ -76,6 +78,10 @@ def test_every_command_and_every_key_is_offered() -> None:
     assert set(words_of("megabatch ")) == {*COMMANDS, "--help"}
     keys = {word.removeprefix("--").rstrip("=.") for word in words_of("megabatch train r.toml --")}
     assert keys - {"help"} == {*known_keys()}
+
+
+def test_the_options_of_plan_are_those_that_it_reads() -> None:
+    assert {each.name for each in fields(Plan)} == {"recipe", "json", *VALUES}
 
 
 @pytest.mark.slow

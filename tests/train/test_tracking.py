@@ -16,7 +16,7 @@ from tests.train.conftest import Bench
 from tests.train.processes import Run, overrides
 
 pytestmark = pytest.mark.slow
-NOT_HERE = 'is not installed; pip install -c constraints.txt "megabatch[trackers]"'
+NOT_HERE = 'is not installed; pip install "megabatch[trackers]" trackio'
 needs = {
     name: pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"{name} {NOT_HERE}")
     for name in ("wandb", "mlflow", "trackio")

@@ -4,11 +4,12 @@ metrics.jsonl is the record of a run. Loggers show it elsewhere, and a run does 
 left out for the rest of this start.
 """
 
+import io
 import json
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -158,11 +159,16 @@ class Trackio(Tracker):
 
     def _open(self, config: Config) -> str:
         name = self._saved or f"{self._name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        self._module.init(
-            project=config.tracking.project, name=name, config=config.model_dump(mode="json"),
-            resume="allow" if self._saved else "never",
-        )  # fmt: skip
+        with redirect_stdout(io.StringIO()):  # which a progress bar may have
+            self._module.init(
+                project=config.tracking.project, name=name, config=config.model_dump(mode="json"),
+                resume="allow" if self._saved else "never", embed=False, auto_log_cpu=False, auto_log_gpu=False,
+            )  # fmt: skip
         return name
+
+    def close(self) -> None:
+        with redirect_stdout(io.StringIO()):
+            self._module.finish()
 
 
 class Mlflow(Tracker):

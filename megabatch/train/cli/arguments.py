@@ -15,6 +15,7 @@ from tyro.conf import FlagCreatePairsOff, Positional
 from megabatch.errors import MegabatchError
 
 Arguments = TypeVar("Arguments")
+Device = Literal["cpu", "a100", "a100-40g", "a100-80g", "h100", "h100-80g", "h200", "b200", "l40s", "rtx4090"]
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,7 @@ class Plan(Recipe):
 
     world: int = 1
     """Processes, as torchrun would start them."""
-    device: Literal["a100-40g", "a100-80g", "h100-80g", "h200", "b200", "l40s", "rtx4090", "cpu", "a100", "h100"] = (
-        "a100-80g"
-    )
+    device: Device = "a100-80g"
     """The device of a rank."""
     memory: str | None = None
     """Memory of a rank, 80GiB say. None: the device's."""

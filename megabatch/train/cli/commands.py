@@ -1,4 +1,4 @@
-"""The command line: `megabatch train | plan | verify | export | report | watch | doctor`, and what light.py answers.
+"""The command line: `megabatch train | plan | verify | export | report | watch | doctor`, and what front.py answers.
 
 Everything wrong with what the user gave ends as one line on stderr and status 2.
 """
@@ -26,7 +26,7 @@ from megabatch.train.cli.arguments import (
     read_arguments,
 )  # fmt: skip
 from megabatch.train.cli.doctor import examine
-from megabatch.train.cli.light import answer
+from megabatch.train.cli.front import answer
 from megabatch.train.cli.verification import plain_config, verify_recipe
 from megabatch.train.config import Config
 from megabatch.train.config.recipe import load_config

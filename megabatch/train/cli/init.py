@@ -5,17 +5,17 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import tomli_w
 
 from megabatch.errors import MegabatchError
-from megabatch.train.cli.arguments import Init
+from megabatch.train.cli.arguments import Device, Init
 from megabatch.train.config import SourceConfig
 from megabatch.train.data.sources import HUB_ID, expanded, place_of
 from megabatch.train.runtime.files import write_new
 
-DEVICES = ("a100", "a100-40g", "a100-80g", "h100", "h100-80g", "h200", "b200", "l40s", "rtx4090")  # that plan knows
+DEVICES = get_args(Device)[1:]  # the GPUs that plan knows
 HARDWARE = re.compile(r"(?:(\d+) *(?:nodes? +of|x) +)?(?:(\d+) +)?([a-z][\w-]*)", re.IGNORECASE)
 CHATS = ("messages", "conversation", "conversations", "chat")
 PAIRS = (

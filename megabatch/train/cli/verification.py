@@ -1,4 +1,4 @@
-"""Verification: is the cut gradient the uncut one, on a recipe's own model, loss and data?"""
+"""`megabatch verify`: the cut gradient against the uncut one, on a recipe's model, loss and data."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +25,7 @@ NUM_SHOWN = 12  # parameters, the worst first
 
 
 def verify_recipe(config: Config, ranks: Ranks) -> Verification:
-    """Prove the gradient of a recipe (see `plain_config`) on samples of its first update; prints every step of it."""
+    """Verify the gradient of a recipe (see `plain_config`) on samples of its first update, and print the result."""
     console = Console(enabled=True, loss_digits=4)
     tokenizer = load_tokenizer(config.model)
     data = load_data(config, tokenizer, ranks, console, positions_for_stream(config))
@@ -51,7 +51,7 @@ def verify_recipe(config: Config, ranks: Ranks) -> Verification:
 
 
 def plain_config(config: Config) -> Config:
-    """The recipe on one process, with nothing that only changes speed or precision: the proof runs in float64."""
+    """Return the recipe for one process, without keys of speed and precision: `verify` computes in float64."""
     model = config.model.model_copy(
         update={"dtype": "float32", "compute_dtype": None, "compile": False, "activation_checkpointing": False}
     )
@@ -59,7 +59,7 @@ def plain_config(config: Config) -> Config:
 
 
 def words_of_batch(batch: Sequence[Any], model: nn.Module) -> str:
-    """What is compared."""
+    """Return the line that says what is compared."""
     num_parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     return (
         f"comparing the gradient of {len(batch)} samples whole with that of the same samples cut in several ways, "
@@ -68,7 +68,7 @@ def words_of_batch(batch: Sequence[Any], model: nn.Module) -> str:
 
 
 def words_of_verification(verification: Verification) -> str:
-    """The errors, worst first, then verdict and causes."""
+    """Return the errors, the largest first, then verdict and causes."""
     errors = sorted(verification.errors.items(), key=lambda item: -item[1])
     lines = [f"  {error:.1e}  {name}" for name, error in errors[:NUM_SHOWN]]
     if len(errors) > NUM_SHOWN:

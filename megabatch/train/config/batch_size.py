@@ -1,4 +1,4 @@
-"""Batch size: how many samples each update has, always as many or more from some point on, and what follows from it."""
+"""The batch size of each update: one number, or a schedule."""
 
 import re
 from bisect import bisect_right
@@ -26,12 +26,12 @@ class Sizes:
     sizes: tuple[int, ...]  # from that point on
 
     def __call__(self, seen: object) -> int:
-        """Samples of the next update, by the sampler's `Consumed`, which is not imported: it needs torch."""
+        """Return the samples of the next update, by the sampler's `Consumed`; it needs torch and is not imported."""
         return self.sizes[bisect_right(self.points, getattr(seen, self.unit)) - 1]
 
     @property
     def largest(self) -> int:
-        """The most samples that an update may have."""
+        """The largest size of an update."""
         return max(self.sizes)
 
     def __str__(self) -> str:
@@ -41,13 +41,13 @@ class Sizes:
 
 
 def sizes_of(update: UpdateConfig) -> Sizes:
-    """Those of a recipe. Raises `MegabatchError` for a schedule that is none."""
+    """Return the sizes of a recipe. Raises `MegabatchError` for a bad schedule."""
     given = update.global_batch_size
     return Sizes("updates", (0,), (given,)) if isinstance(given, int) else read_schedule(given)
 
 
 def read_schedule(given: Sequence[Any]) -> Sizes:
-    """A schedule as a recipe has it. Raises `MegabatchError`, in one line, for what is none."""
+    """Read a schedule as a recipe has it. Raises `MegabatchError` for a bad one."""
     if not given or not all(isinstance(pair, list) and len(cast(list[Any], pair)) == 2 for pair in given):
         raise MegabatchError(f"{KEY} is {given}; expected {FORM}: pairs of a point and the samples from there on")
     sizes = tuple(size for _, size in given)
@@ -68,7 +68,7 @@ def read_schedule(given: Sequence[Any]) -> Sizes:
 
 
 def read_point(point: object) -> tuple[int, str]:
-    """How many of what: a number of updates, or "50M tokens"."""
+    """Return number and unit of a point: a number of updates, or "50M tokens"."""
     if isinstance(point, int) and not isinstance(point, bool) and 0 <= point < 2**63:
         return point, "updates"
     found = POINT.fullmatch(point) if isinstance(point, str) else None
@@ -81,7 +81,7 @@ def read_point(point: object) -> tuple[int, str]:
 
 
 def check_batch_size(config: Config) -> None:
-    """Raise `MegabatchError` where the schedule is none, or where the learning rate follows a size that stays."""
+    """Raise `MegabatchError` for a bad schedule, and where the learning rate follows a constant size."""
     sizes = sizes_of(config.update)
     if config.optim.lr_follows_batch is not None and len(sizes.sizes) == 1:
         raise MegabatchError(

@@ -1,4 +1,4 @@
-"""Sizes: bytes and bytes per second, as a command line writes them and as a person reads them."""
+"""Bytes and bytes per second, read from text and written as text."""
 
 import re
 
@@ -11,7 +11,7 @@ RATE = re.compile(r"(\d+(?:\.\d*)?|\.\d+) *([kmgt]i?|)(b|bit|bits)(?:/s|ps)", re
 
 
 def read_bytes(name: str, text: str) -> int:
-    """Bytes of "80GiB", "80 GB" or "512MiB". Raises `MegabatchError` for any other text, and for no bytes at all."""
+    """Read the bytes of "80GiB", "80 GB" or "512MiB". Raises `MegabatchError` for other text and for 0 bytes."""
     found = SIZE.fullmatch(text.strip())
     size = 0 if found is None else int(float(found[1]) * FACTORS[found[2].lower()])
     if size < 1:
@@ -20,7 +20,7 @@ def read_bytes(name: str, text: str) -> int:
 
 
 def read_rate(name: str, text: str) -> float:
-    """Bytes per second of "235GB/s", "900 GiB/s" or "400Gbit/s". Raises `MegabatchError` for any other text."""
+    """Read the bytes per second of "235GB/s", "900 GiB/s" or "400Gbit/s". Raises `MegabatchError` for other text."""
     found = RATE.fullmatch(text.strip())
     rate = 0.0 if found is None else float(found[1]) * FACTORS[found[2].lower()]
     if found is None or rate <= 0:
@@ -29,12 +29,12 @@ def read_rate(name: str, text: str) -> float:
 
 
 def gib_text(size: float) -> str:
-    """Memory, to a tenth of a GiB; less than that as MiB."""
+    """Return memory in GiB, or in MiB below a tenth of a GiB."""
     return f"{size / GIB:,.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:,.1f} MiB"
 
 
 def gb_text(size: float) -> str:
-    """Traffic, in the units of links."""
+    """Return traffic in GB or MB, the units of links."""
     if size == 0:
         return "0"
     return f"{size / GB:,.1f} GB" if size >= GB / 10 else f"{size / 10**6:,.1f} MB"

@@ -1,4 +1,4 @@
-"""Keys: which there are, of which type, and whom an unknown one may have meant."""
+"""Keys of a recipe, the types of their values, and the nearest key to an unknown one."""
 
 import difflib
 from types import UnionType
@@ -7,76 +7,72 @@ from typing import Any, Union, cast, get_args, get_origin
 from megabatch.errors import MegabatchError
 from megabatch.train.config import Config, Options, Section, SourceConfig
 
-DERIVED = "derived, never set: set update.global_batch_size and update.micro_batch_size"
-FOREIGN_KEYS = {  # name elsewhere -> where it is here
-    **dict.fromkeys(
-        ("local_batch_size", "per_device_train_batch_size", "batch_size", "train_micro_batch_size_per_gpu", "mbs"),
-        "here it is update.micro_batch_size",
-    ),
-    **dict.fromkeys(
-        ("train_batch_size", "total_batch_size", "global_bsz", "gbs"), "here it is update.global_batch_size"
-    ),
-    **dict.fromkeys(
-        ("gradient_accumulation_steps", "accumulate_grad_batches", "num_microbatches", "grad_accum_steps"),
-        f"it is {DERIVED}",
-    ),
-    **dict.fromkeys(("max_grad_norm", "clip_grad", "gradient_clip_val"), "here it is update.max_norm"),
-    **dict.fromkeys(("max_tokens_per_gpu", "max_token_len_per_gpu"), "here it is update.max_microbatch_tokens"),
-    **dict.fromkeys(("learning_rate",), "here it is optim.lr"),
-    **dict.fromkeys(("lr_scheduler_type", "lr_scheduler"), "here it is optim.schedule"),
-    **dict.fromkeys(("warmup_ratio",), "here it is optim.warmup_steps, in updates"),
-    **dict.fromkeys(("output_dir", "save_dir"), "here it is run.folder"),
-    **dict.fromkeys(("save_steps", "save_interval"), "here it is run.save_every"),
-    **dict.fromkeys(("save_total_limit",), "here it is run.keep_last"),
-    **dict.fromkeys(("num_train_epochs", "epochs"), "here it is run.max_epochs"),
-    **dict.fromkeys(("eval_steps", "eval_interval"), "here it is eval.every"),
-    **dict.fromkeys(("early_stopping_patience",), "here it is eval.patience"),
-    **dict.fromkeys(("model_name_or_path", "base_model", "pretrained_model_name_or_path"), "here it is model.name"),
-    **dict.fromkeys(("bf16", "fp16", "mixed_precision"), "here it is model.compute_dtype"),
-    **dict.fromkeys(("torch_dtype",), "here it is model.dtype"),
-    **dict.fromkeys(("attn_implementation", "flash_attention"), "here it is model.attention"),
-    **dict.fromkeys(("gradient_checkpointing",), "here it is model.activation_checkpointing"),
-    **dict.fromkeys(("torch_compile",), "here it is model.compile"),
-    **dict.fromkeys(("dataset", "dataset_name", "dataset_path", "train_file", "data_files"), "here it is data.path"),
-    **dict.fromkeys(("max_seq_length", "max_length", "cutoff_len"), "here it is data.max_sample_tokens"),
-    **dict.fromkeys(("packing", "sample_packing", "seq_len", "sequence_len"), "here it is data.pack_tokens"),
-    **dict.fromkeys(("padding_free",), "here it is update.one_row"),
-    **dict.fromkeys(("report_to",), "here it is tracking.trackers"),
-    **dict.fromkeys(("run_name", "wandb_name"), "here it is tracking.name"),
-    **dict.fromkeys(("wandb_project", "mlflow_experiment_name"), "here it is tracking.project"),
-    **dict.fromkeys(("dataloader_num_workers",), "here it is data.num_workers"),
+NAMES_ELSEWHERE = {  # key -> what others call it
+    "update.micro_batch_size": "local_batch_size per_device_train_batch_size batch_size mbs "
+    "train_micro_batch_size_per_gpu",
+    "update.global_batch_size": "train_batch_size total_batch_size global_bsz gbs",
+    "update.max_norm": "max_grad_norm clip_grad gradient_clip_val",
+    "update.max_microbatch_tokens": "max_tokens_per_gpu max_token_len_per_gpu",
+    "optim.lr": "learning_rate",
+    "optim.schedule": "lr_scheduler_type lr_scheduler",
+    "optim.warmup_steps, in updates": "warmup_ratio",
+    "run.folder": "output_dir save_dir",
+    "run.save_every": "save_steps save_interval",
+    "run.keep_last": "save_total_limit",
+    "run.max_epochs": "num_train_epochs epochs",
+    "eval.every": "eval_steps eval_interval",
+    "eval.patience": "early_stopping_patience",
+    "model.name": "model_name_or_path base_model pretrained_model_name_or_path",
+    "model.compute_dtype": "bf16 fp16 mixed_precision",
+    "model.dtype": "torch_dtype",
+    "model.attention": "attn_implementation flash_attention",
+    "model.activation_checkpointing": "gradient_checkpointing",
+    "model.compile": "torch_compile",
+    "data.path": "dataset dataset_name dataset_path train_file data_files",
+    "data.max_sample_tokens": "max_seq_length max_length cutoff_len",
+    "data.pack_tokens": "packing sample_packing seq_len sequence_len",
+    "update.one_row": "padding_free",
+    "tracking.trackers": "report_to",
+    "tracking.name": "run_name wandb_name",
+    "tracking.project": "wandb_project mlflow_experiment_name",
+    "data.num_workers": "dataloader_num_workers",
 }
+DERIVED = "gradient_accumulation_steps accumulate_grad_batches num_microbatches grad_accum_steps"
+FOREIGN_KEYS = {name: f"here it is {key}" for key, names in NAMES_ELSEWHERE.items() for name in names.split()}
+FOREIGN_KEYS |= dict.fromkeys(
+    DERIVED.split(), "it is derived, never set: set update.global_batch_size and update.micro_batch_size"
+)
 
 
 def sections() -> dict[str, type[Section]]:
-    """Name of a section → its class."""
+    """Return the class of each section, by its name."""
     fields = Config.model_fields.items()
     return {name: cast("type[Section]", field.annotation) for name, field in fields}
 
 
 def fields_of(section: type[Section]) -> dict[str, Any]:
-    """Key of a section → the type of its value."""
+    """Return the type of the value of each key of a section."""
     return {key: field.rebuild_annotation() for key, field in section.model_fields.items()}
 
 
 def known_keys() -> dict[str, Any]:
-    """Dotted key → the type of its value; without the keys of named sources and of options."""
+    """Return the type of the value of each dotted key, without the keys of named sources and of options."""
     return {f"{name}.{key}": kind for name, section in sections().items() for key, kind in fields_of(section).items()}
 
 
 def is_options(annotation: Any) -> bool:
-    """Whether the value is a table in which any key goes, for somebody else knows them."""
+    """Return True for a table with free keys, which somebody else checks."""
     members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     return Options in members
 
 
 def is_named_sources(annotation: Any) -> bool:
-    """Whether the value is a table of named sources."""
+    """Return True for a table of named sources."""
     return get_origin(annotation) is dict and get_args(annotation)[1] is SourceConfig
 
 
 def type_of(key: str) -> Any:
-    """The type of the value of a dotted key, in options and named sources too; None for a key that is not ours."""
+    """Return the type of the value of a dotted key, in options and named sources too; None for an unknown key."""
     first, rest = ".".join(key.split(".")[:2]), key.split(".")[2:]
     annotation = known_keys().get(first)
     if annotation is not None and is_options(annotation):
@@ -87,7 +83,7 @@ def type_of(key: str) -> Any:
 
 
 def unknown_key(key: str, where: str) -> MegabatchError:
-    """The error for a key that is not ours: who it may be instead, by its last part or by its spelling."""
+    """Return the error for an unknown key, with the nearest key by its last part or by its spelling."""
     name = key.rpartition(".")[2]
     if name in FOREIGN_KEYS:
         return MegabatchError(f"unknown key {key} {where}; {FOREIGN_KEYS[name]}")
@@ -103,7 +99,7 @@ def unknown_key(key: str, where: str) -> MegabatchError:
 
 
 def unknown_section(section: str, table: dict[str, Any], where: str) -> MegabatchError:
-    """The error for a table that is not ours; a known foreign key in it says more than its own name."""
+    """Return the error for an unknown table; another trainer's key in it says more than the table's name."""
     for key in table:
         if key in FOREIGN_KEYS:
             return unknown_key(f"{section}.{key}", where)

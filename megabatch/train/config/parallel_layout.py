@@ -1,4 +1,4 @@
-"""Layout: how many ways a run's processes divide the work, which of them see the same samples, and the mesh of all."""
+"""Layout of a run's processes: the degrees of parallelism, the ranks with the same samples, the mesh."""
 
 from dataclasses import dataclass
 from math import prod
@@ -24,27 +24,27 @@ class Layout:
     pp: int = 1
 
     def dp_degree(self, num_ranks: int) -> int:
-        """How many ranks see different samples."""
+        """Return the number of ranks with different samples."""
         return num_ranks // (self.cp * self.tp * self.pp)
 
     def dp_rank(self, rank: int, num_ranks: int) -> int:
-        """Which share of the samples a rank sees."""
+        """Return the index of a rank's share of the samples."""
         return rank // (self.cp * self.tp) % self.dp_degree(num_ranks)
 
     def cp_rank(self, rank: int) -> int:
-        """Which stretch of its samples' sequences a rank sees."""
+        """Return the index of a rank's stretch of its samples' sequences."""
         return rank // self.tp % self.cp
 
     def pp_rank(self, rank: int, num_ranks: int) -> int:
-        """Which stages of the model a rank has."""
+        """Return the index of a rank along the pipeline."""
         return rank // (num_ranks // self.pp)
 
     def draws_as(self, rank: int) -> int:
-        """The rank as its random numbers know it: along tp they are the same, since activations are."""
+        """Return the rank that seeds random numbers; along tp they are the same, since activations are."""
         return rank // self.tp
 
     def is_counted(self, rank: int, num_ranks: int) -> bool:
-        """Whether the rank is the first of those that work on its stretch of its samples."""
+        """Return True for the first of the ranks that work on one stretch of the same samples."""
         return rank % self.tp == 0 and rank < num_ranks // self.pp
 
     def data_degrees(self, wrapper: str | None, num_ranks: int) -> tuple[int, int]:
@@ -57,7 +57,7 @@ class Layout:
         return (1, degree) if wrapper == "fsdp2" else (degree, 1)
 
     def axes(self, wrapper: str, num_ranks: int) -> dict[str, int]:
-        """The axes of the mesh that have more than one rank, and that of the wrapper, with their degrees."""
+        """Return the degrees of the mesh's axes that have more than one rank, and of the wrapper's axis."""
         degrees = (self.pp, *self.data_degrees(wrapper, num_ranks), self.cp, self.tp)
         return {
             axis: degree
@@ -66,7 +66,7 @@ class Layout:
         }
 
     def mesh(self, wrapper: str, num_ranks: int, device_type: str) -> DeviceMesh:
-        """The mesh of all ranks; collective."""
+        """Make the mesh of all ranks. Collective."""
         axes = self.axes(wrapper, num_ranks)
         return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
@@ -75,7 +75,7 @@ ALONE = Layout()  # every rank sees samples of its own
 
 
 def layout_of(parallel: ParallelConfig, num_ranks: int) -> Layout:
-    """The layout of a recipe. Raises `MegabatchError` for degrees that these processes or the wrapper cannot have."""
+    """Return the layout of a recipe. Raises `MegabatchError` for degrees that do not fit processes or wrapper."""
     check_product(parallel, num_ranks)
     layout = Layout(parallel.dp_replicate, parallel.dp_shard, parallel.cp, parallel.tp, parallel.pp)
     check_supported(parallel)
@@ -85,7 +85,7 @@ def layout_of(parallel: ParallelConfig, num_ranks: int) -> Layout:
 
 
 def check_product(parallel: ParallelConfig, num_ranks: int) -> None:
-    """Raise where the degrees do not make up the processes."""
+    """Raise where the product of the degrees is not the number of processes."""
     degrees = {axis: getattr(parallel, axis) for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp")}
     said = {axis: degree for axis, degree in degrees.items() if degree is not None}
     product, is_whole = prod(said.values()), len(said) == len(degrees)
@@ -119,7 +119,7 @@ def check_supported(parallel: ParallelConfig) -> None:
 
 
 def check_pipeline(parallel: ParallelConfig) -> None:
-    """Raise for what does not go with stages."""
+    """Raise for keys that do not go with pp."""
     if parallel.cp > 1:
         raise MegabatchError(
             f"parallel.cp is {parallel.cp} and parallel.pp {parallel.pp}, which do not go together; set one of them "
@@ -138,7 +138,7 @@ def check_pipeline(parallel: ParallelConfig) -> None:
 
 
 def check_wrapper(wrapper: str, dp_replicate: int, dp_shard: int) -> None:
-    """Raise where a wrapper does not do what the degrees say."""
+    """Raise where a wrapper cannot have these degrees."""
     if COPYING[wrapper] == "dp_replicate" and dp_shard > 1:
         raise MegabatchError(
             f'parallel.wrapper is "{wrapper}", which shards nothing, and parallel.dp_shard is {dp_shard}; set the '

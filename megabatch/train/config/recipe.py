@@ -46,7 +46,7 @@ ALTERNATIVES = {  # of which an override of one replaces the others
 
 
 def read_recipe(path: Path) -> Layer:
-    """The recipe's tables; their keys are known, their values unchecked."""
+    """Return the recipe's tables; their keys are known, their values unchecked."""
     try:
         layer = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -65,7 +65,7 @@ def read_recipe(path: Path) -> Layer:
 
 
 def with_none(section: str, table: Layer) -> Layer:
-    """The table in which "none" is no value, for which TOML has no word, where the key may have none and is no text."""
+    """Replace "none" by None, for which TOML has no word, where the key may have no value and is no text."""
     kinds = {key: get_args(type_of(f"{section}.{key}")) for key in table}
     return {
         key: None if value == "none" and NoneType in kinds[key] and str not in kinds[key] else value
@@ -74,7 +74,7 @@ def with_none(section: str, table: Layer) -> Layer:
 
 
 def check_section(section: str, table: Any, path: Path) -> None:
-    """Raise where a section is none, or where one of its keys is unknown."""
+    """Raise where a section or one of its keys is unknown."""
     if section not in sections():
         where = f"in {path}"
         raise unknown_section(section, table, where) if isinstance(table, dict) else unknown_key(section, where)
@@ -89,7 +89,7 @@ def check_section(section: str, table: Any, path: Path) -> None:
 
 
 def check_named(key: str, sources: Any, path: Path) -> None:
-    """Raise where a table of named sources is none, or where one of them has an unknown key."""
+    """Raise where a named source is no table or has an unknown key."""
     named = cast(Layer, sources).items() if isinstance(sources, dict) else [("NAME", sources)]
     for name, table in named:
         if not isinstance(table, dict):
@@ -100,7 +100,7 @@ def check_named(key: str, sources: Any, path: Path) -> None:
 
 
 def read_overrides(arguments: list[str]) -> Layer:
-    """The layer of `--section.key=value` and `--section.key value` arguments; a bare `--section.key` means true."""
+    """Return the layer of `--section.key=value` and `--section.key value`; a bare `--section.key` means true."""
     layer: Layer = {}
     waiting = list(arguments)
     while waiting:
@@ -115,7 +115,7 @@ def read_overrides(arguments: list[str]) -> Layer:
 
 
 def is_named(key: str) -> bool:
-    """Whether the key is of a named source, whose name may hold what it likes."""
+    """Return True for a key of a named source, whose name may have any characters."""
     return is_named_sources(type_of(".".join(key.split(".")[:2])))
 
 
@@ -133,7 +133,7 @@ def set_override(layer: Layer, key: str, text: str) -> None:
 
 
 def read_value(text: str, annotation: Any) -> object:
-    """The text as a value of that type; the text itself where it is none, for the validation to name it."""
+    """Return the text as a value of that type, or the text itself, which the validation then names."""
     kind = str(annotation)
     if "list[list" in kind:
         whole = read_toml_value(text)
@@ -151,12 +151,12 @@ def read_value(text: str, annotation: Any) -> object:
 
 
 def read_words(text: str, kind: str) -> list[object]:
-    """The parts of "a,b,c" as words, or as TOML reads them."""
+    """Return the parts of "a,b,c" as words, or as TOML reads them."""
     return [word if "list[str]" in kind else read_toml_value(word) for word in text.split(",") if word]
 
 
 def read_toml_value(text: str) -> object:
-    """The text as TOML reads it, or as a string."""
+    """Return the text as TOML reads it, or as a string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):  # no TOML, or beyond Python's own limits
@@ -164,7 +164,7 @@ def read_toml_value(text: str) -> object:
 
 
 def load_config(path: Path, arguments: list[str]) -> Config:
-    """The recipe with its overrides, checked: the file, then the command line on top, then one validation."""
+    """Return the recipe with its overrides, checked: the file, the command line on top, then one validation."""
     file, overrides = read_recipe(path), read_overrides(arguments)
     for layer, where in ((file, f"in {path}"), (overrides, "on the command line")):
         check_one_bound(layer, where)
@@ -181,7 +181,7 @@ def load_config(path: Path, arguments: list[str]) -> Config:
 
 
 def with_auto(config: Config) -> Config:
-    """A recipe without a bound asks for one."""
+    """Ask for a measured bound in a recipe that has none."""
     if any(getattr(config.update, key) is not None for key in BOUNDS):
         return config
     update = config.update.model_copy(update={"max_microbatch_tokens": "auto"})
@@ -189,7 +189,7 @@ def with_auto(config: Config) -> Config:
 
 
 def check_memory(config: Config) -> None:
-    """Raise where update.memory is no size, or caps nothing."""
+    """Raise where update.memory is no size or has no effect."""
     if config.update.memory is None:
         return
     read_bytes("update.memory", config.update.memory)
@@ -200,7 +200,7 @@ def check_memory(config: Config) -> None:
 
 
 def check_one_bound(layer: Layer, where: str) -> None:
-    """Both bounds of a microbatch in one layer contradict each other; over two layers the later one holds."""
+    """Raise where one layer has both bounds of a microbatch; over two layers the later one holds."""
     given = [key for key in BOUNDS if layer.get("update", {}).get(key) is not None]
     if len(given) == 2:
         raise MegabatchError(
@@ -209,7 +209,7 @@ def check_one_bound(layer: Layer, where: str) -> None:
 
 
 def merge(file: Layer, overrides: Layer) -> Layer:
-    """The file's layer with the overrides on top; one of several alternatives replaces the file's other ones."""
+    """Return the file's layer with the overrides on top; an alternative replaces the file's other ones."""
     merged = merged_tables(file, overrides)
     for section, alternatives in ALTERNATIVES.items():
         above = {key for key, value in overrides.get(section, {}).items() if value is not None}
@@ -220,7 +220,7 @@ def merge(file: Layer, overrides: Layer) -> Layer:
 
 
 def merged_tables(below: Layer, above: Layer) -> Layer:
-    """One table on top of another, tables within them too."""
+    """Return one table on top of another, tables within them too."""
     merged = dict(below)
     for key, value in above.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
@@ -229,7 +229,7 @@ def merged_tables(below: Layer, above: Layer) -> Layer:
 
 
 def check(layer: Layer, path: Path, overrides: Layer) -> Config:
-    """The validated config; the first thing wrong with it becomes one line."""
+    """Return the validated config; the first error becomes one line."""
     layer.setdefault("run", {}).setdefault("folder", f"runs/{path.stem}")
     for section in ("model", "update"):
         layer.setdefault(section, {})
@@ -242,7 +242,7 @@ def check(layer: Layer, path: Path, overrides: Layer) -> Config:
 
 
 def explain(error: ErrorDetails, path: Path, overrides: Layer) -> MegabatchError:
-    """One line out of one of pydantic's errors: what was seen, what was expected, what to change."""
+    """Return one line for one of pydantic's errors: the value, the expected one, the change."""
     parts = [str(part) for part in error["loc"]]
     nested = is_named_sources(known_keys().get(".".join(parts[:2])))
     section, *rest = parts[: 4 if nested else 2]
@@ -264,5 +264,5 @@ def explain(error: ErrorDetails, path: Path, overrides: Layer) -> MegabatchError
 
 
 def shortened(text: str) -> str:
-    """The text, or its beginning where a line has no room for all of it."""
+    """Return the text, or its first 200 characters."""
     return text if len(text) <= 200 else f"{text[:200]}..."

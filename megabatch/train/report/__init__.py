@@ -1,1 +1,1 @@
-"""A run as a page that a browser shows: what it records for it, what is read of it, and how it is written or served."""
+"""A run's page: read from the run's folder, written as one file or served."""

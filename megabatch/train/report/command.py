@@ -1,4 +1,4 @@
-"""Command: what `megabatch report` does, and the page that a run writes at its end."""
+"""`megabatch report`, and the page that a run writes at its end."""
 
 from pathlib import Path
 

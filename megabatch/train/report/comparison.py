@@ -1,4 +1,4 @@
-"""Comparison: two runs, update by update, by the manifests that they have written."""
+"""Comparison of two runs, update by update, by their manifests."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from megabatch.train.runtime.jsonl_file import Row, read_rows
 
 @dataclass(frozen=True)
 class Comparison:
-    """How two runs differ in the updates that both have made."""
+    """Differences of two runs in the updates that both have made."""
 
     text: str  # a table
     is_same: bool  # samples, weights and learning rates of all of them are equal
 
 
 def compare(one: Path, other: Path) -> Comparison:
-    """The runs in two folders, update by update."""
+    """Compare the runs in two folders, update by update."""
     ours, theirs = read_manifest(one), read_manifest(other)
     steps = sorted(ours.keys() & theirs.keys())
     if not steps:
@@ -32,7 +32,7 @@ def compare(one: Path, other: Path) -> Comparison:
 
 
 def read_manifest(folder: Path) -> dict[int, Row]:
-    """The line of each update. Raises `MegabatchError` where there are none."""
+    """Return the line of each update. Raises `MegabatchError` where there are none."""
     path = folder / FILE_NAME
     if not path.is_file():
         raise MegabatchError(f"{folder} has no {FILE_NAME}; train with --run.manifest=true and compare runs' folders")
@@ -47,7 +47,7 @@ def read_manifest(folder: Path) -> dict[int, Row]:
 
 
 def first_text(key: str, step: int | None, pairs: Mapping[int, tuple[Row, Row]]) -> str:
-    """Where the runs differ for the first time."""
+    """Return the first update in which the runs differ, as text."""
     if step is None:
         return "equal"
     here, there = (row[key] for row in pairs[step])
@@ -55,7 +55,7 @@ def first_text(key: str, step: int | None, pairs: Mapping[int, tuple[Row, Row]])
 
 
 def largest_text(key: str, pairs: Mapping[int, tuple[Row, Row]]) -> str:
-    """Where they are furthest apart."""
+    """Return the update in which the runs are furthest apart, as text."""
     differences = {step: relative_difference(a[key], b[key]) for step, (a, b) in pairs.items()}
     step = max(differences, key=differences.__getitem__)
     if differences[step] == 0:
@@ -65,7 +65,7 @@ def largest_text(key: str, pairs: Mapping[int, tuple[Row, Row]]) -> str:
 
 
 def relative_difference(a: float | None, b: float | None) -> float:
-    """Of the larger one; infinite where only one of them is a number."""
+    """Return the difference over the larger number; infinity where only one is a number."""
     if a is None or b is None:
         return 0.0 if a is b else float("inf")
     return abs(a - b) / max(abs(a), abs(b), 5e-324)

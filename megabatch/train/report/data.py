@@ -1,4 +1,4 @@
-"""Story: a run's folder as the data of its page. The run may go on, have been stopped, or ended."""
+"""Data of a run's page, read from its folder while it runs or later."""
 
 import json
 import re
@@ -22,7 +22,7 @@ Story = dict[str, Any]
 
 
 def read_run(folder: Path, *, may_be_empty: bool = False) -> Story:
-    """The data of a run's page.
+    """Return the data of a run's page.
 
     Raises `MegabatchError` where there is no run, no metrics unless it ``may_be_empty``, or a file is damaged.
     """
@@ -47,7 +47,7 @@ def read_run(folder: Path, *, may_be_empty: bool = False) -> Story:
 
 
 def check_run(folder: Path, *, may_be_empty: bool) -> None:
-    """Raise where the folder holds no run, or one of which nothing can be shown yet."""
+    """Raise where the folder has no run, or a run without rows."""
     if not folder.is_dir():
         raise MegabatchError(f"{folder} is no folder; give that of a run, as runs/stdlib")
     has_rows = (folder / METRICS).is_file()
@@ -56,7 +56,7 @@ def check_run(folder: Path, *, may_be_empty: bool) -> None:
 
 
 def of_rows(rows: list[Row]) -> Story:
-    """What metrics.jsonl has: updates, evaluated sets, what memory came to."""
+    """Return the updates, evaluated sets and memory of metrics.jsonl."""
     updates = [row for row in rows if not is_evaluation(row)]
     kept, every = columns.thinned(updates, columns.MOST_UPDATES)
     sets = columns.evaluations_of([row for row in rows if is_evaluation(row)])
@@ -74,7 +74,7 @@ def of_rows(rows: list[Row]) -> Story:
 
 
 def of_journals(folder: Path) -> Story:
-    """What the run has recorded for its page, and the samples that it left out."""
+    """Return the cuts, timelines and skipped samples of the run."""
     cut, recorded = folder / cuts.FILE_NAME, folder / timeline.FILE_NAME
     return {
         "cuts": columns.cuts_of(read_rows(cut), cut),
@@ -84,20 +84,20 @@ def of_journals(folder: Path) -> Story:
 
 
 def plan_of(folder: Path) -> list[str]:
-    """The lines of plan.txt, without the word that each begins with; none where a full disk did not take it."""
+    """Return the lines of plan.txt without their first word; none where a full disk did not take the file."""
     path = folder / PLAN
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     return [line.removeprefix("plan  ") for line in text.splitlines()]
 
 
 def planned_of(plan: list[str]) -> int | None:
-    """How many updates the run is to make; None where that depends on the data."""
+    """Return the planned number of updates; None where it depends on the data."""
     found = PLANNED.match(plan[0]) if plan else None
     return None if found is None else int(found[1])
 
 
 def ended_of(folder: Path) -> str:
-    """How the run has ended, in its log's words; "" while it goes on, or where it could not say so any more."""
+    """Return the log's line about the end of the run; "" while it runs, and after a kill."""
     path = folder / LOG
     if not path.is_file():
         return ""
@@ -109,18 +109,18 @@ def ended_of(folder: Path) -> str:
 
 
 def start_of(folder: Path) -> dict[str, str]:
-    """On what the run was last started, and with which versions."""
+    """Return the devices and versions of the last start."""
     starts = read_starts(folder)
     return {key: text_of(starts[-1][key]) for key in FACTS if starts and key in starts[-1]} if starts else {}
 
 
 def text_of(fact: Any) -> str:
-    """A fact for a person: devices with how many there are of each."""
+    """Return a fact as text; devices with their numbers."""
     if isinstance(fact, dict):
         return ", ".join(f"{number} x {name}" for name, number in json.loads(json.dumps(fact)).items())
     return str(fact)
 
 
 def name_of(folder: Path) -> str:
-    """What the run is called: its folder's name."""
+    """Return the name of the run's folder."""
     return folder.resolve().name.encode("utf-8", "replace").decode()

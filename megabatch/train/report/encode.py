@@ -1,4 +1,4 @@
-"""Columns: a run's rows as columns of short numbers, few enough for a browser."""
+"""Rows of a run as columns of short numbers, few enough for a browser."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,32 +15,32 @@ Column = list[float | int | None]
 
 
 def short(value: Any) -> float | int | None:
-    """The number in six digits; None for what is none, or is not finite."""
+    """Return the number in six digits; None for anything else, and where it is not finite."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return value if isinstance(value, int) else float(f"{value:.{DIGITS}g}")
 
 
 def columns_of(rows: Sequence[Row], keys: Iterable[str]) -> dict[str, Column]:
-    """A column for each key of which any row has a number."""
+    """Return a column for each key of which any row has a number."""
     found = {key: [short(row.get(key)) for row in rows] for key in keys}
     return {key: column for key, column in found.items() if key == "step" or any(each is not None for each in column)}
 
 
 def thinned(rows: Sequence[Row], most: int) -> tuple[list[Row], int]:
-    """At most ``most`` of the rows: every so manieth, and the last one; and how manieth."""
+    """Return every n-th row and the last one, about ``most`` of them, and n."""
     every = max(1, -(-len(rows) // most))
     kept = list(rows[::every])
     return [*kept, rows[-1]] if rows and (len(rows) - 1) % every else kept, every
 
 
 def keys_of(rows: Iterable[Row]) -> list[str]:
-    """Every key of any row, in the order in which they come."""
+    """Return every key of any row, in the order in which they come."""
     return list(dict.fromkeys(key for row in rows for key in row))
 
 
 def evaluations_of(rows: Sequence[Row]) -> dict[str, dict[str, Column]]:
-    """The columns of every evaluated set, without what their names begin with."""
+    """Return the columns of every evaluated set, without the prefix eval_."""
     sets: dict[str, list[Row]] = {}
     for row in rows:
         numbers = {key.removeprefix("eval_"): value for key, value in row.items() if key != "set"}
@@ -49,7 +49,7 @@ def evaluations_of(rows: Sequence[Row]) -> dict[str, dict[str, Column]]:
 
 
 def cuts_of(rows: Sequence[Row], path: object) -> dict[str, Any]:
-    """How updates were cut, in one list of each number: ``counts`` has how many of it each rank of each update has.
+    """Return the microbatches of all updates as flat lists; ``counts`` has their number by update and rank.
 
     Raises `MegabatchError` where a row is no cut.
     """
@@ -64,14 +64,14 @@ def cuts_of(rows: Sequence[Row], path: object) -> dict[str, Any]:
 
 
 def thinned_by_size(rows: Sequence[Row]) -> tuple[list[Row], int]:
-    """The rows, or every so manieth of them, by the microbatches of the last: a page takes no more."""
+    """Return every n-th row, and n, so that the page has at most `MOST_MICROBATCHES`."""
     ranks = rows[-1].get("cut") if rows else None
     a_row = sum(len(cut[0]) for cut in ranks if cut) if isinstance(ranks, list) else 1
     return thinned(rows, max(1, MOST_MICROBATCHES // max(1, a_row)))
 
 
 def add_cut(found: dict[str, Any], row: Mapping[str, Any]) -> None:
-    """Add an update's cut to the lists. Raises where it is none."""
+    """Add an update's cut to the lists. Raises where the row has none."""
     ranks = [[list(map(int, column)) for column in rank] for rank in row["cut"]]
     if any(len(rank) != 3 or len(set(map(len, rank))) > 1 for rank in ranks):
         raise ValueError("three columns of one length")
@@ -83,7 +83,7 @@ def add_cut(found: dict[str, Any], row: Mapping[str, Any]) -> None:
 
 
 def timelines_of(rows: Sequence[Row], path: object) -> list[dict[str, Any]]:
-    """The recorded updates. Raises `MegabatchError` where a row is no timeline."""
+    """Return the recorded updates. Raises `MegabatchError` where a row is no timeline."""
     try:
         return [timeline_of(row) for row in rows]
     except (KeyError, TypeError, ValueError):
@@ -91,7 +91,7 @@ def timelines_of(rows: Sequence[Row], path: object) -> list[dict[str, Any]]:
 
 
 def timeline_of(row: Row) -> dict[str, Any]:
-    """One recorded update, checked."""
+    """Return one recorded update, checked."""
     ranks = [{"kinds": list(map(str, each["kinds"])), "ms": list(map(float, each["ms"]))} for each in row["ranks"]]
     if any(len(each["ms"]) != len(each["kinds"]) + 1 for each in ranks):
         raise ValueError("a span has a beginning and an end")
@@ -100,7 +100,7 @@ def timeline_of(row: Row) -> dict[str, Any]:
 
 
 def skipped_of(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """What was left out of updates, the last first, with some of the samples' names."""
+    """Return the skipped samples by update, the last first, with some of their names."""
     return [
         {
             "step": row["step"],

@@ -1,4 +1,4 @@
-"""Html: one file that a browser opens by itself. Scripts, styles and data are in it, and it may ask nobody for more."""
+"""The page as one file, with its scripts, styles and data; its policy forbids all requests."""
 
 import html
 import json
@@ -33,7 +33,7 @@ def write_html(path: Path, data: Mapping[str, Any]) -> None:
 
 
 def html_of(data: Mapping[str, Any]) -> str:
-    """The page of one run or two: ``runs``, and for two the ``comparison`` in words; ``is_live`` asks for news."""
+    """Return the page of one run or two: ``runs``, the ``comparison`` of two as text; ``is_live`` asks for news."""
     title = " and ".join(str(run["name"]) for run in data["runs"])
     parts = {
         "TITLE": html.escape(title),
@@ -47,11 +47,11 @@ def html_of(data: Mapping[str, Any]) -> str:
 
 
 def json_of(data: Mapping[str, Any]) -> str:
-    """The data in ASCII, without what would end the element that it stands in."""
+    """Return the data in ASCII, without "<", which would end its element."""
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 @cache
 def asset(name: str) -> str:
-    """A file of this package."""
+    """Read a file of this package."""
     return files("megabatch.train.report").joinpath("assets", *name.split("/")).read_text(encoding="utf-8")

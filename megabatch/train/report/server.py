@@ -1,4 +1,4 @@
-"""Live: a run's page while the run goes on, served to this machine alone.
+"""`megabatch watch`: a run's page while the run goes on, served to this machine alone.
 
 There are two addresses, the page and its data; whoever asks for anything else, or by another name than this machine's,
 is told that there is nothing.
@@ -27,7 +27,7 @@ READ = (METRICS, SKIPPED, CUTS, TIMELINE, "log.txt", "plan.txt", "environment.js
 
 
 class Server(ThreadingTCPServer):
-    """Serves the page of one run's folder. Raises `MegabatchError` where it cannot."""
+    """Server of one run's page. Raises `MegabatchError` where it cannot serve."""
 
     daemon_threads = True  # a browser that keeps its connection open keeps nobody from leaving
     allow_reuse_address = True  # of a server that has just ended; one that lives keeps its port
@@ -43,29 +43,29 @@ class Server(ThreadingTCPServer):
 
     @property
     def address(self) -> str:
-        """What a browser opens."""
+        """The address that a browser opens."""
         return f"http://{HOST}:{self.server_address[1]}/"
 
     def data(self) -> dict[str, Any]:
-        """The page's data as they are now, with a mark that changes when they do."""
+        """Return the page's data as they are now, with a mark that changes when they do."""
         mark = mark_of(self.folder)  # before it is read: what comes meanwhile is news
         return {"runs": [read_run(self.folder, may_be_empty=True)], "is_live": True, "mark": mark}
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that leaves before it has its answer is no error."""
+        """Ignore a browser that leaves before it has its answer."""
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers for the page and its data."""
+    """Handler of requests for the page and for its data."""
 
     server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def version_string(self) -> str:
-        """Who answers, to the browser; not on what."""
+        """Return the server's name, without versions."""
         return "megabatch"
 
     def do_GET(self) -> None:
-        """Send one of the two."""
+        """Send the page or its data."""
         asked = urlsplit(self.path)
         if not is_here(self.headers.get("Host", "")) or asked.path not in (PAGE, DATA):
             return self._send(HTTPStatus.NOT_FOUND, "text/plain", "there is a page at / and nothing else\n")
@@ -80,7 +80,7 @@ class Handler(BaseHTTPRequestHandler):
         return self._send(HTTPStatus.OK, "text/html", html_of(data))
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: a line for every second is nobody's news."""
+        """Print nothing: there is a request every second."""
 
     def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
         body = text.encode()
@@ -106,11 +106,11 @@ def watch(folder: Path, port: int) -> None:
 
 
 def is_here(host: str) -> bool:
-    """Whether the name by which a browser asks is this machine's own."""
+    """Return True for a name of this machine."""
     return host.rsplit(":", 1)[0] in NAMES
 
 
 def mark_of(folder: Path) -> str:
-    """What changes with any of the files that the page is made of."""
+    """Return a mark that changes with any of the page's files."""
     seen = [(path.stat().st_size, path.stat().st_mtime_ns) for path in map(folder.joinpath, READ) if path.exists()]
     return hashlib.sha256(repr(seen).encode()).hexdigest()[:16]
