@@ -89,7 +89,8 @@ class Timeline:
     def update(self) -> Generator[None, None, None]:
         """Surrounds the making of an update. Collective: ranks meet before the one that is recorded."""
         self._num_updates += 1
-        if not self._is_enabled or self._num_updates != RECORDED:
+        steps_in_backward = self._learner.gradient.steps_in_backward  # where there is no step to be marked
+        if not self._is_enabled or self._num_updates != RECORDED or steps_in_backward:
             yield
             return
         self._ranks.barrier()

@@ -147,11 +147,11 @@ def choose_source(config: Config, ranks: Ranks, longest_tokens: int | None, toke
     model = outline(config.model, architecture)
     if ranks.layout.cp > 1:
         check_attention_is_causal(model)
-    wrapper, blocks = choose_wrapper(asked, ranks.size, model, ranks.layout), blocks_of(model)
+    wrapper = choose_wrapper(asked, ranks.size, model, ranks.layout)
     if config.model.name is None:
-        return fresh_source(model, blocks, config.model, architecture, seed), wrapper
+        return fresh_source(model, config.model, architecture, seed), wrapper
     sharded = wrapper.name == "fsdp2" or ranks.layout.tp > 1 or ranks.layout.pp > 1
-    return saved_source(model, blocks, config.model, architecture, seed, sharded=sharded), wrapper
+    return saved_source(model, config.model, architecture, seed, sharded=sharded), wrapper
 
 
 def lay(

@@ -285,8 +285,7 @@ def base_model(config: Config) -> nn.Module:
         model, _ = load_whole(config.model, architecture, seed, "")
         add_generation_config(model, config.model)
         return model
-    empty = outline(config.model, architecture)
-    source = fresh_source(empty, blocks_of(empty), config.model, architecture, seed)
+    source = fresh_source(outline(config.model, architecture), config.model, architecture, seed)
     if source.units is not None:
         fill(source.model, source.units, seed, ALONE.device)
     return source.model
