@@ -248,7 +248,8 @@ class Adapter:
         lora.modules_to_save = (config.model.lora or {}).get(WHOLE)
         lora.base_model_name_or_path = config.model.name
         lora.task_type = "CAUSAL_LM" if config.model.function is None else None
-        model = peft().PeftModel(base, lora, low_cpu_mem_usage=True)
+        with quiet():
+            model = peft().PeftModel(base, lora, low_cpu_mem_usage=True)
         state = dict[str, Tensor]()
         for name, parameter in model.named_parameters():
             if parameter.requires_grad or MARK in name:
