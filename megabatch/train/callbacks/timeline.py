@@ -98,7 +98,7 @@ class Recording(Callback):
         ranks, plan = context.ranks, context.plan
         spans = self._spans(plan, ranks) if ranks.rank < MOST_RANKS else None
         told = [each for each in map(json.loads, ranks.gather(json.dumps(spans))) if each is not None]
-        if context.values["finite"]:
+        if context.values["finite"] and "skipped_samples" not in context.row:
             row = {"step": context.step, "device": ranks.device.type, "num_ranks": ranks.size, "sync": plan.sync}
             self._file.append({**row, "ranks": told})
 

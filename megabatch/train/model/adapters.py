@@ -146,29 +146,27 @@ def peft() -> Any:
 
 
 def check_targets(targets: Any, modules: Mapping[str, nn.Module]) -> None:
-    """Raise for a target that is no module of the model, which peft passes over where another one is."""
+    """Raise for a target that is no module of the model. peft ignores one if there are others."""
     for target in targets if isinstance(targets, list | set | tuple) else ():
-        if not any(f".{name}".endswith(f".{target}") for name in modules):
-            raise MegabatchError(
-                f"model.lora.target_modules has {target!r}, which no module is called; the model has "
-                f"{there_are(modules)}"
-            )
+        named("target_modules", target, modules)
 
 
 def whole_of(model: nn.Module, config: ModelConfig) -> list[str]:
     """Return the names of the modules that are trained whole. Raises `MegabatchError` for a name that no module has."""
-    wanted, found = (config.lora or {}).get(WHOLE) or [], list[str]()
+    wanted, modules = (config.lora or {}).get(WHOLE) or [], dict(model.named_modules())
     if not isinstance(wanted, list):
         raise MegabatchError(f'model.lora.{WHOLE} is {wanted!r}; give a list of names of modules: ["lm_head"], say')
-    modules = dict(model.named_modules())
-    for target in cast("list[object]", wanted):
-        names = [name for name in modules if f".{name}".endswith(f".{target}")]
-        if not names:
-            raise MegabatchError(
-                f"model.lora.{WHOLE} has {target!r}, which no module is called; the model has {there_are(modules)}"
-            )
-        found += names
-    return found
+    return [name for target in cast("list[object]", wanted) for name in named(WHOLE, target, modules)]
+
+
+def named(key: str, target: object, modules: Mapping[str, nn.Module]) -> list[str]:
+    """Return the names of the modules that end with ``target``. Raises `MegabatchError` if there is none."""
+    names = [name for name in modules if f".{name}".endswith(f".{target}")]
+    if not names:
+        raise MegabatchError(
+            f"model.lora.{key} has {target!r}, which no module is called; the model has {there_are(modules)}"
+        )
+    return names
 
 
 def train_whole(model: nn.Module, name: str) -> None:

@@ -113,13 +113,13 @@ def build(config: Config, ranks: Ranks, console: Console, longest_tokens: int | 
                 (words if isolated else warnings).append(text)
     if mesh is not None and "cp" in (mesh.mesh_dim_names or ()):  # the trial has run whole sequences
         attend_over(cast(PreTrainedModel, base), mesh.get_group("cp"))
-    model, container = run, None
-    if is_several(base):
-        container = replicated(base) if wrapper.name == "ddp" else base
-        model = models_of(container)
-    elif wrapper.name == "ddp" and stages is None:
-        unused = config.model.function is not None  # a model of one's own may leave parameters out of a microbatch
-        model = replicate(base, find_unused=unused)
+    container = None
+    if wrapper.name == "ddp" and stages is None:
+        # A model of one's own may leave parameters out of a microbatch.
+        run = replicated(base) if is_several(base) else replicate(base, find_unused=config.model.function is not None)
+    if is_several(run):
+        container = run
+    model = run if container is None else models_of(container)
     cuts_logits = config.parallel.loss_parallel
     return ParallelModel(model, base, wrapper, words, warnings, identity, cuts_logits, unsaved, container)
 
@@ -147,11 +147,11 @@ def choose_source(config: Config, ranks: Ranks, longest_tokens: int | None, toke
     model = outline(config.model, architecture)
     if ranks.layout.cp > 1:
         check_attention_is_causal(model)
-    wrapper, blocks = choose_wrapper(asked, ranks.size, model, ranks.layout), blocks_of(model)
+    wrapper = choose_wrapper(asked, ranks.size, model, ranks.layout)
     if config.model.name is None:
-        return fresh_source(model, blocks, config.model, architecture, seed), wrapper
+        return fresh_source(model, config.model, architecture, seed), wrapper
     sharded = wrapper.name == "fsdp2" or ranks.layout.tp > 1 or ranks.layout.pp > 1
-    return saved_source(model, blocks, config.model, architecture, seed, sharded=sharded), wrapper
+    return saved_source(model, config.model, architecture, seed, sharded=sharded), wrapper
 
 
 def lay(

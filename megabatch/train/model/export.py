@@ -247,7 +247,8 @@ class Adapter:
         lora.modules_to_save = (config.model.lora or {}).get(WHOLE)
         lora.base_model_name_or_path = config.model.name
         lora.task_type = "CAUSAL_LM" if config.model.function is None else None
-        model = peft().PeftModel(base, lora, low_cpu_mem_usage=True)
+        with quiet():
+            model = peft().PeftModel(base, lora, low_cpu_mem_usage=True)
         state = dict[str, Tensor]()
         for name, parameter in model.named_parameters():
             if parameter.requires_grad or MARK in name:
@@ -284,8 +285,7 @@ def base_model(config: Config) -> nn.Module:
         model, _ = load_whole(config.model, architecture, seed, "")
         add_generation_config(model, config.model)
         return model
-    empty = outline(config.model, architecture)
-    source = fresh_source(empty, blocks_of(empty), config.model, architecture, seed)
+    source = fresh_source(outline(config.model, architecture), config.model, architecture, seed)
     if source.units is not None:
         fill(source.model, source.units, seed, ALONE.device)
     return source.model

@@ -127,7 +127,14 @@ def four_bit_layer(linear: nn.Linear, config: ModelConfig) -> nn.Linear:
     layer.weight = layers.Params4bit(linear.weight.detach(), requires_grad=False, **options).to("cpu")
     layer.bias = linear.bias
     layer.support_avx512bf16_for_cpu = False  # in eval() it would repack its weights and have no backward after that
+    layer.register_state_dict_post_hook(leave_out_scales)
     return layer
+
+
+def leave_out_scales(_: nn.Module, state: dict[str, Any], prefix: str, __: object) -> None:
+    """Take a layer's scales out of a state dict, which the layer itself would not load."""
+    for key in [key for key in state if key.startswith(f"{prefix}weight.")]:
+        del state[key]
 
 
 def dequantize(model: nn.Module, dtype: torch.dtype) -> None:

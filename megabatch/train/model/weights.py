@@ -24,7 +24,7 @@ from transformers.utils.hub import cached_file
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.config import ModelConfig
 from megabatch.train.model.architecture import construct, quiet
-from megabatch.train.model.wrap import dtype_of
+from megabatch.train.model.wrap import blocks_of, dtype_of
 from megabatch.train.runtime.plugins import load_function
 
 INITIALIZED = "_is_hf_initialized"  # transformers' mark on a tensor that its rules leave as it is
@@ -104,13 +104,10 @@ def models_of(model: nn.Module) -> list[nn.Module]:
     return list(model.children()) if is_several(model) else [model]
 
 
-def fresh_source(
-    outline: PreTrainedModel, blocks: Mapping[str, nn.Module], config: ModelConfig, architecture: PreTrainedConfig,
-    seed: int,
-) -> Source:  # fmt: skip
-    """The outline, to be filled with fresh weights; or the whole model, where they cannot be made by the block."""
+def fresh_source(outline: PreTrainedModel, config: ModelConfig, architecture: PreTrainedConfig, seed: int) -> Source:
+    """Return the outline, to be filled with fresh weights, or the whole model if they cannot be made by the block."""
     text = f"{type(outline).__name__}, fresh weights of run.seed = {seed}"
-    units = plan_units(outline, blocks)
+    units = plan_units(outline, blocks_of(outline))
     if units is not None:
         return Source(outline, text, units)
     with seeded(seed, ""):
@@ -119,15 +116,13 @@ def fresh_source(
 
 
 def saved_source(
-    outline: PreTrainedModel, blocks: Mapping[str, nn.Module], config: ModelConfig, architecture: PreTrainedConfig,
-    seed: int, *, sharded: bool,
-) -> Source:  # fmt: skip
-    """The outline, to be filled from its files by the shard; or the whole model, where that is not asked or not to be
-    had."""
+    outline: PreTrainedModel, config: ModelConfig, architecture: PreTrainedConfig, seed: int, *, sharded: bool
+) -> Source:
+    """Return the outline, to be filled from its files by the shard, or the whole model."""
     text = f"{type(outline).__name__}, weights of {config.name}"
     if not sharded:
         return Source(*load_whole(config, architecture, seed, text))
-    saved, units = saved_weights(cast(str, config.name)), plan_units(outline, blocks)
+    saved, units = saved_weights(cast(str, config.name)), plan_units(outline, blocks_of(outline))
     if saved is not None and units is not None and saved.fits(outline):
         return Source(outline, f"{text}, each rank reads its shard", units, saved)
     text = f"{text}, read whole on every rank: its files do not name the tensors as the model does"
@@ -265,11 +260,13 @@ class Pending:
 
     def settle(self, tensor: Tensor, whole: Tensor) -> None:
         """Put into its place what stays of a whole tensor: all of it, or this rank's part."""
-        self._settle(tensor, whole.detach()[region_of(tensor)].clone() if is_cut(tensor) else whole.detach())
+        self._settle(
+            tensor, whole.detach()[region_of(tensor)].clone() if isinstance(tensor, DTensor) else whole.detach()
+        )
 
     def settle_saved(self, tensor: Tensor, names: list[str], saved: Saved) -> None:
         """Put into its place what is saved of a tensor, if it is."""
-        if not is_cut(tensor):
+        if not isinstance(tensor, DTensor):
             part = saved.read(names, None)
         else:
             rows, *others = region_of(tensor)
@@ -290,11 +287,6 @@ class Pending:
         for module, name in self._places[tensor]:
             setattr(module, name, new)
         return new
-
-
-def is_cut(tensor: Tensor) -> bool:
-    """Return True if this rank may hold a part of the tensor only."""
-    return isinstance(tensor, DTensor)
 
 
 def region_of(tensor: Tensor) -> tuple[slice, ...]:

@@ -25,7 +25,7 @@ from megabatch.train.model.build import check_keys, check_together, divide, prep
 from megabatch.train.model.expert_balance import router_coefficient, with_router_loss
 from megabatch.train.model.optimizer import build_optimizer
 from megabatch.train.model.tensor_parallel import plain_terms
-from megabatch.train.model.weights import own_source
+from megabatch.train.model.weights import is_several, own_source
 from megabatch.train.model.wrap import Wrapper, accumulation_of, choose_wrapper, computing
 from megabatch.train.plan.asked import Asked
 from megabatch.train.plan.choices import Choice, Grid, grid_of
@@ -140,6 +140,10 @@ def check_planned(config: Config, world: int) -> None:
             f"model.quantize is {config.model.quantize!r}, whose layers the plan does not simulate; plan without "
             "it: the base then counts in full"
         )
+    if config.optim.in_backward:
+        raise MegabatchError(
+            "optim.in_backward is true, which the plan does not simulate; plan without it: gradients then count in full"
+        )
     for axis in ("cp", "pp"):
         if (degree := getattr(config.parallel, axis)) > 1:
             raise MegabatchError(
@@ -151,7 +155,10 @@ def check_planned(config: Config, world: int) -> None:
 def bare_model(config: Config, longest_tokens: int | None = None) -> nn.Module:
     """The recipe's model without memory; that of a function is made as the function makes it."""
     if config.model.function is not None:
-        return own_source(config.model, config.run.seed).model
+        model = own_source(config.model, config.run.seed).model
+        if is_several(model):
+            raise MegabatchError("model.function returns several models, of which no plan is made; plan one of them")
+        return model
     model = planned_model(config.model)
     architecture = architecture_of(model)
     architecture.use_cache = False
