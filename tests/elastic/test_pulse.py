@@ -17,7 +17,6 @@ from tests.train.conftest import Bench
 from tests.train.processes import CONTEXT, Finished, rank_environment
 from tests.train.test_ranks import live
 
-pytestmark = pytest.mark.full
 SECONDS = 3.0  # in which a rank must answer
 
 
@@ -38,6 +37,7 @@ def num_left(run: Any) -> int:
     return sum(process.is_alive() for process in run.processes)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("ranks", "frozen", "wrapper"), [(3, 2, "fsdp2"), (3, 0, "ddp")])
 def test_a_frozen_rank_is_named_and_the_others_leave(
     bench: Bench, own: Path, ranks: int, frozen: int, wrapper: str
@@ -63,6 +63,7 @@ def test_a_frozen_rank_is_named_and_the_others_leave(
     assert f") has not answered for {SECONDS:g} s (stopped, or its host gone); last heard " in lines[0]
 
 
+@pytest.mark.full
 def test_ranks_that_were_all_stopped_go_on(bench: Bench, own: Path) -> None:
     run = started(bench, own, 2, run__max_epochs=3)
     for number in (signal.SIGSTOP, signal.SIGCONT):
@@ -142,6 +143,7 @@ def alive(tmp_path: Path, port: int, life: Any, *arguments: Any) -> list[Finishe
     return [Finished(each.exitcode, "", Path(log[1]).read_text()) for each, log in zip(ranks, logs, strict=True)]
 
 
+@pytest.mark.full
 def test_a_store_that_does_not_answer_is_noticed_too(tmp_path: Path) -> None:
     """Its host may have frozen with the rank."""
     receiver, sender = CONTEXT.Pipe(duplex=False)
@@ -157,6 +159,7 @@ def test_a_store_that_does_not_answer_is_noticed_too(tmp_path: Path) -> None:
     assert ends[1].err == "", "one rank of a host speaks"
 
 
+@pytest.mark.full
 def test_a_lost_rank_of_this_host_is_noticed_where_no_collective_breaks(tmp_path: Path) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     noticed, killed = alive(tmp_path, store.port, lose_a_rank)
@@ -165,6 +168,7 @@ def test_a_lost_rank_of_this_host_is_noticed_where_no_collective_breaks(tmp_path
     assert noticed.err.endswith(") has gone without a word, which was killed or ran out of memory\n")
 
 
+@pytest.mark.full
 def test_a_rank_that_waits_for_its_samples_says_so_and_nobody_ends(tmp_path: Path) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ends = alive(tmp_path, store.port, wait_for_samples)

@@ -113,12 +113,13 @@ class Found:
         return self._results[world, job]
 
 
-def launch_all(function: str, runs: list[Run], folder: Path, *, timeout_seconds: float = 600,
-               server: "Server | None" = None) -> list[dict[str, list[Result]]]:  # fmt: skip
-    """One run after the other, from one process; of a server of one's own, if it is given."""
+def launch_all(
+    function: str, runs: list[Run], folder: Path, *, timeout_seconds: float = 600
+) -> list[dict[str, list[Result]]]:
+    """One run after the other, from one process."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "runs.json").write_text(json.dumps([function, [asdict(run) for run in runs]], default=str))
-    (server or _server()).launch(folder.resolve(), timeout_seconds)
+    _server().launch(folder.resolve(), timeout_seconds)
     tail = (folder / "log.txt").read_text()[-2000:]
     return [_collected(run, f"{folder}/log.txt ends:\n{tail}") for run in runs]
 
@@ -147,10 +148,6 @@ class Server:
         answers.readline()  # it has ended
         with contextlib.suppress(ProcessLookupError):
             os.killpg(leader, signal.SIGKILL)  # and now the ranks that it has left
-
-    def close(self) -> None:
-        """Let it end, and its pipes with it."""
-        self._process.communicate()
 
 
 _server = cache(Server)  # of this process of pytest

@@ -99,6 +99,7 @@ class Ranks:
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self._folder, self._runs = Path(tempfile.mkdtemp() if self.size == 1 else "."), 0
         if dist.is_initialized():
+            dist.barrier()  # one that leaves while the other still joins would fail it
             dist.destroy_process_group()
         self._store = dist.FileStore(str(self._folder / "met"), self.size)
 
