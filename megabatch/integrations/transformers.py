@@ -20,7 +20,7 @@ from megabatch.errors import LossContractError, MegabatchError, PlanError, in_on
 from megabatch.integrations import mean_loss
 from megabatch.integrations.mean_loss import LossTrial, choose_samples
 from megabatch.integrations.object_snapshot import ObjectSnapshot, restore_after_trial
-from megabatch.integrations.update_metrics import UpdateMetrics
+from megabatch.integrations.update_metrics import UpdateMetrics, has_metrics
 from megabatch.losses.contract import JointLoss, LossFunction, LossHooks, loss_hooks
 from megabatch.losses.mean import mean
 from megabatch.losses.ready_made import HALF_TYPES
@@ -108,6 +108,11 @@ class MegabatchTrainer(Trainer):
             raise PlanError(
                 "MegabatchTrainer cannot keep KTOTrainer's KL term, which couples the samples of a microbatch; set "
                 "loss_type='apo_zero_unpaired', or train with KTOTrainer"
+            )
+        if {"aot", "aot_unpaired"} & set(getattr(self, "loss_types", ())):  # too small for the trial with little beta
+            raise PlanError(
+                "MegabatchTrainer cannot keep DPOTrainer's loss_type 'aot', which sorts the pairs of a microbatch; set "
+                "another, or train with DPOTrainer"
             )
         self._num_updates = 0
         return super().train(*positional, **named)
@@ -237,7 +242,7 @@ class MegabatchTrainer(Trainer):
         """Return the accumulator; the first update makes it, when the model is wrapped."""
         if self._gradient is None or self._gradient.model is not model:
             self._loss_fn = self._with_hooks(self._given_loss or self._default_loss())
-            if self._given_loss is None and hasattr(self, "_total_train_tokens"):
+            if self._given_loss is None and has_metrics(self):
                 self._update_metrics = UpdateMetrics(self)
             tokens = self._max_microbatch_tokens
             self._gradient = GradientAccumulator(

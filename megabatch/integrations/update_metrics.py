@@ -10,6 +10,11 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 
+def has_metrics(trainer: Any) -> bool:
+    """Return True for a trainer of TRL, which counts tokens and gathers metrics in its loss."""
+    return hasattr(trainer, "_metrics") and hasattr(trainer, "_total_train_tokens")
+
+
 class UpdateMetrics:
     """Makes the metrics that a TRL trainer logs those of whole updates, whatever their microbatches are.
 

@@ -167,6 +167,8 @@ CASES: dict[str, Case] = {
     "SFT, unchecked": Case(ExactSFT, SFTConfig, texts, arguments={"check_loss": False}),
     "DPO": Case(ExactDPO, DPOConfig, pairs, ref_model=reference, metrics=OF_PAIRS),
     "DPO, capped": Case(ExactDPO, DPOConfig, pairs, ref_model=reference, arguments=CAP, metrics=OF_PAIRS),
+    "DPO, sorted pairs": Case(ExactDPO, DPOConfig, pairs, ref_model=reference, settings={"loss_type": ["aot"]}),
+    "DPO, mean over tokens": Case(ExactDPO, DPOConfig, pairs, ref_model=reference, settings={"loss_type": ["sft"]}),
     "Reward": Case(ExactReward, RewardConfig, pairs, classifier, metrics=OF_REWARDS),
     "Reward, capped": Case(ExactReward, RewardConfig, pairs, classifier, arguments=CAP, metrics=OF_REWARDS),
     "KTO": Case(ExactKTO, KTOConfig, unpaired, ref_model=reference, settings=UNPAIRED, metrics=OF_KTO),
