@@ -275,7 +275,7 @@ class MegabatchTrainer(Trainer):
                 around.enter_context(self._update_metrics.gathering(weight))
             elif is_counting is False:
                 around.callback(self._take_snapshot().put_back)
-            return self.compute_loss(cast(Any, model), cast(Any, mean_loss.copy_mapping(microbatch)))
+            return self.compute_loss(cast(Any, model), mean_loss.copy_mapping(microbatch))
 
     def _take_snapshot(self) -> ObjectSnapshot:
         """Snapshot what a loss may write to: the trainer and the objects it holds, except its data."""
@@ -401,7 +401,7 @@ class MegabatchTrainer(Trainer):
             if self._max_microbatch_tokens is None:
                 return 1
         try:
-            return cast(Any, self._collate([copy.copy(sample)]))[self._input_name].numel()
+            return self._collate([copy.copy(sample)])[self._input_name].numel()
         except (KeyError, TypeError, IndexError, AttributeError):
             raise PlanError(
                 f"a sample has no {self._input_name!r} to count tokens of; give length=, or leave "
