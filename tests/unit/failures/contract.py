@@ -77,6 +77,7 @@ def meaning(make: Callable[[Tensor], Any], counted: Any = 2) -> Callable[..., An
 def divided(model: Any, microbatch: Any, divisor: float) -> Any: ...
 
 
+GIVEN_TO_MEAN = {"JointLoss": JointLoss(squares, squares), "counts": losses.next_token, "divides": divided}
 SUMS_ALREADY = (
     "mean() was given a loss that sums and counts, or takes the divisor; give it to forward_backward() as it is"
 )
@@ -173,55 +174,48 @@ LOSSES = {
     ),
 }  # fmt: skip
 
-FAILURES = (
-    {
-        name: Failure(LossContractError, text, lambda loss_fn=loss_fn: update(loss_fn))
-        for name, (loss_fn, text) in LOSSES.items()
-    }
-    | {
-        f"{kind}, as a mean": Failure(LossContractError, SUMS_ALREADY, lambda given=given: mean(given, over=len))
-        for kind, given in {
-            "JointLoss": JointLoss(squares, squares),
-            "a loss that counts": losses.next_token,
-            "a divisor": divided,
-        }.items()
-    }
-    | {
-        "two calls of two terms": Failure(
-            LossContractError,
-            "an update of several differentiable terms, ['one', 'two'], is one forward_backward call",
-            two_calls_of_two_terms,
-        ),
-        "two calls of one term each": Failure(
-            LossContractError,
-            "an update of several differentiable terms, ['one', 'two'], is one forward_backward call",
-            two_calls_of_one_term_each,
-        ),
-        "weigh names a term by microbatch": Failure(
-            LossContractError,
-            "weigh names the terms [['one'], ['two']]; name the same terms for each microbatch",
-            names_by_microbatch,
-        ),
-        "weigh names what Deferred told": Failure(
-            LossContractError,
-            "weigh names the terms ['loss', 'reward'] but weights of Deferred have no name; "
-            "return a number from weigh, or leave weights out",
-            lambda: update(weighing({"reward": 2, "loss": 2}), Deferred(SAMPLES.__getitem__, [1] * 4, [1] * 4)),
-        ),
-        "weight= and two terms": Failure(
-            LossContractError,
-            "weight= replaces one divisor, but the loss has the terms ['one', 'two']",
-            replaced_divisor_of_two_terms,
-        ),
-        "backward without a weight": Failure(
-            LossContractError,
-            "backward() was given no weight and weigh counted none; give backward(total, weight)",
-            backward_without_weight,
-        ),
-        "a mean, to verify": Failure(
-            LossContractError,
-            f"the loss is a tensor of shape (), perhaps a mean; {RETURN}",
-            lambda: verify(linear(), LOSSES["a mean"][0], SAMPLES),
-        ),
-    }
-)
+FAILURES = {
+    name: Failure(LossContractError, text, lambda loss_fn=loss_fn: update(loss_fn))
+    for name, (loss_fn, text) in LOSSES.items()
+} | {
+    "two calls of two terms": Failure(
+        LossContractError,
+        "an update of several differentiable terms, ['one', 'two'], is one forward_backward call",
+        two_calls_of_two_terms,
+    ),
+    "two calls of one term each": Failure(
+        LossContractError,
+        "an update of several differentiable terms, ['one', 'two'], is one forward_backward call",
+        two_calls_of_one_term_each,
+    ),
+    "weigh names a term by microbatch": Failure(
+        LossContractError,
+        "weigh names the terms [['one'], ['two']]; name the same terms for each microbatch",
+        names_by_microbatch,
+    ),
+    "weigh names what Deferred told": Failure(
+        LossContractError,
+        "weigh names the terms ['loss', 'reward'] but weights of Deferred have no name; "
+        "return a number from weigh, or leave weights out",
+        lambda: update(weighing({"reward": 2, "loss": 2}), Deferred(SAMPLES.__getitem__, [1] * 4, [1] * 4)),
+    ),
+    "weight= and two terms": Failure(
+        LossContractError,
+        "weight= replaces one divisor, but the loss has the terms ['one', 'two']",
+        replaced_divisor_of_two_terms,
+    ),
+    "backward without a weight": Failure(
+        LossContractError,
+        "backward() was given no weight and weigh counted none; give backward(total, weight)",
+        backward_without_weight,
+    ),
+    "a mean, to verify": Failure(
+        LossContractError,
+        f"the loss is a tensor of shape (), perhaps a mean; {RETURN}",
+        lambda: verify(linear(), LOSSES["a mean"][0], SAMPLES),
+    ),
+}
+FAILURES |= {
+    f"{kind}, as a mean": Failure(LossContractError, SUMS_ALREADY, lambda given=given: mean(given, over=len))
+    for kind, given in GIVEN_TO_MEAN.items()
+}
