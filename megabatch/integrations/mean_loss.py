@@ -1,4 +1,4 @@
-"""Mean losses of other libraries as a sum and its count, and a trial that each is that mean."""
+"""What the mean losses of other libraries are over, and a trial that each is that mean."""
 
 import contextlib
 import copy
@@ -12,31 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megabatch.batching.samples import IGNORED_LABEL, Microbatch
+from megabatch.batching.samples import IGNORED_LABEL, Length, Microbatch
 from megabatch.engine import random_state
 from megabatch.errors import LossContractError, MegabatchError, in_one_line
-from megabatch.losses import contract
-from megabatch.losses.contract import LossFunction, Term
 from megabatch.torch_private import TorchDispatchMode, pytree, schema_of
 
 Mean = Callable[[Any, Any], Any]  # a scalar tensor, of a model and a microbatch
 Count = Callable[[Any], Any]  # what a microbatch's mean is over
 GIVE = "give loss_fn=, which returns (total, weight)"
-
-
-def make_sum_loss(mean: Mean, count: Count) -> LossFunction:
-    """Return the loss whose total is ``mean * count`` and whose weight is ``count``.
-
-    Where the count is 0 the mean may be 0 / 0, but its gradient must be finite, as with torch's cross-entropy.
-    """
-
-    @contract.loss(weigh=count)
-    def total_and_count(model: nn.Module, microbatch: Microbatch) -> Term:
-        weight = count(microbatch)
-        found = mean(model, copy_mapping(microbatch))
-        return Term(torch.where(torch.as_tensor(weight > 0, device=found.device), found, 0.0) * weight, weight)
-
-    return total_and_count
 
 
 def copy_mapping(microbatch: Microbatch) -> Microbatch:
@@ -75,59 +58,15 @@ def count_rows(microbatch: Microbatch) -> Tensor:
 
 
 MAX_TRIED = 8  # samples in a trial
-MAX_CANDIDATES = 256  # samples of a rank to choose from
 MAX_NUMEL = 2**20  # largest parameter whose gradient is compared
 MAX_COMPARED = 2**12  # elements of such a gradient
 
 
-def choose_samples(samples: Sequence[Any], known: set[Any], most: int = MAX_TRIED) -> list[Any]:
-    """Choose samples that differ in class, length, number of targets or other contents; those with most news first.
-
-    Args:
-        samples: Samples of this rank.
-        known: Features of earlier samples. Without a new feature nothing is chosen.
-        most: Number of samples to choose.
-    """
-    stride = max(1, len(samples) // MAX_CANDIDATES)
-    left = [(_features(sample), sample) for sample in samples[::stride]]
-    seen, chosen = set(known), list[Any]()
-    while left and len(chosen) < most:
-        index = max(range(len(left)), key=lambda index: len(left[index][0] - seen))
-        if not left[index][0] - seen and (not chosen or len(chosen) > 1):
-            break
-        features, sample = left.pop(index)
-        seen |= features
-        chosen.append(sample)
-    return chosen
-
-
-def collect_features(samples: Iterable[Any]) -> set[Any]:
-    """Return the features of all these samples."""
-    return {each for sample in samples for each in _features(sample)}
-
-
-def _features(sample: Any) -> set[Any]:
-    """Return features by key: a number itself; for a tensor its shape, counts of -100 and 0, and its values if few."""
-    named = sample.items() if isinstance(sample, Mapping) else enumerate(sample if type(sample) is tuple else (sample,))
-    found: set[Any] = set()
-    for name, value in cast(Any, named):
-        if isinstance(value, str | bytes):
-            found.add((name, len(value)))
-            continue
-        try:
-            numbers = torch.as_tensor(value).cpu()
-        except Exception:  # the sample may hold anything
-            continue
-        if numbers.ndim == 0:
-            found.add((name, numbers.item()))
-            continue
-        found.add((name, "shape", tuple(numbers.shape)))
-        if not numbers.is_floating_point() and numbers.ndim == 1:
-            found.add((name, "targets", int((numbers != IGNORED_LABEL).sum())))
-            found.add((name, "not 0", int((numbers != 0).sum())))
-            if len(few := numbers.unique()) <= MAX_TRIED:
-                found |= {(name, each) for each in few.tolist()}
-    return found
+def choose_samples(samples: Iterable[Any], length: Length) -> list[Any]:
+    """Choose up to MAX_TRIED samples, evenly by length, the shortest and the longest among them."""
+    in_order = sorted(samples, key=length)
+    step = max(1.0, (len(in_order) - 1) / (MAX_TRIED - 1))
+    return [in_order[round(index * step)] for index in range(min(len(in_order), MAX_TRIED))]
 
 
 def make_groups(num_samples: int, size: int) -> list[tuple[int, ...]]:

@@ -1,6 +1,7 @@
 """Hugging Face's Trainer with exact gradients: `MegabatchTrainer`."""
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sized
 from functools import partial
@@ -13,13 +14,15 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 from megabatch import losses
 from megabatch.accumulator import GradientAccumulator
 from megabatch.batching.packed_row import OneRow
-from megabatch.batching.samples import Microbatch
+from megabatch.batching.samples import Length, Microbatch
 from megabatch.engine.update import Update
 from megabatch.errors import LossContractError, MegabatchError, PlanError, in_one_line
 from megabatch.integrations import mean_loss
 from megabatch.integrations.mean_loss import LossTrial, choose_samples
 from megabatch.integrations.object_snapshot import ObjectSnapshot, restore_after_trial
+from megabatch.integrations.update_metrics import UpdateMetrics, has_metrics
 from megabatch.losses.contract import JointLoss, LossFunction, LossHooks, loss_hooks
+from megabatch.losses.mean import mean
 from megabatch.losses.ready_made import HALF_TYPES
 
 try:
@@ -55,8 +58,10 @@ class MegabatchTrainer(Trainer):
             model's own) without ``num_items_in_batch``, as a mean over `count_targets`.
         max_microbatch_tokens: Padded tokens per forward, a hard cap, or "auto"; see `GradientAccumulator`. None:
             ``per_device_train_batch_size`` samples.
-        check_loss: Without ``loss_fn``, check that the loss is that mean: on up to 8 different samples, before the
-            first update and in updates 2, 4, 8 to 128 if they bring new kinds of samples.
+        length: Counts the padded tokens that a sample adds to a microbatch. None counts its ``input_ids``, and without
+            those the numbers of ``input_ids`` in a microbatch of this sample alone (a pair of DPO has two rows).
+        check_loss: Without ``loss_fn``, check that the loss is that mean: on up to 8 samples of different lengths, in
+            updates 1, 2, 4, 8 to 128.
         arguments: All arguments of Trainer, by name.
 
     Raises:
@@ -70,20 +75,21 @@ class MegabatchTrainer(Trainer):
         *positional: Any,
         loss_fn: LossFunction | JointLoss | None = None,
         max_microbatch_tokens: int | str | None = None,
+        length: Length | None = None,
         check_loss: bool = True,
         **arguments: Any,
     ) -> None:
         super().__init__(*positional, **arguments)
-        self._max_microbatch_tokens = max_microbatch_tokens
+        self._max_microbatch_tokens, self._given_length = max_microbatch_tokens, length
         self._given_loss, self._checks_loss = loss_fn, check_loss
         self._loss_fn: LossFunction | JointLoss | None = None  # with the trainer's hooks
         self._gradient: GradientAccumulator | None = None  # of the model that is trained now
         self._batches: list[Any] = []  # this rank's, of the update
         self._gives_samples = False  # whether batches are those of get_train_dataloader below
         self._num_updates = 0
-        self._trial_samples: list[Any] = []  # samples of past trials, and their features
-        self._features: set[Any] = set()
+        self._trial_samples: list[Any] = []  # of past trials
         self._update: Update | None = None
+        self._update_metrics: UpdateMetrics | None = None  # of a trainer of TRL
         self._was_stepped = False  # whether training_step below was called
         self._is_causal = self._shifts_labels()
 
@@ -102,6 +108,11 @@ class MegabatchTrainer(Trainer):
             raise PlanError(
                 "MegabatchTrainer cannot keep KTOTrainer's KL term, which couples the samples of a microbatch; set "
                 "loss_type='apo_zero_unpaired', or train with KTOTrainer"
+            )
+        if {"aot", "aot_unpaired"} & set(getattr(self, "loss_types", ())):  # too small for the trial with little beta
+            raise PlanError(
+                "MegabatchTrainer cannot keep DPOTrainer's loss_type 'aot', which sorts the pairs of a microbatch; set "
+                "another, or train with DPOTrainer"
             )
         self._num_updates = 0
         return super().train(*positional, **named)
@@ -171,6 +182,8 @@ class MegabatchTrainer(Trainer):
             cast(Any, self.optimizer).train()
         gradient = self._accumulator(model)
         self._try_loss(model)
+        if self._update_metrics is not None:
+            self._update_metrics.open_update()
         with self._offloading():
             for batch in self._calls():
                 gradient.forward_backward(batch, cast(LossFunction, self._loss_fn))
@@ -229,6 +242,8 @@ class MegabatchTrainer(Trainer):
         """Return the accumulator; the first update makes it, when the model is wrapped."""
         if self._gradient is None or self._gradient.model is not model:
             self._loss_fn = self._with_hooks(self._given_loss or self._default_loss())
+            if self._given_loss is None and has_metrics(self):
+                self._update_metrics = UpdateMetrics(self)
             tokens = self._max_microbatch_tokens
             self._gradient = GradientAccumulator(
                 model,
@@ -249,17 +264,18 @@ class MegabatchTrainer(Trainer):
         is_replaced = self._overrides("compute_loss") or self.compute_loss_func or self.label_smoother
         if self._is_causal and not is_replaced:
             return losses.next_token
-        return mean_loss.make_sum_loss(self._mean, lambda microbatch: self.count_targets(microbatch))
+        return mean(self._mean, over=self.count_targets)
 
     def _mean(self, model: nn.Module, microbatch: Microbatch) -> Any:
         """Return the mean loss; a dummy microbatch leaves no metrics behind."""
-        if self._gradient is None or self._gradient.is_counting is not False:
-            return self.compute_loss(cast(Any, model), microbatch)
-        snapshot = self._take_snapshot()
-        try:
-            return self.compute_loss(cast(Any, model), microbatch)
-        finally:
-            snapshot.put_back()
+        is_counting = self._gradient.is_counting if self._gradient is not None else None
+        with contextlib.ExitStack() as around:
+            if self._update_metrics is not None and is_counting is not None:
+                weight = float(self.count_targets(microbatch)) if is_counting else None
+                around.enter_context(self._update_metrics.gathering(weight))
+            elif is_counting is False:
+                around.callback(self._take_snapshot().put_back)
+            return self.compute_loss(cast(Any, model), mean_loss.copy_mapping(microbatch))
 
     def _take_snapshot(self) -> ObjectSnapshot:
         """Snapshot what a loss may write to: the trainer and the objects it holds, except its data."""
@@ -292,7 +308,7 @@ class MegabatchTrainer(Trainer):
             prepared = self._prepare_inputs(microbatch)
             return prepared if own.prepare is None else own.prepare(prepared)
 
-        cast(Any, hooked).prepare = prepare if prepares else own.prepare
+        cast(Any, hooked).weigh, cast(Any, hooked).prepare = own.weigh, prepare if prepares else own.prepare
         return hooked
 
     def _try_loss(self, model: nn.Module) -> None:
@@ -306,14 +322,12 @@ class MegabatchTrainer(Trainer):
         if not self._checks_loss or self._given_loss is not None or number & (number - 1) or number > LAST_TRIED:
             return
         samples, collate = self._choose_candidates()
-        new = choose_samples(gather_object(choose_samples(samples, self._features)), self._features)
-        if not new:
+        samples = [*gather_object(samples), *self._trial_samples]
+        if not samples:
             return
         if self._is_collated:  # stacked as they are
-            shapes = _shapes(new[0])
-            new, self._trial_samples = [each for each in new if _shapes(each) == shapes], []
-        self._features |= mean_loss.collect_features(new)
-        self._trial_samples = choose_samples([*new, *self._trial_samples], set())
+            samples = [each for each in samples if _shapes(each) == _shapes(samples[0])]
+        self._trial_samples = choose_samples(samples, self._length)
         problem = None
         unwrapped = self.accelerator.unwrap_model(model)
         try:
@@ -331,13 +345,13 @@ class MegabatchTrainer(Trainer):
                 raise LossContractError(told)
 
     def _choose_candidates(self) -> tuple[list[Any], Callable[[list[Any]], Microbatch]]:
-        """Return samples of the update, preferably two that fit in one microbatch, and their collate function."""
-        tokens, collate = self._max_microbatch_tokens, self._collate
+        """Return samples of the update, if possible such that two fit in one microbatch, and their collate function."""
+        tokens = self._max_microbatch_tokens
         samples = [sample for batch in self._calls()[:1] for sample in _rows(batch)]
         if isinstance(tokens, int):
-            samples.sort(key=self._length)
-            samples = [each for each in samples[2:] if 2 * self._length(each) <= tokens] + samples[:2]
-        return samples, _stacked if self._is_collated else collate
+            fit = [each for each in samples if 2 * self._length(each) <= tokens]
+            samples = fit if len(fit) > 1 else sorted(samples, key=self._length)[:2]
+        return choose_samples(samples, self._length), _stacked if self._is_collated else self._collate
 
     def _run_trial(self, model: nn.Module, samples: list[Any], collate: Callable[[list[Any]], Microbatch]) -> None:
         is_half = self.accelerator.mixed_precision == "bf16" or next(model.parameters()).dtype in HALF_TYPES
@@ -378,14 +392,20 @@ class MegabatchTrainer(Trainer):
         return getattr(self.model, "main_input_name", "input_ids")
 
     def _length(self, sample: Any) -> int:
-        """Count the tokens of a sample; 1 if it has none and no token limit is set."""
+        """Count the padded tokens that a sample adds to a microbatch; 1 if it has none and no token limit is set."""
+        if self._given_length is not None:
+            return int(self._given_length(sample))
         try:
             return len(sample[self._input_name])
         except (KeyError, TypeError, IndexError):
             if self._max_microbatch_tokens is None:
                 return 1
+        try:
+            return self._collate([copy.copy(sample)])[self._input_name].numel()
+        except (KeyError, TypeError, IndexError, AttributeError):
             raise PlanError(
-                f"a sample has no {self._input_name!r} to count tokens of; leave max_microbatch_tokens out"
+                f"a sample has no {self._input_name!r} to count tokens of; give length=, or leave "
+                "max_microbatch_tokens out"
             ) from None
 
 

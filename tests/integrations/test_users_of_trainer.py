@@ -9,11 +9,12 @@ from tests.exact.launch import of_ranks
 from tests.integrations.users import CASES
 
 NO_MEAN = "LossContractError: the loss of "
+NO_COUNT = "LossContractError: weigh counted "  # the sum of the weights, by which torch divided
 REFUSED = {  # how each begins
     "class weights": NO_MEAN,
     "class weights, alone": NO_MEAN,
-    "class weights, sorted": NO_MEAN,
-    "class weights, collated": NO_MEAN,
+    "class weights, sorted": NO_COUNT,
+    "class weights, collated": NO_COUNT,
     "length weights": NO_MEAN,
     "pairwise": NO_MEAN,
     "noisy weights": NO_MEAN,
@@ -83,15 +84,12 @@ def test_random_numbers_are_named_where_a_mean_cannot_be_told(results):
             assert found["refused"].endswith("or check_loss=False if it is one")
 
 
-def test_samples_are_chosen_for_what_they_add_and_a_trial_without_anything_new_has_none():
-    samples = [{"labels": label, "ids": [1] * length} for label, length in [(0, 3), (0, 3), (0, 3), (1, 3), (0, 5)]]
-    chosen = mean_loss.choose_samples(samples, set())
-    assert chosen[0] == samples[0]
-    assert [each in chosen for each in (samples[3], samples[4])] == [True, True]
-    assert len(chosen) == 3
-    assert mean_loss.choose_samples(samples, mean_loss.collect_features(samples)) == []
-    assert len(mean_loss.choose_samples(samples[:3], set())) == 2
-    assert mean_loss.choose_samples([], set()) == []
+def test_samples_are_chosen_evenly_by_length():
+    chosen = mean_loss.choose_samples([[0] * length for length in (5, 1, 9, 3)], len)
+    assert [len(each) for each in chosen] == [1, 3, 5, 9]
+    chosen = mean_loss.choose_samples([[0] * length for length in range(100)], len)
+    assert (len(chosen), len(chosen[0]), len(chosen[-1])) == (8, 0, 99)
+    assert mean_loss.choose_samples([], len) == []
 
 
 @pytest.mark.parametrize(("num_samples", "size"), [(1, 8), (2, 1), (5, 2), (8, 2), (8, 3), (8, 8)])

@@ -14,7 +14,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForSequenceClassification, PretrainedConfig
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    DataCollatorWithFlattening,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    PretrainedConfig,
+    Seq2SeqTrainer,
+)
 
 from megabatch.integrations.transformers import MegabatchTrainer
 from tests.exact import models, oracle
@@ -81,6 +89,14 @@ def padded_texts(chosen: list[dict[str, Any]], to: int | None = None, labels_of_
              for name, fill in fills.items()}  # fmt: skip
     mask = torch.stack([torch.arange(longest) < len(each["input_ids"]) for each in chosen]).long()
     return found | {"attention_mask": mask}
+
+
+def bart() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {f"{part}_{name}": size for part in ("encoder", "decoder")
+             for name, size in {"layers": 1, "attention_heads": 2, "ffn_dim": 16}.items()}  # fmt: skip
+    config = BartConfig(vocab_size=32, d_model=16, dropout=0.0, pad_token_id=PAD, **sizes)
+    return BartForConditionalGeneration(config).double()
 
 
 def gpt2() -> nn.Module:
@@ -185,6 +201,7 @@ class Case:
     members: dict[str, Any] = field(default_factory=dict)
     per_device: int = PER_DEVICE
     compared: bool = True
+    bases: tuple[type[Any], ...] = (MegabatchTrainer,)
 
 
 def collated_loader(self) -> DataLoader:
@@ -301,6 +318,7 @@ CASES: dict[str, Case] = {
     "collated texts": Case(next_tokens, gpt2, texts, padded_texts,
                            members={"get_train_dataloader": collated_loader}, own=False),
     "listed": Case(focal, members={"get_train_dataloader": listed_loader}),
+    "sequence to sequence": Case(None, bart, texts, padded_texts, bases=(MegabatchTrainer, Seq2SeqTrainer)),
     "masking": Case(next_tokens, gpt2, texts, padded_texts, lambda s: masks_labels(padded_texts(s)),
                     members={"_prepare_inputs": masking}),
     "masking, default": Case(next_tokens, gpt2, texts, padded_texts, lambda s: masks_labels(padded_texts(s)),
@@ -347,9 +365,10 @@ def trainer_of(case: Case, folder: str, **changed: Any) -> tuple[MegabatchTraine
         "per_device_train_batch_size": case.per_device,
         "gradient_accumulation_steps": PER_DEVICE * ACCUMULATED // case.per_device,
     }
-    kind = type("Users", (MegabatchTrainer,), members)
+    kind, args = type("Users", case.bases, members), arguments(folder, **settings | case.settings | changed)
+    vars(args).update(generation_config=None, predict_with_generate=False)  # of Seq2SeqTrainingArguments
     trainer = kind(
-        model=case.model(), args=arguments(folder, **settings | case.settings | changed), train_dataset=case.data(),
+        model=case.model(), args=args, train_dataset=case.data(),
         data_collator=case.collate, callbacks=[recorder], **case.arguments,
     )  # fmt: skip
     return trainer, recorder

@@ -1,0 +1,83 @@
+"""The metrics of TRL's trainers, over the whole update."""
+
+import contextlib
+import inspect
+from collections.abc import Generator
+from typing import Any, cast
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+
+
+def has_metrics(trainer: Any) -> bool:
+    """Return True for a trainer of TRL, which counts tokens and gathers metrics in its loss."""
+    return hasattr(trainer, "_metrics") and hasattr(trainer, "_total_train_tokens")
+
+
+class UpdateMetrics:
+    """Makes the metrics that a TRL trainer logs those of whole updates, whatever their microbatches are.
+
+    The loss of such a trainer gathers sums, counts, rows or means over ranks, and appends quotients of them to
+    ``trainer._metrics["train"]``. Here each gather returns what its line of code has gathered in all microbatches of
+    the update so far, and what an earlier microbatch appended is dropped. The last microbatch then appends the metrics
+    of the update. Means are weighed by the weight of their microbatch, and dummy microbatches add nothing.
+
+    Args:
+        trainer: A trainer of TRL.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.open_update()
+
+    def open_update(self) -> None:
+        """Keep the metrics of earlier updates, and begin those of the next."""
+        self._gathered: dict[object, list[tuple[Tensor, float]]] = {}  # values and their weights, by line of code
+        self._earlier = {name: list(values) for name, values in self._trainer._metrics["train"].items()}
+        self._num_tokens = self._trainer._total_train_tokens
+
+    @contextlib.contextmanager
+    def gathering(self, weight: float | None) -> Generator[None]:
+        """Surround the loss of a microbatch. ``weight`` is None for a dummy microbatch."""
+        accelerator, metrics = self._trainer.accelerator, self._trainer._metrics["train"]
+        metrics.clear()
+        metrics.update({name: list(values) for name, values in self._earlier.items()})
+        self._trainer._total_train_tokens = self._num_tokens
+
+        def gather(values: Tensor, *_: Any, **__: Any) -> Tensor:
+            caller: Any = cast(Any, inspect.currentframe()).f_back
+            records = self._gathered.setdefault((caller.f_code, caller.f_lasti), [])
+            mine = [] if weight is None else [(values.detach().cpu(), weight)]
+            records += cast(list[tuple[Tensor, float]], gather_object(mine))
+            return _join(records, values).to(values.device)
+
+        accelerator.gather = accelerator.gather_for_metrics = gather
+        try:
+            yield
+        finally:
+            del accelerator.gather, accelerator.gather_for_metrics
+
+
+class _Means(Tensor):
+    """Scalars of several microbatches, whose mean is weighed."""
+
+    weights: Tensor
+
+    def mean(self, *given: Any, **named: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        values = self.as_subclass(Tensor)
+        if given or named or not hasattr(self, "weights"):
+            return values.mean(*given, **named)
+        return (values * self.weights).sum() / self.weights.sum()
+
+
+def _join(records: list[tuple[Tensor, float]], like: Tensor) -> Tensor:
+    """Return the values of all records in dim 0. Without a record, return an empty tensor."""
+    if not records:
+        return like.new_empty((0, *like.shape[1:]))
+    values = [value for value, _ in records]
+    if values[0].ndim:
+        return torch.cat(values)
+    found = torch.stack(values).as_subclass(_Means)
+    found.weights = torch.tensor([weight for _, weight in records])
+    return found
