@@ -21,7 +21,7 @@ from megabatch.train.model.architecture import architecture_of
 from megabatch.train.model.build import build
 from megabatch.train.model.frozen import left_out
 from megabatch.train.model.quantized import FourBit, dequantize, stored
-from megabatch.train.plan.subject import check_planned
+from megabatch.train.plan.simulation import check_planned
 from megabatch.train.runtime.ranks import Ranks
 from megabatch.verification.float64_copy import Float64WithoutDropout
 from tests.train.adapter_jobs import GPT2, LORA, SAMPLES, SILENT, saved_base
