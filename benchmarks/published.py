@@ -20,10 +20,10 @@ from benchmarks import result
 from megabatch.train.config.byte_sizes import GIB
 from megabatch.train.config.recipe import load_config
 from megabatch.train.model.architecture import quiet
-from megabatch.train.plan.asked import read_asked
-from megabatch.train.plan.choices import Choice
-from megabatch.train.plan.rows import simulated_row
-from megabatch.train.plan.subject import Subject, subject_of
+from megabatch.train.plan.grid import Choice
+from megabatch.train.plan.request import read_request
+from megabatch.train.plan.search import simulated_row
+from megabatch.train.plan.simulation import Simulator, build_simulator
 from megabatch.train.runtime.console import Console
 
 PROCESSES = 2  # each takes a core, and half a GiB
@@ -76,17 +76,17 @@ def eight_bit(groups: list[dict[str, Any]], lr: float) -> EightBit:
     return EightBit(groups, {"lr": lr})
 
 
-def subject(model: str, optimizer: str) -> Subject:
-    asked = read_asked([*ARGUMENTS, *OPTIMIZERS[optimizer]])
+def subject(model: str, optimizer: str) -> Simulator:
+    asked = read_request([*ARGUMENTS, *OPTIMIZERS[optimizer]])
     config = load_config(result.ROOT / "recipes" / f"{model}.toml", list(asked.overrides))
-    return subject_of(config, asked, set(), Console(enabled=False, loss_digits=4))
+    return build_simulator(config, asked, Console(enabled=False, loss_digits=4))
 
 
 def row(model: str, optimizer: str, microbatches: int) -> dict[str, Any]:
     """One case, simulated."""
     what, sync = subject(model, optimizer), CASES[microbatches][0]
-    found = what.simulated(Choice(1, microbatches, sync, reshard=True, recompute=True, fused=False))
-    limit_bytes = read_asked(ARGUMENTS).limit_bytes
+    found = what.simulate(Choice(1, microbatches, sync, reshard=True, recompute=True, fused=False))
+    limit_bytes = read_request(ARGUMENTS).limit_bytes
     said = simulated_row(Choice(1, microbatches, sync, True, True, False), found, limit_bytes, 2048)
     return {
         "model": model,
@@ -142,7 +142,7 @@ def of(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "claim": "what fits on eight GPUs of 80 GiB, and what does not, is said before there is one",
         **result.made_with(["transformers"]),
         "rows": rows,
-        "limit_bytes": read_asked(ARGUMENTS).limit_bytes,
+        "limit_bytes": read_request(ARGUMENTS).limit_bytes,
         "assumed": "samples of 2048 tokens, activations recomputed, bfloat16 parameters and states, foreach AdamW",
     }
 

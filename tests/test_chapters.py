@@ -18,7 +18,7 @@ from megabatch.losses.ready_made import chunk_tokens
 from megabatch.pipeline import SCHEDULES
 from megabatch.planning import Consumed, MeasuredMicrobatch, TunedLimit, balance, best_fit
 from megabatch.simulate import CATEGORIES, DEVICES, device_named
-from megabatch.train.plan.closed import LEAST_CHUNK
+from megabatch.train.plan.estimate import MIN_CHUNK
 
 CPU = torch.device("cpu")
 SAMPLES = [{"input_ids": torch.arange(size), "labels": torch.arange(size)} for size in (3, 5, 2)]
@@ -176,4 +176,4 @@ def test_an_error_of_the_package_and_of_its_chapter_are_one():
 @pytest.mark.parametrize("sizes", [(32_000, 512), (256, 64), (151_936, 4096)])
 def test_the_plan_counts_logits_as_the_loss_makes_them(sizes):
     num_classes, width = sizes
-    assert max(width // 2, LEAST_CHUNK // num_classes) == chunk_tokens(num_classes, width)
+    assert max(width // 2, MIN_CHUNK // num_classes) == chunk_tokens(num_classes, width)

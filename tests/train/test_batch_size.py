@@ -16,7 +16,7 @@ from megabatch.train.config.batch_size import Sizes, read_schedule, sizes_of
 from megabatch.train.config.recipe import load_config
 from megabatch.train.data.updates import NumUpdates
 from megabatch.train.model.optimizer import follow
-from megabatch.train.plan.choices import grid_of
+from megabatch.train.plan.grid import build_grid
 from tests.train.conftest import NO_DROPOUT, Bench
 from tests.train.data_for_tests import ids_of, load, updates_of, whole_updates
 from tests.train.test_resume import timeless
@@ -179,7 +179,7 @@ def test_what_data_cannot_follow_is_refused(tmp_path: Path) -> None:
 
 def test_a_plan_is_of_the_largest_update(tmp_path: Path) -> None:
     config = config_of("plain", tmp_path, update={"global_batch_size": [[0, 4], [2, 36], [3, 8]]})
-    assert grid_of(config, set(), "ddp", 2).samples_per_rank == 18
+    assert build_grid(config, set(), "ddp", 2).samples_per_rank == 18
 
 
 SCHEDULE: dict[str, Any] = {

@@ -10,8 +10,8 @@ import torch
 
 from megabatch.train.autotune.accumulator import accumulator_of
 from megabatch.train.model.build import build
-from megabatch.train.plan.rows import RUN
-from megabatch.train.plan.sample import of_tokens
+from megabatch.train.plan.search import SIMULATION
+from megabatch.train.plan.simulation import text_sample
 from tests.train.conftest import NO_DROPOUT, Bench
 from tests.train.model_recipes import recipe
 from tests.train.test_isolation import ALONE, SILENT
@@ -80,10 +80,10 @@ def test_a_model_is_tried_as_it_computes() -> None:
 
 
 def test_a_plan_has_them_in_one_row(recipe_of_a_plan: Path) -> None:
-    sample = of_tokens(5, "", recipe(update={"one_row": True}))
+    sample = text_sample(5, "", recipe(update={"one_row": True}))
     assert {name: tuple(value.shape) for name, value in sample.microbatch(3).items()} == {
         "input_ids": (1, 15), "position_ids": (1, 15), "shift_labels": (1, 15),
     }  # fmt: skip
     padded, in_rows = (planned(recipe_of_a_plan, 2, update__one_row=each) for each in (False, True))
     assert {row.choice for row in in_rows} == {row.choice for row in padded}
-    assert any(row.by == RUN and row.fits == "yes" for row in in_rows)
+    assert any(row.by == SIMULATION and row.fits == "yes" for row in in_rows)

@@ -11,14 +11,24 @@ import pytest
 
 from megabatch import MegabatchError
 from megabatch.train.config.recipe import load_config
-from megabatch.train.plan.asked import read_asked
-from megabatch.train.plan.closed import estimate
-from megabatch.train.plan.command import plan_recipe
-from megabatch.train.plan.lines import keys_of, overrides, toml_lines
-from megabatch.train.plan.rows import CLOSED_FORM, NO, RUN, TIGHT, YES, Row, reserved_bytes, verdict
-from megabatch.train.plan.runs import NUM_LAYERS, runner
-from megabatch.train.plan.search import CERTAIN, least_bytes
-from megabatch.train.plan.subject import Subject, subject_of
+from megabatch.train.plan.estimate import estimate_cost
+from megabatch.train.plan.request import read_request
+from megabatch.train.plan.search import (
+    CERTAIN,
+    CLOSED_FORM,
+    MIN_LAYERS,
+    NO,
+    SIMULATION,
+    TIGHT,
+    YES,
+    PlanRow,
+    judge_memory,
+    min_peak_bytes,
+    open_runner,
+    reserved_bytes,
+)
+from megabatch.train.plan.simulation import Simulator, build_simulator
+from megabatch.train.plan.table import keys_of, override_words, plan_recipe, toml_text
 from megabatch.train.runtime.console import Console
 from tests.train.conftest import Bench
 from tests.train.processes import Run
@@ -67,14 +77,14 @@ def arguments(world: int = 1, **values: Any) -> list[str]:
     return ["--world", str(world), *(f"--{key.replace('__', '.')}={value}" for key, value in values.items())]
 
 
-def planned(recipe: Path, world: int = 1, **values: Any) -> list[Row]:
+def planned(recipe: Path, world: int = 1, **values: Any) -> list[PlanRow]:
     return plan_recipe(recipe, ["--json", *arguments(world, **values)])
 
 
-def subject(recipe: Path, world: int = 1, **values: Any) -> Subject:
-    asked = read_asked(arguments(world, **values))
+def subject(recipe: Path, world: int = 1, **values: Any) -> Simulator:
+    asked = read_request(arguments(world, **values))
     config = load_config(recipe, list(asked.overrides))
-    return subject_of(config, asked, set(), Console(enabled=False, loss_digits=4))
+    return build_simulator(config, replace(asked, overrides=()), Console(enabled=False, loss_digits=4))
 
 
 def test_json_has_the_rows_alone_and_the_best_first(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,7 +95,7 @@ def test_json_has_the_rows_alone_and_the_best_first(recipe: Path, capsys: pytest
         (1, 2, "every"), (1, 2, "last"), (2, 1, "every"),
     }  # fmt: skip
     assert {row["fits"] for row in rows} == {YES}
-    run = [row for row in rows if row["by"] == RUN]
+    run = [row for row in rows if row["by"] == SIMULATION]
     assert rows[: len(run)] == sorted(run, key=lambda row: row["seconds"])
     assert all(sum(row["peak_bytes_by_category"].values()) == row["peak_bytes"] for row in run)
     assert all(row["reserved_bytes"] >= row["peak_bytes"] for row in run)
@@ -97,17 +107,17 @@ def test_the_closed_form_agrees_with_the_runs(recipe: Path, name: str) -> None:
     world, values = LAYOUTS[name]
     what = subject(recipe, world, **values)
     rows = planned(recipe, world, **values)
-    for row in (row for row in rows if row.by == RUN):
-        guess = estimate(row.choice, what.sizes, what.sample.length_tokens, what.device)
+    for row in (row for row in rows if row.by == SIMULATION):
+        guess = estimate_cost(row.choice, what.sizes, what.sample.length_tokens, what.device)
         assert guess.sent_bytes == pytest.approx(row.sent_bytes, rel=1e-3, abs=8192)
         assert guess.peak_bytes * CERTAIN <= row.peak_bytes
 
 
 def test_what_a_run_says_of_larger_choices_is_never_too_much(recipe: Path) -> None:
     what = subject(recipe, 2, parallel__wrapper="fsdp2")
-    with runner(what, 2**40) as run:
+    with open_runner(what, 2**40) as run:
         rows = run([choice for choice in what.grid.choices() if choice.fused])
-    said = [(row, least_bytes(row.choice, other)) for row, other in product(rows, rows)]
+    said = [(row, min_peak_bytes(row.choice, other)) for row, other in product(rows, rows)]
     assert sum(least > 0 for _, least in said) > len(rows)
     assert all(least <= row.peak_bytes for row, least in said)
 
@@ -126,7 +136,7 @@ def test_holding_back_costs_memory_and_saves_traffic(recipe: Path) -> None:
 def test_with_replicas_nothing_is_run_that_sends_more_for_nothing(recipe: Path) -> None:
     world, values = LAYOUTS["hsdp"]
     rows = planned(recipe, world, update__micro_batch_size=1, **values)
-    assert {row.choice.sync for row in rows if row.by == RUN} == {"replica_last", "last"}
+    assert {row.choice.sync for row in rows if row.by == SIMULATION} == {"replica_last", "last"}
     sent = {row.choice.sync: row.sent_bytes for row in rows}
     assert sent["last"] < sent["replica_last"] < sent["every"]
 
@@ -145,7 +155,7 @@ def test_with_replicas_nothing_is_run_that_sends_more_for_nothing(recipe: Path) 
 )  # fmt: skip
 def test_what_the_trainer_builds_is_planned(recipe: Path, world: int, values: dict[str, Any]) -> None:
     best, *_ = planned(recipe, world, update__micro_batch_size=2, model__activation_checkpointing="true", **values)
-    assert (best.fits, best.by) == (YES, RUN)
+    assert (best.fits, best.by) == (YES, SIMULATION)
     assert best.peak_bytes > 0
 
 
@@ -182,12 +192,12 @@ def test_where_too_little_is_there_nothing_fits(recipe: Path, capsys: pytest.Cap
 
 def test_between_all_and_nothing_the_smaller_fit(recipe: Path) -> None:
     """A microbatch of eight needs more than is there, one of one does not."""
-    peaks = {row.choice: row.peak_bytes for row in planned(recipe, device="cpu") if row.by == RUN}
+    peaks = {row.choice: row.peak_bytes for row in planned(recipe, device="cpu") if row.by == SIMULATION}
     limit = sorted(peaks.values())[len(peaks) // 2]
     rows = planned(recipe, device="cpu", memory=f"{limit}B")
     assert {row.fits for row in rows} == {YES, NO}
     for row in rows:
-        if row.choice in peaks and row.by == RUN:
+        if row.choice in peaks and row.by == SIMULATION:
             assert (row.fits == YES) == (peaks[row.choice] <= limit)
         if row.by == CLOSED_FORM and row.fits == NO and row.choice in peaks:
             assert peaks[row.choice] > limit
@@ -196,11 +206,11 @@ def test_between_all_and_nothing_the_smaller_fit(recipe: Path) -> None:
 @pytest.mark.parametrize("device", ["cpu", "a100-80g"])
 def test_what_fits_is_what_the_allocator_takes(recipe: Path, device: str) -> None:
     what = subject(recipe, 2, parallel__wrapper="fsdp2", device=device)
-    found = what.simulated(what.grid.choices()[0])
-    assert verdict(found, reserved_bytes(found))[0] == YES
-    assert verdict(found, found.peak_bytes - 1)[0] == NO
+    found = what.simulate(what.grid.choices()[0])
+    assert judge_memory(found, reserved_bytes(found))[0] == YES
+    assert judge_memory(found, found.peak_bytes - 1)[0] == NO
     between = found.peak_bytes
-    told = verdict(found, between)[0]
+    told = judge_memory(found, between)[0]
     if device == "cpu":
         assert (told, reserved_bytes(found)) == (YES, found.peak_bytes)
         return
@@ -215,8 +225,8 @@ def test_what_fits_is_what_the_allocator_takes(recipe: Path, device: str) -> Non
 def test_two_processes_find_what_one_finds(recipe: Path) -> None:
     what = subject(recipe, 2, parallel__wrapper="fsdp2")
     choices = [choice for choice in what.grid.choices() if choice.fused][:2]
-    large = replace(what, sizes=replace(what.sizes, num_layers=NUM_LAYERS))  # which says that one process will not do
-    with runner(large, 2**40) as together, runner(what, 2**40) as alone:
+    large = replace(what, sizes=replace(what.sizes, num_layers=MIN_LAYERS))  # which says that one process will not do
+    with open_runner(large, 2**40) as together, open_runner(what, 2**40) as alone:
         assert together(choices) == alone(choices)
 
 
@@ -226,7 +236,7 @@ def test_the_lines_that_are_printed_load_and_train(
 ) -> None:
     bench.recipe.write_text(bench.recipe.read_text().replace("max_microbatch_tokens = 256", f"{bound} = 160"))
     best, *_ = plan_recipe(bench.recipe, ["--length=160", "--update.global_batch_size=2"])
-    lines = toml_lines(keys_of(best, load_config(bench.recipe, [])))
+    lines = toml_text(keys_of(best, load_config(bench.recipe, [])))
     out = capsys.readouterr().out
     assert lines in out
     tables = tomllib.loads(lines)
@@ -244,7 +254,7 @@ def test_the_lines_that_are_printed_load_and_train(
     assert loaded.update.sync == best.choice.sync
     command = out.splitlines()[-1]
     assert command.startswith(f"or: megabatch train {bench.recipe} ")
-    assert command.endswith(" ".join(overrides(tables)))
+    assert command.endswith(" ".join(override_words(tables)))
     bench.train(recipe=pasted, run__max_steps=1, eval__num_samples=0)
 
 

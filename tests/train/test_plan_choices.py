@@ -10,10 +10,9 @@ import pytest
 from megabatch import MegabatchError
 from megabatch.train.config import Config
 from megabatch.train.config.byte_sizes import read_bytes, read_rate
-from megabatch.train.plan.asked import read_asked, split
-from megabatch.train.plan.choices import Choice, grid_of
-from megabatch.train.plan.command import plan_recipe
-from megabatch.train.plan.lines import command_line, launcher
+from megabatch.train.plan.grid import Choice, build_grid
+from megabatch.train.plan.request import read_request, split_arguments
+from megabatch.train.plan.table import command_line, launcher_words, plan_recipe
 from tests.train.test_plan import LLAMA
 
 
@@ -38,7 +37,7 @@ def config(**update: Any) -> Config:
 def test_a_grid_has_every_size_that_makes_sense(
     values: dict[str, int], sizes: tuple[int, ...], recomputes: tuple[bool, ...], fuseds: tuple[bool, ...]
 ) -> None:
-    grid = grid_of(config(global_batch_size=12, **values), set(), "fsdp2", 2)
+    grid = build_grid(config(global_batch_size=12, **values), set(), "fsdp2", 2)
     assert (grid.micro_batch_sizes, grid.recomputes, grid.fuseds) == (sizes, recomputes, fuseds)
     choices = grid.choices()
     assert len(choices) == len(set(choices))
@@ -51,20 +50,20 @@ def test_a_grid_has_every_size_that_makes_sense(
 
 def test_what_the_command_line_states_stays() -> None:
     stated = {"update.micro_batch_size", "update.sync", "model.activation_checkpointing"}
-    grid = grid_of(config(global_batch_size=12, micro_batch_size=3, sync="last"), stated, "fsdp2", 2)
+    grid = build_grid(config(global_batch_size=12, micro_batch_size=3, sync="last"), stated, "fsdp2", 2)
     assert {(each.micro_batch_size, each.sync, each.recompute) for each in grid.choices()} == {(3, "last", False)}
 
 
 @pytest.mark.parametrize(("cap", "sizes"), [(899, (1, 2, 4)), (150, (1,)), (50, (1,))])
 def test_a_cap_that_the_command_line_states_is_kept(cap: int, sizes: tuple[int, ...]) -> None:
     values = config(global_batch_size=12, max_microbatch_tokens=cap)
-    grid = grid_of(values, {"update.max_microbatch_tokens"}, "fsdp2", 2, 150)
+    grid = build_grid(values, {"update.max_microbatch_tokens"}, "fsdp2", 2, 150)
     assert grid.micro_batch_sizes == sizes
-    assert grid_of(values, set(), "fsdp2", 2, 150).micro_batch_sizes == (1, 2, 4, 6)
+    assert build_grid(values, set(), "fsdp2", 2, 150).micro_batch_sizes == (1, 2, 4, 6)
 
 
 def test_an_override_in_two_words_is_one() -> None:
-    values, overrides, _ = split(
+    values, overrides, _ = split_arguments(
         ["--update.sync", "last", "--world", "4", "--json", "--optim.lr=1", "--data.streaming"]
     )
     assert (values, overrides) == ({"world": "4"}, ["--update.sync=last", "--optim.lr=1", "--data.streaming"])
@@ -84,7 +83,7 @@ def test_an_override_in_two_words_is_one() -> None:
     ],
 )
 def test_the_command_starts_as_many_processes(world: int, words: str) -> None:
-    found = launcher(read_asked(["--world", str(world)]))
+    found = launcher_words(read_request(["--world", str(world)]))
     assert " ".join(found).startswith(words)
 
 
@@ -145,6 +144,6 @@ def test_a_choice_needs_as_much_as_one_with_less() -> None:
 
 
 def test_a_key_that_is_chosen_is_said_once() -> None:
-    asked = read_asked(["--world", "2", "--update.sync=last", "--optim.lr=0.1"])
+    asked = read_request(["--world", "2", "--update.sync=last", "--optim.lr=0.1"])
     line = command_line({"update": {"sync": "every"}}, Path("a recipe.toml"), asked)
     assert line == ("torchrun --nproc-per-node 2 -m megabatch train 'a recipe.toml' --optim.lr=0.1 --update.sync=every")

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from megabatch.train.plan.closed import estimate
-from megabatch.train.plan.rows import RUN
-from megabatch.train.plan.search import CERTAIN
+from megabatch.train.plan.estimate import estimate_cost
+from megabatch.train.plan.search import CERTAIN, SIMULATION
 from tests.train.test_plan import LLAMA, planned, subject
 
 pytestmark = pytest.mark.slow
@@ -35,9 +34,9 @@ def test_what_is_frozen_costs_no_gradient(recipe: Path, name: str) -> None:
     values = {**values, "model__config__num_hidden_layers": 2, "model__config__hidden_size": 128}
     lora = {"model__lora__r": 4, "model__lora__target_modules": ["q_proj", "v_proj"]} if "adapters" in name else {}
     what, rows = subject(recipe, world, **values, **lora), planned(recipe, world, **values, **lora)
-    runs = [row for row in rows if row.by == RUN]
+    runs = [row for row in rows if row.by == SIMULATION]
     for row in runs:
-        guess = estimate(row.choice, what.sizes, what.sample.length_tokens, what.device)
+        guess = estimate_cost(row.choice, what.sizes, what.sample.length_tokens, what.device)
         assert guess.peak_bytes * CERTAIN <= row.peak_bytes
         assert guess.sent_bytes == pytest.approx(row.sent_bytes, rel=1e-3, abs=8192) or not lora
     if lora:

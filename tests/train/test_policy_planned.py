@@ -7,10 +7,9 @@ import pytest
 from megabatch.errors import MicrobatchLimit
 from megabatch.train.autotune.sync_policy import LAST
 from megabatch.train.config.byte_sizes import gb_text
-from megabatch.train.plan.choices import Choice
-from megabatch.train.plan.command import plan_recipe
-from megabatch.train.plan.rows import NO, RUN, TIGHT, YES, Row
-from megabatch.train.plan.search import with_best_first
+from megabatch.train.plan.grid import Choice
+from megabatch.train.plan.search import NO, SIMULATION, TIGHT, YES, PlanRow, sort_rows
+from megabatch.train.plan.table import plan_recipe
 from megabatch.train.runtime.oom_limit import lowered_settings
 from tests.train.conftest import Bench
 from tests.train.processes import overrides
@@ -33,18 +32,18 @@ def test_a_microbatch_that_is_lowered_is_told() -> None:
     assert lowered_settings(config_of(micro_batch_size=4).update, None) == []
 
 
-def row_of(sync: str, seconds: float, sent_bytes: int, fits: str = YES, size: int = 2) -> Row:
+def row_of(sync: str, seconds: float, sent_bytes: int, fits: str = YES, size: int = 2) -> PlanRow:
     choice = Choice(size, 4, sync, reshard=True, recompute=False, fused=True)
-    return Row(choice, fits, "", 100, 100, sent_bytes, seconds, "compute", RUN, 64)
+    return PlanRow(choice, fits, "", 100, 100, sent_bytes, seconds, "compute", SIMULATION, 64)
 
 
 def test_a_plan_takes_of_two_policies_what_sends_least() -> None:
     every, last = row_of("every", 1.0, 50), row_of("last", 1.01, 30)
     other = row_of("last", 1.005, 10, size=1)
-    assert with_best_first([every, other, last]) == [last, every, other]
-    assert with_best_first([last, every]) == [last, every]
-    assert with_best_first([every, replace(last, fits=TIGHT)])[0] == every
-    assert with_best_first([replace(every, fits=NO), replace(last, fits=NO)])[0].choice == every.choice
+    assert sort_rows([every, other, last]) == [last, every, other]
+    assert sort_rows([last, every]) == [last, every]
+    assert sort_rows([every, replace(last, fits=TIGHT)])[0] == every
+    assert sort_rows([replace(every, fits=NO), replace(last, fits=NO)])[0].choice == every.choice
 
 
 def test_the_plan_and_the_run_choose_alike(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from megabatch.train.model.adapters import left_out, stir
 from megabatch.train.model.architecture import architecture_of
 from megabatch.train.model.build import build
 from megabatch.train.model.frozen import dequantize, four_bits, stored
-from megabatch.train.plan.subject import check_planned
+from megabatch.train.plan.simulation import check_planned
 from megabatch.train.runtime.ranks import Ranks
 from tests.train.adapter_jobs import GPT2, LORA, SAMPLES, SILENT, saved_base
 from tests.train.model_recipes import FAMILIES, LLAMA

@@ -22,7 +22,7 @@ from megabatch.train.data.updates import Updates
 from megabatch.train.model.architecture import load_tokenizer
 from megabatch.train.model.build import build, in_precision
 from megabatch.train.model.expert_balance import router_coefficient, router_words, train_with_router
-from megabatch.train.plan.rows import RUN
+from megabatch.train.plan.search import SIMULATION
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
 from megabatch.verification.float64_copy import Float64WithoutDropout
@@ -216,7 +216,9 @@ def test_a_plan_has_it(tmp_path: Path) -> None:
     with_it = {"loss__router_loss": COEFFICIENT}
     assert subject(path, 2, **with_it).router == COEFFICIENT
     assert subject(path, 2).router is None
-    assert any(row.by == RUN and row.fits == "yes" for row in planned(path, 2, parallel__wrapper="fsdp2", **with_it))
+    assert any(
+        row.by == SIMULATION and row.fits == "yes" for row in planned(path, 2, parallel__wrapper="fsdp2", **with_it)
+    )
 
 
 @pytest.mark.slow

@@ -11,12 +11,12 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from megabatch.train.plan.asked import VALUES
 
 from megabatch.errors import MegabatchError
 from megabatch.train.cli.arguments import COMMANDS, Completion, Plan, read_arguments
 from megabatch.train.cli.completion import SCRIPTS, words_of
 from megabatch.train.config.keys import known_keys
-from megabatch.train.plan.asked import VALUES
 
 ROOT = Path(__file__).parents[2]
 WORDS = {

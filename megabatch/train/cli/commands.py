@@ -31,7 +31,7 @@ from megabatch.train.cli.verification import plain_config, verify_recipe
 from megabatch.train.config import Config
 from megabatch.train.config.recipe import load_config
 from megabatch.train.model.export import export
-from megabatch.train.plan.command import plan_recipe
+from megabatch.train.plan.table import plan_recipe
 from megabatch.train.report.command import report
 from megabatch.train.report.server import watch
 from megabatch.train.runtime.exit import CRASHED, FAILED, FailedError, drop_output, exit_together, fail

@@ -1,4 +1,4 @@
-"""Chart: memory over one update, stacked by what it is for."""
+"""Chart: memory of rank 0 over one update, stacked by category."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,9 +10,8 @@ from matplotlib.typing import RcKeyType
 
 from megabatch.simulate import CATEGORIES, Moment
 from megabatch.train.config.byte_sizes import GIB
-from megabatch.train.plan.rows import Row
+from megabatch.train.plan.search import PlanRow
 
-INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 COLORS = {
     "parameters": "#2f6db5",
     "buffers": "#9db8d6",
@@ -24,18 +23,18 @@ COLORS = {
     "activations": "#3c8d5a",
     "temporaries": "#d9822b",
 }
-
+INK, MUTED, LINE = "#1f2933", "#7b8794", "#e4e7eb"
 STYLE: dict[RcKeyType, Any] = {
     "font.size": 10, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left",
     "axes.edgecolor": MUTED, "axes.labelcolor": INK, "text.color": INK, "xtick.color": MUTED, "ytick.color": MUTED,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": GRID,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": LINE,
     "axes.axisbelow": True, "legend.frameon": False, "lines.linewidth": 1.8,
-    "text.parse_math": False,  # a "$" in a name is a dollar
+    "text.parse_math": False,  # a "$" in a file's name is a dollar
 }  # fmt: skip
 
 
-def draw_chart(path: Path, row: Row, limit_bytes: int, title: str) -> None:
-    """Write the picture of a row that was run."""
+def draw_chart(path: Path, row: PlanRow, limit_bytes: int, title: str) -> None:
+    """Write the chart of a simulated row."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(11, 5.5), layout="constrained")
         axes = figure.subplots()
@@ -48,8 +47,8 @@ def draw_chart(path: Path, row: Row, limit_bytes: int, title: str) -> None:
         axes.plot(seconds[sums.index(top)], top, "o", color=INK, markersize=4, label=f"peak, {top:,.1f} GiB")
         if limit_bytes / GIB < 3 * top:
             axes.axhline(limit_bytes / GIB, color=INK, linestyle="--", linewidth=1.2, label="there for tensors")
-        for start, phase in starts(row.history):
-            axes.axvline(start, color=GRID, linewidth=1)
+        for start, phase in _phase_starts(row.history):
+            axes.axvline(start, color=LINE, linewidth=1)
             axes.annotate(
                 phase, (start, 1), xycoords=("data", "axes fraction"), xytext=(3, -3), textcoords="offset points",
                 va="top", fontsize=8, color=MUTED,
@@ -64,8 +63,8 @@ def draw_chart(path: Path, row: Row, limit_bytes: int, title: str) -> None:
         figure.savefig(path, dpi=130)
 
 
-def starts(history: Sequence[Moment]) -> list[tuple[float, str]]:
-    """When each phase began; of those that begin together, the last."""
+def _phase_starts(history: Sequence[Moment]) -> list[tuple[float, str]]:
+    """Return when each phase starts; of those that start together, the last."""
     before = ["", *(moment.phase for moment in history)]
-    begun = zip(history, before, strict=False)
-    return list({moment.seconds: moment.phase for moment, phase in begun if moment.phase != phase}.items())
+    starts = zip(history, before, strict=False)
+    return list({moment.seconds: moment.phase for moment, phase in starts if moment.phase != phase}.items())

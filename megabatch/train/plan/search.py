@@ -1,109 +1,253 @@
-"""Search: every choice of a subject as a row. The closed form leaves out what needs no run; fake runs decide."""
+"""Search: what each choice needs and costs. Estimates skip what cannot win; simulations decide the rest."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from multiprocessing import get_context
+from typing import Any
 
+from megabatch.simulate import Moment, Simulated
 from megabatch.train.config.byte_sizes import gib_text
-from megabatch.train.plan.choices import Choice
-from megabatch.train.plan.closed import Estimate, estimate
-from megabatch.train.plan.rows import NO, RUN, YES, Row, derived_row, hopeless_row
-from megabatch.train.plan.runs import AT_ONCE, runner
-from megabatch.train.plan.subject import Subject
+from megabatch.train.model.architecture import quiet
+from megabatch.train.plan.estimate import Estimate, estimate_cost
+from megabatch.train.plan.grid import Choice
+from megabatch.train.plan.simulation import Simulator
 
-CERTAIN = 0.93  # of the closed form: what is above the limit by more than it errs is left out without a run
+YES, TIGHT, NO = "yes", "tight", "no"
+FITS = (YES, TIGHT, NO)
+SIMULATION, CLOSED_FORM = "simulation", "closed form"
+CERTAIN = 0.93  # of an estimated peak: the estimate errs by less
+AT_ONCE = 2  # simulations; each takes a core and half a GiB
+MIN_LAYERS = 24  # of a model whose simulation takes longer than starting a process
+EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
-def search(subject: Subject, limit_bytes: int, advance: Callable[[int], None]) -> list[Row]:
-    """Every choice, the best first. Raises `MegabatchError` for what cannot be simulated."""
-    found, choices = Search(subject, limit_bytes), subject.grid.choices()
-    with runner(subject, limit_bytes) as run:
+@dataclass(frozen=True)
+class PlanRow:
+    """One choice in the plan; bytes and seconds are of one rank and one update."""
+
+    choice: Choice
+    fits: str  # "tight": only if torch's allocator returns cached memory, or is told to
+    why: str  # it fits or not
+    peak_bytes: int  # alive at once
+    reserved_bytes: int  # that torch's allocator would take of unlimited memory
+    sent_bytes: int
+    seconds: float
+    bound: str  # what limits the speed: "compute", "memory bandwidth" or "traffic"
+    by: str  # "simulation" or "closed form"
+    microbatch_tokens: int  # of the longest samples
+    at_peak: dict[str, int] = field(default_factory=dict[str, int])  # by category; empty if by closed form
+    where: str = ""  # phase of the peak
+    history: tuple[Moment, ...] = field(default=(), repr=False)  # of memory
+
+    @property
+    def cost(self) -> tuple[Any, ...]:
+        """Sort key, the best first."""
+        return FITS.index(self.fits), self.by == CLOSED_FORM, self.seconds, self.reserved_bytes
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the row under names that stay."""
+        choice = self.choice
+        return {
+            "micro_batch_size": choice.micro_batch_size,
+            "num_microbatches": choice.num_microbatches,
+            "sync": choice.sync,
+            "reshard_after_forward": choice.reshard,
+            "activation_checkpointing": choice.recompute,
+            "fused": choice.fused,
+            "fits": self.fits,
+            "why": self.why,
+            "peak_bytes": self.peak_bytes,
+            "peak_bytes_by_category": self.at_peak,
+            "peak_phase": self.where,
+            "reserved_bytes": self.reserved_bytes,
+            "wire_bytes": self.sent_bytes,
+            "seconds": self.seconds,
+            "bound": self.bound,
+            "by": self.by,
+            "microbatch_tokens": self.microbatch_tokens,
+        }
+
+
+def search_choices(simulator: Simulator, limit_bytes: int, advance: Callable[[int], None]) -> list[PlanRow]:
+    """Return a row for every choice, the best first. Raises `MegabatchError` for what cannot be simulated."""
+    found, choices = _Search(simulator, limit_bytes), simulator.grid.choices()
+    with open_runner(simulator, limit_bytes) as run:
         while len(found.rows) < len(choices):
             before = len(found.rows)
             wanted = found.judge(choices)
             found.rows.update(zip(wanted, run(wanted), strict=True))
             advance(len(found.rows) - before)
-    return with_best_first(sorted(found.rows.values(), key=lambda row: row.cost))
+    return sort_rows(list(found.rows.values()))
 
 
-def with_best_first(rows: Sequence[Row]) -> list[Row]:
-    """The rows, the fastest first; or, of those that differ from it in sync alone and fit as well, what sends least:
-    seconds count no message that is hidden behind the computation, and no link hides all of it. So a run chooses too.
+def sort_rows(rows: Sequence[PlanRow]) -> list[PlanRow]:
+    """Return the rows, the fastest first, or another policy of sync that fits as well and sends less.
+
+    The seconds leave out messages that overlap with computation, and no link hides all of them. A run chooses so too.
     """
+    rows = sorted(rows, key=lambda row: row.cost)
     fastest = rows[0]
     fit_as_well = [row for row in rows if (row.fits, row.by) == (fastest.fits, fastest.by)]
     alike = [row for row in fit_as_well if replace(row.choice, sync=fastest.choice.sync) == fastest.choice]
     best = min(alike, key=lambda row: row.sent_bytes)
-    return [best, *(row for row in rows if row is not best)] if fastest.fits != NO else list(rows)
+    return [best, *(row for row in rows if row is not best)] if fastest.fits != NO else rows
 
 
-def best_of(rows: Sequence[Row]) -> Row | None:
-    """The row to take: the fastest that fits, if only tightly; None where none does."""
-    return next((row for row in rows if row.fits != NO), None)
+@contextmanager
+def open_runner(
+    simulator: Simulator, limit_bytes: int
+) -> Generator[Callable[[Sequence[Choice]], list[PlanRow]], None, None]:
+    """Yield a function that simulates choices; for a large model two at once, the second in another process."""
+    one = partial(_run_simulation, simulator, limit_bytes)
+    if simulator.sizes.num_layers < MIN_LAYERS:
+        yield lambda choices: [one(choice) for choice in choices]
+        return
+    with ProcessPoolExecutor(AT_ONCE - 1, mp_context=get_context("spawn")) as others:
+
+        def run_together(choices: Sequence[Choice]) -> list[PlanRow]:
+            waiting = [others.submit(one, choice) for choice in choices[1:]]
+            here = [one(choice) for choice in choices[:1]]
+            return here + [each.result() for each in waiting]
+
+        yield run_together
 
 
-class Search:
-    """What is known of the choices; of one it may spare the run of another."""
+def _run_simulation(simulator: Simulator, limit_bytes: int, choice: Choice) -> PlanRow:
+    with quiet():
+        found = simulator.simulate(choice)
+    return simulated_row(choice, found, limit_bytes, choice.micro_batch_size * simulator.sample.length_tokens)
 
-    def __init__(self, subject: Subject, limit_bytes: int) -> None:
-        self._subject, self._limit_bytes = subject, limit_bytes
-        self.rows: dict[Choice, Row] = {}
+
+def simulated_row(choice: Choice, found: Simulated, limit_bytes: int, tokens: int) -> PlanRow:
+    """Return the row of a simulation; ``tokens`` are those of its microbatch."""
+    fits, why = judge_memory(found, limit_bytes)
+    return PlanRow(
+        choice, fits, why, found.peak_bytes, reserved_bytes(found), found.sent_bytes, found.seconds, found.bound,
+        SIMULATION, tokens, found.at_peak, found.where, found.history,
+    )  # fmt: skip
+
+
+def judge_memory(found: Simulated, limit_bytes: int) -> tuple[str, str]:
+    """Return if a simulated update fits, and why. torch's allocator caches more than the tensors take."""
+    limit = gib_text(limit_bytes)
+    if found.peak_bytes > limit_bytes:
+        return NO, f"{gib_text(found.peak_bytes)} alive at once in {found.where}, {limit} there"
+    if not _has_allocator(found):
+        return YES, f"{gib_text(found.peak_bytes)} of {limit}"
+    reserved = found.reserved(limit_bytes)
+    if reserved.fits and not reserved.retries:
+        return YES, f"{gib_text(reserved.peak_bytes)} reserved of {limit}"
+    if found.reserved(limit_bytes, expandable=True).fits:
+        return TIGHT, f"its cache does not fit into {limit} in pieces; set {EXPANDABLE}"
+    if reserved.fits:
+        return TIGHT, f"the allocator runs out of {limit} and gives back its cache, {reserved.retries} times"
+    return NO, f"the pieces that {gib_text(found.peak_bytes)} come in do not fit into {limit}"
+
+
+def reserved_bytes(found: Simulated) -> int:
+    """Return what the allocator would take of unlimited memory; on a CPU, the bytes alive."""
+    return found.reserved().peak_bytes if _has_allocator(found) else found.peak_bytes
+
+
+def _has_allocator(found: Simulated) -> bool:
+    return found.device.name != "cpu"  # torch caches a GPU's memory only
+
+
+class _Search:
+    """The rows so far. One row may make the simulation of another choice unnecessary."""
+
+    def __init__(self, simulator: Simulator, limit_bytes: int) -> None:
+        self._simulator, self._limit_bytes = simulator, limit_bytes
+        self.rows: dict[Choice, PlanRow] = {}
 
     def judge(self, choices: Sequence[Choice]) -> list[Choice]:
-        """Make the rows that need no run; the choices to be run next, which nothing that is not known may spare."""
+        """Make the rows that need no simulation; return the choices to simulate next."""
         wanted: list[Choice] = []
         for choice in (choice for choice in choices if choice not in self.rows):
-            guess = self._estimate(choice)
-            row = self._hopeless(choice, guess) or self._derived(choice, guess)
+            estimate = self._estimate(choice)
+            row = self._too_large(choice, estimate) or self._derived(choice, estimate)
             if row is not None:
                 self.rows[choice] = row
-            elif len(wanted) < AT_ONCE and all(each in self.rows for each in self._sparing(choice)):
+            elif len(wanted) < AT_ONCE and all(each in self.rows for each in self._sources(choice)):
                 wanted.append(choice)
         return wanted
 
-    def _sparing(self, choice: Choice) -> list[Choice]:
-        """Choices from which this one may be derived."""
-        grid = self._subject.grid
+    def _estimate(self, choice: Choice) -> Estimate:
+        simulator = self._simulator
+        return estimate_cost(choice, simulator.sizes, simulator.sample.length_tokens, simulator.device)
+
+    def _sources(self, choice: Choice) -> list[Choice]:
+        """Return the choices from which this one might be derived."""
+        grid = self._simulator.grid
         better, kept = grid.better(choice), replace(choice, recompute=False)
         found = [] if better is None else [better]
         return [*found, kept] if choice.recompute and False in grid.recomputes else found
 
-    def _hopeless(self, choice: Choice, guess: Estimate) -> Row | None:
-        """Where the closed form, or what a run with less had in memory, is more than there is."""
-        fixed = self._subject.sizes.head_bytes
-        least = max([guess.peak_bytes * CERTAIN, *(least_bytes(choice, row, fixed) for row in self.rows.values())])
+    def _too_large(self, choice: Choice, estimate: Estimate) -> PlanRow | None:
+        """Return the row of a choice whose estimate, or whose simulation with less, exceeds the limit."""
+        fixed = self._simulator.sizes.head_bytes
+        bounds = [min_peak_bytes(choice, row, fixed) for row in self.rows.values()]
+        least = max([estimate.peak_bytes * CERTAIN, *bounds])
         if least <= self._limit_bytes:
             return None
         why = f"at least {gib_text(least)} alive at once, {gib_text(self._limit_bytes)} there"
-        return hopeless_row(choice, guess, int(least), why, self._tokens(choice))
+        peak, tokens = (
+            max(int(least), estimate.peak_bytes),
+            choice.micro_batch_size * self._simulator.sample.length_tokens,
+        )
+        return PlanRow(
+            choice, NO, why, peak, peak, estimate.sent_bytes, estimate.seconds, estimate.bound, CLOSED_FORM, tokens
+        )
 
-    def _derived(self, choice: Choice, guess: Estimate) -> Row | None:
-        """Where another choice costs less and fits as well: no run would make this one the better."""
-        better = self._subject.grid.better(choice)
+    def _derived(self, choice: Choice, estimate: Estimate) -> PlanRow | None:
+        """Return the row of a choice that cannot be the best, since another costs less and fits as well."""
+        better = self._simulator.grid.better(choice)
         near = None if better is None else self.rows.get(better)
-        if better is None and choice.recompute:  # a second forward, without need
+        if better is None and choice.recompute:  # a second forward without need
             kept = self.rows.get(replace(choice, recompute=False))
             near = kept if kept is not None and kept.fits == YES else None
         if near is None:
             return None
-        return derived_row(choice, guess, near, self._estimate(near.choice), self._limit_bytes)
-
-    def _estimate(self, choice: Choice) -> Estimate:
-        return estimate(choice, self._subject.sizes, self._subject.sample.length_tokens, self._subject.device)
-
-    def _tokens(self, choice: Choice) -> int:
-        return choice.micro_batch_size * self._subject.sample.length_tokens
+        return _derive_row(choice, estimate, near, self._estimate(near.choice), self._limit_bytes)
 
 
-def least_bytes(choice: Choice, row: Row, fixed_bytes: int = 0) -> int:
-    """What a choice has alive at least, from the run of another that needs no more: that one's peak, with as many
-    activations as the larger microbatch has. 0 where the run says nothing of it.
+def _derive_row(
+    choice: Choice, estimate: Estimate, near: PlanRow, near_estimate: Estimate, limit_bytes: int
+) -> PlanRow:
+    """Return the row of a choice from a similar one's, by the difference of their estimates."""
+    is_alike = choice.recompute == near.choice.recompute  # the estimate counts kept activations too low
+    more_bytes = estimate.peak_bytes - (near_estimate.peak_bytes if is_alike else near.peak_bytes)
+    peak_bytes, reserved = near.peak_bytes + more_bytes, near.reserved_bytes + more_bytes
+    fits = YES if reserved <= limit_bytes else TIGHT if peak_bytes <= limit_bytes else NO
+    return PlanRow(
+        choice,
+        fits=max(fits, near.fits, key=FITS.index),
+        why=f"about {gib_text(reserved)} reserved of {gib_text(limit_bytes)}",
+        peak_bytes=peak_bytes,
+        reserved_bytes=reserved,
+        sent_bytes=near.sent_bytes + estimate.sent_bytes - near_estimate.sent_bytes,
+        seconds=near.seconds * estimate.seconds / near_estimate.seconds,
+        bound=estimate.bound,
+        by=CLOSED_FORM,
+        microbatch_tokens=near.microbatch_tokens,
+    )
 
-    ``fixed_bytes``: of the activations, at most, what any microbatch has.
+
+def min_peak_bytes(choice: Choice, row: PlanRow, fixed_bytes: int = 0) -> int:
+    """Return a lower bound of a choice's peak from the simulation of another that needs no more; 0 without one.
+
+    The bound is that one's peak with as many activations as the larger microbatch has.
+
+    Args:
+        fixed_bytes: Activations that do not grow with the microbatch, at most.
     """
-    if row.by != RUN or not choice.needs_as_much_as(row.choice):
+    if row.by != SIMULATION or not choice.needs_as_much_as(row.choice):
         return 0
     gradients = row.at_peak.get("gradients", 0) + row.at_peak.get("unsharded gradients", 0)
-    kept = gradients if choice.num_microbatches == 1 < row.choice.num_microbatches else 0  # from one to the next
+    kept = gradients if choice.num_microbatches == 1 < row.choice.num_microbatches else 0  # between microbatches
     more = choice.micro_batch_size / row.choice.micro_batch_size - 1
     grows = CERTAIN * max(0, row.at_peak.get("activations", 0) - fixed_bytes)
     return int(row.peak_bytes - kept + more * grows)

@@ -1,24 +1,32 @@
-"""Table: the rows for a person, the best on top; what to set, and why the next one loses."""
+"""Table: `megabatch plan` prints its rows, the keys of the best one and why the next one loses."""
 
+import json
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, cast
 
+import tomli_w
 from rich import box
 from rich.console import Console as RichConsole
 from rich.table import Table
 
+from megabatch.errors import MegabatchError
 from megabatch.train.config import Config
 from megabatch.train.config.batch_size import sizes_of
 from megabatch.train.config.byte_sizes import GB, GIB, gb_text, gib_text
-from megabatch.train.plan.asked import Asked
-from megabatch.train.plan.lines import command_line, keys_of, toml_lines
-from megabatch.train.plan.rows import NO, RUN, TIGHT, YES, Row
-from megabatch.train.plan.subject import Subject
+from megabatch.train.config.recipe import load_config
+from megabatch.train.model.architecture import quiet
+from megabatch.train.plan.request import PlanRequest, read_request
+from megabatch.train.plan.search import NO, SIMULATION, TIGHT, YES, PlanRow, search_choices
+from megabatch.train.plan.simulation import Simulator, build_simulator
+from megabatch.train.runtime.console import Console
 
-WIDTH = 160  # where there is no terminal to ask
-MOST_ROWS = 16  # of those that fit; --json has all
-NUM_TOO_LARGE = 6  # rows that do not fit, the nearest of them
+Keys = dict[str, dict[str, Any]]  # section → key → value
+WIDTH = 160  # without a terminal
+MAX_ROWS = 16  # that fit; --json has all
+MAX_TOO_LARGE = 6  # rows that do not fit, the nearest ones
 STYLES = {YES: "green", TIGHT: "yellow", NO: "red"}
 GROUPS = {  # column → categories
     "states": ("parameters", "buffers", "optimizer states"),
@@ -27,47 +35,50 @@ GROUPS = {  # column → categories
     "activations": ("activations", "temporaries"),
 }
 LEFT = ("fits", "sync", "bound by")
+RENDEZVOUS = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500", "--rdzv-id", "megabatch")  # HOST: one of them
 
 
-def show(rows: Sequence[Row], subject: Subject, asked: Asked, recipe: Path) -> None:
-    """Print the plan."""
-    console = RichConsole(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
-    console.print(heading(subject, asked), markup=False)
-    console.print(table_of(rows), soft_wrap=False)
-    console.print(conclusion(rows, subject.config, asked, recipe), markup=False)
+def plan_recipe(recipe: Path, arguments: Sequence[str]) -> list[PlanRow]:
+    """Plan a recipe and print the result. Return the rows, the best first. Raises `MegabatchError`."""
+    request = read_request(arguments)
+    config = load_config(recipe, list(request.overrides))
+    console = Console(enabled=not request.as_json, loss_digits=4)
+    with quiet():
+        simulator = build_simulator(config, request, console)
+        with console.progress("planning", len(simulator.grid.choices()), "choices") as advance:
+            rows = search_choices(simulator, request.limit_bytes, advance)
+    if request.as_json:
+        print(json.dumps([row.as_json() for row in rows], indent=2))
+    else:
+        rich = RichConsole(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
+        rich.print(_heading(simulator, request), markup=False)
+        rich.print(_table(rows), soft_wrap=False)
+        rich.print(_conclusion(rows, config, request, recipe), markup=False)
+    if request.chart is not None:
+        _draw(request.chart, rows[0], request.limit_bytes, recipe)
+    return rows
 
 
-def heading(subject: Subject, asked: Asked) -> str:
-    """What is planned, on what."""
-    config, device, axes = subject.config, asked.device, subject.axes or {}
+def _heading(simulator: Simulator, request: PlanRequest) -> str:
+    config, device, axes = simulator.config, request.device, simulator.axes or {}
     mesh = " x ".join(f"{axis} {degree}" for axis, degree in axes.items())
-    ranks = f"{asked.world} ranks ({mesh})" if asked.world > 1 else "1 rank"
-    num_parameters = subject.sizes.num_parameters * axes.get("tp", 1)
-    return (
-        f"{num_parameters:,} parameters in {config.model.dtype}, {subject.wrapper.name} on {ranks}; {device.name} with "
-        f"{gib_text(asked.memory_bytes)}, {gib_text(asked.limit_bytes)} of it for tensors\n"
-        f"an update of {size_text(config)}, {subject.grid.samples_per_rank} a rank, all as long "
-        f"as the longest: {subject.sample.length_tokens:,} tokens ({subject.sample.source})\n"
-        f"{lowered_text(config, subject.grid.samples_per_rank)}"
+    ranks = f"{request.world} ranks ({mesh})" if request.world > 1 else "1 rank"
+    num_parameters = simulator.sizes.num_parameters * axes.get("tp", 1)
+    sizes, samples_per_rank = sizes_of(config.update), simulator.grid.samples_per_rank
+    largest = ", the largest of update.global_batch_size" if len(sizes.sizes) > 1 else ""
+    text = (
+        f"{num_parameters:,} parameters in {config.model.dtype}, {simulator.wrapper.name} on {ranks}; {device.name} "
+        f"with {gib_text(request.memory_bytes)}, {gib_text(request.limit_bytes)} of it for tensors\n"
+        f"an update of {sizes.largest} samples{largest}, {samples_per_rank} a rank, all as long "
+        f"as the longest: {simulator.sample.length_tokens:,} tokens ({simulator.sample.source})\n"
     )
-
-
-def lowered_text(config: Config, samples_per_rank: int) -> str:
-    """What is to be said where the recipe states a microbatch that no rank can fill; "" elsewhere."""
     stated = config.update.micro_batch_size
-    if stated is None or stated <= samples_per_rank:
-        return ""
-    return f"update.micro_batch_size {stated} is lowered: a rank has no more samples of an update\n"
+    if stated is not None and stated > samples_per_rank:
+        text += f"update.micro_batch_size {stated} is lowered: a rank has no more samples of an update\n"
+    return text
 
 
-def size_text(config: Config) -> str:
-    """How many samples the update has that is planned."""
-    sizes = sizes_of(config.update)
-    return f"{sizes.largest} samples{', the largest of update.global_batch_size' if len(sizes.sizes) > 1 else ''}"
-
-
-def table_of(rows: Sequence[Row]) -> Table:
-    """The rows that fit, and the nearest that do not."""
+def _table(rows: Sequence[PlanRow]) -> Table:
     memory, memory_unit = (GIB, "GiB") if rows[0].peak_bytes >= GIB else (2**20, "MiB")
     wire, wire_unit = (GB, "GB") if max(row.sent_bytes for row in rows) >= GB else (10**6, "MB")
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
@@ -75,20 +86,18 @@ def table_of(rows: Sequence[Row]) -> Table:
     names = ["fits", "samples\nat once", "micro-\nbatches", "sync", "recom-\npute", "optimizer", *in_memory]
     for name in (*names, f"sent\n{wire_unit}", "time\ns", "bound by"):
         table.add_column(name, justify="left" if name in LEFT else "right", no_wrap=True)
-    for row in shown(rows):
-        table.add_row(*cells(row, memory, wire), style=STYLES[row.fits] if sys.stdout.isatty() else None)
+    for row in _shown(rows):
+        table.add_row(*_cells(row, memory, wire), style=STYLES[row.fits] if sys.stdout.isatty() else None)
     return table
 
 
-def shown(rows: Sequence[Row]) -> list[Row]:
-    """Those that a person wants to see."""
+def _shown(rows: Sequence[PlanRow]) -> list[PlanRow]:
     too_large = sorted((row for row in rows if row.fits == NO), key=lambda row: row.peak_bytes)
-    return [*[row for row in rows if row.fits != NO][:MOST_ROWS], *too_large[:NUM_TOO_LARGE]]
+    return [*[row for row in rows if row.fits != NO][:MAX_ROWS], *too_large[:MAX_TOO_LARGE]]
 
 
-def cells(row: Row, memory: float, wire: float) -> list[str]:
-    """A row as text; "~" is of the closed form."""
-    choice, about = row.choice, "" if row.by == RUN else "~"
+def _cells(row: PlanRow, memory: float, wire: float) -> list[str]:
+    choice, about = row.choice, "" if row.by == SIMULATION else "~"
     groups = [sum(row.at_peak.get(name, 0) for name in names) for names in GROUPS.values()]
     return [
         row.fits,
@@ -105,24 +114,24 @@ def cells(row: Row, memory: float, wire: float) -> list[str]:
     ]
 
 
-def conclusion(rows: Sequence[Row], config: Config, asked: Asked, recipe: Path) -> str:
-    """The recipe's lines and why they are these; or that nothing fits."""
-    num_hidden = len(rows) - len(shown(rows))
-    more = [f"and {num_hidden} more, which --json has"] if num_hidden else []
+def _conclusion(rows: Sequence[PlanRow], config: Config, request: PlanRequest, recipe: Path) -> str:
+    """Return the keys of the best row, the command that runs it and why the next row loses; or that nothing fits."""
+    num_hidden = len(rows) - len(_shown(rows))
+    lines = [f"and {num_hidden} more, which --json has"] if num_hidden else []
     best, *others = rows
     if best.fits == NO:
         smallest = min(rows, key=lambda row: row.peak_bytes)
-        return "\n".join([*more, f"nothing fits: the least is {gib_text(smallest.peak_bytes)} ({named(smallest)})"])
-    keys = keys_of(best, config)
-    closed = ["~ by the closed form: no run could make it the best"] if any(row.by != RUN for row in rows) else []
-    lines = [*more, *closed, f"best: {named(best)}: {best.why}"]
+        return "\n".join([*lines, f"nothing fits: the least is {gib_text(smallest.peak_bytes)} ({_name(smallest)})"])
+    if any(row.by != SIMULATION for row in rows):
+        lines.append("~ by the closed form: no run could make it the best")
+    lines.append(f"best: {_name(best)}: {best.why}")
     if others:
-        lines.append(f"runner-up: {named(others[0])}: {loss_of(others[0], best)}")
-    return "\n".join([*lines, "", toml_lines(keys), "", f"or: {command_line(keys, recipe, asked)}"])
+        lines.append(f"runner-up: {_name(others[0])}: {_why_not(others[0], best)}")
+    keys = keys_of(best, config)
+    return "\n".join([*lines, "", toml_text(keys), "", f"or: {command_line(keys, recipe, request)}"])
 
 
-def named(row: Row) -> str:
-    """A row in words."""
+def _name(row: PlanRow) -> str:
     choice, n = row.choice, row.choice.num_microbatches
     microbatches = "1 microbatch" if n == 1 else f"{n} microbatches"
     recompute = "activations recomputed" if choice.recompute else "activations kept"
@@ -133,15 +142,77 @@ def named(row: Row) -> str:
     )
 
 
-def loss_of(row: Row, best: Row) -> str:
-    """Why a row is not the best, in words."""
+def _why_not(row: PlanRow, best: PlanRow) -> str:
     if row.fits != best.fits:
         return row.why
     slower = row.seconds / best.seconds - 1
-    if slower < 0:  # see with_best_first
-        return f"{gb_text(row.sent_bytes)} sent instead of {gb_text(best.sent_bytes)}"
+    sent = f"{gb_text(row.sent_bytes)} sent instead of {gb_text(best.sent_bytes)}"
+    if slower < 0:  # see sort_rows
+        return sent
     if slower >= 0.001:
-        sent = f"{gb_text(row.sent_bytes)} sent instead of {gb_text(best.sent_bytes)}"
         return f"{slower:.1%} slower, {sent}, bound by {row.bound}"
     more = row.reserved_bytes - best.reserved_bytes
     return f"as fast, and takes {gib_text(more)} more" if more > 0 else "as fast, and takes as much"
+
+
+def keys_of(row: PlanRow, config: Config) -> Keys:
+    """Return the keys that choose a row; the recipe's kind of limit bounds the microbatch."""
+    choice = row.choice
+    limit: dict[str, Any] = {"micro_batch_size": choice.micro_batch_size}
+    if config.update.max_microbatch_tokens is not None:
+        limit = {"max_microbatch_tokens": row.microbatch_tokens}
+    keys: Keys = {
+        "update": {**limit, "sync": choice.sync},
+        "model": {"activation_checkpointing": choice.recompute},
+    }
+    return keys if choice.reshard else {**keys, "parallel": {"reshard_after_forward": False}}
+
+
+def toml_text(keys: Keys) -> str:
+    """Return the keys as TOML tables."""
+    return tomli_w.dumps(keys).rstrip()
+
+
+def command_line(keys: Keys, recipe: Path, request: PlanRequest) -> str:
+    """Return the command that trains with these keys; an override of the same key is left out."""
+    chosen = override_words(keys)
+    names = {word.partition("=")[0] for word in chosen}
+    others = [word for word in request.overrides if word.partition("=")[0] not in names]
+    return shlex.join([*launcher_words(request), "train", str(recipe), *others, *chosen])
+
+
+def launcher_words(request: PlanRequest) -> Sequence[str]:
+    """Return the command that starts the processes."""
+    if request.world == 1:
+        return ["megabatch"]
+    most = min(request.world, request.device.ranks_per_node)
+    per_node = next(number for number in range(most, 0, -1) if request.world % number == 0)
+    words = ["--nproc-per-node", str(per_node)]
+    if request.world > per_node:
+        words = ["--nnodes", str(request.world // per_node), *words, *RENDEZVOUS]
+    return ["torchrun", *words, "-m", "megabatch"]
+
+
+def override_words(keys: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Return the keys as overrides on the command line."""
+    words: list[str] = []
+    for name, value in keys.items():
+        if isinstance(value, dict):
+            words += override_words(cast(dict[str, Any], value), f"{prefix}{name}.")
+        else:
+            text = str(value).lower() if isinstance(value, bool) else str(value)
+            words.append(f"--{prefix}{name}={text}")
+    return words
+
+
+def _draw(path: Path, best: PlanRow, limit_bytes: int, recipe: Path) -> None:
+    from megabatch.train.plan.chart import draw_chart  # matplotlib takes a second to import
+
+    if best.fits == NO or not best.history:
+        raise MegabatchError("nothing fits, so there is no memory of a best choice to draw; leave --chart out")
+    try:
+        draw_chart(path, best, limit_bytes, f"{recipe.stem}: {_name(best)}")
+    except OSError as error:
+        raise MegabatchError(
+            f"cannot write --chart {path} ({error.strerror}); name a file that can be written"
+        ) from None

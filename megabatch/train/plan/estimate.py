@@ -1,8 +1,8 @@
-"""Closed form: memory, traffic and time of a choice in a few sums, from the sizes of a model; for what no run is worth.
+"""Estimate: memory, traffic and time of a choice in closed form, to skip simulations that cannot matter.
 
-Within 5 % of simulated memory where activations are recomputed; elsewhere it counts fewer activations than any layer
-keeps, so that nothing that fits is called too large. Traffic is exact for models that use every parameter and train
-something in each layer.
+Memory is within 5 % of the simulation if activations are recomputed. Otherwise the estimate counts fewer activations
+than any layer keeps, so that it never rejects a choice that fits. Traffic is exact for models that use every parameter
+and train something in each layer.
 """
 
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ from megabatch.train.config import Config
 from megabatch.train.config.parallel_layout import Layout
 from megabatch.train.model.optimizer import build_optimizer
 from megabatch.train.model.wrap import accumulation_of, blocks_of, dtype_of, is_mixed
-from megabatch.train.plan.choices import Choice
+from megabatch.train.plan.grid import Choice
 
-LEAST_KEPT = 12  # numbers per token and hidden feature that a layer keeps for backward; those measured keep 22
-RECOMPUTING, PLAIN = 6, 4  # flops per token and parameter, with and without a second forward
-TRAINED = 2  # and for its gradient
-LEAST_CHUNK = 2**22  # logits that `losses.next_token` makes at once, at least
+MIN_KEPT = 12  # numbers per token and hidden feature that a layer keeps for the backward; measured layers keep 22
+RECOMPUTE_FLOPS, PLAIN_FLOPS = 6, 4  # per token and parameter, with and without a second forward
+GRADIENT_FLOPS = 2  # per token and trained parameter
+MIN_CHUNK = 2**22  # logits that `losses.next_token` computes at once, at least
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """What the sums need of a model on one rank; numbers of parameters and bytes of one of each kind."""
+class ModelSizes:
+    """Sizes of a model on one rank: numbers of parameters, and bytes of one number of each kind."""
 
     num_parameters: int  # of this rank's part under tp
     num_unit: int  # of the largest layer
@@ -50,33 +50,33 @@ class Sizes:
 
     @property
     def num_gathered(self) -> int:
-        """Layers that are gathered at once at most: three, or fewer where the lower ones have no backward."""
+        """Most layers gathered at once: three, or fewer if the lower ones have no backward."""
         return 3 if self.num_kept == self.num_layers else min(3, self.num_kept + 1)
 
     @property
     def num_backward(self) -> float:
-        """Parameters of layers that have a backward, which may be kept for it from the forward."""
+        """Parameters of layers with a backward, which FSDP2 may keep gathered for it."""
         return (self.num_parameters - self.num_root) * self.num_kept / max(self.num_layers, 1)
 
     @property
     def num_logit_tokens(self) -> int:
-        """Tokens whose logits are there at once at least: `losses.next_token` sums them in chunks."""
-        return max(self.num_hidden // 2, LEAST_CHUNK // self.num_vocabulary) if self.num_vocabulary else 0
+        """Fewest tokens whose logits exist at once: `losses.next_token` sums them in chunks."""
+        return max(self.num_hidden // 2, MIN_CHUNK // self.num_vocabulary) if self.num_vocabulary else 0
 
     @property
     def head_bytes(self) -> int:
-        """Of a chunk's logits and of the gradient of the matrix that makes them, which no microbatch makes more."""
+        """Bytes of a chunk's logits and the head's gradient, independent of the microbatch."""
         return 4 * self.num_vocabulary * (2 * self.num_logit_tokens + self.num_hidden)
 
     @property
     def is_sharded(self) -> bool:
-        """Whether FSDP2 gathers and scatters."""
+        """True if FSDP2 gathers parameters and scatters gradients."""
         return self.wrapped in ("fsdp2", "hsdp")
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one choice, on one rank."""
+    """The cost of one choice on one rank."""
 
     peak_bytes: int
     sent_bytes: int
@@ -85,19 +85,19 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """Traffic hidden behind the computation as far as it goes."""
+        """Seconds of an update whose traffic overlaps with computation."""
         return max(self.compute_seconds, self.traffic_seconds)
 
     @property
     def bound(self) -> str:
-        """By what the seconds are."""
+        """What limits the speed."""
         return "traffic" if self.traffic_seconds > self.compute_seconds else "compute"
 
 
-def sizes_of(model: nn.Module, config: Config, layout: Layout, wrapped: str, world: int) -> Sizes:
-    """The sizes of a model, which needs no memory, on ``world`` ranks."""
-    layers = [sizes_of_one(block) for block in blocks_of(model).values()]
-    num_parameters, num_trained = sizes_of_one(model)
+def measure_sizes(model: nn.Module, config: Config, layout: Layout, wrapped: str, world: int) -> ModelSizes:
+    """Return the sizes of a model on the meta device, on ``world`` ranks."""
+    layers = [_count_parameters(block) for block in blocks_of(model).values()]
+    num_parameters, num_trained = _count_parameters(model)
     in_layers, trained_in_layers = (sum(each[kind] for each in layers) for kind in (0, 1))
     below = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else model  # before the first layer
     trains_below = any(each.requires_grad for each in below.parameters())
@@ -106,7 +106,7 @@ def sizes_of(model: nn.Module, config: Config, layout: Layout, wrapped: str, wor
     trained_dtype = next((each.dtype for each in model.parameters() if each.requires_grad), dtype)
     computed = torch.bfloat16 if is_mixed(config.model) else dtype
     num_copies, num_shards = layout.data_degrees("fsdp2" if wrapped in ("fsdp2", "hsdp") else wrapped, world)
-    return Sizes(
+    return ModelSizes(
         num_parameters=num_parameters // tp,
         num_unit=max((each[0] for each in layers), default=num_parameters) // tp,
         num_root=(num_parameters - in_layers) // tp,
@@ -121,7 +121,7 @@ def sizes_of(model: nn.Module, config: Config, layout: Layout, wrapped: str, wor
         parameter_bytes=dtype.itemsize,
         compute_bytes=computed.itemsize,
         reduce_bytes=(accumulation_of(config.update) or trained_dtype).itemsize,
-        state_bytes=state_bytes(config, trained_dtype),
+        state_bytes=_state_bytes(config, trained_dtype),
         dtype=computed,
         wrapped=wrapped,
         num_shards=num_shards,
@@ -129,14 +129,14 @@ def sizes_of(model: nn.Module, config: Config, layout: Layout, wrapped: str, wor
     )
 
 
-def sizes_of_one(module: nn.Module) -> tuple[int, int]:
-    """Numbers of its parameters, and of those that are trained."""
+def _count_parameters(module: nn.Module) -> tuple[int, int]:
+    """Return the numbers of parameters and of trained parameters."""
     parameters = list(module.parameters())
     return sum(each.numel() for each in parameters), sum(each.numel() for each in parameters if each.requires_grad)
 
 
-def state_bytes(config: Config, dtype: torch.dtype) -> float:
-    """Bytes that the optimizer keeps per parameter, found by a step of a small matrix; and those of an average."""
+def _state_bytes(config: Config, dtype: torch.dtype) -> float:
+    """Return the bytes of optimizer state and of EMA per parameter, measured by a step of a small matrix."""
     like = nn.Linear(64, 64, bias=False, dtype=dtype)
     like.weight.grad = torch.zeros_like(like.weight)
     optimizer = build_optimizer(like, config.optim)
@@ -146,19 +146,21 @@ def state_bytes(config: Config, dtype: torch.dtype) -> float:
     return sum(value.numel() * value.element_size() for value in kept if value.ndim) / like.weight.numel() + average
 
 
-def estimate(choice: Choice, sizes: Sizes, length_tokens: int, device: Device) -> Estimate:
-    """The sums, for samples of ``length_tokens``."""
+def estimate_cost(choice: Choice, sizes: ModelSizes, length_tokens: int, device: Device) -> Estimate:
+    """Return the cost of a choice with samples of ``length_tokens``."""
     tokens = choice.micro_batch_size * length_tokens
-    sent_bytes = sent(choice, sizes)
-    per_token = (RECOMPUTING if choice.recompute else PLAIN) * sizes.num_parameters + TRAINED * sizes.num_trained
+    sent_bytes = _sent_bytes(choice, sizes)
+    per_token = (
+        RECOMPUTE_FLOPS if choice.recompute else PLAIN_FLOPS
+    ) * sizes.num_parameters + GRADIENT_FLOPS * sizes.num_trained
     flops = per_token * tokens * choice.num_microbatches
     rate = device.sending_bytes_per_second(list(range(sizes.num_shards * sizes.num_copies)))
     compute_seconds = flops / device.flops_per_second(sizes.dtype)
-    return Estimate(int(peak(choice, sizes, tokens)), sent_bytes, compute_seconds, sent_bytes / rate)
+    return Estimate(int(_peak_bytes(choice, sizes, tokens)), sent_bytes, compute_seconds, sent_bytes / rate)
 
 
-def peak(choice: Choice, sizes: Sizes, tokens: int) -> float:
-    """Most bytes alive: in a forward, in a backward, or in the step."""
+def _peak_bytes(choice: Choice, sizes: ModelSizes, tokens: int) -> float:
+    """Return the most bytes alive in a forward, a backward or the optimizer's step."""
     P, u, r, T = sizes.num_parameters, sizes.num_unit, sizes.num_root, sizes.num_trained
     b_c, b_r = sizes.compute_bytes, sizes.reduce_bytes
     accumulates = choice.num_microbatches > 1
@@ -170,21 +172,21 @@ def peak(choice: Choice, sizes: Sizes, tokens: int) -> float:
     layers = sizes.num_gathered * u if choice.reshard else sizes.num_backward
     gathered = (r + layers) * b_c if sizes.is_sharded else 0
     reducing = sizes.num_trained_root * b_c + sizes.num_trained_unit * b_r if sizes.is_sharded else 0
-    forward = base + (held if accumulates else 0) + gathered + activations(choice, sizes, tokens)
+    forward = base + (held if accumulates else 0) + gathered + _activation_bytes(choice, sizes, tokens)
     step = base + shard + (0 if choice.fused else shard)
     return max(forward, base + held + gathered + reducing, step)
 
 
-def activations(choice: Choice, sizes: Sizes, tokens: int) -> float:
-    """What layers keep for backward, and the logits with their gradient in float32, as few as are there at once."""
+def _activation_bytes(choice: Choice, sizes: ModelSizes, tokens: int) -> float:
+    """Return the bytes that layers keep for the backward, and those of a chunk's logits and gradient in float32."""
     features = tokens * sizes.num_hidden * sizes.compute_bytes
-    least = LEAST_KEPT if sizes.num_trained == sizes.num_parameters else LEAST_KEPT // 2  # frozen matrices keep nothing
+    least = MIN_KEPT if sizes.num_trained == sizes.num_parameters else MIN_KEPT // 2  # frozen matrices keep nothing
     each = features if choice.recompute else least * features
     return sizes.num_kept * each + 2 * 4 * min(tokens, sizes.num_logit_tokens) * sizes.num_vocabulary
 
 
-def sent(choice: Choice, sizes: Sizes) -> int:
-    """Bytes that a rank sends in rings; nothing of tensor parallelism."""
+def _sent_bytes(choice: Choice, sizes: ModelSizes) -> int:
+    """Return the bytes that a rank sends in rings, tensor parallelism excluded."""
     n, P, T = choice.num_microbatches, sizes.num_parameters, sizes.num_trained
     inside, across = ((ranks - 1) / ranks for ranks in (sizes.num_shards, sizes.num_copies))
     reductions = 1 if choice.sync == "last" else n

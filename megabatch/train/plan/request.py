@@ -1,0 +1,97 @@
+"""Request: the command line of `megabatch plan`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from megabatch.errors import MegabatchError
+from megabatch.simulate import Device, device_named
+from megabatch.train.config.byte_sizes import read_bytes, read_rate
+
+OPTIONS = ("world", "memory", "device", "bandwidth", "length", "chart")  # each takes a value
+DEFAULT_DEVICE = "a100-80g"
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """The cluster to plan for and the output to write."""
+
+    world: int  # processes
+    device: Device  # of each process
+    memory_bytes: int  # of the device
+    length_tokens: int | None = None  # of the longest sample; None: read from the recipe or its data
+    as_json: bool = False
+    chart: Path | None = None
+    overrides: tuple[str, ...] = ()  # of the recipe
+
+    @property
+    def limit_bytes(self) -> int:
+        """Memory for a rank's tensors, without what the context, NCCL and cuBLAS take."""
+        return self.memory_bytes - self.device.overhead_bytes
+
+    @property
+    def stated_keys(self) -> set[str]:
+        """Keys of the recipe that the command line sets; the plan does not vary them."""
+        return {word[2:].partition("=")[0].replace("-", "_") for word in self.overrides if word.startswith("--")}
+
+
+def read_request(arguments: Sequence[str]) -> PlanRequest:
+    """Parse the arguments after the recipe. Raises `MegabatchError` for a value that cannot be."""
+    values, overrides, as_json = split_arguments(arguments)
+    device = device_named(values.get("device", DEFAULT_DEVICE))
+    if "bandwidth" in values:
+        rate = read_rate("--bandwidth", values["bandwidth"])
+        network = min(device.network_bytes_per_second, rate)
+        device = replace(device, link_bytes_per_second=rate, network_bytes_per_second=network)
+    request = PlanRequest(
+        world=_read_count("world", values.get("world", "1")),
+        device=device,
+        memory_bytes=read_bytes("--memory", values["memory"]) if "memory" in values else device.memory_bytes,
+        length_tokens=_read_count("length", values["length"], least=2) if "length" in values else None,
+        as_json=as_json,
+        chart=_read_chart(values["chart"]) if "chart" in values else None,
+        overrides=tuple(overrides),
+    )
+    if request.limit_bytes <= 0:
+        raise MegabatchError(
+            f"--memory is {request.memory_bytes:,} bytes, and the context of a {device.name} alone takes "
+            f"{device.overhead_bytes:,}; give more"
+        )
+    return request
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[dict[str, str], list[str], bool]:
+    """Return plan's own options, overrides of the recipe as ``--key=value``, and True if JSON is asked for."""
+    values: dict[str, str] = {}
+    overrides: list[str] = []
+    as_json, rest = False, list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        name, given, text = argument.removeprefix("--").partition("=")
+        if argument == "--json":
+            as_json = True
+        elif argument.startswith("--") and name in OPTIONS:
+            if not given and (not rest or rest[0].startswith("--")):
+                raise MegabatchError(f"--{name} has no value; write --{name} VALUE")
+            values[name] = text if given else rest.pop(0)
+        elif argument.startswith("--") and not given and rest and not rest[0].startswith("--"):
+            overrides.append(f"{argument}={rest.pop(0)}")
+        else:
+            overrides.append(argument)
+    return values, overrides, as_json
+
+
+def _read_count(name: str, text: str, *, least: int = 1) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise MegabatchError(f"--{name} is {text!r}; it must be a whole number of at least {least}")
+    return int(text)
+
+
+def _read_chart(text: str) -> Path:
+    path = Path(text)
+    if path.suffix not in (".png", ".svg", ".pdf") or not path.parent.is_dir():
+        raise MegabatchError(f"--chart is {text!r}; name a .png, .svg or .pdf file in a folder that is there")
+    if find_spec("matplotlib") is None:
+        raise MegabatchError("--chart needs matplotlib, which is not installed; pip install matplotlib")
+    return path

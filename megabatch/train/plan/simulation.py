@@ -1,0 +1,266 @@
+"""Simulation: a recipe on many ranks, with its own model, wrapper, loss and optimizer, as fake tensors of rank 0."""
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.optim import Optimizer
+
+from megabatch import JointLoss
+from megabatch.batching import OneRow
+from megabatch.errors import MegabatchError
+from megabatch.losses import LossFunction
+from megabatch.simulate import Device, Replica, Simulated, simulate
+from megabatch.train.callbacks.ema import Average
+from megabatch.train.config import Config, ModelConfig, OptimConfig
+from megabatch.train.config.parallel_layout import Layout, layout_of
+from megabatch.train.data.load import load_data
+from megabatch.train.model.adapters import choose_trained
+from megabatch.train.model.architecture import architecture_of, check_fit, load_tokenizer, outline
+from megabatch.train.model.build import check_keys, check_together, divide, prepare
+from megabatch.train.model.expert_balance import router_coefficient, with_router_loss
+from megabatch.train.model.optimizer import build_optimizer
+from megabatch.train.model.tensor_parallel import plain_terms
+from megabatch.train.model.weights import is_several, own_source
+from megabatch.train.model.wrap import Wrapper, accumulation_of, choose_wrapper, computing
+from megabatch.train.plan.estimate import ModelSizes, measure_sizes
+from megabatch.train.plan.grid import Choice, Grid, build_grid
+from megabatch.train.plan.request import PlanRequest
+from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.plugins import load_function
+from megabatch.train.runtime.ranks import CPU, Ranks
+
+Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # shapes and dtypes by name
+DATA_DEPENDENT = "DataDependentOutputException"  # raised by fake tensors
+ALONE = Ranks(0, 1, CPU)
+
+
+def build_simulator(config: Config, request: PlanRequest, console: Console) -> "Simulator":
+    """Prepare a recipe for simulation. Raises `MegabatchError` for keys that exclude each other or the plan."""
+    layout = layout_of(config.parallel, request.world)
+    check_planned(config, request.world)
+    check_keys(config.model)
+    check_together(config, Ranks(0, request.world, CPU, layout))
+    sample = find_longest_sample(config, request.length_tokens, console)
+    model = _bare_model(config, sample.length_tokens)
+    wrapper = choose_wrapper(config.parallel.wrapper, request.world, model, layout)
+    choose_trained(model, config.model)
+    axes = _mesh_axes(layout, wrapper, request.world)
+    is_hybrid = wrapper.name == "fsdp2" and (axes or {}).get("dp_replicate", 1) > 1
+    wrapped = "hsdp" if is_hybrid else wrapper.name
+    dp_degree = layout.dp_degree(request.world)
+    grid = build_grid(config, request.stated_keys, wrapped, dp_degree, sample.length_tokens)
+    sizes = measure_sizes(model, config, layout, wrapped, request.world)
+    router = router_coefficient(config, model, load_function(config.loss.function, "loss.function"))
+    return Simulator(config, request.device, wrapper, axes, sample, grid, sizes, router)
+
+
+def check_planned(config: Config, world: int) -> None:
+    """Raise for keys that cannot be simulated."""
+    if config.model.quantize is not None:
+        raise MegabatchError(
+            f"model.quantize is {config.model.quantize!r}, whose layers the plan does not simulate; plan without "
+            "it: the base then counts in full"
+        )
+    if config.optim.in_backward:
+        raise MegabatchError(
+            "optim.in_backward is true, which the plan does not simulate; plan without it: gradients then count in full"
+        )
+    for axis in ("cp", "pp"):
+        if (degree := getattr(config.parallel, axis)) > 1:
+            raise MegabatchError(
+                f"parallel.{axis} is {degree}, which the plan does not simulate; plan with parallel.{axis}=1 and "
+                f"--world {world // degree}"
+            )
+
+
+def _bare_model(config: Config, longest_tokens: int | None = None) -> nn.Module:
+    """Build the recipe's model without memory; a model of the user's function is built as the function does it."""
+    if config.model.function is not None:
+        model = own_source(config.model, config.run.seed).model
+        if is_several(model):
+            raise MegabatchError("model.function returns several models, of which no plan is made; plan one of them")
+        return model
+    # Flash attention keeps what torch's own does, and its package may be missing.
+    attention = "eager" if config.model.attention == "eager" else "sdpa"
+    simulated: ModelConfig = config.model.model_copy(update={"attention": attention})
+    architecture = architecture_of(simulated)
+    architecture.use_cache = False
+    check_fit(architecture, longest_tokens, None)
+    return outline(simulated, architecture)
+
+
+def _mesh_axes(layout: Layout, wrapper: Wrapper, world: int) -> dict[str, int] | None:
+    """Return the axes of the mesh that the trainer would make; DDP has one."""
+    if world == 1 and wrapper.name == "plain":
+        return None
+    return {"dp": world} if wrapper.name == "ddp" else layout.axes(wrapper.name, world)
+
+
+@dataclass(frozen=True)
+class Simulator:
+    """A recipe whose choices can be simulated."""
+
+    config: Config
+    device: Device
+    wrapper: Wrapper
+    axes: dict[str, int] | None  # of the mesh; None: one rank
+    sample: "LongestSample"
+    grid: Grid
+    sizes: ModelSizes
+    router: float | None = None  # coefficient of the router loss
+
+    def simulate(self, choice: Choice) -> Simulated:
+        """Simulate an update of rank 0. Raises `MegabatchError` for what fake tensors cannot do."""
+        config = _with_choice(self.config, choice, self.device)
+        averages: list[Average] = []  # alive during the update
+
+        def make_optimizer(model: nn.Module) -> Optimizer:
+            if config.optim.ema_decay is not None:
+                averages.append(Average(model, config.optim.ema_decay))
+            return _build_optimizer(config.optim, model)
+
+        return simulate(
+            partial(self._build_model, config, choice),
+            make_optimizer,
+            partial(self.sample.microbatch, choice.micro_batch_size),
+            self._loss_fn(config),
+            axes=self.axes,
+            num_microbatches=choice.num_microbatches,
+            sync=choice.sync,
+            max_norm=config.update.max_norm,
+            accumulate_dtype=accumulation_of(config.update),
+            device=self.device,
+            around=loss_parallel if config.parallel.loss_parallel else contextlib.nullcontext,
+        )
+
+    def _build_model(self, config: Config, choice: Choice, mesh: DeviceMesh | None) -> nn.Module:
+        """Build and wrap the model as the trainer does, without memory."""
+        model = _bare_model(config)
+        prepare(model, config.model)
+        if self.wrapper.is_of_fsdp or config.parallel.tp > 1:
+            assert mesh is not None  # these have axes
+            divide(model, config, self.wrapper, mesh, None)
+        unused = config.model.function is not None
+        return Replica(model, find_unused_parameters=unused) if self.wrapper.name == "ddp" else model
+
+    def _loss_fn(self, config: Config) -> LossFunction:
+        loss_fn = load_function(config.loss.function, "loss.function")
+        if isinstance(loss_fn, JointLoss):
+            raise MegabatchError("loss.function is a JointLoss, of which no plan is made; plan with a loss of samples")
+        loss_fn = with_router_loss(loss_fn, self.router)
+        if config.parallel.loss_parallel:
+            loss_fn = plain_terms(loss_fn)
+
+        def in_precision(model: Any, microbatch: Any) -> Any:
+            with computing(config.model, self.wrapper.casts_as, CPU):
+                return loss_fn(model, microbatch)
+
+        return in_precision
+
+
+def _with_choice(config: Config, choice: Choice, device: Device) -> Config:
+    """Return the recipe with a choice made. A compiler is not simulated."""
+    model = {"activation_checkpointing": choice.recompute, "compile": False}
+    options = config.optim.options
+    if device.name != "cpu" and config.optim.function is None and not {"foreach", "fused"} & set(options):
+        options = {**options, "fused" if choice.fused else "foreach": True}  # torch's default depends on the device
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(update=model),
+            "optim": config.optim.model_copy(update={"options": options}),
+            "parallel": config.parallel.model_copy(update={"reshard_after_forward": choice.reshard}),
+        }
+    )
+
+
+def _build_optimizer(config: OptimConfig, model: nn.Module) -> Optimizer:
+    """Build the recipe's optimizer. Raises `MegabatchError` if its step reads numbers, which fake tensors lack."""
+    try:
+        return build_optimizer(model, config)
+    except MegabatchError as error:
+        if DATA_DEPENDENT not in str(error):
+            raise
+        raise MegabatchError(
+            f"optim.name is {config.name!r}, whose step looks at numbers, and a plan has none; plan with AdamW, which "
+            "keeps no less"
+        ) from None
+
+
+@dataclass(frozen=True)
+class LongestSample:
+    """Shapes of the longest sample, which the plan must have room for."""
+
+    fields: Fields  # of one sample
+    length_tokens: int
+    source: str  # of the length, in words
+    one_row: bool = False  # the samples of a microbatch lie one after another in a row
+
+    def microbatch(self, num_samples: int) -> dict[str, Tensor]:
+        """Return zeros in the shape of that many samples: name → [B, ...]."""
+        if not self.one_row:
+            return {name: torch.zeros(num_samples, *shape, dtype=dtype) for name, (shape, dtype) in self.fields.items()}
+        return {
+            name: torch.zeros(1, num_samples * shape[0], *shape[1:], dtype=dtype)
+            for name, (shape, dtype) in self.fields.items()
+        }
+
+
+def find_longest_sample(config: Config, length_tokens: int | None, console: Console) -> LongestSample:
+    """Return the longest sample by the command line or the recipe; else by the data, read as for training."""
+    if config.data.function is not None:
+        if length_tokens is not None:
+            raise MegabatchError(
+                "--length is given and the samples are those of data.function, which may be anything; leave it out: "
+                "they are read"
+            )
+        return _sample_of_function(config, console)
+    if length_tokens is not None:
+        return text_sample(length_tokens, "--length", config)
+    for key in ("pack_tokens", "max_sample_tokens"):
+        if (stated := getattr(config.data, key)) is not None:
+            return text_sample(stated, f"data.{key}", config)
+    return text_sample(_measure_data(config, console), "the longest of its data", config)
+
+
+def text_sample(length_tokens: int, source: str, config: Config) -> LongestSample:
+    """Return a sample of text; packed rows have positions too."""
+    names = ["input_ids", "labels", *(["position_ids"] if config.data.pack_tokens is not None else [])]
+    return _in_row(LongestSample(dict.fromkeys(names, ((length_tokens,), torch.long)), length_tokens, source), config)
+
+
+def _sample_of_function(config: Config, console: Console) -> LongestSample:
+    samples: Any = load_data(config, load_tokenizer(config.model), ALONE, console).train
+    index = int(samples.lengths.argmax())
+    tensors = {name: torch.as_tensor(value) for name, value in samples[index].items()}
+    fields = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    return _in_row(LongestSample(fields, int(samples.lengths[index]), "the longest of data.function"), config)
+
+
+def _in_row(sample: LongestSample, config: Config) -> LongestSample:
+    """Return the sample as `OneRow` collates it, if the recipe asks for that."""
+    if not config.update.one_row:
+        return sample
+    fill = {"attention_mask": torch.ones}  # a mask of zeros would hide everything
+    tensors = {name: fill.get(name, torch.zeros)(shape, dtype=dtype) for name, (shape, dtype) in sample.fields.items()}
+    fields = {name: (tuple(value.shape[1:]), value.dtype) for name, value in OneRow()([tensors]).items()}
+    return LongestSample(fields, sample.length_tokens, sample.source, one_row=True)
+
+
+def _measure_data(config: Config, console: Console) -> int:
+    """Return the tokens of the longest sample of the data."""
+    advice = "give --length N, the tokens of the longest sample, or data.max_sample_tokens, and no data is read"
+    unbounded = config.update.model_copy(update={"micro_batch_size": 1, "max_microbatch_tokens": None})
+    try:
+        data = load_data(config.model_copy(update={"update": unbounded}), load_tokenizer(config.model), ALONE, console)
+    except MegabatchError as error:
+        raise MegabatchError(f"{error}; or {advice}") from None
+    if data.longest_tokens is None:
+        raise MegabatchError(f"the longest sample of a stream is not known; {advice}")
+    return data.longest_tokens
