@@ -7,7 +7,7 @@ from typing import Any
 from megabatch import Learner, Plan
 from megabatch.losses import LossFunction
 from megabatch.train import messages as words
-from megabatch.train.autotune.microbatch_limit import Compared
+from megabatch.train.autotune.microbatch_limit import MemoryCheck
 from megabatch.train.callbacks.ema import Average
 from megabatch.train.callbacks.jsonl_log import Journal
 from megabatch.train.callbacks.manifest import Manifest
@@ -50,7 +50,7 @@ class Updating:
         in_calls = self._timeline.watching_calls(self._advice.run)
         self._making = Making(config, learner, watched, laid, in_calls, ranks, console)
         self._manifest = Manifest(self._folder, ranks, enabled=config.run.manifest)
-        self._compared = Compared(ranks)
+        self._compared = MemoryCheck(ranks)
         self.clock = UpdateClock()
         self.plan: Plan | None = None  # of the last update
 

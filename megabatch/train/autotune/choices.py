@@ -7,9 +7,9 @@ from megabatch import Learner
 from megabatch.errors import MicrobatchLimit as Learned
 from megabatch.losses import LossFunction
 from megabatch.planning import TunedLimit
-from megabatch.train.autotune.accumulator import accumulator_of
-from megabatch.train.autotune.microbatch_limit import Bound, choose, longest, saved_bound
-from megabatch.train.autotune.sync_policy import AUTO, LAST, Choosing, Policy, saved_policy
+from megabatch.train.autotune.build_accumulator import build_accumulator
+from megabatch.train.autotune.microbatch_limit import ChosenLimit, choose_limit, load_limit, longest
+from megabatch.train.autotune.sync_policy import AUTO, LAST, ChosenSync, SyncChooser, load_policy
 from megabatch.train.config import Config, UpdateConfig
 from megabatch.train.data.load import Data
 from megabatch.train.data.updates import Updates
@@ -22,8 +22,8 @@ from megabatch.train.runtime.ranks import Ranks
 class Chosen:
     """How much goes through the model at once, and when ranks sum."""
 
-    bound: Bound | None  # None: the recipe gives it
-    policy: Policy
+    bound: ChosenLimit | None  # None: the recipe gives it
+    policy: ChosenSync
 
     @property
     def given(self) -> tuple[TunedLimit | None, str | None]:
@@ -42,8 +42,8 @@ class Chosen:
 
 def saved_choices(config: Config, ranks: Ranks, checkpoint: Path | None) -> Chosen:
     """Those of the checkpoint which the run goes on from, as far as they still hold."""
-    bound = saved_bound(config, ranks, checkpoint)
-    return Chosen(bound, saved_policy(config, ranks, bound, checkpoint))
+    bound = load_limit(config, ranks, checkpoint)
+    return Chosen(bound, load_policy(config, ranks, bound, checkpoint))
 
 
 def choose_rest(
@@ -51,17 +51,17 @@ def choose_rest(
     ranks: Ranks,
 ) -> Chosen:  # fmt: skip
     """What is still open, which the learner follows from here on. Measuring leaves nothing behind; collective."""
-    bound = choose(chosen.bound, learner.gradient, loss_fn, data, updates, laid, ranks)
+    bound = choose_limit(chosen.bound, learner.gradient, loss_fn, data, updates, laid, ranks)
     if chosen.policy.sync is not None:
         return Chosen(bound, chosen.policy)
     batch = updates.peek()
     own = learner.gradient.plan(batch).sync
-    found = None if own == LAST else Choosing(own, config, learner, loss_fn, data, batch, laid, ranks).found()
+    found = None if own == LAST else SyncChooser(own, config, learner, loss_fn, data, batch, laid, ranks).choose()
     if found is None:
         return Chosen(bound, replace(chosen.policy, sync=AUTO, words=()))
     if found.sync == LAST:
         learned = learner.gradient.oom_limit
-        learner.gradient = accumulator_of(laid.model, config, found.fit, LAST)
+        learner.gradient = build_accumulator(laid.model, config, found.fit, LAST)
         learner.gradient.lower_limit(learned)
         learner.gradient.reserve_for(learner.optimizer)
         if bound is not None:

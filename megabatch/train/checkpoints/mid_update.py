@@ -19,12 +19,12 @@ from torch import Tensor
 from megabatch import Learner, MegabatchError, Plan, Term
 from megabatch.errors import in_one_line
 from megabatch.losses import LossFunction
-from megabatch.train.autotune.microbatch_limit import circumstances
 from megabatch.train.callbacks.ema import local
 from megabatch.train.checkpoints.metadata import (
     DIGEST,
     FileDigest,
     Meta,
+    describe_conditions,
     digest_of,
     find_changed_file,
     first_difference,
@@ -98,7 +98,7 @@ class Partial:
             check_config(config)
         self._learner, self._updates, self._ranks, self._console = learner, updates, ranks, console
         self._loss_fn, self._is_asked = loss_fn, is_asked
-        self._circumstances = circumstances(config, ranks)
+        self._circumstances = describe_conditions(config, ranks)
         self._identity = {**identity["settings"], **{part: identity[part] for part in PARTS}}
         self._folder = checkpoints_of(Path(config.run.folder)) / OPEN
         self._left: dict[str, Any] = {}  # of the update that a former start of the run has left open

@@ -16,7 +16,6 @@ from megabatch import CostModel, UpdateSampler
 from megabatch.batching import Deferred
 from megabatch.errors import MegabatchError, PlanError
 from megabatch.planning import Consumed
-from megabatch.train.autotune.balancing import price_of
 from megabatch.train.config import Config
 from megabatch.train.config.batch_size import sizes_of
 from megabatch.train.data.custom_dataset import drawing
@@ -52,6 +51,11 @@ def sampler_of(data: Data, config: Config, ranks: Ranks) -> UpdateSampler:
         tail=config.update.tail,
         order=data.order,  # pyright: ignore[reportArgumentType]  # an array of ids is a sequence of them
     )
+
+
+def balancing_cost(even_tokens: int) -> CostModel:
+    """Return costs in units of a token without attention. A power of two makes their sums exact."""
+    return CostModel(seconds_per_token=1.0, seconds_per_pair=1 / even_tokens)
 
 
 class Shares(Dataset[Delivery]):
@@ -248,8 +252,8 @@ class Updates:
     def deal_by(self, even_tokens: int | None) -> None:
         """Deal updates over ranks by what samples cost, see `dealing.py`, before the first is handed out; None: by
         length. The samples of an update stay the same."""
-        cost = price_of(even_tokens)
-        if cost is not None and self._dp_degree > 1:
+        if even_tokens is not None and self._dp_degree > 1:
+            cost = balancing_cost(even_tokens)
             self.even_tokens, self._ahead = even_tokens, self._source.deal_by(cost, self._ahead)
 
     def peek(self) -> Sequence[Any]:

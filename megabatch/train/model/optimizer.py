@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from megabatch import Learner
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.planning import TunedLimit
-from megabatch.train.autotune.accumulator import accumulator_of
+from megabatch.train.autotune.build_accumulator import build_accumulator
 from megabatch.train.callbacks.nonfinite_search import max_norm_of
 from megabatch.train.config import Config, OptimConfig
 from megabatch.train.data.num_updates import NumUpdates
@@ -41,7 +41,7 @@ def build_learner(
     sync: str | None = None,
 ) -> Learner:
     """The model with all that moves it; ``base`` is without its wrapper. Raises `MegabatchError`."""
-    gradient = accumulator_of(model, config, fit, sync)
+    gradient = build_accumulator(model, config, fit, sync)
     decay_steps = decay_steps_of(config, num_updates)
     optimizer = build_optimizer(base, config.optim)
     scheduler = LambdaLR(optimizer, lambda step: lr_factor(step, config.optim, decay_steps))
