@@ -23,8 +23,9 @@ from benchmarks.speed.__main__ import GSM8K
 from megabatch import CostModel, GradientAccumulator, UpdateSampler, losses
 from megabatch.planning.limits import TunedLimit
 from megabatch.planning.partition import balance
-from megabatch.train.data.balancing import LEAST, MOST, even_tokens, price_of
+from megabatch.train.autotune.microbatch_limit import MAX_RATIO, MIN_RATIO, even_tokens
 from megabatch.train.data.stdlib import stdlib_functions, stdlib_root
+from megabatch.train.data.updates import balancing_cost
 
 CLAIM = "ranks that are dealt samples by what they were measured to cost wait less for the slowest than by length"
 LONGEST_TOKENS = 4096  # longer samples are left out
@@ -161,7 +162,8 @@ def main() -> None:
         print(f"{data}: {len(lengths):,} samples of {lengths.mean():.0f} tokens, at most {lengths.max():,}; attention "
               f"of the longest over the rest {seen}, as much as the rest at {kept} tokens", flush=True)  # fmt: skip
         middle = sorted(made, key=lambda fit: fit.cost.seconds_per_pair / max(fit.cost.seconds_per_token, 1e-12))
-        price = price_of(even_tokens(middle[len(made) // 2]))
+        even = even_tokens(middle[len(made) // 2])
+        price = None if even is None else balancing_cost(even)
         rows: list[Row] = []
         for ranks, size in () if price is None else CASES[:1] if quick else CASES:
             rows.append(dealt(model, lengths, price, ranks, size, 1 if quick else NUM_UPDATES))
@@ -174,7 +176,8 @@ def main() -> None:
             "measured": rows, "from_prices_alone": prices,
         }  # fmt: skip
     if not quick:
-        whole = {"claim": CLAIM, **made_with, "threads": 1, "repeats": NUM_REPEATS, "least": LEAST, "most": MOST,
+        whole = {"claim": CLAIM, **made_with, "threads": 1, "repeats": NUM_REPEATS, "least": MIN_RATIO,
+                 "most": MAX_RATIO,
                  "data": found}  # fmt: skip
         print(result.write(result.dated("dealing"), whole))
 

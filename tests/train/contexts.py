@@ -9,7 +9,7 @@ import torch
 from megabatch import Learner
 from megabatch.losses import LossFunction
 from megabatch.train.autotune.choices import TunedChoices
-from megabatch.train.autotune.sync_policy import Policy
+from megabatch.train.autotune.sync_policy import ChosenSync
 from megabatch.train.config import Config
 from megabatch.train.context import RunContext
 from megabatch.train.data.updates import NumUpdates
@@ -45,5 +45,5 @@ def context_of(
     return RunContext(
         config or config_of(), ranks, Console(enabled=False, loss_digits=4), StopSignal(speaks=False),
         Heartbeat(Rendezvous(), None), None, data, updates, model, learner, loss_fn,
-        TunedChoices(None, Policy(None, {})), {},
+        TunedChoices(None, ChosenSync(None, {})), {},
     )  # fmt: skip

@@ -10,11 +10,11 @@ from megabatch.autotune.memory import Budget
 from megabatch.autotune.tuner import PolicyMemory
 from megabatch.losses.contract import weigh_of
 from megabatch.planning.limits import MeasuredMicrobatch, TunedLimit
-from megabatch.train.autotune.accumulator import accumulator_of
+from megabatch.train.autotune.build_accumulator import build_accumulator
 from megabatch.train.autotune.choices import TunedChoices, choose_rest
-from megabatch.train.autotune.fsdp_comm_bytes import reductions_of
-from megabatch.train.autotune.microbatch_limit import Bound
-from megabatch.train.autotune.sync_policy import LAST, Choosing, Found, Policy, most
+from megabatch.train.autotune.fsdp_comm_bytes import measure_comm
+from megabatch.train.autotune.microbatch_limit import ChosenLimit
+from megabatch.train.autotune.sync_policy import LAST, ChosenSync, SyncChooser, SyncDecision, max_over_ranks
 from megabatch.train.config import Config
 from megabatch.train.config.parallel_layout import layout_of
 from megabatch.train.config.recipe import load_config
@@ -51,39 +51,39 @@ def capped(config: Config, num_bytes: float, **update: Any) -> Config:
     return config.model_copy(update={"update": config.update.model_copy(update={**memory, **update})})
 
 
-class Steady(Choosing):
+class Steady(SyncChooser):
     """Chooses in a process that uses the same of its memory all the time, but for what is measured."""
 
     budget: Budget | None = None
 
-    def _taken(self, *given: Any, budget: Budget | None = None, **named: Any) -> PolicyMemory:
-        return super()._taken(*given, **named, budget=self.budget or budget)
+    def _measure(self, *given: Any, budget: Budget | None = None, **named: Any) -> PolicyMemory:
+        return super()._measure(*given, **named, budget=self.budget or budget)
 
 
 def choosing_of(context: RunContext) -> Steady:
     """What chooses by measuring, whatever the trainer has chosen."""
     learner, batch = context.learner, context.updates.peek()
-    learner.gradient = accumulator_of(context.model.model, context.config, learner.gradient.fit)
+    learner.gradient = build_accumulator(context.model.model, context.config, learner.gradient.fit)
     own, config = learner.gradient.plan(batch).sync, capped(context.config, CAP)
     return Steady(own, config, learner, context.loss_fn, context.data, batch, context.model, context.ranks)
 
 
 def least_of(choosing: Steady, ranks: Ranks) -> float:
     """What a microbatch of one sample comes to under the wrapper's own policy."""
-    choosing.budget = choosing._taken(choosing._own, 1, None).budget
-    peaks = [choosing._taken(choosing._own, 1, None).peak_bytes for _ in range(NUM_MEASURED)]
-    return most([min(peaks)], ranks)[0]
+    choosing.budget = choosing._measure(choosing._own, 1, None).budget
+    peaks = [choosing._measure(choosing._own, 1, None).peak_bytes for _ in range(NUM_MEASURED)]
+    return max_over_ranks([min(peaks)], ranks)[0]
 
 
-def under_caps(ranks: Ranks, recipe: Path, overrides: Sequence[str]) -> dict[str, Found | None]:
+def under_caps(ranks: Ranks, recipe: Path, overrides: Sequence[str]) -> dict[str, SyncDecision | None]:
     """What is chosen where there is room for half of what "last" keeps more, and for all of it."""
     choosing = choosing_of(context_of(ranks, recipe, overrides))
-    least, found = least_of(choosing, ranks), dict[str, Found | None]()
+    least, found = least_of(choosing, ranks), dict[str, SyncDecision | None]()
     for name, share in CAPS.items():
         assert choosing.budget is not None
         above = choosing.budget.used if share < 1 else least  # nothing that is measured makes room for it all there
         choosing.budget = replace(choosing.budget, limit=above + share * choosing._more_bytes)
-        found[name] = choosing.found()
+        found[name] = choosing.choose()
     return found
 
 
@@ -95,8 +95,8 @@ def with_bounds(ranks: Ranks, recipe: Path, overrides: Sequence[str]) -> dict[st
     found: dict[str, dict[str, Any]] = {}
     for name, room in ROOM.items():
         fit = fit_with(more + room)
-        learner.gradient = accumulator_of(laid.model, config, fit)
-        context.choices = TunedChoices(Bound(fit, {}, (f"update.{fit.explain()}",)), Policy(None, {}))
+        learner.gradient = build_accumulator(laid.model, config, fit)
+        context.choices = TunedChoices(ChosenLimit(fit, {}, (f"update.{fit.explain()}",)), ChosenSync(None, {}))
         chosen = choose_rest(context)
         gradient, after = learner.gradient, learner.gradient.fit
         assert chosen.bound is not None
@@ -111,28 +111,28 @@ def with_bounds(ranks: Ranks, recipe: Path, overrides: Sequence[str]) -> dict[st
     return found
 
 
-class Scripted(Choosing):
+class Scripted(SyncChooser):
     """Chooses by numbers that are given."""
 
     over_bytes: list[float]  # the limit, each time that something is measured
 
-    def _taken(self, *given: Any, **named: Any) -> PolicyMemory:
+    def _measure(self, *given: Any, **named: Any) -> PolicyMemory:
         return PolicyMemory(1e6 + self.over_bytes.pop(0), 0.0, 1e6, 1e6, Budget(0.0, 0.0, 0.0))
 
 
-def measured_over(ranks: Ranks, recipe: Path, overrides: Sequence[str]) -> dict[str, Found | None]:
+def measured_over(ranks: Ranks, recipe: Path, overrides: Sequence[str]) -> dict[str, SyncDecision | None]:
     """What is chosen beside a bound where "last" is measured to need more than it should, once or twice."""
     context = context_of(ranks, recipe, overrides)
     model, learner, batch = context.model.model, context.learner, context.updates.peek()
     config = capped(context.config, CAP, micro_batch_size=None, max_microbatch_tokens="auto")
     more = choosing_of(context)._more_bytes
-    learner.gradient = accumulator_of(model, config, fit_with(more))
-    found: dict[str, Found | None] = {}
+    learner.gradient = build_accumulator(model, config, fit_with(more))
+    found: dict[str, SyncDecision | None] = {}
     for name, over_bytes in OVER.items():
         parts = (learner, context.loss_fn, context.data, batch, context.model, context.ranks)
         scripted = Scripted("every", config, *parts)
         scripted.over_bytes = list(over_bytes)
-        found[name] = scripted.found()
+        found[name] = scripted.choose()
         assert not scripted.over_bytes
     return found
 
@@ -152,7 +152,7 @@ def counted(ranks: Ranks, recipe: Path, given: Sequence[Sequence[str]]) -> list[
 def counts_of(context: RunContext, sync: str | None) -> dict[str, Any]:
     """The collectives of a second update, the bytes of its gradient between two microbatches, and both as expected."""
     model, batch, loss_fn = context.model.model, context.updates.peek(), context.loss_fn
-    gradient = accumulator_of(model, context.config, None, sync)
+    gradient = build_accumulator(model, context.config, None, sync)
     kept = 0
     for _ in range(2):
         with Collectives() as collectives:
@@ -161,7 +161,7 @@ def counts_of(context: RunContext, sync: str | None) -> dict[str, Any]:
                 gradient.backward(*loss_fn(model, microbatch))
         gradient.finalize()
     assert gradient.last_plan is not None
-    reductions, policy = reductions_of(model, None), gradient.last_plan.sync
+    reductions, policy = measure_comm(model, None), gradient.last_plan.sync
     return {
         "sync": policy,
         "table": collectives.table(),

@@ -12,6 +12,7 @@ from megabatch import CostModel
 from megabatch.errors import MicrobatchLimit
 from megabatch.planning.limits import MeasuredMicrobatch, TunedLimit
 from megabatch.train.autotune import microbatch_limit as bound
+from megabatch.train.checkpoints import metadata
 from megabatch.train.checkpoints.metadata import first_difference, read_meta
 from megabatch.train.checkpoints.retention import Checkpoints
 from megabatch.train.config import Config, ModelConfig, RunConfig, UpdateConfig
@@ -95,10 +96,10 @@ def test_ranks_on_unlike_devices_choose_alike(tmp_path: Path) -> None:
 
 def circumstances_of(ranks: Ranks) -> dict[str, object]:
     """On hosts of another size each."""
-    bound.device_text = lambda device: f"{device.type}, {ranks.rank + 1} GiB"
+    metadata.device_text = lambda device: f"{device.type}, {ranks.rank + 1} GiB"
     update = UpdateConfig(global_batch_size=8, max_microbatch_tokens="auto")
     model = ModelConfig(config={"model_type": "gpt2"})
-    return bound.circumstances(Config(model=model, update=update, run=RunConfig(folder="runs/a")), ranks)
+    return metadata.describe_conditions(Config(model=model, update=update, run=RunConfig(folder="runs/a")), ranks)
 
 
 def test_what_changes_a_microbatch_changes_the_bound() -> None:
@@ -108,7 +109,7 @@ def test_what_changes_a_microbatch_changes_the_bound() -> None:
             update=UpdateConfig(global_batch_size=8, max_microbatch_tokens="auto", **values.get("update", {})),
             run=RunConfig(folder="runs/a"),
         )
-        return bound.circumstances(config, ALONE)
+        return metadata.describe_conditions(config, ALONE)
 
     kept = json.loads(json.dumps(circumstances()))
     assert first_difference(kept, circumstances()) is None
@@ -126,11 +127,11 @@ def test_a_fit_is_kept_as_it_is() -> None:
     fit = TunedLimit(
         428, CostModel(1.0, 2.0), 100, (MeasuredMicrobatch(1, 70.0), MeasuredMicrobatch(4, 280.0)), 2.0**31, 300.0, 4
     )
-    assert bound.fit_of(json.loads(json.dumps(asdict(fit)))) == fit
+    assert bound._parse_limit(json.loads(json.dumps(asdict(fit)))) == fit
 
 
 def test_the_words_tell_of_what_was_learned() -> None:
     text = "update.max_microbatch_tokens 1,000: the checkpoint's, so that sums are rounded the same"
-    assert bound.kept_text(1000, None) == bound.kept_text(1000, MicrobatchLimit(1, 1000)) == text
+    assert bound._kept_text(1000, None) == bound._kept_text(1000, MicrobatchLimit(1, 1000)) == text
     learned = "since a microbatch did not fit in memory, one holds at most 300 (microbatch.json)"
-    assert bound.kept_text(1000, MicrobatchLimit(3, 300)) == f"{text}; {learned}"
+    assert bound._kept_text(1000, MicrobatchLimit(3, 300)) == f"{text}; {learned}"

@@ -13,8 +13,8 @@ import pytest
 from megabatch import CostModel
 from megabatch.planning.limits import TunedLimit
 from megabatch.planning.partition import balance
-from megabatch.train.data.balancing import even_tokens, price_of
-from megabatch.train.data.updates import Updates
+from megabatch.train.autotune.microbatch_limit import even_tokens
+from megabatch.train.data.updates import Updates, balancing_cost
 from tests.elastic.conftest import OWN
 from tests.elastic.test_stop import disturb
 from tests.train.conftest import NO_DROPOUT, Bench, write_pairs
@@ -62,11 +62,9 @@ def test_what_is_kept_of_a_fit(token: float, pair: float, expected: int | None) 
 
 
 def test_sums_of_prices_are_exact() -> None:
-    cost = price_of(64)
-    assert cost is not None
+    cost = balancing_cost(64)
     prices = [cost.sample_seconds(length) for length in range(1, 500)]
     assert sum(prices) == sum(reversed(prices)) == sum(64 * length + length**2 for length in range(1, 500)) / 64
-    assert price_of(None) is None
 
 
 def dealt(updates: Updates, *, peeks: bool = True) -> Updates:

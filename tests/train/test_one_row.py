@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megabatch.train.autotune.accumulator import accumulator_of
+from megabatch.train.autotune.build_accumulator import build_accumulator
 from megabatch.train.model.build import build
 from megabatch.train.plan.search import SIMULATION
 from megabatch.train.plan.simulation import text_sample
@@ -75,7 +75,7 @@ def test_a_model_is_tried_as_it_computes() -> None:
     config = recipe(model={"compute_dtype": "bfloat16", "dtype": "float32"}, update={"one_row": True})
     laid, seen = build(config, ALONE, SILENT, None, None), list[Any]()
     laid.base.register_forward_hook(lambda module, inputs, output: seen.append(output.logits.dtype))
-    accumulator_of(laid.model, config, None)
+    build_accumulator(laid.model, config, None)
     assert seen == [torch.bfloat16] * 5
 
 

@@ -12,7 +12,7 @@ import torch
 
 from megabatch import CostModel, Plan
 from megabatch.planning.limits import MeasuredMicrobatch, TunedLimit
-from megabatch.train.autotune.sync_policy import AUTO, LAST, Policy, beside, saved_policy
+from megabatch.train.autotune.sync_policy import AUTO, LAST, ChosenSync, leave_room, load_policy
 from megabatch.train.checkpoints.metadata import POSITIONS, TITLES, read_meta
 from megabatch.train.checkpoints.retention import Checkpoints
 from megabatch.train.config import Config, ModelConfig, RunConfig, UpdateConfig
@@ -92,7 +92,7 @@ def test_the_bound_and_the_policy_are_chosen_together(bench: Bench, ask: Callabl
     assert said["a little less"][0].startswith("update.max_microbatch_tokens 380: predicted peak ")
     assert said["a little less"][1].startswith("update.sync last: its whole gradient of 6.")
     assert re.fullmatch(
-        "update.sync every: beside its whole gradient last has room for microbatches of 200 tokens, and an update "
+        "update.sync every: leave_room its whole gradient last has room for microbatches of 200 tokens, and an update "
         r"would be \d+ of them instead of \d", said["half of the bound"][1],
     )  # fmt: skip
     assert said["no room"][1].startswith("update.sync every: last would keep the whole gradient of 6.")
@@ -257,18 +257,18 @@ def test_the_room_beside_a_whole_gradient_is_the_bounds() -> None:
     fit = TunedLimit(
         1000, CostModel(bytes_fixed=100.0, bytes_per_token=2.0), 50, (MeasuredMicrobatch(1, 100.0),), 2150.0, 2000.0, 20
     )
-    assert beside(fit, 0.0) == fit
-    lowered = beside(fit, 250.0)
+    assert leave_room(fit, 0.0) == fit
+    lowered = leave_room(fit, 250.0)
     assert lowered is not None
     assert (lowered.max_microbatch_tokens, lowered.outgrown_rows) == (900, None)
     assert lowered.cost.peak_bytes(1, 900) == fit.limit_bytes
-    slack = beside(replace(fit, limit_bytes=2500.0), 250.0)
+    slack = leave_room(replace(fit, limit_bytes=2500.0), 250.0)
     assert slack is not None
     assert (slack.max_microbatch_tokens, slack.outgrown_rows) == (1000, 20)
     assert slack.cost.bytes_fixed == 350.0
-    assert beside(fit, 1950.0) is not None
-    assert beside(fit, 1951.0) is None
-    assert beside(fit, 5000.0) is None
+    assert leave_room(fit, 1950.0) is not None
+    assert leave_room(fit, 1951.0) is None
+    assert leave_room(fit, 5000.0) is None
 
 
 def config_of(**update: Any) -> Config:
@@ -279,11 +279,11 @@ def config_of(**update: Any) -> Config:
 
 
 def test_a_checkpoint_of_an_earlier_version_is_left_to_its_wrapper(tmp_path: Path) -> None:
-    def saved(meta: dict[str, Any], config: Config) -> Policy:
+    def saved(meta: dict[str, Any], config: Config) -> ChosenSync:
         (tmp_path / "step-1").mkdir(exist_ok=True)
         parts = {key: {} for key in (*TITLES, *POSITIONS)}
         (tmp_path / "step-1" / "meta.json").write_text(json.dumps({**parts, "step": 1, **meta}))
-        return saved_policy(config, ALONE, None, tmp_path / "step-1")
+        return load_policy(config, ALONE, None, tmp_path / "step-1")
 
     config = config_of(micro_batch_size=2)
     here = saved({}, config)

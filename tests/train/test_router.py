@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from megabatch import MegabatchError, losses
 from megabatch.experts import TOKENS
-from megabatch.train.autotune.accumulator import accumulator_of
+from megabatch.train.autotune.build_accumulator import build_accumulator
 from megabatch.train.config import Config
 from megabatch.train.config.recipe import load_config
 from megabatch.train.data.load import load_data
@@ -68,7 +68,7 @@ def gradient_of(ranks: Ranks, config: Config) -> tuple[Gradients, dict[str, floa
         laid = build(config, ranks, SILENT, None, tokenizer)
         with_router = train_with_router(losses.next_token, config, laid, updates)
         loss_fn = in_precision(with_router, config.model, laid, ALONE.device)
-        gradient = accumulator_of(laid.model, config, None)
+        gradient = build_accumulator(laid.model, config, None)
         gradient.forward_backward(updates.peek(), loss_fn)
         update = gradient.finalize()
     whole = {

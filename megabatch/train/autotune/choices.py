@@ -10,9 +10,9 @@ from typing import cast
 from megabatch import JointLoss, Plan
 from megabatch.errors import MicrobatchLimit
 from megabatch.planning import TunedLimit
-from megabatch.train.autotune.accumulator import accumulator_of
-from megabatch.train.autotune.microbatch_limit import Bound, choose, longest, saved_bound
-from megabatch.train.autotune.sync_policy import AUTO, LAST, Choosing, Policy, saved_policy
+from megabatch.train.autotune.build_accumulator import build_accumulator
+from megabatch.train.autotune.microbatch_limit import ChosenLimit, choose_limit, load_limit, longest
+from megabatch.train.autotune.sync_policy import AUTO, LAST, ChosenSync, SyncChooser, load_policy
 from megabatch.train.config import Config, UpdateConfig
 from megabatch.train.context import RunContext
 from megabatch.train.runtime.oom_limit import lowered_settings
@@ -23,8 +23,8 @@ from megabatch.train.runtime.ranks import Ranks
 class TunedChoices:
     """How much goes through the model at once, and when ranks sum."""
 
-    bound: Bound | None  # None: the recipe gives it
-    policy: Policy
+    bound: ChosenLimit | None  # None: the recipe gives it
+    policy: ChosenSync
 
     @property
     def given(self) -> tuple[TunedLimit | None, str | None]:
@@ -47,8 +47,8 @@ class TunedChoices:
 
 def saved_choices(config: Config, ranks: Ranks, checkpoint: Path | None) -> TunedChoices:
     """Return the choices of the checkpoint that still hold."""
-    bound = saved_bound(config, ranks, checkpoint)
-    return TunedChoices(bound, saved_policy(config, ranks, bound, checkpoint))
+    bound = load_limit(config, ranks, checkpoint)
+    return TunedChoices(bound, load_policy(config, ranks, bound, checkpoint))
 
 
 def may_be_replaced(context: RunContext) -> bool:
@@ -61,21 +61,19 @@ def may_be_replaced(context: RunContext) -> bool:
 def choose_rest(context: RunContext) -> TunedChoices:
     """Choose what is still open. The learner follows it from here on; measuring leaves nothing behind. Collective."""
     chosen, learner, model = cast(TunedChoices, context.choices), context.learner, context.model
-    bound = choose(chosen.bound, learner.gradient, context.loss_fn, context.data, context.updates, model, context.ranks)
+    config, data, updates, ranks = context.config, context.data, context.updates, context.ranks
+    bound = choose_limit(chosen.bound, learner.gradient, context.loss_fn, data, updates, model, ranks)
     if chosen.policy.sync is not None or not may_be_replaced(context):
         return TunedChoices(bound, chosen.policy)
-    batch = context.updates.peek()
+    batch, found = updates.peek(), None
     own = learner.gradient.plan(batch).sync
-    found = (
-        None
-        if own == LAST
-        else Choosing(own, context.config, learner, context.loss_fn, context.data, batch, model, context.ranks).found()
-    )
+    if own != LAST:
+        found = SyncChooser(own, config, learner, context.loss_fn, data, batch, model, ranks).choose()
     if found is None:
         return TunedChoices(bound, replace(chosen.policy, sync=AUTO, words=()))
     if found.sync == LAST:
         learned = learner.gradient.oom_limit
-        learner.gradient = accumulator_of(model.model, context.config, found.fit, LAST)
+        learner.gradient = build_accumulator(model.model, context.config, found.fit, LAST)
         learner.gradient.lower_limit(learned)
         learner.gradient.reserve_for(learner.optimizer)
         if bound is not None:

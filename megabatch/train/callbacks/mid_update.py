@@ -17,13 +17,13 @@ from torch import Tensor
 
 from megabatch import MegabatchError, Plan
 from megabatch.errors import in_one_line
-from megabatch.train.autotune.microbatch_limit import circumstances
 from megabatch.train.autotune.sync_policy import MICROBATCHES_A_CALL
 from megabatch.train.callbacks.ema import local
 from megabatch.train.checkpoints.metadata import (
     DIGEST,
     FileDigest,
     Meta,
+    describe_conditions,
     digest_of,
     find_changed_file,
     first_difference,
@@ -157,7 +157,7 @@ class MidUpdateCheckpoint(Callback):
         A call's samples are places in what was dealt. The run's identity counts too: a run without a checkpoint may
         start again with another recipe.
         """
-        here = circumstances(context.config, context.ranks)
+        here = describe_conditions(context.config, context.ranks)
         return json.loads(json.dumps({**here, DEALT: context.updates.even_tokens, **self._identity}))
 
     def _save(self, context: RunContext) -> None:

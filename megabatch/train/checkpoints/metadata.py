@@ -12,8 +12,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from megabatch.autotune import device_text
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.checkpoints.paths import META, POINTER, step_of
+from megabatch.train.config import Config
 from megabatch.train.runtime.files import write_synced
 from megabatch.train.runtime.ranks import Ranks
 
@@ -184,6 +186,23 @@ def installed_version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def describe_conditions(config: Config, ranks: Ranks) -> dict[str, object]:
+    """Return what a measurement of memory depends on besides the model, the data and the batch size. Collective.
+
+    It is the same on every rank, on devices of several kinds too: all of them measure again, or none does.
+    """
+    keys = {
+        "update": ("memory", "sync", "accumulate_dtype", "one_row"),
+        "model": ("dtype", "compute_dtype", "attention", "activation_checkpointing", "compile"),
+        "optim": ("name", "function", "ema_decay"),
+        "data": ("look_ahead",),
+        "parallel": tuple(type(config.parallel).model_fields),
+    }
+    values = {f"{section}.{key}": getattr(getattr(config, section), key) for section in keys for key in keys[section]}
+    devices = sorted(set(ranks.gather(device_text(ranks.device))))
+    return {"device": " and ".join(devices), "number of ranks": ranks.size, **values}
 
 
 def check_same_run(checkpoint: Path, saved: Meta, here: Meta) -> None:

@@ -24,7 +24,6 @@ from megabatch.errors import MegabatchError, PlanError
 from megabatch.planning import Consumed
 from megabatch.train.config import Config
 from megabatch.train.config.batch_size import sizes_of
-from megabatch.train.data.balancing import price_of
 from megabatch.train.data.custom_dataset import drawing
 from megabatch.train.data.encode import Skipped
 from megabatch.train.data.load import Data
@@ -103,8 +102,8 @@ class Updates:
         ``even_tokens`` are the tokens at which attention costs a sample as much as all the rest. The samples of an
         update stay the same.
         """
-        cost = price_of(even_tokens)
-        if cost is not None and self._dp_degree > 1:
+        if even_tokens is not None and self._dp_degree > 1:
+            cost = CostModel(seconds_per_token=1.0, seconds_per_pair=1 / even_tokens)  # powers of two: sums are exact
             self.even_tokens, self._ahead = even_tokens, self._source.deal_by(cost, self._ahead)
 
     def peek(self) -> Sequence[Any]:

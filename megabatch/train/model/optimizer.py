@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from megabatch import Learner
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.planning import TunedLimit
-from megabatch.train.autotune.accumulator import accumulator_of, in_words_of_recipe
+from megabatch.train.autotune.build_accumulator import build_accumulator, use_recipe_keys
 from megabatch.train.config import Config, OptimConfig, UpdateConfig
 from megabatch.train.config.batch_size import Sizes
 from megabatch.train.data.updates import NumUpdates
@@ -41,11 +41,11 @@ def build_learner(
 ) -> Learner:
     """Return the model with its accumulator, optimizer and schedule. Raises `MegabatchError`. Collective."""
     check_in_backward(config)
-    gradient = accumulator_of(laid.model, config, fit, sync)
+    gradient = build_accumulator(laid.model, config, fit, sync)
     decay_steps = decay_steps_of(config, num_updates)
     optimizer = build_optimizer(laid.base, config.optim)
     if config.optim.in_backward:
-        with in_words_of_recipe():
+        with use_recipe_keys():
             gradient.step_in_backward(optimizer)
     move_biases(gradient, optimizer, config)
     scheduler = LambdaLR(optimizer, lambda step: lr_factor(step, config.optim, decay_steps))

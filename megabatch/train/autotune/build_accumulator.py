@@ -1,4 +1,4 @@
-"""Gradient: the accumulator that computes an update's gradient, as the recipe says."""
+"""Build the accumulator of a recipe."""
 
 import contextlib
 import re
@@ -17,7 +17,7 @@ from megabatch.train.config.byte_sizes import read_bytes
 from megabatch.train.model.wrap import accumulation_of, computing
 from megabatch.train.runtime.oom_limit import load_oom_limit
 
-KEYS = {  # what the library calls a setting → what a recipe does
+KEYS = {  # the library's name of a setting → the recipe's
     "memory_bytes": "update.memory",
     "OneRow": "update.one_row",
     "step_in_backward()": "optim.in_backward",
@@ -26,19 +26,24 @@ KEYS = {  # what the library calls a setting → what a recipe does
 NAMED = re.compile(rf"(?<![\w.])({'|'.join(map(re.escape, KEYS))})(?!\w)")
 
 
-def accumulator_of(
-    model: nn.Module | list[nn.Module], config: Config, fit: TunedLimit | None, sync: str | None = None
+def build_accumulator(
+    model: nn.Module | list[nn.Module], config: Config, limit: TunedLimit | None, sync: str | None = None
 ) -> GradientAccumulator:
-    """Of a wrapped model; ``fit`` and ``sync`` are what was chosen where the recipe leaves it open. Collective.
+    """Build the accumulator of a wrapped model. Collective.
 
-    Raises `PlanError`, in the recipe's words, for settings that this model cannot have.
+    Args:
+        limit: The measured limit of a microbatch, if the recipe leaves it open.
+        sync: The chosen policy, if the recipe leaves it open.
+
+    Raises:
+        PlanError: with the recipe's names, for settings that this model cannot have.
     """
-    with in_words_of_recipe(), trying(model, config):
+    with use_recipe_keys(), _autocast_of(model, config):
         gradient = GradientAccumulator(
             model,
             micro_batch_size=config.update.micro_batch_size,
-            max_microbatch_tokens=config.update.max_microbatch_tokens if fit is None else fit,
-            memory_bytes=cap_of(config),
+            max_microbatch_tokens=config.update.max_microbatch_tokens if limit is None else limit,
+            memory_bytes=memory_bytes_of(config),
             sync=sync or config.update.sync,
             accumulate_dtype=accumulation_of(config.update),
             collate=collate_of(config),
@@ -47,33 +52,28 @@ def accumulator_of(
     return gradient
 
 
-def collate_of(config: Config) -> OneRow | None:
-    """What makes microbatches of samples; None: they are padded."""
-    return OneRow() if config.update.one_row else None
-
-
-def trying(model: nn.Module | list[nn.Module], config: Config) -> AbstractContextManager[object]:
-    """Surrounds the making of an accumulator that tries the model, which may compute under autocast alone."""
+def _autocast_of(model: nn.Module | list[nn.Module], config: Config) -> AbstractContextManager[object]:
+    """Return the autocast for an accumulator that runs the model once when it is built, to check a row's samples."""
     if not config.update.one_row or isinstance(model, list):
         return contextlib.nullcontext()
     name = "fsdp2" if isinstance(model, FSDPModule) else "plain"
     return computing(config.model, name, next(model.parameters()).device)
 
 
-def cap_of(config: Config) -> int | None:
-    """What a rank may use of its device; None: nine tenths of what is free."""
+def collate_of(config: Config) -> OneRow | None:
+    """Return the function that collates samples; None pads them."""
+    return OneRow() if config.update.one_row else None
+
+
+def memory_bytes_of(config: Config) -> int | None:
+    """Return the memory that a rank may use; None stands for nine tenths of what is free."""
     return None if config.update.memory is None else read_bytes("update.memory", config.update.memory)
 
 
 @contextlib.contextmanager
-def in_words_of_recipe() -> Generator[None]:
-    """Give an error of the library the names that settings have in a recipe."""
+def use_recipe_keys() -> Generator[None]:
+    """Replace the library's names of settings in an error by the recipe's."""
     try:
         yield
     except PlanError as error:
-        raise PlanError(in_keys(str(error))) from error
-
-
-def in_keys(text: str) -> str:
-    """An error of the library, its settings named as a recipe names them."""
-    return NAMED.sub(lambda found: KEYS[found[1]], text)
+        raise PlanError(NAMED.sub(lambda found: KEYS[found[1]], str(error))) from error
