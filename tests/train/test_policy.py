@@ -13,7 +13,7 @@ import torch
 from megabatch import CostModel, Plan
 from megabatch.planning.limits import MeasuredMicrobatch, TunedLimit
 from megabatch.train.autotune.sync_policy import AUTO, LAST, ChosenSync, leave_room, load_policy
-from megabatch.train.checkpoints.metadata import POSITIONS, TITLES, read_meta
+from megabatch.train.checkpoints.metadata import IDENTITY, POSITIONS, read_meta
 from megabatch.train.checkpoints.retention import Checkpoints
 from megabatch.train.config import Config, ModelConfig, RunConfig, UpdateConfig
 from megabatch.train.runtime.ranks import Ranks
@@ -281,7 +281,7 @@ def config_of(**update: Any) -> Config:
 def test_a_checkpoint_of_an_earlier_version_is_left_to_its_wrapper(tmp_path: Path) -> None:
     def saved(meta: dict[str, Any], config: Config) -> ChosenSync:
         (tmp_path / "step-1").mkdir(exist_ok=True)
-        parts = {key: {} for key in (*TITLES, *POSITIONS)}
+        parts = {key: {} for key in (*IDENTITY, *POSITIONS)}
         (tmp_path / "step-1" / "meta.json").write_text(json.dumps({**parts, "step": 1, **meta}))
         return load_policy(config, ALONE, None, tmp_path / "step-1")
 
