@@ -13,7 +13,7 @@ NO_COUNT = "LossContractError: weigh counted "  # the sum of the weights, by whi
 REFUSED = {  # how each begins
     "class weights": NO_MEAN,
     "class weights, alone": NO_MEAN,
-    "class weights, sorted": NO_COUNT,
+    "class weights, sorted": NO_MEAN,
     "class weights, collated": NO_COUNT,
     "length weights": NO_MEAN,
     "pairwise": NO_MEAN,
