@@ -50,6 +50,11 @@ class Delivery:
 Ahead = tuple[Delivery, Iterator[Delivery]]  # the next update, read, and those after it
 
 
+def balancing_cost(even_tokens: int) -> CostModel:
+    """Return costs in units of a token without attention. A power of two makes their sums exact."""
+    return CostModel(seconds_per_token=1.0, seconds_per_pair=1 / even_tokens)
+
+
 class Updates:
     """This rank's samples of every update that is left; it resumes wherever a state of it was taken."""
 
@@ -103,7 +108,7 @@ class Updates:
         update stay the same.
         """
         if even_tokens is not None and self._dp_degree > 1:
-            cost = CostModel(seconds_per_token=1.0, seconds_per_pair=1 / even_tokens)  # powers of two: sums are exact
+            cost = balancing_cost(even_tokens)
             self.even_tokens, self._ahead = even_tokens, self._source.deal_by(cost, self._ahead)
 
     def peek(self) -> Sequence[Any]:
