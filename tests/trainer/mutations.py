@@ -118,8 +118,7 @@ BUGS = (
     Bug("draw other dropout after a resume",
         {"self._ranks.seed(self._config.run.seed, step, *later)":
              "self._ranks.seed(id(self), step, *later)",
-         "self.ranks.seed(self.config.run.seed, self.learner.step + 1, *call)":
-             "self.ranks.seed(id(self), self.learner.step + 1, *call)"}, RESUMED),
+         "torch.manual_seed(seed)\n        with": "torch.manual_seed(id(self))\n        with"}, RESUMED),
     Bug("keep the rows after the checkpoint", {'row["step"] < step or': "True or"}, RESUMED),
     Bug("forget the average on resume", {"average.copy_(state[name])": "pass"}, RESUMED),
 )  # fmt: skip
