@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from megabatch import JointLoss, Learner, Plan
-from megabatch.losses import LossFunction
 from megabatch.train.callbacks.autograd_hooks import around_backward, in_place_of, now, total_of
 from megabatch.train.callbacks.metrics import Sums
 from megabatch.train.model.wrap import Wrapper
@@ -59,7 +58,7 @@ class Work:
         self._is_enabled = ranks.size > 1 and wrapper.name == "ddp" and ranks.layout.pp == 1
         self._plan: Plan | None = None  # of the call whose span is the last one
 
-    def watching(self, loss_fn: LossFunction) -> LossFunction:
+    def watching(self, loss_fn: Any) -> Any:
         """The same loss, by which it is seen when forwards begin and backwards end."""
         if not self._is_enabled or isinstance(loss_fn, JointLoss):
             return loss_fn

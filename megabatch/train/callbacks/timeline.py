@@ -64,7 +64,7 @@ class Timeline:
         self._marks: Marks | None = None  # of the update that is recorded
         self.journal = Journal(folder / FILE_NAME, enabled=ranks.is_main)
 
-    def watching(self, loss_fn: LossFunction) -> LossFunction:
+    def watching(self, loss_fn: Any) -> Any:
         """The same loss, which marks when it is computed and when its backward begins and ends."""
         if not self._is_enabled or isinstance(loss_fn, JointLoss):
             return loss_fn
