@@ -21,7 +21,7 @@ def params() -> Iterator[Any]:
         yield pytest.param(cell, marks=[group] if is_quick else [group, pytest.mark.full], id=cell.name)
 
 
-@pytest.mark.parametrize("cell", params())
+@pytest.mark.parametrize("cell", list(params()))
 def test_gradient_is_that_of_the_uncut_update(cell: Cell, results) -> None:
     for result in results.results(cell.name):
         check(cell, result)

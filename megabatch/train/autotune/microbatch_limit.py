@@ -74,8 +74,10 @@ def load_limit(config: Config, ranks: Ranks, checkpoint: Path | None) -> ChosenL
 
 
 def _parse_limit(saved: Mapping[str, Any]) -> TunedLimit:
-    measured = tuple(MeasuredMicrobatch(**each) for each in saved["measured"])
-    return TunedLimit(**{**saved, "cost": CostModel(**saved["cost"]), "measured": measured})
+    values = dict(saved)
+    values["cost"] = CostModel(**saved["cost"])
+    values["measured"] = tuple(MeasuredMicrobatch(**each) for each in saved["measured"])
+    return TunedLimit(**values)
 
 
 def _kept_text(tokens: int, oom_limit: MicrobatchLimit | None) -> str:

@@ -38,10 +38,12 @@ NAMES_ELSEWHERE = {  # key -> what others call it
     "data.num_workers": "dataloader_num_workers",
 }
 DERIVED = "gradient_accumulation_steps accumulate_grad_batches num_microbatches grad_accum_steps"
-FOREIGN_KEYS = {name: f"here it is {key}" for key, names in NAMES_ELSEWHERE.items() for name in names.split()}
-FOREIGN_KEYS |= dict.fromkeys(
-    DERIVED.split(), "it is derived, never set: set update.global_batch_size and update.micro_batch_size"
-)
+FOREIGN_KEYS = {
+    **{name: f"here it is {key}" for key, names in NAMES_ELSEWHERE.items() for name in names.split()},
+    **dict.fromkeys(
+        DERIVED.split(), "it is derived, never set: set update.global_batch_size and update.micro_batch_size"
+    ),
+}
 
 
 def sections() -> dict[str, type[Section]]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -52,7 +52,7 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
     if not callable(found) and not isinstance(found, JointLoss):
         kind = "has no such name" if found is None else f"has a {type(found).__name__} of that name"
         raise MegabatchError(f"{key} is {name!r} and {place} {kind}; name a function in it")
-    return found
+    return cast(Any, found)
 
 
 def load_module(name: str) -> ModuleType:
