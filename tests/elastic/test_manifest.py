@@ -72,8 +72,8 @@ def test_bad_input_is_one_line(tmp_path, capsys):
         (("--compare", one, tmp_path / "three"), f"has no {FILE_NAME}; train with --run.manifest=true"),
         (("--compare", write(tmp_path / "six", ROWS[:1]), later), "have no update in common"),
         (("--compare", torn, one), "line 1 is no row with a step"),
-        (("--compare", one), "write: megabatch report --compare RUN RUN"),
-        ((one, one, one), "write: megabatch report --compare RUN RUN"),
+        (("--compare", one), "report --compare RUN RUN"),
+        ((one, one, one), "report --compare RUN RUN"),
     ]
     for arguments, line in cases:
         status, text = report(capsys, *arguments)

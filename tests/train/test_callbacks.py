@@ -22,7 +22,6 @@ from tests.train.contexts import ALONE
 GUIDE = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
 OWN = """
 from megabatch.train import Callback
-from megabatch.train.runtime.signals import StopSignal
 
 class Fails(Callback):
     def after_update(self, context):

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import megabatch.train.runtime.ranks as ranks_module
 from megabatch.train.cli.doctor import WRAPPERS, Deadline, device_finding, examine, proof_finding, version_finding
+from megabatch.train.runtime.exit import FailedError, exit_together
 from megabatch.train.runtime.ranks import Ranks
 from megabatch.train.runtime.rendezvous import Rendezvous
 from tests.train.on_ranks import on_ranks
@@ -70,7 +70,7 @@ def late(rank: int, port: int, log: str, waits: bool) -> None:
     import os
 
     os.environ |= rank_environment(rank, 2, port)
-    with open(log, "w") as told, contextlib.redirect_stderr(told), ranks_module.meeting() as met:
+    with open(log, "w") as told, contextlib.redirect_stderr(told), exit_together() as met:
         deadline = Deadline(met, 1.5)
         if rank == 1 and not waits:
             time.sleep(60)
@@ -106,8 +106,8 @@ def test_what_a_rank_cannot_do_is_one_line_and_status_1(
     def broken(*_: Any) -> None:
         raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors ...")
 
-    monkeypatch.setattr("megabatch.train.cli.doctor.join", broken)
-    with pytest.raises(ranks_module.FailedError) as raised:
+    monkeypatch.setattr("megabatch.train.cli.doctor.init_ranks", broken)
+    with pytest.raises(FailedError) as raised:
         examine(Rendezvous())
     assert raised.value.status == 1
     assert capsys.readouterr().err == (

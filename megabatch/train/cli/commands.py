@@ -34,7 +34,8 @@ from megabatch.train.model.export import export
 from megabatch.train.plan.table import plan_recipe
 from megabatch.train.report.command import report
 from megabatch.train.report.server import watch
-from megabatch.train.runtime.exit import CRASHED, FAILED, FailedError, drop_output, exit_together, fail
+from megabatch.train.runtime.exit import FailedError, exit_together, fail
+from megabatch.train.runtime.exit_status import CRASHED, FAILED, drop_output
 from megabatch.train.runtime.heartbeat import Heartbeat
 from megabatch.train.runtime.oom_limit import saving_oom_limit
 from megabatch.train.runtime.ranks import init_ranks

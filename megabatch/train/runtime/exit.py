@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from megabatch.errors import MegabatchError
+from megabatch.train.runtime.exit_status import CRASHED, FAILED, UNREAD, drop_output
 from megabatch.train.runtime.files import DISK_FULL
 from megabatch.train.runtime.rendezvous import Rendezvous, find_ranks
 
-CRASHED, FAILED, INTERRUPTED, UNREAD = 1, 2, 130, 141  # exit statuses; the last two as a shell's SIGINT and SIGPIPE
 PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 NO_ACCESS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 FAILURE = "failure"  # key of the store: number of ranks that have seen the run fail
@@ -182,11 +182,6 @@ def interruption_text(number: int) -> str:
     """Return the message for a run that a signal ends."""
     name = signal.Signals(number).name
     return f"megabatch: ended by {name}; `megabatch train RUN_FOLDER` goes on from the last checkpoint, or begins again"
-
-
-def drop_output() -> None:
-    """Send stdout nowhere, so that its buffer breaks nothing when the interpreter closes."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def leave_now(status: int) -> NoReturn:
