@@ -10,7 +10,6 @@ from megabatch.autotune.memory import Budget
 from megabatch.autotune.tuner import PolicyMemory
 from megabatch.losses.contract import weigh_of
 from megabatch.planning.limits import MeasuredMicrobatch, TunedLimit
-from megabatch.train.autotune.build_accumulator import build_accumulator
 from megabatch.train.autotune.choices import TunedChoices, choose_rest
 from megabatch.train.autotune.fsdp_comm_bytes import measure_comm
 from megabatch.train.autotune.microbatch_limit import ChosenLimit
@@ -20,6 +19,7 @@ from megabatch.train.config.parallel_layout import layout_of
 from megabatch.train.config.recipe import load_config
 from megabatch.train.context import RunContext
 from megabatch.train.loop import prepare_run
+from megabatch.train.model.build_accumulator import build_accumulator
 from megabatch.train.runtime.heartbeat import Heartbeat
 from megabatch.train.runtime.ranks import Ranks
 from megabatch.train.runtime.rendezvous import Rendezvous

@@ -13,9 +13,9 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from megabatch import GradientAccumulator, MegabatchError, losses
+from megabatch.train.checkpoints.export import export
 from megabatch.train.model.adapters import stir
 from megabatch.train.model.build import build
-from megabatch.train.model.export import export
 from megabatch.train.runtime.ranks import Ranks
 from megabatch.verification.float64_copy import Float64WithoutDropout
 from tests.train.adapter_jobs import (

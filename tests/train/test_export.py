@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
 from megabatch import GradientAccumulator, Learner, MegabatchError, losses
 from megabatch.train.callbacks.ema import Average
 from megabatch.train.checkpoints import tensor_files as checkpoint
+from megabatch.train.checkpoints.export import export
 from megabatch.train.checkpoints.run_folder import recipe_text
 from megabatch.train.config import Config, ModelConfig
 from megabatch.train.model.architecture import architecture_of, load_tokenizer
 from megabatch.train.model.build import build
-from megabatch.train.model.export import export
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
 from tests.train.model_recipes import recipe

@@ -3,7 +3,7 @@
 import pytest
 
 from megabatch.errors import PlanError
-from megabatch.train.autotune.build_accumulator import use_recipe_keys
+from megabatch.train.model.build_accumulator import use_recipe_keys
 
 
 @pytest.mark.parametrize(("words", "of_recipe"), [

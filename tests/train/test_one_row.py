@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megabatch.train.autotune.build_accumulator import build_accumulator
 from megabatch.train.model.build import build
+from megabatch.train.model.build_accumulator import build_accumulator
 from megabatch.train.plan.search import SIMULATION
 from megabatch.train.plan.simulation import text_sample
 from tests.train.conftest import NO_DROPOUT, Bench

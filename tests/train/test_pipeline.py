@@ -10,10 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megabatch import MegabatchError
 from megabatch.train.callbacks.evaluation import split_set
+from megabatch.train.checkpoints.export import export
 from megabatch.train.config import UpdateConfig
 from megabatch.train.config.parallel_layout import Layout
 from megabatch.train.model.build import check_together
-from megabatch.train.model.export import export
 from megabatch.train.model.pipeline_stages import deal_layers, parts_of, stages_of
 from megabatch.train.model.wrap import Wrapper
 from megabatch.train.runtime.ranks import Ranks

@@ -10,7 +10,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from megabatch.train.model.export import export
+from megabatch.train.checkpoints.export import export
 from tests.train.adapter_jobs import SAMPLES, saved_base
 from tests.train.conftest import Bench
 from tests.train.quantized_jobs import WIDE

@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor
 
 from megabatch import MegabatchError, losses
 from megabatch.experts import TOKENS
-from megabatch.train.autotune.build_accumulator import build_accumulator
 from megabatch.train.config import Config
 from megabatch.train.config.recipe import load_config
 from megabatch.train.data.load import load_data
 from megabatch.train.data.updates import Updates
 from megabatch.train.model.architecture import load_tokenizer
 from megabatch.train.model.build import build, in_precision
+from megabatch.train.model.build_accumulator import build_accumulator
 from megabatch.train.model.expert_balance import router_coefficient, router_words, train_with_router
 from megabatch.train.plan.search import SIMULATION
 from megabatch.train.runtime.console import Console

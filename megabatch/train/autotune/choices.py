@@ -10,11 +10,11 @@ from typing import cast
 from megabatch import JointLoss, Plan
 from megabatch.errors import MicrobatchLimit
 from megabatch.planning import TunedLimit
-from megabatch.train.autotune.build_accumulator import build_accumulator
 from megabatch.train.autotune.microbatch_limit import ChosenLimit, choose_limit, load_limit, longest
 from megabatch.train.autotune.sync_policy import AUTO, LAST, ChosenSync, SyncChooser, load_policy
 from megabatch.train.config import Config, UpdateConfig
 from megabatch.train.context import RunContext
+from megabatch.train.model.build_accumulator import build_accumulator
 from megabatch.train.runtime.oom_limit import lowered_settings
 from megabatch.train.runtime.ranks import Ranks
 

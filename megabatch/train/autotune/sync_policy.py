@@ -17,7 +17,6 @@ from megabatch.autotune import PolicyMemory, check_measurable, free_on, measure_
 from megabatch.errors import MegabatchError, PlanError
 from megabatch.losses import LossFunction
 from megabatch.planning import TunedLimit
-from megabatch.train.autotune.build_accumulator import build_accumulator, collate_of, memory_bytes_of
 from megabatch.train.autotune.fsdp_comm_bytes import measure_comm
 from megabatch.train.autotune.microbatch_limit import ChosenLimit, longest
 from megabatch.train.checkpoints.metadata import describe_conditions, first_difference, read_meta
@@ -27,6 +26,7 @@ from megabatch.train.config.byte_sizes import GIB, gb_text, gib_text
 from megabatch.train.data.load import Data
 from megabatch.train.data.stream import Stream
 from megabatch.train.model.build import ParallelModel
+from megabatch.train.model.build_accumulator import build_accumulator, collate_of, memory_bytes_of
 from megabatch.train.model.wrap import accumulation_of
 from megabatch.train.runtime.oom_limit import OOM_LIMIT_FILE, load_oom_limit
 from megabatch.train.runtime.ranks import Ranks

@@ -43,7 +43,7 @@ class FinalReport(Callback):
             context.console.say(completion_text(prompt, completion))
 
     def _write(self, context: RunContext) -> None:
-        from megabatch.train.report.command import write_page
+        from megabatch.train.report.page import write_page
 
         context.flush_logs()
         write_page(context.folder, context.console)

@@ -12,6 +12,7 @@ from typing import NoReturn
 from megabatch.errors import MegabatchError
 from megabatch.train import loop
 from megabatch.train.callbacks.loggers import holds_the_end
+from megabatch.train.checkpoints.export import export
 from megabatch.train.checkpoints.run_folder import recipe_of
 from megabatch.train.checkpoints.run_lock import resume_if_restarted
 from megabatch.train.cli.arguments import (
@@ -30,9 +31,8 @@ from megabatch.train.cli.front import answer
 from megabatch.train.cli.verification import plain_config, verify_recipe
 from megabatch.train.config import Config
 from megabatch.train.config.recipe import load_config
-from megabatch.train.model.export import export
 from megabatch.train.plan.table import plan_recipe
-from megabatch.train.report.command import report
+from megabatch.train.report.page import report
 from megabatch.train.report.server import watch
 from megabatch.train.runtime.exit import FailedError, exit_together, fail
 from megabatch.train.runtime.exit_status import CRASHED, FAILED, drop_output
@@ -132,7 +132,8 @@ def run_other(name: str, arguments: Sequence[str], met: Rendezvous) -> None:
         asked = read_arguments(Export, arguments)
         print(export(asked.run, asked.to, step=asked.step, merged=asked.merged))
     elif name == "report":
-        comparison = report(read_arguments(Report, arguments))
+        asked = read_arguments(Report, arguments)
+        comparison = report(asked.runs, asked.to, is_comparison=asked.compare)
         if comparison is not None and not comparison.is_same:
             raise FailedError(CRASHED)
     elif name == "watch":

@@ -16,11 +16,11 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from megabatch import Learner
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.planning import TunedLimit
-from megabatch.train.autotune.build_accumulator import build_accumulator, use_recipe_keys
 from megabatch.train.config import Config, OptimConfig, UpdateConfig
 from megabatch.train.config.batch_size import Sizes
 from megabatch.train.data.updates import NumUpdates
 from megabatch.train.model.build import ParallelModel
+from megabatch.train.model.build_accumulator import build_accumulator, use_recipe_keys
 from megabatch.train.model.expert_balance import move_biases
 from megabatch.train.runtime.plugins import load_function
 

@@ -1,27 +1,31 @@
 """`megabatch report`, and the page that a run writes at its end."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from megabatch.errors import MegabatchError
-from megabatch.train.cli.arguments import Report
 from megabatch.train.report.comparison import Comparison, compare
 from megabatch.train.report.data import read_run
 from megabatch.train.report.html import FILE_NAME, write_html
 from megabatch.train.runtime.console import Console
 
 
-def report(asked: Report) -> Comparison | None:
-    """Write the page and print where it is; of two runs print how they differ, and return it.
+def report(runs: Sequence[Path], to: Path | None, *, is_comparison: bool) -> Comparison | None:
+    """Write the page of a run and print where it is; of two runs print how they differ, and return it.
 
-    Raises `MegabatchError`, with nothing written, where that cannot be done.
+    Args:
+        to: The file to write. None: report.html in the run's folder; of two runs, no page.
+
+    Raises:
+        MegabatchError: There is no such run. Nothing is written.
     """
-    if len(asked.runs) != (2 if asked.compare else 1):
+    if len(runs) != (2 if is_comparison else 1):
         raise MegabatchError("write: megabatch report RUN [--to FILE.html], or report --compare RUN RUN")
-    comparison = compare(*asked.runs) if asked.compare else None
-    to = asked.runs[0] / FILE_NAME if asked.to is None and comparison is None else asked.to
+    comparison = compare(*runs) if is_comparison else None
+    to = runs[0] / FILE_NAME if to is None and comparison is None else to
     if to is not None:
         text = {} if comparison is None else {"comparison": comparison.text}
-        write_html(to, {"runs": [read_run(each) for each in asked.runs], **text})
+        write_html(to, {"runs": [read_run(each) for each in runs], **text})
     if comparison is not None:
         print(comparison.text)
     if to is not None:
