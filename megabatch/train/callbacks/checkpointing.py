@@ -10,7 +10,6 @@ import torch
 
 from megabatch import Learner, MegabatchError
 from megabatch.errors import MicrobatchLimit
-from megabatch.pipeline import Pipeline
 from megabatch.train.callbacks.ema import local
 from megabatch.train.checkpoints.metadata import BEST_ONLY, check_same_run, describe_run, read_meta
 from megabatch.train.checkpoints.retention import point_to_best
@@ -24,6 +23,7 @@ from megabatch.train.data.updates import Updates
 from megabatch.train.model.build import ParallelModel
 from megabatch.train.model.frozen import TrainedOnly
 from megabatch.train.model.optimizer import decay_steps_of, settings_of
+from megabatch.train.model.wrap import is_pipeline
 
 LEARNED = "learned"  # key of a checkpoint's metadata: the microbatch limit, where memory has run out
 
@@ -33,7 +33,7 @@ class Checkpointing(Callback):
 
     def __init__(self, context: RunContext) -> None:
         config, learner, model = context.config, context.learner, context.model
-        whole = StagedLearner(learner, model) if isinstance(model.model, Pipeline) else learner
+        whole = StagedLearner(learner, model) if is_pipeline(model.model) else learner
         context.saved["learner"] = TrainedOnly(learner, model.left_out) if model.left_out else whole
         context.positions["updates"] = context.updates
         patient = config.eval.patience is not None
@@ -128,7 +128,7 @@ class StagedLearner:
     """
 
     def __init__(self, learner: Learner, laid: ParallelModel) -> None:
-        assert isinstance(laid.model, Pipeline)
+        assert is_pipeline(laid.model)
         self._learner, self._ranks = learner, laid.model.stage_ranks
         groups = learner.optimizer.param_groups
         seen = self._ranks.exchange_objects([{key: group[key] for key in group if key != "params"} for group in groups])

@@ -18,13 +18,11 @@ from megabatch import Plan, Term, losses, plan
 from megabatch.batching import Padding, context_parallel, sample_length, to_device
 from megabatch.errors import LossContractError, MegabatchError, PlanError
 from megabatch.losses import LossFunction, loss_hooks, terms_of
-from megabatch.pipeline import Pipeline
-from megabatch.pipeline import evaluate as evaluate_pipeline
 from megabatch.train.config import EvalConfig, UpdateConfig
 from megabatch.train.context import Callback, RunContext
 from megabatch.train.data.load import OWN
 from megabatch.train.model.build import in_precision
-from megabatch.train.model.wrap import reshard
+from megabatch.train.model.wrap import is_pipeline, reshard
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.jsonl_file import Row
 from megabatch.train.runtime.plugins import Event, blamed, load_function
@@ -99,8 +97,10 @@ class Terms:
 
     def of_all(self, model: nn.Module, microbatches: Sequence[Microbatch]) -> list[dict[str, Term]]:
         """Return the terms of each microbatch. A pipeline runs several at once, the loss and the metrics apart."""
-        if not isinstance(model, Pipeline):
+        if not is_pipeline(model):
             return [self(model, microbatch) for microbatch in microbatches]
+        from megabatch.pipeline import evaluate as evaluate_pipeline
+
         found = evaluate_pipeline(model, microbatches, self.loss)
         if self.metrics is None:
             return found
@@ -225,7 +225,7 @@ def sum_terms(
     sums: dict[str, Tensor] = {}
     loss_names: set[str] = set()
     prepare, pad = loss_hooks(terms.loss).prepare or as_it_is, Padding([model])
-    at_once = PER_STAGE * model.num_stages if isinstance(model, Pipeline) else 1
+    at_once = PER_STAGE * model.num_stages if is_pipeline(model) else 1
     with console.progress(f"evaluating {name}", len(own.samples), "samples") as advance:
         for start in range(0, len(own.microbatches), at_once):
             several = own.microbatches[start : start + at_once]

@@ -1,6 +1,7 @@
 """The command line: `megabatch train | plan | verify | export | report | watch | doctor`, and what front.py answers.
 
-Everything wrong with what the user gave ends as one line on stderr and status 2.
+Everything wrong with what the user gave ends as one line on stderr and status 2. A command imports what it needs when
+it runs: the modules of the others take seconds.
 """
 
 import os
@@ -10,9 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megabatch.errors import MegabatchError
-from megabatch.train import loop
 from megabatch.train.callbacks.loggers import holds_the_end
-from megabatch.train.checkpoints.export import export
 from megabatch.train.checkpoints.run_folder import recipe_of
 from megabatch.train.checkpoints.run_lock import resume_if_restarted
 from megabatch.train.cli.arguments import (
@@ -26,14 +25,9 @@ from megabatch.train.cli.arguments import (
     overview,
     read_arguments,
 )  # fmt: skip
-from megabatch.train.cli.doctor import examine
 from megabatch.train.cli.front import answer
-from megabatch.train.cli.verification import plain_config, verify_recipe
 from megabatch.train.config import Config
 from megabatch.train.config.recipe import load_config
-from megabatch.train.plan.table import plan_recipe
-from megabatch.train.report.page import report
-from megabatch.train.report.server import watch
 from megabatch.train.runtime.exit import FailedError, exit_together, fail
 from megabatch.train.runtime.exit_status import CRASHED, FAILED, drop_output
 from megabatch.train.runtime.heartbeat import Heartbeat
@@ -97,6 +91,8 @@ def run_recipe(name: str, arguments: Sequence[str], met: Rendezvous) -> None:
     elif met.size > 1:
         raise MegabatchError(f"plan runs in one process and was started in {met.size}; say --world {met.size} instead")
     else:
+        from megabatch.train.plan.table import plan_recipe
+
         plan_recipe(recipe, overrides)
 
 
@@ -110,6 +106,8 @@ def config_of(recipe: Path, overrides: list[str]) -> Config:
 
 def train(config: Config, met: Rendezvous) -> None:
     """Train to the end, or until a signal stops the run between two updates; then with the status asked for."""
+    from megabatch.train import loop
+
     stop, pulse = StopSignal(speaks=met.rank == 0), Heartbeat(met, config.run.answer_within_seconds)
     with stop.handling():
         ranks = init_ranks(met, config)
@@ -121,6 +119,8 @@ def train(config: Config, met: Rendezvous) -> None:
 
 def verify(config: Config, met: Rendezvous) -> None:
     """Print the verification of a recipe; status 1 where the gradient depends on the cut."""
+    from megabatch.train.cli.verification import plain_config, verify_recipe
+
     plain = plain_config(config)
     if not verify_recipe(plain, init_ranks(met, plain)).ok:
         raise FailedError(CRASHED)
@@ -129,16 +129,24 @@ def verify(config: Config, met: Rendezvous) -> None:
 def run_other(name: str, arguments: Sequence[str], met: Rendezvous) -> None:
     """Run a command without a recipe."""
     if name == "export":
+        from megabatch.train.checkpoints.export import export
+
         asked = read_arguments(Export, arguments)
         print(export(asked.run, asked.to, step=asked.step, merged=asked.merged))
     elif name == "report":
+        from megabatch.train.report.page import report
+
         asked = read_arguments(Report, arguments)
         comparison = report(asked.runs, asked.to, is_comparison=asked.compare)
         if comparison is not None and not comparison.is_same:
             raise FailedError(CRASHED)
     elif name == "watch":
+        from megabatch.train.report.server import watch
+
         asked = read_arguments(Watch, arguments)
         watch(asked.run, asked.port)
     else:
+        from megabatch.train.cli.doctor import examine
+
         read_arguments(Doctor, arguments)
         examine(met)

@@ -6,7 +6,6 @@ from math import prod
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megabatch.errors import MegabatchError
-from megabatch.pipeline import SCHEDULES
 from megabatch.train.config import ParallelConfig
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # of a mesh; the last one's ranks are neighbours, who talk most
@@ -130,6 +129,8 @@ def check_pipeline(parallel: ParallelConfig) -> None:
             f"parallel.loss_parallel is set and parallel.pp is {parallel.pp}, where logits that are cut do not leave "
             "their stage; leave loss_parallel out"
         )
+    from megabatch.pipeline import SCHEDULES  # takes a second
+
     if parallel.wrapper == "ddp" and SCHEDULES[parallel.schedule].splits:
         raise MegabatchError(
             f'parallel.wrapper is "ddp" and parallel.schedule "{parallel.schedule}", which computes gradients without '

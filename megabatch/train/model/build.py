@@ -6,7 +6,7 @@ from collections.abc import Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from megabatch import JointLoss
 from megabatch.engine import check_packing_isolation, equal_but_rounding
 from megabatch.errors import MegabatchError, in_one_line
-from megabatch.pipeline import Pipeline, evaluate
 from megabatch.train.config import Config, LossConfig, ModelConfig
 from megabatch.train.model.adapters import begun, check_layout, choose_trained, left_out
 from megabatch.train.model.architecture import architecture_of, check_attention, check_fit, outline, quiet, refused
@@ -43,6 +42,7 @@ from megabatch.train.model.wrap import (
     choose_wrapper,
     computing,
     distribute,
+    is_pipeline,
     policy_of,
     precision_text,
     replicate,
@@ -51,6 +51,9 @@ from megabatch.train.model.wrap import (
 from megabatch.train.runtime.autograd_hooks import in_place_of
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
+
+if TYPE_CHECKING:
+    from megabatch.pipeline import Pipeline
 
 VERSION_KEYS = ("transformers_version",)  # of a model's config; they say who wrote it and not what it is
 
@@ -72,7 +75,7 @@ class ParallelModel:
     @property
     def run(self) -> nn.Module:
         """Return the module for forwards without a backward: the pipeline, or the model without its DDP wrapper."""
-        return self.model if isinstance(self.model, Pipeline) else self.base
+        return self.model if is_pipeline(self.model) else self.base
 
     def losses(self) -> AbstractContextManager[None]:
         """Surround forwards and backwards of the loss."""
@@ -389,7 +392,7 @@ def logits_of(model: nn.Module, tokens: Tensor, **inputs: Tensor) -> Tensor:
     model.eval()
     try:
         with quiet(), torch.compiler.set_stance("force_eager"):
-            if isinstance(model, Pipeline):
+            if is_pipeline(model):
                 return logits_through(model, {"input_ids": tokens, **inputs})
             return cast(Any, model)(input_ids=tokens, **inputs).logits
     finally:
@@ -397,8 +400,10 @@ def logits_of(model: nn.Module, tokens: Tensor, **inputs: Tensor) -> Tensor:
         reshard(model)
 
 
-def logits_through(model: Pipeline, inputs: dict[str, Tensor]) -> Tensor:
+def logits_through(model: "Pipeline", inputs: dict[str, Tensor]) -> Tensor:
     """Return the logits of a pipeline, on all of its ranks; collective."""
+    from megabatch.pipeline import evaluate
+
     found: list[Tensor] = []
 
     def keep(last_stage: Any, microbatch: Any) -> tuple[Tensor, float]:

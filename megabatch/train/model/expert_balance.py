@@ -12,7 +12,6 @@ from torch import nn, optim
 
 from megabatch import GradientAccumulator, losses
 from megabatch.errors import MegabatchError
-from megabatch.experts import ExpertBias, config_coefficient, has_experts, next_token_with_balance, with_tokens
 from megabatch.losses import LossFunction
 from megabatch.train.config import Config, LossConfig
 from megabatch.train.config.sections import Positive, Rate, Section
@@ -67,6 +66,8 @@ def train_with_router(loss_fn: LossFunction, config: Config, laid: ParallelModel
         if not config.update.one_row:  # which does not pad
             updates.change = with_mask
     elif coefficient is not None:
+        from megabatch.experts import with_tokens
+
         updates.change = with_tokens
     return with_router_loss(loss_fn, coefficient, experts.scores)
 
@@ -105,7 +106,7 @@ def router_coefficient(config: Config, model: nn.Module, loss_fn: object) -> flo
             f"{said} and loss.function is {config.loss.function!r}, which has the terms that it returns; leave one out "
             "(a loss of your own can add experts.sequence_balance)"
         )
-    if not has_experts(model):
+    if not names_experts(model):
         raise MegabatchError(f"{said} and the model has no experts; leave it out")
     others = {
         "update.one_row": config.update.one_row,  # whose rows are no sequences
@@ -114,6 +115,8 @@ def router_coefficient(config: Config, model: nn.Module, loss_fn: object) -> flo
     }
     for other in (other for other, is_set in others.items() if is_set):
         raise MegabatchError(f"{said} and {other} is set, with which it is not computed; leave one of them out")
+    from megabatch.experts import config_coefficient
+
     coefficient = config_coefficient(model) if asked == "auto" else asked
     if coefficient is None:
         raise MegabatchError(f"{said} and the config has no router_aux_loss_coef; set {key} to a number")
@@ -127,7 +130,11 @@ def router_key(config: Config) -> str:
 
 def with_router_loss(loss_fn: LossFunction, coefficient: float | None, scores: str = "softmax") -> LossFunction:
     """Return the loss with the router loss beside it."""
-    return loss_fn if coefficient is None else next_token_with_balance(coefficient, scores=scores)
+    if coefficient is None:
+        return loss_fn
+    from megabatch.experts import next_token_with_balance
+
+    return next_token_with_balance(coefficient, scores=scores)
 
 
 def router_words(config: Config, model: nn.Module, coefficient: float | None) -> list[str]:
@@ -135,8 +142,12 @@ def router_words(config: Config, model: nn.Module, coefficient: float | None) ->
     key = router_key(config)
     if coefficient is not None:
         return [f"router loss: {coefficient:g} ({key}) times the balance of experts, the mean over sequences"]
+    if not names_experts(model) or experts_of(config).bias_rate is not None:
+        return []
+    from megabatch.experts import config_coefficient
+
     default = config_coefficient(model)
-    if not default or not has_experts(model) or experts_of(config).bias_rate is not None:
+    if not default:
         return []
     return [f"no router loss, although the model has experts; {key} = {default:g} adds that of its config"]
 
@@ -154,6 +165,8 @@ def move_biases(gradient: GradientAccumulator, optimizer: optim.Optimizer, confi
     experts = experts_of(config)
     if experts.bias_rate is None:
         return
+    from megabatch.experts import ExpertBias
+
     bias = ExpertBias(gradient, rate=experts.bias_rate, name=experts.bias_name)
 
     def move(*_: Any) -> None:
@@ -164,7 +177,16 @@ def move_biases(gradient: GradientAccumulator, optimizer: optim.Optimizer, confi
 
 def is_asked_by(model: nn.Module) -> bool:
     """Return True if the model's config asks for its router loss."""
-    return bool(getattr(text_config(model), "output_router_logits", False)) and has_experts(model)
+    return bool(getattr(text_config(model), "output_router_logits", False)) and names_experts(model)
+
+
+def names_experts(model: nn.Module) -> bool:
+    """Return True if the model's config names experts. `megabatch.experts` takes a second to import."""
+    if not any("expert" in key for key in vars(text_config(model) or object)):
+        return False
+    from megabatch.experts import has_experts
+
+    return has_experts(model)
 
 
 def text_config(model: nn.Module) -> Any:

@@ -6,7 +6,7 @@ own forward runs it, from tokens on the first stage and from what the stage befo
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from megabatch.errors import MegabatchError
-from megabatch.pipeline import SCHEDULES, Pipeline
 from megabatch.train.config import Config, ParallelConfig
 from megabatch.train.model.architecture import outline
 from megabatch.train.model.tensor_parallel import Borders
 from megabatch.train.model.wrap import Wrapper, boundary_dtype, is_mixed, replicate
 from megabatch.train.runtime.ranks import Ranks
+
+if TYPE_CHECKING:
+    from megabatch.pipeline import Pipeline
 
 STAGES_PER_RANK = 2  # of schedules that take any number
 
@@ -122,6 +124,8 @@ def parts_of(model: nn.Module, config: Config) -> list[Part]:
 
 def per_rank(parallel: ParallelConfig) -> int:
     """Return the number of stages of each rank."""
+    from megabatch.pipeline import SCHEDULES  # takes a second
+
     return SCHEDULES[parallel.schedule].per_rank or STAGES_PER_RANK
 
 
@@ -156,6 +160,8 @@ def cut(
     ``shell`` makes another model of the same class, on the meta device, around each stage where there are several.
     """
     number = per_rank(config.parallel)
+    from megabatch.pipeline import SCHEDULES
+
     own = [parts[index] for index in SCHEDULES[config.parallel.schedule].indices(rank, config.parallel.pp, number)]
     shells = [model] if number == 1 else [shell() for _ in own]
     holdings = [held(model, part) for part in own]
@@ -205,12 +211,14 @@ def connect(stage: nn.Module, part: Part) -> None:
         stage.register_forward_hook(hand)
 
 
-def pipeline(stages: Stages, config: Config, wrapper: Wrapper, mesh: DeviceMesh) -> Pipeline:
+def pipeline(stages: Stages, config: Config, wrapper: Wrapper, mesh: DeviceMesh) -> "Pipeline":
     """The stages, as a pipeline of the recipe's schedule."""
     modules: list[nn.Module] = list(stages.modules)
     if wrapper.name == "ddp":
         modules = [replicate(each, find_unused=False, group=mesh.get_group("dp_replicate")) for each in modules]
     architecture, dtype = stages.model.config, boundary_dtype(config.model)
+    from megabatch.pipeline import Pipeline
+
     return Pipeline(
         modules,
         mesh,

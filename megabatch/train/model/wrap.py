@@ -1,10 +1,11 @@
 """A model over the data and context ranks: plain, DDP, FSDP2 or its replicate, and the dtypes that it computes in."""
 
 import contextlib
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,9 @@ from megabatch.errors import PlanError
 from megabatch.train.config import ModelConfig, UpdateConfig
 from megabatch.train.config.parallel_layout import ALONE, Layout, check_wrapper
 
+if TYPE_CHECKING:
+    from megabatch.pipeline import Pipeline
+
 SHARD_FROM_PARAMETERS = 1_000_000_000  # a rule of thumb; parallel.wrapper overrules it
 CONTEXT_FAMILIES = (
     "gpt2",
@@ -33,6 +37,12 @@ CONTEXT_FAMILIES = (
 )  # tested against uncut runs
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # others look at the longest position, which ranks do not share
 NOT_KNOWN = ("sliding_window", "softcap", "position_bias", "s_aux")  # what changes attention beyond order and documents
+
+
+def is_pipeline(model: object) -> "TypeGuard[Pipeline]":
+    """Return True for a model in stages, without an import of the pipelines, which take a second."""
+    stages = sys.modules.get("megabatch.pipeline.stages")
+    return stages is not None and isinstance(model, stages.Pipeline)
 
 
 @dataclass(frozen=True)
