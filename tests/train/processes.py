@@ -20,7 +20,8 @@ import torch.distributed as dist
 SECONDS = 120  # for a run; none here takes a quarter of it
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([
-    "megabatch.train.cli.commands", "megabatch.train.loop", "torch.utils.tensorboard", "torch.distributed.checkpoint.format_utils",
+    "megabatch.train.cli.commands", "megabatch.train.loop", "torch.utils.tensorboard",
+    "torch.distributed.checkpoint.format_utils",
     "torch.distributed.tensor.parallel", "torch.profiler._cupti_monitor", "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama", "tyro._backends", "typeguard",
 ])  # fmt: skip
