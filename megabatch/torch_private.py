@@ -141,13 +141,27 @@ def cross_entropy_weight(loss: Tensor) -> Tensor | None:
 
     None for every other loss, and in a half type, which cannot hold a count.
     """
+    node = _mean_cross_entropy(loss)
+    weight = None if node is None else node._saved_total_weight
+    return weight if weight is not None and weight.dtype in (torch.float32, torch.float64) else None
+
+
+def is_mean_cross_entropy(loss: Tensor) -> bool:
+    """Return True for the mean of torch's cross-entropy without class weights.
+
+    Its backward writes the gradient of targets that count and no other, so without targets the gradient is 0.
+    """
+    node = _mean_cross_entropy(loss)
+    return node is not None and node._saved_weight is None
+
+
+def _mean_cross_entropy(loss: Tensor) -> Any:
     node: Any = loss.grad_fn
     while node is not None and node.name() in ("ToCopyBackward0", "ViewBackward0"):
         node = node.next_functions[0][0]
     if node is None or node.name() not in ("NllLossBackward0", "NllLoss2DBackward0") or node._saved_reduction != 1:
         return None
-    weight = node._saved_total_weight
-    return weight if weight.dtype in (torch.float32, torch.float64) else None
+    return node
 
 
 def inputs_of_node(node: Any) -> Sequence[Any]:

@@ -68,7 +68,7 @@ class _Means(Tensor):
         values = self.as_subclass(Tensor)
         if given or named or not hasattr(self, "weights"):
             return values.mean(*given, **named)
-        return (values * self.weights).sum() / self.weights.sum()
+        return torch.where(self.weights > 0, values * self.weights, 0.0).sum() / self.weights.sum()
 
 
 def _join(records: list[tuple[Tensor, float]], like: Tensor) -> Tensor:

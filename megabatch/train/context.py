@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor.parallel import loss_parallel
 
 from megabatch import Learner, Plan, Term, Update
-from megabatch.errors import MicrobatchLimit
+from megabatch.errors import MegabatchError, MicrobatchLimit
 from megabatch.losses import LossFunction
 from megabatch.planning import TunedLimit
 from megabatch.train.config import Config, UpdateConfig
@@ -28,7 +28,7 @@ EVENTS = ("start", "before_update", "around_backward", "after_update", "after_ev
 ForwardBackward = Callable[[Sequence[Any]], Any]  # adds samples to the open update
 
 
-class UpdatePausedError(Exception):
+class UpdatePausedError(BaseException):
     """All ranks stop inside an update, which a later start of the run completes."""
 
 
@@ -61,8 +61,9 @@ class BestEvaluation:
 class RunContext:
     """One run on this rank: all that the loop and its callbacks share.
 
-    A callback reads it. `row` and `should_stop` are meant to be written by any callback. The other attributes belong
-    to the loop and to the callback named beside them.
+    A callback reads it. Any callback may set `should_stop`, and may add columns to `row` in `before_update` and
+    `around_backward`, which metrics.jsonl gets. The other attributes belong to the loop and to the callback named
+    beside them.
     """
 
     config: Config  # the recipe
@@ -164,8 +165,10 @@ class Callback:
     """
 
     every: int | None = 1
-    """`after_update` is called after each update whose number is a multiple of it, and after the last one. None: after
-    the last one only."""
+    """`after_update` is called after each update whose number is a multiple of it, and after one that is known to be
+    the last: not where a stream ends, or a signal or ``eval.patience`` ends the run. None: only after such a one."""
+
+    splits_updates = False  # makes an update in several calls of `RunContext.forward_backward`
 
     def start(self, context: RunContext) -> None:
         """Called once, before the first update of this start of the run; state is restored."""
@@ -174,10 +177,10 @@ class Callback:
         """Called when this rank has the samples of the next update."""
 
     def around_backward(self, context: RunContext, batch: Sequence[Any], forward_backward: ForwardBackward) -> None:
-        """Make the gradient of the update: call ``forward_backward(batch)``, or once for each of several parts.
+        """Make the gradient of the update: call ``forward_backward(batch)`` once, with the whole batch.
 
-        Later callbacks surround earlier ones. Some updates are made in several calls, around which this is called
-        once.
+        Later callbacks surround earlier ones. An update that is made again without samples at fault
+        (``update.on_nonfinite``) does not come here a second time.
 
         Args:
             context: The run.
@@ -193,7 +196,17 @@ class Callback:
         """Called after each evaluation of a set, with ``context.row``. The model holds the weights evaluated."""
 
     def end(self, context: RunContext) -> None:
-        """Called after the last update, or when a signal has stopped the run. A run that fails does not call it."""
+        """Called after the last update, or when a signal has stopped the run. A run that fails does not call it. A last
+        evaluation may follow."""
+
+
+def check_whole(context: RunContext) -> None:
+    """Raise where a callback that surrounds this one has given a part of the batch before."""
+    if context.num_calls:
+        raise MegabatchError(
+            f"a callback called forward_backward twice in update {context.step + 1}; call it once in around_backward, "
+            "with the whole batch"
+        )
 
 
 class Callbacks:
@@ -207,6 +220,7 @@ class Callbacks:
         self.after_update = self._overriding("after_update")
         self.after_evaluation = self._overriding("after_evaluation")
         self.end = self._overriding("end")
+        self.may_split = any(each.splits_updates for each in callbacks)
 
     def without(self, callback: Callback) -> "Callbacks":
         """Return the others."""

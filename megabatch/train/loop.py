@@ -13,7 +13,7 @@ from megabatch.train.callbacks.order import load_callbacks, make_callbacks
 from megabatch.train.checkpoints.retention import resumed_from
 from megabatch.train.checkpoints.run_lock import check_run_folder, open_run_folder
 from megabatch.train.config import Config
-from megabatch.train.context import Callbacks, ForwardBackward, RunContext, UpdatePausedError, read_values
+from megabatch.train.context import Callback, Callbacks, ForwardBackward, RunContext, UpdatePausedError, read_values
 from megabatch.train.data.load import load_data
 from megabatch.train.data.updates import Updates
 from megabatch.train.model.architecture import load_tokenizer, positions_for_stream
@@ -48,14 +48,14 @@ def train(context: RunContext) -> None:
 
 def make_update(context: RunContext, batch: Sequence[Any]) -> None:
     """Make one update of this rank's samples: forward and backward, the step, the callbacks. Collective."""
-    context.batch, context.num_calls = batch, 0
+    context.batch, context.num_calls, context.row = batch, 0, {}
     for callback in context.callbacks.before_update:
         callback.before_update(context)
     if context.callbacks.around_backward:
         surround_backward(context, batch)
     else:
         context.forward_backward(batch)
-    context.update, context.row = context.learner.optim_step(), {}
+    context.update = context.learner.optim_step()
     context.values = read_values(context.update)
     if not context.values["finite"]:
         refuse_nonfinite(context)
@@ -72,8 +72,20 @@ def surround_backward(context: RunContext, batch: Sequence[Any]) -> None:
     """Let the last callback make the gradient. It calls the one before it, and the first one calls the library."""
     forward_backward: ForwardBackward = context.forward_backward
     for callback in context.callbacks.around_backward:
-        forward_backward = partial(callback.around_backward, context, forward_backward=forward_backward)
+        forward_backward = partial(call_around, callback, context, forward_backward)
     forward_backward(batch)
+    if context.num_calls > 1 and not context.callbacks.may_split:
+        raise MegabatchError(
+            f"callbacks called forward_backward {context.num_calls} times in update {context.step + 1}; call it once "
+            "in around_backward, with the whole batch"
+        )
+
+
+def call_around(
+    callback: Callback, context: RunContext, forward_backward: ForwardBackward, samples: Sequence[Any]
+) -> None:
+    """Let a callback surround the making of the gradient."""
+    callback.around_backward(context, samples, forward_backward)
 
 
 def refuse_nonfinite(context: RunContext) -> None:

@@ -1,6 +1,7 @@
 """A run that dies before its first checkpoint begins again, by `megabatch train RUN`, and ends as if it never had."""
 
 import json
+import re
 import signal
 import time
 from pathlib import Path
@@ -98,8 +99,14 @@ def test_it_ends_as_one_that_never_died(
     assert not (bench.folder / "checkpoints").exists()
     (bench.path / "disturb.json").unlink()
     said = bench.train(ranks=ranks, recipe=bench.folder).splitlines()
-    again = ", and makes 3 updates again" if place.startswith("after") else ""
-    assert said.count(f"nothing was saved yet: the run begins at update 0{again}") == 1
+    # Rows of the last quarter of a second may be lost.
+    again = r", and makes [23] updates again" if place.startswith("after") else ""
+    assert (
+        sum(
+            re.fullmatch(f"nothing was saved yet: the run begins at update 0{again}", line) is not None for line in said
+        )
+        == 1
+    )
     assert without_measures(bench.rows()) == without_measures(bench.rows(whole))
     assert len(json.loads((bench.folder / "environment.json").read_text())["starts"]) == 2
 

@@ -18,6 +18,7 @@ from megabatch import (
     UpdateSampler,
     Verification,
     losses,
+    mean,
     plan,
     verify,
 )
@@ -29,6 +30,14 @@ Microbatch = dict[str, Tensor]
 def squared(model: nn.Module, microbatch: Microbatch) -> Term:
     error = model(microbatch["inputs"]) - microbatch["labels"]
     return Term(error.square().sum(), error.numel())
+
+
+def mean_squared(model: nn.Module, microbatch: Microbatch) -> Tensor:
+    return (model(microbatch["inputs"]) - microbatch["labels"]).square().mean()
+
+
+def count(microbatch: Microbatch) -> int:
+    return microbatch["labels"].numel()
 
 
 def encode(model: nn.Module, microbatch: Microbatch) -> Tensor:  # [B, 3] -> [B, 2]
@@ -53,6 +62,8 @@ def lines() -> list[str]:
     learner.optim_step()
     dealt = list(UpdateSampler([5, 3, 8], global_batch_size=2))
     gradient.forward_backward(batch, losses.mse)
+    gradient.finalize()
+    gradient.forward_backward(batch, mean(mean_squared, over=count))
     gradient.finalize()
     return [f"{proof.ok} {cuts[0].num_microbatches} {float(update.loss):.3f} {len(dealt)}", megabatch.__version__]
 

@@ -92,7 +92,7 @@ def test_the_bound_and_the_policy_are_chosen_together(bench: Bench, ask: Callabl
     assert said["a little less"][0].startswith("update.max_microbatch_tokens 380: predicted peak ")
     assert said["a little less"][1].startswith("update.sync last: its whole gradient of 6.")
     assert re.fullmatch(
-        "update.sync every: leave_room its whole gradient last has room for microbatches of 200 tokens, and an update "
+        "update.sync every: beside its whole gradient last has room for microbatches of 200 tokens, and an update "
         r"would be \d+ of them instead of \d", said["half of the bound"][1],
     )  # fmt: skip
     assert said["no room"][1].startswith("update.sync every: last would keep the whole gradient of 6.")

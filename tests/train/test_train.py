@@ -33,7 +33,7 @@ def test_a_run_writes_its_metrics_its_checkpoint_and_its_report(bench: Bench) ->
     said = bench.train(run__save_every=4)
     updates = [row for row in bench.rows() if "loss" in row]
     evaluations = [row for row in bench.rows() if "eval_loss" in row]
-    assert all(list(row) == KEYS_OF_AN_UPDATE for row in updates)
+    assert all(sorted(row) == sorted(KEYS_OF_AN_UPDATE) for row in updates)
     assert [row["step"] for row in updates] == [1, 2, 3, 4, 5, 6]
     assert [row["num_samples"] for row in updates] == [8, 8, 8, 8, 8, 5]
     assert [row["step"] for row in evaluations] == [0, 2, 4, 6]

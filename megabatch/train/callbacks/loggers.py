@@ -7,9 +7,11 @@ left out for the rest of this start.
 import io
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -108,10 +110,17 @@ class TensorBoard:
         folder = Path(config.run.folder) / TENSORBOARD
         self._writer = SummaryWriter(str(folder), purge_step=first_step if any(folder.glob("events.*")) else None)
         self.flush, self.close = self._writer.flush, self._writer.close
+        threading.excepthook = partial(_print_unless_writer, threading.excepthook)
 
     def log(self, row: Mapping[str, float], step: int) -> None:
         for tag, number in row.items():
             self._writer.add_scalar(tag, number, step)
+
+
+def _print_unless_writer(hook: Callable[[Any], object], failed: Any) -> None:
+    """Print no traceback of TensorBoard's thread: the next call to the writer raises the error, too."""
+    if type(failed.thread).__name__ != "_AsyncWriterThread":
+        hook(failed)
 
 
 class Tracker:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from megabatch.planning import TunedLimit
 from megabatch.train.config.byte_sizes import gib_text
 from megabatch.train.context import Callback, RunContext
 
@@ -13,27 +14,32 @@ COMPARED = 2  # update of this process after which everything is there that stay
 
 
 class MemoryCheck(Callback):
-    """Measure the second update of a start, and leave. Collective."""
+    """Measure the second update of a start, and say where a longer sample has changed the limit. Collective."""
 
     def __init__(self) -> None:
         self._num_updates = 0
         self._high_water: HighWater | None = None
+        self._fit: TunedLimit | None = None  # before the update
 
     def before_update(self, context: RunContext) -> None:
         """Count updates, and begin to measure."""
         self._num_updates += 1
+        self._fit = context.learner.gradient.fit
         if self._num_updates == COMPARED:
             self._high_water = HighWater(context.ranks.device)
 
     def after_update(self, context: RunContext) -> None:
         """Say both peaks, each of the rank that came highest, and add them to the row."""
-        if self._high_water is None:
+        fit, high_water = context.learner.gradient.fit, self._high_water
+        if fit is not None and fit is not self._fit:
+            context.console.say(f"update.{fit.explain()}")
+        if high_water is None:
             return
-        context.callbacks = context.callbacks.without(self)
+        self._high_water = None
         if context.plan.peak_bytes is None:
             return
-        peaks = [float(text) for text in context.ranks.gather(repr(self._high_water.bytes() or 0.0))]
-        predicted = [float(text) for text in context.ranks.gather(repr(context.plan.peak_bytes))]
+        peaks = context.ranks.gather(high_water.bytes() or 0.0)
+        predicted = context.ranks.gather(context.plan.peak_bytes)
         if not all(peaks):  # a system that does not tell
             return
         peak, expected = max(peaks), max(predicted)

@@ -31,7 +31,7 @@ from megabatch.train.checkpoints.metadata import (
 )
 from megabatch.train.checkpoints.paths import OPEN, UNFINISHED, checkpoints_of
 from megabatch.train.config import Config
-from megabatch.train.context import Callback, ForwardBackward, RunContext, UpdatePausedError
+from megabatch.train.context import Callback, ForwardBackward, RunContext, UpdatePausedError, check_whole
 from megabatch.train.data.updates import part_of
 from megabatch.train.runtime.files import write_synced
 from megabatch.train.runtime.ranks import Ranks
@@ -75,6 +75,8 @@ class Calls:
 class MidUpdateCheckpoint(Callback):
     """Make an update in several calls, save one that a signal stops inside, and resume it. Collective."""
 
+    splits_updates = True
+
     def __init__(self, context: RunContext) -> None:
         self._is_used = context.config.checkpoint.partial
         if self._is_used:
@@ -98,6 +100,7 @@ class MidUpdateCheckpoint(Callback):
 
     def around_backward(self, context: RunContext, batch: Sequence[Any], forward_backward: ForwardBackward) -> None:
         """Make the calls of the update, unless a signal comes between two of them: then save it open."""
+        check_whole(context)
         if not self._is_used:
             forward_backward(batch)
             return

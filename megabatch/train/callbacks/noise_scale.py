@@ -36,7 +36,7 @@ from megabatch import MegabatchError
 from megabatch.losses import loss_hooks
 from megabatch.train.callbacks.mid_update import Calls
 from megabatch.train.config import Config
-from megabatch.train.context import Callback, ForwardBackward, RunContext
+from megabatch.train.context import Callback, ForwardBackward, RunContext, check_whole
 from megabatch.train.model.optimizer import LARGEST_NORM
 from megabatch.train.runtime.jsonl_file import METRICS, read_rows
 
@@ -63,6 +63,8 @@ class Measured(NamedTuple):
 class NoiseScale(Callback):
     """Make some updates in two halves and measure the noise of their gradients. Collective."""
 
+    splits_updates = True
+
     def __init__(self, context: RunContext) -> None:
         check_config(context.config)
         learner = context.learner
@@ -84,6 +86,7 @@ class NoiseScale(Callback):
 
     def around_backward(self, context: RunContext, batch: Sequence[Any], forward_backward: ForwardBackward) -> None:
         """Make the update in one call, or in two halves if it is measured."""
+        check_whole(context)
         learner = context.learner
         self._part, learner.max_norm = None, self._max_norm
         if (learner.step + 1) % self._every:

@@ -33,10 +33,11 @@ class SkipNonfinite(Callback):
         if update is None or reason is None:
             self._num_in_a_row = 0
             return
-        step, asked = context.step, Asked(context.batch, context.ranks)
+        step, plan, asked = context.step, context.plan, Asked(context.batch, context.ranks)
         mended = self._without_culprits(context, update, asked) if self._searches else None
         if mended is None:
             self._put_back()
+            context.plan = plan  # not of the search
             context.learner.step, context.row["num_samples"] = step, 0
             left_out = asked.items
         else:

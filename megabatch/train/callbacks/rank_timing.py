@@ -60,8 +60,8 @@ class RankTiming(Callback):
         self._plan: Plan | None = None  # of the call whose span is the last one
         self._slow_ranks = SlowRanks(context.ranks)
 
-        def timed(model: Any, microbatch: Any) -> Any:
-            return self._compute_loss(model, microbatch)
+        def timed(model: Any, microbatch: Any, **divisor: Any) -> Any:
+            return self._compute_loss(model, microbatch, **divisor)
 
         context.loss_fn = in_place_of(self._loss_fn, timed)
 
@@ -78,16 +78,16 @@ class RankTiming(Callback):
         for line in self._slow_ranks.warnings():
             context.console.warn(line)
 
-    def _compute_loss(self, model: Any, microbatch: Any) -> Any:
+    def _compute_loss(self, model: Any, microbatch: Any, **divisor: Any) -> Any:
         """Compute the loss, in a span that ends with its backward."""
         gradient = self._learner.gradient
         if gradient.open_update is None:  # a measurement for the microbatch limit belongs to no update
-            return self._loss_fn(model, microbatch)
+            return self._loss_fn(model, microbatch, **divisor)
         plan, before = gradient.last_plan, self._plan
         self._plan = plan
         if plan is None or plan is not before or plan.sync != "last":
             self._spans.begin()  # of its own, unless the microbatch before it in its call was not reduced
-        returned = self._loss_fn(model, microbatch)
+        returned = self._loss_fn(model, microbatch, **divisor)
         total = total_of(returned)
         if total is not None:
             around_backward(total, do_nothing, self._spans.end)

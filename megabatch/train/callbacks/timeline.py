@@ -79,8 +79,8 @@ class Recording(Callback):
             optimizer.register_step_post_hook(marking(self._marks, END)),
         ]
 
-        def marked(model: Any, microbatch: Any) -> Any:
-            return self._compute_loss(model, microbatch)
+        def marked(model: Any, microbatch: Any, **divisor: Any) -> Any:
+            return self._compute_loss(model, microbatch, **divisor)
 
         context.loss_fn = in_place_of(self._loss_fn, marked)
         self._marks.add(IDLE)
@@ -108,17 +108,17 @@ class Recording(Callback):
             kinds = reducing(kinds, with_each=plan.sync != "last")
         return {"kinds": kinds, "ms": starts_ms}
 
-    def _compute_loss(self, model: Any, microbatch: Any) -> Any:
+    def _compute_loss(self, model: Any, microbatch: Any, **divisor: Any) -> Any:
         """Compute the loss, and mark when it is computed and when its backward begins and ends."""
         marks = self._marks
         self._num_microbatches += 1
         if self._num_microbatches > MOST_MICROBATCHES:
             if self._num_microbatches == MOST_MICROBATCHES + 1:
                 marks.add(REST)
-            return self._loss_fn(model, microbatch)
+            return self._loss_fn(model, microbatch, **divisor)
         is_dummy = self._learner.gradient.is_counting is False
         marks.add(DUMMY if is_dummy else FORWARD)
-        returned = self._loss_fn(model, microbatch)
+        returned = self._loss_fn(model, microbatch, **divisor)
         total = total_of(returned)
         if total is not None:
             kind = DUMMY if is_dummy else BACKWARD

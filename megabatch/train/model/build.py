@@ -236,9 +236,9 @@ def in_precision(loss_fn: Any, config: ModelConfig, laid: ParallelModel, device:
     if config.compute_dtype is None and container is None:
         return loss_fn
 
-    def computed(model: Any, microbatch: Any) -> Any:
+    def computed(model: Any, microbatch: Any, **divisor: Any) -> Any:
         with computing(config, laid.wrapper.casts_as, device):
-            return loss_fn(container if isinstance(model, list) else model, microbatch)
+            return loss_fn(container if isinstance(model, list) else model, microbatch, **divisor)
 
     return in_place_of(loss_fn, computed)
 

@@ -91,6 +91,10 @@ LOSSES = {
         meaning(lambda squares: squares.mean(), -1),
         "is -1.0",
     ),
+    "a mean over nothing": (
+        meaning(lambda squares: squares.mean() / 0, 0),
+        "inf … over counts 0 … max(count, 1)",
+    ),
     "a mean over a mapping": (
         meaning(lambda squares: squares.mean(), {"one": 1, "two": 1}),
         "mean() … mapping",
