@@ -282,7 +282,7 @@ def test_the_command_line_ends_as_it_should(recipe: Path, tmp_path: Path) -> Non
     asked = Run(["plan", "--help"], tmp_path / "asked", 1).wait()[0]
     assert (asked.status, asked.err) == (0, "")
     assert "--bandwidth" in asked.out
-    assert "update.global_batch_size = 32" in asked.out
+    assert "--update.global" in asked.out
     done = Run(["plan", str(recipe), "--json"], tmp_path / "done", 1).wait()[0]
     assert (done.status, done.err) == (0, "")
     assert json.loads(done.out)[0]["fits"] == YES
