@@ -1,4 +1,4 @@
-"""What the mean losses of other libraries are over, and a trial that each is that mean."""
+"""Counts for the mean losses of other libraries, and a trial that each loss is the mean over its count."""
 
 import contextlib
 import copy

@@ -43,7 +43,7 @@ CATEGORIES = (
     "activations",
     "temporaries",
 )
-"""What memory of a device is used for, as `Moment` and `Simulated` list it."""
+"""Uses of a device's memory, as `Moment` and `Simulated` list them."""
 HOST = "host"  # category of memory on the host only
 DEVICE_OF = torch.ops.prim.device.default  # of fake tensors only
 SILENT = ("prim", "profiler")  # namespaces of operations without memory and work

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,12 +37,10 @@ def train(context: RunContext) -> None:
         open_run(context)
         for callback in context.callbacks.start:
             callback.start(context)
-        with context.console.bar(learner.step, num_updates.of_run, num_updates.work):
-            try:
-                for batch in remaining_updates(context):
-                    make_update(context, batch)
-            except UpdatePausedError:
-                pass  # a callback has saved the open update
+        bar = context.console.bar(learner.step, num_updates.of_run, num_updates.work)
+        with bar, suppress(UpdatePausedError):  # a signal came inside an update, which a callback has saved
+            for batch in remaining_updates(context):
+                make_update(context, batch)
         for callback in context.callbacks.end:
             callback.end(context)
 

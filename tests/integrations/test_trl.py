@@ -1,15 +1,10 @@
 """TRL's trainers with MegabatchTrainer in front: the gradient and the metrics of each update are those of it uncut."""
 
 from functools import cache
-from importlib.util import find_spec
 
 import pytest
 
 from tests.exact.launch import launch, values
-
-if find_spec("trl") is None:
-    pytest.skip("trl is not installed: pip install trl", allow_module_level=True)
-
 from tests.integrations.trl_users import CASES
 
 REFUSED = {

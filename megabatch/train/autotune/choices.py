@@ -21,7 +21,7 @@ from megabatch.train.runtime.ranks import Ranks
 
 @dataclass(frozen=True)
 class TunedChoices:
-    """How much goes through the model at once, and when ranks sum."""
+    """The microbatch limit and the sync policy of a run."""
 
     bound: ChosenLimit | None  # None: the recipe gives it
     policy: ChosenSync

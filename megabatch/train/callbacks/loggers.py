@@ -9,6 +9,7 @@ import json
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
@@ -123,7 +124,7 @@ def _print_unless_writer(hook: Callable[[Any], object], failed: Any) -> None:
         hook(failed)
 
 
-class Tracker:
+class Tracker(ABC):
     """The run at a tracker, whose id stands in tracking.json, so that a resumed run goes on in it."""
 
     def __init__(self, config: Config, first_step: int) -> None:
@@ -134,15 +135,16 @@ class Tracker:
         self._saved = ids.get(tracker)
         replace_text(path, json.dumps(ids | {tracker: self._open(config)}, indent=1) + "\n")
 
+    @abstractmethod
     def _open(self, config: Config) -> str:
-        """Begin a run there, or go on in the saved one; its id."""
-        raise NotImplementedError
+        """Start a run there, or resume the saved one. Return its id."""
 
     def log(self, row: Mapping[str, float], step: int) -> None:
         self._module.log(dict(row), step=step)
 
     def flush(self) -> None:
-        """Trackers send in processes or threads of their own."""
+        """Do nothing: trackers send in processes or threads of their own."""
+        return
 
     def close(self) -> None:
         self._module.finish()

@@ -1,4 +1,4 @@
-"""What each command takes. tyro reads it, and writes its help and the shells' completion; no torch is imported here."""
+"""Arguments of each command. tyro reads them and writes the help. No torch is imported here."""
 
 import io
 import re
@@ -56,7 +56,7 @@ class Plan(Recipe):
     memory: str | None = None
     """Memory of a rank, 80GiB say. None: the device's."""
     bandwidth: str | None = None
-    """What a rank can send inside a node, and at most between nodes, 235GB/s say. None: the device's."""
+    """Bandwidth of a rank inside a node, and at most between nodes, 235GB/s say. None: the device's."""
     length: int | None = None
     """Tokens of the longest sample. None: data.pack_tokens, data.max_sample_tokens, or the data are read."""
     json: FlagCreatePairsOff[bool] = False

@@ -30,7 +30,7 @@ class ModelConfig(Section):
     name: str | None = None
     """A causal language model of the Hugging Face hub, or a folder that save_pretrained has written: its weights."""
     config: Options | None = None
-    """What transformers' AutoConfig takes: model_type = "llama", hidden_size = 128, ...: fresh weights."""
+    """Arguments of transformers' AutoConfig: model_type = "llama", hidden_size = 128, ...: fresh weights."""
     function: Function | None = None
     """"module:function" that returns any torch module, or a list or mapping of several, which the loss gets in its
     place; called with model.options."""
@@ -69,7 +69,7 @@ class SourceConfig(Section):
     path: str | list[str] | None = None
     """A file, a glob ("data/*.jsonl"), a list of them, a folder that datasets' save_to_disk wrote, or a hub id."""
     source: Literal["stdlib", "jsonl", "csv", "parquet", "text", "documents", "saved", "hub"] | None = None
-    """What path is; None: seen by its ending. text (.txt): a line a document; documents (.md, .rst, .py): a file a
+    """Kind of path; None: seen by its ending. text (.txt): a line a document; documents (.md, .rst, .py): a file a
     document; stdlib: the functions of Python's own standard library, without path."""
     subset: str | None = None
     """Configuration of a hub data set."""
@@ -91,7 +91,7 @@ class SourceConfig(Section):
 
 
 class DataConfig(SourceConfig):
-    """What is trained on: one source, or a mixture of them, or a function's samples."""
+    """The training data: one source, or a mixture of them, or a function's samples."""
 
     mixture: dict[str, SourceConfig] = {}
     """Named sources, in place of path: [data.mixture.code] path = ... weight = 2. Without weights every sample is seen
@@ -120,7 +120,7 @@ class DataConfig(SourceConfig):
 
 
 class LossConfig(Section):
-    """What is minimised."""
+    """The loss."""
 
     function: Function = "megabatch.losses:next_token"
     """(model, microbatch) -> (total, weight), or several named ones; see megabatch.loss. Or a megabatch.JointLoss."""
@@ -131,7 +131,7 @@ class LossConfig(Section):
 
 
 class UpdateConfig(Section):
-    """What one optimizer step consumes, and how much of it may go through the model at once."""
+    """The samples of an optimizer step, and how many of them may go through the model at once."""
 
     global_batch_size: Count | list[list[int | str]]
     """Required. Samples of an update, over all ranks. The dial: it alone decides what is learned from an update. Or a
@@ -143,7 +143,7 @@ class UpdateConfig(Section):
     """Tokens of one forward on one rank, padding included. "auto", or neither: the most that fits, measured before the
     first update and kept with the checkpoint."""
     memory: str | None = None
-    """What "auto" may use of each rank's device: "20GiB". None: nine tenths of what is free."""
+    """Memory of each rank's device that "auto" may use: "20GiB". None: nine tenths of what is free."""
     one_row: bool = False
     """Lay the samples of a microbatch in one row, one after another, so that nothing is padded: with model.attention =
     "flash_attention_2" or "flex_attention". Others compute the whole row against itself, which takes longer than
@@ -251,7 +251,7 @@ class RunConfig(Section):
     """Exit status of a run that a signal has stopped before its end, when it is saved. Not 0, 143 say, where only what
     has failed is started again, as Kubernetes does."""
     seed: Step = 0
-    """Of weights, order of samples, held-out set and dropout."""
+    """Seed of weights, order of samples, held-out set and dropout."""
     device: Literal["cpu", "cuda"] | None = None
     """None: cuda if there is one."""
     tensorboard: bool = True
@@ -269,7 +269,7 @@ class RunConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """How a run is saved."""
+    """Checkpoints."""
 
     background: bool | None = None
     """Go on training while a checkpoint is written; that takes a copy of the state in host memory. None: where the
@@ -280,7 +280,7 @@ class CheckpointConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How the processes divide the work: there are dp_replicate * dp_shard * cp * tp * pp of them."""
+    """The division of work over processes: there are dp_replicate * dp_shard * cp * tp * pp of them."""
 
     wrapper: Literal["ddp", "fsdp2", "replicate"] | None = None
     """ddp: a copy of the model on each data rank; fsdp2: shards of it; replicate: copies, which go with tp and cp.
@@ -312,7 +312,7 @@ class ParallelConfig(Section):
 
 
 class AdviceConfig(Section):
-    """What is measured on the way, to choose the size of updates by."""
+    """Measurements during the run, to choose the size of updates by."""
 
     every: Count | None = None
     """Measure the gradient's noise once in so many updates, which is then made in two calls: 20, say. The metrics have

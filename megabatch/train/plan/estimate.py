@@ -90,7 +90,7 @@ class Estimate:
 
     @property
     def bound(self) -> str:
-        """What limits the speed."""
+        """The limit of the speed."""
         return "traffic" if self.traffic_seconds > self.compute_seconds else "compute"
 
 

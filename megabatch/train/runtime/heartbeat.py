@@ -26,7 +26,7 @@ BEGINNING, ENDED = "beginning", "at its end"  # activity before the first update
 
 
 class Beat(NamedTuple):
-    """What a rank writes about itself."""
+    """A rank's report about itself."""
 
     rank: int
     number: int
