@@ -53,6 +53,7 @@ def write_rows(_: Any, folder: Path) -> None:
     """Rows and TensorBoard's events, while nothing fits any more, and after."""
     context = metrics_of(folder, tensorboard=True)
     add(context, {"step": 1, "set": "a", "eval_loss": 0.5})
+    context.flush_logs()  # TensorBoard writes in a thread: what it has not written yet is lost with it
     resource.setrlimit(resource.RLIMIT_FSIZE, (30, resource.RLIM_INFINITY))
     for step in (2, 3):
         add(context, {"step": step, "set": "a", "eval_loss": 0.5 / step, "eval_own": 0.1})
