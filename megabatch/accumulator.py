@@ -229,8 +229,7 @@ class GradientAccumulator:
         after `finalize` drops the old gradients. Raises `PlanError` for an unusable batch, and `LossContractError` for
         an unusable loss.
         """
-        self._check_can_add()
-        if self._tuner is not None:
+        if self._tuner is not None and not (self._running or self._is_lost):
             self.tune(batch, loss_fn)
         sums: dict[str, Term] = {}
         with self._guarded(), self._open_call(batch, loss_fn, loss_hooks(loss_fn)) as call:
@@ -312,7 +311,6 @@ class GradientAccumulator:
             raise PlanError(
                 "a pipeline runs the microbatches of a call together; use forward_backward, not an open loop"
             )
-        self._check_can_add()
         body = GradientAccumulator.microbatches if weigh is None else weigh  # the body of the loop has no name
         with self._guarded(), self._open_call(batch, body, LossHooks(weigh)) as call:
             call.opened.count_call(call.agreement)
@@ -329,6 +327,10 @@ class GradientAccumulator:
     @contextlib.contextmanager
     def _open_call(self, batch: Batch, loss_fn: object, hooks: LossHooks) -> Generator["_Call"]:
         """Surround one call: prepare it and agree on it with the other ranks. If it fails, drop the update."""
+        if self._running:
+            raise MegabatchError("microbatches() was called inside its own loop; finish one call before the next")
+        if self._is_lost:
+            raise MegabatchError(f"{LOST}; discard() it, and give its samples again")
         wrapper, ownership = self._wrapper, self._ownership
         prepared, failure = None, None
         try:
@@ -373,8 +375,9 @@ class GradientAccumulator:
                     watching.enter_context(self._padding.watched())
                 if self._is_packed:
                     watching.enter_context(watched(self.model, agreement.num_microbatches))
-                is_new = ownership.tried.get(loss_fn) is None
-                yield _Call(prepared, agreement, self._open, hooks, takes_divisor(cast(Any, loss_fn)), is_new)
+                tried = ownership.tried.get(loss_fn)  # None for a new loss
+                divides = takes_divisor(cast(Any, loss_fn)) if tried is None else tried
+                yield _Call(prepared, agreement, self._open, hooks, divides, is_new=tried is None)
             ownership.leave()
             self._running = False
             if prepared.parts:
@@ -399,13 +402,6 @@ class GradientAccumulator:
             if is_out_of_memory(error):
                 raise out_of_memory_error(error, self.ranks) from error
             raise
-
-    def _check_can_add(self) -> None:
-        """Raise `MegabatchError` if a call cannot add to the update."""
-        if self._running:
-            raise MegabatchError("microbatches() was called inside its own loop; finish one call before the next")
-        if self._is_lost:
-            raise MegabatchError(f"{LOST}; discard() it, and give its samples again")
 
     def _recall(self, loss_fn: object) -> Microbatch | None:
         """Return a dummy microbatch from an earlier call with the same loss, for a rank without samples.

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple, cast
+from typing import ClassVar, NamedTuple, cast
 
 from torch import Tensor
 
@@ -297,10 +297,7 @@ class MicrobatchStep:
     announced: dict[str, float]  # weights by term that ranks were told: counted by weigh, or given by a deferred batch
     weighed: dict[str, float]  # weights that weigh counts; different from `announced` only if given weights are wrong
     is_dummy: bool
-
-    def differentiate(self, objective: Tensor) -> None:
-        """Run the backward."""
-        objective.backward()
+    differentiate: ClassVar[Callable[[Tensor], None]] = staticmethod(Tensor.backward)
 
 
 def agree_on_call(
@@ -317,14 +314,15 @@ def agree_on_call(
         remembered: Returns a dummy microbatch from an earlier call with this loss, or None if there was none.
     """
     ranks = wrapper.ranks
-    if not ranks.is_alone:
-        reports = _exchange_reports(wrapper, prepared, failure, remembered)
-        _check_same_samples(ranks, reports)
-    elif prepared is not None:
-        reports = [_report(prepared, wrapper, has_sample=True)]
-    else:
+    if ranks.is_alone and prepared is None:
         raise cast(Exception, failure)
+    reports = [] if ranks.is_alone else _exchange_reports(wrapper, prepared, failure, remembered)
     assert prepared is not None  # else its failure was raised
+    num_microbatches, samples = len(prepared.plan.microbatches), prepared.samples
+    if ranks.is_alone:
+        num_samples, weights = len(samples.lengths), prepared.weight_sums
+        return CallAgreement(num_microbatches, num_samples, samples.num_tokens, weights, dummy=None)
+    _check_same_samples(ranks, reports)
     keys = {each.keys_hash for each in reports} - {0.0}
     if wrapper.forwards_meet and (len(keys) > 1 or min(keys, default=0.0) < 0):
         raise PlanError(
@@ -333,13 +331,12 @@ def agree_on_call(
         )
     if len({each.names_hash for each in reports if each.num_microbatches}) > 1:
         raise LossContractError("weigh names other terms on other ranks; name the same terms everywhere")
-    num_microbatches, dummy = int(max(each.num_microbatches for each in reports)), None
+    num_microbatches = int(max(each.num_microbatches for each in reports))
+    everyone_has = all(each.has_sample for each in reports)
+    dummy = _dummy(ranks, prepared, num_microbatches, remembered, everyone_has=everyone_has)
     names = list(prepared.weight_sums)
-    if not ranks.is_alone:
-        everyone_has = all(each.has_sample for each in reports)
-        dummy = _dummy(ranks, prepared, num_microbatches, remembered, everyone_has=everyone_has)
-        if weigh is not None and num_microbatches and not all(each.num_microbatches for each in reports):
-            names = next(filter(None, ranks.exchange_objects(names)), [])  # an idle rank does not know them
+    if weigh is not None and num_microbatches and not all(each.num_microbatches for each in reports):
+        names = next(filter(None, ranks.exchange_objects(names)), [])  # an idle rank does not know them
     data, weights = reports[: ranks.degree], zip(*(each.weights for each in reports[: ranks.num_weighing]), strict=True)
     return CallAgreement(
         num_microbatches=num_microbatches,
@@ -460,8 +457,6 @@ def iterate_steps(
                 finally:
                     wrapper.is_counting = None
             del microbatch  # before the next is made
-    if agreement.num_microbatches:
-        wrapper.finish_call()
 
 
 def with_dummies(plan: Plan, num_microbatches: int) -> Plan:

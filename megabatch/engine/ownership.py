@@ -92,7 +92,7 @@ class Ownership:
         self._wrapper = wrapper
         self._is_exact = not wrapper.replaces_gradients
         self._left: Leftover | None = None
-        self.tried: ByLoss[bool] = ByLoss()  # losses that have run a call
+        self.tried: ByLoss[bool] = ByLoss()  # losses that have run a call -> whether they take the divisor
         self._scaling: set[type] = set()  # functions whose backward is known to use its gradient
         self._trying: Any = None  # the loss that this call checks; None if the check must be repeated
         self._passing: list[weakref.ref[Tensor]] = []  # unknown leaves; each must die with its microbatch's graph
@@ -107,7 +107,7 @@ class Ownership:
                 leaf.grad = None
                 raise _not_the_models(leaf)
         if self._trying is not None:
-            self.tried.set(self._trying, True)
+            self.tried.set(self._trying, takes_divisor(self._trying))
         self._trying = None
         parameters = self._wrapper.parameters
         trained = [each.requires_grad for each in parameters]

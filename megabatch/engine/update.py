@@ -279,7 +279,8 @@ class OpenUpdate:
         """Return the scalar to differentiate: the sum of totals over their divisors, zero for a dummy microbatch."""
         names = differentiable(terms)
         self._differentiable |= set(names)
-        self._check_terms(names, step)
+        if len(self._differentiable) > 1 or not names or not step.announced.keys() <= {PAIR_NAME}:
+            self._check_terms(names, step)
         if any(terms[name].total.dtype == torch.float16 for name in names):
             refuse_float16((f"the total of {name!r}", terms[name].total.dtype) for name in names)
         share = 0.0 if step.is_dummy else self._wrapper.loss_factor

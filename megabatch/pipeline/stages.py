@@ -340,15 +340,11 @@ class PipelineWrapper(MultiModelWrapper):
         """Do nothing: a microbatch does not run by itself, see `call`."""
         yield
 
-    def finish_call(self) -> None:
-        """Do nothing: see `call`."""
-
     @contextlib.contextmanager
     def call(self) -> Generator[None]:
         """Surround the step that runs all microbatches of a call."""
         with super().microbatch("last", last=True):
             yield
-        super().finish_call()
 
     def discard(self) -> None:
         self.pipeline.forget()

@@ -277,7 +277,6 @@ class _Run:
                 objective.backward()
                 del objective
             ledger.tag((each.grad for each in wrapper.parameters), "gradients")
-        wrapper.finish_call()
         ledger.enter_phase("step", HOST if ledger.on_host - {HOST} else "temporaries")
         wrapper.finish_update()
         if max_norm is not None:

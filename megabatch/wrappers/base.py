@@ -7,8 +7,9 @@ the wrapper's own division. Gradients are therefore sums over data and context r
 import contextlib
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -61,7 +62,9 @@ class Wrapper:
     one_shape = False  # microbatches are padded to the largest of a call
     forwards_meet = False  # ranks wait for each other in every module that is called
     replaces_gradients = False  # the wrapper itself sets ``p.grad`` to other views
+    shows_gathered = False  # the modules show other parameters for now, gathered from the shards
     may_pause = True  # between two calls, the whole gradient of an open update is in ``p.grad``
+    accumulating = property(attrgetter("parameters"), doc="The parameters whose ``grad`` autograd adds to.")
     is_counting: bool | None = None  # the microbatch that runs: False for a dummy microbatch
 
     def __init__(self, model: nn.Module, ranks: DataRanks) -> None:
@@ -86,14 +89,15 @@ class Wrapper:
         self._wide = wide
 
     def check_unchanged(self) -> None:
-        """Raise `PlanError` if parameters were frozen, unfrozen, added, replaced or cast since the constructor."""
+        """Raise `PlanError` if parameters were frozen, unfrozen, added, replaced or cast since the constructor.
+
+        Hooks on parameters are refused, too: they would see the gradients of single microbatches.
+        """
         now = [each for each in self._model.parameters() if each.requires_grad]
+        if self.shows_gathered:
+            now = self.parameters
         if len(now) != len(self.parameters) or any(a is not b for a, b in zip(now, self.parameters, strict=True)):
             raise PlanError(CHANGED)
-        self.check_parameters()
-
-    def check_parameters(self) -> None:
-        """Raise `PlanError` for parameters that were cast, and for hooks that would see gradients of one microbatch."""
         dtypes = [each.dtype for each in self.parameters]
         if dtypes != self._dtypes:
             was, now = next((was, now) for was, now in zip(self._dtypes, dtypes, strict=True) if was != now)
@@ -113,11 +117,6 @@ class Wrapper:
         """True if the running microbatch needs no other rank, so that it can run again in parts."""
         return self.ranks.num_all == self.ranks.degree
 
-    @property
-    def accumulating(self) -> Sequence[nn.Parameter]:
-        """The parameters whose ``grad`` autograd adds to."""
-        return self.parameters
-
     def choose(self, policy: str) -> Choice:
         """Return the sync policy and its reason. Raises `PlanError` for a policy that this wrapper does not support."""
         self._refuse_replica_last(policy)
@@ -127,11 +126,11 @@ class Wrapper:
 
     @contextlib.contextmanager
     def microbatch(self, policy: str, *, last: bool) -> Generator[None]:
-        """Surround the forward and backward of one microbatch. ``last`` is True for the last of its call."""
-        yield
+        """Surround the forward and backward of one microbatch. ``last`` is True for the last of its call.
 
-    def finish_call(self) -> None:
-        """Check, after the last backward of a call, that every gradient was reduced. Raise an error otherwise."""
+        Raises `MegabatchError` after the last backward of a call that left a gradient unreduced.
+        """
+        yield
 
     def finish_update(self) -> None:
         """Sum the gradients over ranks, after the last call of an update."""

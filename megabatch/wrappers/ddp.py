@@ -108,12 +108,13 @@ class DDPWrapper(Wrapper):
         with contextlib.nullcontext() if reduce else self.ddp.no_sync():
             yield
         if reduce and self.ddp.gradient_as_bucket_view:  # else the next forward rebuilds buckets and views
-            with contextlib.suppress(RuntimeError):  # something is unreduced; finish_call raises an error
+            with contextlib.suppress(RuntimeError):  # something is unreduced; _check_reduced raises an error
                 rebuild_buckets(self.ddp)
+        if last:
+            self._check_reduced()
 
-    def finish_call(self) -> None:
-        if self._is_local:
-            return
+    def _check_reduced(self) -> None:
+        """Raise `MegabatchError`, after the last backward of a call, if DDP did not reduce every gradient."""
         if not self._went_through_ddp:
             raise _stranding(
                 MegabatchError(

@@ -54,13 +54,13 @@ class FSDP2Wrapper(Wrapper):
         super().accumulate_in(wide)
 
     def check_unchanged(self) -> None:
-        # By flags, since a module that an evaluation has left unsharded shows other parameters.
         if [parameter.requires_grad for parameter in self._model.parameters()] != self._trained:
             raise PlanError(CHANGED)
-        if all(group.is_sharded for group in self._groups):
-            super().check_unchanged()
-        else:
-            self.check_parameters()
+        super().check_unchanged()
+
+    @property
+    def shows_gathered(self) -> bool:
+        return not all(group.is_sharded for group in self._groups)  # an evaluation has left some unsharded
 
     @property
     def accumulating(self) -> Sequence[nn.Parameter]:

@@ -75,10 +75,6 @@ class MultiModelWrapper(Wrapper):
                 stack.enter_context(noting_launches(self._ddps, self.note_collective))
             yield
 
-    def finish_call(self) -> None:
-        for wrapper in self.wrappers:
-            wrapper.finish_call()
-
     def finish_update(self) -> None:
         self.collective_order.reset()
         for wrapper in self.wrappers:
