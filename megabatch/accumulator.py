@@ -163,6 +163,7 @@ class GradientAccumulator:
         self._step: MicrobatchStep | None = None  # the microbatch of an open loop whose backward has not run yet
         self._before: Receipt | None = None  # the gradients before the microbatch of an open loop
         self._given: object = None  # the batch of an open loop
+        self._loop: Any = None  # a UserLoop, from the first microbatch() of an update to finalize()
         self.last_plan: Plan | None = None
         self.fit = self._planner.fit  # the measured limit; None if the user gave a limit
 
@@ -229,7 +230,7 @@ class GradientAccumulator:
         after `finalize` drops the old gradients. Raises `PlanError` for an unusable batch, and `LossContractError` for
         an unusable loss.
         """
-        if self._tuner is not None and not (self._running or self._is_lost):
+        if self._tuner is not None and not (self._running or self._is_lost or self._loop):
             self.tune(batch, loss_fn)
         sums: dict[str, Term] = {}
         with self._guarded(), self._open_call(batch, loss_fn, loss_hooks(loss_fn)) as call:
@@ -325,12 +326,96 @@ class GradientAccumulator:
                     del step  # with its microbatch
 
     @contextlib.contextmanager
+    def microbatch(
+        self, index: int, *, of: int, sum_over: float | Tensor | None = None, mean_over: float | Tensor | None = None,
+        update_weight: float | Tensor | None = None, divided: bool = False,
+    ) -> Generator[Any]:  # fmt: skip
+        """Surround forward and backward of one microbatch in a loop of your own, which keeps its data and its loss.
+
+        This reduces gradients by the sync policy, counts the microbatches, and divides by the weight of the update.
+        In the body, call ``part.scale(loss).backward()`` once, with the ``part`` that this yields (`LoopMicrobatch`).
+        Without `LoopMicrobatch.scale`, `finalize` divides the gradient of a sum, in the pass that clips or in one of
+        its own. Say what the loss is by ``sum_over``, ``mean_over``, ``update_weight`` or ``divided``. Every number is
+        this rank's own. After the last microbatch, call `finalize`. An error in the body drops the update.
+
+        Args:
+            index: Number of the microbatch in the update, from 0.
+            of: Microbatches of the update. Every rank runs the same number; where one has fewer, it repeats any of its
+                microbatches with ``sum_over=0``.
+            sum_over: The loss is a sum over so many targets, samples, or what else is to weigh.
+            mean_over: The loss is a mean over so many.
+            update_weight: The sum of these numbers over the microbatches of this rank. With it, gradients need no pass
+                of their own. Alone, it says that the loss is a sum.
+            divided: The loss is divided already by the weight of the update over all ranks.
+
+        Raises:
+            MegabatchError: A microbatch out of order, without a backward, or with several.
+            LossContractError: A loss that is not what you say.
+            PlanError: A pipeline, an optimizer that steps in backward, and ranks that run different numbers.
+        """
+        from megabatch.engine.user_loop import read_request
+
+        if self._loop is None:
+            self._check_can_loop(index)
+        request, failure = None, None
+        try:
+            request = read_request(of, sum_over, mean_over, update_weight, divided)
+        except MegabatchError as error:
+            if self._loop is not None:
+                raise
+            failure = error  # the other ranks must know
+        if self._loop is None:
+            self._open_loop(request, failure)
+        assert request is not None  # else its failure was raised
+        loop = self._loop
+        loop.check_next(index, request.of)
+        try:
+            with contextlib.nullcontext() if self.ranks.is_alone else self._guarded():
+                with loop.run(index, request) as part:
+                    yield part
+                if self._loop is loop:  # else the body has discarded the update
+                    loop.leave(part)
+        except BaseException:
+            if self._loop is loop:
+                self._is_lost = index > 0
+                self._abandon()
+            raise
+
+    def _open_loop(self, request: Any, failure: MegabatchError | None) -> None:
+        """Open an update of `microbatch`: agree on it with the other ranks, and drop the old gradients."""
+        from megabatch.engine.user_loop import UserLoop, agree_on_loop
+
+        wrapper, (sync, _) = self._wrapper, self._planner.choice
+        try:
+            wrapper.check_unchanged()
+        except MegabatchError as error:
+            failure = failure or error
+        request, agreement = agree_on_loop(wrapper, request, failure)
+        self._ownership.release()
+        drop_gradients(wrapper.parameters)
+        if self._wide.dtype is not None:
+            self._wide.begin()
+        self._open = OpenUpdate(wrapper)
+        self._loop = UserLoop(wrapper, self._ownership, self._open, sync, request, agreement)
+
+    def _check_can_loop(self, index: int) -> None:
+        """Raise an error if no update of `microbatch` can begin."""
+        if self._running or self._is_lost:
+            self._refuse_to_add()
+        if self._wrapper.is_pipeline:
+            raise PlanError("a pipeline runs the microbatches of a call together; use forward_backward, not microbatch")
+        if self._stepping is not None:
+            raise PlanError("microbatch() is not for an optimizer that steps in backward; use forward_backward")
+        if self._open is not None:
+            raise MegabatchError("microbatch() was entered in an update of other calls; finalize() it before")
+        if index != 0:
+            raise MegabatchError(f"microbatch {index} was entered when no update is open; begin with microbatch 0")
+
+    @contextlib.contextmanager
     def _open_call(self, batch: Batch, loss_fn: object, hooks: LossHooks) -> Generator["_Call"]:
         """Surround one call: prepare it and agree on it with the other ranks. If it fails, drop the update."""
-        if self._running:
-            raise MegabatchError("microbatches() was called inside its own loop; finish one call before the next")
-        if self._is_lost:
-            raise MegabatchError(f"{LOST}; discard() it, and give its samples again")
+        if self._running or self._is_lost or self._loop is not None:
+            self._refuse_to_add()
         wrapper, ownership = self._wrapper, self._ownership
         prepared, failure = None, None
         try:
@@ -403,6 +488,14 @@ class GradientAccumulator:
                 raise out_of_memory_error(error, self.ranks) from error
             raise
 
+    def _refuse_to_add(self) -> None:
+        """Raise `MegabatchError` since no call can add to the update."""
+        if self._running:
+            raise MegabatchError("microbatches() was called inside its own loop; finish one call before the next")
+        if self._loop is not None:
+            raise MegabatchError("the update consists of microbatch(), and no call adds to it; finalize() it before")
+        raise MegabatchError(f"{LOST}; discard() it, and give its samples again")
+
     def _recall(self, loss_fn: object) -> Microbatch | None:
         """Return a dummy microbatch from an earlier call with the same loss, for a rank without samples.
 
@@ -448,6 +541,8 @@ class GradientAccumulator:
                 "and one that was left half-way is forgotten"
             )
         check_positive(max_norm=max_norm, weight=weight)
+        if self._loop is not None:
+            self._loop.check_complete()
         if self._stepping is not None:
             self._stepping.check_finalize(max_norm, weight)
         opened, taken = self._open, None
@@ -460,25 +555,30 @@ class GradientAccumulator:
         try:
             with self._guarded():
                 update = self._close(opened, weight, max_norm)
+                if self._loop is not None:
+                    update = self._loop.report(update)
                 if taken is not None:
                     raise taken
         except MegabatchError as error:
             self._abandon()
             raise (taken or error) from None
         self._wide.finish()
-        self._was_finite = update.finite
+        self._was_finite, self._loop = update.finite, None
         return update
 
     def _close(self, opened: OpenUpdate, weight: float | None, max_norm: float | None) -> Update:
         """Close an update: reduce its gradient, then apply the missing factor and the clip."""
         update, factor = opened.close(weight, max_norm)
-        parameters = self._wrapper.parameters
+        parameters, groups = self._wrapper.parameters, self._wrapper.norm_groups
         if isinstance(factor, float) and factor == 0.0:
             drop_gradients(parameters)
             return replace(update, finite=torch.zeros_like(update.finite))
         self._wrapper.finish_update()
+        if max_norm is not None and self._loop is not None and self._loop.loss_scale is not None:
+            scale = self._loop.loss_scale  # by which a GradScaler has multiplied the gradient, and will divide it
+            return update.with_norm(clip_gradients(parameters, max_norm * scale, factor, groups) / scale)
         if max_norm is not None:
-            return update.with_norm(clip_gradients(parameters, max_norm, factor, self._wrapper.norm_groups))
+            return update.with_norm(clip_gradients(parameters, max_norm, factor, groups))
         if factor is not None:
             scale_gradients(parameters, factor)
         return update
@@ -488,7 +588,7 @@ class GradientAccumulator:
 
         The state is empty if no update is open. Raises `PlanError` for a wrapper that cannot save an open update.
         """
-        if self._running:
+        if self._running or self._loop is not None:
             raise MegabatchError("state_dict() was called inside a call, where an update is half done; call it after")
         return open_update_state.save_open_update(self._open, self._wrapper)
 
@@ -522,6 +622,7 @@ class GradientAccumulator:
     def _abandon(self) -> None:
         """Drop the open update and its gradient: an update is never applied in part."""
         self._open, self._step, self._before, self._given, self._running = None, None, None, None, False
+        self._loop = None
         self._ownership.release()
         self._wrapper.discard()
         self._wide.discard()

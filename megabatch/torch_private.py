@@ -156,11 +156,30 @@ def is_mean_cross_entropy(loss: Tensor) -> bool:
 
 
 def _mean_cross_entropy(loss: Tensor) -> Any:
+    node = _before_views(loss)
+    if node is None or node.name() not in ("NllLossBackward0", "NllLoss2DBackward0") or node._saved_reduction != 1:
+        return None
+    return node
+
+
+def is_mean_reduction(loss: Tensor) -> bool:
+    """``_saved_reduction`` of torch's losses: whether the last operation of ``loss`` is a mean."""
+    node = _before_views(loss)
+    is_mean = getattr(node, "_saved_reduction", None) == 1
+    return node is not None and (is_mean or node.name() in ("MeanBackward0", "MeanBackward1"))
+
+
+def last_divisor(loss: Tensor) -> float | None:
+    """``DivBackward0._saved_other``: the number by which the last operation divides. None for other operations."""
+    node = _before_views(loss)
+    other = getattr(node, "_saved_other", None) if node is not None and node.name() == "DivBackward0" else None
+    return float(other) if isinstance(other, Tensor) and other.numel() == 1 and other.device.type == "cpu" else None
+
+
+def _before_views(loss: Tensor) -> Any:
     node: Any = loss.grad_fn
     while node is not None and node.name() in ("ToCopyBackward0", "ViewBackward0"):
         node = node.next_functions[0][0]
-    if node is None or node.name() not in ("NllLossBackward0", "NllLoss2DBackward0") or node._saved_reduction != 1:
-        return None
     return node
 
 

@@ -35,6 +35,7 @@ from megabatch.wrappers.gradients import drop_gradients, refuse_float16, separat
 
 MAX_TERMS = 16  # the message between devices has a fixed size, so that no rank can wait for a longer one
 TAKEN = 2.0  # in a report, in place of the flag "weights differ": the gradient was changed between two calls
+MISCOUNTED = 3.0  # as well: the weights of microbatch() do not add up to its update_weight
 NUMBERS = ("num_samples", "num_tokens", "num_microbatches", "_num_calls", "_counted")
 KEPT = (*NUMBERS, "_divisors", "_announced", "_all_announced")  # attributes in the state_dict of an open update
 
@@ -78,6 +79,11 @@ class Update:
                 return MegabatchError(
                     f"the gradient of {where} was dropped or written to between two calls of an update"
                 )
+            if differ == MISCOUNTED:
+                return LossContractError(
+                    f"update_weight is {counted:.10g} but the weights of its microbatches add up to {returned:.10g} on "
+                    f"{where}; count what the losses sum or average over, on this rank alone"
+                )
             if differ:
                 return weights_differ(where, counted, returned)
             if not all(map(math.isfinite, totals)):
@@ -117,7 +123,7 @@ class OpenUpdate:
         self._all_announced = True
         self._differentiable: set[str] = set()  # names of the terms that have carried a gradient
         self._sums: dict[str, Term] = {}
-        self._differ: bool | Tensor = False
+        self._differ: Any = False  # a bool, or a scalar on the device; MISCOUNTED times that in a loop of the user's
         self.is_taken = False  # True if the gradient on this rank was changed between two calls
         # State that a microbatch adds outside of gradients: its name, and a function that undoes it after a failure.
         self.taking_back: list[tuple[str, Callable[[], object]]] = []
@@ -308,6 +314,26 @@ class OpenUpdate:
             self._differ = differ | self._differ
             self._counted += counted
         return detached
+
+    def divide_by(self, divisor: float) -> None:
+        """Set the divisor of a single term, before its first microbatch. `close` corrects it to the weight."""
+        self._divisors = {PAIR_NAME: divisor}
+
+    def add_unseen(self, name: str, weight: float | Tensor) -> None:
+        """Count a microbatch that was differentiated by other code, with a total that is not known."""
+        self._differentiable.add(name)
+        add_terms(self._sums, {name: Term(self._scalar(0.0), weight)})
+
+    def add_weight(self, weight: float | Tensor) -> None:
+        """Add to the weight of the only term."""
+        (name,) = self._sums
+        add_terms(self._sums, {name: Term(self._scalar(0.0), weight)})
+
+    def compare_weight(self, counted: float) -> None:
+        """Compare this rank's weights with what it told beforehand. `close` reports a difference."""
+        (term,) = self._sums.values()
+        self._counted = counted
+        self._differ = (abs(term.weight - counted) > WEIGHT_TOLERANCE * counted) * MISCOUNTED
 
     def close(self, weight: float | None, max_norm: float | None) -> tuple[Update, float | Tensor | None]:
         """Return the update, and the missing factor of its gradient (None: none is missing; 0.0: there is no weight).

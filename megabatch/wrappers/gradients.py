@@ -185,7 +185,7 @@ def total_norm(parameters: Sequence[nn.Parameter], groups: Sequence[dist.Process
 
 def clip_gradients(
     parameters: Sequence[nn.Parameter],
-    max_norm: float,
+    max_norm: float | Tensor,
     factor: float | Tensor | None = None,
     groups: Sequence[dist.ProcessGroup] = (),
 ) -> Tensor:

@@ -1,0 +1,448 @@
+"""An update whose microbatches run in a loop of the user's: loop, data, model call, loss and backward are theirs.
+
+What is left is done here: the sync policy, the count of microbatches and weights, and the divisor. The user multiplies
+the loss with `LoopMicrobatch.scale` before backward. A loss that is not scaled is divided in its gradient, by the one
+factor that `finalize` applies.
+"""
+
+import contextlib
+import math
+from collections.abc import Generator
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megabatch.engine.call import CallAgreement, MicrobatchStep, first_failure
+from megabatch.engine.ownership import Ownership
+from megabatch.engine.update import OpenUpdate, Update
+from megabatch.errors import LossContractError, MegabatchError, PlanError, require_count
+from megabatch.losses.contract import PAIR_NAME, WEIGHT_TOLERANCE, JointLoss, Term, accumulation_dtype, terms_of
+from megabatch.torch_private import (
+    count_writes,
+    cross_entropy_weight,
+    is_mean_cross_entropy,
+    is_mean_reduction,
+    last_divisor,
+)
+from megabatch.wrappers.base import Wrapper
+from megabatch.wrappers.gradients import separate_gradients
+
+SUM, MEAN, DIVIDED = "sum", "mean", "divided"  # kinds of a loss
+UNSCALED = "loss that was not scaled"  # the name of the term; ranks compare names, so all scale or none does
+UNKNOWN = -1.0  # a weight in a message
+SAY = "give sum_over= or mean_over= for each microbatch, or update_weight= or divided=True for the update"
+
+
+class LossWeight(NamedTuple):
+    """What the loss of a microbatch is, and over how much of this rank's data."""
+
+    kind: str | None = None  # SUM, MEAN or DIVIDED; None if it is not said yet
+    value: float | Tensor | None = None  # a tensor only on a device; None if only the update's is known
+
+    @property
+    def is_zero(self) -> bool:
+        """True if the microbatch is known to count nothing. A weight on a device is not read."""
+        return not isinstance(self.value, Tensor) and self.value == 0
+
+
+class LoopRequest(NamedTuple):
+    """What this rank says when a microbatch begins."""
+
+    of: int
+    weight: LossWeight
+    update_weight: float | None  # of this rank, in all its microbatches
+
+
+class LoopAgreement(NamedTuple):
+    """The ranks' agreement on an update."""
+
+    of: int
+    weight: float | None  # over all ranks; None if it is not known before the last microbatch
+    divisor: float  # of every loss: the weight, or a guess that finalize() corrects
+
+
+def read_request(
+    of: int, sum_over: float | Tensor | None, mean_over: float | Tensor | None, update_weight: float | Tensor | None,
+    divided: bool,
+) -> LoopRequest:  # fmt: skip
+    """Return the arguments of `microbatch`, checked. Raises `PlanError`."""
+    weight, whole = read_loss_weight(sum_over, mean_over), None
+    if divided and (weight.kind is not None or update_weight is not None):
+        raise PlanError(
+            "divided=True says that the loss is divided already by the update's weight over all ranks; leave it, or "
+            "sum_over, mean_over and update_weight, out"
+        )
+    if update_weight is not None:
+        whole = float(read_weight("update_weight", update_weight, waits=True))
+        weight = LossWeight(SUM) if weight.kind is None else weight
+    return LoopRequest(require_count("of", of, least=0), LossWeight(DIVIDED) if divided else weight, whole)
+
+
+def read_loss_weight(sum_over: float | Tensor | None, mean_over: float | Tensor | None) -> LossWeight:
+    """Return the weight that one of the two arguments gives. Raises `PlanError` for both."""
+    if sum_over is not None and mean_over is not None:
+        raise PlanError("sum_over and mean_over are both given; a loss is a sum or a mean, so leave one out")
+    if mean_over is not None:
+        return LossWeight(MEAN, read_weight("mean_over", mean_over))
+    return LossWeight() if sum_over is None else LossWeight(SUM, read_weight("sum_over", sum_over))
+
+
+def read_weight(name: str, value: float | Tensor, *, waits: bool = False) -> float | Tensor:
+    """Return a weight as a number, or as a scalar on its device unless ``waits``. Raises `PlanError` for others."""
+    if isinstance(value, Tensor) and value.numel() == 1 and value.device.type != "cpu" and not waits:
+        return value.detach().reshape(())
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        seen = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise PlanError(f"{name} is {seen}; give one number, what the loss is summed or averaged over") from None
+    if not 0 <= number < math.inf:
+        raise PlanError(f"{name} is {number}; a weight must be finite and not negative")
+    return number
+
+
+def agree_on_loop(
+    wrapper: Wrapper, request: LoopRequest | None, failure: Exception | None
+) -> tuple[LoopRequest, LoopAgreement]:
+    """Agree with the other ranks on an update. This takes one message between hosts, and none for a single rank.
+
+    ``failure`` is an error of this rank, in place of a request. It is raised on all ranks, so that none is left
+    waiting.
+    """
+    ranks, message = wrapper.ranks, [1.0, 0.0, 0.0, UNKNOWN, UNKNOWN]
+    if request is not None and failure is None:
+        own, value = request.update_weight, request.weight.value
+        told = UNKNOWN if own is None else own, value if isinstance(value, float) else UNKNOWN
+        message = [0.0, float(request.of), float(request.weight.kind == DIVIDED), *told]
+    rows = ranks.exchange_numbers(message)
+    if any(row[0] for row in rows):
+        raise first_failure(ranks, failure)
+    numbers = [int(row[1]) for row in rows]
+    if len(set(numbers)) > 1:
+        each = ", ".join(map(str, numbers[: ranks.degree]))
+        raise PlanError(
+            f"of= is {each} on data ranks 0 to {ranks.degree - 1}; give the same number: a rank with fewer "
+            "microbatches, or none, repeats any of its samples with sum_over=0"
+        )
+    if not numbers[0]:
+        raise PlanError("of= is 0; an update has at least one microbatch, which may repeat a sample with sum_over=0")
+    if len({(row[2], row[3] < 0) for row in rows}) > 1:
+        raise PlanError("update_weight= or divided= is given on some ranks and not on others; give the same on all")
+    assert request is not None  # else its failure was raised
+    of, (*_, is_divided, own, first) = request.of, map(list, zip(*rows[: ranks.num_weighing], strict=True))
+    weights = [1.0] if is_divided[0] else own if UNKNOWN not in own else first if of == 1 else [UNKNOWN]
+    if UNKNOWN not in weights:
+        weight = math.fsum(weights)
+        return request, LoopAgreement(of, weight, weight or 1.0)
+    guess = 0.0 if UNKNOWN in first else of * math.fsum(first)
+    return request, LoopAgreement(of, None, 2.0 ** round(math.log2(guess)) if guess else 1.0)  # that is exact
+
+
+class UserLoop:
+    """The microbatches of one update, in the order of their index."""
+
+    def __init__(
+        self, wrapper: Wrapper, ownership: Ownership, opened: OpenUpdate, policy: str, request: LoopRequest,
+        agreement: LoopAgreement,
+    ) -> None:  # fmt: skip
+        self.opened, self.divisor, self.of = opened, agreement.divisor, agreement.of
+        self.wrapper, self._ownership, self._policy = wrapper, ownership, policy
+        self.is_running = False
+        self.loss_scale: Tensor | None = None  # of a GradScaler
+        self.has_scaler: bool | None = None  # a GradScaler is given to each microbatch; None before the first
+        self._is_scaled: bool | None = None  # losses are scaled; None before the first
+        self._is_seen = True  # every loss is known, so that the update's can be reported
+        self._num_done = 0
+        self._all_have_gradients = False
+        self._writes: list[tuple[int, int] | None] = []  # to gradients, before the microbatch that runs
+        self._told_weight: float | Tensor = 0.0  # of this rank's microbatches so far
+        self._is_untold = False  # some microbatch did not tell its weight
+        self._update_weight, self._is_divided = request.update_weight, request.weight.kind == DIVIDED
+        known = {} if agreement.weight is None else {PAIR_NAME: agreement.weight}
+        opened.count_call(CallAgreement(agreement.of, 0, 0, known, None))
+        opened.divide_by(self.divisor)
+
+    def check_next(self, index: int, of: int) -> None:
+        """Raise `MegabatchError` unless this is the next microbatch of the update."""
+        if self.is_running:
+            raise MegabatchError("microbatch() was entered inside of another microbatch(); leave one before the next")
+        if of != self.of:
+            raise MegabatchError(f"of= is {of} and was {self.of} when the update began; give the same until finalize()")
+        if self._num_done == self.of:
+            raise MegabatchError(
+                f"microbatch {index} was entered after the last of {self.of}; finalize() the update before the next"
+            )
+        if index != self._num_done:
+            raise MegabatchError(
+                f"microbatch {index} of {self.of} was entered where {self._num_done} is next; run each index from 0 "
+                "once and in order, or discard() the update"
+            )
+
+    def check_complete(self) -> None:
+        """Raise `MegabatchError` unless every microbatch has run."""
+        if self.is_running or self._num_done < self.of:
+            raise MegabatchError(
+                f"finalize() was called after {self._num_done} of {self.of} microbatches; run the others before, or "
+                "discard() the update"
+            )
+
+    @contextlib.contextmanager
+    def run(self, index: int, request: LoopRequest) -> Generator["LoopMicrobatch"]:
+        """Surround one microbatch by what its wrapper needs."""
+        wrapper, is_last = self.wrapper, index == self.of - 1
+        if index and request.update_weight not in (None, self._update_weight):
+            raise MegabatchError(
+                f"update_weight= is {request.update_weight:.10g} and was {self._update_weight} when the update began; "
+                "give the same until finalize()"
+            )
+        if index and (request.weight.kind == DIVIDED) != self._is_divided:
+            raise MegabatchError("divided= changed within an update; give the same until finalize()")
+        self._ownership.check()
+        self._ownership.release()  # gradients that a wrapper may free in its backward
+        self._writes = _writes(wrapper)
+        self.is_running = True
+        try:
+            with wrapper.microbatch(self._policy, last=is_last):
+                wrapper.is_counting = not request.weight.is_zero
+                try:
+                    yield LoopMicrobatch(self, index, request.weight)
+                finally:
+                    wrapper.is_counting = None
+        finally:
+            self.is_running = False
+
+    def leave(self, part: "LoopMicrobatch") -> None:
+        """Check a microbatch that has run, and count it. Raises `MegabatchError` or `LossContractError`."""
+        where = f"microbatch {part.index} of {self.of}"
+        if part.scaled:
+            _check_backward(where, part.seeds)
+        else:
+            self._check_gradients(where, took_divisor=part.took_divisor)
+        is_scaled = part.scaled or part.took_divisor
+        if self._is_scaled not in (None, is_scaled):
+            raise MegabatchError(f"{where} and the one before differ in whether the loss is scaled; scale all, or none")
+        self._is_scaled = is_scaled
+        if not part.scaled:
+            self._is_seen = False
+            self._count_unseen(part, where)
+        self._num_done += 1
+        if self._num_done == self.of:
+            self._finish_weights()
+            self.wrapper.finish_call()
+        if not self._all_have_gradients:  # only new gradients can share memory
+            separate_gradients(self.wrapper.accumulating)
+            self._all_have_gradients = all(each.grad is not None for each in self.wrapper.accumulating)
+        self._ownership.leave()
+
+    def _check_gradients(self, where: str, *, took_divisor: bool) -> None:
+        """Raise `MegabatchError` if no backward has run, or, where gradients show it, several have."""
+        before, after = self._writes, _writes(self.wrapper)
+        has_run = after != before
+        if self.wrapper.forwards_meet:  # keeps gradients elsewhere until the last microbatch
+            has_run = self._num_done < self.of - 1 or any(after)
+        if not has_run:
+            raise MegabatchError(
+                f"{where} ended without a backward, or with one that reached no parameter; call loss.backward() once "
+                "in the body of microbatch()"
+            )
+        if took_divisor or self._num_done == self.of - 1 or self._policy == "every" or self.wrapper.forwards_meet:
+            return  # the loss may run several, and a wrapper writes to gradients that it reduces
+        both = [(old, new) for old, new in zip(before, after, strict=True) if old and new and old[0] == new[0]]
+        times = [new[1] - old[1] for old, new in both if new != old]
+        if times and min(times) > 1:
+            raise MegabatchError(f"{where} ran {min(times)} backwards; add the losses, or give each its microbatch")
+
+    def _count_unseen(self, part: "LoopMicrobatch", where: str) -> None:
+        """Count the weight of a loss that was not given to `scale`."""
+        kind, value = part.weight
+        if kind is None:
+            raise LossContractError(f"the loss of {where} is not said to be a sum, a mean or divided; {SAY}")
+        if kind == MEAN:
+            raise LossContractError(
+                f"the loss of {where} is a mean, which nothing weighs; differentiate scale(loss) of what microbatch() "
+                "yields"
+            )
+        if part.took_divisor:
+            self.opened.add_unseen(PAIR_NAME, self.tell_weight(kind, value))
+            return
+        if part.weight.is_zero:
+            raise LossContractError(
+                f"{where} has the weight 0, and its loss was not scaled by that; differentiate scale(loss) of what "
+                "microbatch() yields"
+            )
+        self.opened.divide_by(self.wrapper.loss_factor)
+        self.opened.add_unseen(UNSCALED, self.tell_weight(kind, value))
+
+    def tell_weight(self, kind: str, value: float | Tensor | None) -> float | Tensor:
+        """Count the weight of a microbatch, and return it."""
+        if kind == DIVIDED:
+            return 1 / (self.wrapper.ranks.num_weighing * self.of)
+        if value is None:
+            self._is_untold = True
+            return 0.0
+        self._told_weight = self._told_weight + value
+        return value
+
+    def _finish_weights(self) -> None:
+        """Compare the weights of the microbatches with that of the update, or add what they did not tell."""
+        whole = self._update_weight
+        if whole is None:
+            return
+        if self._is_untold:
+            self.opened.add_weight(whole - self._told_weight)
+        else:
+            self.opened.compare_weight(whole)
+
+    def multiply(self, loss: Tensor, scaler: torch.amp.GradScaler | None) -> Tensor:
+        """Multiply the loss by the scale of a GradScaler, and note the scale."""
+        if self.has_scaler not in (None, scaler is not None):
+            raise MegabatchError("scale() was given a GradScaler in some microbatches only; give it in all, or none")
+        self.has_scaler = scaler is not None
+        if scaler is None:
+            return loss
+        if self.loss_scale is None:
+            self.loss_scale = torch.as_tensor(scaler.scale(loss.new_ones((), dtype=accumulation_dtype(loss.device))))
+        return torch.as_tensor(scaler.scale(loss))
+
+    def report(self, update: Update) -> Update:
+        """Return the update as it is known: a loss that was not given to `scale` is NaN."""
+        if self._is_seen:
+            return update
+        return replace(update, loss=torch.full_like(update.loss, math.nan), terms={})
+
+
+class LoopMicrobatch:
+    """One microbatch of your own loop; `GradientAccumulator.microbatch` yields it."""
+
+    def __init__(self, loop: UserLoop, index: int, weight: LossWeight) -> None:
+        self.index, self.weight = index, weight
+        self.scaled = self.took_divisor = False
+        self.seeds: list[Tensor] = []  # the gradient that each backward gave the scaled loss
+        self._loop = loop
+
+    def scale(
+        self, loss: Tensor, scaler: torch.amp.GradScaler | None = None, *,
+        sum_over: float | Tensor | None = None, mean_over: float | Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Return the loss, divided so that the update's gradient is exact. Call ``backward`` on it as it is.
+
+        Call this once in the body of `GradientAccumulator.microbatch`.
+
+        Args:
+            loss: The sum or the mean that you told ``microbatch``, a scalar.
+            scaler: A GradScaler, which multiplies the result. Call ``scaler.unscale_`` or ``scaler.step`` after
+                `finalize`, which clips to ``max_norm`` as if the gradient was not multiplied.
+            sum_over: What the loss is a sum over, if only the forward tells.
+            mean_over: What the loss is a mean over, if only the forward tells.
+
+        Returns:
+            A scalar that carries the gradient.
+
+        Raises:
+            LossContractError: The loss is not what you said, or carries no gradient.
+            MegabatchError: A second call in one microbatch.
+        """
+        loop, where = self._loop, f"the loss of microbatch {self.index} of {self._loop.of}"
+        if isinstance(loss, JointLoss):
+            raise LossContractError(f"{where} is a JointLoss, which needs all samples; give it to forward_backward()")
+        if self.scaled or self.took_divisor:
+            raise MegabatchError(f"{where} was divided before; call scale() or read divisor once in a microbatch")
+        given = read_loss_weight(sum_over, mean_over)
+        if given.kind is not None and self.weight.kind is not None and self.weight.value is not None:
+            raise PlanError(f"the weight of {where} is given to microbatch() and to scale(); give it to one of them")
+        if given.kind is not None and self.weight.kind == DIVIDED:
+            raise PlanError(f"{where} is said to be divided, and scale() is given a weight; leave one out")
+        kind, value = self.weight = self.weight if given.kind is None else given
+        if kind is None:
+            raise LossContractError(f"{where} is not said to be a sum, a mean or divided; {SAY}")
+        loss = terms_of((loss, 0.0))[PAIR_NAME].total
+        if not loss.requires_grad:
+            raise LossContractError(f"{where} carries no gradient; compute it from the model's output, undetached")
+        _check_kind(where, loss, self.weight, loop.of)
+        total = _total(where, loss, self.weight)
+        step = MicrobatchStep({}, self.index, {}, {}, is_dummy=False)
+        term = {PAIR_NAME: Term(total, loop.tell_weight(kind, value))}
+        scaled = loop.opened.objective(term, step)
+        loop.opened.add(term, step)
+        scaled = loop.multiply(scaled, scaler)
+        scaled.register_hook(self._note_backward)
+        self.scaled = True
+        return scaled
+
+    @property
+    def divisor(self) -> float:
+        """The number by which to divide a sum, for a loss that divides itself or runs its own backward.
+
+        It is the update's weight over all ranks, over their number where the wrapper averages. Read it instead of
+        calling `scale`; the loss of the update is then unknown. It is infinite for a microbatch of weight 0.
+        """
+        kind, loop = self.weight.kind, self._loop
+        if kind != SUM:
+            what = "not said" if kind is None else f"said to be {'a mean' if kind == MEAN else 'divided'}"
+            raise LossContractError(f"divisor is for a loss that is a sum, and this one is {what}; give it to scale()")
+        if self.scaled:
+            raise MegabatchError(f"microbatch {self.index} of {loop.of} called scale() and reads divisor; use one")
+        self.took_divisor = True
+        return math.inf if self.weight.is_zero else loop.divisor / loop.wrapper.loss_factor
+
+    def _note_backward(self, seed: Tensor) -> None:
+        self.seeds.append(seed)
+
+
+def _check_backward(where: str, seeds: list[Tensor]) -> None:
+    """Raise `MegabatchError` unless one backward ran, of the scaled loss itself."""
+    if not seeds:
+        raise MegabatchError(f"{where} ended without a backward of what scale() returned; call backward() on that")
+    if len(seeds) > 1:
+        raise MegabatchError(f"{where} ran {len(seeds)} backwards of what scale() returned; run one")
+    if seeds[0].device.type == "cpu" and float(seeds[0]) != 1.0:
+        raise MegabatchError(
+            f"the loss of {where} was multiplied by {float(seeds[0]):.6g} after scale(); call backward() on what "
+            "scale() returns, and give it the GradScaler: scale(loss, scaler)"
+        )
+
+
+def _check_kind(where: str, loss: Tensor, weight: LossWeight, of: int) -> None:
+    """Raise `LossContractError` for a loss whose last operation shows that it is not what was said."""
+    kind, value = weight
+    divisor = last_divisor(loss)
+    if of > 1 and kind != DIVIDED and divisor == of and value != of:
+        raise LossContractError(
+            f"{where} was divided by {of}, the number of microbatches; leave that out, since scale() divides it"
+        )
+    if kind == SUM and is_mean_reduction(loss) and value != 1:
+        raise LossContractError(f"{where} is a mean and is said to be a sum; give mean_over=, or return the sum")
+    counted = cross_entropy_weight(loss) if kind == MEAN and loss.device.type == "cpu" else None
+    if counted is not None and isinstance(value, float) and abs(float(counted) - value) > WEIGHT_TOLERANCE * value:
+        raise LossContractError(
+            f"{where} is a cross-entropy that divided by {float(counted):.10g}, and mean_over is {value:.10g}; count "
+            "what the mean is over"
+        )
+
+
+def _total(where: str, loss: Tensor, weight: LossWeight) -> Tensor:
+    """Return the sum that belongs to the weight."""
+    kind, value = weight
+    if kind != MEAN or value is None:
+        return loss * 0.0 if weight.is_zero else loss
+    if isinstance(value, Tensor):
+        total = loss * value
+        return torch.where(value > 0, total, 0.0) if is_mean_cross_entropy(loss) else total
+    if value:
+        return loss * value
+    if is_mean_cross_entropy(loss):  # 0 / 0, with a gradient of 0
+        return torch.where(torch.zeros((), dtype=torch.bool, device=loss.device), loss, 0.0)
+    if loss.device.type == "cpu" and not loss.isfinite():
+        raise LossContractError(
+            f"{where} is {float(loss.detach())} where mean_over is 0, and its gradient may be NaN; divide by "
+            "max(count, 1) in it"
+        )
+    return loss * 0.0
+
+
+def _writes(wrapper: Wrapper) -> list[tuple[int, int] | None]:
+    """Return identity and number of writes of each gradient. No reference is kept: a wrapper may free it."""
+    gradients = [each.grad for each in wrapper.accumulating]
+    return [None if each is None else (id(each), count_writes(each)) for each in gradients]
