@@ -30,6 +30,7 @@ from tests.unit.failures import (
     saved,
     sizes,
     two_ranks,
+    user_loop,
     vocabulary,
     wrappers,
 )
@@ -64,6 +65,7 @@ ALONE = {
         vocabulary,
         rows,
         saved,
+        user_loop,
     )
     for name, failure in part.FAILURES.items()
 }

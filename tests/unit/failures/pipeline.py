@@ -114,6 +114,10 @@ class _Says(nn.Linear):
         return "something"
 
 
+def _own_loop() -> None:
+    GradientAccumulator(pipeline(), micro_batch_size=1).microbatch(0, of=1, sum_over=1).__enter__()
+
+
 def _open_loop() -> None:
     next(GradientAccumulator(pipeline(), micro_batch_size=1).microbatches(SAMPLES))
 
@@ -141,6 +145,7 @@ FAILURES = {
     "another mesh": Failure(PlanError, OTHER_MESH, lambda: update(mesh=mesh("dp_shard", "pp"))),
     "a joint loss": Failure(PlanError, JOINT, lambda: update(JointLoss(_without_call, _without_call))),
     "an open loop": Failure(PlanError, OPEN_LOOP, _open_loop),
+    "a loop of one's own": Failure(PlanError, "a pipeline … microbatch", _own_loop),
     "a loss that does not call": Failure(PlanError, NOT_CALLED, lambda: update(_without_call)),
     "a loss that calls twice": Failure(LossContractError, CALLED_TWICE, lambda: update(_twice)),
     "a loss that draws": Failure(PlanError, DRAWS, lambda: update(_with_noise)),

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import CostModel, GradientAccumulator, Learner, UpdateSampler, loss, verify
 from megabatch.wrappers.mesh import num_collectives
-from tests.unit.failures import auto, stretches
+from tests.unit.failures import auto, stretches, user_loop
 from tests.unit.failures.table import SAMPLES, accumulator, here, linear, squares, told, weighed_squares
 from tests.unit.failures.wrappers import fsdp1
 
@@ -482,6 +482,7 @@ JOBS: dict[str, tuple[Callable[[], str], list[str]]] = {  # what each rank is to
     **ORDERS,
     "a parameter unused and found": (parameter_unused_and_found, on_both("nothing")),
     **{name: (run, on_both(text)) for name, (run, text) in stretches.JOBS.items()},
+    **{name: (run, on_both(text)) for name, (run, text) in user_loop.JOBS.items()},
     **auto.JOBS,
 }  # fmt: skip
 

@@ -1,0 +1,289 @@
+"""Misuse of microbatch(), the loop that is not megabatch's."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from megabatch import GradientAccumulator, JointLoss, LossContractError, MegabatchError, PlanError
+from tests.unit.failures.table import SAMPLES, Failure, accumulator, here, squares, told, weighed_squares
+
+Work = Callable[[GradientAccumulator, Any], object]
+
+
+def total_of(gradient: GradientAccumulator) -> Tensor:
+    return squares(gradient.model, SAMPLES[0])[0]
+
+
+def scaled(gradient: GradientAccumulator, part: Any) -> None:
+    part.scale(total_of(gradient)).backward()
+
+
+def loop(work: Work = scaled, *, indices: Any = range(2), of: Any = 2, sum_over: float | None = 1, **said: Any) -> None:
+    """An update whose microbatches do ``work``."""
+    gradient = accumulator()
+    for index in indices:
+        with gradient.microbatch(index, of=of, sum_over=sum_over, **said) as part:
+            work(gradient, part)
+    gradient.finalize()
+
+
+def own(gradient: GradientAccumulator, part: Any) -> None:
+    total_of(gradient).backward()
+
+
+def own_twice(gradient: GradientAccumulator, part: Any) -> None:
+    for _ in range(1 + part.index):
+        own(gradient, part)
+
+
+def in_turns(*works: Work) -> Work:
+    """One work for each microbatch."""
+    return lambda gradient, part: works[part.index](gradient, part)
+
+
+def scale(of: Callable[[Tensor], Any], *given: Any, **said: Any) -> Work:
+    """Scale what is made of the sum, and differentiate it."""
+    return lambda gradient, part: part.scale(of(total_of(gradient)), *given, **said).backward()
+
+
+def same(total: Tensor) -> Tensor:
+    return total
+
+
+def after(change: Callable[[Tensor], Tensor]) -> Work:
+    return lambda gradient, part: change(part.scale(total_of(gradient))).backward()
+
+
+def twice(loss: Tensor) -> Tensor:
+    loss.backward(retain_graph=True)
+    return loss
+
+
+def of_changes() -> None:
+    gradient = accumulator()
+    for index, of in enumerate((3, 2)):
+        with gradient.microbatch(index, of=of, sum_over=1) as part:
+            scaled(gradient, part)
+
+
+def changed(*said: dict[str, Any]) -> Callable[[], None]:
+    """What the update is told, by microbatch."""
+
+    def run() -> None:
+        gradient = accumulator()
+        for index, each in enumerate(said):
+            with gradient.microbatch(index, of=len(said), **each) as part:
+                scaled(gradient, part)
+        gradient.finalize()
+
+    return run
+
+
+def then(work: Callable[[GradientAccumulator], object]) -> Callable[[], None]:
+    """Something else after the first of two microbatches."""
+
+    def run() -> None:
+        gradient = accumulator()
+        with gradient.microbatch(0, of=2, sum_over=1) as part:
+            scaled(gradient, part)
+        work(gradient)
+
+    return run
+
+
+def nested() -> None:
+    gradient = accumulator()
+    with gradient.microbatch(0, of=2, sum_over=1), gradient.microbatch(1, of=2, sum_over=1):
+        pass
+
+
+def after_a_call() -> None:
+    gradient = accumulator()
+    gradient.forward_backward(SAMPLES, weighed_squares)
+    with gradient.microbatch(0, of=1, sum_over=1):
+        pass
+
+
+def stepping() -> None:
+    gradient = accumulator()
+    gradient.step_in_backward(torch.optim.SGD(gradient.model.parameters()))
+    with gradient.microbatch(0, of=1, sum_over=1):
+        pass
+
+
+def interrupted() -> None:
+    """An error in the second body loses the first microbatch too."""
+    gradient = accumulator()
+    try:
+        for index in range(2):
+            with gradient.microbatch(index, of=2, sum_over=1) as part:
+                scaled(gradient, part)
+                1 / (1 - index)
+    except ZeroDivisionError:
+        pass
+    with gradient.microbatch(0, of=1, sum_over=1):
+        pass
+
+
+def miscounted(labels: list[int], mean_over: float, *, divide: bool = False) -> None:
+    model = nn.Linear(1, 3)
+    gradient = GradientAccumulator(model)
+    with gradient.microbatch(0, of=1, mean_over=mean_over) as part:
+        loss = cross_entropy(model(torch.ones(2, 1)), torch.tensor(labels))
+        part.scale(loss.log() * 0 / 0 if divide else loss).backward()
+
+
+def some_scalers(gradient: GradientAccumulator, part: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu") if part.index else None
+    part.scale(total_of(gradient), scaler).backward()
+
+
+def divide_by_divisor(gradient: GradientAccumulator, part: Any) -> None:
+    (total_of(gradient) / part.divisor).backward()
+
+
+def scale_and_divisor(gradient: GradientAccumulator, part: Any) -> None:
+    part.scale(total_of(gradient) / part.divisor).backward()
+
+
+def divisor_after_scale(gradient: GradientAccumulator, part: Any) -> None:
+    (part.scale(total_of(gradient)) / part.divisor).backward()
+
+
+FIRST, SECOND = "microbatch 0 of 2", "microbatch 1 of 2"
+FAILURES = {
+    "an index that is left out": Failure(
+        MegabatchError, "microbatch 2 of 3 … 1 is next", lambda: loop(indices=(0, 2), of=3)
+    ),
+    "an index that is repeated": Failure(MegabatchError, "microbatch 0 of 2 … 1 is next", lambda: loop(indices=(0, 0))),
+    "an index after the last": Failure(MegabatchError, "microbatch 2 … last of 2", lambda: loop(indices=range(3))),
+    "a loop that begins late": Failure(MegabatchError, "microbatch 1", lambda: loop(indices=(1,))),
+    "another number of microbatches": Failure(MegabatchError, "of= is 2 … was 3", of_changes),
+    "no microbatches": Failure(PlanError, "of= is 0", lambda: loop(of=0)),
+    "half a microbatch": Failure(PlanError, "of is 1.5", lambda: loop(of=1.5)),
+    "microbatches inside of others": Failure(MegabatchError, "microbatch()", nested),
+    "no backward in a loop of one's own": Failure(MegabatchError, FIRST, lambda: loop(lambda gradient, part: None)),
+    "a scaled loss without a backward": Failure(
+        MegabatchError, FIRST, lambda: loop(lambda gradient, part: part.scale(total_of(gradient)))
+    ),
+    "two backwards of a scaled loss": Failure(MegabatchError, f"{FIRST} … 2 backwards", lambda: loop(after(twice))),
+    "two backwards in a loop of one's own": Failure(
+        MegabatchError, "microbatch 1 of 3 … 2 backwards", lambda: loop(own_twice, indices=range(3), of=3)
+    ),
+    "a scaled loss that is divided": Failure(
+        MegabatchError, f"{FIRST} … multiplied by 0.5", lambda: loop(after(lambda loss: loss / 2))
+    ),
+    "a loss that is divided by the number of microbatches": Failure(
+        LossContractError, f"{FIRST} … by 2", lambda: loop(scale(lambda total: total / 2))
+    ),
+    "a mean for a sum": Failure(
+        LossContractError, FIRST, lambda: loop(scale(lambda total: total[None].mean()), sum_over=3)
+    ),
+    "a mean that nobody scales": Failure(LossContractError, FIRST, lambda: loop(own, sum_over=None, mean_over=1)),
+    "a loss of an unknown kind": Failure(LossContractError, FIRST, lambda: loop(own, sum_over=None)),
+    "a scaled loss of an unknown kind": Failure(LossContractError, FIRST, lambda: loop(sum_over=None)),
+    "a loss of weight 0 that nobody scales": Failure(LossContractError, f"{FIRST} … 0", lambda: loop(own, sum_over=0)),
+    "two losses in a microbatch": Failure(
+        MegabatchError, FIRST, lambda: loop(lambda *given: (scaled(*given), scaled(*given)))
+    ),
+    "a divisor beside a scaled loss": Failure(MegabatchError, FIRST, lambda: loop(scale_and_divisor)),
+    "a scaled loss beside a divisor": Failure(MegabatchError, "microbatch 0", lambda: loop(divisor_after_scale)),
+    "a divisor for a mean": Failure(
+        LossContractError, "a mean", lambda: loop(divide_by_divisor, sum_over=None, mean_over=1)
+    ),
+    "some losses scaled": Failure(MegabatchError, SECOND, lambda: loop(in_turns(scaled, own))),
+    "some losses multiplied": Failure(MegabatchError, "GradScaler", lambda: loop(some_scalers)),
+    "a loss without a gradient": Failure(LossContractError, FIRST, lambda: loop(scale(lambda total: total.detach()))),
+    "a joint loss in a loop of one's own": Failure(
+        LossContractError, f"{FIRST} … JointLoss", lambda: loop(scale(lambda _: JointLoss(squares, squares)))
+    ),
+    "a sum and a mean": Failure(PlanError, "sum_over and mean_over", lambda: loop(mean_over=1)),
+    "a sum that is divided": Failure(PlanError, "divided=True", lambda: loop(divided=True)),
+    "a weight that is told twice": Failure(PlanError, FIRST, lambda: loop(scale(same, sum_over=1))),
+    "a weight of what is divided": Failure(
+        PlanError, FIRST, lambda: loop(scale(same, sum_over=1), sum_over=None, divided=True)
+    ),
+    "a weight in words": Failure(PlanError, "sum_over is a str", lambda: loop(sum_over="three")),
+    "several weights": Failure(PlanError, "sum_over is of shape (2,)", lambda: loop(sum_over=torch.ones(2))),
+    "a weight below 0": Failure(PlanError, "sum_over is -1.0", lambda: loop(sum_over=-1)),
+    "weights that do not add up": Failure(
+        LossContractError, "update_weight is 3 … 2 … data rank 0 of 1", lambda: loop(update_weight=3)
+    ),
+    "another weight of the update": Failure(
+        MegabatchError, "update_weight= is 3 … was 2", changed({"update_weight": 2}, {"update_weight": 3})
+    ),
+    "a loss that is divided no longer": Failure(
+        MegabatchError, "divided=", changed({"divided": True}, {"sum_over": 1})
+    ),
+    "a mean over another number": Failure(LossContractError, "by 1 … mean_over is 2", lambda: miscounted([0, -100], 2)),
+    "a mean over nothing": Failure(
+        LossContractError, "nan … mean_over is 0", lambda: miscounted([0, 1], 0, divide=True)
+    ),
+    "finalize before the last microbatch": Failure(
+        MegabatchError, "1 of 2 microbatches", then(lambda gradient: gradient.finalize())
+    ),
+    "a call beside a loop of one's own": Failure(
+        MegabatchError, "microbatch()", then(lambda gradient: gradient.forward_backward(SAMPLES, weighed_squares))
+    ),
+    "a loop of one's own after a call": Failure(MegabatchError, "microbatch()", after_a_call),
+    "the state of a loop of one's own": Failure(
+        MegabatchError, "state_dict()", then(lambda gradient: gradient.state_dict())
+    ),
+    "gradients dropped inside of a loop of one's own": Failure(
+        MegabatchError, "gradients were dropped",
+        then(lambda gradient: (gradient.model.zero_grad(), gradient.microbatch(1, of=2, sum_over=1).__enter__())),
+    ),
+    "an error inside of a loop of one's own": Failure(MegabatchError, "update was lost", interrupted),
+    "an optimizer that steps in backward, and a loop of one's own": Failure(PlanError, "backward", stepping),
+}  # fmt: skip
+
+
+def numbers_differ() -> str:
+    gradient = accumulator()
+    return told(lambda: gradient.microbatch(0, of=here(2, 3), sum_over=1).__enter__())
+
+
+def one_has_none() -> str:
+    gradient = accumulator()
+    return told(lambda: gradient.microbatch(0, of=here(0, 3), sum_over=1).__enter__())
+
+
+def one_knows_its_weight() -> str:
+    gradient = accumulator()
+    return told(lambda: gradient.microbatch(0, of=2, **here({"update_weight": 1}, {"sum_over": 1})).__enter__())
+
+
+def one_changed_its_model() -> str:
+    gradient = accumulator()
+    gradient.model.weight.requires_grad_(here(False, True))
+    return told(lambda: gradient.microbatch(0, of=2, sum_over=1).__enter__())
+
+
+def one_miscounts() -> str:
+    gradient = accumulator()
+    with gradient.microbatch(0, of=1, sum_over=1, update_weight=here(3, 1)) as part:
+        scaled(gradient, part)
+    return told(gradient.finalize)
+
+
+def one_does_not_scale() -> str:
+    gradient = accumulator()
+    with gradient.microbatch(0, of=1, sum_over=1) as part:
+        here(own, scaled)(gradient, part)
+    return told(gradient.finalize)
+
+
+JOBS: dict[str, tuple[Callable[[], str], str]] = {
+    "other numbers of microbatches in loops": (numbers_differ, "PlanError: of= is 3, 2 on data ranks 0 to 1"),
+    "no microbatches on one rank": (one_has_none, "PlanError: of= is 3, 0 on data ranks 0 to 1"),
+    "a weight that one rank knows": (one_knows_its_weight, "PlanError: update_weight= … some ranks"),
+    "a model that one rank changed": (one_changed_its_model, "PlanError: … frozen"),
+    "weights that do not add up on one rank": (
+        one_miscounts,
+        "LossContractError: update_weight is 3 … 1 on data rank 1 of 2",
+    ),
+    "a loss that one rank does not scale": (one_does_not_scale, "LossContractError: … finalize()"),
+}
