@@ -370,13 +370,11 @@ class GradientAccumulator:
         loop = self._loop
         loop.check_next(index, request.of)
         try:
-            with contextlib.nullcontext() if self.ranks.is_alone else self._guarded():
-                with loop.run(index, request) as part:
-                    yield part
-                if self._loop is loop:  # else the body has discarded the update
-                    loop.leave(part)
+            guarded = contextlib.nullcontext() if self.ranks.is_alone else self._guarded()
+            with guarded, loop.run(index, request) as part:
+                yield part
         except BaseException:
-            if self._loop is loop:
+            if self._loop is loop:  # else the body has discarded the update
                 self._is_lost = index > 0
                 self._abandon()
             raise
@@ -622,7 +620,8 @@ class GradientAccumulator:
     def _abandon(self) -> None:
         """Drop the open update and its gradient: an update is never applied in part."""
         self._open, self._step, self._before, self._given, self._running = None, None, None, None, False
-        self._loop = None
+        if self._loop is not None:
+            self._loop.is_dropped, self._loop = True, None
         self._ownership.release()
         self._wrapper.discard()
         self._wide.discard()

@@ -149,7 +149,7 @@ class UserLoop:
     ) -> None:  # fmt: skip
         self.opened, self.divisor, self.of = opened, agreement.divisor, agreement.of
         self.wrapper, self._ownership, self._policy = wrapper, ownership, policy
-        self.is_running = False
+        self.is_running = self.is_dropped = False
         self.loss_scale: Tensor | None = None  # of a GradScaler
         self.has_scaler: bool | None = None  # a GradScaler is given to each microbatch; None before the first
         self._is_scaled: bool | None = None  # losses are scaled; None before the first
@@ -201,23 +201,27 @@ class UserLoop:
             raise MegabatchError("divided= changed within an update; give the same until finalize()")
         self._ownership.check()
         self._ownership.release()  # gradients that a wrapper may free in its backward
-        self._writes = _writes(wrapper)
+        self._writes, part = _writes(wrapper), LoopMicrobatch(self, index, request.weight)
         self.is_running = True
         try:
             with wrapper.microbatch(self._policy, last=is_last):
                 wrapper.is_counting = not request.weight.is_zero
                 try:
-                    yield LoopMicrobatch(self, index, request.weight)
+                    yield part
                 finally:
                     wrapper.is_counting = None
+                if self.is_dropped:
+                    return
+                self._check_backward(part)
         finally:
             self.is_running = False
+        self._count()
 
-    def leave(self, part: "LoopMicrobatch") -> None:
-        """Check a microbatch that has run, and count it. Raises `MegabatchError` or `LossContractError`."""
+    def _check_backward(self, part: "LoopMicrobatch") -> None:
+        """Raise `MegabatchError` unless the body of a microbatch ran a backward, and scaled as the one before did."""
         where = f"microbatch {part.index} of {self.of}"
         if part.scaled:
-            _check_backward(where, part.seeds)
+            _check_seeds(where, part.seeds)
         else:
             self._check_gradients(where, took_divisor=part.took_divisor)
         is_scaled = part.scaled or part.took_divisor
@@ -227,10 +231,12 @@ class UserLoop:
         if not part.scaled:
             self._is_seen = False
             self._count_unseen(part, where)
+
+    def _count(self) -> None:
+        """Count a microbatch that has run, and note its gradients."""
         self._num_done += 1
         if self._num_done == self.of:
             self._finish_weights()
-            self.wrapper.finish_call()
         if not self._all_have_gradients:  # only new gradients can share memory
             separate_gradients(self.wrapper.accumulating)
             self._all_have_gradients = all(each.grad is not None for each in self.wrapper.accumulating)
@@ -391,7 +397,7 @@ class LoopMicrobatch:
         self.seeds.append(seed)
 
 
-def _check_backward(where: str, seeds: list[Tensor]) -> None:
+def _check_seeds(where: str, seeds: list[Tensor]) -> None:
     """Raise `MegabatchError` unless one backward ran, of the scaled loss itself."""
     if not seeds:
         raise MegabatchError(f"{where} ended without a backward of what scale() returned; call backward() on that")
