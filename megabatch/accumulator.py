@@ -367,7 +367,7 @@ class GradientAccumulator:
         if self._loop is None:
             self._open_loop(request, failure)
         assert request is not None  # else its failure was raised
-        loop = self._loop
+        loop: Any = self._loop
         loop.check_next(index, request.of)
         try:
             guarded = contextlib.nullcontext() if self.ranks.is_alone else self._guarded()

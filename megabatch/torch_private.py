@@ -173,7 +173,8 @@ def last_divisor(loss: Tensor) -> float | None:
     """``DivBackward0._saved_other``: the number by which the last operation divides. None for other operations."""
     node = _before_views(loss)
     other = getattr(node, "_saved_other", None) if node is not None and node.name() == "DivBackward0" else None
-    return float(other) if isinstance(other, Tensor) and other.numel() == 1 and other.device.type == "cpu" else None
+    is_number = isinstance(other, Tensor) and other.numel() == 1 and other.device.type == "cpu"
+    return other.item() if is_number else None
 
 
 def _before_views(loss: Tensor) -> Any:
