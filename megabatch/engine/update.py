@@ -35,7 +35,7 @@ from megabatch.wrappers.gradients import drop_gradients, refuse_float16, separat
 
 MAX_TERMS = 16  # the message between devices has a fixed size, so that no rank can wait for a longer one
 TAKEN = 2.0  # in a report, in place of the flag "weights differ": the gradient was changed between two calls
-MISCOUNTED = 3.0  # as well: the weights of microbatch() do not add up to its update_weight
+MISCOUNTED, MULTIPLIED = 3.0, 4.0  # as well, of microbatch(): its update_weight is another, and its loss was changed
 NUMBERS = ("num_samples", "num_tokens", "num_microbatches", "_num_calls", "_counted")
 KEPT = (*NUMBERS, "_divisors", "_announced", "_all_announced")  # attributes in the state_dict of an open update
 
@@ -84,6 +84,11 @@ class Update:
                     f"update_weight is {counted:.10g} but the weights of its microbatches add up to {returned:.10g} on "
                     f"{where}; count what the losses sum or average over, on this rank alone"
                 )
+            if differ == MULTIPLIED:
+                return LossContractError(
+                    f"a loss was multiplied after scale() on {where}; call backward() on what scale() returns, and "
+                    "give it the GradScaler: scale(loss, scaler)"
+                )
             if differ:
                 return weights_differ(where, counted, returned)
             if not all(map(math.isfinite, totals)):
@@ -123,7 +128,7 @@ class OpenUpdate:
         self._all_announced = True
         self._differentiable: set[str] = set()  # names of the terms that have carried a gradient
         self._sums: dict[str, Term] = {}
-        self._differ: Any = False  # a bool, or a scalar on the device; MISCOUNTED times that in a loop of the user's
+        self._differ: Any = False  # a bool, or a scalar on the device; one of the codes above in a loop of the user's
         self.is_taken = False  # True if the gradient on this rank was changed between two calls
         # State that a microbatch adds outside of gradients: its name, and a function that undoes it after a failure.
         self.taking_back: list[tuple[str, Callable[[], object]]] = []
@@ -333,7 +338,14 @@ class OpenUpdate:
         """Compare this rank's weights with what it told beforehand. `close` reports a difference."""
         (term,) = self._sums.values()
         self._counted = counted
-        self._differ = (abs(term.weight - counted) > WEIGHT_TOLERANCE * counted) * MISCOUNTED
+        self._note_fault((abs(term.weight - counted) > WEIGHT_TOLERANCE * counted) * MISCOUNTED)
+
+    def compare_seed(self, seed: Tensor) -> None:
+        """Compare the gradient of a loss that was scaled with 1. `close` reports a difference."""
+        self._note_fault((seed != 1.0) * MULTIPLIED)
+
+    def _note_fault(self, fault: float | Tensor) -> None:
+        self._differ = torch.maximum(self._scalar(self._differ), self._scalar(fault))
 
     def close(self, weight: float | None, max_norm: float | None) -> tuple[Update, float | Tensor | None]:
         """Return the update, and the missing factor of its gradient (None: none is missing; 0.0: there is no weight).

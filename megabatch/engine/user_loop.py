@@ -201,11 +201,14 @@ class UserLoop:
             raise MegabatchError("divided= changed within an update; give the same until finalize()")
         self._ownership.check()
         self._ownership.release()  # gradients that a wrapper may free in its backward
-        self._writes, part = _writes(wrapper), LoopMicrobatch(self, index, request.weight)
+        weight = request.weight
+        if weight.kind is None and self._update_weight is not None:
+            weight = LossWeight(SUM)  # as the first microbatch said
+        self._writes, part = _writes(wrapper), LoopMicrobatch(self, index, weight)
         self.is_running = True
         try:
             with wrapper.microbatch(self._policy, last=is_last):
-                wrapper.is_counting = not request.weight.is_zero
+                wrapper.is_counting = not weight.is_zero
                 try:
                     yield part
                 finally:
@@ -222,6 +225,8 @@ class UserLoop:
         where = f"microbatch {part.index} of {self.of}"
         if part.scaled:
             _check_seeds(where, part.seeds)
+            if part.seeds[0].device.type != "cpu":  # else it is read
+                self.opened.compare_seed(part.seeds[0])
         else:
             self._check_gradients(where, took_divisor=part.took_divisor)
         is_scaled = part.scaled or part.took_divisor
