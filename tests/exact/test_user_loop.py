@@ -1,8 +1,12 @@
 """A loop that is not megabatch's has the gradient of the uncut update, and reduces as often as a call does."""
 
+from pathlib import Path
+
 import pytest
 
-from tests.exact.launch import of_ranks
+from tests.exact.launch import Result, Run, launch_all, of_ranks
+from tests.exact.mutations import Mutation
+from tests.exact.test_mutations import TIMEOUT_SECONDS, plant
 from tests.exact.user_loop import FORMS
 from tests.tiers import some
 
@@ -45,3 +49,32 @@ def test_gradient_is_that_of_the_uncut_update(found, job: str) -> None:
 def test_a_loop_reduces_as_often_as_a_call(counted, job: str) -> None:
     for call, loop in counted(job):
         assert loop == call
+
+
+PLANTED = (  # a name, a text of the file, what is planted, and a form and a wrapper whose cells then fail
+    ("forget the ranks by which DDP divides", "self.opened.divide_by(self.wrapper.loss_factor)",
+     "self.opened.divide_by(1.0)", "own-sum:ddp:last"),
+    ("divide by the weight of one rank", "weight = math.fsum(weights)", "weight = weights[0]", "before:plain:auto"),
+    ("never reduce", "index == self.of - 1", "False", "sum:ddp:last"),
+    ("leave a mean a mean", "        return loss * value\n", "        return loss\n", "mean:fsdp2:every"),
+    ("count what a dummy sums", "loss * 0.0 if weight.is_zero else loss", "loss", "sum:plain:auto"),
+    ("believe a guess", "known = {} if agreement.weight is None else {PAIR_NAME: agreement.weight}",
+     "known = {PAIR_NAME: agreement.divisor}", "late:fsdp2:last"),
+)  # fmt: skip
+
+
+@pytest.mark.full
+def test_planted_bugs_are_caught(tmp_path: Path) -> None:
+    runs: dict[str, Run] = {}
+    for number, (name, text, planted, cell) in enumerate(PLANTED):
+        folder = tmp_path / str(number)
+        plant(Mutation(name, "engine/user_loop.py", text, planted), folder)
+        job = f"{cell}:uneven-ranks:no-clip:2:"
+        runs[name] = Run(2, [job], folder / "run", [str(folder)], 1, TIMEOUT_SECONDS)
+    found = launch_all("tests.exact.user_loop:run_job", list(runs.values()), tmp_path)
+    passed = [name for name, (ranks,) in zip(runs, map(dict.values, found), strict=True) if all(map(_is_right, ranks))]
+    assert not passed
+
+
+def _is_right(result: Result) -> bool:
+    return "error" not in result and not result["value"]["wrong"] and result["value"]["gradient"] <= 1e-15

@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch import GradientAccumulator, losses
+from megabatch import GradientAccumulator, Update, losses
 from megabatch.batching.tree import to_device
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU, and torch's CPU never waits")
@@ -80,3 +81,31 @@ def test_a_copy_does_not_wait(waiting_is_an_error: None) -> None:
     for name, value in microbatch.items():
         assert torch.equal(moved[name].cpu(), value)
     assert moved["images"].is_contiguous(memory_format=torch.channels_last)
+
+
+def run_loop(model: nn.Module, spoil: float = 1.0) -> Update:
+    """Microbatches of a loop that is not megabatch's, with weights that only the device knows."""
+    gradient = GradientAccumulator(model)
+    for index, sample in enumerate(samples()):
+        tokens = to_device(sample, torch.device("cuda"))["input_ids"]
+        with gradient.microbatch(index, of=len(LENGTHS), mean_over=(tokens >= 0).sum() - 1) as part:
+            (part.scale(cross_entropy(model(tokens[:-1]), tokens[1:])) * spoil).backward()
+    return gradient.finalize(max_norm=1.0)
+
+
+def test_the_host_does_not_wait_for_a_loop_of_the_users(request: pytest.FixtureRequest) -> None:
+    model = model_of(torch.float64)
+    there = copy.deepcopy(model).cuda()
+    run_loop(there)
+    request.getfixturevalue("waiting_is_an_error")
+    update = run_loop(there)
+    torch.cuda.set_sync_debug_mode("default")
+    assert update.finite
+    for mine, expected in zip(there.parameters(), gradients(model), strict=True):
+        assert float((mine.grad.cpu() - expected).norm() / expected.norm()) <= 1e-12
+
+
+def test_a_scaled_loss_that_is_changed_is_reported() -> None:
+    update = run_loop(model_of(torch.float64).cuda(), spoil=0.5)
+    assert not update.finite
+    assert "multiplied after scale()" in str(update.problem())
