@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from megabatch import engine
 from megabatch.batching.packed_row import OneRow
 from megabatch.batching.padding import Padding
 from megabatch.batching.samples import Batch, Collate, Length, Microbatch
@@ -329,7 +330,7 @@ class GradientAccumulator:
     def microbatch(
         self, index: int, *, of: int, sum_over: float | Tensor | None = None, mean_over: float | Tensor | None = None,
         update_weight: float | Tensor | None = None, divided: bool = False,
-    ) -> Generator[Any]:  # fmt: skip
+    ) -> Generator["engine.LoopMicrobatch"]:  # fmt: skip
         """Surround forward and backward of one microbatch in a loop of your own, which keeps its data and its loss.
 
         This reduces gradients by the sync policy, counts the microbatches, and divides by the weight of the update.
