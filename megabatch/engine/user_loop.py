@@ -247,6 +247,15 @@ class UserLoop:
             self._all_have_gradients = all(each.grad is not None for each in self.wrapper.accumulating)
         self._ownership.leave()
 
+    def check_unmoved(self, where: str) -> None:
+        """Raise `LossContractError` if gradients have changed since the microbatch began."""
+        before, after = self._writes, _writes(self.wrapper)  # FSDP2 makes some parameters in the first forward
+        if not self.wrapper.replaces_gradients and (after[: len(before)] != before or any(after[len(before) :])):
+            raise LossContractError(
+                f"gradients changed before {where} was given to scale(): it runs its own backward; divide it by divisor "
+                "before that backward, and leave scale() out"
+            )
+
     def _check_gradients(self, where: str, *, took_divisor: bool) -> None:
         """Raise `MegabatchError` if no backward has run, or, where gradients show it, several have."""
         before, after = self._writes, _writes(self.wrapper)
@@ -371,6 +380,7 @@ class LoopMicrobatch:
         loss = terms_of((loss, 0.0))[PAIR_NAME].total
         if not loss.requires_grad:
             raise LossContractError(f"{where} carries no gradient; compute it from the model's output, undetached")
+        loop.check_unmoved(where)
         _check_kind(where, loss, self.weight, loop.of)
         total = _total(where, loss, self.weight)
         step = MicrobatchStep({}, self.index, {}, {}, is_dummy=False)

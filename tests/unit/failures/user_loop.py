@@ -39,6 +39,11 @@ def own_twice(gradient: GradientAccumulator, part: Any) -> None:
         own(gradient, part)
 
 
+def own_and_scaled(*given: Any) -> None:
+    own(*given)
+    scaled(*given)
+
+
 def in_turns(*works: Work) -> Work:
     """One work for each microbatch."""
     return lambda gradient, part: works[part.index](gradient, part)
@@ -188,6 +193,9 @@ FAILURES = {
     "a loss of weight 0 that nobody scales": Failure(LossContractError, f"{FIRST} … 0", lambda: loop(own, sum_over=0)),
     "two losses in a microbatch": Failure(
         MegabatchError, FIRST, lambda: loop(lambda *given: (scaled(*given), scaled(*given)))
+    ),
+    "a scaled loss that has run its own backward": Failure(
+        LossContractError, f"gradients changed … {FIRST}", lambda: loop(in_turns(own_and_scaled))
     ),
     "a divisor beside a scaled loss": Failure(MegabatchError, FIRST, lambda: loop(scale_and_divisor)),
     "a scaled loss beside a divisor": Failure(MegabatchError, "microbatch 0", lambda: loop(divisor_after_scale)),
