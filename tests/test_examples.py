@@ -24,8 +24,15 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 RECIPES = ROOT / "recipes"
 MAX_LINES, MAX_LINES_OF = 30, {"flow_digits.py": 120, "accelerated.py": 40, "module.py": 40}
-MAX_LINES_OF |= {"dpo.py": 55, "grpo.py": 64, "classification.py": 41, "masked.py": 41, "seq2seq.py": 40}
-QUICK = ["experts", "images", "learner", "loop", "own_loop", "own_loss", "several_terms", "two_towers"]
+MAX_LINES_OF |= {
+    "dpo.py": 55,
+    "grpo.py": 64,
+    "classification.py": 41,
+    "masked.py": 41,
+    "seq2seq.py": 40,
+    "nanogpt_loop.py": 63,
+}
+QUICK = ["experts", "images", "learner", "loop", "nanogpt_loop", "own_loop", "own_loss", "several_terms", "two_towers"]
 OF_RECIPES = ["classification", "dpo", "masked", "seq2seq"]  # run by tests/train/test_loss_recipes.py
 ON_RANKS = ["ddp", "fsdp2"]
 IN_OTHER_LOOPS = ["trainer", "accelerated", "module"]
@@ -132,6 +139,12 @@ def test_a_loop_of_your_own() -> None:
     assert_falls(losses := numbers(example("own_loop"), "loss "), by=1.5)
     hardest = numbers(example("own_loop"), "hardest byte ")
     assert all(most > mean for most, mean in zip(hardest, losses, strict=True))
+
+
+@pytest.mark.full
+def test_the_loop_of_nanogpt() -> None:
+    assert_falls(numbers(example("nanogpt_loop"), "loss "), by=2.0)
+    assert len(set(numbers(example("nanogpt_loop"), after=" targets"))) > 20  # unequal updates
 
 
 @pytest.mark.full

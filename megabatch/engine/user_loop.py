@@ -252,8 +252,8 @@ class UserLoop:
         before, after = self._writes, _writes(self.wrapper)  # FSDP2 makes some parameters in the first forward
         if not self.wrapper.replaces_gradients and (after[: len(before)] != before or any(after[len(before) :])):
             raise LossContractError(
-                f"gradients changed before {where} was given to scale(): it runs its own backward; divide it by divisor "
-                "before that backward, and leave scale() out"
+                f"gradients changed before {where} was given to scale(): it runs its own backward; divide it by "
+                "divisor before that backward, and leave scale() out"
             )
 
     def _check_gradients(self, where: str, *, took_divisor: bool) -> None:
