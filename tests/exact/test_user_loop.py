@@ -30,12 +30,13 @@ JOBS += [
     for wrapper, sync, world in OTHERS
 ]  # fmt: skip
 COUNTS = [f"{wrapper}:{sync}:{number}:2:" for wrapper, sync in PAIRS for number in (1, 3)]
+COUNTS += [f"hsdp:{sync}:3:4:" for sync in ("last", "replica_last")]
 
 found = of_ranks("tests.exact.user_loop:run_job", JOBS)
 counted = of_ranks("tests.exact.user_loop:count_job", COUNTS)
 
 
-@pytest.mark.parametrize("job", some(JOBS, 20))
+@pytest.mark.parametrize("job", some(JOBS, 37))
 def test_gradient_is_that_of_the_uncut_update(found, job: str) -> None:
     for value in found(job):
         form, wrapper, *_ = job.split(":")
@@ -45,7 +46,7 @@ def test_gradient_is_that_of_the_uncut_update(found, job: str) -> None:
         assert not value["wrong"], value["wrong"]
 
 
-@pytest.mark.parametrize("job", COUNTS)
+@pytest.mark.parametrize("job", some(COUNTS, 3))
 def test_a_loop_reduces_as_often_as_a_call(counted, job: str) -> None:
     for call, loop in counted(job):
         assert loop == call
