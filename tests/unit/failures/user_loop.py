@@ -227,7 +227,7 @@ FAILURES = {
         MegabatchError, "divided=", changed({"divided": True}, {"sum_over": 1})
     ),
     "a mean over another number": Failure(LossContractError, "by 1 … mean_over is 2", lambda: miscounted([0, -100], 2)),
-    "a mean over nothing": Failure(
+    "a mean over nothing in a loop of one's own": Failure(
         LossContractError, "nan … mean_over is 0", lambda: miscounted([0, 1], 0, divide=True)
     ),
     "finalize before the last microbatch": Failure(
