@@ -173,8 +173,9 @@ def last_divisor(loss: Tensor) -> float | None:
     """``DivBackward0._saved_other``: the number by which the last operation divides. None for other operations."""
     node = _before_views(loss)
     other = getattr(node, "_saved_other", None) if node is not None and node.name() == "DivBackward0" else None
-    is_number = isinstance(other, Tensor) and other.numel() == 1 and other.device.type == "cpu"
-    return other.item() if is_number else None
+    if not isinstance(other, Tensor) or other.numel() > 1 or other.device.type != "cpu":
+        return None
+    return float(other.detach())
 
 
 def _before_views(loss: Tensor) -> Any:
