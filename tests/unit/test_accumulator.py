@@ -60,20 +60,6 @@ def test_an_update_without_weight_leaves_no_gradient(batch, loss_fn):
     assert update.num_samples == len(batch)
 
 
-@pytest.mark.parametrize("loss_fn", [squares, weighed])
-@pytest.mark.parametrize("calls", [(BATCH[:4], BATCH[4:]), (BATCH[:1], [], BATCH[1:6], BATCH[6:]), ([], BATCH)])
-def test_several_calls_are_one_update(loss_fn, calls):
-    model = model_of_integers()
-    gradient = GradientAccumulator(model, micro_batch_size=2)
-    for call in calls:
-        gradient.forward_backward(call, loss_fn)
-    update = gradient.finalize()
-    for mine, theirs in zip(gradients(model), expected(model, BATCH), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-15, atol=0)
-    assert float(update.weight) == 16
-    assert update.num_samples == 7
-
-
 @pytest.mark.parametrize(("weigh", "say_weight"), [(None, True), (small.count, True), (small.count, False)])
 def test_the_open_loop_is_forward_backward(weigh, say_weight):
     model = model_of_integers()
@@ -88,31 +74,12 @@ def test_the_open_loop_is_forward_backward(weigh, say_weight):
         assert torch.equal(getattr(opened, name), getattr(closed, name))
 
 
-def test_the_open_loop_takes_a_mapping_of_terms():
-    model = model_of_integers()
-    gradient = GradientAccumulator(model, micro_batch_size=3)
-    for microbatch in gradient.microbatches(BATCH, lambda microbatch: {"one": small.count(microbatch)}):
-        gradient.backward({"one": squares(model, microbatch), "rows": (torch.tensor(3.0), 1)})
-    assert set(gradient.finalize().terms) == {"one", "rows"}
-    assert same_bits(gradients(model), expected(model, BATCH))
-
-
 @pytest.mark.parametrize("loss_fn", [squares, weighed])
 def test_finalize_may_replace_the_divisor(loss_fn):
     update, model = run(BATCH, loss_fn, finalize={"weight": 64.0})
     whole, _ = run(BATCH)
     assert same_bits(gradients(model), expected(model, BATCH, 64.0))
     assert (float(update.weight), float(update.loss)) == (64.0, float(whole.loss) / 4)
-
-
-@pytest.mark.parametrize("loss_fn", [squares, weighed])
-def test_clipped_as_torch_clips(loss_fn):
-    update, model = run(BATCH, loss_fn, finalize={"max_norm": 0.5})
-    _, other = run(BATCH)
-    norm = torch.nn.utils.clip_grad_norm_(other.parameters(), 0.5)
-    assert torch.equal(update.grad_norm, norm)
-    for mine, theirs in zip(gradients(model), gradients(other), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-15, atol=0)
 
 
 def test_a_call_returns_its_own_sums():
@@ -123,35 +90,6 @@ def test_a_call_returns_its_own_sums():
     assert [float(each["loss"].weight) for each in (first, second)] == [9, 7]
     assert float(first["loss"].total + second["loss"].total) / 16 == float(update.loss)
     assert not first["loss"].total.requires_grad
-
-
-def test_gradients_of_the_last_update_are_dropped_and_of_this_one_kept():
-    model = model_of_integers()
-    gradient = GradientAccumulator(model, micro_batch_size=2)
-    for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, 7.0)
-    for batch in (BATCH, BATCH[:4] + BATCH[1:2]):
-        gradient.forward_backward(batch[:2], squares)
-        gradient.forward_backward(batch[2:], squares)
-        gradient.finalize()
-        for mine, theirs in zip(gradients(model), expected(model, batch), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-14, atol=0)
-
-
-def test_what_is_frozen_gets_no_gradient():
-    model = model_of_integers()
-    model.bias.requires_grad_(False)
-    run(BATCH, model=model)
-    assert same_bits(gradients(model), expected(model, BATCH))
-    assert model.bias.grad is None
-
-
-def test_a_mapping_is_a_batch():
-    rows = {"x": torch.stack([small.sample(4, 4, seed)["x"] for seed in range(4)]), "labels": torch.full((4, 4), 2)}
-    as_samples = [{name: value[row] for name, value in rows.items()} for row in range(4)]
-    update, model = run(rows, micro_batch_size=3)
-    assert same_bits(gradients(model), expected(model, as_samples))
-    assert (update.num_samples, update.num_tokens, update.num_microbatches) == (4, 16, 2)
 
 
 def test_plan_runs_nothing():
@@ -262,12 +200,6 @@ def test_a_nested_tensor_is_refused():
     gradient = GradientAccumulator(model_of_integers(), micro_batch_size=2)
     with pytest.raises(PlanError, match="nested"):
         gradient.plan([{"x": nested}])
-
-
-def test_plan_asks_the_model_nothing_that_may_change():
-    gradient = GradientAccumulator(model_of_integers(), micro_batch_size=2)
-    gradient.plan(samples([1, 2, 3]))
-    assert "takes_mask" not in vars(gradient._padding)
 
 
 def two_models(models, microbatch):

@@ -2,9 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch import Tensor
 from transformers import BatchEncoding
 
 from megabatch import PlanError
@@ -53,20 +50,6 @@ def test_padded(name):
     assert equal(pad_right(samples), {key: torch.tensor(value) for key, value in expected.items()})
 
 
-@given(st.lists(st.lists(st.integers(1, 99), min_size=1, max_size=9), min_size=1, max_size=6))
-def test_every_sample_is_in_its_row(rows):
-    padded = pad_right([{"labels": torch.tensor(row)} for row in rows])["labels"]
-    assert [row[row != -100].tolist() for row in padded] == rows
-    assert padded.shape[1] == max(map(len, rows))
-
-
-def test_images_of_one_size_are_stacked():
-    images = [{"image": torch.randn(3, 4, 4), "labels": torch.tensor(number)} for number in range(2)]
-    microbatch = Samples(images).take([1, 0])
-    assert torch.equal(microbatch["image"], torch.stack([images[1]["image"], images[0]["image"]]))
-    assert microbatch["labels"].tolist() == [1, 0]
-
-
 @pytest.mark.parametrize(("sample", "length"), LENGTHS)
 def test_length_of_a_sample(sample, length):
     assert sample_length(sample) == length
@@ -78,13 +61,6 @@ def test_lengths_of_a_batch():
     assert Samples({"input_ids": torch.zeros(2, 7)}).lengths == [7, 7]
     assert Samples({"score": torch.zeros(3), "input_ids": torch.zeros(3, 7)}).lengths == [1, 1, 1]
     assert Samples({"input_ids": torch.zeros(0, 7)}).lengths == []
-
-
-@pytest.mark.parametrize("rows", [[0, 1], [1, 2], [2, 0], [1]])
-def test_rows_of_a_mapping_are_taken_whole(rows):
-    batch = {"input_ids": torch.tensor([[1, 0, 0], [2, 3, 0], [4, 5, 6]]), "labels": torch.tensor([7, 8, 9])}
-    taken = Samples(batch).take(rows)
-    assert equal(taken, {name: value[rows] for name, value in batch.items()})  # padding is the user's: never trimmed
 
 
 def test_a_collate_of_the_user_sees_samples_in_the_order_asked_for():
@@ -130,15 +106,6 @@ def test_told_lengths_of_another_kind_are_taken_as_told():
     assert equal(samples.dummy(), pad_right([images[2]]))
     with pytest.raises(PlanError, match="a sample is a tuple; expected a mapping of tensors"):
         Samples(Deferred(lambda index: (1, 2), [1], measured=False)).take([0])
-
-
-def test_nested_tensors_of_a_microbatch_are_moved():
-    microbatch = {"x": torch.zeros(2), "pair": (torch.ones(1), "a word"), "number": 3}
-    moved = to_device(microbatch, torch.device("meta"))
-    assert isinstance(moved["x"], Tensor)
-    assert (moved["x"].device.type, moved["pair"][0].device.type) == ("meta", "meta")
-    assert (moved["pair"][1], moved["number"]) == ("a word", 3)
-    assert to_device(microbatch, torch.device("cpu"))["x"] is microbatch["x"]
 
 
 class Words(dict):

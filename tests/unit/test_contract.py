@@ -45,12 +45,6 @@ def test_a_total_without_a_gradient_is_a_metric():
     assert differentiable(terms_of({"accuracy": (METRIC, 1), "lm": (TOTAL, 1), "kl": (TOTAL, 1)})) == ["lm", "kl"]
 
 
-def test_the_total_stays_in_the_graph():
-    leaf = torch.tensor(3.0, requires_grad=True)
-    terms_of((leaf.reshape(1) ** 2, 1))["loss"].total.backward()
-    assert leaf.grad == 6
-
-
 def test_a_loss_says_how_its_weight_is_counted():
     @loss(weigh=len)
     def counted(model, microbatch): ...

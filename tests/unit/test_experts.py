@@ -1,26 +1,21 @@
 """The balance of sequences and the biases of experts, on one process and on models of transformers."""
 
-import copy
 from unittest.mock import ANY, Mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.mixtral import MixtralConfig, MixtralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from megabatch import GradientAccumulator, JointLoss, PlanError, experts, loss, losses, verify
+from megabatch import GradientAccumulator, JointLoss, experts, loss, losses, verify
 from megabatch.losses import chunked_cross_entropy, ready_made
 from megabatch.verification.float64_copy import Float64WithoutDropout, float64_copy
 from tests.exact import oracle
 from tests.exact.experts import EXPERTS, TOP_K, VOCABULARY, balance_of_one, loads, samples, sparse_lm, unbalanced
 from tests.unit.failures.experts import bias_of
-from tests.unit.failures.table import linear
 
 SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2,
@@ -34,14 +29,6 @@ def mixtral(**settings) -> nn.Module:
     torch.manual_seed(0)
     settings = {"num_local_experts": EXPERTS, "output_router_logits": True, "router_aux_loss_coef": 0.5, **settings}
     return MixtralForCausalLM(MixtralConfig(**SIZES, num_key_value_heads=1, **settings))
-
-
-def deepseek() -> nn.Module:
-    torch.manual_seed(0)
-    small = {"n_routed_experts": EXPERTS, "num_experts_per_tok": TOP_K, "n_group": 1, "topk_group": 1}
-    ranks = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
-    config = DeepseekV3Config(**SIZES, **small, **ranks, moe_intermediate_size=8, first_k_dense_replace=0)
-    return DeepseekV3ForCausalLM(config)
 
 
 def logits(*shape: int) -> torch.Tensor:
@@ -243,45 +230,6 @@ def test_the_experts_that_verify_runs_in_float64_are_those_of_float32():
     assert torch.allclose(found.float(), model(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
 
 
-@loss(weigh=lambda batch: {"loss": losses.count_targets(batch), "router": batch["attention_mask"].sum()})
-def weighed(model, batch):
-    return named(model, batch)
-
-
-def test_a_named_router_loss_is_the_mean_of_its_microbatches_by_tokens():
-    model, batch = mixtral(), collated()
-    gradient = GradientAccumulator(model, micro_batch_size=2)
-    gradient.forward_backward(batch, weighed)
-    gradient.finalize()
-    expected = copy.deepcopy(model)
-    expected.zero_grad()
-    targets, tokens = losses.count_targets(batch), batch["attention_mask"].sum()
-    for rows in gradient.last_plan.microbatches:
-        found, (total, _) = outputs(expected, {key: value[list(rows)] for key, value in batch.items()})
-        share = batch["attention_mask"][list(rows)].sum() / tokens
-        (total / targets + COEFFICIENT * found.aux_loss * share).backward()
-    for found, wanted in zip(model.parameters(), expected.parameters(), strict=True):
-        assert torch.allclose(found.grad, wanted.grad, rtol=1e-4, atol=1e-6)
-
-
-def test_the_biases_of_deepseek_follow_the_load_whatever_the_cut():
-    found = {}
-    for micro_batch_size in (1, 3, 8):
-        model = deepseek()
-        gradient = GradientAccumulator(model, micro_batch_size=micro_batch_size)
-        bias = experts.ExpertBias(gradient, rate=0.5)
-        gradient.forward_backward(samples(0, 8), losses.next_token)
-        gradient.finalize()
-        counted = bias.update()
-        tokens = sum(len(each["labels"]) for each in samples(0, 8))
-        assert [int(each.sum()) for each in counted.values()] == [TOP_K * tokens] * SIZES["num_hidden_layers"]
-        for (path, load), buffer in zip(counted.items(), model.buffers(), strict=False):
-            assert path.endswith("mlp.gate")
-            assert torch.equal(buffer, 0.5 * (load.double().mean() - load).sign().float())
-        found[micro_batch_size] = [each.tolist() for each in counted.values()]
-    assert found[1] == found[3] == found[8]
-
-
 def test_a_bias_is_moved_once_by_what_was_counted():
     gradient, bias = bias_of(sparse_lm())
     gradient.forward_backward(samples(0, 4), unbalanced)
@@ -329,15 +277,3 @@ def test_a_joint_loss_is_counted_once():
     gradient.forward_backward(samples(0, 5), JointLoss(encode, lambda rows: ((rows**2).sum(), len(rows))))
     gradient.finalize()
     assert all(map(torch.equal, bias.update().values(), loads(sparse_lm(), samples(0, 5))))
-
-
-def test_experts_on_ranks_of_their_own_are_refused():
-    """Rank 0 of two that never meet: the names of the axes are enough."""
-    said = r"^mesh axis 'ep' has 2 ranks; experts on ranks of their own are not supported"
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
-        with pytest.raises(PlanError, match=said):
-            GradientAccumulator(linear(), mesh=mesh, micro_batch_size=1)
-    finally:
-        dist.destroy_process_group()

@@ -9,7 +9,7 @@ from torch import nn
 from megabatch import GradientAccumulator, losses, verify
 from tests.exact import models
 from tests.exact.foreign import accelerator, errors, samples
-from tests.unit.failures.table import SAMPLES, linear, squares
+from tests.unit.failures.table import SAMPLES, squares
 
 
 def test_a_layer_of_such_a_library_is_not():
@@ -35,18 +35,3 @@ def test_a_model_prepared_by_accelerate_is_verified():
         assert found.ok, str(found)
         assert copy.deepcopy(model).forward.__self__ is not model
         assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_the_optimizer_of_accelerate_steps():
-    """Also with gradient accumulation of its own, which only ``accelerator.accumulate`` starts."""
-    with accelerator(gradient_accumulation_steps=4) as made:
-        model = linear()
-        model, optimizer = made.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        gradient, reference = GradientAccumulator(model, micro_batch_size=1), linear()
-        gradient.forward_backward(SAMPLES, squares)
-        gradient.finalize()
-        optimizer.step()
-        total, weight = squares(reference, {"x": torch.stack([each["x"] for each in SAMPLES])})
-        (total / weight).backward()
-        for found, before in zip(model.parameters(), reference.parameters(), strict=True):
-            assert torch.allclose(found, before - 0.1 * before.grad, rtol=1e-14)

@@ -72,12 +72,6 @@ def test_without_gradients():
     assert none[0].grad is None
 
 
-def test_drop():
-    made = parameters()
-    gradients.drop_gradients(made)
-    assert all(parameter.grad is None for parameter in made)
-
-
 def test_each_dtype_is_scaled_in_its_own_precision():
     ones = [*parameters(dtype=torch.float32), *parameters(dtype=torch.float64)]
     before = [each.grad.clone() for each in ones]

@@ -61,11 +61,6 @@ def test_sizes_differ_by_at_most_one(costs, num_bins):
     assert max(sizes) - min(sizes) <= 1
 
 
-@given(costs, st.integers(1, 9))
-def test_the_same_costs_are_balanced_in_the_same_way(costs, num_bins):
-    assert balance(costs, num_bins) == balance(list(costs), num_bins)
-
-
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=40), st.integers(1, 9))
 def test_loads_differ_by_at_most_the_costliest_item(costs, num_bins):
     loads = [sum(costs[item] for item in items) for items in balance(costs, num_bins)]

@@ -55,11 +55,6 @@ def test_microbatches_are_filled_up_to_one_shape():
     assert torch.equal(large.args[0], torch.ones(3, 4))
 
 
-def test_what_is_of_one_shape_is_left_alone():
-    calls = [inputs(2, 3), inputs(2, 3)]
-    assert [each.args[0] is call.args[0] for each, call in zip(in_one_shape(calls), calls, strict=True)] == [True, True]
-
-
 def test_an_input_that_is_not_by_samples_is_not_filled_up():
     with pytest.raises(PlanError, match=r"the shapes \[\(2, 2\), \(4, 4\)\] in one call"):
         in_one_shape([inputs(1, 2, mask=(2, 2)), inputs(1, 4, mask=(4, 4))])

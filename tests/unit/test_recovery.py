@@ -76,21 +76,6 @@ def test_what_is_learned_beside_a_long_sample_is_less_than_what_failed():
     assert cut.lengths == (16, 2, 2, 2, 2)
 
 
-def test_samples_are_learned_too_and_kept_over_updates():
-    gradient = after_a_shortage(Two(), SAMPLES, squares, micro_batch_size=4)
-    assert gradient.finalize().num_samples == 4
-    assert gradient.oom_limit.samples == 2
-    assert [len(rows) for rows in gradient.plan(SAMPLES).microbatches] == [2, 2]
-    gradient.forward_backward(SAMPLES, squares)
-    assert (gradient.last_plan.num_split, gradient.oom_limit.samples) == (0, 2)
-
-
-def test_nothing_is_learned_where_all_fits():
-    gradient = GradientAccumulator(linear(), micro_batch_size=4)
-    gradient.forward_backward(SAMPLES, squares)
-    assert (gradient.oom_limit, gradient.last_plan.num_split) == (None, 0)
-
-
 def test_the_allocator_of_the_cpu_is_heard():
     """It really refuses: more than there is of addresses."""
 

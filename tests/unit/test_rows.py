@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megabatch import GradientAccumulator, JointLoss, LossContractError, PlanError, loss, losses, plan
+from megabatch import GradientAccumulator, LossContractError, PlanError, loss, losses, plan
 from megabatch.batching.packed_row import OneRow
 from megabatch.batching.samples import Deferred
 from megabatch.planning.plan import without_padding
@@ -216,15 +216,3 @@ def test_weights_that_float32_rounds_are_accepted() -> None:
     gradient = GradientAccumulator(model_of("gpt2"), max_microbatch_tokens=24, collate=OneRow())
     gradient.forward_backward(given, weighted)
     assert gradient.finalize().problem() is None
-
-
-def test_a_joint_loss_is_refused() -> None:
-    def encode(model: Any, microbatch: Any) -> Tensor:
-        return model(**{name: microbatch[name] for name in ("input_ids", "position_ids")}).logits.mean(1)
-
-    def total(found: Tensor) -> tuple[Tensor, int]:
-        return found.square().sum(), len(found)
-
-    gradient = GradientAccumulator(model_of("gpt2"), micro_batch_size=3, collate=OneRow())
-    with pytest.raises(LossContractError, match="give weigh="):
-        gradient.forward_backward(samples(), JointLoss(encode, total))

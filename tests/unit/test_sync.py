@@ -8,6 +8,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import GradientAccumulator
+from megabatch.wrappers.mesh import DataRanks, groups_of
 from tests.unit.failures.wrappers import language_model, mesh, sharded_ends, tensor_parallel_ends
 from tests.unit.small import expected, gradients, model_of_integers, same_bits, samples, squares, weighed
 
@@ -52,23 +53,9 @@ WRAPPERS = {
     "FSDP2, mixed": fsdp2_mixed,
 }
 
-ALONE = "one rank, nothing to reduce"
-DDP_ONCE = "DDP keeps the whole gradient anyway: one all-reduce, overlapping the last backward"
-DDP_EVERY = "as asked: DDP all-reduces the whole gradient with each microbatch"
-FSDP2_EVERY = "FSDP2 reduce-scatters each microbatch, so that only a shard of the gradient is kept"
-FSDP2_LAST = "as asked: FSDP2 keeps the whole unsharded gradient until the last microbatch"
-
-CHOSEN = {  # wrapper, what was asked for -> sync, and why
-    ("plain", "auto"): ("last", ALONE),
-    ("plain", "last"): ("last", ALONE),
-    ("plain", "every"): ("last", ALONE),
-    ("DDP", "auto"): ("last", DDP_ONCE),
-    ("DDP", "last"): ("last", DDP_ONCE),
-    ("DDP", "every"): ("every", DDP_EVERY),
-    ("FSDP2", "auto"): ("every", FSDP2_EVERY),
-    ("FSDP2", "last"): ("last", FSDP2_LAST),
-    ("FSDP2", "every"): ("every", FSDP2_EVERY),
-}
+CHOSEN = {  # wrapper -> what each of "auto", "last" and "every" comes to
+    "plain": ("last", "last", "last"), "DDP": ("last", "last", "every"), "FSDP2": ("every", "last", "every"),
+}  # fmt: skip
 
 
 def full(gradient):
@@ -79,21 +66,12 @@ def is_exact(model: nn.Module) -> bool:
     return same_bits([full(each) for each in gradients(model)], expected(without_spare(), BATCH))
 
 
-@pytest.mark.parametrize(("wrapper", "policy"), CHOSEN)
-def test_the_plan_says_the_sync_and_why(wrapper, policy):
-    plan = GradientAccumulator(WRAPPERS[wrapper](), micro_batch_size=2, sync=policy).plan(BATCH)
-    assert (plan.sync, plan.reason) == CHOSEN[wrapper, policy]
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("policy", ["auto", "last", "every"])
-def test_every_wrapper_is_exact_update_after_update(wrapper, policy):
-    model = WRAPPERS[wrapper]()
-    gradient = GradientAccumulator(model, micro_batch_size=2, sync=policy)
-    for loss_fn in (weighed, squares, weighed):
-        gradient.forward_backward(BATCH, loss_fn)
-        gradient.finalize()
-        assert is_exact(model)
+@pytest.mark.parametrize("wrapper", CHOSEN)
+def test_the_plan_says_the_sync_and_why(wrapper):
+    asked = ("auto", "last", "every")
+    plans = [GradientAccumulator(WRAPPERS[wrapper](), micro_batch_size=2, sync=each).plan(BATCH) for each in asked]
+    assert tuple(plan.sync for plan in plans) == CHOSEN[wrapper]
+    assert all(plan.reason for plan in plans)
 
 
 @pytest.mark.parametrize("wrapper", ["plain", "DDP", "FSDP2", "FSDP2, mixed"])
@@ -128,3 +106,15 @@ def test_after_a_loss_that_raised_the_next_update_is_exact(wrapper, policy, brea
 )
 def test_tied_embeddings_that_stay_one_parameter_are_taken(make) -> None:
     GradientAccumulator(make(), mesh=mesh("dp", "tp"), micro_batch_size=1)
+
+
+AXES = [("dp",), ("dp_replicate", "dp_shard"), ("pp", "dp_shard", "cp", "tp", "ep"), ("tp",)]
+
+
+@pytest.mark.parametrize("axes", AXES)
+def test_axes_of_one_rank_each_need_no_message(axes):
+    mesh = init_device_mesh("cpu", (1,) * len(axes), mesh_dim_names=axes)
+    ranks = DataRanks.of_mesh(mesh)
+    assert (ranks.degree, ranks.num_weighing, ranks.num_all) == (1, 1, 1)
+    assert len(groups_of(mesh, axes)) == len(axes)
+    assert ranks.exchange_numbers([1, 2.5]) == [[1, 2.5]]

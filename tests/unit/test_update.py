@@ -101,16 +101,6 @@ def test_a_term_without_weight_may_still_spoil_the_gradient():
     assert str(update.problem()) == "the loss is not finite on data rank 0 of 1"
 
 
-@pytest.mark.parametrize("weight", [torch.tensor(16.0), torch.tensor([16])])
-def test_weights_may_be_tensors_of_any_kind(weight):
-    def whole(model, microbatch):
-        return squares(model, microbatch)[0], weight
-
-    update, model = run(whole, micro_batch_size=16)
-    assert float(update.weight) == 16
-    assert same_bits(gradients(model), expected(model, BATCH))
-
-
 def test_sums_are_kept_in_float64():
     """A metric in float32, whose sum would stand still at 2^24."""
 

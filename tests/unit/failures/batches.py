@@ -19,36 +19,17 @@ BATCHES = {
     "a tensor": (ONE, KIND.format("Tensor")),
     "a string": ("text", KIND.format("str")),
     "an iterator": (iter(SAMPLES), KIND.format("list_iterator")),
-    "a mapping without tensors": (
-        {}, "mapping without tensors",
-    ),
-    "a mapping of lists": (
-        {"x": [1.0, 2.0]}, "'x'",
-    ),
-    "a mapping with a scalar": (
-        {"x": torch.tensor(1.0)}, "'x'",
-    ),
-    "tensors of different sizes": (
-        {"x": ONE, "y": TWO},
-        "dim 0 … 'x' … 1 … 'y' … 2",
-    ),
+    "a mapping without tensors": ({}, "mapping without tensors"),
+    "a mapping of lists": ({"x": [1.0, 2.0]}, "'x'"),
+    "a mapping with a scalar": ({"x": torch.tensor(1.0)}, "'x'"),
+    "tensors of different sizes": ({"x": ONE, "y": TWO}, "dim 0 … 'x' … 1 … 'y' … 2"),
     "samples that are tensors": ([ONE, ONE], SAMPLE.format("a Tensor")),
     "samples without tensors": ([{}], SAMPLE.format("empty")),
-    "samples of words": (
-        [{"x": "one"}], "'x'",
-    ),
-    "types that differ": (
-        [{"x": ONE}, {"x": ONE.long()}], "'x' … ['torch.float64', 'torch.int64']",
-    ),
+    "samples of words": ([{"x": "one"}], "'x'"),
+    "types that differ": ([{"x": ONE}, {"x": ONE.long()}], "'x' … ['torch.float64', 'torch.int64']"),
     "keys that differ": ([{"x": ONE}, {"x": ONE, "y": ONE}], KEYS),
-    "other dims that differ": (
-        [{"x": torch.ones(1, 2)}, {"x": torch.ones(1, 3)}],
-        "'x' … [(1, 2), (1, 3)]",
-    ),
-    "numbers of dims that differ": (
-        [{"x": torch.ones(1, 2)}, {"x": torch.ones(2)}],
-        "'x' … [(1, 2), (2,)]",
-    ),
+    "other dims that differ": ([{"x": torch.ones(1, 2)}, {"x": torch.ones(1, 3)}], "'x' … [(1, 2), (1, 3)]"),
+    "numbers of dims that differ": ([{"x": torch.ones(1, 2)}, {"x": torch.ones(2)}], "'x' … [(1, 2), (2,)]"),
     "a deferred sample longer than told": (
         Deferred(lambda index: {"x": TWO}, [1]),
         "sample 0 of … has 2 tokens … says 1",
@@ -59,15 +40,9 @@ BATCHES = {
     ),
     "a deferred sample of a negative weight": (Deferred(SAMPLES.__getitem__, [1, 1], [1, -1]), WEIGHT.format("-1")),
     "a deferred sample of no weight": (Deferred(SAMPLES.__getitem__, [1, 1], [1, None]), WEIGHT.format("None")),
-    "a look-ahead that is no count": (
-        Deferred(SAMPLES.__getitem__, [1], look_ahead=-1),
-        "look_ahead … is -1",
-    ),
-    "a deferred length that is no count": (
-        Deferred(SAMPLES.__getitem__, [1.5]),
-        "sample 0 is … 1.5",
-    ),
-}  # fmt: skip
+    "a look-ahead that is no count": (Deferred(SAMPLES.__getitem__, [1], look_ahead=-1), "look_ahead … is -1"),
+    "a deferred length that is no count": (Deferred(SAMPLES.__getitem__, [1.5]), "sample 0 is … 1.5"),
+}
 
 FAILURES = {
     name: Failure(PlanError, text, lambda batch=batch: update(batch=batch)) for name, (batch, text) in BATCHES.items()

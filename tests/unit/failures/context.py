@@ -16,29 +16,14 @@ ATTENTION = "over 1 context"
 SHAPE = "input_ids … (1, 4)"
 
 MICROBATCHES: dict[str, tuple[Any, str]] = {
-    "a microbatch without ids": (
-        {"x": IDS},
-        "['x'] … input_ids … [B, T]",
-    ),
-    "a microbatch that is a list": (
-        [IDS],
-        "input_ids … [B, T]",
-    ),
+    "a microbatch without ids": ({"x": IDS}, "['x'] … input_ids … [B, T]"),
+    "a microbatch that is a list": ([IDS], "input_ids … [B, T]"),
     "labels of samples": (WHOLE | {"labels": IDS[:, 0]}, SHAPE.format("labels", (1,))),
     "a mask of pairs": (WHOLE | {"attention_mask": IDS[:, None]}, SHAPE.format("attention_mask", (1, 1, 4))),
     "positions that are a list": (WHOLE | {"position_ids": [0, 1, 2, 3]}, SHAPE.format("position_ids", "list")),
-    "values that a loss may shift": (
-        WHOLE | {"advantages": torch.ones(1, 4)},
-        "'advantages'",
-    ),
-    "targets told twice": (
-        WHOLE | {"shift_labels": IDS},
-        "shift_labels",
-    ),
-    "no targets": (
-        {"input_ids": IDS},
-        "['input_ids'] … input_ids",
-    ),
+    "values that a loss may shift": (WHOLE | {"advantages": torch.ones(1, 4)}, "'advantages'"),
+    "targets told twice": (WHOLE | {"shift_labels": IDS}, "shift_labels"),
+    "no targets": ({"input_ids": IDS}, "['input_ids'] … input_ids"),
     "documents beside a mask": (
         WHOLE | {"attention_mask": IDS + 1, "position_ids": torch.tensor([[0, 1, 0, 1]])},
         "position_ids … attention_mask",
@@ -55,11 +40,7 @@ FAILURES = {
     name: Failure(PlanError, text, lambda microbatch=microbatch: stretch(microbatch, 0, 2))
     for name, (microbatch, text) in MICROBATCHES.items()
 } | {
-    "labels of a stretch": Failure(
-        LossContractError,
-        "cut over ranks",
-        lambda: stretch(WHOLE, 0, 2)["labels"],
-    ),
+    "labels of a stretch": Failure(LossContractError, "cut over ranks", lambda: stretch(WHOLE, 0, 2)["labels"]),
     "a weight of samples": Failure(
         LossContractError,
         "counts 1 in … and 2 in … their 2 stretches",

@@ -75,101 +75,38 @@ def divided(model: Any, microbatch: Any, divisor: float) -> Any: ...
 
 
 LOSSES = {
-    "a tuple, as a mean": (
-        meaning(lambda squares: (squares.mean(), 2)),
-        "mean() … tuple",
-    ),
-    "a vector, as a mean": (
-        meaning(lambda squares: squares),
-        "mean() … (2, 1)",
-    ),
-    "a mean without a gradient": (
-        meaning(lambda squares: squares.detach().mean()),
-        "no total",
-    ),
-    "a mean over less than nothing": (
-        meaning(lambda squares: squares.mean(), -1),
-        "is -1.0",
-    ),
-    "a mean over nothing": (
-        meaning(lambda squares: squares.mean() / 0, 0),
-        "inf … over counts 0 … max(count, 1)",
-    ),
-    "a mean over a mapping": (
-        meaning(lambda squares: squares.mean(), {"one": 1, "two": 1}),
-        "mean() … mapping",
-    ),
-    "a mean": (
-        returning(lambda squares: squares.mean()), "()",
-    ),
-    "a vector": (
-        returning(lambda squares: squares.flatten()),
-        "(2,)",
-    ),
+    "a tuple, as a mean": (meaning(lambda squares: (squares.mean(), 2)), "mean() … tuple"),
+    "a vector, as a mean": (meaning(lambda squares: squares), "mean() … (2, 1)"),
+    "a mean without a gradient": (meaning(lambda squares: squares.detach().mean()), "no total"),
+    "a mean over less than nothing": (meaning(lambda squares: squares.mean(), -1), "is -1.0"),
+    "a mean over nothing": (meaning(lambda squares: squares.mean() / 0, 0), "inf … over counts 0 … max(count, 1)"),
+    "a mean over a mapping": (meaning(lambda squares: squares.mean(), {"one": 1, "two": 1}), "mean() … mapping"),
+    "a mean": (returning(lambda squares: squares.mean()), "()"),
+    "a vector": (returning(lambda squares: squares.flatten()), "(2,)"),
     "a string": (returning(lambda squares: "done"), f"the loss is a str, perhaps a mean; {RETURN}"),
     "nothing": (returning(lambda squares: None), "NoneType"),
     "no terms": (returning(lambda squares: {}), f"the loss is a dict, perhaps a mean; {RETURN}"),
     "a tuple of three": (returning(lambda squares: (squares.sum(), 2, 2)), f"the loss is a tuple of 3; {RETURN}"),
-    "a term that is a mean": (
-        returning(lambda squares: {"router": squares.mean()}),
-        "'router' … ()",
-    ),
-    "a total that is a number": (
-        returning(lambda squares: (3.0, 2)),
-        "is a float",
-    ),
-    "a total that is a vector": (
-        returning(lambda squares: (squares, 2)),
-        "(2, 1)",
-    ),
-    "a weight with a gradient": (
-        returning(lambda squares: (squares.sum(), squares.sum())),
-        "carries a gradient",
-    ),
-    "a negative weight": (
-        returning(lambda squares: (squares.sum(), -2)),
-        "is -2.0",
-    ),
-    "a weight that is not a number": (
-        returning(lambda squares: (squares.sum(), float("nan"))),
-        "loss is nan",
-    ),
-    "a weight that is a string": (
-        returning(lambda squares: (squares.sum(), "two")), "is a str",
-    ),
-    "a weight that is a vector": (
-        returning(lambda squares: (squares.sum(), torch.ones(2))),
-        "(2,)",
-    ),
-    "nothing to differentiate": (
-        returning(lambda squares: (squares.detach().sum(), 2)),
-        "carries a gradient",
-    ),
+    "a term that is a mean": (returning(lambda squares: {"router": squares.mean()}), "'router' … ()"),
+    "a total that is a number": (returning(lambda squares: (3.0, 2)), "is a float"),
+    "a total that is a vector": (returning(lambda squares: (squares, 2)), "(2, 1)"),
+    "a weight with a gradient": (returning(lambda squares: (squares.sum(), squares.sum())), "carries a gradient"),
+    "a negative weight": (returning(lambda squares: (squares.sum(), -2)), "is -2.0"),
+    "a weight that is not a number": (returning(lambda squares: (squares.sum(), float("nan"))), "loss is nan"),
+    "a weight that is a string": (returning(lambda squares: (squares.sum(), "two")), "is a str"),
+    "a weight that is a vector": (returning(lambda squares: (squares.sum(), torch.ones(2))), "(2,)"),
+    "nothing to differentiate": (returning(lambda squares: (squares.detach().sum(), 2)), "carries a gradient"),
     "several terms without weigh": (two_terms, SEVERAL),
     "several terms and one weigh": (loss(weigh=lambda microbatch: 2)(lambda *given: two_terms(*given)), SEVERAL),
     "too many terms": (many_terms, "returned 17 terms"),
-    "weights that disagree": (
-        weighing(1),
-        "counted 1 from … weight 2 on … microbatch 0",
-    ),
-    "weigh counts a vector": (
-        weighing(torch.ones(2)), "(2,)",
-    ),
+    "weights that disagree": (weighing(1), "counted 1 from … weight 2 on … microbatch 0"),
+    "weigh counts a vector": (weighing(torch.ones(2)), "(2,)"),
     "weigh counts nothing": (weighing(None), "NoneType"),
-    "weigh counts less than nothing": (
-        weighing(-1), "is -1.0",
-    ),
-    "weigh counts a term without end": (
-        weighing({"loss": float("inf")}),
-        "'loss'",
-    ),
-    "weigh names another term": (
-        weighing({"reward": 2}), "['reward'] … 'loss'",
-    ),
-    "weigh names many terms": (
-        weighing({f"term{number}": 1 for number in range(9)}), "names 9 terms",
-    ),
-}  # fmt: skip
+    "weigh counts less than nothing": (weighing(-1), "is -1.0"),
+    "weigh counts a term without end": (weighing({"loss": float("inf")}), "'loss'"),
+    "weigh names another term": (weighing({"reward": 2}), "['reward'] … 'loss'"),
+    "weigh names many terms": (weighing({f"term{number}": 1 for number in range(9)}), "names 9 terms"),
+}
 
 FAILURES = (
     {
@@ -188,39 +125,19 @@ FAILURES = (
     }
     | {
         "two calls of two terms": Failure(
-            LossContractError,
-            "['one', 'two'] … forward_backward",
-            two_calls_of_two_terms,
+            LossContractError, "['one', 'two'] … forward_backward", two_calls_of_two_terms
         ),
         "two calls of one term each": Failure(
-            LossContractError,
-            "['one', 'two'] … forward_backward",
-            two_calls_of_one_term_each,
+            LossContractError, "['one', 'two'] … forward_backward", two_calls_of_one_term_each
         ),
-        "weigh names a term by microbatch": Failure(
-            LossContractError,
-            "[['one'] … ['two']",
-            names_by_microbatch,
-        ),
+        "weigh names a term by microbatch": Failure(LossContractError, "[['one'] … ['two']", names_by_microbatch),
         "weigh names what Deferred told": Failure(
             LossContractError,
             "['loss', 'reward']",
             lambda: update(weighing({"reward": 2, "loss": 2}), Deferred(SAMPLES.__getitem__, [1] * 4, [1] * 4)),
         ),
-        "weight= and two terms": Failure(
-            LossContractError,
-            "weight= … ['one', 'two']",
-            replaced_divisor_of_two_terms,
-        ),
-        "backward without a weight": Failure(
-            LossContractError,
-            "backward()",
-            backward_without_weight,
-        ),
-        "a mean, to verify": Failure(
-            LossContractError,
-            "()",
-            lambda: verify(linear(), LOSSES["a mean"][0], SAMPLES),
-        ),
+        "weight= and two terms": Failure(LossContractError, "weight= … ['one', 'two']", replaced_divisor_of_two_terms),
+        "backward without a weight": Failure(LossContractError, "backward()", backward_without_weight),
+        "a mean, to verify": Failure(LossContractError, "()", lambda: verify(linear(), LOSSES["a mean"][0], SAMPLES)),
     }
 )

@@ -74,70 +74,36 @@ class Plain(nn.Linear):
 
 
 FAILURES = {
-    "a coefficient below 0": Failure(
-        PlanError,
-        "is -1",
-        lambda: experts.next_token_with_balance(-1),
-    ),
+    "a coefficient below 0": Failure(PlanError, "is -1", lambda: experts.next_token_with_balance(-1)),
     "a router loss without a coefficient": Failure(
-        PlanError,
-        "router_aux_loss_coef",
-        lambda: next_token_with_balance(Plain(1, 9)),
+        PlanError, "router_aux_loss_coef", lambda: next_token_with_balance(Plain(1, 9))
     ),
     "a model without router logits": Failure(
-        PlanError,
-        "SimpleNamespace … router_logits",
-        lambda: next_token_with_balance(Plain(1, 9), 0.1, top_k=2),
+        PlanError, "SimpleNamespace … router_logits", lambda: next_token_with_balance(Plain(1, 9), 0.1, top_k=2)
     ),
     "router logits without gradient": Failure(
-        LossContractError,
-        "router_logits",
-        lambda: next_token_with_balance(head_alone(), 0.1),
+        LossContractError, "router_logits", lambda: next_token_with_balance(head_alone(), 0.1)
     ),
-    "experts without biases": Failure(
-        PlanError,
-        "'e_score_correction_bias'",
-        lambda: bias_of(linear()),
-    ),
+    "experts without biases": Failure(PlanError, "'e_score_correction_bias'", lambda: bias_of(linear())),
     "biases that do not move": Failure(
         PlanError, "rate is 0.0; expected a positive number", lambda: bias_of(sparse_lm(), rate=0.0)
     ),
     "a choice that is not told": Failure(
-        PlanError,
-        "'blocks.0.router'",
-        lambda: trained(sparse_lm(), chosen=lambda output: None),
+        PlanError, "'blocks.0.router'", lambda: trained(sparse_lm(), chosen=lambda output: None)
     ),
     "a mask of other tokens": Failure(
-        PlanError,
-        "'blocks.0.router' … saw 6 tokens … attention_mask … (1, 9)",
-        mask_of_others,
+        PlanError, "'blocks.0.router' … saw 6 tokens … attention_mask … (1, 9)", mask_of_others
     ),
-    "a router without gradient": Failure(
-        MegabatchError,
-        "'blocks.0.router'",
-        lambda: trained(frozen()),
-    ),
+    "a router without gradient": Failure(MegabatchError, "'blocks.0.router'", lambda: trained(frozen())),
     "unknown scores": Failure(PlanError, "'relu'", lambda: balance(LOGITS, scores="relu")),
-    "a balance of no layers": Failure(
-        PlanError,
-        "router_logits",
-        lambda: balance(()),
-    ),
+    "a balance of no layers": Failure(PlanError, "router_logits", lambda: balance(())),
     "a balance of other tokens": Failure(
-        PlanError,
-        "router_logits … 1 … 5 … 4 … attention_mask … (1, 4)",
-        lambda: balance(LOGITS, tokens=4),
+        PlanError, "router_logits … 1 … 5 … 4 … attention_mask … (1, 4)", lambda: balance(LOGITS, tokens=4)
     ),
 }
 IN_A_GROUP = {
-    "biases in a pipeline": Failure(
-        PlanError,
-        "ExpertBias",
-        lambda: bias_of(pipeline(linear())),
-    ),
+    "biases in a pipeline": Failure(PlanError, "ExpertBias", lambda: bias_of(pipeline(linear()))),
     "a bias that is sharded": Failure(
-        PlanError,
-        "'e_score_correction_bias' … 'blocks.0.router'",
-        lambda: bias_of(sharded()),
+        PlanError, "'e_score_correction_bias' … 'blocks.0.router'", lambda: bias_of(sharded())
     ),
 }

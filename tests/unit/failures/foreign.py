@@ -41,10 +41,7 @@ def _refused(make, text: str) -> Failure:
 
 FAILURES = {
     "an engine": _refused(lambda: of_library(ENGINE, "DeepSpeedEngine"), "DeepSpeedEngine"),
-    "a class upon an engine": _refused(
-        lambda: of_library(ENGINE, "DeepSpeedEngine", own=True),
-        "DeepSpeedEngine",
-    ),
+    "a class upon an engine": _refused(lambda: of_library(ENGINE, "DeepSpeedEngine", own=True), "DeepSpeedEngine"),
     "the model of an engine": _refused(
         lambda: with_hook_of(ENGINE, on_parameter=False), f"the model has hooks of deepspeed; {DEEPSPEED}"
     ),

@@ -49,44 +49,25 @@ def in_a_loop() -> None:
 JOINT = {
     "encode returns nothing": (encoding(lambda outputs: ()), f"encode returned nothing; expected {ROWS}"),
     "encode returns a number": (encoding(lambda outputs: 3.0), f"encode returned a float; expected {ROWS}"),
-    "encode returns None beside a tensor": (
-        encoding(lambda outputs: (outputs, None)), "NoneType",
-    ),
-    "encode returns a mean": (
-        encoding(lambda outputs: outputs.mean()), "() … for 2 samples",
-    ),
-    "encode returns other rows": (
-        encoding(lambda outputs: outputs[:1]), "(1, 1) … for 2 samples",
-    ),
+    "encode returns None beside a tensor": (encoding(lambda outputs: (outputs, None)), "NoneType"),
+    "encode returns a mean": (encoding(lambda outputs: outputs.mean()), "() … for 2 samples"),
+    "encode returns other rows": (encoding(lambda outputs: outputs[:1]), "(1, 1) … for 2 samples"),
     "encode returns other shapes": (
         by_microbatch(lambda outputs: {"q": outputs}, lambda outputs: {"q": outputs.expand(-1, 3)}),
         "['q'] … torch.float64 … (1,) … microbatch 0 and … ['q'] … torch.float64",
     ),
     "encode draws from another generator": (encoding(lambda outputs: outputs * random.random()), CHANGED),
-    "encode detaches": (
-        encoding(lambda outputs: outputs.detach()),
-        "carries a gradient",
-    ),
-    "a joint loss that detaches": (
-        coupling(lambda encoded: (encoded.detach().sum(), 2)),
-        "carries a gradient",
-    ),
-    "a joint loss that is a mean": (
-        coupling(lambda encoded: encoded.mean()),
-        "()",
-    ),
-}  # fmt: skip
+    "encode detaches": (encoding(lambda outputs: outputs.detach()), "carries a gradient"),
+    "a joint loss that detaches": (coupling(lambda encoded: (encoded.detach().sum(), 2)), "carries a gradient"),
+    "a joint loss that is a mean": (coupling(lambda encoded: encoded.mean()), "()"),
+}
 
 FAILURES = {
     name: Failure(LossContractError, text, lambda loss_fn=loss_fn: update(loss_fn))
     for name, (loss_fn, text) in JOINT.items()
 } | {
     "a joint loss that reaches a parameter": Failure(LossContractError, REACHED, reaching),
-    "a joint loss in a loop": Failure(
-        PlanError,
-        "microbatches() … JointLoss",
-        in_a_loop,
-    ),
+    "a joint loss in a loop": Failure(PlanError, "microbatches() … JointLoss", in_a_loop),
 }
 
 

@@ -119,11 +119,7 @@ def plateau() -> None:
 
 
 FAILURES = {
-    "a schedule that is stepped with a metric": Failure(
-        PlanError,
-        "ReduceLROnPlateau",
-        plateau,
-    ),
+    "a schedule that is stepped with a metric": Failure(PlanError, "ReduceLROnPlateau", plateau),
     "no backward in the body": Failure(MegabatchError, "backward() … microbatch 0", no_backward),
     "backward twice": Failure(MegabatchError, NONE_TO_RUN, backward_twice),
     "backward again after it has failed": Failure(MegabatchError, LOST, lambda: backward_again(at_once=True)),

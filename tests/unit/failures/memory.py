@@ -47,34 +47,24 @@ FAILURES = {
         MegabatchError, AGAIN.format(" … weight"), weighed_together
     ),
     "out of memory with a parameter of the loss": Failure(
-        MegabatchError,
-        IN_PARTS.format("PartError … (1,)"),
-        tensor_of_the_loss,
+        MegabatchError, IN_PARTS.format("PartError … (1,)"), tensor_of_the_loss
     ),
     "out of memory under a backward in a backward": Failure(
-        MegabatchError,
-        IN_PARTS.format("PartError … twice"),
-        lambda: in_parts(Inside.apply),
+        MegabatchError, IN_PARTS.format("PartError … twice"), lambda: in_parts(Inside.apply)
     ),
     "out of memory when a backward inside has begun all gradients": Failure(
         MegabatchError, AGAIN.format(" … every parameter"), lambda: tied(False)
     ),
     "out of memory when a backward inside has begun a gradient": Failure(
-        MegabatchError,
-        IN_PARTS.format("PartError: CheckpointFunctionBackward"),
-        lambda: tied(True),
+        MegabatchError, IN_PARTS.format("PartError: CheckpointFunctionBackward"), lambda: tied(True)
     ),
     "out of memory with a router that was counted": Failure(
-        MegabatchError,
-        IN_PARTS.format("PartError: router 'router'"),
-        beside_experts,
+        MegabatchError, IN_PARTS.format("PartError: router 'router'"), beside_experts
     ),
     "out of memory under reentrant checkpointing": Failure(
-        MegabatchError,
-        IN_PARTS.format("RuntimeError … use_reentrant=True"),
-        lambda: in_parts(reentrant),
+        MegabatchError, IN_PARTS.format("RuntimeError … use_reentrant=True"), lambda: in_parts(reentrant)
     ),
-}  # fmt: skip
+}
 IN_A_GROUP = {
     "out of memory in DDP's reducing backward": Failure(
         MegabatchError, AGAIN.format(" … DistributedDataParallel"), reducing

@@ -14,12 +14,12 @@ PROBLEMS = {
     "a sample that is not a number": (NAN, returning(lambda squares: (squares.sum(), len(squares))), LOSS),
     "a sample without end": (INFINITE, returning(lambda squares: (squares.sum(), len(squares))), LOSS),
     "a loss that is not a number": (SAMPLES, returning(lambda squares: ((-1 - squares).log().sum(), 2)), LOSS),
-    "a gradient that is not a number": (
-        SAMPLES, returning(lambda squares: ((squares * 0).sqrt().sum(), 2)), NORM,
-    ),
+    "a gradient that is not a number": (SAMPLES, returning(lambda squares: ((squares * 0).sqrt().sum(), 2)), NORM),
     "no weight": (SAMPLES, returning(lambda squares: ((squares * 0).sum(), 0)), None),
     "weight that is a tensor of zero": (
-        SAMPLES, returning(lambda squares: ((squares * 0).sum(), torch.tensor(0))), None,
+        SAMPLES,
+        returning(lambda squares: ((squares * 0).sum(), torch.tensor(0))),
+        None,
     ),
     "no samples": ([], returning(lambda squares: (squares.sum(), len(squares))), None),
-}  # fmt: skip
+}

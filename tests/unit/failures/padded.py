@@ -94,15 +94,9 @@ def after_a_lost_update(verb: str) -> None:
 
 
 FAILURES = {
-    "labels that cannot hold -100": Failure(
-        PlanError,
-        "'labels' … torch.bool … value -100",
-        bool_labels,
-    ),
+    "labels that cannot hold -100": Failure(PlanError, "'labels' … torch.bool … value -100", bool_labels),
     "padding beside collate": Failure(
-        PlanError,
-        "padding= … collate=",
-        lambda: accumulator(collate=list, padding={"x": 0}),
+        PlanError, "padding= … collate=", lambda: accumulator(collate=list, padding={"x": 0})
     ),
     "padding with a text": Failure(PlanError, "padding= … '0' … 'x'", lambda: accumulator(padding={"x": "0"})),
     "a token beyond the vocabulary": Failure(
@@ -110,26 +104,12 @@ FAILURES = {
         "input_ids … token 11 and … has 11",
         lambda: GradientAccumulator(gpt2(), micro_batch_size=2).forward_backward(texts(3, token=11), losses.next_token),
     ),
-    "two pad tokens": Failure(
-        PlanError,
-        "[1, 2]",
-        two_pad_tokens,
-    ),
-    "a mask that the loss keeps": Failure(
-        LossContractError,
-        "BertForTokenClassification … attention_mask",
-        unmasked,
-    ),
+    "two pad tokens": Failure(PlanError, "[1, 2]", two_pad_tokens),
+    "a mask that the loss keeps": Failure(LossContractError, "BertForTokenClassification … attention_mask", unmasked),
     "a backward in the loss": Failure(LossContractError, "its own backward", own_backward),
-    "a backward that does not scale": Failure(
-        LossContractError,
-        "is multiplied by",
-        unscaled,
-    ),
+    "a backward that does not scale": Failure(LossContractError, "is multiplied by", unscaled),
     "a total that is detached, of a loss that takes the divisor": Failure(
-        LossContractError,
-        "of the model",
-        lambda: accumulator().forward_backward(SAMPLES, detached),
+        LossContractError, "of the model", lambda: accumulator().forward_backward(SAMPLES, detached)
     ),
     "a call after a lost update": Failure(MegabatchError, LOST, lambda: after_a_lost_update("call")),
     "finalize after a lost update": Failure(MegabatchError, LOST, lambda: after_a_lost_update("finalize")),

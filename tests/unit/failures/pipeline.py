@@ -127,18 +127,20 @@ FAILURES = {
     "an unknown schedule": Failure(PlanError, NO_SCHEDULE, lambda: pipeline(schedule="gpipe")),
     "too many stages": Failure(PlanError, TWO_STAGES, lambda: pipeline(linear(), linear(), schedule="1F1B")),
     "no stage": Failure(
-        PlanError, NO_STAGE,
+        PlanError,
+        NO_STAGE,
         lambda: Pipeline([], mesh("dp", "pp"), schedule="LoopedBFS", boundary=said(), output=said()),
     ),
     "a frozen stage": Failure(PlanError, FROZEN, lambda: pipeline(_frozen())),
     "a wrapper inside a stage": Failure(PlanError, INSIDE, lambda: pipeline(_inside())),
     "FSDP1": Failure(PlanError, FSDP1, lambda: pipeline(fsdp1(linear()))),
     "DDP and split backwards": Failure(
-        PlanError, DDP_SPLIT,
+        PlanError,
+        DDP_SPLIT,
         lambda: pipeline(*(DistributedDataParallel(linear()) for _ in range(2)), schedule="ZBVZeroBubble"),
     ),
     "DDP with a static graph": Failure(
-        PlanError, STATIC_GRAPH, lambda: pipeline(DistributedDataParallel(linear(), static_graph=True)),
+        PlanError, STATIC_GRAPH, lambda: pipeline(DistributedDataParallel(linear(), static_graph=True))
     ),
     "sync": Failure(PlanError, EVERY, lambda: update(sync="every")),
     "a pipeline that is called": Failure(MegabatchError, CALLED, lambda: pipeline()(SAMPLES[0]["x"])),
@@ -158,9 +160,9 @@ FAILURES = {
     "an output that is no tensor": Failure(PlanError, NO_TENSOR, lambda: update(model=pipeline(_Says(1, 1).double()))),
     "a detached output": Failure(PlanError, DETACHED, lambda: update(model=pipeline(_Detaches(1, 1).double()))),
     "an output without rows": Failure(
-        PlanError, NO_ROWS, lambda: update(model=pipeline(output=said(2, 1)), batch=SAMPLES[:3]),
+        PlanError, NO_ROWS, lambda: update(model=pipeline(output=said(2, 1)), batch=SAMPLES[:3])
     ),
-}  # fmt: skip
+}
 
 
 def over_two(axes: tuple[str, ...] = ("pp",), num_stages: int = 1, schedule: str = "1F1B", **said_of: Any) -> Pipeline:
@@ -238,13 +240,13 @@ JOBS: dict[str, tuple[Callable[[], str], list[str]]] = {  # what each rank is to
         [f"LossContractError: … data rank 0 of 1 … {MEAN}", f"LossContractError: {MEAN}"],
     ),
     "cp and pp": (
-        lambda: told(lambda: update(model=over_two(("cp", "pp"), schedule="GPipe"))), [f"PlanError: {CONTEXT}"] * 2,
+        lambda: told(lambda: update(model=over_two(("cp", "pp"), schedule="GPipe"))),
+        [f"PlanError: {CONTEXT}"] * 2,
     ),
-    "a stage that raises": (
-        stage_raises, [f"PlanError: data rank 0 of 1: {RAISED}", RAISED],
-    ),
+    "a stage that raises": (stage_raises, [f"PlanError: data rank 0 of 1: {RAISED}", RAISED]),
     "a loss that raises": (loss_raises, ["KeyError: 'no such key'"] * 2),
     "a loss that gives no pair": (
-        loss_raises_at_last, [f"LossContractError: … data rank 0 of 1 … {MEAN}", f"LossContractError: {MEAN}"],
+        loss_raises_at_last,
+        [f"LossContractError: … data rank 0 of 1 … {MEAN}", f"LossContractError: {MEAN}"],
     ),
-}  # fmt: skip
+}

@@ -54,9 +54,12 @@ def twice(gradient: Any) -> None:
     gradient.forward_backward(SAMPLES, weighed_squares)
 
 
-def clipped(gradient: Any) -> None:
-    gradient.forward_backward(SAMPLES, weighed_squares)
-    gradient.finalize(max_norm=1.0)
+def finalized(**settings: float) -> Callable[[Any], Any]:
+    def update(gradient: Any) -> None:
+        gradient.forward_backward(SAMPLES, weighed_squares)
+        gradient.finalize(**settings)
+
+    return update
 
 
 def clipped_by_a_learner(gradient: Any) -> None:
@@ -97,85 +100,63 @@ def counting_later() -> None:
     gradient.forward_backward(SAMPLES, weighed_squares)
 
 
+def in_two_parts() -> None:
+    """Refused before anything has moved."""
+    model = Repeated()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    try:
+        stepping(lambda gradient: gradient.forward_backward(SAMPLES, weighed_squares), model)
+    finally:
+        assert all(map(torch.equal, before, model.parameters()))
+
+
 def half_total() -> None:
     accumulator().forward_backward(SAMPLES, lambda model, batch: (squares(model, batch)[0].half(), 1))
 
 
 FAILURES = {
     "accumulate in float16": Failure(
-        PlanError, "accumulate_dtype is torch.float16",
-        lambda: accumulator(bfloat16(), accumulate_dtype=torch.float16),
+        PlanError, "accumulate_dtype is torch.float16", lambda: accumulator(bfloat16(), accumulate_dtype=torch.float16)
     ),
-    "parameters in float16": Failure(
-        PlanError, "'weight' … torch.float16", lambda: accumulator(linear().half())
-    ),
+    "parameters in float16": Failure(PlanError, "'weight' … torch.float16", lambda: accumulator(linear().half())),
     "a total in float16": Failure(PlanError, "'loss' … torch.float16", half_total),
     "LBFGS in backward": Failure(
         PlanError,
         "TypeError … step() … missing 1 required … 'closure'",
         lambda: stepping(twice, kind=torch.optim.LBFGS),
     ),
-    "a count of steps in backward": Failure(
-        PlanError,
-        "steps by itself",
-        lambda: stepping(twice, kind=Counting),
-    ),
-    "a step in backward that moves nothing": Failure(
-        PlanError,
-        "in 3 steps",
-        lambda: stepping(twice, kind=Waiting),
-    ),
-    "a hook of the step in backward": Failure(
-        PlanError,
-        "'log'",
-        lambda: stepping(twice, kind=hooked),
-    ),
-    "two calls and a step in backward": Failure(
-        PlanError,
-        "in one update",
-        lambda: stepping(twice),
-    ),
+    "a count of steps in backward": Failure(PlanError, "steps by itself", lambda: stepping(twice, kind=Counting)),
+    "a step in backward that moves nothing": Failure(PlanError, "in 3 steps", lambda: stepping(twice, kind=Waiting)),
+    "a hook of the step in backward": Failure(PlanError, "'log'", lambda: stepping(twice, kind=hooked)),
+    "two calls and a step in backward": Failure(PlanError, "in one update", lambda: stepping(twice)),
     "a late weight and a step in backward": Failure(
-        PlanError,
-        "has no weigh",
-        lambda: stepping(lambda gradient: gradient.forward_backward(SAMPLES, squares)),
+        PlanError, "has no weigh", lambda: stepping(lambda gradient: gradient.forward_backward(SAMPLES, squares))
     ),
     "clipping after a step in backward": Failure(
-        PlanError,
-        "max_norm … is 1.0 … finalize()",
-        lambda: stepping(clipped),
+        PlanError, "max_norm … is 1.0 … finalize()", lambda: stepping(finalized(max_norm=1.0))
+    ),
+    "another weight after a step in backward": Failure(
+        PlanError, "weight … is 2.0 … finalize()", lambda: stepping(finalized(weight=2.0))
     ),
     "a Learner that clips, and a step in backward": Failure(
-        PlanError,
-        "max_norm",
-        lambda: stepping(clipped_by_a_learner),
+        PlanError, "max_norm", lambda: stepping(clipped_by_a_learner)
     ),
     "a joint loss and a step in backward": Failure(
         PlanError,
         "JointLoss",
         lambda: stepping(lambda gradient: gradient.forward_backward(SAMPLES, JointLoss(squares, squares))),
     ),
-    "a gradient in two parts": Failure(
-        PlanError,
-        "(1,) … use_reentrant=True … FSDP2",
-        lambda: stepping(lambda gradient: gradient.forward_backward(SAMPLES, weighed_squares), Repeated()),
-    ),
+    "a gradient in two parts": Failure(PlanError, "(1,) … use_reentrant=True … FSDP2", in_two_parts),
     "an optimizer that counts in its groups": Failure(
-        PlanError,
-        "CountingInGroups",
-        lambda: stepping(twice, kind=CountingInGroups),
+        PlanError, "CountingInGroups", lambda: stepping(twice, kind=CountingInGroups)
     ),
     "an optimizer that counts in its groups later": Failure(
-        MegabatchError,
-        "stepped 1 of … 2 parameters",
-        counting_later,
+        MegabatchError, "stepped 1 of … 2 parameters", counting_later
     ),
     "verify a joint loss": Failure(
-        PlanError,
-        "JointLoss",
-        lambda: verify(linear(), JointLoss(squares, squares), SAMPLES),
+        PlanError, "JointLoss", lambda: verify(linear(), JointLoss(squares, squares), SAMPLES)
     ),
-}  # fmt: skip
+}
 IN_A_GROUP = {
     "wider than DDP with a static graph": Failure(
         PlanError,
@@ -183,9 +164,7 @@ IN_A_GROUP = {
         lambda: accumulator(DistributedDataParallel(bfloat16(), static_graph=True), **HALF),
     ),
     "wider than FSDP1": Failure(
-        PlanError,
-        "accumulate_dtype … torch.float32 … FSDP1",
-        lambda: accumulator(fsdp1(bfloat16()), **HALF),
+        PlanError, "accumulate_dtype … torch.float32 … FSDP1", lambda: accumulator(fsdp1(bfloat16()), **HALF)
     ),
     "wider than FSDP2 reduces": Failure(
         PlanError,
@@ -193,23 +172,21 @@ IN_A_GROUP = {
         lambda: accumulator(fully_shard(bfloat16(), mesh=mesh("dp")), **HALF),
     ),
     "FSDP2 in float16": Failure(
-        PlanError, "FSDP2 … reduce_dtype … torch.float16",
+        PlanError,
+        "FSDP2 … reduce_dtype … torch.float16",
         lambda: accumulator(
             fully_shard(bfloat16(), mesh=mesh("dp"), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
         ),
     ),
     "FSDP1 in float16": Failure(
-        PlanError, "FSDP1 … MixedPrecision … torch.float16",
+        PlanError,
+        "FSDP1 … MixedPrecision … torch.float16",
         lambda: accumulator(fsdp1(bfloat16(), mixed_precision=MixedPrecision(reduce_dtype=torch.float16))),
     ),
     "wider than a pipeline": Failure(
-        PlanError,
-        "accumulate_dtype … torch.float32",
-        lambda: accumulator(pipeline(bfloat16()), **HALF),
+        PlanError, "accumulate_dtype … torch.float32", lambda: accumulator(pipeline(bfloat16()), **HALF)
     ),
     "a step in the backward of DDP": Failure(
-        PlanError,
-        "DistributedDataParallel",
-        lambda: stepping(twice, DistributedDataParallel(linear())),
+        PlanError, "DistributedDataParallel", lambda: stepping(twice, DistributedDataParallel(linear()))
     ),
-}  # fmt: skip
+}

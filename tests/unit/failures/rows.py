@@ -98,20 +98,14 @@ class WithoutPositions(nn.Module):
 
 
 FAILURES = {
-    "a sample without tokens, in one row": Failure(
-        PlanError,
-        "input_ids … [T]",
-        lambda: run({"x": THREE}),
-    ),
+    "a sample without tokens, in one row": Failure(PlanError, "input_ids … [T]", lambda: run({"x": THREE})),
     "keys that differ, in one row": Failure(
         PlanError,
         "['input_ids', 'labels'] … ['input_ids']",
         lambda: run({"input_ids": THREE, "labels": THREE}, {"input_ids": THREE}),
     ),
     "a label of a whole sample, in one row": Failure(
-        PlanError,
-        "'labels' … () … input_ids … (3,)",
-        lambda: run({"input_ids": THREE, "labels": 1}),
+        PlanError, "'labels' … () … input_ids … (3,)", lambda: run({"input_ids": THREE, "labels": 1})
     ),
     "hidden tokens, in one row": Failure(
         PlanError,
@@ -128,31 +122,15 @@ FAILURES = {
         NO_BEGINNING,
         lambda: run({"input_ids": THREE, "labels": THREE, "position_ids": torch.tensor([0, 1, -1])}),
     ),
-    "several models, in one row": Failure(
-        PlanError,
-        "OneRow",
-        lambda: accumulator([linear(), linear()]),
-    ),
-    "a model of no tokens, in one row": Failure(
-        PlanError,
-        "OneRow",
-        lambda: accumulator(linear()),
-    ),
+    "several models, in one row": Failure(PlanError, "OneRow", lambda: accumulator([linear(), linear()])),
+    "a model of no tokens, in one row": Failure(PlanError, "OneRow", lambda: accumulator(linear())),
     "a model of no positions, in one row": Failure(
         PlanError,
         "OneRow … input_ids … position_ids … TypeError … WithoutPositions … forward()",
         lambda: accumulator(WithoutPositions()),
     ),
-    "a model whose head is zero": Failure(
-        PlanError,
-        "OneRow",
-        headless,
-    ),
-    "a loss that counts rows": Failure(
-        LossContractError,
-        COUNTS_ROWS,
-        lambda: run(SAMPLE, SAMPLE, loss_fn=by_rows),
-    ),
+    "a model whose head is zero": Failure(PlanError, "OneRow", headless),
+    "a loss that counts rows": Failure(LossContractError, COUNTS_ROWS, lambda: run(SAMPLE, SAMPLE, loss_fn=by_rows)),
     "a loss that counts rows, of samples that are not read": Failure(
         LossContractError,
         COUNTS_ROWS,
@@ -164,48 +142,28 @@ FAILURES = {
         lambda: run(SAMPLE, loss_fn=lambda model, row: (model(**row).logits.sum(), 1)),
     ),
     "a loss that keeps positions to itself": Failure(
-        LossContractError,
-        "position_ids",
-        lambda: run(SAMPLE, loss_fn=loss(weigh=losses.count_targets)(by_tokens)),
+        LossContractError, "position_ids", lambda: run(SAMPLE, loss_fn=loss(weigh=losses.count_targets)(by_tokens))
     ),
     "a mask, in one row": Failure(
-        LossContractError,
-        MASKED,
-        lambda: run(SAMPLE, loss_fn=loss(weigh=losses.count_targets)(with_mask)),
+        LossContractError, MASKED, lambda: run(SAMPLE, loss_fn=loss(weigh=losses.count_targets)(with_mask))
     ),
     "a mask by place, in one row": Failure(
-        LossContractError,
-        MASKED,
-        lambda: run(SAMPLE, loss_fn=loss(weigh=losses.count_targets)(with_mask_by_place)),
+        LossContractError, MASKED, lambda: run(SAMPLE, loss_fn=loss(weigh=losses.count_targets)(with_mask_by_place))
     ),
     "a loss that calls a part of the model, in one row": Failure(
-        LossContractError,
-        "part of it",
-        lambda: run(SAMPLE, loss_fn=loss(weigh=losses.count_targets)(by_parts)),
+        LossContractError, "part of it", lambda: run(SAMPLE, loss_fn=loss(weigh=losses.count_targets)(by_parts))
     ),
-    "an optimizer that steps in backward, in one row": Failure(
-        PlanError,
-        "OneRow",
-        stepping,
-    ),
+    "an optimizer that steps in backward, in one row": Failure(PlanError, "OneRow", stepping),
     "a model that goes by places, in one row": Failure(
-        PlanError,
-        "OneRow … attention_chunk_size … position_ids",
-        lambda: accumulator(of_llama4()),
+        PlanError, "OneRow … attention_chunk_size … position_ids", lambda: accumulator(of_llama4())
     ),
     "a cache, in one row": Failure(
-        LossContractError,
-        "position_ids",
-        lambda: run(SAMPLE, loss_fn=loss(weigh=losses.count_targets)(with_cache)),
+        LossContractError, "position_ids", lambda: run(SAMPLE, loss_fn=loss(weigh=losses.count_targets)(with_cache))
     ),
     "types that differ, in one row": Failure(
-        PlanError,
-        "'input_ids' … (3,) … (3,)",
-        lambda: run({"input_ids": THREE}, {"input_ids": THREE.int()}),
+        PlanError, "'input_ids' … (3,) … (3,)", lambda: run({"input_ids": THREE}, {"input_ids": THREE.int()})
     ),
     "a model whose samples see each other": Failure(
-        PlanError,
-        "OneRow",
-        lambda: accumulator(model_of("bloom", n_layer=1, n_head=2)),
+        PlanError, "OneRow", lambda: accumulator(model_of("bloom", n_layer=1, n_head=2))
     ),
 }

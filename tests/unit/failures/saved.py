@@ -49,27 +49,11 @@ def experts_counted_before() -> None:
 
 
 FAILURES = {
-    "saved inside a call": Failure(
-        MegabatchError,
-        "state_dict()",
-        saved_inside_the_loop,
-    ),
+    "saved inside a call": Failure(MegabatchError, "state_dict()", saved_inside_the_loop),
     "saved after the optimizer's step": Failure(PlanError, "the optimizer, in backward", saved_after_its_step),
-    "gone on with on other ranks": Failure(
-        PlanError,
-        "of 2 ranks … are 1",
-        of_other_ranks,
-    ),
-    "gone on with by another model": Failure(
-        PlanError,
-        "(1, 1) … (2, 1)",
-        of_another_model,
-    ),
-    "gone on with where experts were counted": Failure(
-        PlanError,
-        "ExpertBias",
-        experts_counted_before,
-    ),
+    "gone on with on other ranks": Failure(PlanError, "of 2 ranks … are 1", of_other_ranks),
+    "gone on with by another model": Failure(PlanError, "(1, 1) … (2, 1)", of_another_model),
+    "gone on with where experts were counted": Failure(PlanError, "ExpertBias", experts_counted_before),
 }
 IN_A_GROUP = {
     "a saved update under FSDP1": Failure(PlanError, "FSDP1", lambda: opened(fsdp1(layers())).state_dict()),

@@ -49,15 +49,11 @@ COUNTS = {  # name of the setting -> what is called with a bad value
 BAD_COUNTS = [0, -1, 2.0, float("nan"), "8", True]
 
 FAILURES = {
-    f"{name} is {value!r}": Failure(
-        PlanError, count(name, value), lambda call=call, value=value: call(value)
-    )
+    f"{name} is {value!r}": Failure(PlanError, count(name, value), lambda call=call, value=value: call(value))
     for name, call in COUNTS.items()
     for value in BAD_COUNTS
 } | {
-    "plan over no ranks": Failure(
-        PlanError, count("dp_degree", 0), lambda: plan([1], dp_degree=0, micro_batch_size=1)
-    ),
+    "plan over no ranks": Failure(PlanError, count("dp_degree", 0), lambda: plan([1], dp_degree=0, micro_batch_size=1)),
     "plan of nothing at a time": Failure(
         PlanError, count("micro_batch_size", 0), lambda: plan([1], micro_batch_size=0)
     ),
@@ -72,7 +68,8 @@ FAILURES = {
     ),
     "a length longer than the cap": Failure(PlanError, TOO_LONG, lambda: plan([8, 9], max_microbatch_tokens=8)),
     "two lengths longer than the cap": Failure(
-        PlanError, "sample 2 has … 12 tokens … max_microbatch_tokens=8",
+        PlanError,
+        "sample 2 has … 12 tokens … max_microbatch_tokens=8",
         lambda: plan([8, 9, 12, 10], max_microbatch_tokens=8),
     ),
     **{
@@ -83,78 +80,32 @@ FAILURES = {
             "accumulator": lambda: accumulator(cost="auto"),
         }.items()
     },
-    "a negative length": Failure(
-        PlanError,
-        "sample 1 is … -3",
-        lambda: plan([2, -3], micro_batch_size=1),
-    ),
+    "a negative length": Failure(PlanError, "sample 1 is … -3", lambda: plan([2, -3], micro_batch_size=1)),
     "a function of nothing": Failure(
         PlanError, count("global_batch_size", 0), lambda: sampler(global_batch_size=lambda seen: 0)
     ),
-    "a state that has counted nothing": Failure(
-        PlanError,
-        "global_batch_size",
-        of_a_number,
-    ),
-    "an unknown tail": Failure(
-        PlanError, "'keep'", lambda: sampler(tail="keep")
-    ),
-    "a rank that is not there": Failure(
-        PlanError, "dp_rank … is 2", lambda: sampler(dp_rank=2, dp_degree=2)
-    ),
-    "a rank of nobody knows how many": Failure(
-        PlanError,
-        "dp_rank … is 1 and … dp_degree",
-        lambda: sampler(dp_rank=1),
-    ),
+    "a state that has counted nothing": Failure(PlanError, "global_batch_size", of_a_number),
+    "an unknown tail": Failure(PlanError, "'keep'", lambda: sampler(tail="keep")),
+    "a rank that is not there": Failure(PlanError, "dp_rank … is 2", lambda: sampler(dp_rank=2, dp_degree=2)),
+    "a rank of nobody knows how many": Failure(PlanError, "dp_rank … is 1 and … dp_degree", lambda: sampler(dp_rank=1)),
     "an empty data set": Failure(PlanError, "set is empty", lambda: sampler(())),
     "a tail that is everything": Failure(
-        PlanError,
-        'has 3 samples … global_batch_size=4 … tail= … "drop"',
-        lambda: sampler((1, 1, 1), tail="drop"),
+        PlanError, 'has 3 samples … global_batch_size=4 … tail= … "drop"', lambda: sampler((1, 1, 1), tail="drop")
     ),
-    "a sampler's state of other data": Failure(
-        PlanError,
-        "num_samples=9 … has 10",
-        of_other_data,
-    ),
-    "a sampler's state of another seed": Failure(
-        PlanError, "seed= … 3 but … has 0", of_other_seed
-    ),
-    "an order that is empty": Failure(
-        PlanError,
-        "(0) … gives 0 sample",
-        lambda: sampler(order=lambda epoch: []),
-    ),
+    "a sampler's state of other data": Failure(PlanError, "num_samples=9 … has 10", of_other_data),
+    "a sampler's state of another seed": Failure(PlanError, "seed= … 3 but … has 0", of_other_seed),
+    "an order that is empty": Failure(PlanError, "(0) … gives 0 sample", lambda: sampler(order=lambda epoch: [])),
     "an order that grows": Failure(
         PlanError,
         "(1) … gives 2 sample",
         lambda: [list(each) for each in [sampler(order=lambda epoch: range(epoch + 1))] * 2],
     ),
-    "an order of other data": Failure(
-        PlanError,
-        "(0) … id 10",
-        lambda: sampler(order=lambda epoch: range(11)),
-    ),
-    "no model": Failure(
-        PlanError,
-        "is a list",
-        lambda: accumulator(model=[linear(), None]),
-    ),
-    "an unknown sync": Failure(
-        PlanError,
-        "'never'",
-        lambda: accumulator(sync="never"),
-    ),
-    "replica_last without replicas": Failure(
-        PlanError,
-        "'replica_last'",
-        lambda: accumulator(sync="replica_last"),
-    ),
+    "an order of other data": Failure(PlanError, "(0) … id 10", lambda: sampler(order=lambda epoch: range(11))),
+    "no model": Failure(PlanError, "is a list", lambda: accumulator(model=[linear(), None])),
+    "an unknown sync": Failure(PlanError, "'never'", lambda: accumulator(sync="never")),
+    "replica_last without replicas": Failure(PlanError, "'replica_last'", lambda: accumulator(sync="replica_last")),
     "a parameter of two models": Failure(
-        PlanError,
-        "share a parameter",
-        lambda: accumulator(model=[(model := linear()), model]),
+        PlanError, "share a parameter", lambda: accumulator(model=[(model := linear()), model])
     ),
     "nothing to train": Failure(PlanError, NOTHING_TO_TRAIN, lambda: accumulator(model=frozen())),
     "another accumulation dtype": Failure(
@@ -162,9 +113,5 @@ FAILURES = {
         "accumulate_dtype … torch.float32 … torch.float64",
         lambda: accumulator(accumulate_dtype=torch.float32),
     ),
-    "verify one sample": Failure(
-        PlanError,
-        "given 1 samples",
-        lambda: verify(linear(), losses.mse, SAMPLES[:1]),
-    ),
-}  # fmt: skip
+    "verify one sample": Failure(PlanError, "given 1 samples", lambda: verify(linear(), losses.mse, SAMPLES[:1])),
+}

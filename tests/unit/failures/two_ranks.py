@@ -391,52 +391,63 @@ def hybrid(module: nn.Module) -> nn.Module:
 ORDERS: dict[str, tuple[Callable[[], str], list[str]]] = {  # also run by three ranks
     "an output unused, FSDP2": (lambda: output_unused(kept_gathered), on_both(f"LossContractError: {OTHER_TERMS}")),
     "an output unused, FSDP2, sync last": (
-        lambda: output_unused(kept_gathered, sync="last"), on_both(f"LossContractError: {OTHER_TERMS}"),
+        lambda: output_unused(kept_gathered, sync="last"),
+        on_both(f"LossContractError: {OTHER_TERMS}"),
     ),
     "an output unused, HSDP": (
-        lambda: output_unused(hybrid, "0011", micro_batch_size=2), on_both(f"LossContractError: {OTHER_TERMS}"),
+        lambda: output_unused(hybrid, "0011", micro_batch_size=2),
+        on_both(f"LossContractError: {OTHER_TERMS}"),
     ),
     "an output unused, replicate": (
-        lambda: output_unused(replicated, "0011", micro_batch_size=2), on_both(f"LossContractError: {OTHER_TERMS}"),
+        lambda: output_unused(replicated, "0011", micro_batch_size=2),
+        on_both(f"LossContractError: {OTHER_TERMS}"),
     ),
     "an output unused before the reduction, replicate": (
-        lambda: output_unused(replicated, "1100", micro_batch_size=2), on_both("nothing"),
+        lambda: output_unused(replicated, "1100", micro_batch_size=2),
+        on_both("nothing"),
     ),
     "another output, FSDP2": (another_output, on_both(f"LossContractError: {OTHER_TERMS}")),
     "models in another order, FSDP2": (
-        lambda: models_in_another_order(fully_shard), on_both(f"LossContractError: {OTHER_TERMS}"),
+        lambda: models_in_another_order(fully_shard),
+        on_both(f"LossContractError: {OTHER_TERMS}"),
     ),
     "models in another order, FSDP1": (
-        lambda: models_in_another_order(fsdp1), on_both(f"LossContractError: {OTHER_TERMS}"),
+        lambda: models_in_another_order(fsdp1),
+        on_both(f"LossContractError: {OTHER_TERMS}"),
     ),
     "models in another order, DDP": (
-        lambda: models_in_another_order(DistributedDataParallel), on_both(f"LossContractError: {OTHER_TERMS}"),
+        lambda: models_in_another_order(DistributedDataParallel),
+        on_both(f"LossContractError: {OTHER_TERMS}"),
     ),
     "models in another order, DDP, sync every": (
         lambda: models_in_another_order(DistributedDataParallel, "1100", micro_batch_size=2, sync="every"),
         on_both(f"LossContractError: {OTHER_TERMS}"),
     ),
     "models in another order before the reduction, DDP": (
-        lambda: models_in_another_order(DistributedDataParallel, "1100", micro_batch_size=2), on_both("nothing"),
+        lambda: models_in_another_order(DistributedDataParallel, "1100", micro_batch_size=2),
+        on_both("nothing"),
     ),
     "models in another order before the reduction, DDP with buffers": (
         lambda: models_in_another_order(with_buffers, "1100", micro_batch_size=2),
         on_both(f"LossContractError: {OTHER_TERMS}"),
     ),
     "models in another order, DDP with process groups of their own": (
-        lambda: models_in_another_order(with_own_group), on_both("nothing"),
+        lambda: models_in_another_order(with_own_group),
+        on_both("nothing"),
     ),
-}  # fmt: skip
+}
 
 JOBS: dict[str, tuple[Callable[[], str], list[str]]] = {  # what each rank is told
     "keys that differ": (keys_differ, heard("PlanError", KEYS)),
     "no batch": (no_batch, heard("PlanError", NO_INPUT)),
     "a sample longer than the cap": (sample_too_long, heard("PlanError", CAP)),
     "a collate that raises": (
-        collate_raises, heard("PlanError", "KeyError: 'no such column'", "KeyError: 'no such column'"),
+        collate_raises,
+        heard("PlanError", "KeyError: 'no such column'", "KeyError: 'no such column'"),
     ),
     "a collate that runs out of memory": (
-        collate_runs_out_of_memory, on_both("PlanError: … data rank 1 of 2 … OutOfMemoryError"),
+        collate_runs_out_of_memory,
+        on_both("PlanError: … data rank 1 of 2 … OutOfMemoryError"),
     ),
     "samplers without a word of ranks": (dealt_by_the_group, on_both("nothing")),
     "samplers of other seeds": (lambda: iterated(seed=here(1, 0)), on_both(f"PlanError: {OTHER_UPDATE}")),
@@ -445,18 +456,17 @@ JOBS: dict[str, tuple[Callable[[], str], list[str]]] = {  # what each rank is to
         lambda: iterated(cost=here(CostModel(seconds_per_token=0.0, seconds_per_pair=0.0), None)),
         on_both(f"PlanError: {OTHER_UPDATE}"),
     ),
-    "samplers of one share": (
-        lambda: iterated(dp_rank=0, dp_degree=2),
-        on_both("PlanError: … dp_rank … [0, 0]"),
-    ),
+    "samplers of one share": (lambda: iterated(dp_rank=0, dp_degree=2), on_both("PlanError: … dp_rank … [0, 0]")),
     "a negative weight": (weigh_is_negative, heard("LossContractError", NEGATIVE)),
     "weigh names other terms": (weigh_names_differ, on_both(f"LossContractError: {OTHER_WEIGHTS}")),
     "weights that disagree": (lambda: weights_disagree(lambda model: model), on_both(f"LossContractError: {COUNTED}")),
     "weights that disagree, saved on the way": (
-        lambda: weights_disagree(lambda model: model, saved=True), on_both(f"LossContractError: {COUNTED}"),
+        lambda: weights_disagree(lambda model: model, saved=True),
+        on_both(f"LossContractError: {COUNTED}"),
     ),
     "weights that disagree, DDP": (
-        lambda: weights_disagree(DistributedDataParallel), on_both(f"LossContractError: {COUNTED}"),
+        lambda: weights_disagree(DistributedDataParallel),
+        on_both(f"LossContractError: {COUNTED}"),
     ),
     "weights that disagree, FSDP2": (lambda: weights_disagree(sharded), on_both(f"LossContractError: {COUNTED}")),
     "the loss names other terms": (term_names_differ, on_both(f"LossContractError: {OTHER_TERMS}")),
@@ -477,14 +487,15 @@ JOBS: dict[str, tuple[Callable[[], str], list[str]]] = {  # what each rank is to
     "a parameter unused at last": (parameter_unused_at_last, on_both(f"MegabatchError: {UNUSED}")),
     "another branch, FSDP2": (another_branch, on_both(f"LossContractError: {OTHER_TERMS}")),
     "another branch, two models in FSDP2": (
-        lambda: another_branch(several=True), on_both(f"LossContractError: {OTHER_TERMS}"),
+        lambda: another_branch(several=True),
+        on_both(f"LossContractError: {OTHER_TERMS}"),
     ),
     **ORDERS,
     "a parameter unused and found": (parameter_unused_and_found, on_both("nothing")),
     **{name: (run, on_both(text)) for name, (run, text) in stretches.JOBS.items()},
     **{name: (run, on_both(text)) for name, (run, text) in user_loop.JOBS.items()},
     **auto.JOBS,
-}  # fmt: skip
+}
 
 
 def job(name: str) -> str:
