@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megabatch import GradientAccumulator, PlanError
+from megabatch import GradientAccumulator
 from tests.exact import harness, oracle
 from tests.exact.cells import Cell
 
@@ -66,19 +66,3 @@ def paused_update(this: harness.CellRun, calls: list[harness.Call]) -> int:
 
 def accumulator(this: harness.CellRun) -> GradientAccumulator:
     return GradientAccumulator(this.model, mesh=this.mesh, sync=this.cell.sync, **this.bound(this.updates()))
-
-
-def refused_job(name: str) -> str:
-    """The job "wrapper:world:sync": what is said of an update that cannot be saved."""
-    wrapper, world, sync = name.split(":")
-    values = ("bits", wrapper, world, sync, "calls", "list", "weigh", "two-samples", "forward_backward", "no-clip")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        this = harness.CellRun(Cell.parse(":".join(values)))
-        gradient = accumulator(this)
-        gradient.forward_backward(this.batch(this.updates()[0][0]), this.loss_fn())
-        try:
-            gradient.state_dict()
-        except PlanError as error:
-            return str(error)
-    return "nothing was refused"

@@ -7,7 +7,6 @@ from tests.exact.cells import MAIN, OTHERS
 from tests.exact.launch import of_ranks
 from tests.exact.wrappers import WRAPPERS
 from tests.tiers import some
-from tests.unit.failures.table import check_error
 
 pytestmark = pytest.mark.slow
 REFUSED = [name for name in OTHERS if name.startswith("fsdp1")]
@@ -32,8 +31,6 @@ JOBS += [f"float32:{wrapper}:calls:weigh:loose:2:auto" for wrapper in (*MAIN, "h
 
 
 results = of_ranks("tests.exact.paused:run_job", JOBS)
-REFUSED_JOBS = [f"{wrapper}:{max(WRAPPERS[wrapper].worlds)}:auto" for wrapper in REFUSED]
-refused = of_ranks("tests.exact.paused:refused_job", REFUSED_JOBS)
 
 
 @pytest.mark.parametrize("job", some(JOBS, 5))
@@ -46,9 +43,3 @@ def test_it_has_the_same_gradient(results, job: str) -> None:
         assert value["gradient"] <= tolerance, (sync, value["parameter"])
         assert value["different"] <= (1e-15 if averages else 0.0), "from the update that was never saved"
         assert value["num_paused"]
-
-
-@pytest.mark.parametrize("job", REFUSED_JOBS)
-def test_fsdp1_is_refused(refused, job: str) -> None:
-    for text in refused(job):
-        check_error(text, "FSDP1 … finalize()")

@@ -3,9 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megabatch import GradientAccumulator, PlanError, loss
@@ -168,52 +165,6 @@ def test_the_total_keeps_its_dtype() -> None:
     gradient = GradientAccumulator(new_model(torch.bfloat16), micro_batch_size=1, accumulate_dtype=torch.float32)
     gradient.forward_backward({"x": torch.ones(2, 4)}, total)
     assert {each.dtype for each in seen} == {torch.bfloat16}
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32])
-def test_a_coarser_dtype_is_refused(dtype: torch.dtype) -> None:
-    expected = (
-        f"accumulate_dtype is {dtype}, coarser than parameters in torch.float32; leave it out, or give a finer one"
-    )
-    with pytest.raises(PlanError) as raised:
-        GradientAccumulator(new_model(torch.float32), micro_batch_size=1, accumulate_dtype=dtype)
-    assert str(raised.value) == expected
-
-
-def refusal(model: nn.Module, dtype: torch.dtype | None = torch.float32) -> str:
-    with pytest.raises(PlanError) as raised:
-        GradientAccumulator(model, micro_batch_size=1, accumulate_dtype=dtype)
-    return str(raised.value)
-
-
-@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)])
-def test_fsdp2_that_reduces_coarser_is_refused(group_of_one, policy: MixedPrecisionPolicy) -> None:
-    assert refusal(fully_shard(new_model(torch.bfloat16), mp_policy=policy)) == (
-        "accumulate_dtype is torch.float32 but FSDP2 reduces gradients in torch.bfloat16; "
-        "give MixedPrecisionPolicy(reduce_dtype=torch.float32)"
-    )
-
-
-def test_ddp_that_cannot_leave_its_reduction_out_is_refused(group_of_one) -> None:
-    expected = (
-        "accumulate_dtype is torch.float32, and DDP with static_graph=True or a communication hook cannot reduce "
-        "after the last backward; leave both of these, or accumulate_dtype, out"
-    )
-    assert refusal(DistributedDataParallel(new_model(torch.bfloat16), static_graph=True)) == expected
-    hooked = DistributedDataParallel(new_model(torch.bfloat16))
-    hooked.register_comm_hook(None, default_hooks.allreduce_hook)
-    assert refusal(hooked) == expected
-
-
-def test_float16_is_refused(group_of_one) -> None:
-    expected = f"accumulate_dtype is torch.float16; {UNDERFLOW}"
-    assert refusal(new_model(torch.bfloat16), torch.float16) == expected
-    parameters = new_model(torch.float32)
-    parameters.head.half()
-    assert refusal(parameters, None) == f"parameter 'head.weight' is torch.float16; {UNDERFLOW}"
-    policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
-    sharded = fully_shard(new_model(torch.float32), mp_policy=policy)
-    assert refusal(sharded, None) == f"FSDP2's param_dtype is torch.float16; {UNDERFLOW}"
 
 
 def test_autocast_to_float16_is_refused_while_an_update_runs_and_only_then() -> None:

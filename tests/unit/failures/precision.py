@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -15,6 +16,13 @@ from tests.unit.failures.table import SAMPLES, Failure, accumulator, linear, squ
 from tests.unit.failures.wrappers import fsdp1, mesh
 
 HALF = {"accumulate_dtype": torch.float32}
+OF_FLOAT16 = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
+
+
+def hooked_ddp() -> nn.Module:
+    model = DistributedDataParallel(bfloat16())
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    return model
 
 
 def bfloat16() -> nn.Module:
@@ -162,6 +170,14 @@ IN_A_GROUP = {
         PlanError,
         "accumulate_dtype … torch.float32 … DDP … static_graph=True",
         lambda: accumulator(DistributedDataParallel(bfloat16(), static_graph=True), **HALF),
+    ),
+    "wider than DDP with a hook": Failure(
+        PlanError, "accumulate_dtype … torch.float32 … DDP … hook", lambda: accumulator(hooked_ddp(), **HALF)
+    ),
+    "FSDP2 that computes in float16": Failure(
+        PlanError,
+        "FSDP2 … param_dtype … torch.float16",
+        lambda: accumulator(fully_shard(linear(), mesh=mesh("dp"), mp_policy=OF_FLOAT16)),
     ),
     "wider than FSDP1": Failure(
         PlanError, "accumulate_dtype … torch.float32 … FSDP1", lambda: accumulator(fsdp1(bfloat16()), **HALF)
