@@ -7,17 +7,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import megabatch
-from megabatch import CostModel, GradientAccumulator, MegabatchError, PlanError, Term, UpdateSampler, loss, losses
+from megabatch import CostModel, GradientAccumulator, UpdateSampler, losses
 from megabatch.autotune import ModuleSnapshot, check_measurable, device_text, free_on, measure_policy
-from megabatch.batching import IGNORED_LABEL, OneRow, Padding, context_parallel, pad_right, sample_length, to_device
-from megabatch.errors import MicrobatchLimit, in_one_line
+from megabatch.batching import Padding, context_parallel, pad_right, sample_length, to_device
+from megabatch.errors import in_one_line
 from megabatch.experts import config_coefficient, has_experts
 from megabatch.losses import LossFunction, loss_hooks, terms_of
 from megabatch.losses.ready_made import chunk_tokens
 from megabatch.pipeline import SCHEDULES
 from megabatch.planning import Consumed, MeasuredMicrobatch, TunedLimit, balance, best_fit
-from megabatch.simulate import CATEGORIES, DEVICES, device_named
+from megabatch.simulate import device_named
 from megabatch.train.plan.estimate import MIN_CHUNK
 
 CPU = torch.device("cpu")
@@ -75,24 +74,6 @@ def evaluated(model: nn.Module, loss_fn: LossFunction) -> float:
     return total / weight
 
 
-def test_a_loss_says_its_hooks_and_one_without_says_none():
-    weigh, prepare = len, dict
-    attached = loss(weigh=weigh, prepare=prepare)(lambda model, microbatch: Term(torch.zeros(()), 1))
-    assert loss_hooks(attached) == (weigh, prepare)
-    assert loss_hooks(lambda model, microbatch: None) == (None, None)
-
-
-def test_labels_are_padded_with_the_label_that_is_ignored():
-    assert pad_right(SAMPLES)["labels"][0, 3:].tolist() == [IGNORED_LABEL] * 2
-    assert list(map(sample_length, SAMPLES)) == [3, 5, 2]
-    assert OneRow()(SAMPLES)["input_ids"].shape == (1, 10)
-
-
-def test_items_are_dealt_and_packed():
-    assert balance([4, 1, 3, 2], 2) == [[0, 1], [2, 3]]
-    assert best_fit([4, 1, 3, 2], 5) == [[0, 1], [2, 3]]
-
-
 def test_a_sampler_tells_what_was_handed_out():
     seen: list[Consumed] = []
     sampler = UpdateSampler([3, 5, 2], global_batch_size=lambda consumed: seen.append(consumed) or 1)
@@ -124,12 +105,6 @@ def test_a_policy_is_measured_and_leaves_nothing_behind():
     )
 
 
-def test_a_device_tells_its_memory():
-    check_measurable(CPU)
-    assert free_on(CPU) > 0
-    assert device_text(CPU).startswith("cpu")
-
-
 def test_a_module_is_put_back():
     norm = nn.BatchNorm1d(2)
     kept = ModuleSnapshot(norm)
@@ -145,32 +120,6 @@ def test_schedules_say_the_stages_of_a_rank():
     assert SCHEDULES["1F1B"].per_rank == 1
     assert SCHEDULES["Interleaved1F1B"].indices(1, 4, 2) == [1, 5]
     assert SCHEDULES["DualPipeV"].indices(1, 4, 2) == [1, 6]
-
-
-def test_a_config_tells_of_experts():
-    model = nn.Linear(1, 1)
-    assert not has_experts(model)
-    assert config_coefficient(model) is None
-    model.config = type("Config", (), {"num_local_experts": 4, "router_aux_loss_coef": 0.02})()
-    assert has_experts(model)
-    assert config_coefficient(model) == 0.02
-
-
-def test_an_error_is_one_line():
-    assert in_one_line(ValueError("a\n  b")) == "ValueError: a b"
-    assert len(in_one_line(ValueError("a" * 300))) == 200
-    assert MicrobatchLimit(samples=2, tokens=8) == (2, 8)
-
-
-def test_devices_have_names():
-    assert device_named("H100") is DEVICES["h100-80g"]
-    assert "gradients" in CATEGORIES
-    with pytest.raises(PlanError, match="the device 'h1' is not known"):
-        device_named("h1")
-
-
-def test_an_error_of_the_package_and_of_its_chapter_are_one():
-    assert megabatch.errors.MegabatchError is MegabatchError
 
 
 @pytest.mark.parametrize("sizes", [(32_000, 512), (256, 64), (151_936, 4096)])

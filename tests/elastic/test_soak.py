@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.elastic.measured import run, slope
+from tests.elastic.measured import run
 from tests.elastic.soak import RESULT
 
 pytestmark = pytest.mark.full
@@ -23,12 +23,6 @@ def check_flat(rows: list[dict[str, float]]) -> None:
     for key in ("open_files", "threads", "tensors"):
         counts = [row[key] for row in rows]
         assert max(counts[half:]) <= max(counts[:half]), (key, counts)
-
-
-def test_a_slope_comes_with_its_noise() -> None:
-    assert slope([1, 2, 3, 4], [2, 4, 6, 8]) == pytest.approx((2, 0))
-    found, error = slope([1, 2, 3, 4], [1, 0, 1, 0])
-    assert abs(found) < 2 * error
 
 
 def test_the_long_run_that_is_kept_held_nothing_either() -> None:
