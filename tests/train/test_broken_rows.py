@@ -74,12 +74,6 @@ def test_a_broken_row_stops_or_is_counted(tmp_path: Path, row: Any, problem: str
     assert skipped == Skipped(broken=2, first=f"{path}:{problem}")
 
 
-def test_a_broken_encoding_is_broken_in_csv_too(tmp_path: Path) -> None:
-    path = tmp_path / "a.csv"
-    path.write_bytes(b"text\nfine\nb\xffd\n")
-    assert refusal(path, ByT5Tokenizer()).startswith("2 has half of a surrogate pair in the field 'text'")
-
-
 def test_text_that_is_empty_or_has_no_target_is_broken(tmp_path: Path, chatty: dict[bool, Any]) -> None:
     path = write(tmp_path / "a.jsonl", [{"text": "fine"}, {"text": ""}])
     assert refusal(path, ByT5Tokenizer()).startswith("2 has an empty text in the field 'text'")

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig
 
 from megabatch.train.config.keys import known_keys
 from tests.train.conftest import NO_DROPOUT, Bench, write_pairs
@@ -147,72 +146,12 @@ def test_a_missing_data_file(bench: Bench, refuse: Refuse) -> None:
     )
 
 
-def test_an_empty_data_set(bench: Bench, refuse: Refuse) -> None:
-    data = write_pairs(bench.path / "empty.jsonl", [])
-    assert refuse(data__path=data) == "data names a source without rows; give at least one sample"
-
-
-def test_a_data_set_without_a_target(bench: Bench, refuse: Refuse) -> None:
-    data = write_pairs(bench.path / "mute.jsonl", [("a", ""), ("b", "")])
-    assert refuse(data__path=data) == (
-        f"{data}:1 has an empty text in the field 'response', so no token to learn; mend it, or leave such rows out "
-        'with data.broken_rows = "skip"'
-    )
-
-
-def test_a_field_that_is_not_there(bench: Bench, refuse: Refuse) -> None:
-    assert refuse(data__response_field="answer") == (
-        f"{bench.path}/data.jsonl:1 has no field 'answer', only 'prompt', 'response'; "
-        "set data.response_field to the field to read"
-    )
-
-
-def test_a_chat_without_a_template(bench: Bench, refuse: Refuse) -> None:
-    data = bench.path / "chat.jsonl"
-    data.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
-    line = refuse(data__path=data)
-    assert "chat template" in line
-    assert "model.tokenizer" in line
-
-
-def test_a_model_folder_without_weights(bench: Bench, refuse: Refuse) -> None:
-    folder = bench.path / "model"
-    AutoConfig.for_model("gpt2", n_embd=16, n_layer=1, n_head=2).save_pretrained(folder)
-    line = refuse(model__name=folder, model__tokenizer="bytes")
-    assert line.startswith(f"model.name is '{folder}'")
-    assert "weights" in line
-
-
 def test_a_sample_longer_than_the_cap(bench: Bench, refuse: Refuse) -> None:
     data = write_pairs(bench.path / "long.jsonl", [("a", "b"), ("a", "b" * 300)])
     assert refuse(data__path=data, ranks=2) == (
         f"the sample {data}:2 has 302 tokens, more than update.max_microbatch_tokens=256; "
         "raise it to 302 or leave such samples out with data.max_sample_tokens"
     )
-
-
-def test_a_sample_longer_than_the_model_can_read(bench: Bench, refuse: Refuse) -> None:
-    assert refuse(model__config__n_positions=64) == (
-        "a sample has 136 tokens and the model 64 positions; raise the positions in model.config "
-        "(max_position_embeddings or n_positions), or leave such samples out with data.max_sample_tokens"
-    )
-
-
-def test_a_vocabulary_that_is_too_small(refuse: Refuse) -> None:
-    assert refuse(model__config__vocab_size=100) == (
-        "the tokenizer has 384 tokens and the model a vocabulary of 100; set model.config.vocab_size to 384, or "
-        "model.tokenizer to the model's own"
-    )
-
-
-def test_a_model_that_is_unknown_or_cannot_be_built(refuse: Refuse) -> None:
-    assert refuse(model__config__model_type="gpt-2") == (
-        "model.config.model_type is 'gpt-2', which transformers does not know"
-    )
-    assert refuse(model__config__n_layers=2) == (
-        "unknown key model.config.n_layers for model_type 'gpt2'; the nearest key is n_layer"
-    )
-    assert refuse(model__config__n_head=3).startswith("transformers refuses model.config (ValueError: ")
 
 
 def test_a_folder_that_holds_a_run_and_a_folder_that_cannot_be(bench: Bench, refuse: Refuse) -> None:

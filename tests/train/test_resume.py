@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.train.conftest import NO_DROPOUT, Bench, write_pairs
+from tests.train.conftest import Bench, write_pairs
 from tests.train.test_checkpoint import reseal
 
 pytestmark = pytest.mark.slow
@@ -24,21 +24,6 @@ OF_THE_CLOCK = (
 def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows without what the clock and the machine say; everything else must agree to the bit."""
     return [{key: row[key] for key in row if key not in OF_THE_CLOCK} for row in rows]
-
-
-@pytest.mark.parametrize(("ranks", "wrapper"), [(2, "ddp"), (2, "fsdp2")])
-def test_a_stopped_run_goes_on_as_if_never_stopped(
-    bench: Bench, tmp_path: Path, ranks: int, wrapper: str | None
-) -> None:
-    """Six updates in an epoch, so that the third run begins within the second epoch; with dropout."""
-    values = {"run__max_epochs": 2, "parallel__wrapper": wrapper}
-    whole = tmp_path / "whole"
-    bench.train(ranks=ranks, run__folder=whole, **values)
-    bench.train(ranks=ranks, run__max_steps=3, **values)
-    bench.train(ranks=ranks, run__max_steps=7, run__resume=True, **values)
-    bench.train(ranks=ranks, run__resume=True, **values)
-    assert len(bench.losses()) == 12
-    assert timeless(bench.rows()) == timeless(bench.rows(whole))
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -95,18 +80,6 @@ def test_fourteen_updates_at_once_are_eight_and_six(bench: Bench, tmp_path: Path
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_killed_run_goes_on_as_if_never_killed(bench: Bench, tmp_path: Path) -> None:
-    whole = tmp_path / "whole"
-    bench.train(run__max_epochs=4, run__save_every=5, run__folder=whole)
-    run = bench.start(run__max_epochs=4, run__save_every=5)
-    metrics = bench.folder / "metrics.jsonl"
-    run.kill_when(lambda: metrics.exists() and '"step": 8' in metrics.read_text())
-    assert (bench.folder / "checkpoints" / "latest").read_text() == "step-5"
-    assert len(bench.losses()) in range(8, 24)
-    bench.train(run__max_epochs=4, run__save_every=5, run__resume=True)
-    assert timeless(bench.rows()) == timeless(bench.rows(whole))
-
-
 def test_a_half_written_checkpoint_is_not_taken_for_a_whole_one(bench: Bench, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     bench.train(run__folder=whole, run__save_every=1)
@@ -121,20 +94,6 @@ def test_a_half_written_checkpoint_is_not_taken_for_a_whole_one(bench: Bench, tm
     assert timeless(bench.rows()) == timeless(bench.rows(whole))
     names = sorted(path.name for path in checkpoints.iterdir())
     assert names == ["latest", "step-3", "step-4", "step-5", "step-6"]
-
-
-@pytest.mark.parametrize(("before", "after"), [((3, "fsdp2"), (1, None)), ((1, None), (2, "ddp"))])
-def test_a_run_goes_on_with_another_number_of_ranks(
-    bench: Bench, tmp_path: Path, before: tuple[int, str | None], after: tuple[int, str | None]
-) -> None:
-    whole = tmp_path / "whole"
-    bench.train(run__folder=whole, **NO_DROPOUT)
-    for (ranks, wrapper), values in ((before, {"run__max_steps": 3}), (after, {"run__resume": True})):
-        bench.train(ranks=ranks, parallel__wrapper=wrapper, **values, **NO_DROPOUT)
-    assert bench.losses() == pytest.approx(bench.losses(whole), rel=1e-10)
-    assert [row["num_tokens"] for row in bench.rows() if "loss" in row] == [
-        row["num_tokens"] for row in bench.rows(whole) if "loss" in row
-    ]
 
 
 def test_a_run_at_its_end_has_nothing_left_to_do(bench: Bench) -> None:

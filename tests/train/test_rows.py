@@ -16,7 +16,7 @@ from datasets import Dataset, DatasetDict
 
 from megabatch import MegabatchError
 from megabatch.train.config import SourceConfig
-from megabatch.train.data.sources import BrokenRowError, Row, rows_of
+from megabatch.train.data.sources import Row, rows_of
 
 FIELDS = [
     {"prompt": 'one,\n"two"', "response": "a\u2028b\x85c"},
@@ -218,10 +218,6 @@ def test_a_hub_id_without_network_is_one_line(monkeypatch: pytest.MonkeyPatch, t
         )
         assert said.endswith("; name a file, or see to the network, eval.sets.x.path and eval.sets.x.subset")
     assert "no data set of the hub" in refusal("json")  # datasets would read the working folder
-
-
-def test_broken_rows_are_errors_of_the_family() -> None:
-    assert issubclass(BrokenRowError, MegabatchError)
 
 
 def test_a_file_of_documents_is_one_document(tmp_path: Path) -> None:

@@ -103,23 +103,6 @@ def test_tail_carry_fills_updates_over_epochs(bench: Bench) -> None:
     assert [row["num_samples"] for row in bench.rows() if "loss" in row] == [8] * 11
 
 
-def test_the_cut_changes_no_loss(bench: Bench, tmp_path: Path) -> None:
-    cuts = [{"micro_batch_size": 1}, {"micro_batch_size": 8}, {"max_microbatch_tokens": 137}]
-    losses: list[list[float]] = []
-    for number, cut in enumerate(cuts):
-        folder = tmp_path / f"cut{number}"
-        bench.train(run__folder=folder, **{f"update__{key}": value for key, value in cut.items()}, **NO_DROPOUT)
-        losses.append(bench.losses(folder))
-    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
-    assert losses[2] == pytest.approx(losses[0], rel=1e-12)
-
-
-def test_a_look_ahead_changes_nothing_but_what_is_in_memory(bench: Bench, tmp_path: Path) -> None:
-    bench.train(run__max_steps=4)
-    bench.train(run__max_steps=4, run__folder=tmp_path / "ahead", data__look_ahead=2)
-    assert bench.losses(tmp_path / "ahead") == bench.losses()
-
-
 def test_the_logged_loss_is_the_loss_of_the_update_before_it_was_stepped(bench: Bench, tmp_path: Path) -> None:
     """With every sample in the one update, held out or not is all that differs: the untrained model's loss, ln 384."""
     bench.train(run__max_steps=1, update__global_batch_size=45, **NO_DROPOUT)
