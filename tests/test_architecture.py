@@ -3,12 +3,16 @@
 import ast
 import re
 import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.exact import proofs, test_context, test_joint, test_memory, test_pipeline
+from tests.exact.mutations import MUTATIONS
 from tests.test_docs import DOCS, PAGES, ROOT
 from tests.test_imports import CHAPTERS, FILES, TREES
+from tests.trainer.mutations import BUGS
 
 PAGE = PAGES["docs/architecture.md"]
 SCRIPT: dict[str, Any] = runpy.run_path(str(DOCS / "architecture.py"))
@@ -50,3 +54,13 @@ def test_the_page_names_functions() -> None:
 @pytest.mark.parametrize(("file", "name"), sorted(set(NAMED)))
 def test_a_function_that_is_named_is_there(file: str, name: str) -> None:
     assert name in names_of(TREES[file])
+
+
+def test_the_page_counts_the_planted_bugs() -> None:
+    rows = re.findall(r"^\| [^|]+ \| (\d+) \| `pytest ([\w/.]+)` \|$", section("Planted bugs"), re.MULTILINE)
+    faults = sum(map(len, proofs.FAULTS.values()))
+    assert {Path(file).stem if "exact" in file else "trainer": int(number) for number, file in rows} == {
+        "test_mutations": len(MUTATIONS), "test_joint": len(test_joint.BUGS), "test_memory": len(test_memory.PLANTED),
+        "test_pipeline": len(test_pipeline.OWN), "test_context": len(test_context.BUGS), "test_proofs": faults,
+        "trainer": len(BUGS),
+    }  # fmt: skip

@@ -28,7 +28,6 @@ from megabatch.train.runtime.ranks import Ranks
 from megabatch.verification.float64_copy import Float64WithoutDropout
 from tests.train.conftest import Bench
 from tests.train.model_recipes import FAMILIES, recipe
-from tests.train.on_ranks import on_ranks
 from tests.train.test_plan import LLAMA, planned, subject
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -139,13 +138,6 @@ def test_it_goes_through_layers_that_are_recomputed(tmp_path: Path) -> None:
         for each in (False, True)
     )
     assert worst_error(again, kept) == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
-def test_the_gradient_is_plain_torchs_on_two_ranks(tmp_path: Path, wrapper: str) -> None:
-    config = config_of(lines(tmp_path), 2, wrapper=wrapper)
-    check(config, COEFFICIENT, on_ranks(2, tmp_path, gradient_of, config))
 
 
 def test_the_coefficient_counts(tmp_path: Path) -> None:

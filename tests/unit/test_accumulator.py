@@ -138,18 +138,6 @@ def test_a_loss_that_raises_leaves_nothing_behind(breaks_at, calls_before):
     assert same_bits(gradients(model), expected(model, BATCH))
 
 
-def test_a_loop_that_is_left_leaves_nothing_behind():
-    model = model_of_integers()
-    gradient = GradientAccumulator(model, micro_batch_size=2)
-    for microbatch in gradient.microbatches(BATCH):
-        gradient.backward(*squares(model, microbatch))
-        break
-    assert gradients(model) == [None, None, None]
-    gradient.forward_backward(BATCH, weighed)
-    gradient.finalize()
-    assert same_bits(gradients(model), expected(model, BATCH))
-
-
 def test_a_batch_that_is_refused_leaves_the_open_update_as_it_was():
     """Nothing of it has run: the caller may leave it out and go on."""
     model = model_of_integers()
