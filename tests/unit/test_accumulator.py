@@ -74,6 +74,15 @@ def test_the_open_loop_is_forward_backward(weigh, say_weight):
         assert torch.equal(getattr(opened, name), getattr(closed, name))
 
 
+def test_the_open_loop_takes_a_mapping_of_terms():
+    model = model_of_integers()
+    gradient = GradientAccumulator(model, micro_batch_size=3)
+    for microbatch in gradient.microbatches(BATCH, lambda microbatch: {"one": small.count(microbatch)}):
+        gradient.backward({"one": squares(model, microbatch), "rows": (torch.tensor(3.0), 1)})
+    assert set(gradient.finalize().terms) == {"one", "rows"}
+    assert same_bits(gradients(model), expected(model, BATCH))
+
+
 @pytest.mark.parametrize("loss_fn", [squares, weighed])
 def test_finalize_may_replace_the_divisor(loss_fn):
     update, model = run(BATCH, loss_fn, finalize={"weight": 64.0})
