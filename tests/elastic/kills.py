@@ -19,9 +19,8 @@ from typing import Any
 import torch
 import transformers
 
-from tests.train.conftest import NO_DROPOUT, RECIPE, some_pairs, write_pairs
+from tests.train.conftest import NO_DROPOUT, RECIPE, some_pairs, states_of, timeless, write_pairs
 from tests.train.processes import Run, overrides
-from tests.train.test_resume import states_of, timeless
 
 RESULT = Path(__file__).with_name("kills.json")
 NUM_UPDATES, SAVE_EVERY = 30, 3

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.train.conftest import Bench
-from tests.train.test_resume import timeless
+from tests.train.conftest import Bench, timeless
 
 pytestmark = pytest.mark.full
 OWN = '''

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from tests.elastic.test_stop import disturb
-from tests.train.conftest import NO_DROPOUT, Bench
-from tests.train.test_resume import timeless
+from tests.train.conftest import NO_DROPOUT, Bench, timeless
 
 pytestmark = pytest.mark.full
 LONG = {

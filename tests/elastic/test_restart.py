@@ -17,9 +17,8 @@ from megabatch.train.config import Config, ModelConfig, RunConfig, UpdateConfig
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
 from megabatch.train.runtime.rendezvous import NO_JOB, Job, join_attempt
-from tests.train.conftest import Bench
+from tests.train.conftest import Bench, states_of, timeless
 from tests.train.processes import CONTEXT, overrides
-from tests.train.test_resume import states_of, timeless
 
 pytestmark = pytest.mark.full
 ROOT = Path(__file__).parents[2]

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.train.conftest import Bench
+from tests.train.conftest import Bench, timeless
 from tests.train.processes import overrides
-from tests.train.test_resume import timeless
 
 pytestmark = pytest.mark.full
 ROOT = Path(__file__).parents[2]

@@ -19,9 +19,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.train.conftest import Bench, bench, bench_in
+from tests.train.conftest import Bench, bench, bench_in, timeless
 from tests.train.processes import overrides as arguments_of
-from tests.train.test_resume import timeless
 
 __all__ = ["bench"]
 

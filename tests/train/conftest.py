@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoTokenizer
 
 from tests.train.processes import Finished, Run, overrides
@@ -90,6 +92,31 @@ class Bench:
 
     def losses(self, folder: Path | None = None) -> list[float]:
         return [row["loss"] for row in self.rows(folder) if "loss" in row]
+
+
+OF_THE_CLOCK = (
+    "tokens_per_second", "samples_per_second", "memory_gib", "measured_slowest_over_mean", "slowest_rank",
+)  # fmt: skip
+
+
+def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows without what the clock and the machine say; everything else must agree to the bit."""
+    return [{key: row[key] for key in row if key not in OF_THE_CLOCK} for row in rows]
+
+
+def states_of(checkpoint: Path, out: Path) -> dict[str, Any]:
+    """Every tensor of a checkpoint, by its dotted name: weights and the optimizer's."""
+    dcp_to_torch_save(checkpoint, out)
+    tensors: dict[str, Any] = {}
+
+    def walk(name: str, value: Any) -> None:
+        for key, part in value.items() if isinstance(value, dict) else ():
+            walk(f"{name}.{key}", part)
+        if isinstance(value, torch.Tensor):
+            tensors[name] = value
+
+    walk("", torch.load(out, weights_only=False))
+    return tensors
 
 
 def write_pairs(path: Path, pairs: list[tuple[str, str]]) -> Path:

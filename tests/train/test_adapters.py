@@ -30,10 +30,9 @@ from tests.train.adapter_jobs import (
     lora_recipe,
     saved_base,
 )
-from tests.train.conftest import Bench
+from tests.train.conftest import Bench, timeless
 from tests.train.model_recipes import FAMILIES, recipe
 from tests.train.on_ranks import on_ranks
-from tests.train.test_resume import timeless
 from tests.unit.failures.table import names
 
 ALONE = Ranks(0, 1, torch.device("cpu"))

@@ -13,10 +13,9 @@ from megabatch.train.checkpoints.tensor_files import load, states_of
 from megabatch.train.checkpoints.writer import Request, Writer, in_background, staged
 from megabatch.train.config import CheckpointConfig, Config, ModelConfig, RunConfig, UpdateConfig
 from megabatch.train.runtime.console import Console
-from tests.train.conftest import NO_DROPOUT, Bench
+from tests.train.conftest import NO_DROPOUT, Bench, timeless
+from tests.train.conftest import states_of as tensors_of
 from tests.train.test_checkpoint import ALONE, META, Average, learner, stepped
-from tests.train.test_resume import states_of as tensors_of
-from tests.train.test_resume import timeless
 
 
 class Gate:

@@ -17,9 +17,8 @@ from megabatch.train.config.recipe import load_config
 from megabatch.train.data.updates import NumUpdates
 from megabatch.train.model.optimizer import follow
 from megabatch.train.plan.grid import build_grid
-from tests.train.conftest import NO_DROPOUT, Bench
+from tests.train.conftest import NO_DROPOUT, Bench, timeless
 from tests.train.data_for_tests import ids_of, load, updates_of, whole_updates
-from tests.train.test_resume import timeless
 from tests.train.test_updates import KINDS, config_of
 
 READ = {

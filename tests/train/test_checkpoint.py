@@ -1,10 +1,14 @@
 """A checkpoint: whole or not there; which are kept; the exact line that one gets that cannot be gone on from."""
 
 import json
+import logging
 import os
+import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,9 +18,15 @@ from megabatch.train.checkpoints import metadata as meta
 from megabatch.train.checkpoints import paths as naming
 from megabatch.train.checkpoints import retention as shelf
 from megabatch.train.checkpoints import tensor_files as checkpoint
-from megabatch.train.checkpoints.metadata import hash_file
-from megabatch.train.checkpoints.retention import Checkpoints, point_to_best
+from megabatch.train.checkpoints.metadata import DamagedError, hash_file, read_meta
+from megabatch.train.checkpoints.paths import checkpoints_of, has_checkpoint, path_of, step_of
+from megabatch.train.checkpoints.retention import Checkpoints, ValidCheckpoint, point_to_best, resumed_from
+from megabatch.train.config import RunConfig
+from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.files import replace_text
 from megabatch.train.runtime.ranks import Ranks
+from tests.train.conftest import Bench, timeless
+from tests.train.on_ranks import on_ranks
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 META = {
@@ -300,3 +310,257 @@ def test_a_save_that_is_killed_leaves_the_one_before(
     assert latest(tmp_path) != save(tmp_path, 4) == latest(tmp_path)
     Checkpoints(tmp_path).prune(1, ALONE)
     assert names(tmp_path) == ["latest", "step-4"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of three checkpoints."""
+    for step in (2, 4, 6):
+        save(tmp_path, step)
+    return tmp_path
+
+
+def spoil(run: Path, step: int) -> Path:
+    """Another last byte in the file of tensors."""
+    path = min(path_of(run, step).glob("*.distcp"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    return path
+
+
+def choose(run: Path) -> ValidCheckpoint:
+    return Checkpoints(run).latest_valid(ALONE)
+
+
+def step_chosen(run: Path) -> int | None:
+    return step_of(choose(run).path.name)
+
+
+def test_a_whole_one_is_taken_without_a_word(run: Path) -> None:
+    assert choose(run) == ValidCheckpoint(path_of(run, 6))
+
+
+def test_the_one_before_is_taken_and_that_is_said(run: Path) -> None:
+    spoil(run, 6)
+    reason = "__0_0.distcp is not what was written: its SHA-256 is another"
+    first = f"{path_of(run, 6)} is damaged ({reason}); the run goes on from step-4"
+    assert choose(run) == ValidCheckpoint(path_of(run, 4), (first,))
+    spoil(run, 4).unlink()
+    second = f"{path_of(run, 4)} is damaged (__0_0.distcp is not there); the run goes on from step-2"
+    assert choose(run).warnings == (first.replace("step-4", "step-2"), second)
+    (path_of(run, 2) / "meta.json").write_text("{}")
+    assert line_of(choose, run) == (
+        f"{checkpoints_of(run)} has no whole checkpoint to go on from: step-6 ({reason}), step-4 (__0_0.distcp is not "
+        "there), step-2 (meta.json: it is of step None); put back a copy of one, or start in a new run.folder"
+    )
+    assert names(run) == ["latest", "step-2", "step-4", "step-6"]  # left where they are
+
+
+def test_a_checkpoint_under_the_name_of_another_is_damaged(run: Path) -> None:
+    shutil.rmtree(path_of(run, 6))
+    shutil.copytree(path_of(run, 4), path_of(run, 6))
+    assert choose(run).warnings == (
+        f"{path_of(run, 6)} is damaged (meta.json: it is of step 4); the run goes on from step-4",
+    )
+
+
+@pytest.mark.parametrize("text", ["", "step-", "step-06", "../step-6", "step-6.tmp", "\0", "step-\u0666"])
+def test_where_the_pointer_names_nothing_the_newest_whole_one_is_taken(run: Path, text: str) -> None:
+    pointer = checkpoints_of(run) / "latest"
+    pointer.write_text(text)
+    assert choose(run) == ValidCheckpoint(
+        path_of(run, 6), (f"{pointer} names no checkpoint ({text or 'nothing'}); the run goes on from step-6",)
+    )
+    pointer.unlink()
+    assert has_checkpoint(run)
+    assert step_chosen(run) == 6
+
+
+def test_what_lies_beyond_the_pointer_is_never_taken(run: Path) -> None:
+    pointer = checkpoints_of(run) / "latest"
+    pointer.write_text("step-4")
+    beyond = f"{path_of(run, 6)} lies beyond step-4, from which the run goes on"
+    assert choose(run) == ValidCheckpoint(path_of(run, 4), (beyond,))
+    pointer.write_text("step-5")
+    first = f"{path_of(run, 5)} is damaged (it is not there); the run goes on from step-4"
+    assert choose(run) == ValidCheckpoint(path_of(run, 4), (first, beyond))
+    for step in (2, 4):
+        spoil(run, step)
+    assert f"; name step-6, which lies beyond, in {pointer}, or start in a new run.folder" in line_of(choose, run)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_loaded_and_that_is_said(run: Path) -> None:
+    path = path_of(run, 6)
+    meta = json.loads((path / "meta.json").read_text())
+    unsealed = {key: meta[key] for key in meta if key not in ("files", "sha256")}
+    (path / "meta.json").write_text(json.dumps(unsealed))
+    line = f"{path} has no checksums, as of an earlier version: only that its files are there is known"
+    assert choose(run) == ValidCheckpoint(path, (line,))
+    (tensors,) = path.glob("*.distcp")
+    tensors.write_bytes(tensors.read_bytes()[:-1])
+    assert "is damaged (__0_0.distcp has " in choose(run).warnings[0]
+    tensors.unlink()
+    assert "is damaged (__0_0.distcp is not there); " in choose(run).warnings[0]
+    (path / ".metadata").unlink()
+    assert "is damaged (FileNotFoundError: " in choose(run).warnings[0]
+    (path / "meta.json").write_text(json.dumps({"step": 6}))
+    assert choose(run).warnings == (f"{path} is damaged (meta.json: settings is missing); the run goes on from step-4",)
+
+
+@pytest.mark.parametrize("key", ["files", "sha256", "step", "updates"])
+def test_what_is_taken_out_of_a_sealed_meta_is_seen(run: Path, key: str) -> None:
+    """Not even without its sums is it taken for one of an earlier version."""
+    path = path_of(run, 6) / "meta.json"
+    meta = json.loads(path.read_text())
+    del meta[key]
+    path.write_text(json.dumps(meta))
+    with pytest.raises(DamagedError, match="its SHA-256 is another"):
+        read_meta(path.parent)
+    assert step_chosen(run) == 4
+
+
+def test_only_whole_ones_are_counted_among_the_last_to_keep(run: Path) -> None:
+    spoil(run, 4)
+    save(run, 8)
+    Checkpoints(run).prune(2, ALONE)
+    assert names(run) == ["latest", "step-6", "step-8"]  # 4 lay before two whole ones
+    save(run, 10)
+    spoil(run, 8)
+    Checkpoints(run).prune(2, ALONE)
+    assert names(run) == ["latest", "step-10", "step-6", "step-8"]
+    save(run, 8)
+    assert step_chosen(run) == 8  # a run that has come to it again
+
+
+def test_a_file_that_cannot_be_written_through_leaves_the_old_one_and_no_part(tmp_path: Path) -> None:
+    replace_text(tmp_path / "latest", "step-2")
+    (tmp_path / "latest.tmp").mkdir()
+    with pytest.raises(OSError, match="Is a directory"):
+        replace_text(tmp_path / "latest", "step-4")
+    assert (tmp_path / "latest").read_text() == "step-2"
+
+
+def chosen_by(ranks: Ranks, run: Path) -> list[str]:
+    """What a rank goes on from; with a file that only the second rank's share of the sums finds damaged."""
+    told = [str(resumed_from(RunConfig(folder=str(run), resume=True), ranks, Console(enabled=False, loss_digits=4)))]
+    ranks.barrier()
+    if ranks.is_main:
+        (path_of(run, 4) / ".metadata").write_bytes(b"")
+        (path_of(run, 2) / "meta.json").unlink()
+    ranks.barrier()
+    try:
+        Checkpoints(run).latest_valid(ranks)
+    except MegabatchError as error:
+        told.append(str(error))
+    return told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_all_ranks_take_the_same_one(run: Path, name: str) -> None:
+    path = path_of(run, 6) / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+    told = on_ranks(2, run, chosen_by, run)
+    assert told[0] == told[1]
+    assert told[0][0] == str(path_of(run, 4))
+    assert told[0][1].startswith(
+        f"{checkpoints_of(run)} has no whole checkpoint to go on from: step-6 ({name} is not what"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_goes_on_from_the_one_before_as_if_never_damaged(bench: Bench, tmp_path: Path, ranks: int) -> None:
+    """Metrics, TensorBoard and samples follow; the damaged one is written again when the run comes to it."""
+    values = {"run__save_every": 2, "run__max_epochs": 2, "run__keep_last": 3}
+    whole = tmp_path / "whole"
+    bench.train(ranks=ranks, run__folder=whole, **values)
+    bench.train(ranks=ranks, run__max_steps=8, **values)
+    spoil(bench.folder, 8)
+    said = bench.train(ranks=ranks, run__resume=True, **values)
+    assert f"warning: {path_of(bench.folder, 8)} is damaged (" in said
+    assert f"resumed from {path_of(bench.folder, 6)}\n" in said
+    assert timeless(bench.rows()) == timeless(bench.rows(whole))
+    assert choose(bench.folder) == ValidCheckpoint(path_of(bench.folder, 12))
+    for step in (2, 4, 6, 8, 10, 12):
+        if path_of(bench.folder, step).exists():
+            (path_of(bench.folder, step) / "meta.json").write_text("{")
+    finished = bench.finish(ranks=ranks, run__resume=True, **values)
+    (line,) = [line for each in finished for line in each.err.splitlines()]
+    assert f"{checkpoints_of(bench.folder)} has no whole checkpoint to go on from: step-12 (" in line
+    assert [each.status for each in finished] == [2] * ranks
+
+
+class Evil:
+    """Runs something where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+class Groups:
+    """A part of a run that is no tensor."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"groups": [{"lr": self.value, "weight": torch.zeros(1)}]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["groups"][0]["lr"]
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_a_description_that_would_run_something_is_refused(
+    saved: Path, tmp_path: Path, within: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    description = pickle.loads((saved / ".metadata").read_bytes())
+    description.planner_data = Evil(tmp_path / "ran")
+    (saved / ".metadata").write_bytes(pickle.dumps(description if within else description.planner_data))
+    line = line_of(checkpoint.load, saved, {"learner": learner()})
+    assert line.startswith(f"{saved} is damaged (")
+    assert "which no checkpoint needs" in line
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []  # shown on stderr
+    assert line.endswith(f"); {INSTEAD}")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("text", ["a text", {"state_dict_metadata": {}}, torch.float32])
+def test_a_description_of_something_else_gets_its_line(saved: Path, text: object) -> None:
+    (saved / ".metadata").write_bytes(pickle.dumps(text))
+    line = line_of(checkpoint.load, saved, {"learner": learner()})
+    assert line.startswith(f"{saved} is damaged (")
+    assert "not what describes a checkpoint" in line
+
+
+def test_what_is_no_tensor_is_loaded_as_data_and_never_run(tmp_path: Path) -> None:
+    for step, value in enumerate(
+        [0.1, None, True, "a", [1, (2.0, "b")], {"a"}, np.float64(0.1), np.int64(3), torch.float32]
+    ):
+        saved = save_state(tmp_path, {"own": Groups(value)}, META | {"step": step})
+        here = Groups(0)
+        checkpoint.load(saved, {"own": here})
+        assert (here.value, type(here.value)) == (value, type(value))
+    saved = save_state(tmp_path, {"own": Groups(Evil(tmp_path / "ran"))}, META | {"step": 99})
+    line = line_of(checkpoint.load, saved, {"own": Groups(0)})
+    assert line == (
+        f"{saved} is damaged (UnpicklingError: own.groups.0.lr is more than numbers, texts and containers of them); "
+        f"{INSTEAD}"
+    )
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.float8_e4m3fn])
+def test_tensors_of_any_type_and_layout_are_described(tmp_path: Path, dtype: torch.dtype) -> None:
+    there, here = Average(0.0), Average(0.0)
+    there.weight = torch.ones(2, 3, 4, 5).to(dtype).to(memory_format=torch.channels_last)
+    here.weight = torch.zeros(2, 3, 4, 5).to(dtype)
+    checkpoint.load(save_state(tmp_path, {"average": there}, META), {"average": here})
+    assert torch.equal(here.weight.float(), there.weight.float())

@@ -14,10 +14,7 @@ from megabatch.train.config.keys import known_keys
 from tests.train.conftest import NO_DROPOUT, Bench, write_pairs
 from tests.train.processes import Run
 
-pytestmark = pytest.mark.slow
-
 Refuse = Callable[..., str]
-
 ENVIRONMENT = os.environ | {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -32,6 +29,7 @@ def python(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_bad_recipe_ends_with_status_2_and_one_line(bench: Bench) -> None:
     (done,) = bench.finish(update__batch_size=3)
     assert done.status == 2
@@ -42,6 +40,7 @@ def test_a_bad_recipe_ends_with_status_2_and_one_line(bench: Bench) -> None:
     assert not bench.folder.exists()
 
 
+@pytest.mark.slow
 def test_under_torchrun_every_rank_ends_with_status_2_and_one_line_is_said(bench: Bench) -> None:
     recipe = bench.path / "none.toml"
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -52,12 +51,14 @@ def test_under_torchrun_every_rank_ends_with_status_2_and_one_line_is_said(bench
     assert "megabatch/train" not in done.stderr  # no traceback of ours
 
 
+@pytest.mark.slow
 def test_no_command_at_all_prints_the_usage_and_is_an_error(tmp_path: Path) -> None:
     nothing, asked = (Run(arguments, tmp_path / f"{len(arguments)}", 1).wait()[0] for arguments in ([], ["--help"]))
     assert (nothing.status, nothing.out, asked.status, asked.err) == (2, "", 0, "")
     assert nothing.err == f"megabatch: no command; {asked.out}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asks_for_help", [True, False])
 def test_a_reader_that_goes_away_ends_it_without_a_traceback(bench: Bench, asks_for_help: bool) -> None:
     reading, writing = os.pipe()
@@ -71,6 +72,7 @@ def test_a_reader_that_goes_away_ends_it_without_a_traceback(bench: Bench, asks_
     assert done.returncode == 141
 
 
+@pytest.mark.slow
 def test_help_names_every_key_with_its_meaning(tmp_path: Path) -> None:
     (done,) = Run(["train", "--help"], tmp_path, ranks=1).wait()
     assert done.status == 0
@@ -80,6 +82,7 @@ def test_help_names_every_key_with_its_meaning(tmp_path: Path) -> None:
     assert done.err == ""
 
 
+@pytest.mark.slow
 def test_on_a_terminal_a_bar_shows_how_far_it_is(bench: Bench) -> None:
     terminal, end = pty.openpty()
     command = [sys.executable, "-m", "megabatch", "train", str(bench.recipe), "--run.max_steps=2"]
@@ -98,6 +101,7 @@ def test_on_a_terminal_a_bar_shows_how_far_it_is(bench: Bench) -> None:
     assert b"Traceback" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["pydantic", "rich"])
 def test_without_the_extra_one_line_says_what_to_install(bench: Bench, name: str) -> None:
     script = f"import sys; sys.modules[{name!r}] = None; import megabatch.__main__ as m; m.main()"
@@ -106,6 +110,7 @@ def test_without_the_extra_one_line_says_what_to_install(bench: Bench, name: str
     assert done.stderr == f'megabatch: {name} is not installed; pip install "megabatch[train]"\n'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["data.path", "model.name", "model.tokenizer"])
 def test_a_path_that_cannot_even_be_looked_at_gets_its_line(bench: Bench, key: str) -> None:
     name = "/" + "x" * 300
@@ -116,6 +121,7 @@ def test_a_path_that_cannot_even_be_looked_at_gets_its_line(bench: Bench, key: s
     assert not bench.folder.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
@@ -138,6 +144,7 @@ def test_a_bad_command_line_gets_its_line(tmp_path: Path, arguments: list[str], 
         assert "".join(each.err for each in finished) == f"megabatch: {line}\n"
 
 
+@pytest.mark.slow
 def test_a_missing_data_file(bench: Bench, refuse: Refuse) -> None:
     missing = bench.path / "dat.jsonl"
     assert refuse(data__path=missing) == (
@@ -146,6 +153,7 @@ def test_a_missing_data_file(bench: Bench, refuse: Refuse) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_sample_longer_than_the_cap(bench: Bench, refuse: Refuse) -> None:
     data = write_pairs(bench.path / "long.jsonl", [("a", "b"), ("a", "b" * 300)])
     assert refuse(data__path=data, ranks=2) == (
@@ -154,6 +162,7 @@ def test_a_sample_longer_than_the_cap(bench: Bench, refuse: Refuse) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_folder_that_holds_a_run_and_a_folder_that_cannot_be(bench: Bench, refuse: Refuse) -> None:
     bench.train(run__max_steps=1)
     assert refuse(ranks=2) == (
@@ -165,6 +174,7 @@ def test_a_folder_that_holds_a_run_and_a_folder_that_cannot_be(bench: Bench, ref
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_loss_that_is_not_finite_stops_the_run_before_the_step(bench: Bench, ranks: int) -> None:
     values = NO_DROPOUT | {"optim__lr": 1e300, "optim__warmup_steps": 0, "model__dtype": "float64"}
@@ -177,3 +187,59 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_step(bench: Bench, r
     ]
     assert [row["step"] for row in bench.rows()] == [1]
     assert not (bench.folder / "checkpoints").exists()
+
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("torch", "transformers", "datasets", "matplotlib", "numpy")
+SCRIPT = f"""
+import sys
+from megabatch.__main__ import main
+try:
+    main()
+finally:
+    print([name for name in {HEAVY} if name in sys.modules], file=sys.stderr)
+"""
+LIGHT = ["--help", "train --help", "plan --help", "train {recipe} --help", "export --help", "doctor --help",
+         "init new.toml --model small --data stdlib --hardware cpu", "completion bash",
+         "completion words"]  # fmt: skip
+
+
+def ran(words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    environ = {name: value for name, value in os.environ.items() if name != "RANK"} | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", SCRIPT, *words.format(recipe=ROOT / "recipes/stdlib.toml").split()]
+    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("words", LIGHT)
+def test_it_is_answered_without_torch(tmp_path: Path, words: str) -> None:
+    done = ran(words, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "[]\n")
+    assert done.stdout or words == "completion words"
+
+
+def test_a_bad_command_of_these_is_one_line_and_status_2(tmp_path: Path) -> None:
+    done = ran("init new.toml --model small --dta x", tmp_path)
+    assert done.returncode == 2
+    line, heavy = done.stderr.splitlines()
+    assert line.startswith("megabatch: Unrecognized options: --dta")
+    assert line.endswith("; see megabatch init --help")
+    assert heavy == "[]"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_name_that_can_be_none_is_one_line_and_status_2(tmp_path: Path) -> None:
+    done = ran(f"init {'n' * 300} --model small --data stdlib --hardware cpu", tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    line, heavy = done.stderr.splitlines()
+    assert line.startswith("megabatch: ")
+    assert "File name too long" in line
+    assert heavy == "[]"
+    assert not list(tmp_path.iterdir())
+
+
+def test_importing_the_package_imports_nothing_else() -> None:
+    script = "import sys, megabatch; print('torch' in sys.modules); megabatch.Plan; print('torch' in sys.modules); "
+    script += "megabatch.GradientAccumulator; print('torch' in sys.modules)"
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["False", "False", "True"]

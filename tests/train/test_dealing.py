@@ -17,9 +17,8 @@ from megabatch.train.autotune.microbatch_limit import even_tokens
 from megabatch.train.data.updates import Updates, balancing_cost
 from tests.elastic.conftest import OWN
 from tests.elastic.test_stop import disturb
-from tests.train.conftest import NO_DROPOUT, Bench, write_pairs
+from tests.train.conftest import NO_DROPOUT, Bench, timeless, write_pairs
 from tests.train.data_for_tests import ids_of, load, updates_of
-from tests.train.test_resume import timeless
 from tests.train.test_updates import KINDS, config_of
 
 EVEN = 16  # tokens; the samples here have up to 50

@@ -1,19 +1,100 @@
 """Load: what a recipe's data becomes, what is held out, and what is refused in one line."""
 
 import json
+import os
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import ByT5Tokenizer
 
 from megabatch.errors import MegabatchError
 from megabatch.train.data.custom_dataset import drawing
+from megabatch.train.data.load import load_data
 from megabatch.train.data.stream import Stream
+from megabatch.train.data.updates import Updates
+from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.ranks import Ranks
 from tests.exact.launch import launch
-from tests.train.data_for_tests import ids_of, load, recipe, texts, write_texts
-from tests.train.own_samples import own as own
+from tests.train.data_for_tests import CPU, ids_of, load, recipe, texts, write_texts
+from tests.unit.failures.table import names
+
+OWN = """
+import torch
+
+class Counted(list):
+    pass
+
+def samples(number=20, first=0, **others):
+    return [{"x": torch.full((index % 5 + 1,), float(first + index)), "y": index} for index in range(number)]
+
+def sets():
+    return {"train": samples(), "other": samples(6, 100)}
+
+def measured():
+    found = Counted(samples(4))
+    found.lengths = [7, 8, 9, 7]
+    return found
+
+def badly_measured():
+    found = Counted(samples(4))
+    found.lengths = [7, 8]
+    return found
+
+def held_out():
+    return {"train": samples(), "held-out": samples()}
+
+def own():
+    return {"train": samples(), "own": samples()}
+
+def no_train():
+    return {"training": samples()}
+
+def generator():
+    return (sample for sample in samples())
+
+def nothing():
+    return []
+
+def pairs():
+    return [(1, 2)]
+
+def words():
+    return [{"x": "word"}]
+
+def fails():
+    raise ZeroDivisionError("no luck")
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    return lambda name: f"{tmp_path / 'own.py'}:{name}"
+
+
+def job(name: str) -> Any:
+    """``name``: a folder with data.jsonl and own.py, and what of it is read."""
+    folder, kind = Path(name).parent, Path(name).name
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), CPU)
+    os.environ["RANK_OF_OWN"] = str(ranks.rank)
+    data = {
+        "plain": {"path": str(folder / "data.jsonl"), "num_workers": 1},
+        "stream": {"path": str(folder / "data.jsonl"), "streaming": True},
+        "same": {"function": f"{folder / 'own.py'}:same"},
+        "different": {"function": f"{folder / 'own.py'}:different"},
+    }[kind]
+    config = recipe(folder, data=data)
+    try:
+        loaded = load_data(config, ByT5Tokenizer(), ranks, Console(enabled=False, loss_digits=4))
+    except MegabatchError as error:
+        return str(error)
+    return [ids_of(update) for update in Updates(loaded, config, ranks)]
 
 
 @pytest.fixture
@@ -180,7 +261,7 @@ def test_two_processes(tmp_path):
         "def different(): return same()[int(os.environ['RANK_OF_OWN']):]\n"
     )
     kinds = ["plain", "stream", "same", "different"]
-    found = launch(2, "tests.train.load_jobs:job", [str(tmp_path / kind) for kind in kinds], tmp_path / "ranks")
+    found = launch(2, "tests.train.test_load:job", [str(tmp_path / kind) for kind in kinds], tmp_path / "ranks")
     plain, stream, same, different = ([result["value"] for result in found[str(tmp_path / kind)]] for kind in kinds)
     expected = set(ids_of(load(recipe(tmp_path, data={"path": str(tmp_path / "data.jsonl")})).train))
     for shares in (plain, stream):
@@ -191,3 +272,46 @@ def test_two_processes(tmp_path):
     assert sorted(ids[0] for share in same for update in share for ids in update) == list(range(20))
     refused = f"data.function {tmp_path / 'own.py'}:different does not return the same samples on every process"
     assert different == [f"{refused}; draw with a seed of its own"] * 2
+
+
+SOURCE = {"path": "x.jsonl"}
+REFUSED = {  # [data], [eval] -> what the error names
+    "function and path": ({"function": "FILE:samples", "path": "x"}, {}, "data.function and data.path … remove one"),
+    "function and streaming": ({"function": "FILE:samples", "streaming": True}, {}, "data.function and data.streaming"),
+    "function and packing": ({"function": "FILE:samples", "pack_tokens": 8}, {}, "data.function and data.pack_tokens"),
+    "options of nothing": ({"options": {"a": 1}}, {}, "data.options is set and data.function is not"),
+    "mixture and path": ({"mixture": {"a": SOURCE}, "path": "x"}, {}, "data.mixture and data.path … set path in"),
+    "some weights": (
+        {"mixture": {"a": {**SOURCE, "weight": 1.0}, "b": SOURCE}}, {}, "data.mixture.a … data.mixture.b",
+    ),
+    "a weight of one source": ({**SOURCE, "weight": 1.0}, {}, "data.weight … [data.mixture.NAME]"),
+    "a weight of a set": (SOURCE, {"sets": {"a": {**SOURCE, "weight": 1.0}}}, "eval.sets.a.weight … remove it"),
+    "rows of one token": ({**SOURCE, "pack_tokens": 1}, {}, "data.pack_tokens is 1 … at least 2"),
+    "a name that is taken": (
+        SOURCE, {"sets": {"held-out": SOURCE}, "num_samples": 3}, 'eval.sets … "held-out" … rename it',
+    ),
+    "no sequence": ({"function": "FILE:generator"}, {}, '"train" … FILE:generator is a generator; return'),
+    "nothing": ({"function": "FILE:nothing"}, {}, '"train" of data.function FILE:nothing is empty; return'),
+    "no mappings": ({"function": "FILE:pairs"}, {}, "FILE:pairs is a tuple; expected a mapping of tensors"),
+    "no training set": ({"function": "FILE:no_train"}, {}, "FILE:no_train … ['training'] … \"train\""),
+    "a held-out set of one's own": (
+        {"function": "FILE:held_out"}, {"num_samples": 2}, 'FILE:held_out … "held-out" … eval.num_samples to 0',
+    ),
+    "a set named own": ({"function": "FILE:own"}, {"function": "FILE:fails"}, 'FILE:own … "own" … rename it'),
+    "lengths of other samples": ({"function": "FILE:badly_measured"}, {}, "FILE:badly_measured is no list of 4"),
+    "a function that fails": (
+        {"function": "FILE:fails"}, {}, "FILE:fails failed (ZeroDivisionError: no luck, at FILE:45)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name, tmp_path, own):
+    data, evaluation, seen = REFUSED[name]
+    file = own("").removesuffix(":")
+    data = {key: value.replace("FILE", file) if key == "function" else value for key, value in data.items()}
+    with pytest.raises(MegabatchError) as raised:
+        load(recipe(tmp_path, data=data, eval={"num_samples": 0} | evaluation))
+    assert names(str(raised.value), seen.replace("FILE", file)), str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "run").exists()

@@ -1,20 +1,27 @@
 """A model is built as the recipe says, or refused in one line before anything is written."""
 
+import ctypes
+import itertools
 import logging
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub.constants
 import pytest
 import torch
-from torch import nn
-from transformers import ByT5Tokenizer
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, ByT5Tokenizer, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from megabatch import MegabatchError
-from megabatch.train.model.build import ParallelModel, build
-from megabatch.train.model.wrap import Wrapper, choose_wrapper
+from megabatch.train.model.architecture import architecture_of, outline
+from megabatch.train.model.build import ParallelModel, build, choose_source, lay
+from megabatch.train.model.weights import plan_units, saved_weights
+from megabatch.train.model.wrap import Wrapper, blocks_of, choose_wrapper
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
 from tests.train.model_recipes import FAMILIES, LLAMA, recipe
+from tests.train.on_ranks import on_ranks
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 SILENT = Console(enabled=False, loss_digits=4)
@@ -108,11 +115,6 @@ def test_the_wrapper_follows_from_ranks_and_parameters() -> None:
     assert choose_wrapper("fsdp2", 2, small) == Wrapper("fsdp2", "asked for")
 
 
-# Folders and the hub
-
-
-# A function of the user's own
-
 OWN = """
 import torch
 from torch import nn
@@ -153,9 +155,6 @@ def test_a_function_that_makes_none_gets_its_line(own: str) -> None:
     assert refused({"options": {"size": 5}}).startswith("model.options is set and goes to model.function only")
     line = refused({"function": f"{own}:linear", "activation_checkpointing": True})
     assert line.startswith("model.activation_checkpointing is set and a Linear has no gradient_checkpointing_enable;")
-
-
-# What is done to a model before it is wrapped
 
 
 def gradients(made: ParallelModel) -> dict[str, torch.Tensor]:
@@ -233,3 +232,299 @@ def test_compiled_layers_compute_the_same(tmp_path: Path, monkeypatch: pytest.Mo
     assert one.keys() == other.keys()
     for name in one:
         torch.testing.assert_close(one[name], other[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_folder_is_loaded_as_transformers_does(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(architecture_of(recipe(family="qwen2").model)).save_pretrained(tmp_path)
+    made = laid({"name": str(tmp_path)})
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(made.base(input_ids=TOKENS).logits, reference(input_ids=TOKENS).logits)
+    assert made.words[0] == f"Qwen2ForCausalLM, weights of {tmp_path}"
+    assert made.base.config.use_cache is False
+
+
+def test_weights_that_a_folder_lacks_are_named(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(architecture_of(recipe().model))
+    model.model.save_pretrained(tmp_path)
+    one, same = (laid({"name": str(tmp_path)}) for _ in range(2))
+    assert "1 of its tensors is not there and fresh: lm_head.weight" in one.words[0]
+    assert torch.equal(one.base(input_ids=TOKENS).logits, same.base(input_ids=TOKENS).logits)
+
+
+def test_a_folder_that_is_no_model_gets_its_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    seen = f"model.name is {str(tmp_path)!r}, a folder without "
+    assert refused({"name": str(tmp_path)}).startswith(f"{seen}config.json (it is empty); name a folder that")
+    (tmp_path / "notes.txt").write_text("")
+    assert refused({"name": str(tmp_path)}).startswith(f"{seen}config.json (it has notes.txt); name a folder that")
+    architecture_of(recipe().model).save_pretrained(tmp_path)
+    expected = f"{seen}weights, model.safetensors say (it has config.json, notes.txt); name one that has them"
+    assert refused({"name": str(tmp_path)}).startswith(expected)
+    (tmp_path / "model.safetensors").write_text("nonsense")
+    expected = f"cannot read the weights of model.name = {str(tmp_path)!r} (SafetensorError: "
+    assert refused({"name": str(tmp_path)}).startswith(expected)
+    (tmp_path / "config.json").write_text("{")
+    assert refused({"name": str(tmp_path)}).startswith(f"cannot read the config of model.name = {str(tmp_path)!r} (")
+    (tmp_path / "checkpoints").mkdir()
+    assert "a run of megabatch's; write its model into a folder with `megabatch export" in refused(
+        {"name": str(tmp_path)}
+    )
+    assert refused({"name": "./nowhere"}).startswith("model.name is './nowhere' and there is no such folder;")
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "model.safetensors", "a shard"])
+def test_weights_that_are_read_by_the_shard_get_their_line(tmp_path: Path, name: str) -> None:
+    model = AutoModelForCausalLM.from_config(architecture_of(recipe().model))
+    model.save_pretrained(tmp_path, max_shard_size="20KB" if name != "model.safetensors" else "1GB")
+    saved = saved_weights(str(tmp_path))
+    assert saved is not None
+    assert saved.fits(model)
+    if name == "a shard":
+        path = sorted(tmp_path.glob("model-*.safetensors"))[1]
+        path.unlink()
+        line = f"model.name is '{tmp_path}', whose model.safetensors.index.json lists {path.name}, which is not there;"
+    else:
+        path = tmp_path / name
+        path.write_text("{}")
+        line = f"cannot read {'' if name.endswith('json') else 'the weights in '}{path} ("
+    with pytest.raises(MegabatchError) as caught:
+        saved_weights(str(tmp_path))
+    assert str(caught.value).startswith(line)
+    assert str(caught.value).endswith("; copy or download it again")
+
+
+def test_weights_that_are_not_finite_get_their_line(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(architecture_of(recipe().model))
+    with torch.no_grad():
+        next(model.parameters()).fill_(torch.nan)
+    model.save_pretrained(tmp_path)
+    line = (
+        f"the model of model.name = {str(tmp_path)!r} gives logits that are not finite; choose weights that are whole"
+    )
+    assert refused({"name": str(tmp_path)}) == line
+
+
+def test_weights_of_another_size_get_their_line(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(architecture_of(recipe().model)).save_pretrained(tmp_path)
+    text = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(text.replace('"vocab_size": 385', '"vocab_size": 400'))
+    assert refused({"name": str(tmp_path)}).startswith(f"cannot read the weights of model.name = {str(tmp_path)!r} (")
+
+
+def test_the_hub_out_of_reach_gets_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert refused({"name": "nobody/nothing"}).startswith(
+        "cannot read the config of model.name = 'nobody/nothing' (OSE"
+    )
+
+
+def crossing(family: str, attention: str) -> bool:
+    """By gradients: whether logits of second documents depend on the first ones' embeddings, in any of two rows."""
+    base = laid({"attention": attention, "config": FAMILIES[family]}).base.eval()
+    inputs = base.get_input_embeddings()(TOKENS).detach().requires_grad_()
+    positions = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]).expand(2, -1)
+    base(inputs_embeds=inputs, position_ids=positions).logits[:, 5:].logsumexp(-1).sum().backward()
+    assert inputs.grad is not None
+    return bool(inputs.grad[:, :5].any())
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2", "gpt_neox"])
+def test_packed_documents_are_isolated(family: str, attention: str) -> None:
+    words = laid({"attention": attention}, family=family, data={"pack_tokens": 32}).words
+    assert words[-1] == f"documents are isolated by their position_ids ({attention})"
+    assert not crossing(family, attention)
+
+
+def test_documents_that_see_each_other_are_spoken_of() -> None:
+    config = {"model_type": "opt", "vocab_size": 385, "hidden_size": 16, "word_embed_proj_dim": 16, "ffn_dim": 24}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64}
+    warnings = laid({"config": config}, data={"pack_tokens": 32}).warnings
+    assert warnings[-1].startswith(
+        "attention crosses documents: those of a packed row see each other (sdpa); set model.att"
+    )
+    assert not any("documents" in line for line in laid({"config": config}).warnings)
+
+
+M_MMAP_THRESHOLD = -3  # of glibc's mallopt
+MIDDLE = {  # 42 million parameters of 168 MB
+    **LLAMA, "vocab_size": 2000, "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 12,
+    "num_attention_heads": 8, "num_key_value_heads": 8,
+}  # fmt: skip
+
+
+def laid_on(ranks: Ranks, model: dict[str, Any] | None = None, **keys: Any) -> ParallelModel:
+    return build(recipe(model, **keys), ranks, SILENT, 10, None)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def described(made: ParallelModel) -> dict[str, Any]:
+    """All that must not depend on where a model lies: its weights and buffers, what it computes, what is tied."""
+    with torch.no_grad():
+        logits = made.model.eval()(input_ids=TOKENS).logits
+    parameters = {name: whole(each) for name, each in made.base.named_parameters()}
+    buffers = {name: whole(each) for name, each in made.base.named_buffers()}
+    return {"tensors": parameters | buffers, "logits": logits, "words": made.words, "identity": made.identity}
+
+
+def described_families(ranks: Ranks, *wrappers: str | None) -> list[dict[str, Any]]:
+    return [described(laid_on(ranks, family=family, wrapper=each)) for each in wrappers for family in FAMILIES]
+
+
+def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one["tensors"].keys() == other["tensors"].keys()
+    assert [name for name in one["tensors"] if not torch.equal(one["tensors"][name], other["tensors"][name])] == []
+    torch.testing.assert_close(one["logits"], other["logits"], rtol=1e-5, atol=1e-6)
+    assert one["identity"] == other["identity"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "wrappers"), [(2, ("ddp", "fsdp2")), (3, ("fsdp2",))])
+def test_fresh_weights_are_those_of_the_plain_model(tmp_path: Path, num_ranks: int, wrappers: tuple[str, ...]) -> None:
+    """Three ranks do not divide a vocabulary of 385, nor the sizes of the layers."""
+    plain = described_families(ALONE, None)
+    for found in on_ranks(num_ranks, tmp_path, described_families, *wrappers):
+        for expected, each in zip(plain * len(wrappers), found, strict=True):
+            assert_same(expected, each)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_follow_from_the_seed(family: str) -> None:
+    state = torch.random.get_rng_state()
+    one, same, other = (described(laid_on(ALONE, family=family, seed=seed))["tensors"] for seed in (1, 1, 2))
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    matrices = [name for name in one if one[name].ndim > 1]
+    assert matrices
+    assert not any(torch.equal(one[name], other[name]) for name in matrices)
+    assert not any(torch.equal(one[a], one[b]) for a, b in itertools.combinations(matrices, 2))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_are_distributed_as_transformers_own(family: str) -> None:
+    """Each tensor's mean and spread, at sizes at which they are sharp; constants and buffers to the bit."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "n_embd": 64}
+    config = {key: sizes.get(key, value) for key, value in FAMILIES[family].items()}
+    ours = laid_on(ALONE, {"config": config}).base
+    theirs = AutoModelForCausalLM.from_config(architecture_of(recipe({"config": config}).model), dtype=torch.float32)
+    named = dict(theirs.named_parameters()) | dict(theirs.named_buffers())
+    for name, tensor in (*ours.named_parameters(), *ours.named_buffers()):
+        if named[name].std() == 0 or name in dict(ours.named_buffers()):
+            assert torch.equal(tensor, named[name]), name
+        else:
+            torch.testing.assert_close(tensor.std(), named[name].std(), rtol=0.1, atol=0)
+            assert tensor.mean().abs() < 5 * tensor.std() / tensor.numel() ** 0.5, name
+
+
+def test_residual_projections_of_gpt2_are_scaled_by_depth() -> None:
+    model = laid_on(ALONE, {"config": {**FAMILIES["gpt2"], "n_embd": 64, "n_layer": 8}}).base
+    assert isinstance(model, GPT2LMHeadModel)
+    scaled, plain = (model.transformer.h[3].mlp.c_proj.weight.std(), model.transformer.h[3].mlp.c_fc.weight.std())
+    assert float((scaled / plain).detach()) == pytest.approx(1 / 16**0.5, rel=0.05)
+
+
+def test_tied_embeddings_stay_one_parameter() -> None:
+    model = laid_on(ALONE, family="tied llama").base
+    assert isinstance(model, LlamaForCausalLM)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+class OddLlama(LlamaForCausalLM):
+    """Has a tensor that its constructor alone fills."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.temperature = nn.Parameter(torch.full((3,), 0.5))
+
+
+class ReachingLlama(LlamaForCausalLM):
+    """Has rules by which the model scales what its layers hold."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if module is self:
+            self.model.layers[0].mlp.up_proj.weight.mul_(0.5)
+
+
+def planned(kind: type[LlamaForCausalLM]) -> list[str] | None:
+    keys = {key: value for key, value in LLAMA.items() if key != "model_type"}
+    with torch.device("meta"):
+        model = kind(LlamaConfig(**keys))
+    units = plan_units(model, blocks_of(model))
+    return None if units is None else [unit.name for unit in units]
+
+
+def test_what_the_rules_do_not_say_is_seen_before_there_is_memory() -> None:
+    expected = ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head"]
+    assert planned(LlamaForCausalLM) == expected
+    assert planned(OddLlama) is None
+    assert planned(ReachingLlama) == [""]
+
+
+def saved(folder: Path, family: str) -> Path:
+    """A folder with a small pretrained model; in two files, so that there is an index."""
+    model = AutoModelForCausalLM.from_config(architecture_of(recipe(family=family).model))
+    model.save_pretrained(folder / family, max_shard_size="40KB")
+    return folder / family
+
+
+def described_saved(ranks: Ranks, names: list[str], wrapper: str | None) -> dict[str, Any]:
+    return {name: described(laid_on(ranks, {"name": name}, wrapper=wrapper)) for name in names}
+
+
+@pytest.mark.slow
+def test_each_rank_reads_its_shard_of_saved_weights(tmp_path: Path) -> None:
+    names = [str(saved(tmp_path, family)) for family in ("llama", "tied llama", "gpt2")]
+    plain = described_saved(ALONE, names, None)
+    for found in on_ranks(3, tmp_path, described_saved, names, "fsdp2"):
+        for name in names:
+            assert_same(plain[name], found[name])
+            assert found[name]["words"][0].endswith(f"weights of {name}, each rank reads its shard")
+            reference = AutoModelForCausalLM.from_pretrained(name).eval()
+            torch.testing.assert_close(found[name]["logits"], reference(input_ids=TOKENS).logits, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_saved_weights_under_other_names_are_read_whole_and_it_is_said(tmp_path: Path) -> None:
+    """A base model's folder names its tensors without the head's prefix."""
+    model = AutoModelForCausalLM.from_config(architecture_of(recipe(family="tied llama").model))
+    model.model.save_pretrained(tmp_path / "base")
+    (name,) = names = [str(tmp_path / "base")]
+    plain = described_saved(ALONE, names, None)
+    for found in on_ranks(2, tmp_path, described_saved, names, "fsdp2"):
+        assert_same(plain[name], found[name])
+        assert "read whole on every rank" in found[name]["words"][0]
+
+
+def growth(ranks: Ranks, wrapper: str | None) -> float:
+    """By how much the process's high-water mark rises while a model gets its weights, in parts of the whole model."""
+    config = recipe({"config": MIDDLE}, wrapper=wrapper)
+    laid_on(ranks, family="llama", wrapper=wrapper)  # what is loaded once is loaded
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)  # what is freed is given back, and not kept for later
+    Path("/proc/self/clear_refs").write_text("5")
+    before = memory_bytes("VmRSS")
+    source, chosen = choose_source(config, ranks, None, None)
+    lay(source, config, chosen, ranks, stages=None)
+    num_bytes = sum(each.numel() * each.element_size() for each in source.model.parameters())
+    return (memory_bytes("VmHWM") - before) / num_bytes
+
+
+def memory_bytes(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
+@pytest.mark.slow
+def test_a_sharded_rank_never_holds_the_model_whole(tmp_path: Path) -> None:
+    (plain,) = on_ranks(1, tmp_path, growth, None)
+    assert plain > 0.95  # the measure sees a whole model
+    for sharded in on_ranks(2, tmp_path, growth, "fsdp2"):
+        assert 0.45 < sharded < 0.70  # half of it, a block of 13 MB, and some play
+
+
+def test_an_outline_has_no_memory() -> None:
+    config = recipe().model
+    assert all(tensor.is_meta for tensor in outline(config, architecture_of(config)).state_dict().values())

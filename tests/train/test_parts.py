@@ -8,9 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.train.conftest import NO_DROPOUT, Bench
+from tests.train.conftest import NO_DROPOUT, Bench, states_of
 from tests.train.processes import Run
-from tests.train.test_resume import states_of
 
 pytestmark = pytest.mark.slow
 

@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -10,9 +11,12 @@ from typing import Any
 import pytest
 
 from megabatch import MegabatchError
+from megabatch.train.config import Config
+from megabatch.train.config.byte_sizes import read_bytes, read_rate
 from megabatch.train.config.recipe import load_config
 from megabatch.train.plan.estimate import estimate_cost
-from megabatch.train.plan.request import read_request
+from megabatch.train.plan.grid import Choice, build_grid
+from megabatch.train.plan.request import read_request, split_arguments
 from megabatch.train.plan.search import (
     CERTAIN,
     CLOSED_FORM,
@@ -28,12 +32,10 @@ from megabatch.train.plan.search import (
     reserved_bytes,
 )
 from megabatch.train.plan.simulation import Simulator, build_simulator
-from megabatch.train.plan.table import keys_of, override_words, plan_recipe, toml_text
+from megabatch.train.plan.table import command_line, keys_of, launcher_words, override_words, plan_recipe, toml_text
 from megabatch.train.runtime.console import Console
 from tests.train.conftest import Bench
 from tests.train.processes import Run
-
-pytestmark = pytest.mark.slow
 
 LLAMA = """
 [model.config]
@@ -87,6 +89,7 @@ def subject(recipe: Path, world: int = 1, **values: Any) -> Simulator:
     return build_simulator(config, replace(asked, overrides=()), Console(enabled=False, loss_digits=4))
 
 
+@pytest.mark.slow
 def test_json_has_the_rows_alone_and_the_best_first(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     planned(recipe, 2, parallel__wrapper="fsdp2")
     rows = json.loads(capsys.readouterr().out)
@@ -101,6 +104,7 @@ def test_json_has_the_rows_alone_and_the_best_first(recipe: Path, capsys: pytest
     assert all(row["reserved_bytes"] >= row["peak_bytes"] for row in run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_closed_form_agrees_with_the_runs(recipe: Path, name: str) -> None:
     """Its traffic is exact, and its memory is never so much too high that it would leave out what fits."""
@@ -113,6 +117,7 @@ def test_the_closed_form_agrees_with_the_runs(recipe: Path, name: str) -> None:
         assert guess.peak_bytes * CERTAIN <= row.peak_bytes
 
 
+@pytest.mark.slow
 def test_what_a_run_says_of_larger_choices_is_never_too_much(recipe: Path) -> None:
     what = subject(recipe, 2, parallel__wrapper="fsdp2")
     with open_runner(what, 2**40) as run:
@@ -122,6 +127,7 @@ def test_what_a_run_says_of_larger_choices_is_never_too_much(recipe: Path) -> No
     assert all(least <= row.peak_bytes for row, least in said)
 
 
+@pytest.mark.slow
 def test_holding_back_costs_memory_and_saves_traffic(recipe: Path) -> None:
     wide = {"model__config__hidden_size": 128, "model__config__num_hidden_layers": 3, "update__micro_batch_size": 1}
     rows = {
@@ -133,6 +139,7 @@ def test_holding_back_costs_memory_and_saves_traffic(recipe: Path) -> None:
     assert rows["last"].sent_bytes < rows["every"].sent_bytes
 
 
+@pytest.mark.slow
 def test_with_replicas_nothing_is_run_that_sends_more_for_nothing(recipe: Path) -> None:
     world, values = LAYOUTS["hsdp"]
     rows = planned(recipe, world, update__micro_batch_size=1, **values)
@@ -141,6 +148,7 @@ def test_with_replicas_nothing_is_run_that_sends_more_for_nothing(recipe: Path) 
     assert sent["last"] < sent["replica_last"] < sent["every"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "values"),
     [
@@ -159,6 +167,7 @@ def test_what_the_trainer_builds_is_planned(recipe: Path, world: int, values: di
     assert best.peak_bytes > 0
 
 
+@pytest.mark.slow
 def test_a_model_and_samples_of_ones_own_are_planned(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "import torch\n"
@@ -178,6 +187,7 @@ def test_a_model_and_samples_of_ones_own_are_planned(tmp_path: Path) -> None:
     assert not any(row.choice.recompute for row in rows)
 
 
+@pytest.mark.slow
 def test_where_too_little_is_there_nothing_fits(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     little = ["--device", "cpu", "--memory", "1MiB"]
     rows = plan_recipe(recipe, little)
@@ -190,6 +200,7 @@ def test_where_too_little_is_there_nothing_fits(recipe: Path, capsys: pytest.Cap
         plan_recipe(recipe, [*little, "--chart", str(recipe.with_suffix(".png"))])
 
 
+@pytest.mark.slow
 def test_between_all_and_nothing_the_smaller_fit(recipe: Path) -> None:
     """A microbatch of eight needs more than is there, one of one does not."""
     peaks = {row.choice: row.peak_bytes for row in planned(recipe, device="cpu") if row.by == SIMULATION}
@@ -203,6 +214,7 @@ def test_between_all_and_nothing_the_smaller_fit(recipe: Path) -> None:
             assert peaks[row.choice] > limit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "a100-80g"])
 def test_what_fits_is_what_the_allocator_takes(recipe: Path, device: str) -> None:
     what = subject(recipe, 2, parallel__wrapper="fsdp2", device=device)
@@ -222,6 +234,7 @@ def test_what_fits_is_what_the_allocator_takes(recipe: Path, device: str) -> Non
     assert told != YES
 
 
+@pytest.mark.slow
 def test_two_processes_find_what_one_finds(recipe: Path) -> None:
     what = subject(recipe, 2, parallel__wrapper="fsdp2")
     choices = [choice for choice in what.grid.choices() if choice.fused][:2]
@@ -230,6 +243,7 @@ def test_two_processes_find_what_one_finds(recipe: Path) -> None:
         assert together(choices) == alone(choices)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bound", ["micro_batch_size", "max_microbatch_tokens"])
 def test_the_lines_that_are_printed_load_and_train(
     bench: Bench, bound: str, capsys: pytest.CaptureFixture[str]
@@ -258,6 +272,7 @@ def test_the_lines_that_are_printed_load_and_train(
     bench.train(recipe=pasted, run__max_steps=1, eval__num_samples=0)
 
 
+@pytest.mark.slow
 def test_the_chart_is_drawn_and_the_table_names_the_runner_up(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chart = recipe.with_suffix(".svg")
     plan_recipe(recipe, [*arguments(2, parallel__wrapper="fsdp2"), "--chart", str(chart)])
@@ -267,12 +282,14 @@ def test_the_chart_is_drawn_and_the_table_names_the_runner_up(recipe: Path, caps
     assert "optimizer states" in chart.read_text()
 
 
+@pytest.mark.slow
 def test_without_a_length_the_data_are_read(bench: Bench) -> None:
     values = {"data__cache": bench.path / "cache", "model__config__n_layer": 1}
     rows = planned(bench.recipe, **values)
     assert {row.microbatch_tokens // row.choice.micro_batch_size for row in rows} == {136}
 
 
+@pytest.mark.slow
 def test_the_command_line_ends_as_it_should(recipe: Path, tmp_path: Path) -> None:
     refused = Run(["plan", str(recipe), "--memory", "80 bananas"], tmp_path / "refused", 1).wait()[0]
     assert (refused.status, refused.out) == (2, "")
@@ -286,3 +303,191 @@ def test_the_command_line_ends_as_it_should(recipe: Path, tmp_path: Path) -> Non
     done = Run(["plan", str(recipe), "--json"], tmp_path / "done", 1).wait()[0]
     assert (done.status, done.err) == (0, "")
     assert json.loads(done.out)[0]["fits"] == YES
+
+
+def config(**update: Any) -> Config:
+    return Config.model_validate({"model": {"config": {}}, "update": update, "run": {"folder": "unused"}})
+
+
+@pytest.mark.parametrize(
+    ("values", "sizes", "recomputes", "fuseds"),
+    [
+        ({"micro_batch_size": 3}, (1, 2, 3, 4, 6), (False, True), (True, False)),
+        ({"max_microbatch_tokens": 9}, (1, 2, 4, 6), (False, True), (True, False)),
+    ],
+)
+def test_a_grid_has_every_size_that_makes_sense(
+    values: dict[str, int], sizes: tuple[int, ...], recomputes: tuple[bool, ...], fuseds: tuple[bool, ...]
+) -> None:
+    grid = build_grid(config(global_batch_size=12, **values), set(), "fsdp2", 2)
+    assert (grid.micro_batch_sizes, grid.recomputes, grid.fuseds) == (sizes, recomputes, fuseds)
+    choices = grid.choices()
+    assert len(choices) == len(set(choices))
+    assert {choice.num_microbatches for choice in choices if choice.micro_batch_size == 4} == {2}
+    assert {choice.sync for choice in choices if choice.num_microbatches == 1} == {"every"}
+    for number, choice in enumerate(choices):
+        better = grid.better(choice)
+        assert better is None or better in choices[:number]
+
+
+def test_what_the_command_line_states_stays() -> None:
+    stated = {"update.micro_batch_size", "update.sync", "model.activation_checkpointing"}
+    grid = build_grid(config(global_batch_size=12, micro_batch_size=3, sync="last"), stated, "fsdp2", 2)
+    assert {(each.micro_batch_size, each.sync, each.recompute) for each in grid.choices()} == {(3, "last", False)}
+
+
+@pytest.mark.parametrize(("cap", "sizes"), [(899, (1, 2, 4)), (150, (1,)), (50, (1,))])
+def test_a_cap_that_the_command_line_states_is_kept(cap: int, sizes: tuple[int, ...]) -> None:
+    values = config(global_batch_size=12, max_microbatch_tokens=cap)
+    grid = build_grid(values, {"update.max_microbatch_tokens"}, "fsdp2", 2, 150)
+    assert grid.micro_batch_sizes == sizes
+    assert build_grid(values, set(), "fsdp2", 2, 150).micro_batch_sizes == (1, 2, 4, 6)
+
+
+def test_an_override_in_two_words_is_one() -> None:
+    values, overrides, _ = split_arguments(
+        ["--update.sync", "last", "--world", "4", "--json", "--optim.lr=1", "--data.streaming"]
+    )
+    assert (values, overrides) == ({"world": "4"}, ["--update.sync=last", "--optim.lr=1", "--data.streaming"])
+
+
+@pytest.mark.parametrize(
+    ("world", "words"),
+    [
+        (1, "megabatch"),
+        (4, "torchrun --nproc-per-node 4 -m megabatch"),
+        (8, "torchrun --nproc-per-node 8 -m megabatch"),
+        (12, "torchrun --nnodes 2 --nproc-per-node 6 --rdzv-backend c10d"),
+        (
+            16,
+            "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --rdzv-id megabatch",
+        ),
+    ],
+)
+def test_the_command_starts_as_many_processes(world: int, words: str) -> None:
+    found = launcher_words(read_request(["--world", str(world)]))
+    assert " ".join(found).startswith(words)
+
+
+def test_sizes_are_read_with_their_units() -> None:
+    assert read_bytes("--memory", "80GiB") == 80 * 2**30
+    assert read_bytes("--memory", "1.5 gb") == 1_500_000_000
+    assert read_rate("--bandwidth", "235GB/s") == 235e9
+    assert read_rate("--bandwidth", "400Gbit/s") == 50e9
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (["--world", "0"], "--world is '0'; it must be a whole number of at least 1"),
+        (["--world"], "--world has no value; write --world VALUE"),
+        (["--world", "2.5"], "--world is '2.5'; it must be a whole number of at least 1"),
+        (["--memory", "80 bananas"], "--memory is '80 bananas'; write a size with its unit, 80GiB say"),
+        (["--memory", "0GiB"], "--memory is '0GiB'; write a size with its unit, 80GiB say"),
+        (["--memory", "1GiB"], "--memory is 1,073,741,824 bytes, and the context of a a100-80g alone takes"),
+        (["--bandwidth", "fast"], "--bandwidth is 'fast'; write bytes or bits per second with their unit, 235GB/s say"),
+        (["--device", "abacus"], "the device 'abacus' is not known; name one of "),
+        (["--length", "1"], "--length is '1'; it must be a whole number of at least 2"),
+        (["--length", "512"], "a sample has 512 tokens and the model 256 positions; raise the positions"),
+        (["--chart", "plan.txt"], "--chart is 'plan.txt'; name a .png, .svg or .pdf file in a folder that is there"),
+        (["--update.batch_size=3"], "unknown key update.batch_size on the command line; here it is update.micro_batch"),
+        (["extra"], "cannot read the argument 'extra'; write --section.key=value"),
+        (["--world", "3", "--parallel.tp=2"], "parallel.tp is 2 and there are 3 processes; take a multiple of 2"),
+        (
+            ["--world", "2", "--parallel.wrapper=ddp", "--parallel.dp_shard=2"],
+            'parallel.wrapper is "ddp", which shards nothing',
+        ),
+        (["--world", "2", "--parallel.cp=2"], "parallel.cp is 2, which the plan does not simulate; plan with"),
+        (["--data.max_sample_tokens=none"], "data.path is 'nowhere.jsonl', and there is no such file"),
+        (["--optim.name=LBFGS"], "optim.name is 'LBFGS', which cannot be used"),
+        (["--optim.name=Adafactor"], "optim.name is 'Adafactor', whose step looks at numbers, and a plan has none"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line(recipe: Path, given: Sequence[str], line: str) -> None:
+    with pytest.raises(MegabatchError) as caught:
+        plan_recipe(recipe, given)
+    assert str(caught.value).startswith(line)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_data_the_line_says_how_to_do_without(recipe: Path) -> None:
+    with pytest.raises(MegabatchError, match=r"; or give --length N, the tokens of the longest sample"):
+        plan_recipe(recipe, ["--data.max_sample_tokens=none"])
+
+
+def test_a_choice_needs_as_much_as_one_with_less() -> None:
+    small = Choice(1, 4, "every", reshard=True, recompute=True, fused=True)
+    larger = [
+        replace(small, micro_batch_size=2), replace(small, recompute=False), replace(small, fused=False),
+        replace(small, reshard=False), replace(small, micro_batch_size=4, num_microbatches=1),
+    ]  # fmt: skip
+    assert all(each.needs_as_much_as(small) for each in larger)
+    assert not any(small.needs_as_much_as(each) for each in larger)
+
+
+def test_a_key_that_is_chosen_is_said_once() -> None:
+    asked = read_request(["--world", "2", "--update.sync=last", "--optim.lr=0.1"])
+    line = command_line({"update": {"sync": "every"}}, Path("a recipe.toml"), asked)
+    assert line == ("torchrun --nproc-per-node 2 -m megabatch train 'a recipe.toml' --optim.lr=0.1 --update.sync=every")
+
+
+FROZEN: dict[str, tuple[int, dict[str, Any]]] = {
+    "adapters": (1, {"model__dtype": "bfloat16"}),
+    "adapters ddp": (2, {"parallel__wrapper": "ddp"}),
+    "adapters fsdp2": (2, {"parallel__wrapper": "fsdp2", "model__dtype": "bfloat16"}),
+    "freeze fsdp2": (2, {"parallel__wrapper": "fsdp2", "model__freeze": "*embed*,*.layers.0.*"}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FROZEN)
+def test_what_is_frozen_costs_no_gradient(recipe: Path, name: str) -> None:
+    """Neither in a run, which must agree with the closed form, nor in what is sent."""
+    world, values = FROZEN[name]
+    values = {**values, "model__config__num_hidden_layers": 2, "model__config__hidden_size": 128}
+    lora = {"model__lora__r": 4, "model__lora__target_modules": ["q_proj", "v_proj"]} if "adapters" in name else {}
+    what, rows = subject(recipe, world, **values, **lora), planned(recipe, world, **values, **lora)
+    runs = [row for row in rows if row.by == SIMULATION]
+    for row in runs:
+        guess = estimate_cost(row.choice, what.sizes, what.sample.length_tokens, what.device)
+        assert guess.peak_bytes * CERTAIN <= row.peak_bytes
+        assert guess.sent_bytes == pytest.approx(row.sent_bytes, rel=1e-3, abs=8192) or not lora
+    if lora:
+        sizes = what.sizes
+        assert sizes.num_trained == 2 * 2 * 2 * 4 * 128  # layers, modules, A and B of each
+        kept = {kind: max(row.at_peak.get(kind, 0) for row in runs) for kind in ("gradients", "optimizer states")}
+        assert 0 < kept["gradients"] <= 2 * 4 * sizes.num_trained
+        assert 0 < kept["optimizer states"] <= 2 * 4 * sizes.num_trained + 8192  # in blocks of 512
+        if name == "adapters ddp":
+            assert all(row.sent_bytes == pytest.approx(4 * sizes.num_trained, abs=8192) for row in runs)
+
+
+__all__ = ["recipe"]
+
+
+@pytest.mark.slow
+def test_a_large_vocabulary_is_counted_by_the_chunks_that_are_there_at_once(recipe: Path) -> None:
+    what = subject(recipe, 2, parallel__wrapper="fsdp2", model__config__vocab_size=2**16)
+    with open_runner(what, 2**40) as run:
+        rows = run([choice for choice in what.grid.choices() if choice.fused])
+    for row in rows:
+        guess = estimate_cost(row.choice, what.sizes, what.sample.length_tokens, what.device)
+        assert guess.peak_bytes * CERTAIN <= row.peak_bytes
+
+
+@pytest.mark.slow
+def test_an_average_of_the_weights_is_counted(recipe: Path) -> None:
+    values = {"parallel__wrapper": "fsdp2", "model__config__hidden_size": 256}
+    without, with_it = (planned(recipe, 2, **values, **more) for more in ({}, {"optim__ema_decay": 0.99}))
+    of_parameters = 4 * subject(recipe, 2, **values).sizes.num_parameters / 2
+    for a, b in zip(without, with_it, strict=True):
+        if a.by == b.by == SIMULATION:
+            assert b.peak_bytes - a.peak_bytes == pytest.approx(of_parameters, rel=0.05)
+    assert any(row.by == SIMULATION for row in without)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_a_wrapper_on_one_rank_sends_nothing(recipe: Path, wrapper: str) -> None:
+    rows = planned(recipe, 1, parallel__wrapper=wrapper)
+    assert {row.sent_bytes for row in rows if row.by == SIMULATION} == {0}

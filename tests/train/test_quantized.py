@@ -4,28 +4,75 @@ import copy
 import importlib.util
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from megabatch import GradientAccumulator, MegabatchError, losses, verify
-from megabatch.train.config import ModelConfig
+from megabatch.train.checkpoints.export import export
+from megabatch.train.config import Config, ModelConfig
 from megabatch.train.config.parallel_layout import layout_of
 from megabatch.train.model.adapters import left_out, stir
 from megabatch.train.model.architecture import architecture_of
 from megabatch.train.model.build import build
-from megabatch.train.model.frozen import dequantize, four_bits, stored
+from megabatch.train.model.frozen import check_same_bits, dequantize, four_bits, stored
 from megabatch.train.plan.simulation import check_planned
 from megabatch.train.runtime.ranks import Ranks
-from tests.train.adapter_jobs import GPT2, LORA, SAMPLES, SILENT, saved_base
+from tests.comm.counting import Collectives
+from tests.train.adapter_jobs import GPT2, LORA, SAMPLES, SILENT, lora_recipe, saved_base
+from tests.train.conftest import Bench, timeless
 from tests.train.model_recipes import FAMILIES, LLAMA
 from tests.train.on_ranks import on_ranks
-from tests.train.quantized_jobs import WIDE, four_bit_recipe, on_ddp
 from tests.train.test_adapters import gradients_of
+
+WIDE = {**LLAMA, "hidden_size": 64, "intermediate_size": 96}  # blocks of numbers end within its rows, and at them
+
+
+def four_bit_recipe(layout: str | None = None, **model: Any) -> Config:
+    return lora_recipe(layout, **{"config": WIDE, "quantize": "nf4", "dtype": "float32", **model})
+
+
+def on_ddp(ranks: Ranks) -> dict[str, Any]:
+    """The gradient of an update, its collectives, and what was said of the model."""
+    config = four_bit_recipe("ddp")
+    laid = build(config, replace(ranks, layout=layout_of(config.parallel, ranks.size)), SILENT, None, None)
+    stir(laid.base, seed=1)
+    gradient = GradientAccumulator(laid.model, micro_batch_size=1)
+    own = [{"input_ids": ids, "labels": ids} for ids in SAMPLES[ranks.dp_rank :: ranks.size]]
+    counted = Collectives()
+    with counted:
+        gradient.forward_backward(own, losses.next_token)
+        gradient.finalize()
+    named = dict(laid.base.named_parameters())
+    frozen = {name: each.detach() for name, each in named.items() if not each.requires_grad}
+    return {
+        "of other scales": said_of_other_scales(laid.base, ranks),
+        "gradients": {name: each.grad.clone() for name, each in named.items() if each.grad is not None},
+        "trained": named.keys() - frozen.keys(),
+        "collectives": counted.table(),
+        "identity": laid.identity,
+        "bits": {name: each.as_subclass(torch.Tensor).clone() for name, each in frozen.items()},
+    }
+
+
+def said_of_other_scales(model: nn.Module, ranks: Ranks) -> str | None:
+    """What is raised where a rank has another scale."""
+    check_same_bits(model, ranks)
+    _, layer = next(four_bits(model))
+    cast(Any, layer.weight).quant_state.state2.absmax[0] += ranks.rank
+    try:
+        check_same_bits(model, ranks)
+    except MegabatchError as error:
+        return str(error)
+    return None
+
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 with_bitsandbytes = pytest.mark.skipif(
@@ -242,3 +289,55 @@ def test_a_base_that_is_saved_quantized_is_refused(tmp_path: Path) -> None:
         MegabatchError, match=r"^model\.name is '.*/base', whose weights are saved quantized; name the m"
     ):
         architecture_of(ModelConfig(name=str(base)))
+
+
+def logits_of(model: nn.Module) -> Tensor:
+    """In train(), since bitsandbytes' own layers compute more coarsely in eval() on some processors."""
+    with torch.no_grad():
+        return model.train()(SAMPLES[1][None]).logits
+
+
+@with_bitsandbytes
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
+def test_a_run_goes_on_to_the_bit_and_is_exported(bench: Bench, refuse: Callable[..., str], tmp_path: Path) -> None:
+    base = saved_base({**WIDE, "max_position_embeddings": 256}, tmp_path / "base")
+    values = {
+        "model__name": base, "model__tokenizer": "bytes", "model__dtype": "float32", "model__quantize": "nf4",
+        "model__lora__r": 4, "model__lora__target_modules": ["q_proj", "down_proj"], "model__lora__lora_dropout": 0.1,
+        "optim__lr": 0.02, "run__max_epochs": 2,
+    }  # fmt: skip
+    whole = tmp_path / "whole"
+    said = bench.train(run__folder=whole, **values)
+    assert "14 linear layers in nf4, scales in 8 bits: " in said
+    bench.train(**values, run__max_steps=3)
+    bench.train(run__resume=True, **values)
+    assert timeless(bench.rows()) == timeless(bench.rows(whole))
+    rows = [row["eval_loss"] for row in bench.rows() if "eval_loss" in row]
+    assert rows[-1] < rows[0] - 0.2
+    last = bench.folder / "checkpoints" / "step-12"
+    saved = (last / ".metadata").read_bytes()
+    assert b"lora_A" in saved
+    assert b"base_layer" not in saved
+    assert b"embed_tokens" not in saved
+    meta = json.loads((last / "meta.json").read_text())
+    assert meta["parameters"]["model.layers.0.mlp.down_proj.base_layer.weight"][:3] == ["nf4, scales in 8 bits", 64, 96]
+
+    said = export(bench.folder, tmp_path / "adapters", step=None)
+    assert f"adapters without their base, {base} in nf4, scales in 8 bits; load them with peft's " in said
+    export(bench.folder, tmp_path / "merged", step=None, merged=True)
+    asked = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    four_bit = AutoModelForCausalLM.from_pretrained(base, quantization_config=asked, dtype=torch.float32)
+    bare = logits_of(four_bit)
+    loaded = PeftModel.from_pretrained(four_bit, tmp_path / "adapters").requires_grad_(False)
+    for each in loaded.modules():
+        if isinstance(each, nn.Dropout):
+            each.p = 0.0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    one, other = logits_of(loaded), logits_of(merged)
+    assert float((one - other).abs().max()) < 1e-5
+    assert float((one - bare).abs().max()) > 1e-2
+
+    line = refuse(run__resume=True, **values, model__double_quantization=False)
+    assert line.startswith(f"{last} is of another model: the parameter model.layers.0.")
+    assert " and ['nf4', 64, 64, '" in line

@@ -8,24 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.train.conftest import Bench, write_pairs
+from tests.train.conftest import Bench, states_of, timeless, write_pairs
 from tests.train.test_checkpoint import reseal
 
 pytestmark = pytest.mark.slow
 
 Refuse = Callable[..., str]
-OF_THE_CLOCK = (
-    "tokens_per_second", "samples_per_second", "memory_gib", "measured_slowest_over_mean", "slowest_rank",
-)  # fmt: skip
-
-
-def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows without what the clock and the machine say; everything else must agree to the bit."""
-    return [{key: row[key] for key in row if key not in OF_THE_CLOCK} for row in rows]
-
-
 KINDS: dict[str, dict[str, Any]] = {
     "map-style": {},
     "stream": {"data__streaming": True, "data__shuffle_window": 20, "data__num_workers": 1, "optim__decay_steps": 40},
@@ -40,21 +29,6 @@ def mixture_of(bench: Bench) -> dict[str, Any]:
     for length, path in zip((40, 3), files.values(), strict=True):
         write_pairs(path, [(f"{length} and {k}: ", "ab" * (k % 5 + length)) for k in range(30)])
     return {f"data__mixture__{name}__path": path for name, path in files.items()}
-
-
-def states_of(checkpoint: Path, out: Path) -> dict[str, Any]:
-    """Every tensor of a checkpoint, by its dotted name: weights and the optimizer's."""
-    dcp_to_torch_save(checkpoint, out)
-    tensors: dict[str, Any] = {}
-
-    def walk(name: str, value: Any) -> None:
-        for key, part in value.items() if isinstance(value, dict) else ():
-            walk(f"{name}.{key}", part)
-        if isinstance(value, torch.Tensor):
-            tensors[name] = value
-
-    walk("", torch.load(out, weights_only=False))
-    return tensors
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -83,24 +83,6 @@ def test_the_open_loop_takes_a_mapping_of_terms():
     assert same_bits(gradients(model), expected(model, BATCH))
 
 
-@pytest.mark.parametrize("loss_fn", [squares, weighed])
-def test_finalize_may_replace_the_divisor(loss_fn):
-    update, model = run(BATCH, loss_fn, finalize={"weight": 64.0})
-    whole, _ = run(BATCH)
-    assert same_bits(gradients(model), expected(model, BATCH, 64.0))
-    assert (float(update.weight), float(update.loss)) == (64.0, float(whole.loss) / 4)
-
-
-def test_a_call_returns_its_own_sums():
-    model = model_of_integers()
-    gradient = GradientAccumulator(model, micro_batch_size=2)
-    first, second = (gradient.forward_backward(batch, weighed) for batch in (BATCH[:4], BATCH[4:]))
-    update = gradient.finalize()
-    assert [float(each["loss"].weight) for each in (first, second)] == [9, 7]
-    assert float(first["loss"].total + second["loss"].total) / 16 == float(update.loss)
-    assert not first["loss"].total.requires_grad
-
-
 def test_plan_runs_nothing():
     model = model_of_integers()
     gradient = GradientAccumulator(model, micro_batch_size=2)

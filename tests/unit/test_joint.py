@@ -113,32 +113,6 @@ def test_a_batch_loaded_while_it_runs() -> None:
     assert_equal(run(JointLoss(encode, contrast), batch), EXPECTED)
 
 
-def test_several_models() -> None:
-    whole = towers()
-    parts = [whole.query, whole.document]
-
-    def both(models: list[nn.Module], batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        query, document = models
-        return torch.tanh(query(batch["query"])), document(batch["document"])
-
-    def loss(queries: Tensor, documents: Tensor) -> tuple[Tensor, int]:
-        return contrast(queries, documents, torch.zeros(1, dtype=torch.float64))
-
-    gradient = GradientAccumulator(parts, micro_batch_size=2)
-    gradient.forward_backward(rows(), JointLoss(both, loss))
-    gradient.finalize()
-    expected = uncut(lambda model: loss(*both([model.query, model.document], rows())))
-    assert_equal(gradients(whole), expected)
-
-
-def test_calls_couple_their_own_samples() -> None:
-    def expected(model: nn.Module) -> tuple[Tensor, int]:
-        first, second = contrast(*encode(model, rows(5))), contrast(*encode(model, rows(3, seed=2)))
-        return first[0] + second[0], first[1] + second[1]
-
-    assert_equal(run(JointLoss(encode, contrast), rows(5), rows(3, seed=2)), uncut(expected))
-
-
 def test_beside_a_plain_loss_in_one_update() -> None:
     def plain(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
         queries, _, _ = encode(model, batch)
@@ -256,15 +230,6 @@ def test_a_kept_representation_keeps_nothing_else() -> None:
     hidden = torch.zeros(2, 1000, WIDTH)
     kept = keep_encoding((hidden[:, 0], hidden[:, -1]), random_state.note(hidden.device))
     assert [each.untyped_storage().nbytes() for each in kept.leaves] == [2 * WIDTH * 4] * 2
-
-
-def test_an_update_without_weight_leaves_no_gradient() -> None:
-    model = towers()
-    gradient = GradientAccumulator(model, micro_batch_size=2)
-    gradient.forward_backward(rows(), JointLoss(encode, lambda *every: (contrast(*every)[0], 0)))
-    update = gradient.finalize()
-    assert not update.finite
-    assert set(gradients(model).values()) == {None}
 
 
 def test_no_samples_at_all() -> None:

@@ -102,15 +102,6 @@ def test_an_update_that_cannot_be_stepped_is_as_if_it_had_not_been(loss_fn):
     assert (learner.step, other.step) == (5, 4)
 
 
-def test_many_calls_are_one_step():
-    learner = new_learner(max_norm=None)
-    for update in range(3):
-        learner.forward_backward(batch(update), losses.classification)
-    update = learner.optim_step()
-    assert (int(update.weight), update.num_samples, learner.step) == (24, 24, 1)
-    assert learner.scheduler.last_epoch == 1
-
-
 def test_without_schedule():
     model = new_model()
     learner = Learner(

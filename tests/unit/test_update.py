@@ -39,20 +39,6 @@ def test_what_an_update_was():
     assert run()[0].grad_norm is None
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 3, 16])
-@pytest.mark.parametrize("weigh", [None, count])
-def test_a_metric_is_an_exact_quotient_and_brings_no_gradient(micro_batch_size, weigh):
-    def with_metrics(model, microbatch):
-        large, tokens = microbatch["labels"] > 2, torch.tensor(float(microbatch["labels"].numel()))
-        return {"loss": squares(model, microbatch), "large": (large.sum(), count(microbatch)), "one": (tokens, tokens)}
-
-    update, model = run(loss(weigh=weigh)(with_metrics) if weigh else with_metrics, micro_batch_size=micro_batch_size)
-    large = sum(int((each["labels"] > 2).sum()) for each in BATCH)
-    assert numbers(update) == {"loss": whole_total() / 16, "large": large / 16, "one": 1.0}
-    assert float(update.loss) == whole_total() / 16
-    assert same_bits(gradients(model), expected(model, BATCH))
-
-
 def two_terms(targets: int, rows: int):
     """Squared errors over the targets, and 3 * spare per sample over twice the samples; 0 takes a term's weight."""
 
