@@ -134,7 +134,7 @@ def learned(ranks: Ranks, *, measures: bool, sync: str) -> tuple[list[Any], list
 
     def slow(model: Any, microbatch: Any) -> Any:
         if ranks.rank == 1:
-            time.sleep(0.02)
+            time.sleep(0.05)
         return losses.mse(model, microbatch)
 
     slow.weigh = loss_hooks(losses.mse).weigh
@@ -165,12 +165,12 @@ def with_and_without(ranks: Ranks, sync: str) -> tuple[bool, list[float]]:
 
 @pytest.mark.parametrize("sync", ["last", "every"])
 def test_waiting_is_not_counted_and_nothing_learned_depends_on_it(tmp_path: Path, sync: str) -> None:
-    """Rank 1 sleeps 20 ms in each of three forwards; rank 0 waits for it where gradients are summed."""
+    """Rank 1 sleeps 50 ms in each of three forwards; rank 0 waits for it where gradients are summed."""
     (same, waits), (also, slow) = on_ranks(2, tmp_path, with_and_without, sync)
     assert same
     assert also
-    assert min(slow[1:]) > 0.06
-    assert min(waits[1:]) < 0.03  # the best of them: the machine is not ours alone
+    assert min(slow[1:]) > 0.15
+    assert min(waits[1:]) < 0.1  # the best of them: the machine is not ours alone
 
 
 # In runs
