@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megabatch import Term, loss
-from megabatch.losses.contract import counted_weights, differentiable, terms_of, weigh_of
+from megabatch.losses.contract import counted_weights, terms_of, weigh_of
 
 TOTAL = torch.tensor(6.0, requires_grad=True) * 1
 METRIC = torch.tensor(5.0)
@@ -39,10 +39,6 @@ def test_returned(name):
 @pytest.mark.parametrize(("weight", "expected"), COUNTED)
 def test_counted(weight, expected):
     assert counted_weights(weight) == expected
-
-
-def test_a_total_without_a_gradient_is_a_metric():
-    assert differentiable(terms_of({"accuracy": (METRIC, 1), "lm": (TOTAL, 1), "kl": (TOTAL, 1)})) == ["lm", "kl"]
 
 
 def test_a_loss_says_how_its_weight_is_counted():

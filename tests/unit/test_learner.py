@@ -80,28 +80,6 @@ def test_the_same_weights_as_a_plain_loop(max_norm):
     assert learner.step == NUM_UPDATES
 
 
-def without_weight(model: nn.Module, microbatch):
-    return model(microbatch["x"]).sum() * 0, 0
-
-
-def not_a_number(model: nn.Module, microbatch):
-    return model(microbatch["x"]).sum() * float("nan"), 1
-
-
-@pytest.mark.parametrize("loss_fn", [without_weight, not_a_number])
-def test_an_update_that_cannot_be_stepped_is_as_if_it_had_not_been(loss_fn):
-    """Between two good ones: neither weights, moments nor schedule tell of it; only its number is counted."""
-    learner, other = new_learner(), new_learner()
-    expected = train(other, range(4))
-    found = train(learner, range(2))
-    learner.forward_backward(batch(9), loss_fn)
-    assert not learner.optim_step().finite
-    assert found + train(learner, range(2, 4)) == expected
-    assert same_weights(learner.model, other.model)
-    assert learner.scheduler.state_dict() == other.scheduler.state_dict()
-    assert (learner.step, other.step) == (5, 4)
-
-
 def test_without_schedule():
     model = new_model()
     learner = Learner(

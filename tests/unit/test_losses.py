@@ -1,7 +1,5 @@
 """Ready-made losses against plain torch, and their weights against what they sum."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -51,12 +49,6 @@ def test_total_and_weight(name):
     assert float(term.total) == pytest.approx(float(total), rel=1e-14)
     assert float(term.weight) == weight
     assert float(weigh_of(loss_fn)(microbatch)) == weight
-
-
-@pytest.mark.parametrize("loss_fn", [losses.next_token, losses.classification])
-def test_logits_may_come_in_an_object(loss_fn):
-    microbatch = {"input_ids": LABELS, "labels": LABELS}
-    assert loss_fn(Answers(SimpleNamespace(logits=LOGITS)), microbatch) == loss_fn(Answers(LOGITS), microbatch)
 
 
 def test_a_lone_input_goes_by_position_and_several_by_name():

@@ -118,17 +118,6 @@ def test_samples_of_another_kind_are_as_long_as_their_batch_says() -> None:
     assert torch.equal(gradients(linear, weighed_squares, batch(), collate=collate), expected)
 
 
-def test_more_samples_than_were_measured_are_measured() -> None:
-    gradient = GradientAccumulator(nn.Linear(8, 1).double())
-    gradient.tune(samples(1), weighed_squares)
-    assert tokens_of(gradient) == 15
-    gradient.forward_backward(samples(300, width=8), weighed_squares)
-    gradient.finalize()
-    assert tokens_of(gradient) == 301 * 8 - 1
-    assert gradient.last_plan is not None
-    assert gradient.last_plan.num_microbatches == 1
-
-
 def test_the_longest_sample_is_kept_for_calls_with_more() -> None:
     """Of shorter ones, which must not choose the bound; and none is chosen for more that fit as it is."""
     lengths = {"long": [9], "more": [3] * 20, "few": [3] * 5}
