@@ -126,3 +126,8 @@ def test_schedules_say_the_stages_of_a_rank():
 def test_the_plan_counts_logits_as_the_loss_makes_them(sizes):
     num_classes, width = sizes
     assert max(width // 2, MIN_CHUNK // num_classes) == chunk_tokens(num_classes, width)
+
+
+def test_an_error_is_one_line():
+    assert in_one_line(ValueError("a\n  b")) == "ValueError: a b"
+    assert len(in_one_line(ValueError("a" * 300))) == 200

@@ -36,6 +36,15 @@ def test_clipped_as_torch_clips(dtype, scale, without):
         assert same_bits(mine, theirs)
 
 
+def test_a_factor_comes_before_the_clip():
+    mine, theirs = parameters(dtype=torch.float64), parameters(dtype=torch.float64)
+    gradients.scale_gradients(theirs, 0.25)
+    expected = nn.utils.clip_grad_norm_(theirs, 1.0)
+    assert torch.equal(gradients.clip_gradients(mine, 1.0, 0.25), expected)  # a power of two rounds nothing
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-15, atol=0)
+
+
 class Writes(TorchDispatchMode):
     """Counts the operations that write into a gradient."""
 

@@ -166,6 +166,16 @@ def test_dropout_is_that_of_one_pass(checkpointed: bool) -> None:
     assert torch.equal(torch.rand(3), after)
 
 
+def test_a_replay_leaves_the_generator_where_it_was_also_where_it_fails() -> None:
+    state = random_state.note(torch.device("cpu"))
+    torch.rand(7)
+    there = random_state.note(torch.device("cpu"))
+    assert not there.same_as(state)
+    with pytest.raises(RuntimeError), random_state.replay(state):
+        torch.rand(3).view(2)
+    assert random_state.note(torch.device("cpu")).same_as(there)
+
+
 def test_autocast_around_the_whole_loop_keeps_gradients() -> None:
     """Casts of weights made without a graph must not be used in the second forward."""
     inside, outside = Towers(), Towers()
