@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import BatchEncoding
 
 from megabatch import PlanError
@@ -106,6 +107,15 @@ def test_told_lengths_of_another_kind_are_taken_as_told():
     assert equal(samples.dummy(), pad_right([images[2]]))
     with pytest.raises(PlanError, match="a sample is a tuple; expected a mapping of tensors"):
         Samples(Deferred(lambda index: (1, 2), [1], measured=False)).take([0])
+
+
+def test_nested_tensors_of_a_microbatch_are_moved():
+    microbatch = {"x": torch.zeros(2), "pair": (torch.ones(1), "a word"), "number": 3}
+    moved = to_device(microbatch, torch.device("meta"))
+    assert isinstance(moved["x"], Tensor)
+    assert (moved["x"].device.type, moved["pair"][0].device.type) == ("meta", "meta")
+    assert (moved["pair"][1], moved["number"]) == ("a word", 3)
+    assert to_device(microbatch, torch.device("cpu"))["x"] is microbatch["x"]
 
 
 class Words(dict):
