@@ -196,8 +196,10 @@ class Callback:
         """Called after each evaluation of a set, with ``context.row``. The model holds the weights evaluated."""
 
     def end(self, context: RunContext) -> None:
-        """Called after the last update, or when a signal has stopped the run. A run that fails does not call it. A last
-        evaluation may follow."""
+        """Called after the last update, or when a signal has stopped the run.
+
+        A run that fails does not call it. A last evaluation may follow.
+        """
 
 
 def check_whole(context: RunContext) -> None:

@@ -103,8 +103,10 @@ def adapter_text(adapter: "Adapter", run_folder: Path) -> str:
 
 
 def check_target(to: Path) -> None:
-    """Raise where the folder holds something, is none, or is the one that a shell is in: it is put in place as a whole,
-    and the shell would stay in the one that was there before."""
+    """Raise if the target is not empty, is no folder, or is the working directory.
+
+    The export replaces the folder as a whole. A shell inside would stay in the old one.
+    """
     if resolved(to) == resolved(Path.cwd()):
         raise MegabatchError(f"--to is {to}, the folder that you are in; name a folder that is new, or another one")
     to = resolved(to)

@@ -116,7 +116,7 @@ class DataConfig(SourceConfig):
     """Load an update's samples when their microbatch comes, so many microbatches ahead, for images and long text; they
     are read twice then, to be counted and to be run. None: an update is in memory whole before it runs."""
     cache: str | None = None
-    """Folder of tokenised data; None: megabatch's in the user's cache folder."""
+    """Folder of tokenized data; None: megabatch's in the user's cache folder."""
 
 
 class LossConfig(Section):

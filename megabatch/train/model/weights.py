@@ -42,7 +42,7 @@ class Saved(Protocol):
 
 @dataclass(frozen=True)
 class Unit:
-    """A block with all that is below it, or the tensors of another module, initialised at once."""
+    """A block with all that is below it, or the tensors of another module, initialized at once."""
 
     name: str
     module: nn.Module
@@ -174,7 +174,7 @@ def plan_units(model: PreTrainedModel, blocks: Mapping[str, nn.Module]) -> list[
 
 
 def units_of(name: str, module: nn.Module, owner: PreTrainedModel, blocks: set[str]) -> Iterator[Unit]:
-    """Children before parents, as transformers initialises; a module whose rules reach into those below is one unit."""
+    """Children before parents, as transformers initializes; a module whose rules reach into those below is one unit."""
     owner = module if isinstance(module, PreTrainedModel) else owner
     if name in blocks or reaches_down(module, owner):
         yield Unit(name, module, owner, is_whole=True)

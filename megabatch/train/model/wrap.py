@@ -91,8 +91,10 @@ def suited(num_ranks: int, model: nn.Module, layout: Layout) -> Wrapper:
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers that stay in one piece, by name, as the model says in ``_no_split_modules``; to be asked before
-    FSDP2 gives them another class."""
+    """Return the layers that stay in one piece, by name, from the model's ``_no_split_modules``.
+
+    Call it before FSDP2 gives them another class.
+    """
     kinds: set[str] = set(getattr(model, "_no_split_modules", None) or ())
     return {name: module for name, module in model.named_modules() if name and type(module).__name__ in kinds}
 
@@ -101,8 +103,10 @@ def distribute(
     model: nn.Module, blocks: Sequence[nn.Module], wrapper: Wrapper, policy: MixedPrecisionPolicy, mesh: DeviceMesh,
     *, reshards: bool,
 ) -> None:  # fmt: skip
-    """Give each block to FSDP2, which ``reshards`` it after its forward or keeps it, or to its replicate, then what is
-    left; collective."""
+    """Give each block to FSDP2 or its replicate, then the rest of the model. Collective.
+
+    With ``reshards``, FSDP2 drops the gathered weights of a block after its forward.
+    """
     over = reduced_mesh(wrapper, mesh)
     for module in (*blocks, model):
         if wrapper.name == "fsdp2":
@@ -123,8 +127,10 @@ def reduced_mesh(wrapper: Wrapper, mesh: DeviceMesh) -> DeviceMesh:
 
 
 def replicate(model: nn.Module, *, find_unused: bool, group: dist.ProcessGroup | None = None) -> nn.Module:
-    """The model in DDP, which looks for parameters that a microbatch leaves out if it is told to; collective over the
-    group, or all ranks."""
+    """Return the model in DDP. Collective over the group, or all ranks.
+
+    With ``find_unused``, DDP looks for parameters that a microbatch leaves out.
+    """
     return DistributedDataParallel(model, find_unused_parameters=find_unused, process_group=group)
 
 
