@@ -22,7 +22,7 @@ THEMES = {
              "bad": "#f2795f", "other": "#7d8a9b", "pale": "#2f3741"},
 }  # fmt: skip
 FONT = "-apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
-WIDTH = 640
+WIDTH, EDGE = 640, 12
 ROW = 34  # from one bar to the next
 EXACT = 1e-9
 NAMES = {
@@ -66,11 +66,12 @@ class Canvas:
     def svg(self) -> str:
         made_from = "".join(f"\n{path.name} sha256:{digest(path)}" for path in self.sources)
         return "\n".join([
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {self.height}" width="{WIDTH}" '
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{-EDGE} 0 {WIDTH + 2 * EDGE} {self.height}" '
+            f'width="{WIDTH + 2 * EDGE}" '
             f'height="{self.height}" role="img" font-family="{FONT}">',
             f"<title>{escape(self.title)}</title>",
             f"<metadata>made by python -m benchmarks.figures from{made_from}</metadata>",
-            f'<rect width="{WIDTH}" height="{self.height}" fill="{self.colors["back"]}"/>',
+            f'<rect x="{-EDGE}" width="{WIDTH + 2 * EDGE}" height="{self.height}" fill="{self.colors["back"]}"/>',
             *self.shapes,
             "</svg>\n",
         ])  # fmt: skip
