@@ -64,7 +64,7 @@ class Wrapper:
 
 
 def choose_wrapper(asked: str | None, num_ranks: int, model: nn.Module, layout: Layout = ALONE) -> Wrapper:
-    """The wrapper that was asked for, or the one that suits the degrees, the number of ranks and the parameters."""
+    """Return the stated wrapper, or the one that suits the degrees, the number of ranks and the parameters."""
     wrapper = Wrapper(asked, "asked for") if asked is not None else suited(num_ranks, model, layout)
     if wrapper.name != "plain":
         check_wrapper(wrapper.name, *layout.data_degrees(wrapper.name, num_ranks))
@@ -72,7 +72,7 @@ def choose_wrapper(asked: str | None, num_ranks: int, model: nn.Module, layout: 
 
 
 def suited(num_ranks: int, model: nn.Module, layout: Layout) -> Wrapper:
-    """The wrapper where the recipe names none."""
+    """Return the wrapper where the recipe names none."""
     if num_ranks == 1:
         return Wrapper("plain", "one process")
     if num_ranks == layout.tp * layout.pp:
@@ -117,7 +117,7 @@ def distribute(
 
 
 def reduced_mesh(wrapper: Wrapper, mesh: DeviceMesh) -> DeviceMesh:
-    """The part of the mesh over which gradients are summed: the data axes, the last of them with cp."""
+    """Return the part of the mesh over which gradients are summed: the data axes, the last of them with cp."""
     names = mesh.mesh_dim_names or ()
     axes = [axis for axis in ("dp_replicate", "dp_shard") if axis in names]
     if "cp" not in names:
@@ -179,7 +179,7 @@ def computing(config: ModelConfig, wrapper_name: str, device: torch.device) -> A
 
 
 def precision_text(config: ModelConfig, wrapper_name: str, accumulated: torch.dtype | None) -> str:
-    """The precision in words."""
+    """Return the precision in words."""
     if not is_mixed(config):
         is_wider = accumulated is not None and accumulated != dtype_of(config)
         added = f", gradients added in {accumulated}" if is_wider else ""
@@ -227,7 +227,7 @@ def _other_attention(config: Any) -> str | None:
 
 
 def _rope_types(parameters: Any) -> list[str]:
-    """The type of rotary positions, or one per kind of layer."""
+    """Return the type of rotary positions, or one per kind of layer."""
     if not isinstance(parameters, dict):
         return []
     found = cast(dict[str, Any], parameters)

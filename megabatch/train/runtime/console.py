@@ -160,7 +160,7 @@ class Console:
 
     @contextmanager
     def _shown(self, counted: Counted) -> Generator[None, None, None]:
-        """Shows it from a thread, for a block may take long without counting anything."""
+        """Show it from a thread, since a block may take long without counting anything."""
         ended = threading.Event()
         thread = threading.Thread(target=self._show_until, args=(counted, ended), daemon=True)
         thread.start()
