@@ -37,7 +37,7 @@ SAY = "give sum_over= or mean_over= for each microbatch, or update_weight= or di
 
 
 class LossWeight(NamedTuple):
-    """What the loss of a microbatch is, and over how much of this rank's data."""
+    """The kind of a microbatch's loss, and the amount of this rank's data that it covers."""
 
     kind: str | None = None  # SUM, MEAN or DIVIDED; None if it is not said yet
     value: float | Tensor | None = None  # a tensor only on a device; None if only the update's is known
@@ -49,7 +49,7 @@ class LossWeight(NamedTuple):
 
 
 class LoopRequest(NamedTuple):
-    """What this rank says when a microbatch begins."""
+    """The report of this rank at the start of a microbatch."""
 
     of: int
     weight: LossWeight

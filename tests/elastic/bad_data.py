@@ -210,11 +210,11 @@ def own(folder: Path, bad: str) -> Keys:
 
 
 for name, bad in {
-    "a sample of one's own that cannot be read": '"raises"',
-    "a sample of one's own that is of another shape": "sample_of(3, 2)",
-    "a sample of one's own that is no mapping": "[1, 2]",
-    "a sample of one's own that lacks a value": '{"x": torch.zeros(3)}',
-    "a number in a sample of one's own that is not finite": "sample_of(float('nan'))",
+    "a sample of your own that cannot be read": '"raises"',
+    "a sample of your own that is of another shape": "sample_of(3, 2)",
+    "a sample of your own that is no mapping": "[1, 2]",
+    "a sample of your own that lacks a value": '{"x": torch.zeros(3)}',
+    "a number in a sample of your own that is not finite": "sample_of(float('nan'))",
 }.items():
     kind(name)(lambda folder, bad=bad: own(folder, bad))
 
@@ -248,8 +248,8 @@ MEDDLING |= {
     "a file that is deleted while it is read": Path.unlink,
 }
 DAMAGING |= {
-    "tokenised data that was cut off": lambda entry: cut_off(entry / "samples.arrow"),
-    "tokenised data that was overwritten": lambda entry: garbled(entry / "samples.arrow"),
-    "tokenised data without its summary": lambda entry: (entry / "summary.json").write_text("{}"),
+    "tokenized data that was cut off": lambda entry: cut_off(entry / "samples.arrow"),
+    "tokenized data that was overwritten": lambda entry: garbled(entry / "samples.arrow"),
+    "tokenized data without its summary": lambda entry: (entry / "summary.json").write_text("{}"),
 }
 KINDS |= dict.fromkeys([*MEDDLING, *DAMAGING], many)

@@ -84,7 +84,7 @@ def loaded(name: str, how: str, folder: Path, chatty: dict[bool, Any]) -> Data:
 
 
 def trained(name: str, how: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """What a run with samples of one's own says on its way out, of status 2."""
+    """What a run with samples of the user's own says on its way out, of status 2."""
     keys = KINDS[name](folder)
     more = "".join(f"{key} = {value}\n" for key, value in keys.items() if key != "function")
     more += 'broken_rows = "skip"\n' if how == "skip" else ""
@@ -112,7 +112,7 @@ def test_it_ends_as_the_documents_say(
 ) -> None:
     said = {"stop": stop, "skip": skip}[how]
     line = re.fullmatch("`(.*)`", said)
-    if "one's own" in name or "loader" in name:
+    if "of your own" in name or "loader" in name:
         assert line is not None
         found = trained(name, how, tmp_path, capsys)
     elif line is None:

@@ -22,7 +22,7 @@ from tests.train.test_cache import ALONE, TEXTS, config, entries, once, write
 
 
 def rank_main(folder: Path, rank: int, size: int, values: dict[str, Any]) -> None:
-    """One rank: tokenises slowly, with a pulse after every sample, and writes down what it got."""
+    """One rank: tokenizes slowly, with a pulse after every sample, and writes down what it got."""
     cache.SECONDS_OF_WAITING = 0.0
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size)
     ranks = Ranks(rank, size, torch.device("cpu"))
@@ -93,7 +93,7 @@ def test_the_others_wait_longer_than_a_collective_does(tmp_path: Path) -> None:
 
 
 def endless(folder: Path) -> None:
-    """Tokenises a pipe whose end never comes."""
+    """Tokenizes a pipe whose end never comes."""
     data = config(folder, path=str(folder / "pipe.jsonl"))
     tokenize_once(data, "data", data, ByT5Tokenizer(), ALONE, Console(enabled=False, loss_digits=3))
 

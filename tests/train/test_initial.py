@@ -1,4 +1,4 @@
-"""One initialisation for every wrapper and number of ranks, to the bit, and never a whole model on a sharded rank."""
+"""One initialization for every wrapper and number of ranks, to the bit, and never a whole model on a sharded rank."""
 
 import ctypes
 import itertools

@@ -55,7 +55,7 @@ class OfAll(optim.Optimizer):
         if self.mixes == "clips":
             norm = torch.stack([each.grad.norm() for each in found]).norm()
             scale = (1.0 / norm).clamp(max=1.0)
-        if self.mixes == "normalises":
+        if self.mixes == "normalizes":
             scale = 1 / torch.stack([each.grad.norm() for each in found]).norm()
         for each in found:
             state = self.state[each]
@@ -99,7 +99,7 @@ ACCEPTED: dict[str, Callable[[nn.Module], optim.Optimizer]] = {
 }
 REFUSED = {
     "clips": "looks at several parameters at once",
-    "normalises": "looks at several parameters at once",
+    "normalizes": "looks at several parameters at once",
     "past its groups": "looks at several parameters at once",
     "counts": "counts its steps by itself, or keeps something else that is not of one parameter",
 }
