@@ -6,7 +6,7 @@ RECIPE ?= recipes/stdlib.toml
 JOBS ?= 2
 RUN := runs/$(basename $(notdir $(RECIPE)))-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: train test test-all check docs exact bench clean
+.PHONY: train test test-all check docs exact bench figures clean
 
 train: $(VENV)/train.done  ## install, and run the main job on one process
 	$(BIN)/python -m megabatch train $(RECIPE) --run.folder=$(RUN) $(ARGS)
@@ -29,11 +29,15 @@ docs: $(VENV)/dev.done  ## the documentation as a site, in site/
 exact: $(VENV)/dev.done  ## the full table of exactness; writes tests/exact/result.json
 	$(BIN)/python -m tests.exact.full
 
-bench: $(VENV)/bench.done  ## time it beside its peers, and what grows with what; writes benchmarks/results and README's table
+bench: $(VENV)/bench.done  ## time it beside its peers, and what grows with what; writes benchmarks/results and the tables of docs/benchmarks.md
 	$(BIN)/python -m benchmarks.one_microbatch
 	$(BIN)/python -m benchmarks.scaling
 	$(BIN)/python -m benchmarks.speed $(ARGS)
 	$(BIN)/python -m benchmarks.speed --table
+
+figures: $(VENV)/dev.done  ## draw the README's figures from benchmarks/results; RUN=runs/NAME takes the screenshots of its page too
+	$(BIN)/python -m benchmarks.figures
+	if [ -d "$(RUN)" ]; then $(BIN)/python -m benchmarks.screenshot "$(RUN)"; fi
 
 clean:
 	rm -rf $(VENV) build site *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,7 +1,7 @@
 """What it costs to measure the gradient's noise: an update in two halves, a norm between them, beside a plain one.
 
 Both train the same small Llama on the same samples: forward, backward, clip, AdamW. Repeats are interleaved, so that
-drift falls on both, and the ratio is the median of those of neighbours. Seconds are the processor's, of one thread:
+drift falls on both, and the ratio is the median of those of neighbors. Seconds are the processor's, of one thread:
 those of the clock have whatever else runs on the machine. Writes benchmarks/results/noise_scale_*.json.
 """
 

@@ -10,6 +10,7 @@ from mkdocs.structure.pages import Page
 
 MARK = re.compile(r"^(```\w+) notest-\w+$", re.MULTILINE)  # of the tests: why a block is not run with the others
 LINK = re.compile(r"\]\(((?:\.\./)+)([\w./-]+)\)")
+ASSET = re.compile(r'(src|srcset)="assets/')  # in HTML, which mkdocs leaves alone; a page is a folder on the site
 SOURCES = "sources"  # where the site has files of the repository that a page links to
 
 
@@ -38,7 +39,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) 
         known = path.is_file() and not path.is_relative_to(docs)
         return f"]({depth}{SOURCES}/{path.relative_to(docs.parent)}.txt)" if known else match[0]
 
-    return LINK.sub(inside, MARK.sub(r"\1", markdown))
+    pictured = ASSET.sub(rf'\1="{depth}../assets/', markdown) if source.stem != "index" else markdown
+    return LINK.sub(inside, MARK.sub(r"\1", pictured))
 
 
 def outside(page: Path, markdown: str, docs: Path) -> set[Path]:

@@ -105,5 +105,5 @@ def evaluate(event: Event) -> dict[str, float]:
     images, digits = images_and_digits()
     pixels = images.flatten(1).numpy()  # [N, 64]
     read = SVC().fit(pixels[NUM_HELD_OUT:], digits[NUM_HELD_OUT:].numpy()).predict(drawn)
-    recognised = float((read == asked.cpu().numpy()).mean())
-    return {"recognised": recognised, "distance": distance(drawn, pixels[:NUM_HELD_OUT])}
+    recognized = float((read == asked.cpu().numpy()).mean())
+    return {"recognized": recognized, "distance": distance(drawn, pixels[:NUM_HELD_OUT])}

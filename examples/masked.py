@@ -1,4 +1,4 @@
-"""Masked language modelling, on the topics of Python's help(). megabatch train recipes/masked.toml
+"""Masked language modeling, on the topics of Python's help(). megabatch train recipes/masked.toml
 
 The weight is a number of masked tokens, of which microbatches have unequal numbers: the trap is the mean of means. And
 another: a collator that draws masks for a microbatch draws others under another cut. Here they belong to the sample.

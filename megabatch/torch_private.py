@@ -178,6 +178,15 @@ def last_divisor(loss: Tensor) -> float | None:
     return float(other.detach())
 
 
+def scaler_state(scaler: torch.amp.GradScaler) -> tuple[Any, ...]:
+    """``GradScaler._scale`` and ``_per_optimizer_states`` as something to compare: `unscale_`, `step` and `update`
+    change it.
+    """
+    scale: Tensor | None = getattr(scaler, "_scale", None)
+    stages = {key: each["stage"] for key, each in getattr(scaler, "_per_optimizer_states", {}).items()}
+    return (None if scale is None else (id(scale), count_writes(scale)), stages)
+
+
 def _before_views(loss: Tensor) -> Any:
     node: Any = loss.grad_fn
     while node is not None and node.name() in ("ToCopyBackward0", "ViewBackward0"):

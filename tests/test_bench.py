@@ -135,8 +135,8 @@ def test_what_is_not_there_is_left_out_and_said(capsys, monkeypatch):
     assert capsys.readouterr().out.count("left out") == 2
 
 
-def test_the_readme_has_the_newest_result():
-    text = table.README.read_text().partition(table.START)[2].partition(table.END)[0]
+def test_the_page_has_the_newest_result():
+    text = table.PAGE.read_text().partition(table.START)[2].partition(table.END)[0]
     newest = table.newest()
     assert text == (table.render(json.loads(newest.read_text())) if newest else "")
 

@@ -33,6 +33,8 @@ PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path 
 READ = PAGES | {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md")}
 NOT_RUN = {  # page → the mark of its blocks that are not run here, and who runs them
     "docs/parallelism.md": ("ranks", "needs two processes; tests/comm/test_document.py runs it on two"),
+    "docs/tutorial.md": ("ranks", "needs two processes; tests/test_tiny.py runs it on two"),
+    "docs/coming-from.md": ("example", "an excerpt of a file of examples/, which tests/test_examples.py runs"),
     "docs/integrations.md": ("example", "an excerpt of a file of examples/, which tests/test_examples.py runs"),
 }
 
@@ -91,7 +93,7 @@ def group(group_of_one: None) -> Iterator[None]:
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("name", [name for name in PAGES if any(not mark for mark, _ in blocks(PAGES[name], "python"))])
 def test_the_python_of_a_page_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """README's runs in tests/test_tiny.py."""
+    """README's diff runs in tests/test_tiny.py."""
     assert len(ran(name)) > len(given())
 
 

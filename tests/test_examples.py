@@ -225,9 +225,9 @@ def test_the_flow_learns_to_draw_digits(tmp_path: Path) -> None:
     recipe = str(RECIPES / "flow-digits.toml")
     good(Run(["train", recipe, *overrides(small)], tmp_path / "logs", ranks=1).wait(SECONDS)[0])
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    (noise, drawn) = [row for row in rows if "eval_recognised" in row]
-    assert noise["eval_recognised"] < 0.2
-    assert drawn["eval_recognised"] > 0.4
+    (noise, drawn) = [row for row in rows if "eval_recognized" in row]
+    assert noise["eval_recognized"] < 0.2
+    assert drawn["eval_recognized"] > 0.4
     assert drawn["eval_distance"] < noise["eval_distance"] / 2
     pictures = [(tmp_path / "run" / f"samples-{step}.png").read_bytes() for step in (0, 240)]
     assert all(picture.startswith(b"\x89PNG") for picture in pictures)

@@ -57,6 +57,15 @@ def test_a_mark_of_the_tests_is_not_on_the_site(site: Path) -> None:
     assert html.count('<div class="highlight"') == len(blocks(PAGES["docs/parallelism.md"], "python"))
 
 
+@pytest.mark.full
+def test_pictures_in_html_are_on_the_site(site: Path) -> None:
+    shown = re.findall(
+        r'(?:src|srcset)="([^"]*assets/[a-z_]+-(?:light|dark)[^"]*)"', (site / "benchmarks" / "index.html").read_text()
+    )
+    assert len(shown) >= 2
+    assert all((site / "benchmarks" / each).resolve().is_file() for each in shown)
+
+
 def test_every_page_but_the_decisions_is_in_the_navigation() -> None:
     def leaves(entry: Any) -> Iterator[str]:
         if isinstance(entry, str):

@@ -1,22 +1,95 @@
-"""The README is true: its five minutes run as they stand, and its before and after give the same gradient."""
+"""The README's diff and the tutorial are true: the new loop gives the exact gradient, and the old one does not."""
 
 import contextlib
+import io
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor, nn
 
-import megabatch
 from megabatch import GradientAccumulator, losses
-from megabatch.batching.samples import pad_right
+from megabatch.batching import pad_right
+from tests.test_docs import PAGES, READ, blocks
+from tests.train.processes import Run
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-BEFORE, AFTER, FIVE_MINUTES, OWN_LOSS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+((_, DIFF),) = blocks(READ["README.md"], "diff")
+HAND_WRITTEN, TWO_PROCESSES = (block for mark, block in blocks(PAGES["docs/tutorial.md"], "python") if mark)
+Sample = dict[str, Tensor]
+
+
+def side(sign: str) -> str:
+    """The code before ("-") or after ("+") the diff."""
+    return "\n".join(line[1:] for line in DIFF.splitlines() if line[:1] in (sign, " "))
+
+
+class Bigrams(nn.Module):
+    """A model in float64 that answers as transformers' models do: logits, and the mean loss of labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Embedding(64, 16), nn.Linear(16, 64)).double()
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.layers(input_ids)
+        loss = None if labels is None else F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return SimpleNamespace(logits=logits, loss=loss)
+
+
+def samples() -> list[Sample]:
+    """64 samples of uneven lengths, some labels masked."""
+    torch.manual_seed(1)
+    made: list[Sample] = []
+    for length in range(3, 67):
+        ids = torch.randint(64, (length,))
+        made.append({"input_ids": ids, "labels": torch.where(torch.arange(length) < length // 3, -100, ids)})
+    return made
+
+
+def gradient_of(code: str, **names: Any) -> Tensor:
+    """Run a loop for one update of all samples; return the gradient that the optimizer saw."""
+    model = Bigrams()
+    seen: list[Tensor] = []
+
+    class Recorder(torch.optim.SGD):
+        def step(self, closure: Callable[[], float] | None = None) -> None:
+            seen.append(torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None]))
+
+    optimizer = Recorder(model.parameters(), lr=0.1)
+    exec(
+        code, {"model": model, "optimizer": optimizer, "samples": samples(), "pad": pad_right, "torch": torch, **names}
+    )
+    (found,) = seen
+    return found
+
+
+def uncut() -> Tensor:
+    """By plain torch, all samples at once; clipped as the loops clip."""
+    model = Bigrams()
+    model(**pad_right(samples())).loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    return torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
+
+
+def error(found: Tensor) -> float:
+    return float((found - uncut()).norm() / uncut().norm())
+
+
+def test_the_loop_after_the_diff_is_exact_and_the_one_before_is_not() -> None:
+    assert error(gradient_of(side("+"))) < 1e-14
+    assert error(gradient_of(side("-"))) > 1e-3
+
+
+def test_the_diff_is_short_and_complete() -> None:
+    assert sum(line.startswith("+") for line in DIFF.splitlines()) <= 8
+    compile(side("+"), "README.md", "exec")
 
 
 @pytest.fixture
@@ -27,69 +100,30 @@ def process_group():
     dist.destroy_process_group()
 
 
-def build() -> torch.nn.Module:
-    """A model in float64, the same each time."""
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Embedding(64, 16), torch.nn.Linear(16, 64)).double()
+def test_the_loop_by_hand_of_the_tutorial_is_exact(process_group: None) -> None:
+    targets = {"targets": lambda microbatch: (microbatch["labels"][:, 1:] != -100).sum()}
+    code = HAND_WRITTEN.replace("model.no_sync()", "contextlib.nullcontext()").replace(
+        'model(microbatch["input_ids"])', 'model(microbatch["input_ids"]).logits'
+    )
+    microbatches = [pad_right(samples()[start : start + 8]) for start in range(0, 64, 8)]
+    run = f"{code}\nhand_written(model, optimizer, microbatches, 1)"
+    assert error(gradient_of(run, **targets, cross_entropy=F.cross_entropy, microbatches=microbatches)) < 1e-14
+    model = Bigrams()
+    gradient = GradientAccumulator(model, micro_batch_size=8)
+    gradient.forward_backward(samples(), losses.next_token)
+    gradient.finalize(max_norm=1.0)
+    assert error(torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])) < 1e-14
 
 
-def make_batch() -> list[dict[str, torch.Tensor]]:
-    """Samples of uneven lengths, some labels masked."""
-    torch.manual_seed(1)
-    samples: list[dict[str, torch.Tensor]] = []
-    for length in range(3, 30):
-        ids = torch.randint(64, (length,))
-        samples.append({"input_ids": ids, "labels": torch.where(torch.arange(length) < length // 3, -100, ids)})
-    return samples
-
-
-def gradients_of(code: str, **names: Any) -> list[torch.Tensor]:
-    """Run a snippet of the README for one update and keep the gradients that the optimizer saw."""
-    model = build()
-    seen: list[torch.Tensor] = []
-
-    class Recorder(torch.optim.SGD):
-        def step(self, closure: Callable[[], float] | None = None) -> None:
-            seen.extend(parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None)
-
-    optimizer = Recorder(model.parameters(), lr=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-    exec(code, {"model": model, "optimizer": optimizer, "scheduler": schedule, "torch": torch, **names})
-    return seen
-
-
-def cross_entropy_sum(model: torch.nn.Module, microbatch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """What the hand-written loop takes for granted."""
-    logits = model(microbatch["input_ids"])[:, :-1]
-    return F.cross_entropy(logits.flatten(0, 1), microbatch["labels"][:, 1:].flatten(), reduction="sum")
-
-
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")  # the recorder does not step
-def test_before_and_after_give_the_same_gradient(process_group: None) -> None:
-    hand_written = {"world_size": 1, "cross_entropy_sum": cross_entropy_sum, "collate": pad_right}
-    before = gradients_of(
-        BEFORE.replace("model.no_sync()", "contextlib.nullcontext()"),
-        **hand_written, batch=make_batch(), contextlib=contextlib, dist=dist,
-    )  # fmt: skip
-    after = gradients_of(AFTER, GradientAccumulator=GradientAccumulator, losses=losses, loader=[make_batch()])
-    assert len(before) == len(after) == 3
-    for one, other in zip(before, after, strict=True):
-        assert torch.linalg.vector_norm(one - other) <= 1e-14 * torch.linalg.vector_norm(one)
-
-
-def test_five_minutes(capsys: pytest.CaptureFixture[str]) -> None:
-    exec(FIVE_MINUTES, {})
-    printed = capsys.readouterr().out
-    assert printed.startswith("exact: worst relative error of a gradient")
-    fallen = [float(value) for value in re.findall(r"^loss (\d+\.\d+)", printed, re.MULTILINE)]
-    assert len(fallen) > 5
-    assert fallen[-1] < fallen[0] - 0.5
-    assert "padding" in printed
-
-
-def test_a_loss_of_your_own() -> None:
-    names: dict[str, Any] = {"megabatch": megabatch}
-    exec(OWN_LOSS, names)
-    model = torch.nn.Linear(3, 2).double()
-    batch = {"inputs": torch.randn(5, 3).double(), "labels": torch.randn(5, 2).double()}
-    assert megabatch.verify(model, names["absolute_error"], batch).ok
+@pytest.mark.full
+def test_the_tutorial_has_the_same_losses_on_two_processes(process_group: None, tmp_path: Path) -> None:
+    script = tmp_path / "two.py"
+    script.write_text(TWO_PROCESSES)
+    first, second = Run([], tmp_path, 2, script).wait(300)
+    assert first.status == second.status == 0, first.err
+    alone = re.sub(r"^dist\.(init|destroy)_process_group.*$", "", TWO_PROCESSES, flags=re.MULTILINE)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(alone, {})
+    one, two = (re.findall(r"loss (\d\.\d+), (\d+) samples", text) for text in (printed.getvalue(), first.out))
+    assert one == two
+    assert len(one) >= 2

@@ -3,7 +3,7 @@
     python -m benchmarks.speed                          # all; says how long it will take
     python -m benchmarks.speed --ranks 1 --repeats 3    # on one process, thrice, in turns
     python -m benchmarks.speed --only megabatch,hf_rebalance --data gsm8k
-    python -m benchmarks.speed --table                  # README's table, from the newest result
+    python -m benchmarks.speed --table                  # the table of docs/benchmarks.md, from the newest result
 
 Each contestant runs in processes of its own, one after the other; repeats are interleaved, so that the machine's drift
 falls on all. A run of parts writes nothing unless ``--out`` says where.
@@ -162,7 +162,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--gsm8k", type=Path, default=GSM8K, help="a JSON object a line: question, answer")
     parser.add_argument("--quick", action="store_true", help="tiny, to see that it works; its times say nothing")
     parser.add_argument("--out", type=Path, help="where the result is written")
-    parser.add_argument("--table", action="store_true", help="only write README's table, from the newest result")
+    parser.add_argument(
+        "--table", action="store_true", help="only write the table of docs/benchmarks.md, from the newest result"
+    )
     return parser.parse_args()
 
 

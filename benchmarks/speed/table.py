@@ -1,4 +1,4 @@
-"""README's table of speed, from a result."""
+"""The table of speed in docs/benchmarks.md, from a result."""
 
 import json
 import statistics
@@ -11,15 +11,16 @@ from benchmarks.speed.agreement import EXACT
 from benchmarks.speed.contestants import CONTESTANTS
 from benchmarks.speed.data import NAMES
 
-README = result.ROOT / "README.md"
+PAGE = result.ROOT / "docs" / "benchmarks.md"
 START, END = "<!-- speed: python -m benchmarks.speed --table -->\n", "<!-- end of speed -->"
 LEGEND = """
 {runs}
-Seconds of an update, in brackets beside megabatch's; computed / real is tokens through the model over those of the
-samples, for each data set; memory is above what the process had before. *Slanted* rows put other samples into an
-update. A gradient is off where it is a mean of microbatches' means.
+Numbers are seconds per update, with the ratio to megabatch in brackets. *computed / real* divides the tokens that go
+through the model by those of the samples, for each data set. *peak MB* is above the memory before the run. Rows in
+italics train on other samples in each update, so compare them with care. *gradient off by* is the error of a mean of
+microbatch means.
 """
-ONE_RUN = "One run of each, which does not say how far runs of the same work differ."
+ONE_RUN = "Each row is one run, so the noise is unknown."
 Row = dict[str, Any]
 
 
@@ -43,13 +44,13 @@ def newest() -> Path | None:
 
 
 def write() -> None:
-    """Between the two marks of the README."""
+    """Between the two marks of the page."""
     path = newest()
     if path is None:
         raise SystemExit("no result yet: run python -m benchmarks.speed")
-    before, _, rest = README.read_text().partition(START)
+    before, _, rest = PAGE.read_text().partition(START)
     _, _, after = rest.partition(END)
-    README.write_text(before + START + render(json.loads(path.read_text())) + END + after)
+    PAGE.write_text(before + START + render(json.loads(path.read_text())) + END + after)
 
 
 def render(found: dict[str, Any]) -> str:
@@ -67,8 +68,8 @@ def runs_text(rows: list[Row]) -> str:
     apart = [(max(each) - min(each)) / statistics.median(each) for each in (row["repeats_seconds"] for row in rows)]
     usual, most = statistics.median(apart), max(apart)
     return (
-        f"Medians of {repeats} runs in turns. Runs of the same work differ by {usual:.0%} (one row by {most:.0%}): "
-        "smaller\ndifferences are none."
+        f"Each number is the median of {repeats} runs. Repeated runs vary by {usual:.0%} (one row by {most:.0%}). "
+        "Treat smaller\ndifferences as noise."
     )
 
 

@@ -2,7 +2,7 @@
 
 Memory ran out, or DDP waits for a gradient that never comes.
 
-A collective that one rank has left half-way cannot be cancelled, so the update and the processes are lost. The message
+A collective that one rank has left half-way cannot be canceled, so the update and the processes are lost. The message
 goes through the store with which the ranks started. The store's host may be gone or frozen, so only threads use it, and
 each wait for them has a time limit.
 """

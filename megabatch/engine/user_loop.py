@@ -7,9 +7,9 @@ factor that `finalize` applies.
 
 import contextlib
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from megabatch.torch_private import (
     is_mean_cross_entropy,
     is_mean_reduction,
     last_divisor,
+    scaler_state,
 )
 from megabatch.wrappers.base import Wrapper
 from megabatch.wrappers.gradients import separate_gradients
@@ -36,7 +37,7 @@ SAY = "give sum_over= or mean_over= for each microbatch, or update_weight= or di
 
 
 class LossWeight(NamedTuple):
-    """What the loss of a microbatch is, and over how much of this rank's data."""
+    """The kind of a microbatch's loss, and the amount of this rank's data that it covers."""
 
     kind: str | None = None  # SUM, MEAN or DIVIDED; None if it is not said yet
     value: float | Tensor | None = None  # a tensor only on a device; None if only the update's is known
@@ -48,7 +49,7 @@ class LossWeight(NamedTuple):
 
 
 class LoopRequest(NamedTuple):
-    """What this rank says when a microbatch begins."""
+    """The report of this rank at the start of a microbatch."""
 
     of: int
     weight: LossWeight
@@ -69,7 +70,9 @@ def read_request(
 ) -> LoopRequest:  # fmt: skip
     """Return the arguments of `microbatch`, checked. Raises `PlanError`."""
     weight, whole = read_loss_weight(sum_over, mean_over), None
-    if divided and (weight.kind is not None or update_weight is not None):
+    if divided and weight.kind == SUM and weight.is_zero:
+        weight = LossWeight(DIVIDED, 0.0)
+    elif divided and (weight.kind is not None or update_weight is not None):
         raise PlanError(
             "divided=True says that the loss is divided already by the update's weight over all ranks; leave it, or "
             "sum_over, mean_over and update_weight, out"
@@ -77,7 +80,9 @@ def read_request(
     if update_weight is not None:
         whole = float(read_weight("update_weight", update_weight, waits=True))
         weight = LossWeight(SUM) if weight.kind is None else weight
-    return LoopRequest(require_count("of", of, least=0), LossWeight(DIVIDED) if divided else weight, whole)
+    return LoopRequest(
+        require_count("of", of, least=0), weight if weight.kind or not divided else LossWeight(DIVIDED), whole
+    )
 
 
 def read_loss_weight(sum_over: float | Tensor | None, mean_over: float | Tensor | None) -> LossWeight:
@@ -92,7 +97,8 @@ def read_loss_weight(sum_over: float | Tensor | None, mean_over: float | Tensor 
 def read_weight(name: str, value: float | Tensor, *, waits: bool = False) -> float | Tensor:
     """Return a weight as a number, or as a scalar on its device unless ``waits``. Raises `PlanError` for others."""
     if isinstance(value, Tensor) and value.numel() == 1 and value.device.type != "cpu" and not waits:
-        return value.detach().reshape(())
+        weight = value.detach().reshape(()).to(accumulation_dtype(value.device))
+        return torch.where(weight >= 0, weight, math.nan)  # which makes the update not finite
     try:
         number = float(value)
     except (TypeError, ValueError, RuntimeError):
@@ -151,12 +157,15 @@ class UserLoop:
         self.wrapper, self._ownership, self._policy = wrapper, ownership, policy
         self.is_running = self.is_dropped = False
         self.loss_scale: Tensor | None = None  # of a GradScaler
-        self.has_scaler: bool | None = None  # a GradScaler is given to each microbatch; None before the first
+        self._scaler: torch.amp.GradScaler | None = None
+        self._scaler_state: tuple[Any, ...] = ()
+        self._saw_float16 = False  # a forward of the microbatch that runs was under autocast to float16
         self._is_scaled: bool | None = None  # losses are scaled; None before the first
         self._is_seen = True  # every loss is known, so that the update's can be reported
         self._num_done = 0
         self._all_have_gradients = False
         self._writes: list[tuple[int, int] | None] = []  # to gradients, before the microbatch that runs
+        self._parameter_writes: list[tuple[int, int] | None] = []
         self._told_weight: float | Tensor = 0.0  # of this rank's microbatches so far
         self._is_untold = False  # some microbatch did not tell its weight
         self._update_weight, self._is_divided = request.update_weight, request.weight.kind == DIVIDED
@@ -187,6 +196,7 @@ class UserLoop:
                 f"finalize() was called after {self._num_done} of {self.of} microbatches; run the others before, or "
                 "discard() the update"
             )
+        self._check_scaler()
 
     @contextlib.contextmanager
     def run(self, index: int, request: LoopRequest) -> Generator["LoopMicrobatch"]:
@@ -200,12 +210,15 @@ class UserLoop:
         if index and (request.weight.kind == DIVIDED) != self._is_divided:
             raise MegabatchError("divided= changed within an update; give the same until finalize()")
         self._ownership.check()
+        wrapper.check_unchanged()
         self._ownership.release()  # gradients that a wrapper may free in its backward
         weight = request.weight
         if weight.kind is None and self._update_weight is not None:
             weight = LossWeight(SUM)  # as the first microbatch said
-        self._writes, part = _writes(wrapper), LoopMicrobatch(self, index, weight)
-        self.is_running = True
+        self._writes, part = _writes(each.grad for each in wrapper.accumulating), LoopMicrobatch(self, index, weight)
+        self._parameter_writes = _writes(wrapper.parameters)
+        self._saw_float16, self.is_running = False, True
+        hooks = [each.register_forward_pre_hook(self._note_autocast) for each in wrapper.models]
         try:
             with wrapper.microbatch(self._policy, last=is_last):
                 wrapper.is_counting = not weight.is_zero
@@ -218,7 +231,15 @@ class UserLoop:
                 self._check_backward(part)
         finally:
             self.is_running = False
+            for hook in hooks:
+                hook.remove()
         self._count()
+
+    def _note_autocast(self, *_: object) -> None:
+        self._saw_float16 |= any(
+            torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
+            for device in ("cpu", "cuda")
+        )
 
     def _check_backward(self, part: "LoopMicrobatch") -> None:
         """Raise `MegabatchError` unless the body of a microbatch ran a backward, and scaled as the one before did."""
@@ -227,8 +248,7 @@ class UserLoop:
             _check_seeds(where, part.seeds)
             if part.seeds[0].device.type != "cpu":  # else it is read
                 self.opened.compare_seed(part.seeds[0])
-        else:
-            self._check_gradients(where, took_divisor=part.took_divisor)
+        self._check_gradients(where, may_write_often=part.took_divisor)
         is_scaled = part.scaled or part.took_divisor
         if self._is_scaled not in (None, is_scaled):
             raise MegabatchError(f"{where} and the one before differ in whether the loss is scaled; scale all, or none")
@@ -249,30 +269,47 @@ class UserLoop:
 
     def check_unmoved(self, where: str) -> None:
         """Raise `LossContractError` if gradients have changed since the microbatch began."""
-        before, after = self._writes, _writes(self.wrapper)  # FSDP2 makes some parameters in the first forward
+        before, after = self._writes, _writes(each.grad for each in self.wrapper.accumulating)
+        # FSDP2 makes some parameters in the first forward, so that the list after is longer.
         if not self.wrapper.replaces_gradients and (after[: len(before)] != before or any(after[len(before) :])):
             raise LossContractError(
-                f"gradients changed before {where} was given to scale(): it runs its own backward; divide it by "
-                "divisor before that backward, and leave scale() out"
+                f"gradients changed in the body before {where} was given to scale(). Leave zero_grad() out, which "
+                "finalize() makes needless. If the loss runs its own backward, divide it by divisor before, and leave "
+                "scale() out"
             )
 
-    def _check_gradients(self, where: str, *, took_divisor: bool) -> None:
-        """Raise `MegabatchError` if no backward has run, or, where gradients show it, several have."""
-        before, after = self._writes, _writes(self.wrapper)
+    def _check_gradients(self, where: str, *, may_write_often: bool) -> None:
+        """Raise `MegabatchError` unless one backward, and nothing else, has changed the gradients, as far as they show.
+
+        A wrapper that reduces in backward writes to gradients itself, and FSDP2 keeps them elsewhere until then.
+        """
+        wrapper, is_last = self.wrapper, self._num_done == self.of - 1
+        before, after = self._writes, _writes(each.grad for each in wrapper.accumulating)
+        if not wrapper.replaces_gradients and _writes(wrapper.parameters) != self._parameter_writes:
+            raise MegabatchError(f"parameters were written to in {where}; call optimizer.step() after finalize()")
+        pairs = [] if wrapper.replaces_gradients or wrapper.forwards_meet else list(zip(before, after, strict=True))
+        if any(old and not new for old, new in pairs):
+            raise MegabatchError(f"gradients were dropped in {where}; leave zero_grad() out, finalize() does that")
         has_run = after != before
-        if self.wrapper.forwards_meet:  # keeps gradients elsewhere until the last microbatch
-            has_run = self._num_done < self.of - 1 or any(after)
+        if wrapper.forwards_meet:
+            has_run = not is_last or any(after)
         if not has_run:
             raise MegabatchError(
                 f"{where} ended without a backward, or with one that reached no parameter; call loss.backward() once "
                 "in the body of microbatch()"
             )
-        if took_divisor or self._num_done == self.of - 1 or self._policy == "every" or self.wrapper.forwards_meet:
-            return  # the loss may run several, and a wrapper writes to gradients that it reduces
-        both = [(old, new) for old, new in zip(before, after, strict=True) if old and new and old[0] == new[0]]
-        times = [new[1] - old[1] for old, new in both if new != old]
-        if times and min(times) > 1:
-            raise MegabatchError(f"{where} ran {min(times)} backwards; add the losses, or give each its microbatch")
+        if may_write_often or (type(wrapper) is not Wrapper and (is_last or self._policy == "every")):
+            return
+        both = [(old, new) for old, new in pairs if old and new]
+        if any(old[0] != new[0] for old, new in both):
+            raise MegabatchError(f"gradients were replaced in {where}; leave zero_grad() out, finalize() does that")
+        times = max((new[1] - old[1] for old, new in both), default=0)
+        if times > 1:
+            raise MegabatchError(
+                f"a gradient was written to {times} times in {where}, as by several backwards or by clip_grad_norm_; "
+                "add the losses, run one backward, and clip by finalize(max_norm=). Checkpoint shared layers with "
+                "use_reentrant=False"
+            )
 
     def _count_unseen(self, part: "LoopMicrobatch", where: str) -> None:
         """Count the weight of a loss that was not given to `scale`."""
@@ -287,9 +324,10 @@ class UserLoop:
         if part.took_divisor:
             self.opened.add_unseen(PAIR_NAME, self.tell_weight(kind, value))
             return
-        if part.weight.is_zero:
+        if part.weight.is_zero or isinstance(value, Tensor):
+            shown = "a weight on a device, which may be 0" if isinstance(value, Tensor) else "the weight 0"
             raise LossContractError(
-                f"{where} has the weight 0, and its loss was not scaled by that; differentiate scale(loss) of what "
+                f"{where} has {shown}, and its loss was not scaled by that; differentiate scale(loss) of what "
                 "microbatch() yields"
             )
         self.opened.divide_by(self.wrapper.loss_factor)
@@ -297,7 +335,7 @@ class UserLoop:
 
     def tell_weight(self, kind: str, value: float | Tensor | None) -> float | Tensor:
         """Count the weight of a microbatch, and return it."""
-        if kind == DIVIDED:
+        if kind == DIVIDED:  # each microbatch has an equal part of the weight 1
             return 1 / (self.wrapper.ranks.num_weighing * self.of)
         if value is None:
             self._is_untold = True
@@ -317,14 +355,33 @@ class UserLoop:
 
     def multiply(self, loss: Tensor, scaler: torch.amp.GradScaler | None) -> Tensor:
         """Multiply the loss by the scale of a GradScaler, and note the scale."""
-        if self.has_scaler not in (None, scaler is not None):
-            raise MegabatchError("scale() was given a GradScaler in some microbatches only; give it in all, or none")
-        self.has_scaler = scaler is not None
+        if self._is_scaled is not None and scaler is not self._scaler:
+            raise MegabatchError("scale() was given another GradScaler than before in this update; give one in all")
+        if self._saw_float16 and (scaler is None or not scaler.is_enabled()):
+            raise MegabatchError(
+                "the model ran under autocast to float16, in which small gradients are 0, and scale() was given no "
+                "GradScaler; call scale(loss, scaler), or autocast to bfloat16"
+            )
         if scaler is None:
             return loss
-        if self.loss_scale is None:
+        self._check_scaler()
+        scaled = torch.as_tensor(scaler.scale(loss))
+        if self._scaler is None:
+            self._scaler, self._scaler_state = scaler, scaler_state(scaler)
             self.loss_scale = torch.as_tensor(scaler.scale(loss.new_ones((), dtype=accumulation_dtype(loss.device))))
-        return torch.as_tensor(scaler.scale(loss))
+        return scaled
+
+    def _check_scaler(self) -> None:
+        """Raise `MegabatchError` if the GradScaler has unscaled, stepped or changed its scale within the update."""
+        if self._scaler is not None and scaler_state(self._scaler) != self._scaler_state:
+            raise MegabatchError(
+                "the GradScaler was used before finalize(), and its gradient is not yet that of the update; call "
+                "unscale_(), step() and update() after finalize()"
+            )
+
+    def drops(self, weight: LossWeight) -> bool:
+        """Return True for a loss that counts nothing because this rank's weight of the whole update is 0."""
+        return weight.value is None and self._update_weight == 0
 
     def report(self, update: Update) -> Update:
         """Return the update as it is known: a loss that was not given to `scale` is NaN."""
@@ -352,13 +409,14 @@ class LoopMicrobatch:
 
         Args:
             loss: The sum or the mean that you told ``microbatch``, a scalar.
-            scaler: A GradScaler, which multiplies the result. Call ``scaler.unscale_`` or ``scaler.step`` after
-                `finalize`, which clips to ``max_norm`` as if the gradient was not multiplied.
+            scaler: A GradScaler, which multiplies the result. Do not call ``scaler.scale`` yourself. Call
+                ``scaler.unscale_`` or ``scaler.step`` after `finalize`, which clips to ``max_norm`` as if the gradient
+                was not multiplied.
             sum_over: What the loss is a sum over, if only the forward tells.
             mean_over: What the loss is a mean over, if only the forward tells.
 
         Returns:
-            A scalar that carries the gradient.
+            A scalar that carries the gradient. Add nothing to it: another loss belongs into ``loss``.
 
         Raises:
             LossContractError: The loss is not what you said, or carries no gradient.
@@ -380,6 +438,9 @@ class LoopMicrobatch:
         loss = terms_of((loss, 0.0))[PAIR_NAME].total
         if not loss.requires_grad:
             raise LossContractError(f"{where} carries no gradient; compute it from the model's output, undetached")
+        if loop.drops(self.weight):
+            value = 0.0
+            self.weight = LossWeight(kind, value)
         loop.check_unmoved(where)
         _check_kind(where, loss, self.weight, loop.of)
         total = _total(where, loss, self.weight)
@@ -393,20 +454,24 @@ class LoopMicrobatch:
         return scaled
 
     @property
-    def divisor(self) -> float:
+    def divisor(self) -> float | Tensor:
         """The number by which to divide a sum, for a loss that divides itself or runs its own backward.
 
         It is the update's weight over all ranks, over their number where the wrapper averages. Read it instead of
-        calling `scale`; the loss of the update is then unknown. It is infinite for a microbatch of weight 0.
+        calling `scale`; the loss of the update is then unknown. It is infinite for a microbatch of weight 0, and a
+        scalar tensor if the weight is one on a device.
         """
-        kind, loop = self.weight.kind, self._loop
+        (kind, value), loop = self.weight, self._loop
         if kind != SUM:
             what = "not said" if kind is None else f"said to be {'a mean' if kind == MEAN else 'divided'}"
             raise LossContractError(f"divisor is for a loss that is a sum, and this one is {what}; give it to scale()")
         if self.scaled:
             raise MegabatchError(f"microbatch {self.index} of {loop.of} called scale() and reads divisor; use one")
         self.took_divisor = True
-        return math.inf if self.weight.is_zero else loop.divisor / loop.wrapper.loss_factor
+        divisor = loop.divisor / loop.wrapper.loss_factor
+        if isinstance(value, Tensor):
+            return torch.where(value > 0, divisor, math.inf)
+        return math.inf if self.weight.is_zero or loop.drops(self.weight) else divisor
 
     def _note_backward(self, seed: Tensor) -> None:
         self.seeds.append(seed)
@@ -428,10 +493,13 @@ def _check_seeds(where: str, seeds: list[Tensor]) -> None:
 def _check_kind(where: str, loss: Tensor, weight: LossWeight, of: int) -> None:
     """Raise `LossContractError` for a loss whose last operation shows that it is not what was said."""
     kind, value = weight
+    if kind != MEAN and weight.is_zero:  # a repeated sample: any loss counts nothing
+        return
     divisor = last_divisor(loss)
     if of > 1 and kind != DIVIDED and divisor == of and value != of:
         raise LossContractError(
-            f"{where} was divided by {of}, the number of microbatches; leave that out, since scale() divides it"
+            f"{where} was divided by {of}, the number of microbatches; leave that out, since scale() divides it (a "
+            f"constant of the loss is written * {1 / of:.3g})"
         )
     if kind == SUM and is_mean_reduction(loss) and value != 1:
         raise LossContractError(f"{where} is a mean and is said to be a sum; give mean_over=, or return the sum")
@@ -446,24 +514,20 @@ def _check_kind(where: str, loss: Tensor, weight: LossWeight, of: int) -> None:
 def _total(where: str, loss: Tensor, weight: LossWeight) -> Tensor:
     """Return the sum that belongs to the weight."""
     kind, value = weight
-    if kind != MEAN or value is None:
-        return loss * 0.0 if weight.is_zero else loss
     if isinstance(value, Tensor):
-        total = loss * value
-        return torch.where(value > 0, total, 0.0) if is_mean_cross_entropy(loss) else total
-    if value:
-        return loss * value
+        return torch.where(value > 0, loss * value if kind == MEAN else loss, 0.0)
+    if not weight.is_zero:
+        return loss * value if kind == MEAN and value is not None else loss
     if is_mean_cross_entropy(loss):  # 0 / 0, with a gradient of 0
         return torch.where(torch.zeros((), dtype=torch.bool, device=loss.device), loss, 0.0)
     if loss.device.type == "cpu" and not loss.isfinite():
         raise LossContractError(
-            f"{where} is {float(loss.detach())} where mean_over is 0, and its gradient may be NaN; divide by "
-            "max(count, 1) in it"
+            f"{where} is {float(loss.detach())} where its weight is 0, and its gradient may be NaN; if it divides by "
+            "a count, divide by max(count, 1)"
         )
     return loss * 0.0
 
 
-def _writes(wrapper: Wrapper) -> list[tuple[int, int] | None]:
-    """Return identity and number of writes of each gradient. No reference is kept: a wrapper may free it."""
-    gradients = [each.grad for each in wrapper.accumulating]
-    return [None if each is None else (id(each), count_writes(each)) for each in gradients]
+def _writes(tensors: Iterable[Tensor | None]) -> list[tuple[int, int] | None]:
+    """Return identity and number of writes of each tensor. No reference is kept: a wrapper may free a gradient."""
+    return [None if each is None else (id(each), count_writes(each)) for each in tensors]

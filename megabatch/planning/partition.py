@@ -52,7 +52,7 @@ def split(
     A microbatch of ``rows`` items whose longest is ``longest`` holds ``tokens = rows * longest`` padded tokens, at most
     ``max_tokens``, and at most ``max_rows`` items. An item that is longer than the cap goes alone. The price is
     ``seconds(rows, longest)``, a launch and a rate per token that does not fall with the length (`CostModel`). Some
-    cheapest grouping then takes neighbours in the order of length, which is a shortest path over the sorted items:
+    cheapest grouping then takes neighbors in the order of length, which is a shortest path over the sorted items:
     O(items log rows), by `_shortest_path`.
 
     With ``max_rows`` alone the number of microbatches is the smallest possible, as a user who counts samples expects.
@@ -75,7 +75,7 @@ def split(
 def _shortest_path(limits: Sequence[int], price: Callable[[int, int], float]) -> list[int]:
     """Return where the last group begins in the cheapest grouping of the first ``end`` items, for each ``end``.
 
-    Groups are neighbours, ``price(start, rows)`` is that of one group, and ``limits[start]`` its most rows. The price
+    Groups are neighbors, ``price(start, rows)`` is that of one group, and ``limits[start]`` its most rows. The price
     of a later start grows more slowly with the end, and a later start may go further before its limit. So once it is
     the cheaper of two it stays so, and the cheapest starts for the ends ahead are a queue, each from some end on (the
     one-dimensional dynamic programming of Galil and Park, 1992, of the concave kind).

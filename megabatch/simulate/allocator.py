@@ -2,7 +2,7 @@
 
 Its rules, with the constants of c10/cuda/CUDACachingAllocator.cpp: It rounds sizes to 512 bytes. Blocks of up to 1 MiB,
 larger blocks, and blocks of different streams have pools of their own. It takes the smallest free block that fits, and
-splits it. It merges free neighbours. When the device is full it releases wholly free segments, once.
+splits it. It merges free neighbors. When the device is full it releases wholly free segments, once.
 
 Left out: memory of other processes, blocks that wait for a second stream (FSDP2 has none), and cudaMalloc's rounding.
 """

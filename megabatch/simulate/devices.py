@@ -41,7 +41,7 @@ class Device:
         return self.efficiency * self.flops.get(dtype, self.flops[torch.float32])
 
     def sending_bytes_per_second(self, ranks: list[int]) -> float:
-        """Return the rate of a rank in a ring over ``ranks``; between nodes its neighbours' network cards help."""
+        """Return the rate of a rank in a ring over ``ranks``; between nodes its neighbors' network cards help."""
         here = sum(rank // self.ranks_per_node == ranks[0] // self.ranks_per_node for rank in ranks)
         if here == len(ranks):
             return self.link_bytes_per_second

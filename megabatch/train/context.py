@@ -171,10 +171,10 @@ class Callback:
     splits_updates = False  # makes an update in several calls of `RunContext.forward_backward`
 
     def start(self, context: RunContext) -> None:
-        """Called once, before the first update of this start of the run; state is restored."""
+        """Prepare the run: called once, before the first update of this start. State is restored."""
 
     def before_update(self, context: RunContext) -> None:
-        """Called when this rank has the samples of the next update."""
+        """Look at the samples of the next update, before it runs."""
 
     def around_backward(self, context: RunContext, batch: Sequence[Any], forward_backward: ForwardBackward) -> None:
         """Make the gradient of the update: call ``forward_backward(batch)`` once, with the whole batch.
@@ -190,14 +190,16 @@ class Callback:
         forward_backward(batch)
 
     def after_update(self, context: RunContext) -> None:
-        """Called after the step, with ``context.update`` and ``context.row``."""
+        """React to an update, after the step, with ``context.update`` and ``context.row``."""
 
     def after_evaluation(self, context: RunContext) -> None:
-        """Called after each evaluation of a set, with ``context.row``. The model holds the weights evaluated."""
+        """React to each evaluation of a set, with ``context.row``. The model holds the weights evaluated."""
 
     def end(self, context: RunContext) -> None:
-        """Called after the last update, or when a signal has stopped the run. A run that fails does not call it. A last
-        evaluation may follow."""
+        """Finish after the last update, or when a signal has stopped the run.
+
+        A run that fails does not call it. A last evaluation may follow.
+        """
 
 
 def check_whole(context: RunContext) -> None:

@@ -1,4 +1,4 @@
-"""Search for modules, padding and router terms that make a sample depend on its neighbours in a microbatch."""
+"""Search for modules, padding and router terms that make a sample depend on its neighbors in a microbatch."""
 
 import contextlib
 from collections.abc import Callable, Generator, Mapping

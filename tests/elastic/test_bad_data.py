@@ -221,11 +221,11 @@ def own(folder: Path, bad: str) -> Keys:
 
 
 for name, bad in {
-    "a sample of one's own that cannot be read": '"raises"',
-    "a sample of one's own that is of another shape": "sample_of(3, 2)",
-    "a sample of one's own that is no mapping": "[1, 2]",
-    "a sample of one's own that lacks a value": '{"x": torch.zeros(3)}',
-    "a number in a sample of one's own that is not finite": "sample_of(float('nan'))",
+    "a sample of your own that cannot be read": '"raises"',
+    "a sample of your own that is of another shape": "sample_of(3, 2)",
+    "a sample of your own that is no mapping": "[1, 2]",
+    "a sample of your own that lacks a value": '{"x": torch.zeros(3)}',
+    "a number in a sample of your own that is not finite": "sample_of(float('nan'))",
 }.items():
     kind(name)(lambda folder, bad=bad: own(folder, bad))
 
@@ -259,9 +259,9 @@ MEDDLING |= {
     "a file that is deleted while it is read": Path.unlink,
 }
 DAMAGING |= {
-    "tokenised data that was cut off": lambda entry: cut_off(entry / "samples.arrow"),
-    "tokenised data that was overwritten": lambda entry: garbled(entry / "samples.arrow"),
-    "tokenised data without its summary": lambda entry: (entry / "summary.json").write_text("{}"),
+    "tokenized data that was cut off": lambda entry: cut_off(entry / "samples.arrow"),
+    "tokenized data that was overwritten": lambda entry: garbled(entry / "samples.arrow"),
+    "tokenized data without its summary": lambda entry: (entry / "summary.json").write_text("{}"),
 }
 KINDS |= dict.fromkeys([*MEDDLING, *DAMAGING], many)
 
@@ -332,7 +332,7 @@ def loaded(name: str, how: str, folder: Path, chatty: dict[bool, Any]) -> Data:
 
 
 def trained(name: str, how: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """What a run with samples of one's own says on its way out, of status 2."""
+    """What a run with samples of the user's own says on its way out, of status 2."""
     keys = KINDS[name](folder)
     more = "".join(f"{key} = {value}\n" for key, value in keys.items() if key != "function")
     more += 'broken_rows = "skip"\n' if how == "skip" else ""
@@ -360,7 +360,7 @@ def test_it_ends_as_the_documents_say(
 ) -> None:
     said = {"stop": stop, "skip": skip}[how]
     line = re.fullmatch("`(.*)`", said)
-    if "one's own" in name or "loader" in name:
+    if "of your own" in name or "loader" in name:
         assert line is not None
         found = trained(name, how, tmp_path, capsys)
     elif line is None:

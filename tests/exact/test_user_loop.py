@@ -57,8 +57,8 @@ PLANTED = (  # a name, a text of the file, what is planted, and a form and a wra
      "self.opened.divide_by(1.0)", "own-sum:ddp:last"),
     ("divide by the weight of one rank", "weight = math.fsum(weights)", "weight = weights[0]", "before:plain:auto"),
     ("never reduce", "index == self.of - 1", "False", "sum:ddp:last"),
-    ("leave a mean a mean", "        return loss * value\n", "        return loss\n", "mean:fsdp2:every"),
-    ("count what a dummy sums", "loss * 0.0 if weight.is_zero else loss", "loss", "sum:plain:auto"),
+    ("leave a mean a mean", "loss * value if kind == MEAN and value is not None else loss", "loss", "mean:fsdp2:every"),
+    ("count what a dummy sums", "    return loss * 0.0\n", "    return loss\n", "sum:plain:auto"),
     ("believe a guess", "known = {} if agreement.weight is None else {PAIR_NAME: agreement.weight}",
      "known = {PAIR_NAME: agreement.divisor}", "late:fsdp2:last"),
 )  # fmt: skip

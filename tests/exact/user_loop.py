@@ -81,7 +81,7 @@ def _run_update(this: harness.CellRun, gradient: GradientAccumulator, form: str,
         batch = oracle.collate([spare if is_dummy else mine[index]])
         weight = torch.tensor(0.0) if is_dummy else this.weights(batch)["loss"]
         told = FORMS[form](weight, owns[this.rank])
-        if is_dummy and form in ("before", "divisor"):
+        if is_dummy and form in ("before", "divisor") and owns[this.rank]:  # a rank without weight need not say so
             told["sum_over"] = 0
         with gradient.microbatch(index, of=most, **told) as part:
             total, _ = this.sums(this.model, batch)["loss"]

@@ -50,7 +50,7 @@ def bars(page: Page) -> list[float]:
 
 
 def contrast(page: Page, name: str) -> float:
-    """Of a colour of the page against its ground."""
+    """Of a color of the page against its ground."""
     script = """name => {
       const style = getComputedStyle(document.documentElement);
       const light = hex => [1, 3, 5].map(at => parseInt(hex.slice(at, at + 2), 16) / 255)

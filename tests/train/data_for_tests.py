@@ -30,7 +30,7 @@ def write_texts(path: Path, lines: list[str]) -> str:
 
 
 def recipe(folder: Path, **sections: dict[str, Any]) -> Config:
-    """A recipe of eight samples an update; sections are merged into it, and tokenised data lies in the folder."""
+    """A recipe of eight samples an update; sections are merged into it, and tokenized data lies in the folder."""
     given: dict[str, dict[str, Any]] = {
         "model": {"config": {"model_type": "gpt2"}},
         "data": {"cache": str(folder / "cache")},

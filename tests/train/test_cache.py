@@ -1,4 +1,4 @@
-"""Cache: what was tokenised once is read again, bit for bit, until something that it depends on changes."""
+"""Cache: what was tokenized once is read again, bit for bit, until something that it depends on changes."""
 
 import json
 import multiprocessing
@@ -70,7 +70,7 @@ def test_a_file_whose_name_is_no_utf8_is_named_all_the_same(tmp_path: Path) -> N
     assert samples.name(1) == f"{tmp_path}/caf\\xe9.jsonl:2"
 
 
-def test_what_is_read_back_is_what_was_tokenised(tmp_path: Path) -> None:
+def test_what_is_read_back_is_what_was_tokenized(tmp_path: Path) -> None:
     texts = [text + "é" for text in TEXTS]
     path = write_pairs(tmp_path / "data.jsonl", texts)
     stored_samples = once(config(tmp_path))
@@ -102,7 +102,7 @@ def test_it_is_a_sequence_that_other_processes_can_be_sent(tmp_path: Path) -> No
     assert samples[0]["input_ids"].tolist() == [ord("a") + 3, 1]
 
 
-def test_the_second_time_nothing_is_tokenised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_time_nothing_is_tokenized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "data.jsonl", TEXTS)
     first = once(config(tmp_path))
     (entry,) = entries(tmp_path)
@@ -166,7 +166,7 @@ def test_an_entry_that_is_damaged_is_made_again_and_that_is_said(
     for damage in (lambda: os.truncate(file, 100), file.unlink, (file.parent / "summary.json").unlink):
         damage()
         assert once(config(tmp_path)).fingerprint == first.fingerprint
-        assert f"the tokenised data in {file.parent} is damaged; it is made anew" in capsys.readouterr().out
+        assert f"the tokenized data in {file.parent} is damaged; it is made anew" in capsys.readouterr().out
     assert entries(tmp_path) == [entry]
 
 
@@ -202,7 +202,7 @@ def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(MegabatchError) as caught:
         once(config(tmp_path, cache=str(tmp_path / "file" / "cache")))
     assert str(caught.value) == (
-        f"cannot write tokenised data to {tmp_path}/file/cache (Not a directory); set data.cache to a folder that can "
+        f"cannot write tokenized data to {tmp_path}/file/cache (Not a directory); set data.cache to a folder that can "
         "be written and has room"
     )
 
@@ -224,7 +224,7 @@ def write_with_little_room(folder: Path) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
     with pytest.raises(
-        MegabatchError, match=r"cannot write tokenised data to .* \(.*File too large.*\); set data.cache"
+        MegabatchError, match=r"cannot write tokenized data to .* \(.*File too large.*\); set data.cache"
     ):
         once(config(folder))
 
@@ -252,7 +252,7 @@ def test_the_users_cache_folder_is_where_tokens_go(tmp_path: Path, monkeypatch: 
 
 
 def rank_main(folder: Path, rank: int, size: int, values: dict[str, Any]) -> None:
-    """One rank: tokenises slowly, with a pulse after every sample, and writes down what it got."""
+    """One rank: tokenizes slowly, with a pulse after every sample, and writes down what it got."""
     cache.SECONDS_OF_WAITING = 0.0
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size)
     ranks = Ranks(rank, size, torch.device("cpu"))
@@ -323,7 +323,7 @@ def test_the_others_wait_longer_than_a_collective_does(tmp_path: Path) -> None:
 
 
 def endless(folder: Path) -> None:
-    """Tokenises a pipe whose end never comes."""
+    """Tokenizes a pipe whose end never comes."""
     data = config(folder, path=str(folder / "pipe.jsonl"))
     tokenize_once(data, "data", data, ByT5Tokenizer(), ALONE, Console(enabled=False, loss_digits=3))
 

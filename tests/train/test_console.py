@@ -42,7 +42,7 @@ def run_in_small(shown: str, log: Path, environment: dict[str, str]) -> None:
     os.environ |= environment
     console_module.SECONDS_TO_SHOW, console_module.SECONDS_BETWEEN_LINES = 0.2, 0.3
     console = Console(enabled=True, loss_digits=4)
-    work(console, "tokenising data")
+    work(console, "tokenizing data")
     with console.progress("something quick", None, "rows") as advance:
         advance(1)
     console.log_to(log)
@@ -80,7 +80,7 @@ def read_until_closed(terminal: int, process: BaseProcess, end: int) -> str:
 
 
 def plain(text: str) -> list[str]:
-    """The lines without what moves the cursor or colours them."""
+    """The lines without what moves the cursor or colors them."""
     return [line.rstrip() for line in re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text))]
 
 
@@ -90,9 +90,9 @@ def test_on_a_terminal_the_bar_of_the_updates_and_what_lasts_within_it_stand_tog
     tmp_path: Path, width: int
 ) -> None:
     lines = plain(on_terminal(tmp_path / "log.txt", width))
-    bars = [line for line in lines if line.startswith(("update", "tokenising", "evaluating")) and "━" in line]
+    bars = [line for line in lines if line.startswith(("update", "tokenizing", "evaluating")) and "━" in line]
     assert max(map(len, bars)) <= width
-    assert any(line.startswith("tokenising data") and "/10" in line for line in bars)
+    assert any(line.startswith("tokenizing data") and "/10" in line for line in bars)
     assert any(line.startswith("update") and "2/2" in line and "loss 1." in line for line in bars)
     assert any(line.startswith("evaluating held-out") and "/10" in line for line in bars)
     for before, after in pairwise(bars):  # the nested one stands below, in the same display
@@ -112,12 +112,12 @@ def test_elsewhere_there_are_lines_and_few_of_them(tmp_path: Path) -> None:
     shown = (tmp_path / "shown").read_text()
     assert "\x1b" not in shown
     lines = shown.splitlines()
-    tokenising = [line for line in lines if line.startswith("tokenising data: ")]
-    assert 2 <= len(tokenising) <= 5
-    assert re.fullmatch(r"tokenising data: \d+ of 10 rows, \d s", tokenising[0])
-    assert re.fullmatch(r"tokenising data: 10 of 10 rows, \d s", tokenising[-1])
+    tokenizing = [line for line in lines if line.startswith("tokenizing data: ")]
+    assert 2 <= len(tokenizing) <= 5
+    assert re.fullmatch(r"tokenizing data: \d+ of 10 rows, \d s", tokenizing[0])
+    assert re.fullmatch(r"tokenizing data: 10 of 10 rows, \d s", tokenizing[-1])
     assert not any("something quick" in line for line in lines)
-    said = [line for line in lines if not line.startswith(("tokenising", "evaluating"))]
+    said = [line for line in lines if not line.startswith(("tokenizing", "evaluating"))]
     assert said == [
         "update    1  loss 1.2500  grad norm 0.500  lr 1.00e-03  8 samples in 2 microbatches  padding 12.5%  "
         "1,234 real tokens/s",

@@ -284,7 +284,7 @@ documents_of = st.lists(st.integers(1, 70), min_size=1, max_size=40)
 
 
 class Documents(list):
-    """Documents in memory that say of themselves what tokenised ones do; each token is its own, so none gets lost."""
+    """Documents in memory that say of themselves what tokenized ones do; each token is its own, so none gets lost."""
 
     fingerprint = "documents"
 

@@ -56,7 +56,7 @@ class OfAll(optim.Optimizer):
         if self.mixes == "clips":
             norm = torch.stack([each.grad.norm() for each in found]).norm()
             scale = (1.0 / norm).clamp(max=1.0)
-        if self.mixes == "normalises":
+        if self.mixes == "normalizes":
             scale = 1 / torch.stack([each.grad.norm() for each in found]).norm()
         for each in found:
             state = self.state[each]
@@ -99,7 +99,7 @@ ACCEPTED: dict[str, Callable[[nn.Module], optim.Optimizer]] = {
     "a Lion of one's own": lambda model: Lion(model.parameters()),
 }
 REFUSED = {
-    "clips": "several parameters", "normalises": "several parameters", "past its groups": "several parameters",
+    "clips": "several parameters", "normalizes": "several parameters", "past its groups": "several parameters",
     "counts": "counts its steps",
 }  # fmt: skip
 

@@ -245,3 +245,19 @@ def test_a_row_without_a_batch_dim_and_its_positions() -> None:
     ]
     expected = torch.autograd.grad(sum(loss_of(part, num_targets) for part in alone), list(model.parameters()))
     assert all(torch.allclose(one, other, rtol=1e-13, atol=1e-17) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("said", [{"sum_over": 1}, {"divided": True}])
+def test_a_repeated_sample_with_the_weight_0_counts_nothing(said: dict[str, Any], reduction: str) -> None:
+    """As a rank gives it that has fewer microbatches, whatever its loss divides by."""
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(3, 4).double(), torch.randn(2, 3).double(), torch.tensor([1, 2])
+    cross_entropy(model(x), y, reduction="sum").backward()
+    expected = small.gradients(model)
+    gradient = GradientAccumulator(model)
+    for index, told in enumerate((said, {**said, "sum_over": 0})):
+        with gradient.microbatch(index, of=2, **told) as part:
+            part.scale(cross_entropy(model(x), y, reduction=reduction if index else "sum")).backward()
+    assert gradient.finalize().finite
+    assert small.same_bits(small.gradients(model), expected)

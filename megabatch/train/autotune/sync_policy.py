@@ -151,8 +151,7 @@ class SyncChooser:
     ) -> SyncDecision:
         """Choose with the measured limit, lowered to leave room for the whole gradient.
 
-        Args:
-            over_bytes: Bytes over the memory limit in a first try; there is one more.
+        ``over_bytes`` are those over the memory limit in a first try. There is one more try.
         """
         more_bytes = self._more_bytes + (over_bytes or 0.0)
         lowered = leave_room(fit, more_bytes)

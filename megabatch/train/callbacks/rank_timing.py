@@ -134,4 +134,4 @@ def slow_text(rank: int, process: str, times: float, when: str) -> str:
 
 
 def do_nothing() -> None:
-    """Called when a backward begins."""
+    """Note the time when a backward begins."""

@@ -103,8 +103,10 @@ def adapter_text(adapter: "Adapter", run_folder: Path) -> str:
 
 
 def check_target(to: Path) -> None:
-    """Raise where the folder holds something, is none, or is the one that a shell is in: it is put in place as a whole,
-    and the shell would stay in the one that was there before."""
+    """Raise if the target is not empty, is no folder, or is the working directory.
+
+    The export replaces the folder as a whole. A shell inside would stay in the old one.
+    """
     if resolved(to) == resolved(Path.cwd()):
         raise MegabatchError(f"--to is {to}, the folder that you are in; name a folder that is new, or another one")
     to = resolved(to)
@@ -114,14 +116,14 @@ def check_target(to: Path) -> None:
 
 
 def config_of(run_folder: Path) -> Config:
-    """The recipe of a run."""
+    """Return the recipe of a run."""
     if not (run_folder / RECIPE).is_file():
         raise MegabatchError(f"{run_folder} has no {RECIPE}, so it is no run of megabatch's; name the folder of a run")
     return load_config(run_folder / RECIPE, [])
 
 
 def find_checkpoint(run_folder: Path, step: int | str | None) -> ValidCheckpoint:
-    """The checkpoint of that step, "best" or "latest"; None: the best where one is kept, else the latest.
+    """Return the checkpoint of that step, "best" or "latest"; None: the best where one is kept, else the latest.
 
     In place of one that is damaged it is the newest whole one up to the latest, unless it was asked for by name.
     """
@@ -147,7 +149,7 @@ def find_checkpoint(run_folder: Path, step: int | str | None) -> ValidCheckpoint
 
 
 def read_weights(checkpoint: Path) -> Checkpointed:
-    """The weights of a checkpoint, averaged where it has an average; without a process group."""
+    """Return the weights of a checkpoint, averaged where it has an average; without a process group."""
     try:
         described = SafeReader(checkpoint).read_metadata().state_dict_metadata
         state = {
@@ -320,13 +322,13 @@ def check_untied(model: nn.Module) -> None:
 
 
 def resolved(path: Path) -> Path:
-    """The path without "..", "." and links, so that it has a name and a parent; a loop of links is left as it is."""
+    """Return the path without "..", "." and links, with a name and a parent. A loop of links is left as it is."""
     return Path(os.path.realpath(path))
 
 
 @contextlib.contextmanager
 def writing(to: Path) -> Generator[Path, None, None]:
-    """A folder beside, which becomes ``to`` at a good end and is gone at any other."""
+    """Return a folder beside, which becomes ``to`` at a good end and is gone at any other."""
     place = resolved(to)
     beside = place.with_name(f"{place.name}.tmp")
     try:

@@ -71,8 +71,7 @@ def check_run_folder(folder: Path, config: Config, ranks: Ranks) -> None:
 def open_run_folder(folder: Path, config: Config, ranks: Ranks, console: Console, *, is_new: bool) -> None:
     """Create and lock the run's folder, write the recipe, record this start, and log from here on. Collective.
 
-    Args:
-        is_new: The run starts at update 0 instead of resuming from a checkpoint.
+    ``is_new``: the run starts at update 0 instead of resuming from a checkpoint.
     """
     recipe, start = recipe_text(config), describe_start(ranks)
     ranks.on_main(lambda: folder.mkdir(parents=True, exist_ok=True), str(folder))

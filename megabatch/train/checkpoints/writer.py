@@ -42,7 +42,7 @@ class Request:
 
 
 class Retry:
-    """When to try again what could not be written: after 1 update, then 2, 4, 8, ... until it is written."""
+    """The updates at which a failed write is tried again: after 1 update, then 2, 4, 8, ... until it is written."""
 
     def __init__(self) -> None:
         self.step: int | None = None

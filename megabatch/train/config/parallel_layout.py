@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from megabatch.errors import MegabatchError
 from megabatch.train.config import ParallelConfig
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # of a mesh; the last one's ranks are neighbours, who talk most
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # of a mesh; the last one's ranks are neighbors, who talk most
 COPYING = {"ddp": "dp_replicate", "replicate": "dp_replicate", "fsdp2": "dp_shard"}  # wrapper → what it lays out
 
 

@@ -116,7 +116,7 @@ class DataConfig(SourceConfig):
     """Load an update's samples when their microbatch comes, so many microbatches ahead, for images and long text; they
     are read twice then, to be counted and to be run. None: an update is in memory whole before it runs."""
     cache: str | None = None
-    """Folder of tokenised data; None: megabatch's in the user's cache folder."""
+    """Folder of tokenized data; None: megabatch's in the user's cache folder."""
 
 
 class LossConfig(Section):
@@ -149,9 +149,9 @@ class UpdateConfig(Section):
     "flash_attention_2" or "flex_attention". Others compute the whole row against itself, which takes longer than
     padding does."""
     sync: Literal["auto", "last", "every", "replica_last"] = "auto"
-    """When ranks sum their gradients: with the last microbatch, with every one, across replicas with the last one only
-    (hsdp). "auto": of what fits in memory that which sends least, chosen before the first update and kept with the
-    checkpoint."""
+    """The moment at which ranks sum gradients: with the last microbatch, with every one, across replicas with the last
+    one only (hsdp). "auto": the one that sends least of those that fit in memory, chosen before the first update and
+    kept with the checkpoint."""
     accumulate_dtype: Literal["float32"] | None = None
     """Add gradients in it where model.dtype is "bfloat16", in which a sum of many microbatches stops growing. None: in
     model.dtype."""
@@ -228,7 +228,7 @@ class EvalConfig(Section):
 
 
 class RunConfig(Section):
-    """Where a run is written, how long it lasts, how it goes on."""
+    """The folder of a run, its length, and its resumption."""
 
     folder: Annotated[str, Field(min_length=1)]
     """Folder of everything that a run writes. Default: runs/ and the recipe's name."""
@@ -320,7 +320,7 @@ class AdviceConfig(Section):
 
 
 class TrackingConfig(Section):
-    """Where else a run's numbers go. What else a tracker takes it reads itself: WANDB_MODE, MLFLOW_TRACKING_URI, ..."""
+    """Services that get a run's numbers. Their other settings are their own: WANDB_MODE, MLFLOW_TRACKING_URI, ..."""
 
     trackers: list[Literal["wandb", "mlflow", "trackio"]] = []
     """Weights & Biases, MLflow, trackio: they are told what TensorBoard is told. A resumed run goes on in its run

@@ -1,4 +1,4 @@
-"""Cache: a source tokenised once into an Arrow file, which every process maps into its memory.
+"""Cache: a source tokenized once into an Arrow file, which every process maps into its memory.
 
 An entry is a folder named by all that its samples depend on. It is written under another name and renamed when whole,
 so that a run that is killed, or two at once, leave nothing that is later taken for whole.
@@ -92,7 +92,7 @@ def tokenize_once(
     samples = opened(request.folder)
     if samples is None:
         raise MegabatchError(
-            f"the main process has put the tokenised data of {key} into {request.folder}, and this process finds none "
+            f"the main process has put the tokenized data of {key} into {request.folder}, and this process finds none "
             "there; set data.cache to a folder that all processes share"
         )
     for line in samples.skipped.words(key):
@@ -102,7 +102,7 @@ def tokenize_once(
 
 @dataclass(frozen=True)
 class Request:
-    """A source, and how it is tokenised."""
+    """A source, and how it is tokenized."""
 
     source: SourceConfig
     key: str  # the source's table in the recipe
@@ -134,7 +134,7 @@ class Request:
 
 
 def cache_folder(config: DataConfig) -> Path:
-    """Return the folder of tokenised data: data.cache, else megabatch's in the user's cache folder."""
+    """Return the folder of tokenized data: data.cache, else megabatch's in the user's cache folder."""
     if config.cache is not None:
         return expanded(config.cache, "data.cache")
     home = os.environ.get("XDG_CACHE_HOME")
@@ -183,7 +183,7 @@ def main_rank_first(ranks: Ranks, work: Callable[[Callable[[], None]], None]) ->
 
 
 def put(request: Request, console: Console, pulse: Callable[[], None]) -> None:
-    """Tokenise what the cache does not hold."""
+    """Tokenize what the cache does not hold."""
     folder, skipped = request.folder, Skipped()
     if opened(folder) is not None:
         return
@@ -193,7 +193,7 @@ def put(request: Request, console: Console, pulse: Callable[[], None]) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         remove_left_over(folder, console)
         unfinished.mkdir()  # readable for as many as the user lets, who may share it
-        with console.progress(f"tokenising {request.key}", request.source.max_samples, "rows") as advance:
+        with console.progress(f"tokenizing {request.key}", request.source.max_samples, "rows") as advance:
             try:
                 write_samples(unfinished, counted(named, advance, pulse), skipped)
             except MegabatchError:
@@ -203,7 +203,7 @@ def put(request: Request, console: Console, pulse: Callable[[], None]) -> None:
         give_name(unfinished, folder)
     except OSError as error:
         raise MegabatchError(
-            f"cannot write tokenised data to {folder.parent} ({error.strerror or error}); set data.cache to a folder "
+            f"cannot write tokenized data to {folder.parent} ({error.strerror or error}); set data.cache to a folder "
             "that can be written and has room"
         ) from None
     finally:
@@ -213,7 +213,7 @@ def put(request: Request, console: Console, pulse: Callable[[], None]) -> None:
 def remove_left_over(folder: Path, console: Console) -> None:
     """Remove an entry that is damaged, and what runs that were killed have left of it."""
     if folder.exists() and opened(folder) is None:  # asked anew: another run may have made it meanwhile
-        console.say(f"the tokenised data in {folder} is damaged; it is made anew")
+        console.say(f"the tokenized data in {folder} is damaged; it is made anew")
         shutil.rmtree(folder, ignore_errors=True)
     for left in folder.parent.glob(f"{folder.name}.*.unfinished"):
         if time.time() - left.stat().st_mtime > SECONDS_OF_WRITING:

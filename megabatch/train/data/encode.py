@@ -39,7 +39,7 @@ FIELDS = {  # of each kind of rows, by the recipe's keys for them; the first kin
     "text": ["text_field"],
 }
 NOTHING = np.zeros(0, dtype=np.int64)
-ROWS_AT_ONCE = 256  # that are tokenised together
+ROWS_AT_ONCE = 256  # that are tokenized together
 TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 DAY = datetime(2025, 1, 1, tzinfo=UTC)  # what a template takes for today, so that data are the same on every day
 MARKS = re.compile(r"{%-?\s*generation\s*-?%}")

@@ -59,7 +59,7 @@ def load_data(config: Config, tokenizer: Any, ranks: Ranks, console: Console, po
     Args:
         config: Its data, eval and update sections.
         tokenizer: Of transformers; None where no source is text.
-        ranks: Of which the main one tokenises.
+        ranks: Of which the main one tokenizes.
         console: Shows how far it is.
         positions: Most tokens of a sample that the model can tell apart; asked of a stream, whose longest sample is not
             known beforehand.
@@ -80,7 +80,7 @@ class Loader:
         self._sources: dict[str, SourceConfig] = mixture or {"data": config.data}  # by the key of their table
 
     def of_text(self) -> Data:
-        """Return text that is tokenised once."""
+        """Return text that is tokenized once."""
         config, keys, row_tokens = self._config, list(self._sources), self._config.data.pack_tokens
         whole = [self._tokenized(source, key) for key, source in self._sources.items()]
         held_out_ids = split_off([len(samples) for samples in whole], config.eval.num_samples, config.run.seed)

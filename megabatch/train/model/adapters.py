@@ -108,7 +108,7 @@ def adapt(model: nn.Module, config: ModelConfig) -> str:
 
 
 def lora_config(config: ModelConfig) -> Any:
-    """peft's LoraConfig of ``model.lora``. Raises `MegabatchError` for a key or a value that it cannot have."""
+    """Return peft's LoraConfig of ``model.lora``. Raises `MegabatchError` for a key or a value that it cannot have."""
     options = dict(config.lora or {})
     for key in (key for key in options if key not in TAKEN):
         near = get_close_matches(key, TAKEN, n=1, cutoff=0.6)
@@ -135,7 +135,7 @@ def lora_config(config: ModelConfig) -> Any:
 
 
 def peft() -> Any:
-    """The package. Raises `MegabatchError` where it is not installed."""
+    """Return the package. Raises `MegabatchError` where it is not installed."""
     try:
         with quiet():  # it imports bitsandbytes where that is
             return importlib.import_module("peft")
@@ -200,7 +200,7 @@ def check_patterns(key: str, patterns: Mapping[str, Any], layers: Mapping[str, n
 
 
 def there_are(modules: Mapping[str, nn.Module]) -> str:
-    """The last parts of the names of modules that have a matrix."""
+    """Return the last parts of the names of modules that have a matrix."""
     with_matrix = [name for name, module in modules.items() if getattr(getattr(module, "weight", None), "ndim", 0) >= 2]
     return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in with_matrix))
 
@@ -229,13 +229,13 @@ def words_of(model: nn.Module, layers: Mapping[str, nn.Module]) -> str:
 
 
 def layers_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The layers that have an adapter, by name."""
+    """Return the layers that have an adapter, by name."""
     kind = importlib.import_module("peft.tuners.lora").LoraLayer
     return ((name, module) for name, module in model.named_modules() if isinstance(module, kind))
 
 
 def begun(source: Source, config: ModelConfig, seed: int) -> Source:
-    """The source of a model with adapters: what they begin with is in it, or with what has yet to be filled."""
+    """Return the source of a model with adapters: what they begin with is in it, or with what has yet to be filled."""
     lora, first = lora_config(config), dict[str, Tensor]()
     for path, layer in layers_of(source.model):
         parts = [getattr(layer, kind) for kind in layer.adapter_layer_names if len(getattr(layer, kind))]

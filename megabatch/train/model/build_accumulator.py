@@ -32,6 +32,8 @@ def build_accumulator(
     """Build the accumulator of a wrapped model. Collective.
 
     Args:
+        model: The wrapped model, or several.
+        config: The recipe.
         limit: The measured limit of a microbatch, if the recipe leaves it open.
         sync: The chosen policy, if the recipe leaves it open.
 

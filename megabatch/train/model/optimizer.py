@@ -151,7 +151,7 @@ def follow(optimizer: optim.Optimizer, scheduler: LRScheduler, factor: float) ->
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> optim.Optimizer:
-    """The recipe's optimizer over the model's trainable parameters; only matrices decay. Raises `MegabatchError`."""
+    """Return the recipe's optimizer over the trainable parameters; only matrices decay. Raises `MegabatchError`."""
     groups = groups_of(model, config.weight_decay)
     if not groups:
         raise MegabatchError("the model has no parameter to train; free some from model.freeze, or give another model")
@@ -181,7 +181,7 @@ def torch_optimizer(groups: list[Group], config: OptimConfig) -> optim.Optimizer
 
 
 def kind_of(name: str) -> Callable[..., optim.Optimizer]:
-    """The class of torch.optim with that name."""
+    """Return the class of torch.optim with that name."""
     kinds = {
         key: kind
         for key, kind in vars(optim).items()
@@ -246,7 +246,7 @@ def tried(kind: Callable[..., optim.Optimizer], arguments: dict[str, Any], group
 
 
 def kinds_of_tensors(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """The smallest parameter of each layout, type and kind."""
+    """Return the smallest parameter of each layout, type and kind."""
     smallest: dict[object, Tensor] = {}
     for parameter in sorted(parameters, key=lambda parameter: parameter.numel()):
         key = (isinstance(parameter, DTensor), parameter.dtype, parameter.device, parameter.ndim < 2)
@@ -335,6 +335,6 @@ def keep_types(optimizer: optim.Optimizer) -> None:
 
 
 def states_in_order(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The states of an optimizer's state_dict, in the order of its parameters."""
+    """Return the states of an optimizer's state_dict, in the order of its parameters."""
     names = itertools.chain.from_iterable(group["params"] for group in state["param_groups"])
     return [state["state"].get(name, {}) for name in names]

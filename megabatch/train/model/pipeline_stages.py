@@ -77,7 +77,7 @@ class NoPositions(nn.Module):
 
 
 def stages_of(model: nn.Module, config: Config, wrapper: Wrapper, ranks: Ranks) -> Stages | None:
-    """The stages of this rank, where the recipe has any; the model loses what they do not hold."""
+    """Return the stages of this rank, where the recipe has any; the model loses what they do not hold."""
     if ranks.layout.pp == 1:
         return None
     if is_mixed(config.model) and not wrapper.is_of_fsdp:
@@ -155,7 +155,7 @@ def check_model(model: nn.Module, parallel: ParallelConfig) -> None:
 def cut(
     model: PreTrainedModel, parts: Sequence[Part], config: Config, rank: int, shell: Callable[[], PreTrainedModel]
 ) -> Stages:
-    """The stages of ``rank`` along pp; the model keeps what they hold and loses the rest.
+    """Return the stages of ``rank`` along pp; the model keeps what they hold and loses the rest.
 
     ``shell`` makes another model of the same class, on the meta device, around each stage where there are several.
     """
@@ -173,7 +173,7 @@ def cut(
 
 
 def held(model: nn.Module, part: Part) -> dict[str, nn.Module]:
-    """The modules of a part, by their names, and what every stage has."""
+    """Return the modules of a part, by their names, and what every stage has."""
     anatomy, base = anatomy_of(model), cast(Any, model).base_model_prefix
     own = [f"{base}.{anatomy.layers}.{index}" for index in part.layers]
     own += [f"{base}.{name}" for name in anatomy.first if part.is_first]
@@ -212,7 +212,7 @@ def connect(stage: nn.Module, part: Part) -> None:
 
 
 def pipeline(stages: Stages, config: Config, wrapper: Wrapper, mesh: DeviceMesh) -> "Pipeline":
-    """The stages, as a pipeline of the recipe's schedule."""
+    """Return the stages, as a pipeline of the recipe's schedule."""
     modules: list[nn.Module] = list(stages.modules)
     if wrapper.name == "ddp":
         modules = [replicate(each, find_unused=False, group=mesh.get_group("dp_replicate")) for each in modules]
@@ -229,7 +229,7 @@ def pipeline(stages: Stages, config: Config, wrapper: Wrapper, mesh: DeviceMesh)
 
 
 def stages_text(parallel: ParallelConfig) -> str:
-    """The pipeline in words."""
+    """Return the pipeline in words."""
     number = per_rank(parallel)
     each = "one stage" if number == 1 else f"{number} stages"
     return f"pipeline over {parallel.pp} ranks, {each} of the layers on each, in the order of {parallel.schedule}"

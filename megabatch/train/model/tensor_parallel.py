@@ -83,12 +83,12 @@ class Style(ParallelStyle):
         module.register_forward_hook(after)
 
     def take(self, value: Tensor, mesh: DeviceMesh) -> DTensor:
-        """The input as the module is to see it."""
+        """Return the input as the module is to see it."""
         laid = value if isinstance(value, DTensor) else DTensor.from_local(value, mesh, [self.given], run_check=False)
         return laid.redistribute(placements=[self.taken])
 
     def hand(self, output: DTensor, mesh: DeviceMesh) -> Tensor:
-        """The output as the next module is to get it."""
+        """Return the output as the next module is to get it."""
         laid = output.redistribute(placements=[cast(Placement, self.handed)])
         return laid.to_local() if self.is_plain else laid
 
@@ -192,7 +192,7 @@ def check_divisible(model: PreTrainedModel, num_ranks: int) -> None:
 def styles_of(
     model: PreTrainedModel, plan: Mapping[str, str], sequence_parallel: bool, loss_parallel: bool, borders: Borders
 ) -> dict[str, Style]:
-    """The style of every module that has one, by its name."""
+    """Return the style of every module that has one, by its name."""
     stream = ALONG_SEQUENCE if sequence_parallel else WHOLE
     styles: dict[str, Style] = {}
     for name, module in model.named_modules():
@@ -213,7 +213,7 @@ def styles_of(
 
 
 def style_of(entry: str, module: nn.Module, stream: Placement, loss_parallel: bool) -> Style:
-    """A plan's entry. Raises `MegabatchError` for one that is not known."""
+    """Return a plan's entry. Raises `MegabatchError` for one that is not known."""
     outputs, inputs = (0, 1) if isinstance(module, nn.Linear) else (1, 0)  # dims of the weight; Conv1D's is [in, out]
     by_outputs: dict[str, Placement] = {"weight": Shard(outputs), "bias": Shard(0)}
     match entry:
@@ -265,7 +265,7 @@ def has_parts(model: nn.Module, name: str) -> bool:
 
 
 def plain_terms(loss_fn: LossFunction) -> LossFunction:
-    """The loss, computed from logits that are cut by the vocabulary; what it returns is plain again.
+    """Return the loss, computed from logits that are cut by the vocabulary; what it returns is plain again.
 
     Its backward too must be inside torch's ``loss_parallel()``.
     """

@@ -42,7 +42,7 @@ class Saved(Protocol):
 
 @dataclass(frozen=True)
 class Unit:
-    """A block with all that is below it, or the tensors of another module, initialised at once."""
+    """A block with all that is below it, or the tensors of another module, initialized at once."""
 
     name: str
     module: nn.Module
@@ -64,7 +64,7 @@ class Source:
 
 
 def own_source(config: ModelConfig, seed: int) -> Source:
-    """The module that model.function makes, whole."""
+    """Return the module that model.function makes, whole."""
     name = cast(str, config.function)
     function = load_function(name, "model.function")
     with seeded(seed, "model.function"):
@@ -130,7 +130,7 @@ def saved_source(
 
 
 def load_whole(config: ModelConfig, architecture: PreTrainedConfig, seed: int, text: str) -> tuple[nn.Module, str]:
-    """The model with the weights of model.name, and in words which of them were not there."""
+    """Return the model with the weights of model.name, and in words which of them were not there."""
     backend = {} if config.attention is None else {"attn_implementation": config.attention}
     try:
         with quiet(), seeded(seed, ""):
@@ -161,7 +161,7 @@ def seeded(seed: int, name: str) -> Generator[None, None, None]:
 
 
 def plan_units(model: PreTrainedModel, blocks: Mapping[str, nn.Module]) -> list[Unit] | None:
-    """The units of a model on the meta device, in order; None where its rules do not say how each tensor begins.
+    """Return the units of a model on the meta device, in order; None where its rules do not say how each tensor begins.
 
     Such a model (one that fills a tensor in its constructor only) has to be made whole.
     """
@@ -174,7 +174,7 @@ def plan_units(model: PreTrainedModel, blocks: Mapping[str, nn.Module]) -> list[
 
 
 def units_of(name: str, module: nn.Module, owner: PreTrainedModel, blocks: set[str]) -> Iterator[Unit]:
-    """Children before parents, as transformers initialises; a module whose rules reach into those below is one unit."""
+    """Children before parents, as transformers initializes; a module whose rules reach into those below is one unit."""
     owner = module if isinstance(module, PreTrainedModel) else owner
     if name in blocks or reaches_down(module, owner):
         yield Unit(name, module, owner, is_whole=True)
@@ -317,7 +317,7 @@ def shard_like(tensor: DTensor, local: Tensor) -> DTensor:
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The module's own parameters and buffers, by their names in it."""
+    """Return the module's own parameters and buffers, by their names in it."""
     return {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
 
 
@@ -347,7 +347,7 @@ class SavedWeights:
 
 
 def saved_weights(name: str) -> SavedWeights | None:
-    """The safetensors files of a folder or a hub id; None where it has none."""
+    """Return the safetensors files of a folder or a hub id; None where it has none."""
     with quiet():
         if (index := file_of(name, INDEX_FILE)) is not None:
             placed = placed_by(Path(index))
@@ -361,7 +361,7 @@ def saved_weights(name: str) -> SavedWeights | None:
 
 
 def placed_by(index: Path) -> dict[str, str]:
-    """The file of each tensor."""
+    """Return the file of each tensor."""
     try:
         return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -369,7 +369,7 @@ def placed_by(index: Path) -> dict[str, str]:
 
 
 def listed(name: str, file: str) -> str:
-    """The path of a file that an index lists."""
+    """Return the path of a file that an index lists."""
     path = file_of(name, file)
     if path is None:
         raise MegabatchError(
@@ -380,7 +380,7 @@ def listed(name: str, file: str) -> str:
 
 @contextlib.contextmanager
 def opened(path: str) -> Generator[Any]:
-    """A file of weights. Raises `MegabatchError` where it cannot be read."""
+    """Return a file of weights. Raises `MegabatchError` where it cannot be read."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -391,5 +391,5 @@ def opened(path: str) -> Generator[Any]:
 
 
 def file_of(name: str, file: str) -> str | None:
-    """The path of a file of a folder or a hub id; None where it is not there."""
+    """Return the path of a file of a folder or a hub id; None where it is not there."""
     return cached_file(name, file, _raise_exceptions_for_missing_entries=False)

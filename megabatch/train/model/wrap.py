@@ -64,7 +64,7 @@ class Wrapper:
 
 
 def choose_wrapper(asked: str | None, num_ranks: int, model: nn.Module, layout: Layout = ALONE) -> Wrapper:
-    """The wrapper that was asked for, or the one that suits the degrees, the number of ranks and the parameters."""
+    """Return the stated wrapper, or the one that suits the degrees, the number of ranks and the parameters."""
     wrapper = Wrapper(asked, "asked for") if asked is not None else suited(num_ranks, model, layout)
     if wrapper.name != "plain":
         check_wrapper(wrapper.name, *layout.data_degrees(wrapper.name, num_ranks))
@@ -72,7 +72,7 @@ def choose_wrapper(asked: str | None, num_ranks: int, model: nn.Module, layout: 
 
 
 def suited(num_ranks: int, model: nn.Module, layout: Layout) -> Wrapper:
-    """The wrapper where the recipe names none."""
+    """Return the wrapper where the recipe names none."""
     if num_ranks == 1:
         return Wrapper("plain", "one process")
     if num_ranks == layout.tp * layout.pp:
@@ -91,8 +91,10 @@ def suited(num_ranks: int, model: nn.Module, layout: Layout) -> Wrapper:
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers that stay in one piece, by name, as the model says in ``_no_split_modules``; to be asked before
-    FSDP2 gives them another class."""
+    """Return the layers that stay in one piece, by name, from the model's ``_no_split_modules``.
+
+    Call it before FSDP2 gives them another class.
+    """
     kinds: set[str] = set(getattr(model, "_no_split_modules", None) or ())
     return {name: module for name, module in model.named_modules() if name and type(module).__name__ in kinds}
 
@@ -101,8 +103,10 @@ def distribute(
     model: nn.Module, blocks: Sequence[nn.Module], wrapper: Wrapper, policy: MixedPrecisionPolicy, mesh: DeviceMesh,
     *, reshards: bool,
 ) -> None:  # fmt: skip
-    """Give each block to FSDP2, which ``reshards`` it after its forward or keeps it, or to its replicate, then what is
-    left; collective."""
+    """Give each block to FSDP2 or its replicate, then the rest of the model. Collective.
+
+    With ``reshards``, FSDP2 drops the gathered weights of a block after its forward.
+    """
     over = reduced_mesh(wrapper, mesh)
     for module in (*blocks, model):
         if wrapper.name == "fsdp2":
@@ -113,7 +117,7 @@ def distribute(
 
 
 def reduced_mesh(wrapper: Wrapper, mesh: DeviceMesh) -> DeviceMesh:
-    """The part of the mesh over which gradients are summed: the data axes, the last of them with cp."""
+    """Return the part of the mesh over which gradients are summed: the data axes, the last of them with cp."""
     names = mesh.mesh_dim_names or ()
     axes = [axis for axis in ("dp_replicate", "dp_shard") if axis in names]
     if "cp" not in names:
@@ -123,8 +127,10 @@ def reduced_mesh(wrapper: Wrapper, mesh: DeviceMesh) -> DeviceMesh:
 
 
 def replicate(model: nn.Module, *, find_unused: bool, group: dist.ProcessGroup | None = None) -> nn.Module:
-    """The model in DDP, which looks for parameters that a microbatch leaves out if it is told to; collective over the
-    group, or all ranks."""
+    """Return the model in DDP. Collective over the group, or all ranks.
+
+    With ``find_unused``, DDP looks for parameters that a microbatch leaves out.
+    """
     return DistributedDataParallel(model, find_unused_parameters=find_unused, process_group=group)
 
 
@@ -173,7 +179,7 @@ def computing(config: ModelConfig, wrapper_name: str, device: torch.device) -> A
 
 
 def precision_text(config: ModelConfig, wrapper_name: str, accumulated: torch.dtype | None) -> str:
-    """The precision in words."""
+    """Return the precision in words."""
     if not is_mixed(config):
         is_wider = accumulated is not None and accumulated != dtype_of(config)
         added = f", gradients added in {accumulated}" if is_wider else ""
@@ -221,7 +227,7 @@ def _other_attention(config: Any) -> str | None:
 
 
 def _rope_types(parameters: Any) -> list[str]:
-    """The type of rotary positions, or one per kind of layer."""
+    """Return the type of rotary positions, or one per kind of layer."""
     if not isinstance(parameters, dict):
         return []
     found = cast(dict[str, Any], parameters)

@@ -239,10 +239,8 @@ def _derive_row(
 def min_peak_bytes(choice: Choice, row: PlanRow, fixed_bytes: int = 0) -> int:
     """Return a lower bound of a choice's peak from the simulation of another that needs no more; 0 without one.
 
-    The bound is that one's peak with as many activations as the larger microbatch has.
-
-    Args:
-        fixed_bytes: Activations that do not grow with the microbatch, at most.
+    The bound is that one's peak with as many activations as the larger microbatch has. ``fixed_bytes`` are the
+    activations that do not grow with the microbatch, at most.
     """
     if row.by != SIMULATION or not choice.needs_as_much_as(row.choice):
         return 0

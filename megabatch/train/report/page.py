@@ -14,6 +14,8 @@ def report(runs: Sequence[Path], to: Path | None, *, is_comparison: bool) -> Com
     """Write the page of a run and print where it is; of two runs print how they differ, and return it.
 
     Args:
+        runs: The folder of a run, or of two to compare.
+        is_comparison: Compare two runs.
         to: The file to write. None: report.html in the run's folder; of two runs, no page.
 
     Raises:

@@ -19,8 +19,10 @@ def in_place_of(loss_fn: LossFunction, watched: Callable[[Any, Any], Any]) -> Lo
 
 
 def around_backward(total: Tensor, begins: Callable[[], object], ends: Callable[[], object]) -> None:
-    """Call these when its backward begins and when it ends: before whatever a wrapper waits for then, which is asked
-    for later."""
+    """Call ``begins`` and ``ends`` at the two ends of the total's backward.
+
+    A wrapper queues its own wait later, so ``ends`` comes before it.
+    """
 
     def begin(_: Tensor) -> None:
         begins()

@@ -1,5 +1,7 @@
-"""Console: what a person sees, and a run's log. A progress bar on a terminal, plain lines elsewhere; only the main rank
-speaks."""
+"""The console of a run, and its log.
+
+A progress bar on a terminal, plain lines elsewhere. Only the main rank speaks.
+"""
 
 import sys
 import threading
@@ -107,8 +109,10 @@ class Console:
 
     @contextmanager
     def bar(self, start: int, total: int | None, work: Callable[[int], int] = int) -> Generator[None, None, None]:
-        """Shows the bar, at ``start`` of ``total`` updates, until the block ends; ``work``: what so many of them take,
-        by which it says how long they will."""
+        """Show the bar, at ``start`` of ``total`` updates, until the block ends.
+
+        ``work(n)`` is the work of n updates, and the remaining time follows from it.
+        """
         if self._progress is None:
             yield
             return
@@ -156,7 +160,7 @@ class Console:
 
     @contextmanager
     def _shown(self, counted: Counted) -> Generator[None, None, None]:
-        """Shows it from a thread, for a block may take long without counting anything."""
+        """Show it from a thread, since a block may take long without counting anything."""
         ended = threading.Event()
         thread = threading.Thread(target=self._show_until, args=(counted, ended), daemon=True)
         thread.start()

@@ -114,7 +114,7 @@ class Heartbeat:
             self._write(store, 0, ENDED)
 
     def _watch_itself(self) -> None:
-        """In a thread that waits for nothing: is the store's answer or a batch of samples overdue?"""
+        """Look, in a thread that waits for nothing, if the store's answer or a batch of samples is overdue."""
         store, samples, warned = StallTimer(self._interval), StallTimer(self._interval), set[str]()
         while not self._ended.wait(self._interval):
             doing, awaits, begun = self._doing, self._awaits_samples, self._num_updates > 0
@@ -142,7 +142,7 @@ class Heartbeat:
                 self._leave(store, f"{self._name(beat)} has gone without a word, which was killed or ran out of memory")
 
     def _local_ranks(self) -> set[int]:
-        """The other ranks that torchrun has started on this host."""
+        """Return the other ranks that torchrun has started on this host."""
         if "LOCAL_WORLD_SIZE" not in os.environ:
             return set()
         first = self._rendezvous.rank - int(os.environ["LOCAL_RANK"])

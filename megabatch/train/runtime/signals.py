@@ -98,7 +98,7 @@ class StopSignal:
                 self._leave(number)
 
     def _leave_soon(self, number: int) -> None:
-        """The main thread may wait for a rank that never comes."""
+        """End the process from a thread: the main thread may wait for a rank that never comes."""
         if not self._ended.wait(SECONDS_TO_LEAVE) and not self.has_begun:
             self._leave(number)
 

@@ -62,6 +62,48 @@ def after(change: Callable[[Tensor], Tensor]) -> Work:
     return lambda gradient, part: change(part.scale(total_of(gradient))).backward()
 
 
+def then_change(change: Callable[[nn.Module], object], work: Work = scaled) -> Work:
+    """The work of a microbatch, and a change in the body of the second."""
+
+    def run(gradient: GradientAccumulator, part: Any) -> None:
+        work(gradient, part)
+        if part.index:
+            change(gradient.model)
+
+    return run
+
+
+def dropped_and_own(gradient: GradientAccumulator, part: Any) -> None:
+    loss = total_of(gradient)
+    gradient.model.zero_grad()
+    loss.backward()
+
+
+def in_float16(gradient: GradientAccumulator, part: Any) -> None:
+    with torch.autocast("cpu", torch.float16):
+        loss = total_of(gradient)
+    part.scale(loss).backward()
+
+
+def with_scaler(use: Callable[[torch.amp.GradScaler, torch.optim.Optimizer], object]) -> Callable[[], None]:
+    """An update of two microbatches; the scaler is used before finalize()."""
+
+    def run() -> None:
+        scaler, gradient = torch.amp.GradScaler("cpu"), accumulator()
+        for index in range(2):
+            with gradient.microbatch(index, of=2, sum_over=1) as part:
+                part.scale(total_of(gradient), scaler).backward()
+        use(scaler, torch.optim.SGD(gradient.model.parameters(), lr=0.0))
+        gradient.finalize()
+
+    return run
+
+
+def in_turn_scalers() -> Work:
+    scalers = [torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu")]
+    return lambda gradient, part: part.scale(total_of(gradient), scalers[part.index]).backward()
+
+
 def twice(loss: Tensor) -> Tensor:
     loss.backward(retain_graph=True)
     return loss
@@ -176,8 +218,32 @@ FAILURES = {
     ),
     "two backwards of a scaled loss": Failure(MegabatchError, f"{FIRST} … 2 backwards", lambda: loop(after(twice))),
     "two backwards in a loop of one's own": Failure(
-        MegabatchError, "microbatch 1 of 3 … 2 backwards", lambda: loop(own_twice, indices=range(3), of=3)
+        MegabatchError, "written to 2 times in microbatch 1 of 3", lambda: loop(own_twice, indices=range(3), of=3)
     ),
+    "clip_grad_norm_ in a loop of one's own": Failure(
+        MegabatchError, "written to 2 times in microbatch 1 of 3",
+        lambda: loop(
+            then_change(lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1)), indices=range(3), of=3
+        ),
+    ),
+    "zero_grad after a backward in a loop of one's own": Failure(
+        MegabatchError, "dropped in microbatch 1 of 2", lambda: loop(then_change(nn.Module.zero_grad))
+    ),
+    "zero_grad before a backward in a loop of one's own": Failure(
+        MegabatchError, "replaced in microbatch 1 of 2", lambda: loop(dropped_and_own)
+    ),
+    "a step in a loop of one's own": Failure(
+        MegabatchError, "parameters were written to in microbatch 1",
+        lambda: loop(then_change(lambda model: torch.optim.SGD(model.parameters(), lr=1.0).step())),
+    ),
+    "unscale_ before finalize": Failure(
+        MegabatchError, "GradScaler was used before", with_scaler(lambda scaler, optimizer: scaler.unscale_(optimizer))
+    ),
+    "a new scale before finalize": Failure(
+        MegabatchError, "GradScaler was used before", with_scaler(lambda scaler, optimizer: scaler.update(2.0))
+    ),
+    "two scalers": Failure(MegabatchError, "another GradScaler", lambda: loop(in_turn_scalers())),
+    "float16 without a scaler": Failure(MegabatchError, "no GradScaler", lambda: loop(in_float16)),
     "a scaled loss that is divided": Failure(
         MegabatchError, f"{FIRST} … multiplied by 0.5", lambda: loop(after(lambda loss: loss / 2))
     ),
@@ -228,7 +294,7 @@ FAILURES = {
     ),
     "a mean over another number": Failure(LossContractError, "by 1 … mean_over is 2", lambda: miscounted([0, -100], 2)),
     "a mean over nothing in a loop of one's own": Failure(
-        LossContractError, "nan … mean_over is 0", lambda: miscounted([0, 1], 0, divide=True)
+        LossContractError, "nan … weight is 0", lambda: miscounted([0, 1], 0, divide=True)
     ),
     "finalize before the last microbatch": Failure(
         MegabatchError, "1 of 2 microbatches", then(lambda gradient: gradient.finalize())

@@ -1,0 +1,183 @@
+"""Draw the figures of the README from committed results: `python -m benchmarks.figures`, or `make figures`.
+
+Each figure is an SVG for light pages and one for dark pages, in docs/assets. It names the results that it was drawn
+from, with their hashes; tests/test_figures.py fails where a result is newer than its figure. The screenshots of a run's
+page are made by `python -m benchmarks.screenshot RUN`.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks import result
+
+ASSETS = result.ROOT / "docs" / "assets"
+THEMES = {
+    "light": {"back": "#ffffff", "text": "#1f2328", "faint": "#59636e", "line": "#d1d9e0", "ours": "#0b7a58",
+              "bad": "#cf4b32", "other": "#8b98a9", "pale": "#dfe4ea"},
+    "dark": {"back": "#0d1117", "text": "#f0f6fc", "faint": "#a3adb8", "line": "#3d444d", "ours": "#3fbf94",
+             "bad": "#f2795f", "other": "#7d8a9b", "pale": "#2f3741"},
+}  # fmt: skip
+FONT = "-apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
+WIDTH, EDGE = 640, 12
+ROW = 34  # from one bar to the next
+EXACT = 1e-9
+NAMES = {
+    "plain": "plain loop",
+    "accelerate": "Accelerate",
+    "lightning": "Lightning",
+    "hf": "Trainer",
+    "megabatch": "megabatch",
+}
+SPEED_NAMES = {
+    "megabatch": "megabatch",
+    "one": "loop, 1 sample a forward",
+    "hf_rebalance": "Trainer, batch_rebalance",
+    "hf": "Trainer",
+    "accelerate": "Accelerate",
+    "lightning": "Lightning",
+}
+AT_THEIR_BEST = ("one", "hf_rebalance")
+DATA = {"gsm8k": "GSM8K", "stdlib": "Python source"}
+
+
+class Canvas:
+    """Shapes of one figure, in the colors of one theme."""
+
+    def __init__(self, theme: str, height: int, title: str, sources: Sequence[Path]) -> None:
+        self.colors, self.height, self.title, self.sources = THEMES[theme], height, title, sources
+        self.shapes: list[str] = []
+
+    def text(self, x: float, y: float, words: str, color: str = "text", size: int = 16, **more: Any) -> None:
+        extra = "".join(f' {key.replace("_", "-")}="{value}"' for key, value in more.items())
+        place = f'x="{x:g}" y="{y:g}" font-size="{size}" fill="{self.colors[color]}"'
+        self.shapes.append(f"<text {place}{extra}>{escape(words)}</text>")
+
+    def bar(self, x: float, y: float, width: float, height: float, color: str) -> None:
+        place = f'x="{x:g}" y="{y:g}" width="{max(width, 2):.1f}" height="{height:g}"'
+        self.shapes.append(f'<rect {place} rx="2" fill="{self.colors[color]}"/>')
+
+    def line(self, x1: float, y1: float, x2: float, y2: float) -> None:
+        self.shapes.append(f'<path d="M{x1:g} {y1:g}L{x2:g} {y2:g}" stroke="{self.colors["line"]}"/>')
+
+    def svg(self) -> str:
+        made_from = "".join(f"\n{path.name} sha256:{digest(path)}" for path in self.sources)
+        return "\n".join([
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{-EDGE} 0 {WIDTH + 2 * EDGE} {self.height}" '
+            f'width="{WIDTH + 2 * EDGE}" '
+            f'height="{self.height}" role="img" font-family="{FONT}">',
+            f"<title>{escape(self.title)}</title>",
+            f"<metadata>made by python -m benchmarks.figures from{made_from}</metadata>",
+            f'<rect x="{-EDGE}" width="{WIDTH + 2 * EDGE}" height="{self.height}" fill="{self.colors["back"]}"/>',
+            *self.shapes,
+            "</svg>\n",
+        ])  # fmt: skip
+
+
+class Figure(NamedTuple):
+    """A figure's file name and the results that it is drawn from."""
+
+    name: str
+    sources: tuple[str, ...]  # patterns in benchmarks/results; the newest file of each
+
+
+FIGURES = (
+    Figure("gradient_error", ("gradient_error_*.json",)),
+    Figure("speed", ("speed_cpu_*.json",)),
+)
+
+
+def newest(pattern: str) -> Path:
+    return max(result.RESULTS.glob(pattern))
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+def draw(figure: Figure, theme: str) -> str:
+    """Return the SVG of a figure."""
+    paths = [newest(each) for each in figure.sources]
+    found = [json.loads(path.read_text()) for path in paths]
+    return {"gradient_error": gradient_error, "speed": speed}[figure.name](theme, paths, *found)
+
+
+def gradient_error(theme: str, paths: list[Path], found: dict[str, Any]) -> str:
+    """Draw a column of bars for each number of microbatches."""
+    rows = {(row["loop"], row["accumulation"]): row["median_error"] for row in found["rows"]}
+    counts = sorted({number for _, number in rows})
+    most = max(rows.values())
+    left, top, gap = 118, 92, 18
+    column = (WIDTH - left) / len(counts)
+    title = "Gradient error by the number of microbatches in an update"
+    canvas = Canvas(theme, top + ROW * len(NAMES) + 42, title, paths)
+    canvas.text(0, 22, "Same 64 samples, same weights: error of the gradient", size=19, font_weight=600)
+    canvas.text(0, 44, f"GSM8K answers, small Llama after {found['updates_before']} updates, float64, one process",
+                "faint", 14)  # fmt: skip
+    for place, number in enumerate(counts):
+        x = left + place * column
+        canvas.text(x, top - 14, f"{number} microbatch{'es' * (number > 1)}", "faint", 15)
+        canvas.line(x, top - 4, x, top + ROW * len(NAMES) - 6)
+        for line, name in enumerate(NAMES):
+            y, error = top + line * ROW, rows[name, number]
+            is_exact, ours = error < EXACT, name == "megabatch"
+            width = (column - gap - 62) * error / most
+            canvas.bar(x, y, width, 20, "ours" if is_exact else "bad")
+            words = "exact" if is_exact else f"{error:.1%}"
+            canvas.text(x + max(width, 2) + 7, y + 16, words, "ours" if is_exact else "text", 15,
+                        font_weight=600 if ours or not is_exact else 400)  # fmt: skip
+    for line, name in enumerate(NAMES):
+        canvas.text(0, top + line * ROW + 16, NAMES[name], size=16, font_weight=600 if name == "megabatch" else 400)
+    canvas.text(
+        0, canvas.height - 12, "|g - g_uncut| / |g_uncut|, median of 3 updates. exact: below 1e-13.", "faint", 14
+    )
+    return canvas.svg()
+
+
+def speed(theme: str, paths: list[Path], found: dict[str, Any]) -> str:
+    """Draw a bar for each loop and data set: CPU seconds over megabatch's."""
+    rows = {(row["data"], row["contestant"]): row["cpu_seconds"] for row in found["rows"] if row["ranks"] == 1}
+    ratios = {(data, name): rows[data, name] / rows[data, "megabatch"] for data in DATA for name in SPEED_NAMES}
+    most, left, top, gap = max(ratios.values()), 218, 92, 26
+    column = (WIDTH - left) / len(DATA)
+    title = "Time of an update of 64 samples, megabatch = 1"
+    canvas = Canvas(theme, top + ROW * len(SPEED_NAMES) + 66, title, paths)
+    canvas.text(0, 22, title, size=19, font_weight=600)
+    canvas.text(0, 44, f"small Llama, float32, one core ({machine(found)}); CPU time, median of 3", "faint", 14)
+    for place, data in enumerate(DATA):
+        x = left + place * column
+        canvas.text(x, top - 14, DATA[data], "faint", 15)
+        canvas.line(x, top - 4, x, top + ROW * len(SPEED_NAMES) - 6)
+        for line, name in enumerate(SPEED_NAMES):
+            y, value, ours = top + line * ROW, ratios[data, name], name == "megabatch"
+            width = (column - gap - 42) * value / most
+            canvas.bar(x, y, width, 20, "ours" if ours else "other" if name in AT_THEIR_BEST else "pale")
+            canvas.text(x + width + 7, y + 16, f"{value:.2f}", size=15, font_weight=600 if ours else 400)
+    for line, (name, words) in enumerate(SPEED_NAMES.items()):
+        canvas.text(0, top + line * ROW + 16, words, font_weight=600 if name == "megabatch" else 400)
+    y = canvas.height - 34
+    canvas.bar(0, y - 11, 14, 12, "pale")
+    canvas.text(20, y, "8 samples a forward, in the order of arrival", "faint", 14)
+    canvas.text(
+        0, y + 22, "One sample a forward needs no padding. On a CPU every loop can be level that way.", "faint", 14
+    )
+    return canvas.svg()
+
+
+def machine(found: dict[str, Any]) -> str:
+    return found["rows"][0]["machine"].partition(", ")[2]
+
+
+def main() -> None:
+    for figure in FIGURES:
+        for theme in THEMES:
+            path = ASSETS / f"{figure.name}-{theme}.svg"
+            path.write_text(draw(figure, theme))
+            print(path.relative_to(result.ROOT))
+
+
+if __name__ == "__main__":
+    main()
