@@ -179,9 +179,7 @@ def last_divisor(loss: Tensor) -> float | None:
 
 
 def scaler_state(scaler: torch.amp.GradScaler) -> tuple[Any, ...]:
-    """``GradScaler._scale`` and ``_per_optimizer_states`` as something to compare: `unscale_`, `step` and `update`
-    change it.
-    """
+    """``GradScaler._scale`` and ``_per_optimizer_states``, to compare: `unscale_`, `step` and `update` change them."""
     scale: Tensor | None = getattr(scaler, "_scale", None)
     stages = {key: each["stage"] for key, each in getattr(scaler, "_per_optimizer_states", {}).items()}
     return (None if scale is None else (id(scale), count_writes(scale)), stages)
