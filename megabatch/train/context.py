@@ -18,8 +18,8 @@ from megabatch.train.data.load import Data
 from megabatch.train.data.updates import Updates
 from megabatch.train.model.build import ParallelModel
 from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.files import JsonlFile, Row
 from megabatch.train.runtime.heartbeat import Heartbeat
-from megabatch.train.runtime.jsonl_file import JsonlFile, Row
 from megabatch.train.runtime.plugins import Event
 from megabatch.train.runtime.ranks import Ranks
 from megabatch.train.runtime.signals import StopSignal

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megabatch.train.callbacks.nonfinite_search import at_fault
+from megabatch.train.callbacks.nonfinite import at_fault
 from tests.elastic.nonfinite_jobs import BAD, BAD_UPDATE, MAX_NORM, NUM_SAMPLES, NUM_UPDATES, Regression, samples
 from tests.exact.launch import of_ranks
 from tests.tiers import some

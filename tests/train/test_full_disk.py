@@ -16,8 +16,7 @@ from megabatch.train.checkpoints.retention import Checkpoints
 from megabatch.train.checkpoints.run_folder import write_if_room
 from megabatch.train.checkpoints.writer import Retry
 from megabatch.train.runtime.console import Console
-from megabatch.train.runtime.files import RetryingAppender, replace_text
-from megabatch.train.runtime.jsonl_file import read_rows
+from megabatch.train.runtime.files import RetryingAppender, read_rows, replace_text
 from megabatch.train.runtime.ranks import Ranks
 from tests.train.conftest import Bench
 from tests.train.full_disks import filling, small_disk
@@ -32,14 +31,16 @@ def write_pieces(_: Any, path: Path) -> list[Any]:
     file, seen = RetryingAppender(path), []
     resource.setrlimit(resource.RLIMIT_FSIZE, (25, resource.RLIM_INFINITY))
     for number in range(4):
-        file.append(b"piece %d...\n" % number)  # 11 bytes: the third one is cut off
+        file.add(b"piece %d...\n" % number)
+        file.write()  # 11 bytes: the third one is cut off
         seen.append(path.read_bytes().count(b"\n"))
     try:
         file.flush()
     except OSError as error:
         seen.append(type(error).__name__)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-    file.append(b"piece 4...\n")
+    file.add(b"piece 4...\n")
+    file.write()
     return seen
 
 

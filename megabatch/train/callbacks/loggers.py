@@ -106,16 +106,19 @@ class TensorBoard:
     """Files of events in the run's folder; those of a resumed run hide what earlier starts have from its step on."""
 
     def __init__(self, config: Config, first_step: int) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard import SummaryWriter
 
+        self._summary: Any = Summary
         folder = Path(config.run.folder) / TENSORBOARD
         self._writer = SummaryWriter(str(folder), purge_step=first_step if any(folder.glob("events.*")) else None)
         self.flush, self.close = self._writer.flush, self._writer.close
         threading.excepthook = partial(_print_unless_writer, threading.excepthook)
 
     def log(self, row: Mapping[str, float], step: int) -> None:
-        for tag, number in row.items():
-            self._writer.add_scalar(tag, number, step)
+        """Write the row as one event: `SummaryWriter.add_scalar` would make one of each number."""
+        values = [self._summary.Value(tag=tag, simple_value=number) for tag, number in row.items()]
+        cast(Any, self._writer).file_writer.add_summary(self._summary(value=values), step)
 
 
 def _print_unless_writer(hook: Callable[[Any], object], failed: Any) -> None:

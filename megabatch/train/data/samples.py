@@ -6,6 +6,7 @@ epoch, so that some samples of a source are seen twice before others are seen at
 """
 
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -60,7 +61,7 @@ class Joined(View):
 
     def __init__(self, sources: Sequence[Measured]) -> None:
         self._sources = list(sources)
-        self._ends = np.cumsum([len(source) for source in self._sources])
+        self._ends: list[int] = np.cumsum([len(source) for source in self._sources]).tolist()
         self.lengths = np.concatenate([source.lengths for source in self._sources])  # [N]
         self.fingerprint = "+".join(source.fingerprint for source in self._sources)
 
@@ -73,9 +74,9 @@ class Joined(View):
         return source.name(local)
 
     def _find(self, index: int) -> tuple[Measured, int]:
-        number = int(np.searchsorted(self._ends, index, side="right"))
+        number = bisect_right(self._ends, index)
         source = self._sources[number]
-        return source, int(index - self._ends[number] + len(source))
+        return source, index - self._ends[number] + len(source)
 
 
 class Part(View):

@@ -48,8 +48,8 @@ from megabatch.train.model.wrap import (
     replicate,
     reshard,
 )
-from megabatch.train.runtime.autograd_hooks import in_place_of
 from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.plugins import in_place_of
 from megabatch.train.runtime.ranks import Ranks
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from megabatch.errors import MegabatchError
-from megabatch.train.runtime.exit_status import CRASHED, FAILED, UNREAD, drop_output
+from megabatch.train.runtime.console import CRASHED, FAILED, UNREAD, drop_output
 from megabatch.train.runtime.files import DISK_FULL
 from megabatch.train.runtime.rendezvous import Rendezvous, find_ranks
 
