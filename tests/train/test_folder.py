@@ -164,5 +164,5 @@ def test_a_name_that_is_no_text_is_refused_before_anything_is_written(recipe: Pa
 
 def test_a_folder_without_a_run_is_no_recipe(tmp_path: Path) -> None:
     assert line_of(folder.recipe_of, tmp_path) == (
-        f"{tmp_path} is a folder without config.toml, so no run to go on with; give the path of a TOML file"
+        f"{tmp_path} is a folder without config.toml, so no run to resume; give the path of a TOML file"
     )

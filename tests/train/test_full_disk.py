@@ -106,7 +106,7 @@ def test_a_full_disk_does_not_end_a_run(bench: Bench, tmp_path: Path, ranks: int
     logged = [line.partition("  ")[2] for line in (kept / "log.txt").read_text().splitlines()]
     warnings = [line for line in logged if line.startswith("warning: cannot ")]
     assert len(warnings) >= 2
-    assert warnings[0].endswith("; the run goes on, and step-4 is tried again after update 5")
+    assert warnings[0].endswith("; the run continues, and step-4 is tried again after update 5")
     assert timeless(bench.rows(kept)) == timeless(bench.rows(whole))
     assert (kept / "manifest.jsonl").read_text() == (whole / "manifest.jsonl").read_text()
     shown = [step for step, _ in events(kept)["train/loss"]]

@@ -83,7 +83,7 @@ REFUSED = {  # [data], [eval] -> what is said
     ),
     "a function that fails": (
         {"function": "FILE:fails"}, {},
-        "data.function FILE:fails failed (ZeroDivisionError: no luck, at FILE:45); mend it there",
+        "data.function 'FILE:fails' raised ZeroDivisionError: no luck (FILE, line 45); mend it, or data.options",
     ),
 }  # fmt: skip
 

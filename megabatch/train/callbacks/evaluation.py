@@ -11,7 +11,6 @@ from numbers import Real
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -51,7 +50,8 @@ class Evaluation(Callback):
         loss_fn = load_function(config.loss.function, "loss.function")  # without a router loss
         in_own_precision = partial(in_precision, config=config.model, laid=context.model, device=context.ranks.device)
         self._terms = build_terms(config.eval, loss_fn, in_own_precision)
-        self._own = load_own(config.eval)
+        own = config.eval.function
+        self._own = None if own is None else load_function(own, "eval.function")
         self._step: int | None = None  # of the last evaluation
 
     def start(self, context: RunContext) -> None:
@@ -225,13 +225,18 @@ def sum_terms(
     """
     sums: dict[str, Tensor] = {}
     loss_names: set[str] = set()
-    prepare, pad = loss_hooks(terms.loss).prepare or as_it_is, Padding([model])
+    prepare, pad, cp = loss_hooks(terms.loss).prepare, Padding([model]), ranks.layout.cp
     at_once = PER_STAGE * model.num_stages if is_pipeline(model) else 1
     with console.progress(f"evaluating {name}", len(own.samples), "samples") as advance:
         for start in range(0, len(own.microbatches), at_once):
             several = own.microbatches[start : start + at_once]
             taken = ([samples[own.samples[row]] for row in rows] or [samples[0]] for rows in several)
-            microbatches = [to_device(own_stretch(prepare(pad(each)), ranks), ranks.device) for each in taken]
+            microbatches = [pad(each) if prepare is None else prepare(pad(each)) for each in taken]
+            if cp > 1:
+                microbatches = [
+                    context_parallel.stretch(each, ranks.layout.cp_rank(ranks.rank), cp) for each in microbatches
+                ]
+            microbatches = [to_device(each, ranks.device) for each in microbatches]
             with torch.set_grad_enabled(start == 0 and not terms.of_tokens):  # only with it terms show a gradient
                 found = terms.of_all(model, microbatches)
             for rows, each in zip(several, found, strict=True):
@@ -239,17 +244,6 @@ def sum_terms(
                 add(sums, each, counted=bool(rows), device=ranks.device)
                 advance(len(rows))
     return gather(sums, loss_names, ranks)
-
-
-def as_it_is(microbatch: Microbatch) -> Microbatch:
-    """Return the microbatch: this loss prepares nothing."""
-    return microbatch
-
-
-def own_stretch(microbatch: Microbatch, ranks: Ranks) -> Microbatch:
-    """Return this rank's part of a microbatch: all of it, or its stretch of each sequence."""
-    cp = ranks.layout.cp
-    return microbatch if cp == 1 else context_parallel.stretch(microbatch, ranks.layout.cp_rank(ranks.rank), cp)
 
 
 def add(sums: dict[str, Tensor], terms: Mapping[str, Term], *, counted: bool, device: torch.device) -> None:
@@ -263,10 +257,7 @@ def add(sums: dict[str, Tensor], terms: Mapping[str, Term], *, counted: bool, de
 
 def gather(sums: Mapping[str, Tensor], loss_names: set[str], ranks: Ranks) -> tuple[Sums, set[str]]:
     """Return the sums over all ranks that work on different tokens, the same on each. Collective."""
-    told: list[Any] = [({name: pair.tolist() for name, pair in sums.items() if ranks.is_counted}, loss_names)]
-    if ranks.size > 1:
-        own, told = told[0], [None] * ranks.size
-        dist.all_gather_object(told, own)
+    told = ranks.gather(({name: pair.tolist() for name, pair in sums.items() if ranks.is_counted}, loss_names))
     added: Sums = {}
     for pairs, _ in told:
         for name, (total, weight) in pairs.items():
@@ -290,11 +281,6 @@ def row_of(name: str, terms: Terms, sums: Sums, loss_names: Collection[str]) -> 
 def perplexity_of(loss: float | None) -> float | None:
     """Return e to the loss, or None if no float64 is as large."""
     return None if loss is None or not loss <= LARGEST_EXPONENT else math.exp(loss)
-
-
-def load_own(config: EvalConfig) -> Callable[..., Any] | None:
-    """Return the user's ``eval.function``. Raises `MegabatchError`."""
-    return None if config.function is None else load_function(config.function, "eval.function")
 
 
 def own_values(own: Callable[..., Any], event: Event) -> Row:

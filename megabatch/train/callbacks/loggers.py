@@ -99,7 +99,7 @@ class OptionalLogger:
             yield
         except Exception as error:  # of a library that is not ours: whatever it is, the run goes on
             self._logger, self._has_failed = None, True
-            self._console.warn(f"{self._name} is left out ({in_one_line(error)}); the run goes on without it")
+            self._console.warn(f"{self._name} is left out ({in_one_line(error)}); the run continues without it")
 
 
 class TensorBoard:

@@ -104,7 +104,7 @@ class SkipNonfinite(Callback):
         if self._num_in_a_row == MAX_IN_A_ROW:
             raise MegabatchError(
                 f"{MAX_IN_A_ROW} updates in a row were skipped, the last of them {step} ({reason}): it is not "
-                "the samples but the weights; go on from an earlier checkpoint with a lower optim.lr"
+                "the samples but the weights; resume from an earlier checkpoint with a lower optim.lr"
             )
 
 

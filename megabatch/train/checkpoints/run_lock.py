@@ -138,7 +138,9 @@ def _check_can_start(folder: Path, config: Config, job: Job) -> None:
 
 
 def _holds_a_run(folder: Path) -> MegabatchError:
-    return MegabatchError(f"{folder} already holds a run; go on with --run.resume=true, or choose another run.folder")
+    return MegabatchError(
+        f"{folder} already holds a run; resume it with --run.resume=true, or choose another run.folder"
+    )
 
 
 def _check_no_lost_checkpoint(folder: Path) -> None:

@@ -207,7 +207,7 @@ class Writer:
         after = "is not the best one that is kept"
         if request.in_turn:
             after = f"is tried again after update {self._retry.failed(request.step)}"
-        self._console.warn(f"{error}; the run goes on, and step-{request.step} {after}")
+        self._console.warn(f"{error}; the run continues, and step-{request.step} {after}")
 
 
 def in_background(config: Config, ranks: Ranks) -> bool:

@@ -16,6 +16,8 @@ METRICS, CUTS, TIMELINE = "metrics.jsonl", "cuts.jsonl", "timeline.jsonl"  # fil
 SKIPPED, MANIFEST = "skipped.jsonl", "manifest.jsonl"
 Row = dict[str, Any]
 
+to_json = json.JSONEncoder(allow_nan=False).encode  # json.dumps would make an encoder for each row
+
 
 def replace_text(path: Path, text: str) -> None:
     """Write a file so that a reader sees the old text or the new one, even after a power cut."""
@@ -104,7 +106,7 @@ class JsonlFile(RetryingAppender):
     def append(self, row: Mapping[str, Any]) -> None:
         """Add a row. Floats keep every digit."""
         if self.is_enabled:
-            self.add(f"{json.dumps(row, allow_nan=False)}\n".encode())
+            self.add(f"{to_json(row)}\n".encode())
 
     def cut(self, step: int) -> None:
         """Drop the rows that a run which was never stopped would not have after ``step`` updates."""

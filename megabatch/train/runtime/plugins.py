@@ -83,7 +83,7 @@ def load_file(path: Path) -> ModuleType:
 
 
 @contextlib.contextmanager
-def blamed(title: str) -> Generator[None]:
+def blamed(title: str, change: str = "mend it") -> Generator[None]:
     """Turn what a function of the user raises into one line, with the line of its file."""
     try:
         yield
@@ -94,7 +94,7 @@ def blamed(title: str) -> Generator[None]:
         theirs = [frame for frame in frames if not frame.filename.startswith((OURS, INSTALLED))]
         place = (theirs or frames)[-1]
         words = in_one_line(error)
-        raise MegabatchError(f"{title} raised {words} ({place.filename}, line {place.lineno}); mend it") from error
+        raise MegabatchError(f"{title} raised {words} ({place.filename}, line {place.lineno}); {change}") from error
 
 
 def in_place_of(loss_fn: LossFunction, compute: Callable[..., Any]) -> LossFunction:
