@@ -31,7 +31,7 @@ def write_pieces(_: Any, path: Path) -> list[Any]:
     file, seen = RetryingAppender(path), []
     resource.setrlimit(resource.RLIMIT_FSIZE, (25, resource.RLIM_INFINITY))
     for number in range(4):
-        file.add(b"piece %d...\n" % number)
+        file.pending.append(f"piece {number}...\n")
         file.write()  # 11 bytes: the third one is cut off
         seen.append(path.read_bytes().count(b"\n"))
     try:
@@ -39,7 +39,7 @@ def write_pieces(_: Any, path: Path) -> list[Any]:
     except OSError as error:
         seen.append(type(error).__name__)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-    file.add(b"piece 4...\n")
+    file.pending.append("piece 4...\n")
     file.write()
     return seen
 

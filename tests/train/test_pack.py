@@ -31,6 +31,9 @@ class Documents(list):
             self.append({"input_ids": ids, "labels": labels})
         self.lengths = np.array(lengths, dtype=np.int64)
 
+    def at(self, index):
+        return self[index]
+
     def name(self, index):
         return f"document {index}"
 

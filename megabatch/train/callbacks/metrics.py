@@ -87,7 +87,7 @@ class MetricsFile(JsonlFile):
     def append(self, row: Mapping[str, Any]) -> None:
         """Add a row. Floats keep every digit."""
         if self.is_enabled:
-            self.add(f"{json.dumps(row)}\n".encode())
+            self.pending.append(f"{json.dumps(row)}\n")
             if self._loggers:
                 self._hidden.append(dict(row))
 

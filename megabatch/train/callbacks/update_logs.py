@@ -29,7 +29,8 @@ class MicrobatchLog(Callback):
         plan = context.plan
         own = (self._dp_rank, len(plan.microbatches), cut_of(plan) if self._dp_rank < MOST_RANKS else [])
         told = [own] if self._is_alone else [json.loads(text) for text in context.ranks.gather(json.dumps(own))]
-        self._file.append(row_of(context.learner.step, told))
+        if self._file.is_enabled:
+            self._file.pending.append(f"{json.dumps(row_of(context.learner.step, told))}\n")
         if "num_split" in context.row:
             limit = context.learner.gradient.oom_limit
             context.console.say(report_split(context.config.run, plan, limit, context.ranks))

@@ -105,14 +105,8 @@ class PackedSamples(View):
         self.num_cut = int((documents.lengths > row_tokens).sum())
 
     def at(self, index: int) -> dict[str, Tensor]:
-        return row_of(
-            [
-                piece_of(
-                    self._documents.at(int(self._document[piece])), int(self._start[piece]), int(self._length[piece])
-                )
-                for piece in self._row(index)
-            ]
-        )
+        pieces = ((int(each[piece]) for each in self._places) for piece in self._row(index))
+        return row_of([piece_of(self._documents.at(document), start, length) for document, start, length in pieces])
 
     def name(self, index: int) -> str:
         row = self._row(index)

@@ -176,7 +176,7 @@ class Console:
 
     def _log_text(self, text: str) -> None:
         time_utc = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-        self._log.add("".join(f"{time_utc}  {line}\n" for line in text.splitlines()).encode())
+        self._log.pending += [f"{time_utc}  {line}\n" for line in text.splitlines()]
 
 
 class CountColumn(MofNCompleteColumn):

@@ -63,11 +63,7 @@ class RetryingAppender:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path  # None: not known yet, and all waits
-        self._pending: list[bytes] = []
-
-    def add(self, piece: bytes) -> None:
-        """Keep a piece until the next `write`."""
-        self._pending.append(piece)
+        self.pending: list[str] = []  # pieces for the next `write`
 
     def write(self) -> None:
         """Write what is pending, if there is room."""
@@ -76,14 +72,14 @@ class RetryingAppender:
 
     def flush(self) -> None:
         """Write what is pending. Raises `OSError` if that fails; everything stays pending then."""
-        if not self._pending or self.path is None:
+        if not self.pending or self.path is None:
             return
         descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         try:
-            _append_all_or_nothing(descriptor, b"".join(self._pending))
+            _append_all_or_nothing(descriptor, "".join(self.pending).encode())
         finally:
             os.close(descriptor)
-        self._pending.clear()
+        self.pending.clear()
 
 
 def _append_all_or_nothing(descriptor: int, data: bytes) -> None:
@@ -106,7 +102,7 @@ class JsonlFile(RetryingAppender):
     def append(self, row: Mapping[str, Any]) -> None:
         """Add a row. Floats keep every digit."""
         if self.is_enabled:
-            self.add(f"{to_json(row)}\n".encode())
+            self.pending.append(f"{to_json(row)}\n")
 
     def cut(self, step: int) -> None:
         """Drop the rows that a run which was never stopped would not have after ``step`` updates."""
