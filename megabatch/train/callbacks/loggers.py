@@ -97,7 +97,7 @@ class OptionalLogger:
     def _left_out_on_failure(self) -> Generator[None, None, None]:
         try:
             yield
-        except Exception as error:  # of a library that is not ours: whatever it is, the run goes on
+        except Exception as error:  # of a library that is not ours: whatever it is, the run continues
             self._logger, self._has_failed = None, True
             self._console.warn(f"{self._name} is left out ({in_one_line(error)}); the run continues without it")
 
@@ -128,7 +128,7 @@ def _print_unless_writer(hook: Callable[[Any], object], failed: Any) -> None:
 
 
 class Tracker(ABC):
-    """The run at a tracker, whose id stands in tracking.json, so that a resumed run goes on in it."""
+    """The run at a tracker, whose id stands in tracking.json, so that a resumed run continues in it."""
 
     def __init__(self, config: Config, first_step: int) -> None:
         self._name = config.tracking.name or Path(config.run.folder).absolute().name

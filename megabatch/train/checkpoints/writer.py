@@ -96,7 +96,7 @@ class Writer:
         self.written_step: int | None = None
 
     def go_on(self, step: int) -> None:
-        """Take note of the whole checkpoint that a run goes on from."""
+        """Take note of the whole checkpoint that a run resumes from."""
         self._shelf.add(step)
         self.written_step = step
 

@@ -241,7 +241,7 @@ class EvalConfig(Section):
 
 
 class RunConfig(Section):
-    """The folder of a run, its length, and its resumption."""
+    """Where a run is written, how long it lasts, how it is resumed."""
 
     folder: Annotated[str, Field(min_length=1)]
     """Folder of everything that a run writes. Default: runs/ and the recipe's name."""
@@ -288,7 +288,7 @@ class CheckpointConfig(Section):
     """Go on training while a checkpoint is written; that takes a copy of the state in host memory. None: where the
     model is on a GPU; on the CPU the copy would take the memory that the model needs."""
     partial: bool = False
-    """Let a signal stop a run inside an update, which is saved open and goes on there, exactly, on as many ranks. For
+    """Let a signal stop a run inside an update, which is saved open and resumed there, exactly, on as many ranks. For
     updates of minutes: gradients are reduced every eight microbatches, and a signal is looked for."""
 
 

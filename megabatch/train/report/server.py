@@ -1,4 +1,4 @@
-"""`megabatch watch`: a run's page while the run goes on, served to this machine alone.
+"""`megabatch watch`: a run's page while the run lasts, served to this machine alone.
 
 There are two addresses, the page and its data; whoever asks for anything else, or by another name than this machine's,
 is told that there is nothing.
