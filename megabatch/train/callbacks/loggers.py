@@ -106,10 +106,9 @@ class TensorBoard:
     """Files of events in the run's folder; those of a resumed run hide what earlier starts have from its step on."""
 
     def __init__(self, config: Config, first_step: int) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard import SummaryWriter
 
-        self._summary: Any = Summary
+        self._summary: Any = import_module("tensorboard.compat.proto.summary_pb2").Summary
         folder = Path(config.run.folder) / TENSORBOARD
         self._writer = SummaryWriter(str(folder), purge_step=first_step if any(folder.glob("events.*")) else None)
         self.flush, self.close = self._writer.flush, self._writer.close

@@ -99,8 +99,8 @@ class Recording(Callback):
         self._marks: list[tuple[str, Any]] = []  # what begins, and when
         optimizer = context.learner.optimizer
         self._hooks = [
-            optimizer.register_step_pre_hook(lambda *_: self._mark(STEP)),
-            optimizer.register_step_post_hook(lambda *_: self._mark(END)),
+            optimizer.register_step_pre_hook(self._marking(STEP)),
+            optimizer.register_step_post_hook(self._marking(END)),
         ]
         context.loss_fn = in_place_of(self._loss_fn, self._compute_loss)
         self._mark(IDLE)
@@ -125,6 +125,12 @@ class Recording(Callback):
     def _mark(self, kind: str) -> None:
         """Mark that something begins now: on a GPU, when it gets to what was asked of it so far."""
         self._marks.append((kind, now(self._device)))
+
+    def _marking(self, kind: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            self._mark(kind)
+
+        return hook
 
     def _compute_loss(self, model: Any, microbatch: Any, **divisor: Any) -> Any:
         """Compute the loss, and mark when it is computed and when its backward begins and ends."""

@@ -97,7 +97,7 @@ class JsonlFile(RetryingAppender):
 
     def __init__(self, path: Path, *, enabled: bool) -> None:
         super().__init__(path)
-        self.is_enabled = enabled
+        self._file, self.is_enabled = path, enabled
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add a row. Floats keep every digit."""
@@ -106,9 +106,9 @@ class JsonlFile(RetryingAppender):
 
     def cut(self, step: int) -> None:
         """Drop the rows that a run which was never stopped would not have after ``step`` updates."""
-        if self.is_enabled and self.path.exists():
-            kept = [row for row in read_rows(self.path) if self.is_kept(row, step)]
-            replace_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+        if self.is_enabled and self._file.exists():
+            kept = [row for row in read_rows(self._file) if self.is_kept(row, step)]
+            replace_text(self._file, "".join(json.dumps(row) + "\n" for row in kept))
 
     def is_kept(self, row: Row, step: int) -> bool:
         """Return True for a row that stays in a run that resumes after ``step`` updates."""
@@ -117,7 +117,7 @@ class JsonlFile(RetryingAppender):
     def rows(self) -> list[Row]:
         """Return the rows of all starts of the run. Raises `MegabatchError` for a damaged file."""
         self.write()
-        return read_rows(self.path) if self.is_enabled else []
+        return read_rows(self._file) if self.is_enabled else []
 
 
 def read_rows(path: Path) -> list[Row]:
