@@ -250,8 +250,7 @@ def sample_completion(
     Empty for a model that is none of transformers', without a tokenizer, and without a sample of tokens. The model's
     own prompt is what it does not learn of a sample; of a plain text it is the first third.
 
-    Args:
-        wanted: Tokens to write; None: as many as do not take long.
+    ``wanted`` is the number of tokens to write. None: as many as do not take long.
     """
     prompt = None if wanted == 0 else choose_prompt(samples)
     if tokenizer is None or prompt is None or not isinstance(model, PreTrainedModel):

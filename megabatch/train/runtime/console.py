@@ -1,5 +1,7 @@
-"""Console: what a person sees, and a run's log. A progress bar on a terminal, plain lines elsewhere; only the main rank
-speaks. It imports no torch, as commands that need none use its exit statuses."""
+"""Console: a run's lines and its log. A terminal has a progress bar; only the main rank speaks.
+
+It imports no torch: commands that need none use its exit statuses.
+"""
 
 import os
 import sys
@@ -78,8 +80,13 @@ class Console:
 
     @contextmanager
     def bar(self, start: int, total: int | None, work: Callable[[int], int] = int) -> Generator[None, None, None]:
-        """Shows the bar, at ``start`` of ``total`` updates, until the block ends; ``work``: what so many of them take,
-        by which it says how long they will."""
+        """Show the bar until the block ends.
+
+        Args:
+            start: Updates that are made.
+            total: Updates of the run; None: not known.
+            work: Returns the work of a number of updates, by which the time left is estimated.
+        """
         if self._is_live:
             self._num_updates, self._work = total, work
             self._updates = self._progress.add_task(
