@@ -4,22 +4,21 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch.distributed.tensor.parallel import loss_parallel
 
 from megabatch import Learner, Plan, Term, Update
-from megabatch.errors import MegabatchError, MicrobatchLimit
+from megabatch.errors import MegabatchError
 from megabatch.losses import LossFunction
-from megabatch.planning import TunedLimit
-from megabatch.train.config import Config, UpdateConfig
+from megabatch.train.config import Config
 from megabatch.train.data.load import Data
 from megabatch.train.data.updates import Updates
 from megabatch.train.model.build import ParallelModel
 from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.files import JsonlFile, Row
 from megabatch.train.runtime.heartbeat import Heartbeat
-from megabatch.train.runtime.jsonl_file import JsonlFile, Row
 from megabatch.train.runtime.plugins import Event
 from megabatch.train.runtime.ranks import Ranks
 from megabatch.train.runtime.signals import StopSignal
@@ -30,22 +29,6 @@ ForwardBackward = Callable[[Sequence[Any]], Any]  # adds samples to the open upd
 
 class UpdatePausedError(BaseException):
     """All ranks stop inside an update, which a later start of the run completes."""
-
-
-class Choices(Protocol):
-    """The microbatch limit and the sync policy that the run has chosen, where the recipe leaves them open."""
-
-    def meta(self, fit: TunedLimit | None) -> dict[str, object]:
-        """Return what a checkpoint keeps of them; ``fit``: the limit of now."""
-        ...
-
-    def text(self, update: UpdateConfig, learned: MicrobatchLimit | None) -> list[str]:
-        """Return the lines about them; ``learned``: the limit since memory ran out."""
-        ...
-
-    def shown(self, plan: Plan) -> Plan:
-        """Return the plan with the reason of its sync policy."""
-        ...
 
 
 @dataclass
@@ -77,7 +60,7 @@ class RunContext:
     model: ParallelModel  # the model, its wrapper and how it lies over the ranks
     learner: Learner  # model, optimizer, schedule and gradient accumulator
     loss_fn: LossFunction  # of training: in the model's precision, with a router loss if the recipe has one
-    choices: Choices
+    choices: Any  # `TunedChoices` of the chapter autotune: what the recipe leaves open
     identity: Mapping[str, Any]  # as JSON: a checkpoint with another identity belongs to another run
     checkpoint: Path | None = None  # the run resumes from it; None: it starts
     callbacks: "Callbacks" = field(default_factory=lambda: Callbacks(()))
@@ -131,7 +114,9 @@ class RunContext:
         """
         number, self.num_calls = self.num_calls, self.num_calls + 1
         seed = self.ranks.seed(self.config.run.seed, self.step + 1, number) if number else self.seed
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed takes long where no GPU is in use
+        if self.ranks.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
         with loss_parallel() if self.model.loss_parallel else nullcontext():
             sums = self.learner.forward_backward(samples, self.loss_fn)
         self.plan = cast(Plan, self.learner.gradient.last_plan)

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from megabatch.train.callbacks.manifest import FILE_NAME, sum_of_hashes
+from megabatch.train.callbacks.update_logs import sum_of_hashes
 from megabatch.train.cli import commands as cli
+from megabatch.train.runtime.files import MANIFEST as FILE_NAME
 from tests.train.conftest import NO_DROPOUT, Bench
 
 ROWS = [

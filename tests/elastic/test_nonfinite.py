@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import megabatch
 from megabatch.batching.samples import Deferred
-from megabatch.train.callbacks.nonfinite import SkipNonfinite
-from megabatch.train.callbacks.nonfinite_search import at_fault
+from megabatch.train.callbacks.nonfinite import SkipNonfinite, at_fault
 from megabatch.train.config import Config
 from megabatch.train.config.parallel_layout import layout_of
 from megabatch.train.context import Callbacks

@@ -110,7 +110,7 @@ def test_ten_skipped_updates_in_a_row_are_an_error(tmp_path, capsys):
     assert train(tmp_path, "all", "skip_microbatch", "--run.max_steps=20") == 2
     assert capsys.readouterr().err == (
         "megabatch: 10 updates in a row were skipped, the last of them 10 (the loss is not finite on data rank 0 of 1)"
-        ": it is not the samples but the weights; go on from an earlier checkpoint with a lower optim.lr\n"
+        ": it is not the samples but the weights; resume from an earlier checkpoint with a lower optim.lr\n"
     )
     assert len(rows(tmp_path, "skipped.jsonl")) == 10
 
@@ -131,7 +131,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path, capsys, how):
     if how == "raise":
         assert (status, said.err) == (2, (
             "megabatch: weights are not finite after update 1, and are not saved: with update.max_norm = none no "
-            "gradient is looked at; set it, or lower optim.lr, and go on from the last checkpoint\n"
+            "gradient is looked at; set it, or lower optim.lr, and resume from the last checkpoint\n"
         ))  # fmt: skip
     else:
         assert status == 0

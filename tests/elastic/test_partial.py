@@ -47,7 +47,7 @@ def test_it_goes_on_inside_the_update(
     assert (bench.losses() if step > 1 else []) == bench.losses(whole)[: step - 1]
     (bench.path / "disturb.json").unlink()
     said = bench.train(ranks=ranks, recipe=bench.folder)
-    assert f"update {step} goes on after 1 of {parts} parts" in said
+    assert f"update {step} resumes after 1 of {parts} parts" in said
     assert timeless(bench.rows()) == timeless(bench.rows(whole))
     assert not (bench.folder / "checkpoints" / "open").exists()
 
@@ -105,7 +105,7 @@ def test_an_open_update_of_another_checkpoint_is_left_alone(bench: Bench, own: P
     (bench.folder / "checkpoints" / "latest").write_text("step-1")
     losses = bench.losses()
     said = bench.train(recipe=bench.folder)
-    assert "goes on after" not in said
+    assert "resumes after" not in said
     assert not (bench.folder / "checkpoints" / "open").exists()
     assert bench.losses()[:2] == losses
     assert len(bench.losses()) == 3
@@ -135,7 +135,7 @@ def test_a_run_that_lost_its_checkpoint_goes_on_with_no_other_runs_update(
     log.write_text("".join(line for line in log.read_text().splitlines(True) if "step-0" not in line))
     (end,) = bench.finish(**long(own, **values))
     assert end.status == 0, end.err
-    assert ("update 1 goes on after 1 of 3 parts" in end.out) == (problem is None)
+    assert ("update 1 resumes after 1 of 3 parts" in end.out) == (problem is None)
     assert problem is None or f"update 1 begins again, which was left open: {problem}" in end.out + end.err
     other = tmp_path / "other"
     bench.train(run__folder=other, **long(own, **values))

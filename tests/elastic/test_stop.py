@@ -40,7 +40,7 @@ def test_all_ranks_stop_after_the_same_update(
     disturb(bench, place=place, step=4, ranks=hit, signals=[number])
     said = bench.train(ranks=ranks, **values)
     last = said.splitlines()[-1]
-    assert last == f"stopped by {number.name} after update 4; `megabatch train {bench.folder}` goes on"
+    assert last == f"stopped by {number.name} after update 4; `megabatch train {bench.folder}` resumes it"
     assert (bench.folder / "checkpoints" / "latest").read_text() == "step-4"
     assert len(bench.losses()) == 4
     assert last in (bench.folder / "log.txt").read_text()
@@ -66,7 +66,7 @@ def test_a_second_signal_ends_a_run_at_once(bench: Bench, own: Path, number: sig
     (end,) = bench.finish(run__after_update=f"{own}:after_update")
     assert end.status == 128 + number
     assert end.err == (
-        f"megabatch: ended by {number.name}; `megabatch train RUN_FOLDER` goes on from the last checkpoint, or begins "
+        f"megabatch: ended by {number.name}; `megabatch train RUN_FOLDER` resumes from the last checkpoint, or begins "
         "again\n"
     )
     assert not (bench.folder / "checkpoints").exists()
@@ -94,7 +94,7 @@ def test_before_the_first_update_a_run_ends_at_once(
     assert [end.status for end in ends] == [128 + number] * ranks
     lines = "".join(end.err for end in ends).splitlines()
     assert len(lines) == 1
-    assert f"ended by {number.name}; `megabatch train RUN_FOLDER` goes on" in lines[0]
+    assert f"ended by {number.name}; `megabatch train RUN_FOLDER` resumes" in lines[0]
     assert not bench.folder.exists()
 
 

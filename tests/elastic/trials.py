@@ -20,8 +20,8 @@ from megabatch.train.config.recipe import load_config
 from megabatch.train.context import Callback, Callbacks, RunContext
 from megabatch.train.loop import prepare_run, train
 from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.files import METRICS, read_rows
 from megabatch.train.runtime.heartbeat import Heartbeat
-from megabatch.train.runtime.jsonl_file import METRICS, read_rows
 from megabatch.train.runtime.ranks import Ranks
 from megabatch.train.runtime.rendezvous import Rendezvous
 from megabatch.train.runtime.signals import StopSignal

@@ -11,7 +11,7 @@ PLAN = [
     "plan  update.max_microbatch_tokens 8,192: the largest that fits",
     "plan  sync last: one all-reduce",
 ]
-ENDED = "2000-01-01T00:00:00Z  stopped by SIGTERM after update 9; `megabatch train run` goes on"
+ENDED = "2000-01-01T00:00:00Z  stopped by SIGTERM after update 9; `megabatch train run` resumes it"
 KINDS = ["idle", "forward", "backward", "idle", "forward", "backward", "reduce", "reduce", "step"]
 
 

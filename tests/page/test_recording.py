@@ -13,11 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import GradientAccumulator, Learner, Plan, losses, plan
 from megabatch.losses.contract import loss, loss_hooks
-from megabatch.train.callbacks.microbatch_log import MOST_MICROBATCHES, MOST_RANKS, MicrobatchLog, cut_of, row_of
-from megabatch.train.callbacks.timeline import RECORDED, Recording, Timeline, reducing
+from megabatch.train.callbacks.timing import RECORDED, Recording, Timeline, name_reductions, total_of
+from megabatch.train.callbacks.update_logs import MOST_MICROBATCHES, MOST_RANKS, MicrobatchLog, cut_of, row_of
 from megabatch.train.context import Callbacks, RunContext
 from megabatch.train.loop import make_update
-from megabatch.train.runtime.autograd_hooks import total_of
 from megabatch.train.runtime.ranks import Ranks
 from megabatch.wrappers.base import local
 from tests.train.conftest import Bench
@@ -162,8 +161,8 @@ def test_what_a_loss_must_not_return_is_left_to_the_library() -> None:
 def test_what_comes_after_a_backward_is_a_reduction_where_there_is_one() -> None:
     kinds = ["idle", "forward", "backward", "idle", "forward", "backward", "idle", "reduce", "step"]
     last = [*kinds[:6], "reduce", *kinds[7:]]
-    assert reducing(kinds, with_each=False) == last
-    assert reducing(kinds, with_each=True) == [*last[:3], "reduce", *last[4:]]
+    assert name_reductions(kinds, with_each=False) == last
+    assert name_reductions(kinds, with_each=True) == [*last[:3], "reduce", *last[4:]]
 
 
 @pytest.mark.slow

@@ -186,7 +186,7 @@ def test_numbers_have_six_digits_and_nothing_else_is_one() -> None:
 @pytest.mark.parametrize(
     ("log", "ended"),
     [
-        ("t  stopped by SIGINT after update 3; goes on\n", "stopped by SIGINT after update 3; goes on"),
+        ("t  stopped by SIGINT after update 3; resumes\n", "stopped by SIGINT after update 3; resumes"),
         ("t  stopped by SIGINT after update 3\nt  resumed\nt  update    4  loss 1\n", ""),
         ("t  stopped by SIGINT after update 3\nt  resumed from runs/a/checkpoints/step-3\nt  plan  4 updates\n", ""),
         ("t  stopped by SIGINT after update 0\nt  nothing was saved yet: the run begins at update 0\n", ""),

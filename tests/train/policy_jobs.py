@@ -64,8 +64,7 @@ def choosing_of(context: RunContext) -> Steady:
     """What chooses by measuring, whatever the trainer has chosen."""
     learner, batch = context.learner, context.updates.peek()
     learner.gradient = build_accumulator(context.model.model, context.config, learner.gradient.fit)
-    own, config = learner.gradient.plan(batch).sync, capped(context.config, CAP)
-    return Steady(own, config, learner, context.loss_fn, context.data, batch, context.model, context.ranks)
+    return Steady(learner.gradient.plan(batch).sync, replace(context, config=capped(context.config, CAP)), batch)
 
 
 def least_of(choosing: Steady, ranks: Ranks) -> float:

@@ -121,11 +121,11 @@ def test_what_cannot_be_written_is_warned_of_and_wanted_again(
         assert writer.is_due(again)
         assert capsys.readouterr().out == (
             f"warning: cannot write {tmp_path}/checkpoints/step-{step}.tmp (Not a directory); make room, allow it, or "
-            f"choose another run.folder; the run goes on, and step-{step} is tried again after update {again}\n"
+            f"choose another run.folder; the run continues, and step-{step} is tried again after update {again}\n"
         )
     writer.write(request(8, states, in_turn=False, is_best=True))
     writer.wait()
-    assert "the run goes on, and step-8 is not the best one that is kept" in capsys.readouterr().out
+    assert "the run continues, and step-8 is not the best one that is kept" in capsys.readouterr().out
     (tmp_path / "checkpoints").unlink()
     writer.write(request(11, states))
     writer.wait()

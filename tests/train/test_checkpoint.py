@@ -344,14 +344,14 @@ def test_a_whole_one_is_taken_without_a_word(run: Path) -> None:
 def test_the_one_before_is_taken_and_that_is_said(run: Path) -> None:
     spoil(run, 6)
     reason = "__0_0.distcp is not what was written: its SHA-256 is another"
-    first = f"{path_of(run, 6)} is damaged ({reason}); the run goes on from step-4"
+    first = f"{path_of(run, 6)} is damaged ({reason}); the run resumes from step-4"
     assert choose(run) == ValidCheckpoint(path_of(run, 4), (first,))
     spoil(run, 4).unlink()
-    second = f"{path_of(run, 4)} is damaged (__0_0.distcp is not there); the run goes on from step-2"
+    second = f"{path_of(run, 4)} is damaged (__0_0.distcp is not there); the run resumes from step-2"
     assert choose(run).warnings == (first.replace("step-4", "step-2"), second)
     (path_of(run, 2) / "meta.json").write_text("{}")
     assert line_of(choose, run) == (
-        f"{checkpoints_of(run)} has no whole checkpoint to go on from: step-6 ({reason}), step-4 (__0_0.distcp is not "
+        f"{checkpoints_of(run)} has no whole checkpoint to resume from: step-6 ({reason}), step-4 (__0_0.distcp is not "
         "there), step-2 (meta.json: it is of step None); put back a copy of one, or start in a new run.folder"
     )
     assert names(run) == ["latest", "step-2", "step-4", "step-6"]  # left where they are
@@ -361,7 +361,7 @@ def test_a_checkpoint_under_the_name_of_another_is_damaged(run: Path) -> None:
     shutil.rmtree(path_of(run, 6))
     shutil.copytree(path_of(run, 4), path_of(run, 6))
     assert choose(run).warnings == (
-        f"{path_of(run, 6)} is damaged (meta.json: it is of step 4); the run goes on from step-4",
+        f"{path_of(run, 6)} is damaged (meta.json: it is of step 4); the run resumes from step-4",
     )
 
 
@@ -370,7 +370,7 @@ def test_where_the_pointer_names_nothing_the_newest_whole_one_is_taken(run: Path
     pointer = checkpoints_of(run) / "latest"
     pointer.write_text(text)
     assert choose(run) == ValidCheckpoint(
-        path_of(run, 6), (f"{pointer} names no checkpoint ({text or 'nothing'}); the run goes on from step-6",)
+        path_of(run, 6), (f"{pointer} names no checkpoint ({text or 'nothing'}); the run resumes from step-6",)
     )
     pointer.unlink()
     assert has_checkpoint(run)
@@ -380,10 +380,10 @@ def test_where_the_pointer_names_nothing_the_newest_whole_one_is_taken(run: Path
 def test_what_lies_beyond_the_pointer_is_never_taken(run: Path) -> None:
     pointer = checkpoints_of(run) / "latest"
     pointer.write_text("step-4")
-    beyond = f"{path_of(run, 6)} lies beyond step-4, from which the run goes on"
+    beyond = f"{path_of(run, 6)} lies beyond step-4, from which the run resumes"
     assert choose(run) == ValidCheckpoint(path_of(run, 4), (beyond,))
     pointer.write_text("step-5")
-    first = f"{path_of(run, 5)} is damaged (it is not there); the run goes on from step-4"
+    first = f"{path_of(run, 5)} is damaged (it is not there); the run resumes from step-4"
     assert choose(run) == ValidCheckpoint(path_of(run, 4), (first, beyond))
     for step in (2, 4):
         spoil(run, step)
@@ -405,7 +405,7 @@ def test_a_checkpoint_of_an_earlier_version_is_loaded_and_that_is_said(run: Path
     (path / ".metadata").unlink()
     assert "is damaged (FileNotFoundError: " in choose(run).warnings[0]
     (path / "meta.json").write_text(json.dumps({"step": 6}))
-    assert choose(run).warnings == (f"{path} is damaged (meta.json: settings is missing); the run goes on from step-4",)
+    assert choose(run).warnings == (f"{path} is damaged (meta.json: settings is missing); the run resumes from step-4",)
 
 
 @pytest.mark.parametrize("key", ["files", "sha256", "step", "updates"])
@@ -467,7 +467,7 @@ def test_all_ranks_take_the_same_one(run: Path, name: str) -> None:
     assert told[0] == told[1]
     assert told[0][0] == str(path_of(run, 4))
     assert told[0][1].startswith(
-        f"{checkpoints_of(run)} has no whole checkpoint to go on from: step-6 ({name} is not what"
+        f"{checkpoints_of(run)} has no whole checkpoint to resume from: step-6 ({name} is not what"
     )
 
 
@@ -490,7 +490,7 @@ def test_a_run_goes_on_from_the_one_before_as_if_never_damaged(bench: Bench, tmp
             (path_of(bench.folder, step) / "meta.json").write_text("{")
     finished = bench.finish(ranks=ranks, run__resume=True, **values)
     (line,) = [line for each in finished for line in each.err.splitlines()]
-    assert f"{checkpoints_of(bench.folder)} has no whole checkpoint to go on from: step-12 (" in line
+    assert f"{checkpoints_of(bench.folder)} has no whole checkpoint to resume from: step-12 (" in line
     assert [each.status for each in finished] == [2] * ranks
 
 

@@ -166,7 +166,7 @@ def test_a_sample_longer_than_the_cap(bench: Bench, refuse: Refuse) -> None:
 def test_a_folder_that_holds_a_run_and_a_folder_that_cannot_be(bench: Bench, refuse: Refuse) -> None:
     bench.train(run__max_steps=1)
     assert refuse(ranks=2) == (
-        f"{bench.folder} already holds a run; go on with --run.resume=true, or choose another run.folder"
+        f"{bench.folder} already holds a run; resume it with --run.resume=true, or choose another run.folder"
     )
     within_a_file = bench.recipe / "run"
     assert refuse(run__folder=within_a_file) == (

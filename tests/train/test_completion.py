@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
 
-from megabatch.train.callbacks.final_report import choose_prompt, complete, num_new_tokens, prompt_of, sample_completion
+from megabatch.train.callbacks.messages import choose_prompt, complete, num_new_tokens, prompt_of, sample_completion
 from tests.train.jobs import CPU, Tiny, lay
 from tests.train.tokenizers_for_tests import VOCAB_SIZE, chat_tokenizer
 

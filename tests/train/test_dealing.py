@@ -218,7 +218,7 @@ def test_an_open_update_goes_on_with_its_own_samples(bench: Bench, tmp_path: Pat
     assert "update 2 is saved after 1 of " in bench.train(ranks=2, **values)
     (bench.path / "disturb.json").unlink()
     shutil.copytree(bench.folder, other)
-    assert "update 2 goes on after 1 of " in bench.train(ranks=2, **values)
+    assert "update 2 resumes after 1 of " in bench.train(ranks=2, **values)
     assert without_peaks(bench.rows()) == without_peaks(bench.rows(whole))
     assert meta_of(bench.folder, 3)["even_tokens"] == 32
     stated = values | {"update__max_microbatch_tokens": 160, "run__folder": other}

@@ -158,7 +158,7 @@ def test_what_cannot_be_exported_gets_its_line_and_leaves_nothing(tmp_path: Path
     assert refused(run, tmp_path / "newer").endswith("); choose an earlier step with --step")
     (run / "checkpoints" / "step-1" / "meta.json").write_text("{}")
     (run / "checkpoints" / "step-2" / "meta.json").unlink()
-    line = f"{run}/checkpoints has no whole checkpoint to go on from: step-2 (meta.json: it is not there), step-1 ("
+    line = f"{run}/checkpoints has no whole checkpoint to resume from: step-2 (meta.json: it is not there), step-1 ("
     (run / "checkpoints" / "best").unlink()
     assert refused(run, tmp_path / "newer").startswith(line)
     shutil.rmtree(run / "checkpoints")

@@ -19,8 +19,7 @@ from megabatch.train.checkpoints.retention import Checkpoints
 from megabatch.train.checkpoints.run_folder import write_if_room
 from megabatch.train.checkpoints.writer import Retry
 from megabatch.train.runtime.console import Console
-from megabatch.train.runtime.files import RetryingAppender, replace_text
-from megabatch.train.runtime.jsonl_file import read_rows
+from megabatch.train.runtime.files import RetryingAppender, read_rows, replace_text
 from megabatch.train.runtime.ranks import Ranks
 from tests.train.conftest import Bench, timeless
 from tests.train.on_ranks import on_ranks
@@ -84,14 +83,16 @@ def write_pieces(_: Any, path: Path) -> list[Any]:
     file, seen = RetryingAppender(path), []
     resource.setrlimit(resource.RLIMIT_FSIZE, (25, resource.RLIM_INFINITY))
     for number in range(4):
-        file.append(b"piece %d...\n" % number)  # 11 bytes: the third one is cut off
+        file.pending.append(f"piece {number}...\n")
+        file.write()  # 11 bytes: the third one is cut off
         seen.append(path.read_bytes().count(b"\n"))
     try:
         file.flush()
     except OSError as error:
         seen.append(type(error).__name__)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-    file.append(b"piece 4...\n")
+    file.pending.append("piece 4...\n")
+    file.write()
     return seen
 
 
@@ -157,7 +158,7 @@ def test_a_full_disk_does_not_end_a_run(bench: Bench, tmp_path: Path, ranks: int
     logged = [line.partition("  ")[2] for line in (kept / "log.txt").read_text().splitlines()]
     warnings = [line for line in logged if line.startswith("warning: cannot ")]
     assert len(warnings) >= 2
-    assert warnings[0].endswith("; the run goes on, and step-4 is tried again after update 5")
+    assert warnings[0].endswith("; the run continues, and step-4 is tried again after update 5")
     assert timeless(bench.rows(kept)) == timeless(bench.rows(whole))
     assert (kept / "manifest.jsonl").read_text() == (whole / "manifest.jsonl").read_text()
     shown = [step for step, _ in events(kept)["train/loss"]]

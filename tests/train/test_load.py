@@ -300,7 +300,7 @@ REFUSED = {  # [data], [eval] -> what the error names
     "a set named own": ({"function": "FILE:own"}, {"function": "FILE:fails"}, 'FILE:own … "own" … rename it'),
     "lengths of other samples": ({"function": "FILE:badly_measured"}, {}, "FILE:badly_measured is no list of 4"),
     "a function that fails": (
-        {"function": "FILE:fails"}, {}, "FILE:fails failed (ZeroDivisionError: no luck, at FILE:45)",
+        {"function": "FILE:fails"}, {}, "data.function 'FILE:fails' raised ZeroDivisionError: no luck (FILE, line",
     ),
 }  # fmt: skip
 

@@ -217,7 +217,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"function": f"{__name__}:own", "options": {"lr": 1.0}}, "optim.options.lr is not an option; set optim.lr"),
     ({"function": f"{__name__}:own", "name": "SGD"}, f"optim.name is set and optim.function '{__name__}:own' is not "),
     ({"function": f"{__name__}:own"}, f"optim.function '{__name__}:own' raised TypeError: own() missing 1 required"),
-    ({"function": f"{__name__}:broken"}, f"optim.function '{__name__}:broken' raised RuntimeError: no luck; mend it"),
+    ({"function": f"{__name__}:broken"}, f"optim.function '{__name__}:broken' raised RuntimeError: no luck ("),
     ({"function": f"{__name__}:nothing"}, f"optim.function '{__name__}:nothing' returned a NoneType; return a torch."),
     ({"function": f"{__name__}:half"}, f"optim.function '{__name__}:half' made an optimizer of 3 of the 6 parameters"),
     ({"function": f"{__name__}:none"}, f"optim.function is '{__name__}:none' and {__name__} has no such name"),

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megabatch import GradientAccumulator, Learner, losses
-from megabatch.train.callbacks.profiler import Profiler
+from megabatch.train.callbacks.timing import Profiler
 from megabatch.train.context import Callbacks, RunContext
 from megabatch.train.loop import make_update
 from tests.train.contexts import config_of, context_of

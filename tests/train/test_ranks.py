@@ -173,7 +173,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     (end,) = finish(tmp_path, 1, fail_on, (0,), OSError(errno.ENOSPC, "No space left on device", "a/file"))
     assert end.status == 2
     assert end.err == (
-        "megabatch: the disk is full ([Errno 28] No space left on device: 'a/file'); make room and go on with "
+        "megabatch: the disk is full ([Errno 28] No space left on device: 'a/file'); make room and resume with "
         "--run.resume=true\n"
     )
 

@@ -172,7 +172,7 @@ def test_a_run_that_has_learned_of_its_memory_begins_again(recipe: Path, tmp_pat
 def test_a_run_with_a_checkpoint_is_gone_on_with(recipe: Path, tmp_path: Path) -> None:
     point_to_checkpoint(tmp_path)
     fresh, resumed = load_config(recipe, []), load_config(recipe, ["--run.resume=true"])
-    line = f"{tmp_path} already holds a run; go on with --run.resume=true, or choose another run.folder"
+    line = f"{tmp_path} already holds a run; resume it with --run.resume=true, or choose another run.folder"
     assert line_of(check, tmp_path, fresh) == line
     check(tmp_path, resumed)
     new = line_of(
@@ -182,7 +182,7 @@ def test_a_run_with_a_checkpoint_is_gone_on_with(recipe: Path, tmp_path: Path) -
     (tmp_path / "environment.json").write_text("[")
     line = line_of(check, tmp_path, resumed)
     assert line.startswith(f"{tmp_path}/environment.json is damaged (JSONDecodeError: ")
-    assert line.endswith("); mend it, or delete it and go on")
+    assert line.endswith("); mend it, or delete it and resume")
 
 
 @pytest.mark.parametrize("line", [b'{"x": 1}', b"\xff", b'{"step": 2, "lo', b"[1]", b"[" * 100_000])
@@ -370,5 +370,5 @@ def test_a_name_that_is_no_text_is_refused_before_anything_is_written(recipe: Pa
 
 def test_a_folder_without_a_run_is_no_recipe(tmp_path: Path) -> None:
     assert line_of(folder.recipe_of, tmp_path) == (
-        f"{tmp_path} is a folder without config.toml, so no run to go on with; give the path of a TOML file"
+        f"{tmp_path} is a folder without config.toml, so no run to resume; give the path of a TOML file"
     )

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import GradientAccumulator, Learner, losses
 from megabatch.losses.contract import loss_hooks
-from megabatch.train.callbacks.rank_timing import SLOW_IN, WINDOW, RankTiming, SlowRanks, Spans, slow_text
+from megabatch.train.callbacks.timing import SLOW_IN, WINDOW, RankTiming, SlowRanks, Spans, slow_text
 from megabatch.train.context import Callbacks
 from megabatch.train.loop import make_update
 from megabatch.train.runtime.ranks import Ranks

@@ -155,7 +155,7 @@ def test_a_tracker_that_fails_is_one_warning_and_the_run_is_as_without_it(bench:
     warnings = [line for line in said.splitlines() if "mlflow" in line]
     assert len(warnings) == 1
     assert warnings[0].startswith("warning: mlflow is left out (MlflowException: API request to http://127.0.0.1:9")
-    assert warnings[0].endswith("; the run goes on without it")
+    assert warnings[0].endswith("; the run continues without it")
     assert bench.losses() == bench.losses(bench.path / "plain")
 
 

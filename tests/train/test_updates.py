@@ -252,7 +252,7 @@ def test_what_cannot_be_read_is_said_in_one_line(kind, num_workers, tmp_path):
         broken = {"num_workers": num_workers, "function": f"{tmp_path}/broken.py:samples"}
         config = config_of(kind, tmp_path, data=broken)
         data = load(config)
-        expected = r'sample 17 of "train" .* cannot be read \(KeyError: .no such picture., at .*broken.py:\d+\)'
+        expected = r'sample 17 of "train" .* raised KeyError: .no such picture. \(.*broken.py, line \d+\); mend it'
     else:
         with (tmp_path / "first.jsonl").open("a") as file:
             file.write("{\n")
@@ -297,6 +297,9 @@ class Documents(list):
             labels[: min(num_prompt, length)] = IGNORED
             self.append({"input_ids": ids, "labels": labels})
         self.lengths = np.array(lengths, dtype=np.int64)
+
+    def at(self, index):
+        return self[index]
 
     def name(self, index):
         return f"document {index}"

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megabatch import MegabatchError
-from megabatch.train.callbacks.early_stopping import Watch
+from megabatch.train.callbacks.evaluation import Watch
 from megabatch.train.config import EvalConfig
 
 

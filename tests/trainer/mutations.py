@@ -103,7 +103,7 @@ BUGS = (
     Bug("resume with new weights",
         {"load(checkpoint, context.saved)": "pass"}, RESUMED),
     Bug("draw other dropout after a resume",
-        {"torch.manual_seed(seed)\n        with": "torch.manual_seed(id(self))\n        with"}, RESUMED),
+        {"default_generator.manual_seed(seed)  #": "default_generator.manual_seed(id(self))  #"}, RESUMED),
     Bug("keep the rows after the checkpoint", {'row["step"] < step or': "True or"}, RESUMED),
     Bug("forget the average on resume", {"average.copy_(state[name])": "pass"}, RESUMED),
 )  # fmt: skip

@@ -14,7 +14,7 @@ from megabatch.batching.samples import Deferred
 from megabatch.errors import MicrobatchLimit
 from megabatch.losses.contract import loss_hooks
 from megabatch.planning.limits import TunedLimit
-from megabatch.train.runtime.autograd_hooks import in_place_of
+from megabatch.train.runtime.plugins import in_place_of
 from tests.exact.spikes import Spikes
 from tests.unit.failures.table import squares, weighed_squares
 

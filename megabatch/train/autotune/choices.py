@@ -5,7 +5,6 @@ They are chosen before the first update, or read from the checkpoint that the ru
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
 
 from megabatch import JointLoss, Plan
 from megabatch.errors import MicrobatchLimit
@@ -60,15 +59,14 @@ def may_be_replaced(context: RunContext) -> bool:
 
 def choose_rest(context: RunContext) -> TunedChoices:
     """Choose what is still open. The learner follows it from here on; measuring leaves nothing behind. Collective."""
-    chosen, learner, model = cast(TunedChoices, context.choices), context.learner, context.model
-    config, data, updates, ranks = context.config, context.data, context.updates, context.ranks
-    bound = choose_limit(chosen.bound, learner.gradient, context.loss_fn, data, updates, model, ranks)
+    chosen, learner, model = context.choices, context.learner, context.model
+    bound = choose_limit(chosen.bound, context)
     if chosen.policy.sync is not None or not may_be_replaced(context):
         return TunedChoices(bound, chosen.policy)
-    batch, found = updates.peek(), None
+    batch, found = context.updates.peek(), None
     own = learner.gradient.plan(batch).sync
     if own != LAST:
-        found = SyncChooser(own, config, learner, context.loss_fn, data, batch, model, ranks).choose()
+        found = SyncChooser(own, context, batch).choose()
     if found is None:
         return TunedChoices(bound, replace(chosen.policy, sync=AUTO, words=()))
     if found.sync == LAST:

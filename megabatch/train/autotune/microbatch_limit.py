@@ -10,17 +10,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megabatch import CostModel, GradientAccumulator
+from megabatch import CostModel
 from megabatch.batching import Deferred
 from megabatch.errors import MicrobatchLimit
-from megabatch.losses import LossFunction
 from megabatch.planning import MeasuredMicrobatch, TunedLimit
 from megabatch.train.checkpoints.metadata import describe_conditions, first_difference, read_meta
 from megabatch.train.config import Config
+from megabatch.train.context import RunContext
 from megabatch.train.data.load import Data
 from megabatch.train.data.stream import Stream
-from megabatch.train.data.updates import Updates
-from megabatch.train.model.build import ParallelModel
 from megabatch.train.runtime.oom_limit import OOM_LIMIT_FILE, load_oom_limit
 from megabatch.train.runtime.ranks import Ranks
 
@@ -89,23 +87,21 @@ def _kept_text(tokens: int, oom_limit: MicrobatchLimit | None) -> str:
     )
 
 
-def choose_limit(
-    chosen: ChosenLimit | None, gradient: GradientAccumulator, loss_fn: LossFunction, data: Data, updates: Updates,
-    laid: ParallelModel, ranks: Ranks,
-) -> ChosenLimit | None:  # fmt: skip
+def choose_limit(chosen: ChosenLimit | None, context: RunContext) -> ChosenLimit | None:
     """Measure the limit if it is open, and balance updates by what was measured. Collective.
 
     A limit from a checkpoint is measured again if the next update needs it.
     """
     if chosen is None:
         return None
-    with laid.losses():
-        gradient.tune(longest(data, updates.peek()), loss_fn)
+    gradient, updates = context.learner.gradient, context.updates
+    with context.model.losses():
+        gradient.tune(longest(context.data, updates.peek()), context.loss_fn)
     if gradient.fit is None:  # no sample is left
         return chosen
     words = (*(chosen.words if chosen.fit is None else ()), f"update.{gradient.fit.explain()}")
     if chosen.fit is None:
-        even = ranks.broadcast(even_tokens(gradient.fit))  # other ranks may round another way, and all must agree
+        even = context.ranks.broadcast(even_tokens(gradient.fit))  # other ranks may round another way
         chosen = ChosenLimit(gradient.fit, chosen.made_for, words, even)
     elif gradient.fit != chosen.fit:  # a stream has come to a longer sample
         chosen = replace(chosen, fit=gradient.fit, words=words)

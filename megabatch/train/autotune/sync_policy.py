@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megabatch import GradientAccumulator, Learner, Plan
+from megabatch import GradientAccumulator, Plan
 from megabatch.autotune import PolicyMemory, check_measurable, free_on, measure_policy
 from megabatch.errors import MegabatchError, PlanError
-from megabatch.losses import LossFunction
 from megabatch.planning import TunedLimit
 from megabatch.train.autotune.fsdp_comm_bytes import measure_comm
 from megabatch.train.autotune.microbatch_limit import ChosenLimit, longest
@@ -23,9 +22,8 @@ from megabatch.train.checkpoints.metadata import describe_conditions, first_diff
 from megabatch.train.config import Config
 from megabatch.train.config.batch_size import sizes_of
 from megabatch.train.config.byte_sizes import GIB, gb_text, gib_text
-from megabatch.train.data.load import Data
+from megabatch.train.context import RunContext
 from megabatch.train.data.stream import Stream
-from megabatch.train.model.build import ParallelModel
 from megabatch.train.model.build_accumulator import build_accumulator, collate_of, memory_bytes_of
 from megabatch.train.model.wrap import accumulation_of
 from megabatch.train.runtime.oom_limit import OOM_LIMIT_FILE, load_oom_limit
@@ -101,15 +99,12 @@ class SyncChooser:
         batch: This rank's samples of the next update.
     """
 
-    def __init__(
-        self, own: str, config: Config, learner: Learner, loss_fn: LossFunction, data: Data, batch: Sequence[Any],
-        laid: ParallelModel, ranks: Ranks,
-    ) -> None:  # fmt: skip
-        self._own, self._config, self._learner, self._loss_fn = own, config, learner, loss_fn
-        self._data, self._batch, self._laid, self._ranks = data, batch, laid, ranks
-        self._comm = measure_comm(laid.model, accumulation_of(config.update))
+    def __init__(self, own: str, context: RunContext, batch: Sequence[Any]) -> None:
+        self._own, self._config, self._learner, self._loss_fn = own, context.config, context.learner, context.loss_fn
+        self._data, self._batch, self._laid, self._ranks = context.data, batch, context.model, context.ranks
+        self._comm = measure_comm(self._laid.model, accumulation_of(self._config.update))
         sizes = [self._comm.whole_bytes, self._comm.more_bytes, len(batch)]
-        self._whole_bytes, self._more_bytes, self._most_samples = max_over_ranks(sizes, ranks)
+        self._whole_bytes, self._more_bytes, self._most_samples = max_over_ranks(sizes, self._ranks)
 
     def choose(self) -> SyncDecision | None:
         """Choose; None without a choice: nothing is sharded, or an update has one microbatch."""

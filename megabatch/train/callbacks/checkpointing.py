@@ -36,11 +36,8 @@ class Checkpointing(Callback):
         whole = StagedLearner(learner, model) if is_pipeline(model.model) else learner
         context.saved["learner"] = TrainedOnly(learner, model.left_out) if model.left_out else whole
         context.positions["updates"] = context.updates
-        patient = config.eval.patience is not None
-        self._save_every, self._keeps_best = (
-            config.run.save_every,
-            config.run.keep_best or (config.run.keep_best is None and patient),
-        )
+        self._save_every, keep_best = config.run.save_every, config.run.keep_best
+        self._keeps_best = config.eval.patience is not None if keep_best is None else keep_best
         self._writer = Writer(config, context.ranks, context.console, context.flush_logs)
         context.exits.enter_context(self._writer.closing())
         self._look_at_next()
@@ -60,33 +57,33 @@ class Checkpointing(Callback):
         """
         self._writer.poll()
         step, is_last = context.step, context.is_over
-        in_turn = (
-            is_last or self._writer.is_due(step) or (self._save_every is not None and step % self._save_every == 0)
-        )
-        is_best = self._keeps_best and context.best.step == step
-        if in_turn or is_best:
-            check_weights(context)
-            request = Request(step, states_of(context.saved), self._meta(context, in_turn), is_best, in_turn)
-            self._writer.write_last(request) if is_last else self._writer.write(request)
+        is_turn = self._save_every is not None and step % self._save_every == 0
+        if is_last:
+            self._writer.write_last(self._request(context))
+        elif is_turn or self._writer.is_due(step):
+            self._writer.write(self._request(context))
+        elif self._is_best(context):
+            self._writer.write(self._request(context, in_turn=False))
         self._look_at_next()
 
     def end(self, context: RunContext) -> None:
         """Save the run unless it is saved."""
         self._writer.wait()
         if self._writer.written_step != context.step:
-            check_weights(context)
-            is_best = self._keeps_best and context.best.step == context.step
-            request = Request(context.step, states_of(context.saved), self._meta(context, True), is_best, True)
-            self._writer.write_last(request)
+            self._writer.write_last(self._request(context))
 
     def _look_at_next(self) -> None:
         """Ask to be called after each update while something is to be looked at, else in turn."""
         self.every = 1 if self._keeps_best or self._writer.is_busy else self._save_every
 
-    def _meta(self, context: RunContext, in_turn: bool) -> dict[str, Any]:
-        """Return what a checkpoint says of itself, beside its state."""
-        gradient = context.learner.gradient
-        return {
+    def _is_best(self, context: RunContext) -> bool:
+        return self._keeps_best and context.best.step == context.step
+
+    def _request(self, context: RunContext, *, in_turn: bool = True) -> Request:
+        """Return the checkpoint to write: its state, and what it says of itself. Collective."""
+        check_weights(context)
+        gradient, states = context.learner.gradient, states_of(context.saved)
+        meta = {
             **context.identity,
             "step": context.step,
             **{name: part.state_dict() for name, part in context.positions.items()},
@@ -94,6 +91,7 @@ class Checkpointing(Callback):
             LEARNED: gradient.oom_limit,
             BEST_ONLY: not in_turn,
         }
+        return Request(context.step, states, meta, self._is_best(context), in_turn)
 
 
 def restore(context: RunContext, checkpoint: Path) -> None:
@@ -117,7 +115,7 @@ def check_weights(context: RunContext) -> None:
     if any(context.ranks.sum([float(bad)])):
         raise MegabatchError(
             f"weights are not finite after update {context.step}, and are not saved: with update.max_norm = none no "
-            "gradient is looked at; set it, or lower optim.lr, and go on from the last checkpoint"
+            "gradient is looked at; set it, or lower optim.lr, and resume from the last checkpoint"
         )
 
 

@@ -1,6 +1,7 @@
-"""Evaluate the exact loss and the metrics of whole sets, over all ranks."""
+"""Evaluate the exact loss and the metrics of whole sets, over all ranks, and stop early by one of them."""
 
 import contextlib
+import difflib
 import math
 import zlib
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
@@ -10,7 +11,6 @@ from numbers import Real
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -18,13 +18,13 @@ from megabatch import Plan, Term, losses, plan
 from megabatch.batching import Padding, context_parallel, sample_length, to_device
 from megabatch.errors import LossContractError, MegabatchError, PlanError
 from megabatch.losses import LossFunction, loss_hooks, terms_of
-from megabatch.train.config import EvalConfig, UpdateConfig
-from megabatch.train.context import Callback, RunContext
+from megabatch.train.config import HELD_OUT, EvalConfig, UpdateConfig
+from megabatch.train.context import BestEvaluation, Callback, RunContext
 from megabatch.train.data.load import OWN
 from megabatch.train.model.build import in_precision
 from megabatch.train.model.wrap import is_pipeline, reshard
 from megabatch.train.runtime.console import Console
-from megabatch.train.runtime.jsonl_file import Row
+from megabatch.train.runtime.files import Row
 from megabatch.train.runtime.plugins import Event, blamed, load_function
 from megabatch.train.runtime.ranks import Ranks
 
@@ -50,7 +50,8 @@ class Evaluation(Callback):
         loss_fn = load_function(config.loss.function, "loss.function")  # without a router loss
         in_own_precision = partial(in_precision, config=config.model, laid=context.model, device=context.ranks.device)
         self._terms = build_terms(config.eval, loss_fn, in_own_precision)
-        self._own = load_own(config.eval)
+        own = config.eval.function
+        self._own = None if own is None else load_function(own, "eval.function")
         self._step: int | None = None  # of the last evaluation
 
     def start(self, context: RunContext) -> None:
@@ -224,13 +225,18 @@ def sum_terms(
     """
     sums: dict[str, Tensor] = {}
     loss_names: set[str] = set()
-    prepare, pad = loss_hooks(terms.loss).prepare or as_it_is, Padding([model])
+    prepare, pad, cp = loss_hooks(terms.loss).prepare, Padding([model]), ranks.layout.cp
     at_once = PER_STAGE * model.num_stages if is_pipeline(model) else 1
     with console.progress(f"evaluating {name}", len(own.samples), "samples") as advance:
         for start in range(0, len(own.microbatches), at_once):
             several = own.microbatches[start : start + at_once]
             taken = ([samples[own.samples[row]] for row in rows] or [samples[0]] for rows in several)
-            microbatches = [to_device(own_stretch(prepare(pad(each)), ranks), ranks.device) for each in taken]
+            microbatches = [pad(each) if prepare is None else prepare(pad(each)) for each in taken]
+            if cp > 1:
+                microbatches = [
+                    context_parallel.stretch(each, ranks.layout.cp_rank(ranks.rank), cp) for each in microbatches
+                ]
+            microbatches = [to_device(each, ranks.device) for each in microbatches]
             with torch.set_grad_enabled(start == 0 and not terms.of_tokens):  # only with it terms show a gradient
                 found = terms.of_all(model, microbatches)
             for rows, each in zip(several, found, strict=True):
@@ -238,17 +244,6 @@ def sum_terms(
                 add(sums, each, counted=bool(rows), device=ranks.device)
                 advance(len(rows))
     return gather(sums, loss_names, ranks)
-
-
-def as_it_is(microbatch: Microbatch) -> Microbatch:
-    """Return the microbatch: this loss prepares nothing."""
-    return microbatch
-
-
-def own_stretch(microbatch: Microbatch, ranks: Ranks) -> Microbatch:
-    """Return this rank's part of a microbatch: all of it, or its stretch of each sequence."""
-    cp = ranks.layout.cp
-    return microbatch if cp == 1 else context_parallel.stretch(microbatch, ranks.layout.cp_rank(ranks.rank), cp)
 
 
 def add(sums: dict[str, Tensor], terms: Mapping[str, Term], *, counted: bool, device: torch.device) -> None:
@@ -262,10 +257,7 @@ def add(sums: dict[str, Tensor], terms: Mapping[str, Term], *, counted: bool, de
 
 def gather(sums: Mapping[str, Tensor], loss_names: set[str], ranks: Ranks) -> tuple[Sums, set[str]]:
     """Return the sums over all ranks that work on different tokens, the same on each. Collective."""
-    told: list[Any] = [({name: pair.tolist() for name, pair in sums.items() if ranks.is_counted}, loss_names)]
-    if ranks.size > 1:
-        own, told = told[0], [None] * ranks.size
-        dist.all_gather_object(told, own)
+    told = ranks.gather(({name: pair.tolist() for name, pair in sums.items() if ranks.is_counted}, loss_names))
     added: Sums = {}
     for pairs, _ in told:
         for name, (total, weight) in pairs.items():
@@ -289,11 +281,6 @@ def row_of(name: str, terms: Terms, sums: Sums, loss_names: Collection[str]) -> 
 def perplexity_of(loss: float | None) -> float | None:
     """Return e to the loss, or None if no float64 is as large."""
     return None if loss is None or not loss <= LARGEST_EXPONENT else math.exp(loss)
-
-
-def load_own(config: EvalConfig) -> Callable[..., Any] | None:
-    """Return the user's ``eval.function``. Raises `MegabatchError`."""
-    return None if config.function is None else load_function(config.function, "eval.function")
 
 
 def own_values(own: Callable[..., Any], event: Event) -> Row:
@@ -352,3 +339,87 @@ def lengths_of(samples: Sequence[Any], update: UpdateConfig) -> list[int]:
     if update.max_microbatch_tokens is None and not isinstance(samples, list):
         return [1] * len(samples)
     return [sample_length(sample) for sample in samples]
+
+
+class EarlyStopping(Callback):
+    """Tell the run its best evaluation, and stop it after ``eval.patience`` evaluations without a better one."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._watch = context.positions["watch"] = Watch(context.config.eval, context.data.sets)
+        context.best = BestEvaluation(self._watch.name)
+
+    def start(self, context: RunContext) -> None:
+        """Go on with what the checkpoint has."""
+        self._tell(context)
+
+    def after_evaluation(self, context: RunContext) -> None:
+        """Take in the evaluation of the watched set."""
+        if context.row["set"] == self._watch.name:
+            self._watch.update(context.step, context.row["eval_loss"])
+            self._tell(context)
+
+    def _tell(self, context: RunContext) -> None:
+        context.best = BestEvaluation(self._watch.name, self._watch.best, self._watch.best_step)
+        if self._watch.should_stop:
+            context.should_stop = True
+            context.stop_reason = f"the watched loss has not fallen for {context.config.eval.patience} evaluations"
+
+
+class Watch:
+    """The loss on one set. `update` takes in each evaluation of it.
+
+    An evaluation out of turn, at the end of a run, can be the best. A resumed run does not know it, as a run that was
+    never stopped would not.
+
+    Args:
+        config: Says which set, and how patient to be.
+        names: The sets that there are.
+    """
+
+    def __init__(self, config: EvalConfig, names: Collection[str]) -> None:
+        self.name = choose_set(config, names)  # of the set; None where there is none
+        self._every, self._patience = config.every, config.patience
+        self.best: float | None = None  # its lowest loss so far
+        self.best_step: int | None = None
+        self._num_worse = 0  # evaluations since then
+        self._state = self._now()
+
+    def update(self, step: int, loss: float | None) -> None:
+        """Take in the loss after ``step`` updates. A loss that is no finite number is never the best."""
+        is_best = loss is not None and math.isfinite(loss) and (self.best is None or loss < self.best)
+        if is_best:
+            self.best, self.best_step = loss, step
+        self._num_worse = 0 if is_best else self._num_worse + 1
+        if step == 0 or (self._every is not None and step % self._every == 0):
+            self._state = self._now()
+
+    @property
+    def should_stop(self) -> bool:
+        """True after as many evaluations without a better one as ``eval.patience`` says."""
+        return self._patience is not None and self._num_worse >= self._patience
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps, for JSON."""
+        return dict(self._state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken, or start again if that followed another set."""
+        if state["set"] == self.name:
+            self.best, self.best_step, self._num_worse = state["best"], state["best_step"], state["num_worse"]
+            self._state = self._now()
+
+    def _now(self) -> dict[str, Any]:
+        return {"set": self.name, "best": self.best, "best_step": self.best_step, "num_worse": self._num_worse}
+
+
+def choose_set(config: EvalConfig, names: Collection[str]) -> str | None:
+    """Return the set to watch. Raises `MegabatchError` if it does not exist."""
+    if config.watch is not None and config.watch not in names:
+        near = difflib.get_close_matches(config.watch, names, n=1, cutoff=0.0)
+        there = f"the nearest of the sets is {near[0]}" if near else "there is no set: see eval.num_samples, eval.sets"
+        raise MegabatchError(f"eval.watch is {config.watch!r}, which is no evaluation set; {there}")
+    if config.patience is not None and not names:
+        raise MegabatchError("eval.patience is set and there is no evaluation set; set eval.num_samples or eval.sets")
+    if config.patience is not None and config.every is None:
+        raise MegabatchError("eval.patience is set and eval.every is not, so no evaluation comes in between; set both")
+    return config.watch or (HELD_OUT if HELD_OUT in names else next(iter(names), None))

@@ -97,9 +97,9 @@ class OptionalLogger:
     def _left_out_on_failure(self) -> Generator[None, None, None]:
         try:
             yield
-        except Exception as error:  # of a library that is not ours: whatever it is, the run goes on
+        except Exception as error:  # of a library that is not ours: whatever it is, the run continues
             self._logger, self._has_failed = None, True
-            self._console.warn(f"{self._name} is left out ({in_one_line(error)}); the run goes on without it")
+            self._console.warn(f"{self._name} is left out ({in_one_line(error)}); the run continues without it")
 
 
 class TensorBoard:
@@ -108,14 +108,16 @@ class TensorBoard:
     def __init__(self, config: Config, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        self._summary: Any = import_module("tensorboard.compat.proto.summary_pb2").Summary
         folder = Path(config.run.folder) / TENSORBOARD
         self._writer = SummaryWriter(str(folder), purge_step=first_step if any(folder.glob("events.*")) else None)
         self.flush, self.close = self._writer.flush, self._writer.close
         threading.excepthook = partial(_print_unless_writer, threading.excepthook)
 
     def log(self, row: Mapping[str, float], step: int) -> None:
-        for tag, number in row.items():
-            self._writer.add_scalar(tag, number, step)
+        """Write the row as one event: `SummaryWriter.add_scalar` would make one of each number."""
+        values = [self._summary.Value(tag=tag, simple_value=number) for tag, number in row.items()]
+        cast(Any, self._writer).file_writer.add_summary(self._summary(value=values), step)
 
 
 def _print_unless_writer(hook: Callable[[Any], object], failed: Any) -> None:
@@ -125,7 +127,7 @@ def _print_unless_writer(hook: Callable[[Any], object], failed: Any) -> None:
 
 
 class Tracker(ABC):
-    """The run at a tracker, whose id stands in tracking.json, so that a resumed run goes on in it."""
+    """The run at a tracker, whose id stands in tracking.json, so that a resumed run continues in it."""
 
     def __init__(self, config: Config, first_step: int) -> None:
         self._name = config.tracking.name or Path(config.run.folder).absolute().name

@@ -14,7 +14,7 @@ import torch
 from megabatch import CostModel, Plan, Update
 from megabatch.train.callbacks.loggers import Logger, make_loggers
 from megabatch.train.context import Callback, RunContext
-from megabatch.train.runtime.jsonl_file import METRICS, JsonlFile, Row, is_evaluation
+from megabatch.train.runtime.files import METRICS, JsonlFile, Row, is_evaluation
 from megabatch.train.runtime.ranks import Ranks
 
 
@@ -87,8 +87,9 @@ class MetricsFile(JsonlFile):
     def append(self, row: Mapping[str, Any]) -> None:
         """Add a row. Floats keep every digit."""
         if self.is_enabled:
-            self.lines.append(json.dumps(row))
-            self._hidden.append(dict(row))
+            self.pending.append(f"{json.dumps(row)}\n")
+            if self._loggers:
+                self._hidden.append(dict(row))
 
     def write(self) -> None:
         """Write the rows that wait, and show them to the loggers."""
@@ -98,13 +99,14 @@ class MetricsFile(JsonlFile):
 
     def show(self, rows: Sequence[Row]) -> None:
         """Hand the numbers of rows to the loggers."""
-        for row in rows if self._loggers else ():
+        for row in rows:
             scalars = scalars_of(row)
             for logger in self._loggers:
                 logger.log(scalars, row["step"])
 
     def flush(self) -> None:
         """Write what waits here and in the loggers. Raises `OSError` if there is no room."""
+        self.write()
         super().flush()
         for logger in self._loggers:
             logger.flush()

@@ -7,7 +7,7 @@ others it begins again, exact too.
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -28,6 +28,7 @@ from megabatch.train.checkpoints.metadata import (
     find_changed_file,
     first_difference,
     hash_written_files,
+    sealed_text,
 )
 from megabatch.train.checkpoints.paths import OPEN, UNFINISHED, checkpoints_of
 from megabatch.train.config import Config
@@ -94,7 +95,7 @@ class MidUpdateCheckpoint(Callback):
             with (self._folder / file_of(context.ranks)).open("rb") as file:
                 self._left = torch.load(file, map_location="cpu", weights_only=True)
             made = calls_text(Calls(**self._left["calls"]))
-            context.console.say(f"update {context.step + 1} goes on after {made}")
+            context.console.say(f"update {context.step + 1} resumes after {made}")
         elif problem:
             context.console.warn(f"update {context.step + 1} begins again, which was left open: {problem}")
 
@@ -175,12 +176,16 @@ class MidUpdateCheckpoint(Callback):
         def finish() -> None:
             files = {name: each._asdict() for name, each in sums.items()}
             meta = {"step": context.step, "made_for": made_for, "files": files}
-            write_synced(here / META, json.dumps({**meta, DIGEST: digest_of(meta)}, indent=1))
+            write_synced(here / META, sealed_text(meta))
             shutil.rmtree(self._folder, ignore_errors=True)
             here.replace(self._folder)
 
         ranks.on_main(begin, str(here))
-        problem = problem_of_writing(lambda: torch.save(state, here / file_of(ranks)))
+        problem = None
+        try:
+            torch.save(state, here / file_of(ranks))
+        except (OSError, RuntimeError) as error:  # RuntimeError: how torch says that a disk is full
+            problem = in_one_line(error)
         if (told := ranks.first_problem(problem)) is not None:
             raise MegabatchError(f"cannot write {here} ({told}); make room for it")
         sums = hash_written_files(here, ranks)
@@ -248,15 +253,6 @@ def compact(state: dict[str, Any]) -> dict[str, Any]:
 def file_of(ranks: Ranks) -> str:
     """Return the name of the file that a rank writes of an open update."""
     return f"__{ranks.rank}_open.pt"
-
-
-def problem_of_writing(write: Callable[[], object]) -> str | None:
-    """Write, and return the system's error, or None."""
-    try:
-        write()
-    except (OSError, RuntimeError) as error:  # RuntimeError: how torch says that a disk is full
-        return in_one_line(error)
-    return None
 
 
 def read_meta(path: Path) -> tuple[str, dict[str, Any]]:

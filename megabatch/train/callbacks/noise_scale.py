@@ -38,7 +38,7 @@ from megabatch.train.callbacks.mid_update import Calls
 from megabatch.train.config import Config
 from megabatch.train.context import Callback, ForwardBackward, RunContext, check_whole
 from megabatch.train.model.optimizer import LARGEST_NORM
-from megabatch.train.runtime.jsonl_file import METRICS, read_rows
+from megabatch.train.runtime.files import METRICS, read_rows
 
 NOISE, SIGNAL, SCALE = "gradient_noise", "gradient_signal", "noise_scale_samples"  # of an update's row
 KEPT = 0.9  # of a running sum, from one measurement to the next: the last ten or so count

@@ -1,23 +1,21 @@
 """The callbacks of a run, in their order."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from megabatch import JointLoss
 from megabatch.errors import MegabatchError
 from megabatch.train.callbacks.checkpointing import Checkpointing
-from megabatch.train.callbacks.early_stopping import EarlyStopping
-from megabatch.train.callbacks.evaluation import Evaluation
-from megabatch.train.callbacks.final_report import FinalReport
+from megabatch.train.callbacks.evaluation import EarlyStopping, Evaluation
+from megabatch.train.callbacks.messages import FinalMessages, MemoryCheck, PlanMessage
 from megabatch.train.callbacks.metrics import Metrics
-from megabatch.train.callbacks.microbatch_log import MicrobatchLog
-from megabatch.train.callbacks.run_messages import EndMessage, PlanMessage
-from megabatch.train.callbacks.timeline import Timeline
+from megabatch.train.callbacks.timing import Profiler, RankTiming, Timeline
+from megabatch.train.callbacks.update_logs import Manifest, MicrobatchLog
 from megabatch.train.checkpoints.paths import OPEN, checkpoints_of
 from megabatch.train.config import RunConfig
 from megabatch.train.config.batch_size import sizes_of
 from megabatch.train.context import EVENTS, Callback, RunContext
 from megabatch.train.model.optimizer import follow, rate_factor
-from megabatch.train.runtime.plugins import Event, blamed, load_function, load_listener
+from megabatch.train.runtime.plugins import blamed, load_function
 
 
 def make_callbacks(context: RunContext, own: Sequence[Callback]) -> list[Callback]:
@@ -28,8 +26,6 @@ def make_callbacks(context: RunContext, own: Sequence[Callback]) -> list[Callbac
     """
     config, ranks, made = context.config, context.ranks, list[Callback]()
     if config.run.profile_steps and ranks.is_main:
-        from megabatch.train.callbacks.profiler import Profiler
-
         made.append(Profiler(context))
     if config.update.on_nonfinite != "raise":
         from megabatch.train.callbacks.nonfinite import SkipNonfinite
@@ -43,12 +39,8 @@ def make_callbacks(context: RunContext, own: Sequence[Callback]) -> list[Callbac
         made.append(MovingAverage(context))
     is_joint = isinstance(context.loss_fn, JointLoss)  # its forwards and backwards are the library's own
     if ranks.size > 1 and context.model.wrapper.name == "ddp" and ranks.layout.pp == 1 and not is_joint:
-        from megabatch.train.callbacks.rank_timing import RankTiming
-
         made.append(RankTiming(context))
     if config.update.max_microbatch_tokens == "auto":
-        from megabatch.train.callbacks.memory_check import MemoryCheck
-
         made.append(MemoryCheck())
     if config.advice.every is not None:
         from megabatch.train.callbacks.noise_scale import NoiseScale
@@ -60,14 +52,12 @@ def make_callbacks(context: RunContext, own: Sequence[Callback]) -> list[Callbac
         made.append(MidUpdateCheckpoint(context))
     made.append(Metrics(context))
     if config.run.manifest:
-        from megabatch.train.callbacks.manifest import Manifest
-
         made.append(Manifest(context))
     made.append(MicrobatchLog(context))
     if ranks.layout.pp == 1 and not is_joint and not config.optim.in_backward:  # where a step is there to be marked
         made.append(Timeline(context))
-    made += [EarlyStopping(context), PlanMessage(), *own, Evaluation(context), Checkpointing(context)]
-    return [*made, EndMessage(), FinalReport()]
+    made += [EarlyStopping(context), PlanMessage(), *own, Evaluation(context), Checkpointing(context), FinalMessages()]
+    return made
 
 
 def is_mid_update_saved(context: RunContext) -> bool:
@@ -80,9 +70,9 @@ def load_callbacks(run: RunConfig) -> list[Callback]:
     """Return the user's callbacks: ``run.callbacks``, ``run.after_update`` and ``run.after_evaluation``."""
     made = [load_callback(name) for name in run.callbacks]
     if run.after_update is not None:
-        made.append(AfterUpdate(load_listener(run.after_update, "run.after_update")))
+        made.append(AfterUpdate(run.after_update))
     if run.after_evaluation is not None:
-        made.append(AfterEvaluation(load_listener(run.after_evaluation, "run.after_evaluation")))
+        made.append(AfterEvaluation(run.after_evaluation))
     return made
 
 
@@ -109,8 +99,8 @@ def load_callback(name: str) -> Callback:
 class AfterUpdate(Callback):
     """Call the user's ``run.after_update``."""
 
-    def __init__(self, listen: Callable[[Event], object]) -> None:
-        self._listen = listen
+    def __init__(self, name: str) -> None:
+        self._listen = blamed(f"run.after_update {name!r}")(load_function(name, "run.after_update"))
 
     def after_update(self, context: RunContext) -> None:
         """Tell it the update."""
@@ -120,8 +110,8 @@ class AfterUpdate(Callback):
 class AfterEvaluation(Callback):
     """Call the user's ``run.after_evaluation``."""
 
-    def __init__(self, listen: Callable[[Event], object]) -> None:
-        self._listen = listen
+    def __init__(self, name: str) -> None:
+        self._listen = blamed(f"run.after_evaluation {name!r}")(load_function(name, "run.after_evaluation"))
 
     def after_evaluation(self, context: RunContext) -> None:
         """Tell it the evaluation."""

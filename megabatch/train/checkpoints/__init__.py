@@ -1,1 +1,1 @@
-"""Checkpoints: what a run writes to go on from, and how it is read again."""
+"""Checkpoints: what a run writes to resume from, and how it is read again."""

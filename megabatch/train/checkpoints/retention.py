@@ -101,9 +101,9 @@ class Checkpoints:
         lines = [f"{path_of(self._folder, each)} is damaged ({damages[each]})" for each in damages]
         if step_of(name) is None:
             lines.append(f"{self._pointer} names no checkpoint ({shorten(name) or 'nothing'})")
-        lines = [f"{line}; the run goes on from {path.name}" for line in lines]
+        lines = [f"{line}; the run resumes from {path.name}" for line in lines]
         if beyond := [each for each in steps if each > step and each not in damages]:
-            lines.append(f"{path_of(self._folder, beyond[-1])} lies beyond {path.name}, from which the run goes on")
+            lines.append(f"{path_of(self._folder, beyond[-1])} lies beyond {path.name}, from which the run resumes")
         if read_digests(path) is None:
             lines.append(f"{path} has no checksums, as of an earlier version: only that its files are there is known")
         return tuple(lines)
@@ -114,7 +114,7 @@ class Checkpoints:
         if beyond:
             change = f"name step-{beyond[-1]}, which lies beyond, in {self._pointer}"
         return (
-            f"{self._pointer.parent} has no whole checkpoint to go on from: {each or 'none at all'}; {change}, or "
+            f"{self._pointer.parent} has no whole checkpoint to resume from: {each or 'none at all'}; {change}, or "
             "start in a new run.folder"
         )
 

@@ -36,7 +36,7 @@ def recipe_of(folder: Path) -> Path:
     """Return the path of a run's recipe. Raises `MegabatchError` if the folder has no run."""
     if not (folder / CONFIG).is_file():
         raise MegabatchError(
-            f"{folder} is a folder without {CONFIG}, so no run to go on with; give the path of a TOML file"
+            f"{folder} is a folder without {CONFIG}, so no run to resume; give the path of a TOML file"
         )
     return folder / CONFIG
 
@@ -74,7 +74,7 @@ def write_if_room(path: Path, write: Callable[[], object], console: Console) -> 
     try:
         write()
     except OSError as error:
-        console.warn(f"{path} is not written ({error.strerror or error}); the run goes on without it")
+        console.warn(f"{path} is not written ({error.strerror or error}); the run continues without it")
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
@@ -86,7 +86,7 @@ def read_starts(folder: Path) -> list[dict[str, Any]]:
         return list(json.loads(path.read_text(encoding="utf-8"))["starts"])
     except (ValueError, RecursionError, KeyError, TypeError) as error:
         reason = in_one_line(error)
-        raise MegabatchError(f"{path} is damaged ({reason}); mend it, or delete it and go on") from None
+        raise MegabatchError(f"{path} is damaged ({reason}); mend it, or delete it and resume") from None
 
 
 def describe_start(ranks: Ranks) -> dict[str, Any]:

@@ -30,8 +30,7 @@ from megabatch.train.config import Config
 from megabatch.train.config.recipe import load_config
 from megabatch.train.model.optimizer import settings_of
 from megabatch.train.runtime.console import Console
-from megabatch.train.runtime.files import is_writable, replace_text
-from megabatch.train.runtime.jsonl_file import METRICS, is_evaluation, read_rows
+from megabatch.train.runtime.files import METRICS, is_evaluation, is_writable, read_rows, replace_text
 from megabatch.train.runtime.oom_limit import has_oom_limit, wait_for_oom_limit
 from megabatch.train.runtime.ranks import Ranks
 from megabatch.train.runtime.rendezvous import Job
@@ -139,7 +138,9 @@ def _check_can_start(folder: Path, config: Config, job: Job) -> None:
 
 
 def _holds_a_run(folder: Path) -> MegabatchError:
-    return MegabatchError(f"{folder} already holds a run; go on with --run.resume=true, or choose another run.folder")
+    return MegabatchError(
+        f"{folder} already holds a run; resume it with --run.resume=true, or choose another run.folder"
+    )
 
 
 def _check_no_lost_checkpoint(folder: Path) -> None:

@@ -96,7 +96,7 @@ class Writer:
         self.written_step: int | None = None
 
     def go_on(self, step: int) -> None:
-        """Take note of the whole checkpoint that a run goes on from."""
+        """Take note of the whole checkpoint that a run resumes from."""
         self._shelf.add(step)
         self.written_step = step
 
@@ -207,7 +207,7 @@ class Writer:
         after = "is not the best one that is kept"
         if request.in_turn:
             after = f"is tried again after update {self._retry.failed(request.step)}"
-        self._console.warn(f"{error}; the run goes on, and step-{request.step} {after}")
+        self._console.warn(f"{error}; the run continues, and step-{request.step} {after}")
 
 
 def in_background(config: Config, ranks: Ranks) -> bool:

@@ -98,7 +98,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Watch:
-    """Serve a run's page while the run goes on, to this machine's browsers alone."""
+    """Serve a run's page while the run lasts, to this machine's browsers alone."""
 
     run: Positional[Path]
     """The run's folder."""

@@ -28,8 +28,8 @@ from megabatch.train.cli.arguments import (
 from megabatch.train.cli.front import answer
 from megabatch.train.config import Config
 from megabatch.train.config.recipe import load_config
+from megabatch.train.runtime.console import CRASHED, FAILED, drop_output
 from megabatch.train.runtime.exit import FailedError, exit_together, fail
-from megabatch.train.runtime.exit_status import CRASHED, FAILED, drop_output
 from megabatch.train.runtime.heartbeat import Heartbeat
 from megabatch.train.runtime.oom_limit import saving_oom_limit
 from megabatch.train.runtime.ranks import init_ranks

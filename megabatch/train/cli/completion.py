@@ -35,8 +35,8 @@ def print_words(asked: Sequence[str]) -> None:
     Args:
         asked: What bash adds to the command, and nobody else. bash splits words at "=", and adds no space.
     """
-    line = os.environ.get("COMP_LINE", "")
-    for word in words_of(line[: int(os.environ.get("COMP_POINT", len(line)))]):
+    line, point = os.environ.get("COMP_LINE", ""), os.environ.get("COMP_POINT", "")
+    for word in words_of(line[: int(point)] if point.isdecimal() else line):
         print(f"{word.rpartition('=')[2] or word}{'' if word[-1] in '=.' else ' '}" if asked else word)
 
 

@@ -29,8 +29,8 @@ from megabatch.train.checkpoints.metadata import installed_version
 from megabatch.train.checkpoints.run_folder import device_name
 from megabatch.train.cli.help import EXAMPLE
 from megabatch.train.config import ParallelConfig
+from megabatch.train.runtime.console import CRASHED
 from megabatch.train.runtime.exit import FAILURE, PEER_GONE, FailedError, fail, leave_now
-from megabatch.train.runtime.exit_status import CRASHED
 from megabatch.train.runtime.ranks import Ranks, init_ranks
 from megabatch.train.runtime.rendezvous import Rendezvous
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.cli.arguments import COMMANDS, Completion, Init, overview, read_arguments
-from megabatch.train.runtime.exit_status import FAILED, INTERRUPTED, UNREAD, drop_output
+from megabatch.train.runtime.console import FAILED, INTERRUPTED, UNREAD, drop_output
 
 
 def run(arguments: Sequence[str]) -> int | None:

@@ -7,6 +7,7 @@ from megabatch.train.config.sections import (
     Config,
     DataConfig,
     EvalConfig,
+    ExpertsConfig,
     LossConfig,
     ModelConfig,
     OptimConfig,
@@ -20,7 +21,7 @@ from megabatch.train.config.sections import (
 )
 
 __all__ = [
-    "HELD_OUT", "AdviceConfig", "CheckpointConfig", "Config", "DataConfig", "EvalConfig", "LossConfig", "ModelConfig",
-    "OptimConfig", "Options", "ParallelConfig", "RunConfig", "Section", "SourceConfig", "TrackingConfig",
+    "HELD_OUT", "AdviceConfig", "CheckpointConfig", "Config", "DataConfig", "EvalConfig", "ExpertsConfig", "LossConfig",
+    "ModelConfig", "OptimConfig", "Options", "ParallelConfig", "RunConfig", "Section", "SourceConfig", "TrackingConfig",
     "UpdateConfig",
 ]  # fmt: skip

@@ -63,6 +63,19 @@ class ModelConfig(Section):
     routers move after each update, and bias_name. See docs/experts.md."""
 
 
+class ExpertsConfig(Section):
+    """The table model.experts: the balance of experts."""
+
+    router_loss: Rate | Literal["auto", "off"] = "auto"
+    """Coefficient of the router loss; see loss.router_loss."""
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """Scores in the router loss; "sigmoid": divided by their sum, as in DeepSeek-V3."""
+    bias_rate: Positive | None = None
+    """Move the biases that choose experts by this much after each update, towards an even load. None: they stay."""
+    bias_name: str = "e_score_correction_bias"
+    """Name of the bias in a router."""
+
+
 class SourceConfig(Section):
     """Rows of text: a file, files, a folder or a data set of the hub."""
 
@@ -228,7 +241,7 @@ class EvalConfig(Section):
 
 
 class RunConfig(Section):
-    """The folder of a run, its length, and its resumption."""
+    """Where a run is written, how long it lasts, how it is resumed."""
 
     folder: Annotated[str, Field(min_length=1)]
     """Folder of everything that a run writes. Default: runs/ and the recipe's name."""
@@ -275,7 +288,7 @@ class CheckpointConfig(Section):
     """Go on training while a checkpoint is written; that takes a copy of the state in host memory. None: where the
     model is on a GPU; on the CPU the copy would take the memory that the model needs."""
     partial: bool = False
-    """Let a signal stop a run inside an update, which is saved open and goes on there, exactly, on as many ranks. For
+    """Let a signal stop a run inside an update, which is saved open and resumed there, exactly, on as many ranks. For
     updates of minutes: gradients are reduced every eight microbatches, and a signal is looked for."""
 
 
@@ -324,7 +337,7 @@ class TrackingConfig(Section):
 
     trackers: list[Literal["wandb", "mlflow", "trackio"]] = []
     """Weights & Biases, MLflow, trackio: they are told what TensorBoard is told. A resumed run goes on in its run
-    there; a tracker that fails is left out, and the run goes on."""
+    there; a tracker that fails is left out, and the run continues."""
     project: str = "megabatch"
     """wandb's and trackio's project, mlflow's experiment."""
     name: str | None = None

@@ -2,8 +2,7 @@
 
 import hashlib
 import random
-import traceback
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,12 +10,12 @@ import numpy as np
 import torch
 
 from megabatch.batching import sample_length
-from megabatch.errors import MegabatchError, PlanError, in_one_line
+from megabatch.errors import MegabatchError, PlanError
 from megabatch.train.config import Config
 from megabatch.train.config.batch_size import sizes_of
-from megabatch.train.data.samples import Measured, View
+from megabatch.train.data.samples import View
 from megabatch.train.runtime.console import Console
-from megabatch.train.runtime.plugins import load_function
+from megabatch.train.runtime.plugins import blamed, load_function
 from megabatch.train.runtime.ranks import Ranks
 
 TRAIN = "train"  # the name of what is trained on, where a function returns several sets
@@ -40,13 +39,13 @@ class OwnSamples(View):
 class Repeatable(View):
     """Samples to evaluate on: one that draws random numbers draws the same ones whenever it is read."""
 
-    def __init__(self, samples: Measured, seed: int) -> None:
+    def __init__(self, samples: View, seed: int) -> None:
         self._samples, self._seed = samples, seed
         self.lengths, self.fingerprint = samples.lengths, samples.fingerprint
 
     def at(self, index: int) -> Any:
         with drawing(self._seed, 0, index):  # 0: before the first update
-            return self._samples[index]
+            return self._samples.at(index)
 
     def name(self, index: int) -> str:
         return self._samples.name(index)
@@ -72,7 +71,8 @@ def own_samples(config: Config, ranks: Ranks, console: Console) -> dict[str, Own
     """Return what data.function returns, by its names, the same number on every rank; "train" is among them."""
     name = str(config.data.function)
     function = load_function(name, "data.function")
-    made = called(lambda: function(**config.data.options), f"data.function {name} failed")
+    with blamed(f"data.function {name!r}", "mend it, or data.options"):
+        made = function(**config.data.options)
     sets: Mapping[str, Any] = made if isinstance(made, Mapping) else {TRAIN: made}
     if TRAIN not in sets:
         raise MegabatchError(
@@ -107,7 +107,8 @@ def measured(samples: Any, name: str, config: Config, console: Console) -> OwnSa
 
 def given_lengths(given: Any, num_samples: int, key: str) -> np.ndarray:
     """Return the attribute ``lengths`` as whole numbers. Raises where it is anything else."""
-    lengths = called(lambda: np.asarray(given), f"the attribute lengths of {key} cannot be read")
+    with blamed(f"the attribute lengths of {key}"):
+        lengths = np.asarray(given)
     if lengths.shape != (num_samples,) or lengths.dtype.kind not in "iu" or (lengths < 0).any():
         raise MegabatchError(
             f"the attribute lengths of {key} is no list of {num_samples} whole numbers; give one for each sample"
@@ -140,22 +141,11 @@ def measured_lengths(samples: Any, key: str, console: Console) -> np.ndarray:
 
 def read(samples: Any, index: int, key: str) -> Any:
     """Return a sample of the user's, or raise one line that says why not."""
-    sample = called(lambda: samples[index], f"sample {index} of {key} cannot be read")
+    with blamed(f"sample {index} of {key}"):
+        sample = samples[index]
     if not isinstance(sample, Mapping) or not sample:
         kind = "empty" if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
         raise MegabatchError(
             f'sample {index} of {key} is {kind}; expected a mapping of tensors, such as {{"inputs": ...}}'
         )
     return sample
-
-
-def called(function: Callable[[], Any], failure: str) -> Any:
-    """Return what the user's function returns, or raise one line that says where it failed."""
-    try:
-        return function()
-    except MegabatchError:
-        raise
-    except Exception as error:  # whatever the user's code raises
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        reason = in_one_line(error)
-        raise MegabatchError(f"{failure} ({reason}, at {last.filename}:{last.lineno}); mend it there") from None

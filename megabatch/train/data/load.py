@@ -12,7 +12,7 @@ from megabatch.errors import MegabatchError
 from megabatch.train.config import HELD_OUT, Config, DataConfig, SourceConfig
 from megabatch.train.data.custom_dataset import TRAIN, Repeatable, own_samples
 from megabatch.train.data.encode import Tokens
-from megabatch.train.data.samples import Joined, Measured, Mixture, PackedSamples, Part, counts_of, split_off
+from megabatch.train.data.samples import Joined, Mixture, PackedSamples, Part, View, counts_of, split_off
 from megabatch.train.data.sources import place_of
 from megabatch.train.data.stream import Stream, check_fit
 from megabatch.train.runtime.console import Console
@@ -27,7 +27,7 @@ TEXT_KEYS = [*SOURCE_KEYS, "mixture", "streaming", "pack_tokens", "max_sample_to
 class Data:
     """The samples that a run trains on, and the sets that it is evaluated on."""
 
-    train: Measured | Stream
+    train: View | Stream
     order: Callable[[int], np.ndarray] | None  # sample ids of an epoch; None: all of them, shuffled
     sets: dict[str, Sequence[Any]]  # to evaluate on, by name: "held-out" and those of eval.sets
     identity: dict[str, object]  # as JSON: where it differs, it is another data set
@@ -154,7 +154,7 @@ class Loader:
         return Data(stream, None, {**sets, **others}, identity, stream_texts(self._sources, config))
 
     def _checked(
-        self, train: Measured, held_out: Measured, others: Mapping[str, Any]
+        self, train: View, held_out: View, others: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, object]]:
         """Return the sets that have samples, and the counts that are part of the identity; every sample can be run."""
         found: dict[str, Any] = {HELD_OUT: held_out, **others, **self._sets()}
@@ -180,13 +180,13 @@ class Loader:
 
         return tokenize_once(source, key, self._config.data, self._tokenizer, self._ranks, self._console)
 
-    def _alone(self, samples: Measured) -> Any:
+    def _alone(self, samples: View) -> Any:
         """Return samples to evaluate on: where documents are packed, a row of its own for each piece of them."""
         row_tokens = self._config.data.pack_tokens
         return samples if row_tokens is None else PackedSamples(samples, row_tokens, together=False)
 
 
-def left(samples: Measured, held_out_ids: np.ndarray) -> np.ndarray:
+def left(samples: View, held_out_ids: np.ndarray) -> np.ndarray:
     """Return the numbers of the samples that are not held out."""
     return np.setdiff1d(np.arange(len(samples)), held_out_ids)
 
@@ -208,7 +208,7 @@ def source_identity(source: SourceConfig, key: str) -> dict[str, object]:
 # What is said of it.
 
 
-def samples_text(parts: Sequence[Measured], num_targets: int) -> str:
+def samples_text(parts: Sequence[View], num_targets: int) -> str:
     num_tokens = sum(int(part.lengths.sum()) for part in parts)
     longest = max(int(part.lengths.max()) for part in parts if len(part))
     return (

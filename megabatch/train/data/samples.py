@@ -6,10 +6,11 @@ epoch, so that some samples of a source are seen twice before others are seen at
 """
 
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,20 +22,8 @@ from megabatch.planning import best_fit
 ORDER, SPLIT = 1, 4  # what a random number is for; a stream's have 2 and 3
 
 
-class Measured(Protocol):
-    """Samples by their number, with the tokens of each known beforehand."""
-
-    @property
-    def lengths(self) -> np.ndarray: ...  # [N] int64
-    @property
-    def fingerprint(self) -> str: ...
-    def name(self, index: int) -> str: ...
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: Any) -> Any: ...
-
-
 class View(Sequence[Any], ABC):
-    """Samples that are made when they are asked for; ``lengths`` says how many there are."""
+    """Samples by their number, made when they are asked for, with the tokens of each known beforehand."""
 
     lengths: np.ndarray  # [N] int64
     fingerprint: str
@@ -58,36 +47,36 @@ class View(Sequence[Any], ABC):
 class Joined(View):
     """Sources one after another, as if they were one."""
 
-    def __init__(self, sources: Sequence[Measured]) -> None:
+    def __init__(self, sources: Sequence[View]) -> None:
         self._sources = list(sources)
-        self._ends = np.cumsum([len(source) for source in self._sources])
+        self._ends: list[int] = np.cumsum([len(source) for source in self._sources]).tolist()
         self.lengths = np.concatenate([source.lengths for source in self._sources])  # [N]
         self.fingerprint = "+".join(source.fingerprint for source in self._sources)
 
     def at(self, index: int) -> Any:
         source, local = self._find(index)
-        return source[local]
+        return source.at(local)
 
     def name(self, index: int) -> str:
         source, local = self._find(index)
         return source.name(local)
 
-    def _find(self, index: int) -> tuple[Measured, int]:
-        number = int(np.searchsorted(self._ends, index, side="right"))
+    def _find(self, index: int) -> tuple[View, int]:
+        number = bisect_right(self._ends, index)
         source = self._sources[number]
-        return source, int(index - self._ends[number] + len(source))
+        return source, index - self._ends[number] + len(source)
 
 
 class Part(View):
     """Some of the samples, by their numbers."""
 
-    def __init__(self, samples: Measured, ids: np.ndarray) -> None:
+    def __init__(self, samples: View, ids: np.ndarray) -> None:
         self._samples, self._ids = samples, ids
         self.lengths = samples.lengths[ids]  # [N]
         self.fingerprint = samples.fingerprint
 
     def at(self, index: int) -> Any:
-        return self._samples[int(self._ids[index])]
+        return self._samples.at(int(self._ids[index]))
 
     def name(self, index: int) -> str:
         return self._samples.name(int(self._ids[index]))
@@ -101,12 +90,12 @@ class PackedSamples(View):
     a row.
     """
 
-    def __init__(self, documents: Measured, row_tokens: int, *, together: bool = True) -> None:
+    def __init__(self, documents: View, row_tokens: int, *, together: bool = True) -> None:
         self._documents = documents
         self.row_tokens = row_tokens
         self.num_documents = len(documents)
-        self._document, self._start, self._length = cut(documents.lengths, row_tokens)  # [pieces] each
-        lengths = self._length.tolist()
+        self._places = cut(documents.lengths, row_tokens)  # [pieces] each: document, start in it, length
+        lengths = self._places[2].tolist()
         rows = best_fit(lengths, row_tokens) if together else [[piece] for piece in range(len(lengths))]
         self._pieces = np.fromiter((piece for row in rows for piece in row), np.int64, len(lengths))
         self._ends = np.cumsum([len(row) for row in rows], dtype=np.int64)  # [rows], into pieces
@@ -116,16 +105,12 @@ class PackedSamples(View):
         self.num_cut = int((documents.lengths > row_tokens).sum())
 
     def at(self, index: int) -> dict[str, Tensor]:
-        return row_of(
-            [
-                piece_of(self._documents[int(self._document[piece])], int(self._start[piece]), int(self._length[piece]))
-                for piece in self._row(index)
-            ]
-        )
+        pieces = ((int(each[piece]) for each in self._places) for piece in self._row(index))
+        return row_of([piece_of(self._documents.at(document), start, length) for document, start, length in pieces])
 
     def name(self, index: int) -> str:
         row = self._row(index)
-        first = self._documents.name(int(self._document[row[0]]))
+        first = self._documents.name(int(self._places[0][row[0]]))
         return first if len(row) == 1 else f"{first} and {len(row) - 1} more"
 
     def _row(self, index: int) -> np.ndarray:

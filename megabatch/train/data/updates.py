@@ -27,7 +27,7 @@ from megabatch.train.config.batch_size import sizes_of
 from megabatch.train.data.custom_dataset import drawing
 from megabatch.train.data.encode import Skipped
 from megabatch.train.data.load import Data
-from megabatch.train.data.samples import Measured
+from megabatch.train.data.samples import View
 from megabatch.train.data.stream import Place, Stream, StreamUpdate
 from megabatch.train.runtime.exit import ignore_signals_in_worker
 from megabatch.train.runtime.ranks import Ranks
@@ -160,7 +160,7 @@ class Shares(Dataset[Delivery]):
     max_workers = 1024
 
     def __init__(self, data: Data, config: Config, sampler: UpdateSampler, num_updates: int) -> None:
-        self._samples = cast(Measured, data.train)
+        self._samples = cast(View, data.train)
         self._num_updates, self._seed, self._sampler = num_updates, config.run.seed, sampler
         self._is_own, self._is_told = config.data.function is not None, data.is_told
         self._look_ahead = config.data.look_ahead
@@ -227,9 +227,9 @@ class Shares(Dataset[Delivery]):
     def _read(self, number: int, update: int) -> Any:
         """Return a sample; one that draws random numbers draws the same ones whichever process reads it."""
         if not self._is_own:
-            return self._samples[number]
+            return self._samples.at(number)
         with drawing(self._seed, update, number):
-            return self._samples[number]
+            return self._samples.at(number)
 
 
 class Streamed(IterableDataset[Delivery]):
@@ -303,7 +303,7 @@ def sampler_of(data: Data, config: Config, ranks: Ranks) -> UpdateSampler:
     """Return what deals the samples that can be had by number."""
     size = config.update.global_batch_size
     return UpdateSampler(
-        cast(Measured, data.train).lengths.tolist(),
+        cast(View, data.train).lengths.tolist(),
         global_batch_size=size if isinstance(size, int) else sizes_of(config.update),
         seed=config.run.seed,
         dp_rank=ranks.dp_rank,

@@ -205,10 +205,15 @@ def construct(config: ModelConfig, architecture: PreTrainedConfig) -> PreTrained
 
 def refused(config: ModelConfig, error: Exception) -> MegabatchError:
     """Return the error for a config of which transformers makes no causal language model."""
-    key = "model.config" if config.name is None else f"model.name = {config.name!r}"
+    key = key_of(config)
     if "Unrecognized configuration class" in str(error):
         return MegabatchError(f"{key} is not of a causal language model that transformers knows; choose one that is")
     return MegabatchError(f"transformers refuses {key} ({in_one_line(error)}); change it there")
+
+
+def key_of(config: ModelConfig) -> str:
+    """Return the key that names the model."""
+    return "model.config" if config.name is None else f"model.name = {config.name!r}"
 
 
 def load_tokenizer(config: ModelConfig) -> Any:

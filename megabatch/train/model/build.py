@@ -20,7 +20,15 @@ from megabatch.engine import check_packing_isolation, equal_but_rounding
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.config import Config, LossConfig, ModelConfig
 from megabatch.train.model.adapters import begun, check_layout, choose_trained, left_out
-from megabatch.train.model.architecture import architecture_of, check_attention, check_fit, outline, quiet, refused
+from megabatch.train.model.architecture import (
+    architecture_of,
+    check_attention,
+    check_fit,
+    key_of,
+    outline,
+    quiet,
+    refused,
+)
 from megabatch.train.model.frozen import check_quantized, check_same_bits, described, quantized, sealed
 from megabatch.train.model.pipeline_stages import Stages, pipeline, stages_of, stages_text
 from megabatch.train.model.tensor_parallel import NO_BORDERS, plain_terms, spread
@@ -48,8 +56,8 @@ from megabatch.train.model.wrap import (
     replicate,
     reshard,
 )
-from megabatch.train.runtime.autograd_hooks import in_place_of
 from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.plugins import in_place_of
 from megabatch.train.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -270,16 +278,12 @@ def check_together(config: Config, ranks: Ranks) -> None:
             f"update.one_row is true and loss.function is {config.loss.function!r}, which may look at samples one by "
             "one; leave one of them out"
         )
-    if config.model.function is not None and ranks.layout.cp > 1:
-        raise MegabatchError(
-            f"parallel.cp is {ranks.layout.cp} and model.function makes a model of its own, whose attention is not cut "
-            "over ranks; leave parallel.cp out, or name a model by model.name or model.config"
-        )
-    if config.model.function is not None and ranks.layout.pp > 1:
-        raise MegabatchError(
-            f"parallel.pp is {ranks.layout.pp} and model.function makes a model of its own, which is not cut into "
-            "stages; leave parallel.pp out, or name a model by model.name or model.config"
-        )
+    for axis, why in {"cp": "whose attention is not cut over ranks", "pp": "which is not cut into stages"}.items():
+        if config.model.function is not None and (degree := getattr(ranks.layout, axis)) > 1:
+            raise MegabatchError(
+                f"parallel.{axis} is {degree} and model.function makes a model of its own, {why}; leave "
+                f"parallel.{axis} out, or name a model by model.name or model.config"
+            )
     for axis in ("tp", "pp"):
         if config.model.compile and getattr(ranks.layout, axis) > 1:
             raise MegabatchError(
@@ -350,12 +354,12 @@ def try_forward(model: nn.Module, config: ModelConfig, device: torch.device) -> 
     except Exception as error:  # layers raise anything for sizes that do not fit
         raise refused(config, error) from None
     if not bool(torch.isfinite(one).all()):
-        key = "model.config" if config.name is None else f"model.name = {config.name!r}"
-        raise MegabatchError(f"the model of {key} gives logits that are not finite; choose weights that are whole")
-    if not equal_but_rounding(one[:, 0], other[:, 0]):
-        key = "model.config" if config.name is None else f"model.name = {config.name!r}"
         raise MegabatchError(
-            f"the model of {key} is not causal: a token's output changes with the token after it; "
+            f"the model of {key_of(config)} gives logits that are not finite; choose weights that are whole"
+        )
+    if not equal_but_rounding(one[:, 0], other[:, 0]):
+        raise MegabatchError(
+            f"the model of {key_of(config)} is not causal: a token's output changes with the token after it; "
             "choose a causal language model (for an encoder's family, set is_decoder = true)"
         )
 

@@ -4,7 +4,7 @@ The keys are those of [model.experts], and loss.router_loss, which stands for mo
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from pydantic import ValidationError
@@ -13,23 +13,9 @@ from torch import nn, optim
 from megabatch import GradientAccumulator, losses
 from megabatch.errors import MegabatchError
 from megabatch.losses import LossFunction
-from megabatch.train.config import Config, LossConfig
-from megabatch.train.config.sections import Positive, Rate, Section
+from megabatch.train.config import Config, ExpertsConfig, LossConfig
 from megabatch.train.data.updates import Updates
 from megabatch.train.model.build import ParallelModel
-
-
-class ExpertsConfig(Section):
-    """The balance of experts."""
-
-    router_loss: Rate | Literal["auto", "off"] = "auto"
-    """Coefficient of the router loss; see loss.router_loss."""
-    scores: Literal["softmax", "sigmoid"] = "softmax"
-    """Scores in the router loss; "sigmoid": divided by their sum, as in DeepSeek-V3."""
-    bias_rate: Positive | None = None
-    """Move the biases that choose experts by this much after each update, towards an even load. None: they stay."""
-    bias_name: str = "e_score_correction_bias"
-    """Name of the bias in a router."""
 
 
 def experts_of(config: Config) -> ExpertsConfig:

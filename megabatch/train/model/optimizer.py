@@ -22,7 +22,7 @@ from megabatch.train.data.updates import NumUpdates
 from megabatch.train.model.build import ParallelModel
 from megabatch.train.model.build_accumulator import build_accumulator, use_recipe_keys
 from megabatch.train.model.expert_balance import move_biases
-from megabatch.train.runtime.plugins import load_function
+from megabatch.train.runtime.plugins import blamed, load_function
 
 Group = dict[str, Any]  # "params", and the "weight_decay" of its own
 
@@ -278,12 +278,8 @@ def own_optimizer(groups: list[Group], config: OptimConfig) -> optim.Optimizer:
     for key in config.options:
         refuse_owned(key)
     function = load_function(config.function, "optim.function")
-    try:
+    with blamed(title, "mend it, or its optim.options"):
         optimizer = function([dict(group) for group in groups], lr=config.lr, **config.options)
-    except MegabatchError:
-        raise
-    except Exception as error:  # whatever the user's code raises
-        raise MegabatchError(f"{title} raised {in_one_line(error)}; mend it, or its optim.options") from error
     if not isinstance(optimizer, optim.Optimizer):
         kind = type(optimizer).__name__
         raise MegabatchError(f"{title} returned a {kind}; return a torch.optim.Optimizer over the groups it is given")

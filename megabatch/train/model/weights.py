@@ -25,7 +25,7 @@ from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.config import ModelConfig
 from megabatch.train.model.architecture import construct, quiet
 from megabatch.train.model.wrap import blocks_of, dtype_of
-from megabatch.train.runtime.plugins import load_function
+from megabatch.train.runtime.plugins import blamed, load_function
 
 INITIALIZED = "_is_hf_initialized"  # transformers' mark on a tensor that its rules leave as it is
 NUM_NAMED = 3  # tensors in a line
@@ -67,13 +67,8 @@ def own_source(config: ModelConfig, seed: int) -> Source:
     """Return the module that model.function makes, whole."""
     name = cast(str, config.function)
     function = load_function(name, "model.function")
-    with seeded(seed, "model.function"):
-        try:
-            model = function(**config.options)
-        except Exception as error:  # whatever the user's function raises
-            raise MegabatchError(
-                f"model.function {name!r} raises {in_one_line(error)}; mend it, or model.options"
-            ) from None
+    with seeded(seed, "model.function"), blamed(f"model.function {name!r}", "mend it, or model.options"):
+        model = function(**config.options)
     if isinstance(model, list | tuple | Mapping):
         model = several_models(name, cast(Any, model))
     if not isinstance(model, nn.Module):

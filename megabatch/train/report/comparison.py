@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megabatch.errors import MegabatchError
-from megabatch.train.callbacks.manifest import CLOSE, FILE_NAME, KEYS, SAME
-from megabatch.train.runtime.jsonl_file import Row, read_rows
+from megabatch.train.callbacks.update_logs import CLOSE, SAME
+from megabatch.train.runtime.files import MANIFEST, Row, read_rows
+
+KEYS = (*SAME, "num_samples", *CLOSE)
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,9 @@ def compare(one: Path, other: Path) -> Comparison:
 
 def read_manifest(folder: Path) -> dict[int, Row]:
     """Return the line of each update. Raises `MegabatchError` where there are none."""
-    path = folder / FILE_NAME
+    path = folder / MANIFEST
     if not path.is_file():
-        raise MegabatchError(f"{folder} has no {FILE_NAME}; train with --run.manifest=true and compare runs' folders")
+        raise MegabatchError(f"{folder} has no {MANIFEST}; train with --run.manifest=true and compare runs' folders")
     rows = {row["step"]: row for row in read_rows(path)}
     for step, row in rows.items():
         kinds = [(key, str if key == "samples" else int | float | None) for key in KEYS]

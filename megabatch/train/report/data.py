@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from megabatch.errors import MegabatchError, in_one_line
-from megabatch.train.callbacks import microbatch_log as cuts
-from megabatch.train.callbacks import nonfinite, timeline
 from megabatch.train.checkpoints.run_folder import CONFIG, LOG, PLAN, read_starts
 from megabatch.train.report import encode as columns
-from megabatch.train.runtime.jsonl_file import METRICS, Row, is_evaluation, read_rows
+from megabatch.train.runtime.files import CUTS, METRICS, SKIPPED, TIMELINE, Row, is_evaluation, read_rows
 
 FIRST_KEYS = ("step", "loss", "grad_norm", "lr", "tokens_per_second", "samples_per_second", "memory_gib")
 FACTS = ("num_ranks", "devices", "megabatch", "torch", "python")  # of a start; no paths of the machine
@@ -75,11 +73,10 @@ def of_rows(rows: list[Row]) -> Story:
 
 def of_journals(folder: Path) -> Story:
     """Return the cuts, timelines and skipped samples of the run."""
-    cut, recorded = folder / cuts.FILE_NAME, folder / timeline.FILE_NAME
     return {
-        "cuts": columns.cuts_of(read_rows(cut), cut),
-        "timelines": columns.timelines_of(read_rows(recorded), recorded),
-        "skipped": columns.skipped_of(read_rows(folder / nonfinite.FILE_NAME)),
+        "cuts": columns.cuts_of(read_rows(folder / CUTS), folder / CUTS),
+        "timelines": columns.timelines_of(read_rows(folder / TIMELINE), folder / TIMELINE),
+        "skipped": columns.skipped_of(read_rows(folder / SKIPPED)),
     }
 
 

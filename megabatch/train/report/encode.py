@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megabatch.errors import MegabatchError
-from megabatch.train.runtime.jsonl_file import Row
+from megabatch.train.runtime.files import Row
 
 MOST_UPDATES = 20_000  # of a page; of more, every second, third, ... is drawn, and the last one
 MOST_MICROBATCHES = 120_000  # of all cuts of a page; of more, those of every second, third, ... update

@@ -1,4 +1,4 @@
-"""`megabatch watch`: a run's page while the run goes on, served to this machine alone.
+"""`megabatch watch`: a run's page while the run lasts, served to this machine alone.
 
 There are two addresses, the page and its data; whoever asks for anything else, or by another name than this machine's,
 is told that there is nothing.
@@ -13,12 +13,9 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from megabatch.errors import MegabatchError
-from megabatch.train.callbacks.microbatch_log import FILE_NAME as CUTS
-from megabatch.train.callbacks.nonfinite import FILE_NAME as SKIPPED
-from megabatch.train.callbacks.timeline import FILE_NAME as TIMELINE
 from megabatch.train.report.data import read_run
 from megabatch.train.report.html import html_of, json_of
-from megabatch.train.runtime.jsonl_file import METRICS
+from megabatch.train.runtime.files import CUTS, METRICS, SKIPPED, TIMELINE
 
 HOST = "127.0.0.1"
 NAMES = {HOST, "localhost"}  # by which a browser may ask: a page of elsewhere, whose name leads here, may not

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from megabatch.errors import MegabatchError
-from megabatch.train.runtime.exit_status import CRASHED, FAILED, UNREAD, drop_output
+from megabatch.train.runtime.console import CRASHED, FAILED, UNREAD, drop_output
 from megabatch.train.runtime.files import DISK_FULL
 from megabatch.train.runtime.rendezvous import Rendezvous, find_ranks
 
@@ -89,7 +89,7 @@ def exit_together() -> Generator[Rendezvous, None, None]:
 def _file_problem(error: BaseException) -> str:
     """Return the message for a full disk or a path without access; "" for any other error."""
     if isinstance(error, OSError) and error.errno in DISK_FULL:
-        return f"the disk is full ({error}); make room and go on with --run.resume=true"
+        return f"the disk is full ({error}); make room and resume with --run.resume=true"
     if isinstance(error, OSError) and error.errno in NO_ACCESS and error.filename is not None:
         return f"cannot use {str(error.filename)[:200]} ({error.strerror}); allow it, or name another"
     return ""
@@ -181,7 +181,7 @@ def _end_with_others(rendezvous: Rendezvous) -> None:
 def interruption_text(number: int) -> str:
     """Return the message for a run that a signal ends."""
     name = signal.Signals(number).name
-    return f"megabatch: ended by {name}; `megabatch train RUN_FOLDER` goes on from the last checkpoint, or begins again"
+    return f"megabatch: ended by {name}; `megabatch train RUN_FOLDER` resumes from the last checkpoint, or begins again"
 
 
 def leave_now(status: int) -> NoReturn:

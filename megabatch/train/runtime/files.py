@@ -1,12 +1,22 @@
-"""Write small files so that a crash, a power cut or a full disk leaves no half-written one."""
+"""Files of a run: a crash, a power cut or a full disk leaves no half-written one, and rows wait until there is room."""
 
 import contextlib
 import errno
+import json
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, cast
+
+from megabatch.errors import MegabatchError
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's quota, the file
+METRICS, CUTS, TIMELINE = "metrics.jsonl", "cuts.jsonl", "timeline.jsonl"  # files of a run with rows
+SKIPPED, MANIFEST = "skipped.jsonl", "manifest.jsonl"
+Row = dict[str, Any]
+
+to_json = json.JSONEncoder(allow_nan=False).encode  # json.dumps would make an encoder for each row
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -51,26 +61,25 @@ def is_writable(folder: Path) -> bool:
 class RetryingAppender:
     """Append whole pieces to a file. Pieces that find no room wait in memory and go first next time."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._pending = b""
+    def __init__(self, path: Path | None) -> None:
+        self.path = path  # None: not known yet, and all waits
+        self.pending: list[str] = []  # pieces for the next `write`
 
-    def append(self, piece: bytes) -> None:
-        """Append a piece, or keep it for later."""
-        self._pending += piece
+    def write(self) -> None:
+        """Write what is pending, if there is room."""
         with contextlib.suppress(OSError):
-            self.flush()
+            RetryingAppender.flush(self)
 
     def flush(self) -> None:
         """Write what is pending. Raises `OSError` if that fails; everything stays pending then."""
-        if not self._pending:
+        if not self.pending or self.path is None:
             return
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         try:
-            _append_all_or_nothing(descriptor, self._pending)
+            _append_all_or_nothing(descriptor, "".join(self.pending).encode())
         finally:
             os.close(descriptor)
-        self._pending = b""
+        self.pending.clear()
 
 
 def _append_all_or_nothing(descriptor: int, data: bytes) -> None:
@@ -81,3 +90,62 @@ def _append_all_or_nothing(descriptor: int, data: bytes) -> None:
     except OSError:
         os.ftruncate(descriptor, size)
         raise
+
+
+class JsonlFile(RetryingAppender):
+    """A file with one JSON object a line, each with the "step" of its update, which only the main rank writes."""
+
+    def __init__(self, path: Path, *, enabled: bool) -> None:
+        super().__init__(path)
+        self._file, self.is_enabled = path, enabled
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add a row. Floats keep every digit."""
+        if self.is_enabled:
+            self.pending.append(f"{to_json(row)}\n")
+
+    def cut(self, step: int) -> None:
+        """Drop the rows that a run which was never stopped would not have after ``step`` updates."""
+        if self.is_enabled and self._file.exists():
+            kept = [row for row in read_rows(self._file) if self.is_kept(row, step)]
+            replace_text(self._file, "".join(json.dumps(row) + "\n" for row in kept))
+
+    def is_kept(self, row: Row, step: int) -> bool:
+        """Return True for a row that stays in a run that resumes after ``step`` updates."""
+        return row["step"] <= step
+
+    def rows(self) -> list[Row]:
+        """Return the rows of all starts of the run. Raises `MegabatchError` for a damaged file."""
+        self.write()
+        return read_rows(self._file) if self.is_enabled else []
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Return the file's rows, without a last line that a kill has cut off.
+
+    Raises:
+        MegabatchError: Any other line holds no row.
+    """
+    *whole, cut_off = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    rows: list[Row] = []
+    for number, line in enumerate(whole, start=1):
+        row = row_of(line)
+        if row is None and line.strip():
+            raise MegabatchError(f"{path} is damaged (line {number} is no row with a step); mend or delete that line")
+        rows += [] if row is None else [row]
+    last = row_of(cut_off)
+    return rows if last is None else [*rows, last]
+
+
+def row_of(line: bytes) -> Row | None:
+    """Return the row of a line, or None."""
+    try:
+        row: Any = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    return cast(Row, row) if isinstance(row, dict) and type(cast(Row, row).get("step")) is int else None
+
+
+def is_evaluation(row: Mapping[str, Any]) -> bool:
+    """Return True for the row of an evaluation, False for that of an update."""
+    return "set" in row

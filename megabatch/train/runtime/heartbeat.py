@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 from torch.distributed.distributed_c10d import Store
 
+from megabatch.train.runtime.console import CRASHED
 from megabatch.train.runtime.exit import FAILURE, SECONDS_TO_NOTICE, leave_now
-from megabatch.train.runtime.exit_status import CRASHED
 from megabatch.train.runtime.rendezvous import STORE_ERRORS, Rendezvous
 
 MAX_SECONDS, BEATS_PER_DEADLINE = 5.0, 6

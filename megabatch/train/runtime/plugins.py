@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -16,6 +17,7 @@ from torch import nn
 
 from megabatch import JointLoss
 from megabatch.errors import MegabatchError, in_one_line
+from megabatch.losses import LossFunction, loss_hooks
 
 OURS = str(Path(__file__).parents[2])
 INSTALLED = str(Path(torch.__file__).parents[1])  # among other packages
@@ -80,19 +82,8 @@ def load_file(path: Path) -> ModuleType:
     return module
 
 
-def load_listener(name: str, key: str) -> Callable[[Event], object]:
-    """Return the user's function of events. Its errors become one line."""
-    function = load_function(name, key)
-
-    def listen(event: Event) -> object:
-        with blamed(f"{key} {name!r}"):
-            return function(event)
-
-    return listen
-
-
 @contextlib.contextmanager
-def blamed(title: str) -> Generator[None]:
+def blamed(title: str, change: str = "mend it") -> Generator[None]:
     """Turn what a function of the user raises into one line, with the line of its file."""
     try:
         yield
@@ -103,4 +94,12 @@ def blamed(title: str) -> Generator[None]:
         theirs = [frame for frame in frames if not frame.filename.startswith((OURS, INSTALLED))]
         place = (theirs or frames)[-1]
         words = in_one_line(error)
-        raise MegabatchError(f"{title} raised {words} ({place.filename}, line {place.lineno}); mend it") from error
+        raise MegabatchError(f"{title} raised {words} ({place.filename}, line {place.lineno}); {change}") from error
+
+
+def in_place_of(loss_fn: LossFunction, compute: Callable[..., Any]) -> LossFunction:
+    """Return ``compute``, which says of its data what the loss says, and by `inspect.unwrap` what it stands for."""
+    replaced = partial(compute)
+    for name, hook in {**loss_hooks(loss_fn)._asdict(), "__wrapped__": loss_fn}.items():
+        setattr(replaced, name, hook)
+    return replaced

@@ -1,0 +1,327 @@
+"""The lines that a run prints of itself: its plan, its memory, why it ended, and what the model writes by then."""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from megabatch.batching import IGNORED_LABEL
+from megabatch.planning import TunedLimit
+from megabatch.train.callbacks.evaluation import evaluating
+from megabatch.train.checkpoints.run_folder import write_plan
+from megabatch.train.config import Config
+from megabatch.train.config.batch_size import sizes_of
+from megabatch.train.config.byte_sizes import gib_text
+from megabatch.train.context import Callback, RunContext
+from megabatch.train.data.load import Data
+from megabatch.train.data.updates import NumUpdates
+from megabatch.train.model.optimizer import decay_steps_of
+from megabatch.train.runtime.console import count
+
+ATTENTION_BY_ROWS = ("flash_attention_2", "flex_attention")  # which compute nothing between the samples of a row
+PROCESS = Path("/proc/self")
+COMPARED = 2  # update of this process after which everything is there that stays
+PROMPT_TOKENS = 240  # the shortest prompts say too little, long ones take long
+CANDIDATES = 64  # samples among which the prompt is looked for
+NEW_TOKENS = 200
+NEW_TOKENS_SLOW = 32  # where a forward takes long
+SLOW_FROM_PARAMETERS = 200_000_000  # on a CPU
+TEMPERATURE = 0.8  # the likeliest token of a young model is the commonest, again and again
+
+
+class PlanMessage(Callback):
+    """Print the plan of the run and write plan.txt, unless the run is at its end."""
+
+    def start(self, context: RunContext) -> None:
+        """Say the plan, and warn of what nobody should overlook."""
+        if not context.is_over:
+            text = plan_text(context)
+            context.console.say(text)
+            for line in context.model.warnings:
+                context.console.warn(line)
+            write_plan(context.folder, text, context.ranks, context.console)
+
+
+def plan_text(context: RunContext) -> str:
+    """Return the plan of the run and of its next update."""
+    config, data, ranks, num_updates = context.config, context.data, context.ranks, context.updates.num_updates
+    split, *others = context.choices.shown(context.plan).explain().splitlines()
+    updates = "updates until the stream ends," if num_updates.of_run is None else count(num_updates.of_run, "update")
+    lines = [
+        f"{updates} of {sizes_of(config.update)} (update.global_batch_size) on {count(ranks.size, 'rank')}",
+        *data.words,
+        *context.model.words,
+        *notes(config, num_updates, data, ranks.dp_degree),
+        f"wrapper {context.model.wrapper.name}: {context.model.wrapper.reason}",
+        *context.choices.text(config.update, context.learner.gradient.oom_limit),
+        f"the next update{' on rank 0' if ranks.size > 1 else ''}: {split}",
+        *others,
+        f"gradient accumulation steps (derived): {context.plan.num_microbatches}",
+    ]
+    return "\n".join(f"plan  {line}" for line in lines)
+
+
+def notes(config: Config, num_updates: NumUpdates, data: Data, dp_degree: int) -> list[str]:
+    """Return what follows from settings together and is easily overlooked."""
+    optim, sizes = config.optim, sizes_of(config.update)
+    lines = [schedule_text(config, num_updates)]
+    if optim.lr_follows_batch is not None:
+        lines.append(f"times the square root of an update's samples over {sizes.sizes[0]} (optim.lr_follows_batch)")
+    if config.run.save_every is None:
+        lines.append("one checkpoint, at the end (run.save_every): a run that is ended before begins anew")
+    if config.advice.every is not None:
+        lines.append(f"the gradient's noise is measured every {config.advice.every} updates (advice.every)")
+    if optim.warmup_steps and num_updates.of_run is not None and optim.warmup_steps >= num_updates.of_run:
+        lines.append(f"the warmup of {optim.warmup_steps} updates is longer than the run (optim.warmup_steps)")
+    if data.epoch_size is not None and sizes.largest > data.epoch_size:
+        lines.append(f"an epoch has {count(data.epoch_size, 'sample')}, fewer than an update should have")
+    if not data.sets:
+        lines.append("no sample is held out, and nothing is evaluated (eval.num_samples: at most a tenth of the data)")
+    if config.update.one_row and config.model.attention not in ATTENTION_BY_ROWS:
+        lines.append(
+            "update.one_row takes longer than padding does, unless model.attention is " + " or ".join(ATTENTION_BY_ROWS)
+        )
+    if (least := min(sizes.sizes)) < dp_degree:
+        lines.append(
+            f"an update of {count(least, 'sample')} has none for some of the {dp_degree} data ranks, which only wait "
+            "(update.global_batch_size)"
+        )
+    return lines
+
+
+def schedule_text(config: Config, num_updates: NumUpdates) -> str:
+    """Return the course of the learning rate."""
+    optim, decay_steps = config.optim, decay_steps_of(config, num_updates)
+    warmup = f"{optim.warmup_steps} updates of warmup, then " if optim.warmup_steps else ""
+    if decay_steps is None:
+        return f"learning rate {optim.lr:g}: {warmup}constant"
+    end = f"{optim.lr * optim.final_lr_share:g} after update {decay_steps} (optim.decay_steps)"
+    stops = "" if num_updates.of_run == decay_steps else f"; this run ends after {num_updates.of_run}"
+    return f"learning rate {optim.lr:g}: {warmup}{optim.schedule} to {end}{stops if num_updates.of_run else ''}"
+
+
+def end_text(context: RunContext) -> str:
+    """Return why the run ended, and which evaluation was the best; or the signal that stopped it."""
+    step, best, run = context.step, context.best, context.config.run
+    if (signal := context.stop.agreed) is not None:
+        return f"stopped by {signal.name} after update {step}; `megabatch train {context.folder}` resumes it"
+    why = why_ended(context)
+    if run.max_steps is not None and step < run.max_steps and not context.should_stop:
+        why = f"{why}\nrun.max_steps = {run.max_steps} is not reached: raise run.max_epochs, which is {run.max_epochs}"
+    if best.loss is None:
+        return why
+    return f"{why}\nlowest loss on {best.set}: {best.loss:.4f}, after update {best.step}"
+
+
+def why_ended(context: RunContext) -> str:
+    """Return why the run ended, and what became of samples that made no whole update."""
+    config, step, num_updates = context.config, context.step, context.updates.num_updates
+    num_samples = context.data.epoch_size
+    if context.should_stop:
+        return f"stopped after update {step}: {context.stop_reason}"
+    if num_updates.of_data is not None and step < num_updates.of_data:
+        return f"stopped at run.max_steps = {step}; the data is enough for {num_updates.of_data} updates"
+    if num_updates.of_data is None and step == num_updates.of_run:
+        return f"stopped at run.max_steps = {step}"
+    given, epochs = config.update.global_batch_size, config.run.max_epochs
+    if not isinstance(given, int) and config.update.tail != "step":
+        return f"the data ran out after {count(epochs, 'epoch')}; no whole update is left"
+    size = sizes_of(config.update).largest
+    if num_samples is not None and config.update.tail == "drop" and num_samples % size:
+        return f"the data ran out: dropped {num_samples % size} samples of each epoch, too few for an update of {size}"
+    if num_samples is not None and config.update.tail == "carry" and epochs * num_samples % size:
+        return f"the data ran out: {epochs * num_samples % size} samples were left, too few for an update of {size}"
+    used = "every sample that was kept was used" if config.update.tail == "step" else "no whole update is left"
+    return f"the data ran out after {count(epochs, 'epoch')}; {used}"
+
+
+class MemoryCheck(Callback):
+    """Measure the second update of a start, and say where a longer sample has changed the limit. Collective."""
+
+    def __init__(self) -> None:
+        self._num_updates = 0
+        self._high_water: HighWater | None = None
+        self._fit: TunedLimit | None = None  # before the update
+
+    def before_update(self, context: RunContext) -> None:
+        """Count updates, and begin to measure."""
+        self._num_updates += 1
+        self._fit = context.learner.gradient.fit
+        if self._num_updates == COMPARED:
+            self._high_water = HighWater(context.ranks.device)
+
+    def after_update(self, context: RunContext) -> None:
+        """Say both peaks, each of the rank that came highest, and add them to the row."""
+        fit, high_water = context.learner.gradient.fit, self._high_water
+        if fit is not None and fit is not self._fit:
+            context.console.say(f"update.{fit.explain()}")
+        if high_water is None:
+            return
+        self._high_water = None
+        if context.plan.peak_bytes is None:
+            return
+        peaks = context.ranks.gather(high_water.bytes())
+        predicted = context.ranks.gather(context.plan.peak_bytes)
+        if not all(peaks):  # a system that does not tell
+            return
+        peak, expected = max(peaks), max(predicted)
+        share = f"{peak / expected:.2f} of the {gib_text(expected)} predicted"
+        context.console.say(f"memory came to {gib_text(peak)}, {share}")
+        context.row |= {"peak_gib": peak / 2**30, "predicted_peak_gib": expected / 2**30}
+
+
+class HighWater:
+    """Measures the most memory that this process has had on its device since this was made, as the system counts it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_gpu, self._device = device.type == "cuda", device
+        if self._is_gpu:
+            torch.cuda.reset_peak_memory_stats(device)
+            return
+        with contextlib.suppress(OSError):
+            (PROCESS / "clear_refs").write_text("5")
+
+    def bytes(self) -> float:
+        """On a GPU what was reserved; on the CPU what was resident, without files. 0 where nobody can tell."""
+        if self._is_gpu:
+            return float(torch.cuda.max_memory_reserved(self._device))
+        try:  # lines such as "VmHWM:   123 kB"
+            kib = dict(line.split(":", 1) for line in (PROCESS / "status").read_text().splitlines())
+            return 1024.0 * (int(kib["VmHWM"].split()[0]) - int(kib["RssFile"].split()[0]))
+        except (OSError, ValueError, KeyError):
+            return 0.0
+
+
+class FinalMessages(Callback):
+    """Print why the run ended, draw its report, and let the model complete a held-out prompt. Collective."""
+
+    def end(self, context: RunContext) -> None:
+        """Say the end and what other callbacks have to say; of a whole run, write report.html and the completion."""
+        for line in (end_text(context), *context.summary):
+            context.console.say(line)
+        if context.is_stopped:
+            return
+        for line in context.updates.skipped.words("the stream's last pass"):
+            context.console.say(line)
+        if context.ranks.is_main and context.plan.lengths:
+            from megabatch.train.report.page import write_page
+
+            context.flush_logs()
+            write_page(context.folder, context.console)
+        layout = context.ranks.layout
+        if layout.cp > 1 or layout.pp > 1:  # a rank's model runs stretches of sequences, or is a part of one
+            return
+        samples, wanted = context.data.sets.get(context.best.set or "", []), context.config.eval.completion_tokens
+        with context.evaluated_weights():
+            model, device = context.model.run, context.ranks.device
+            prompt, completion = sample_completion(model, samples, context.tokenizer, device, wanted)
+        if prompt:
+            context.console.say(completion_text(prompt, completion))
+
+
+def completion_text(prompt: str, completion: str) -> str:
+    """Return a prompt of the held-out set and what the model makes of it."""
+    return "\n".join([rule("a held-out prompt"), shown(prompt), rule("its completion"), shown(completion), rule("")])
+
+
+def shown(text: str) -> str:
+    """Return the text without characters that would steer a terminal."""
+    return "".join(
+        each if each.isprintable() or each in "\n\t" else "\N{REPLACEMENT CHARACTER}" for each in text.rstrip()
+    )
+
+
+def rule(text: str) -> str:
+    """Return a line across, with a heading in it."""
+    return f"── {text} ".ljust(80, "─") if text else "─" * 80
+
+
+def sample_completion(
+    model: nn.Module, samples: Sequence[Any], tokenizer: Any, device: torch.device, wanted: int | None = None
+) -> tuple[str, str]:
+    """Return a prompt of the samples and the model's completion, as text, the same on every rank. Collective.
+
+    Empty for a model that is none of transformers', without a tokenizer, and without a sample of tokens. The model's
+    own prompt is what it does not learn of a sample; of a plain text it is the first third.
+
+    ``wanted`` is the number of tokens to write. None: as many as do not take long.
+    """
+    prompt = None if wanted == 0 else choose_prompt(samples)
+    if tokenizer is None or prompt is None or not isinstance(model, PreTrainedModel):
+        return "", ""
+    completion = complete(model, prompt, tokenizer.eos_token_id, len(tokenizer), device, wanted)
+    return cast(str, tokenizer.decode(prompt)), cast(str, tokenizer.decode(completion, skip_special_tokens=True))
+
+
+def choose_prompt(samples: Sequence[Any]) -> Tensor | None:
+    """Return the prompt whose length is nearest to one that is quick to read."""
+    few = [samples[index] for index in range(min(len(samples), CANDIDATES))]
+    prompts = [prompt for prompt in map(prompt_of, few) if len(prompt)]
+    return min(prompts, key=lambda prompt: abs(len(prompt) - PROMPT_TOKENS), default=None)
+
+
+def prompt_of(sample: Any) -> Tensor:
+    """Return the beginning of a sample: all before the first label, or a third of a text of which all is learned."""
+    if not isinstance(sample, Mapping) or not {"input_ids", "labels"} <= sample.keys():
+        return torch.tensor([], dtype=torch.int64)
+    if torch.as_tensor(sample["labels"]).shape != torch.as_tensor(sample["input_ids"]).shape:  # a class, say
+        return torch.tensor([], dtype=torch.int64)
+    tokens, labels = first_document(cast(Mapping[str, Any], sample))  # [T], [T]
+    learned = (labels != IGNORED_LABEL).nonzero()
+    num_given = int(learned[0]) if len(learned) else len(tokens)
+    if num_given > 1:
+        return tokens[:num_given]
+    return tokens[: min(-(-len(tokens) // 3), PROMPT_TOKENS)]  # [T]
+
+
+def first_document(sample: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return tokens and labels of a sample, or of the first document of a packed row."""
+    tokens, labels = torch.as_tensor(sample["input_ids"]), torch.as_tensor(sample["labels"])  # [T], [T]
+    positions = torch.as_tensor(sample.get("position_ids", range(len(tokens))))  # [T]
+    starts = (positions == 0).nonzero().flatten().tolist()
+    end = starts[1] if len(starts) > 1 else len(tokens)
+    return tokens[:end], labels[:end]
+
+
+def complete(
+    model: nn.Module,
+    prompt: Tensor,
+    eos_token_id: int | None,
+    vocab_size: int,
+    device: torch.device,
+    wanted: int | None = None,
+) -> Tensor:
+    """Draw tokens one by one with a fixed seed, up to the end or `num_new_tokens`, alike on every rank. Collective.
+
+    Only the first ``vocab_size`` are drawn, which the tokenizer knows; a model may have more. Every rank runs the
+    same number of forwards, whatever it draws: what comes after the end is cut off at last.
+    """
+    tokens = prompt.to(device)[None]  # [1, T]
+    generator = torch.Generator().manual_seed(0)
+    with evaluating(model, "completion", device):
+        for _ in range(num_new_tokens(model, len(prompt), device, wanted)):
+            output = model(tokens)
+            logits: Tensor = output if isinstance(output, Tensor) else output.logits  # [1, T, V]
+            scores = torch.nan_to_num(logits[0, -1, :vocab_size].double().cpu() / TEMPERATURE)  # [V]
+            drawn = torch.multinomial(scores.softmax(-1), 1, generator=generator)  # [1]
+            tokens = torch.cat([tokens, drawn.to(device)[None]], dim=1)
+    completion = tokens[0, len(prompt) :].cpu()
+    ends = (completion == eos_token_id).nonzero() if eos_token_id is not None else []
+    return completion[: int(ends[0]) if len(ends) else None]
+
+
+def num_new_tokens(model: nn.Module, num_given: int, device: torch.device, wanted: int | None = None) -> int:
+    """Return the number of tokens that are ``wanted``, or worth a forward each, and have a position."""
+    is_large = sum(parameter.numel() for parameter in model.parameters()) > SLOW_FROM_PARAMETERS
+    is_cut = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    is_slow = isinstance(model, FSDPModule) or is_cut or (is_large and device.type == "cpu")
+    if wanted is None:
+        wanted = NEW_TOKENS_SLOW if is_slow else NEW_TOKENS
+    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return wanted if positions is None else max(0, min(wanted, positions - num_given))

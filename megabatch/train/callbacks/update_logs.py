@@ -1,0 +1,85 @@
+"""cuts.jsonl: how each update was split into microbatches; manifest.jsonl: its samples, to compare two runs."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+from megabatch import Plan
+from megabatch.train.context import Callback, RunContext
+from megabatch.train.runtime.files import CUTS, MANIFEST, Row
+from megabatch.train.runtime.oom_limit import report_split
+from megabatch.train.runtime.ranks import Ranks
+
+MOST_RANKS, MOST_MICROBATCHES = 16, 64  # of an update in a line, which counts those that it leaves out
+Cut = list[list[int]]  # of a data rank: its microbatches' samples, their real tokens, their padding
+
+BYTES = 16  # of a hash
+SAME, CLOSE = ("samples", "weight", "lr"), ("loss", "grad_norm")  # equal in the same run; equal up to rounding
+
+
+class MicrobatchLog(Callback):
+    """Write a line for every update, with the microbatches of all data ranks. Collective."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._file = context.open_log(CUTS)
+        self._is_alone, self._dp_rank = context.ranks.size == 1, context.ranks.dp_rank
+
+    def after_update(self, context: RunContext) -> None:
+        """Add the line. On several ranks this sends some hundred bytes a rank."""
+        plan = context.plan
+        own = (self._dp_rank, len(plan.microbatches), cut_of(plan) if self._dp_rank < MOST_RANKS else [])
+        told = [own] if self._is_alone else [json.loads(text) for text in context.ranks.gather(json.dumps(own))]
+        if self._file.is_enabled:
+            self._file.pending.append(f"{json.dumps(row_of(context.learner.step, told))}\n")
+        if "num_split" in context.row:
+            limit = context.learner.gradient.oom_limit
+            context.console.say(report_split(context.config.run, plan, limit, context.ranks))
+
+
+def cut_of(plan: Plan) -> Cut:
+    """Return samples, real tokens and padding of this rank's first 64 microbatches; zeros of dummy microbatches."""
+    rows_of = plan.microbatches[:MOST_MICROBATCHES]
+    real = [sum(plan.lengths[row] for row in rows) for rows in rows_of]
+    padding = [whole_of(plan, rows) - own for rows, own in zip(rows_of, real, strict=True)]
+    return [[len(rows) for rows in rows_of], real, padding]
+
+
+def whole_of(plan: Plan, rows: tuple[int, ...]) -> int:
+    """Return the tokens that go through the model for these samples, padding included."""
+    if not plan.one_shape or not rows:
+        return plan.tokens_of(rows)
+    return max(map(len, plan.microbatches)) * max(plan.lengths)
+
+
+def row_of(step: int, told: list[tuple[int, int, Cut]]) -> Row:
+    """Return the line of an update. Ranks along cp, tp and pp have the same samples and count once."""
+    ranks = {rank: (number, cut) for rank, number, cut in told}
+    cut = [ranks[rank][1] for rank in sorted(ranks)[:MOST_RANKS]]
+    left_out = sum(number for number, _ in ranks.values()) - sum(len(samples) for samples, *_ in cut)
+    return {"step": step, "cut": cut} | ({"microbatches_left_out": left_out} if left_out else {})
+
+
+class Manifest(Callback):
+    """Write a line for every update. Samples that were left out of it count too. Collective."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._file = context.open_log(MANIFEST)
+
+    def after_update(self, context: RunContext) -> None:
+        """Add the line of the update."""
+        samples = hash_of_all(context.updates.names, context.ranks)
+        numbers = {key: context.row[key] for key in ("num_samples", "weight", "lr", *CLOSE)}
+        self._file.append({"step": context.step, "samples": samples, **numbers})
+
+
+def hash_of_all(names: Sequence[str], ranks: Ranks) -> str:
+    """Return one hash of the update's samples: the same on any number of ranks, in any order."""
+    told = (json.loads(text) for text in ranks.gather(json.dumps([ranks.dp_rank, sum_of_hashes(names)])))
+    total = sum(dict(told).values()) % 2 ** (8 * BYTES)  # ranks along cp, tp and pp have the same samples
+    return f"{total:0{2 * BYTES}x}"
+
+
+def sum_of_hashes(names: Sequence[str]) -> int:
+    """Return the sum of the hashes of the names, which has no order."""
+    hashes = (hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:BYTES] for name in names)
+    return sum(int.from_bytes(each, "big") for each in hashes)
