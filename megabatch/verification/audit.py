@@ -92,7 +92,7 @@ class _Forward:
         self.row_hashes = _hash_rows(ids, mask)
         self.row_tokens, self.num_positions = _count_tokens(ids, mask)
         self.has_logits = False
-        self.watched: set[int] = set()  # logits with a hook: a head's may be the output's
+        self.watched: dict[int, Tensor] = {}  # logits with a hook, while the model runs: a head's may be the output's
         self.nearest: int | None = None  # of the logits whose gradient was seen
         self.microbatch: _Microbatch | None = None
 
@@ -289,6 +289,7 @@ class _Recorder:
             forward.has_logits = True
             self._undo_hook(log_probs, lambda d: self._see_log_probs(forward, d))
         self._watch_logits(forward, _find_logits(output), FROM_OUTPUT)
+        forward.watched.clear()
         self._watch_parameters(module)
 
     def _watch_logits(self, forward: _Forward, logits: Any, distance: int) -> None:
@@ -302,7 +303,7 @@ class _Recorder:
         forward.has_logits = True
         if id(logits) in forward.watched:
             return
-        forward.watched.add(id(logits))
+        forward.watched[id(logits)] = logits
         values, writes = logits.detach(), count_writes(logits)
         self._undo_hook(logits, lambda d: self._see_logits(forward, d, values, writes, distance))
 
@@ -346,7 +347,13 @@ class _Recorder:
         self._add_part(forward, -flat[positions], positions, d.shape, 0.0, 0.0)
 
     def _add_part(
-        self, forward: _Forward, weights: Tensor, positions: Tensor, shape: Sequence[int], residual: float, smooth: float
+        self,
+        forward: _Forward,
+        weights: Tensor,
+        positions: Tensor,
+        shape: Sequence[int],
+        residual: float,
+        smooth: float,
     ) -> None:
         samples, sequences = _find_samples(positions, shape, forward.shape, forward.places)
         part = MicrobatchRecord(weights, samples, sequences, residual, smooth)

@@ -80,8 +80,10 @@ class UpdateFindings:
     def is_length_known(self) -> bool:
         """Return False if something between the last backward and the step has scaled the gradient."""
         ways = (1.0, 1 / self.world)
-        return self.counts is None or any(abs(self.usual_count * way - 1) < COUNT for way in (1.0, self.world)) or any(
-            abs(self.factor - 1) < COUNT for _ in ways
+        return (
+            self.counts is None
+            or any(abs(self.usual_count * way - 1) < COUNT for way in (1.0, self.world))
+            or any(abs(self.factor - 1) < COUNT for _ in ways)
         )
 
     def error(self, mean: str = TOKEN) -> float | None:
@@ -107,7 +109,7 @@ class Audit:
     """The findings of `megabatch.audit`; ``print(found)`` says them in ten lines."""
 
     def __init__(self) -> None:
-        self._records: list[Record] = []
+        self.records: list[Record] = []  # of all ranks that are here
         self._updates: list[UpdateFindings] | None = None
         self.command = ""  # shown in the title
 
@@ -132,7 +134,7 @@ class Audit:
 
     def add(self, record: Record) -> None:
         """Add a record of any rank."""
-        self._records.append(record)
+        self.records.append(record)
         self._updates = None
 
     def gather(self) -> None:
@@ -140,21 +142,21 @@ class Audit:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
         lines: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(lines, [write_line(each) for each in self._records])
-        self._records = [each for part in lines for each in read_lines(part)]
+        dist.all_gather_object(lines, [write_line(each) for each in self.records])
+        self.records = [each for part in lines for each in read_lines(part)]
         self._updates = None
 
     @property
     def updates(self) -> list[UpdateFindings]:
         """Each audited update."""
         if self._updates is None:
-            self._updates = list(_merge_updates(self._records))
+            self._updates = list(_merge_updates(self.records))
         return self._updates
 
     @property
     def left_over(self) -> list[int] | None:
         """Target tokens of the microbatches that no optimizer step used; None if the end was not watched."""
-        ends = [each for each in self._records if isinstance(each, EndRecord)]
+        ends = [each for each in self.records if isinstance(each, EndRecord)]
         if not ends or not all(each.is_end_of_run for each in ends):
             return None
         return [size for each in ends for size in each.left_over]
@@ -193,7 +195,7 @@ class Audit:
     @property
     def unknown(self) -> list[str]:
         """What the audit cannot tell, and why."""
-        return list(_find_unknown(self, self._records))
+        return list(_find_unknown(self, self.records))
 
     def __str__(self) -> str:
         return "\n".join(f"{name:12}{text}" if name else text for name, text in _lines_of(self))
@@ -223,7 +225,9 @@ def _merge_updates(records: Sequence[Record]) -> Iterator[UpdateFindings]:
 
 def _merge_ranks(ranks: Sequence[UpdateRecord], earlier: Sequence[MicrobatchRecord]) -> UpdateFindings:
     first = ranks[0]
-    found = UpdateFindings(first.number + 1, first.world, [(each.rank, mb) for each in ranks for mb in each.microbatches])
+    found = UpdateFindings(
+        first.number + 1, first.world, [(each.rank, mb) for each in ranks for mb in each.microbatches]
+    )
     found.collectives, found.num_clips, found.loop = first.collectives, first.num_clips, first.loop
     found.unknown = list(dict.fromkeys(note for each in ranks for note in each.notes))
     if len(ranks) < first.world:
@@ -309,13 +313,18 @@ def _means_of(found: UpdateFindings) -> dict[str, list[Tensor]]:
     records, total = [each for _, each in found.microbatches], found.num_targets
     sizes = [each.num_targets for each in records]
     means = {TOKEN: [torch.full((size,), 1 / total, dtype=torch.float64) for size in sizes]}
-    for name, groups in ((SAMPLE, [each.samples for each in records]), (SEQUENCE, [each.sequences for each in records])):
+    for name, groups in (
+        (SAMPLE, [each.samples for each in records]),
+        (SEQUENCE, [each.sequences for each in records]),
+    ):
         if all(bool((each >= 0).all()) for each in groups):
             parts = [torch.unique(each, return_inverse=True, return_counts=True) for each in groups]
             number = sum(len(each[0]) for each in parts)
             means[name] = [1 / (number * sizes.double()[which]) for _, which, sizes in parts]
     filled = [size for size in sizes if size]
-    means[OF_MICROBATCHES] = [torch.full((size,), 1 / (len(filled) * max(size, 1)), dtype=torch.float64) for size in sizes]
+    means[OF_MICROBATCHES] = [
+        torch.full((size,), 1 / (len(filled) * max(size, 1)), dtype=torch.float64) for size in sizes
+    ]
     by_rank: dict[int, int] = {}
     for (rank, _), size in zip(found.microbatches, sizes, strict=True):
         by_rank[rank] = by_rank.get(rank, 0) + size
@@ -362,7 +371,10 @@ def _lines_of(audit: Audit) -> Iterator[tuple[str, str]]:
     tokens = sum(each.num_targets for each in updates)
     microbatches = sum(len(each.microbatches) for each in updates)
     ranks = f"{updates[0].world} rank{'s' * (updates[0].world > 1)}"
-    yield "watched", f"{_plural(len(updates), 'update')}, {ranks}, {_plural(microbatches, 'microbatch')}, {tokens} targets"
+    yield (
+        "watched",
+        f"{_plural(len(updates), 'update')}, {ranks}, {_plural(microbatches, 'microbatch')}, {tokens} targets",
+    )
     yield "weights", _weights_text(updates)
     yield "gradient", _gradient_text(updates)
     yield "counted", "; ".join(_find_miscounts(audit)) or _counted_text(audit)
@@ -413,16 +425,16 @@ def _gradient_text(updates: Sequence[UpdateFindings]) -> str:
     parts: list[str] = []
     for name in (TOKEN, SAMPLE, SEQUENCE, OF_MICROBATCHES):
         found = [(each, each.distances[name]) for each in updates if name in each.distances]
-        if name == SEQUENCE and all(
-            each.distances.get(SEQUENCE) == each.distances.get(SAMPLE) for each in updates
-        ):
+        if name == SEQUENCE and all(each.distances.get(SEQUENCE) == each.distances.get(SAMPLE) for each in updates):
             continue  # no row is packed
         if len(found) < len(updates):
             parts.append(f"{name} cannot tell")
             continue
         worst, distance = max(found, key=lambda pair: pair[0].error(name) or 0.0)
         if worst.is_length_known:
-            parts.append(f"{name} {distance.error:.2g} (length x {distance.length:.2f}, direction {distance.direction:.2g})")
+            parts.append(
+                f"{name} {distance.error:.2g} (length x {distance.length:.2f}, direction {distance.direction:.2g})"
+            )
         else:
             parts.append(f"{name} {distance.direction:.2g} in direction (length: cannot tell)")
     return f"relative distance from {'; '.join(parts)}"
@@ -598,7 +610,11 @@ def _table_of(found: UpdateFindings) -> Iterator[str]:
     yield f"<table><tr>{''.join(f'<th>{name}</th>' for name in names)}</tr>"
     for number, (rank, record) in enumerate(found.microbatches):
         weights = None if found.weights is None or not record.num_targets else found.weights[number]
-        shown = ["-"] * 3 if weights is None else [f"{float(x):.4g}" for x in (weights.min(), weights.mean(), weights.max())]
+        shown = (
+            ["-"] * 3
+            if weights is None
+            else [f"{float(x):.4g}" for x in (weights.min(), weights.mean(), weights.max())]
+        )
         count = "-" if found.counts is None else f"{found.counts[number]:.4g}"
         cells = [number + 1, rank, record.num_targets, len(record.row_hashes), *shown, count]
         yield f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
