@@ -34,9 +34,9 @@ from megabatch.torch_private import (
     param_groups,
     unsharded_parameter,
 )
-from megabatch.verification.audit_measures import Sketcher, measure_weights
+from megabatch.verification.audit_measures import Sketcher, TokenWeights, measure_weights
 from megabatch.verification.audit_records import EndRecord, MicrobatchRecord, Record, SchedulerRecord, UpdateRecord
-from megabatch.verification.audit_report import Audit
+from megabatch.verification.audit_report import MAX_RESIDUAL, Audit
 
 FROM_LOSS, FROM_OUTPUT, FROM_HEAD = range(3)  # where logits were found; the nearest to the loss are right
 MAX_FORWARDS = 64  # without a backward that are remembered
@@ -129,9 +129,6 @@ class _Microbatch:
             found.row_tokens += forward.row_tokens
             found.num_positions += forward.num_positions
         return found
-
-
-MAX_RESIDUAL = 0.05  # a gradient further from a cross-entropy's is another loss's
 
 
 def _quietly(method: Callable[..., None]) -> Callable[..., None]:
@@ -337,26 +334,18 @@ class _Recorder:
             return
         forward.nearest = distance
         found = measure_weights(d, values)
-        self._add_part(forward, found.weights, found.positions, values.shape[:-1], found.residual, found.smoothing)
+        self._add_part(forward, found, values.shape[:-1])
 
     @_quietly
     def _see_log_probs(self, forward: _Forward, d: Tensor) -> None:
         forward.nearest = FROM_LOSS
         flat = d.detach().flatten().double().cpu()
         positions = flat.nonzero()[:, 0]
-        self._add_part(forward, -flat[positions], positions, d.shape, 0.0, 0.0)
+        self._add_part(forward, TokenWeights(-flat[positions], positions, 0.0, 0.0), d.shape)
 
-    def _add_part(
-        self,
-        forward: _Forward,
-        weights: Tensor,
-        positions: Tensor,
-        shape: Sequence[int],
-        residual: float,
-        smooth: float,
-    ) -> None:
-        samples, sequences = _find_samples(positions, shape, forward.shape, forward.places)
-        part = MicrobatchRecord(weights, samples, sequences, residual, smooth)
+    def _add_part(self, forward: _Forward, found: TokenWeights, shape: Sequence[int]) -> None:
+        samples, sequences = _find_samples(found.positions, shape, forward.shape, forward.places)
+        part = MicrobatchRecord(found.weights, samples, sequences, found.residual, found.smoothing)
         self._microbatch_of(forward).parts.append(part)
 
     def _microbatch_of(self, forward: _Forward) -> _Microbatch:

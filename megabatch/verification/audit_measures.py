@@ -118,7 +118,7 @@ class Sketcher:
         return [parameter for _, parameter in self._parameters.values()]
 
     def add_parameter(self, parameter: Any) -> bool:
-        """Number a parameter; return False if it was added before."""
+        """Give a parameter signs of its own; return False if it has some."""
         if id(parameter) in self._parameters:
             return False
         self._parameters[id(parameter)] = ((len(self._parameters) * 104_729) % NUM_SIGNS, parameter)

@@ -13,17 +13,21 @@ from torch import Tensor
 from megabatch.errors import MegabatchError
 
 
-def _no_numbers(dtype: torch.dtype) -> Any:
-    return field(default_factory=lambda: torch.empty(0, dtype=dtype))
+def _no_weights() -> Tensor:
+    return torch.empty(0, dtype=torch.float64)
+
+
+def _no_rows() -> Tensor:
+    return torch.empty(0, dtype=torch.int64)
 
 
 @dataclass
 class MicrobatchRecord:
     """One backward: its target tokens, and a sketch of the rank's own gradient before any reduction."""
 
-    weights: Tensor = _no_numbers(torch.float64)  # [targets] in the gradient of the logits
-    samples: Tensor = _no_numbers(torch.int64)  # [targets] number of the row in the microbatch; -1: unknown
-    sequences: Tensor = _no_numbers(torch.int64)  # [targets] the same of the sequence, for packed rows
+    weights: Tensor = field(default_factory=_no_weights)  # [targets] in the gradient of the logits
+    samples: Tensor = field(default_factory=_no_rows)  # [targets] number of the row in the microbatch; -1: unknown
+    sequences: Tensor = field(default_factory=_no_rows)  # [targets] the same of the sequence, for packed rows
     residual: float | None = None  # of the fit of the weights; None: no logits were seen
     smoothing: float = 0.0
     sketch: Tensor | None = None

@@ -62,7 +62,8 @@ class UpdateFindings:
     unexplained: float = math.nan
     kind: str = ""  # the mean that the weights are closest to; "": none
     factor: float = 1.0  # times that mean
-    distances: dict[str, Distance] = field(default_factory=dict[str, Distance])
+    distances: dict[str, Distance] = field(default_factory=dict[str, Distance])  # where sketches can tell
+    weight_distances: dict[str, float] = field(default_factory=dict[str, float])  # of all tokens' weights, relative
     rank_difference: float = 0.0  # of gradients
     weights_differ: bool = False
     scheduler_steps: list[int] = field(default_factory=list[int])
@@ -79,12 +80,8 @@ class UpdateFindings:
     @property
     def is_length_known(self) -> bool:
         """Return False if something between the last backward and the step has scaled the gradient."""
-        ways = (1.0, 1 / self.world)
-        return (
-            self.counts is None
-            or any(abs(self.usual_count * way - 1) < COUNT for way in (1.0, self.world))
-            or any(abs(self.factor - 1) < COUNT for _ in ways)
-        )
+        is_reduced = any(abs(self.usual_count * way - 1) < COUNT for way in (1, self.world))
+        return self.counts is None or is_reduced or abs(self.factor - 1) < COUNT
 
     def error(self, mean: str = TOKEN) -> float | None:
         """Return the relative error of the gradient; of its direction alone if its length cannot be told."""
@@ -303,6 +300,7 @@ def _weigh_tokens(found: UpdateFindings) -> None:
     for name, mean in _means_of(found).items():
         shape = torch.cat(mean) * total
         factor = float(flat @ shape / (shape @ shape))
+        found.weight_distances[name] = float((flat - shape).norm() / shape.norm())
         residual = float((flat - factor * shape).norm() / flat.norm().clamp_min(1e-300))
         if residual < closest / 2:  # the first of equals
             found.kind, found.factor, closest = name, factor, residual
@@ -428,7 +426,8 @@ def _gradient_text(updates: Sequence[UpdateFindings]) -> str:
         if name == SEQUENCE and all(each.distances.get(SEQUENCE) == each.distances.get(SAMPLE) for each in updates):
             continue  # no row is packed
         if len(found) < len(updates):
-            parts.append(f"{name} cannot tell")
+            weights = [each.weight_distances[name] for each in updates if name in each.weight_distances]
+            parts.append(f"{name} cannot tell" + (f" (weights {max(weights):.2g})" if weights else ""))
             continue
         worst, distance = max(found, key=lambda pair: pair[0].error(name) or 0.0)
         if worst.is_length_known:
@@ -620,5 +619,6 @@ def _table_of(found: UpdateFindings) -> Iterator[str]:
         yield f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
     yield "</table><table><tr><th>gradient from</th><th>error</th><th>length</th><th>direction</th></tr>"
     for name, each in found.distances.items():
-        yield f"<tr><td>{name}</td><td>{each.error:.4g}</td><td>x {each.length:.4g}</td><td>{each.direction:.4g}</td></tr>"
+        cells = (name, f"{each.error:.4g}", f"x {each.length:.4g}", f"{each.direction:.4g}")
+        yield f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
     yield "</table>"

@@ -1,4 +1,4 @@
-"""The command line: `megabatch train | plan | verify | export | report | watch | doctor | audit`, and what front.py answers.
+"""The command line: `megabatch train | plan | verify | export | report | watch | doctor | audit`, and front.py's.
 
 Everything wrong with what the user gave ends as one line on stderr and status 2. A command imports what it needs when
 it runs: the modules of the others take seconds.
