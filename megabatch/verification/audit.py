@@ -349,7 +349,7 @@ class _Recorder:
         self._microbatch_of(forward).parts.append(part)
 
     def _microbatch_of(self, forward: _Forward) -> _Microbatch:
-        if forward.microbatch is None:
+        if forward.microbatch is None or forward.microbatch.seen:  # seen: its backward runs a second time
             last = self._microbatches[-1] if self._microbatches else None
             forward.microbatch = last if last is not None and not last.seen else self._open_microbatch()
             forward.microbatch.forwards.append(forward)
