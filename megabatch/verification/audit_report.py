@@ -31,11 +31,11 @@ TOKEN, SAMPLE, SEQUENCE = "token mean", "sample mean", "sequence mean"
 MEANS = {"token": TOKEN, "sample": SAMPLE, "sequence": SEQUENCE}
 OF_MICROBATCHES, OF_RANKS = "mean of microbatch means", "mean of rank means"
 INSTEAD = {  # loop → the line to write
-    "TRL": "class Exact(MegabatchTrainer, SFTTrainer): pass  # megabatch.integrations.transformers",
-    "Trainer": "MegabatchTrainer(model, args, ...)  # from megabatch.integrations.transformers",
-    "Accelerate": "gradient = megabatch.integrations.accelerate.prepare_accumulator(accelerator, model, ...)",
-    "Lightning": "class Module(MegabatchModule): ...  # from megabatch.integrations.lightning",
-    "": "gradient = megabatch.GradientAccumulator(model, ...); gradient.forward_backward(batch, loss_fn)",
+    "TRL": "class Exact(megabatch.integrations.transformers.MegabatchTrainer, SFTTrainer): pass",
+    "Trainer": "megabatch.integrations.transformers.MegabatchTrainer(model, args, ..., max_microbatch_tokens=N)",
+    "Accelerate": "megabatch.integrations.accelerate.learner(accelerator, model, optimizer, max_microbatch_tokens=N)",
+    "Lightning": "class Model(megabatch.integrations.lightning.ExactUpdates, LightningModule): ...",
+    "": "gradient = megabatch.GradientAccumulator(model, max_microbatch_tokens=N); gradient.forward_backward(batch, loss)",
 }
 
 
@@ -66,6 +66,7 @@ class UpdateFindings:
     weight_distances: dict[str, float] = field(default_factory=dict[str, float])  # of all tokens' weights, relative
     rank_difference: float = 0.0  # of gradients
     weights_differ: bool = False
+    is_sharded: bool = False
     scheduler_steps: list[int] = field(default_factory=list[int])
     collectives: dict[str, list[int]] | None = None
     num_clips: int = 0
@@ -226,6 +227,7 @@ def _merge_ranks(ranks: Sequence[UpdateRecord], earlier: Sequence[MicrobatchReco
         first.number + 1, first.world, [(each.rank, mb) for each in ranks for mb in each.microbatches]
     )
     found.collectives, found.num_clips, found.loop = first.collectives, first.num_clips, first.loop
+    found.is_sharded = first.is_sharded
     found.unknown = list(dict.fromkeys(note for each in ranks for note in each.notes))
     if len(ranks) < first.world:
         found.unknown.append(f"what other ranks do: records of {len(ranks)} of {first.world} ranks are here")
@@ -482,7 +484,9 @@ def _ranks_text(updates: Sequence[UpdateFindings]) -> str:
         for each in range(updates[0].world)
     ]
     shown = f"targets by rank {', '.join(map(str, sizes[:8]))} in update 1"
-    return f"gradients and weights are equal; {shown}" if complete else f"cannot tell; {shown}"
+    if not complete:
+        return f"cannot tell; {shown}"
+    return f"{'each holds its own shards' if updates[0].is_sharded else 'gradients and weights are equal'}; {shown}"
 
 
 def _find_scheduler(updates: Sequence[UpdateFindings]) -> list[str]:

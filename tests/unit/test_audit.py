@@ -100,7 +100,9 @@ def audited(kind: str, **options: Any) -> Audit:
 # What is measured
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.02)]
+)
 def test_weights_are_read_from_the_gradient_of_logits(dtype: torch.dtype, tolerance: float) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(40, 100, generator=generator, dtype=torch.float64) * 3

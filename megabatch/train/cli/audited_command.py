@@ -157,7 +157,7 @@ def passing_signals(process: subprocess.Popen[bytes]) -> Generator[None]:
 
 def report(asked: Arguments, folder: Path, status: int) -> int:
     """Print the findings in a folder and write its page; return the exit status."""
-    found, others = read_findings(folder, " ".join(asked.command))
+    found, others = read_findings(folder, title_of(asked.command))
     sys.stdout.flush()
     print(found)
     if others:
@@ -173,6 +173,11 @@ def report(asked: Arguments, folder: Path, status: int) -> int:
     problems = f"; {'; '.join(found.problems)}" if found.problems else ""
     print(f"--fail-over {asked.fail_over:g}: {'passed' if is_fine else 'FAILED'}, {measured}{problems}")
     return status or (0 if is_fine else CRASHED)
+
+
+def title_of(command: tuple[str, ...]) -> str:
+    """Return the command as a title shows it: without the folder of its program."""
+    return " ".join([Path(command[0]).name, *command[1:]]) if command else ""
 
 
 def read_findings(folder: Path, command: str) -> tuple[Any, int]:
