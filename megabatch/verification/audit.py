@@ -281,10 +281,11 @@ class _Recorder:
 
     @_quietly
     def _end_forward(self, module: nn.Module, forward: _Forward, output: Any) -> None:
-        log_probs = getattr(output, "log_probs", None)
-        if isinstance(log_probs, Tensor) and log_probs.requires_grad:
+        log_probs, mask = (getattr(output, name, None) for name in ("log_probs", "label_mask"))  # of TRL's fused head
+        if isinstance(log_probs, Tensor) and log_probs.requires_grad and isinstance(mask, Tensor):
             forward.has_logits = True
-            self._undo_hook(log_probs, lambda d: self._see_log_probs(forward, d))
+            targets = mask.detach().expand(log_probs.shape)
+            log_probs.register_hook(lambda d: self._see_log_probs(forward, d, targets))
         self._watch_logits(forward, _find_logits(output), FROM_OUTPUT)
         forward.watched.clear()
         self._watch_parameters(module)
@@ -302,10 +303,8 @@ class _Recorder:
             return
         forward.watched[id(logits)] = logits
         values, writes = logits.detach(), count_writes(logits)
-        self._undo_hook(logits, lambda d: self._see_logits(forward, d, values, writes, distance))
-
-    def _undo_hook(self, tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
-        tensor.register_hook(hook)  # goes with the tensor; it does nothing once the audit has stopped
+        # The hook goes with the tensor, and does nothing once the audit has stopped.
+        logits.register_hook(lambda d: self._see_logits(forward, d, values, writes, distance))
 
     def _wrap_cross_entropy(self, own: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(own)
@@ -337,9 +336,9 @@ class _Recorder:
         self._add_part(forward, found, values.shape[:-1])
 
     @_quietly
-    def _see_log_probs(self, forward: _Forward, d: Tensor) -> None:
+    def _see_log_probs(self, forward: _Forward, d: Tensor, mask: Tensor) -> None:
         forward.nearest = FROM_LOSS
-        flat = d.detach().flatten().double().cpu()
+        flat = (d.detach() * mask).flatten().double().cpu()  # those of other positions are constants
         positions = flat.nonzero()[:, 0]
         self._add_part(forward, TokenWeights(-flat[positions], positions, 0.0, 0.0), d.shape)
 
@@ -536,16 +535,15 @@ def _subclasses(kind: type) -> Iterator[type]:
 
 
 def _find_loop() -> str:
-    """Return the library whose loop called the optimizer, by the stack."""
+    """Return the library whose loop called the optimizer, by the modules and the classes on the stack."""
     names: list[str] = []
-    frame = sys._getframe()  # pyright: ignore[reportPrivateUsage]
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         names.append(str(frame.f_globals.get("__name__", "")))
+        names += [each.__module__ for each in type(frame.f_locals.get("self")).__mro__]
         frame = frame.f_back
-    for beginning, loop in LOOPS.items():
-        if any(name.startswith(beginning) and ".verification." not in name for name in names):
-            return loop
-    return ""
+    names = [name for name in names if not name.startswith("megabatch.verification.")]
+    return next((loop for start, loop in LOOPS.items() if any(name.startswith(start) for name in names)), "")
 
 
 def _find_logits(output: Any) -> Any:

@@ -35,7 +35,7 @@ INSTEAD = {  # loop → the line to write
     "Trainer": "megabatch.integrations.transformers.MegabatchTrainer(model, args, ..., max_microbatch_tokens=N)",
     "Accelerate": "megabatch.integrations.accelerate.learner(accelerator, model, optimizer, max_microbatch_tokens=N)",
     "Lightning": "class Model(megabatch.integrations.lightning.ExactUpdates, LightningModule): ...",
-    "": "gradient = megabatch.GradientAccumulator(model, max_microbatch_tokens=N); gradient.forward_backward(batch, loss)",
+    "": "gradient = megabatch.GradientAccumulator(model, max_microbatch_tokens=N)  # docs/coming-from.md",
 }
 
 

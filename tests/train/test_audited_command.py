@@ -14,9 +14,9 @@ from megabatch import Audit, MegabatchError
 from megabatch.train.cli.arguments import Audit as Arguments
 from megabatch.train.cli.arguments import read_arguments
 from megabatch.train.cli.audited_command import PAGE, read_findings, run_audited
-from tests.train.processes import ROOT
 from tests.unit.test_audit import LM, train
 
+ROOT = Path(__file__).parents[2]
 PYTHON = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 

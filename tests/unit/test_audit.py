@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -238,6 +239,26 @@ def test_a_gradient_is_taken_before_it_is_clipped() -> None:
     assert clipped.updates[0].num_clips == 1
     assert clipped.updates[0].error() == pytest.approx(plain.updates[0].error(), rel=1e-5)
     assert clipped.updates[0].counts == pytest.approx([1] * 4, abs=1e-4)
+
+
+def test_log_probabilities_without_logits_have_weights() -> None:
+    """As TRL's trainers get them: those of positions without a target are constants."""
+
+    class Fused(LM):
+        def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
+            logits = super().forward(input_ids)[:, :-1].log_softmax(-1)
+            found, mask = logits.gather(-1, input_ids[:, 1:, None])[..., 0], input_ids[:, 1:] % 3 > 0
+            return SimpleNamespace(logits=None, log_probs=torch.where(mask, found, 0.0), label_mask=mask)
+
+    model = Fused()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with megabatch.audit(model) as found:
+        total = sum(int((ids[1:] % 3 > 0).sum()) for ids in windows()[0])
+        for ids in windows()[0]:
+            (-model(input_ids=ids[None]).log_probs.sum() / total).backward()
+        optimizer.step()
+    assert found.updates[0].num_targets == total
+    assert found.ok, str(found)
 
 
 def test_a_scaler_is_no_error() -> None:
