@@ -6,8 +6,8 @@ calls of schedulers. Nothing is written to a tensor of the run, and no collectiv
 
 import contextlib
 import functools
+import inspect
 import math
-import sys
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -537,7 +537,7 @@ def _subclasses(kind: type) -> Iterator[type]:
 def _find_loop() -> str:
     """Return the library whose loop called the optimizer, by the modules and the classes on the stack."""
     names: list[str] = []
-    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    frame = inspect.currentframe()
     while frame is not None:
         names.append(str(frame.f_globals.get("__name__", "")))
         names += [each.__module__ for each in type(frame.f_locals.get("self")).__mro__]

@@ -231,7 +231,7 @@ def _merge_ranks(ranks: Sequence[UpdateRecord], earlier: Sequence[MicrobatchReco
     found.unknown = list(dict.fromkeys(note for each in ranks for note in each.notes))
     if len(ranks) < first.world:
         found.unknown.append(f"what other ranks do: records of {len(ranks)} of {first.world} ranks are here")
-    gradient = _merge_gradients(ranks, found)
+    gradient = _merge_gradients(ranks, found) if len(ranks) == first.world else None
     if gradient is not None:
         _count_microbatches(found, gradient, earlier)
     _weigh_tokens(found)
@@ -390,7 +390,11 @@ def _verdict(audit: Audit) -> str:
     kinds = {each.kind for each in updates}
     error = audit.error("any")
     if any(each.weights is None for each in updates):
-        return "cannot tell what a token weighs" + (", and other things are WRONG" if audit.problems else "")
+        return "cannot tell what a token weighs" + (", and other things are WRONG" * bool(audit.problems))
+    if any(each.counts is None for each in updates):
+        return "cannot tell how often microbatches are counted" + (
+            ", and other things are WRONG" * bool(audit.problems)
+        )
     text = " or ".join(sorted(each or "none of the known means" for each in kinds))
     if error is not None and error <= SAME:
         name = min(MEANS, key=lambda mean: (audit.error(mean) is None, audit.error(mean)))

@@ -1,6 +1,7 @@
 """audit: weights, counts and distances of loops that know nothing of it, against plain torch; and no effect on them."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from megabatch import Audit, MegabatchError, PlanError
 from megabatch.torch_private import hooks_before_grad
 from megabatch.train.runtime.ranks import Ranks
 from megabatch.verification.audit_measures import NUM_BINS, NUM_SIGNS, Sketcher, measure_weights
+from megabatch.verification.audit_records import UpdateRecord
 from tests.train.on_ranks import on_ranks
 
 CLASSES, ACCUMULATED = 32, 4
@@ -345,6 +347,14 @@ def test_a_gradient_from_elsewhere_makes_counts_unknown() -> None:
         optimizer.step()
     assert found.updates[0].counts is None
     assert "of the gradient comes from elsewhere" in str(found)
+
+
+def test_records_of_some_ranks_are_no_verdict() -> None:
+    records = [replace(each, world=2) if isinstance(each, UpdateRecord) else each for each in audited("exact").records]
+    found = Audit.from_records(records)
+    assert not found.ok
+    assert "cannot tell how often microbatches are counted" in str(found)
+    assert "records of 1 of 2 ranks are here" in str(found)
 
 
 def test_no_update_says_so() -> None:
