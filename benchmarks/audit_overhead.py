@@ -3,8 +3,9 @@
     python -m benchmarks.audit_overhead               # two minutes; writes benchmarks/results/audit_overhead_*.json
     python -m benchmarks.audit_overhead --quick       # small, to see that it works; writes nothing
 
-One process with one thread, a small Llama with a vocabulary of 8192, four microbatches of 4 x 256 tokens an update. Watched
-and unwatched updates take turns; times are those that the processor gave to the process. Weights are compared bit by bit.
+One process with one thread, a small Llama with a vocabulary of 8192, four microbatches of 4 x 256 tokens an update.
+Watched and unwatched updates take turns. Times are those that the processor gave to the process. Weights are compared
+bit by bit.
 """
 
 import argparse
