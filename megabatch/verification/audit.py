@@ -8,6 +8,7 @@ import contextlib
 import functools
 import inspect
 import math
+import threading
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -118,10 +119,8 @@ class _Microbatch:
         samples: list[Tensor] = []
         sequences: list[Tensor] = []
         for part in parts:
-            shift = sum(len(each) for each in samples)  # rows of several forwards are different rows
-            is_known = bool((part.samples >= 0).all())
-            samples.append(part.samples + shift if is_known else part.samples)
-            sequences.append(part.sequences + shift if is_known else part.sequences)
+            samples.append(_renumber(part.samples, samples))
+            sequences.append(_renumber(part.sequences, sequences))
         if parts:
             found.samples, found.sequences = torch.cat(samples), torch.cat(sequences)
         for forward in self.forwards:
@@ -129,6 +128,13 @@ class _Microbatch:
             found.row_tokens += forward.row_tokens
             found.num_positions += forward.num_positions
         return found
+
+
+def _renumber(rows: Tensor, before: Sequence[Tensor]) -> Tensor:
+    """Return numbers that follow those before: rows of several forwards are different rows."""
+    if not rows.numel() or bool((rows < 0).any()):
+        return rows
+    return rows + max((int(each.max()) + 1 for each in before if each.numel()), default=0)
 
 
 def _quietly(method: Callable[..., None]) -> Callable[..., None]:
@@ -162,6 +168,7 @@ class _Recorder:
         self._number = 0  # of the update
         self._microbatches: list[_Microbatch] = []
         self._forwards: list[_Forward] = []  # without a backward yet
+        self._current: _Forward | None = None
         self._before_clip: Tensor | None = None
         self._num_clips = 0
         self._notes: dict[str, None] = {}
@@ -207,6 +214,8 @@ class _Recorder:
         self._close_update()
         left = [sum(part.weights.numel() for part in each.parts) for each in self._microbatches]
         self.is_open = False
+        if threading.main_thread().is_alive():  # at the end of the process torch's profiler can crash it
+            self._stop_profiler()
         for undo in reversed(self._undo):
             undo()
         rank, _ = _place()
@@ -222,8 +231,9 @@ class _Recorder:
                 return own(module, *args, **kwargs)
             if not self._is_root(module):
                 return own(module, *args, **kwargs)
+            self._current = None
             self._begin_forward(module, args, kwargs)
-            forward = self._forwards[-1] if self._forwards else None
+            forward = self._current
             self._depth += 1
             try:
                 output = own(module, *args, **kwargs)
@@ -256,7 +266,8 @@ class _Recorder:
         if self._number == 0 and self._profiler is None and not self._microbatches and _place()[1] > 1:
             self._start_profiler()
         del self._forwards[:-MAX_FORWARDS]
-        self._forwards.append(_Forward(args, kwargs))
+        self._current = _Forward(args, kwargs)
+        self._forwards.append(self._current)
 
     def _add_model(self, module: nn.Module) -> None:
         self._known.add(id(module))
