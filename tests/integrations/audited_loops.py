@@ -4,6 +4,7 @@ python -m tests.integrations.audited_loops KIND FOLDER: trains to the end of an 
 """
 
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,7 +102,7 @@ def lightning(folder: str) -> Any:
             return torch.optim.AdamW(self.parameters(), 1e-3)
 
     module = Module()
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
              "enable_model_summary": False}  # fmt: skip
     fit = lightning_package.Trainer(
         accelerator="cpu", devices=1, max_epochs=1, accumulate_grad_batches=ACCUMULATED, gradient_clip_val=1.0, **quiet
@@ -120,7 +121,11 @@ def sft(folder: str) -> Any:
     words = Tokenizer(WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1")
     rows = [{"input_ids": text.tolist(), "labels": text.tolist()} for text in Texts().texts]
-    own = {"bf16": False, "gradient_checkpointing": False, "dataset_kwargs": {"skip_prepare_dataset": True}}
+    own: dict[str, Any] = {
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "dataset_kwargs": {"skip_prepare_dataset": True},
+    }
     model = build("gpt2")
     SFTTrainer(
         model, SFTConfig(**settings(folder), **own), train_dataset=Dataset.from_list(rows), processing_class=tokenizer
@@ -130,7 +135,7 @@ def sft(folder: str) -> Any:
 
 LOOPS: dict[str, Any] = {
     "trainer": trainer,
-    "trainer-mean": lambda folder: trainer(folder, is_mean=True),
+    "trainer-mean": partial(trainer, is_mean=True),
     "accelerate": accelerated,
     "lightning": lightning,
     "sft": sft,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -325,11 +326,14 @@ def test_a_loss_without_logits_is_counted_but_not_weighed() -> None:
     assert "cannot tell what a token weighs" in str(found)
 
 
+def step_one(optimizer: torch.optim.Optimizer, _: Tensor) -> None:
+    optimizer.step()
+
+
 def test_an_optimizer_in_the_backward_cannot_be_told() -> None:
     model = LM()
     for each in model.parameters():
-        own = torch.optim.SGD([each], lr=0.1)
-        each.register_post_accumulate_grad_hook(lambda _, own=own: own.step())
+        each.register_post_accumulate_grad_hook(partial(step_one, torch.optim.SGD([each], lr=0.1)))
     with megabatch.audit(model) as found:
         loss_of(model, samples()[0]).backward()
     assert not found.ok
