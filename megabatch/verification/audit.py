@@ -336,9 +336,9 @@ class _Recorder:
     # Backwards
 
     @_quietly
-    def _see_logits(self, forward: _Forward, d: Tensor, values: Tensor, writes: int, distance: int) -> None:
-        if forward.nearest is not None and distance > forward.nearest:
-            return
+    def _see_logits(self, forward: _Forward, d: Tensor | None, values: Tensor, writes: int, distance: int) -> None:
+        if d is None or (forward.nearest is not None and distance > forward.nearest):
+            return  # None: a compiled graph has the loss inside
         if count_writes(values) != writes:
             self.note("the weights of tokens: the logits were changed in place")
             return
@@ -399,7 +399,10 @@ class _Recorder:
         if last is None or id(parameter) in last.seen:
             last = self._open_microbatch()  # a loss without logits
         if not last.seen and not last.forwards:
-            last.forwards, self._forwards = self._forwards, self._forwards[-1:]
+            last.forwards = [each for each in self._forwards if each.microbatch is None]
+            for each in last.forwards:
+                each.microbatch = last
+            self._forwards = self._forwards[-1:]
         last.seen.add(id(parameter))
         self._before_clip = None
         last.sketch = self._sketcher.add_sketch(last.sketch, parameter, d)

@@ -545,6 +545,8 @@ def _replanned_text(updates: Sequence[UpdateFindings], positions: int) -> str:
 def _change_text(audit: Audit) -> str:
     if audit.ok:
         return "nothing; the gradient is exact"
+    if audit.error("any") is None and not audit.problems and any(each.weights is None for each in audit.updates):
+        return "cannot tell; megabatch.verify compares your loss with and without a cut"
     loop = audit.updates[0].loop
     return f"every token would weigh 1.00 with: {INSTEAD.get(loop, INSTEAD[''])}"
 

@@ -324,6 +324,7 @@ def test_a_loss_without_logits_is_counted_but_not_weighed() -> None:
     assert found.error() is None
     assert not found.ok
     assert "cannot tell what a token weighs" in str(found)
+    assert "no sample twice in an update" in str(found)
 
 
 def step_one(optimizer: torch.optim.Optimizer, _: Tensor) -> None:
