@@ -11,6 +11,7 @@ import math
 import threading
 import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -279,14 +280,13 @@ class _Recorder:
         if any(original_of(each) is not each or is_compiled(each) for each in module.modules()):
             return  # a hook inside would break the compiled graph
         for each in module.modules():
-            head = each.get_output_embeddings() if hasattr(each, "get_output_embeddings") else None
+            head = _head_of(each)
             if isinstance(head, nn.Module) and id(head) not in self._known:
                 self._known.add(id(head))
-                handle = head.register_forward_hook(lambda head, given, output: self._see_head(output))
-                self._undo.append(handle.remove)
+                self._undo.append(head.register_forward_hook(self._see_head).remove)
 
     @_quietly
-    def _see_head(self, output: Any) -> None:
+    def _see_head(self, head: nn.Module, given: Any, output: Any) -> None:
         if self._forwards and not is_in_backward():
             self._watch_logits(self._forwards[-1], output, FROM_HEAD)
 
@@ -296,7 +296,7 @@ class _Recorder:
         if isinstance(log_probs, Tensor) and log_probs.requires_grad and isinstance(mask, Tensor):
             forward.has_logits = True
             targets = mask.detach().expand(log_probs.shape)
-            log_probs.register_hook(lambda d: self._see_log_probs(forward, d, targets))
+            log_probs.register_hook(partial(self._see_log_probs, forward, targets))
         self._watch_logits(forward, _find_logits(output), FROM_OUTPUT)
         forward.watched.clear()
         self._watch_parameters(module)
@@ -315,7 +315,7 @@ class _Recorder:
         forward.watched[id(logits)] = logits
         values, writes = logits.detach(), count_writes(logits)
         # The hook goes with the tensor, and does nothing once the audit has stopped.
-        logits.register_hook(lambda d: self._see_logits(forward, d, values, writes, distance))
+        logits.register_hook(partial(self._see_logits, forward, values, writes, distance))
 
     def _wrap_cross_entropy(self, own: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(own)
@@ -336,7 +336,7 @@ class _Recorder:
     # Backwards
 
     @_quietly
-    def _see_logits(self, forward: _Forward, d: Tensor | None, values: Tensor, writes: int, distance: int) -> None:
+    def _see_logits(self, forward: _Forward, values: Tensor, writes: int, distance: int, d: Tensor | None) -> None:
         if d is None or (forward.nearest is not None and distance > forward.nearest):
             return  # None: a compiled graph has the loss inside
         if count_writes(values) != writes:
@@ -347,7 +347,7 @@ class _Recorder:
         self._add_part(forward, found, values.shape[:-1])
 
     @_quietly
-    def _see_log_probs(self, forward: _Forward, d: Tensor, mask: Tensor) -> None:
+    def _see_log_probs(self, forward: _Forward, mask: Tensor, d: Tensor) -> None:
         forward.nearest = FROM_LOSS
         flat = (d.detach() * mask).flatten().double().cpu()  # those of other positions are constants
         positions = flat.nonzero()[:, 0]
@@ -391,7 +391,7 @@ class _Recorder:
             return
         self._known.add(id(tensor))
         self._keep.append(tensor)
-        self._undo.append(tensor.register_hook(lambda d: self._see_gradient(parameter, d)).remove)
+        self._undo.append(tensor.register_hook(partial(self._see_gradient, parameter)).remove)
 
     @_quietly
     def _see_gradient(self, parameter: Tensor, d: Tensor) -> None:
@@ -548,6 +548,13 @@ def _subclasses(kind: type) -> Iterator[type]:
         yield from _subclasses(each)
 
 
+def _head_of(module: Any) -> Any:
+    """Return the layer that makes the logits, of a module of transformers."""
+    with contextlib.suppress(AttributeError, NotImplementedError):  # a part of a model has none
+        return module.get_output_embeddings()
+    return None
+
+
 def _find_loop() -> str:
     """Return the library whose loop called the optimizer, by the modules and the classes on the stack."""
     names: list[str] = []
@@ -630,7 +637,7 @@ def _count_collectives(events: Sequence[Any]) -> dict[str, list[int]]:
     for event in events:
         library, _, name = event.name().partition(":")
         if library == "c10d":
-            kind = name.strip(":_").replace("_base", "").replace("_", "")
+            kind = str(name).strip(":_").replace("_base", "").replace("_", "")
             waiting = found.setdefault(KINDS.get(kind, kind), [0, 0])
             waiting[0] += 1
         elif library not in ("gloo", "nccl") or waiting is None:

@@ -272,8 +272,8 @@ def _count_microbatches(found: UpdateFindings, gradient: Tensor, earlier: Sequen
     if torch.linalg.svdvals(matrix).min() < PARALLEL:
         found.unknown.append("which of the microbatches with equal gradients is counted: they share their counts")
     counts = (solution / lengths.clamp_min(1e-300)).tolist()
-    found.counts = counts[: len(own)]
-    present = sorted(each for each in found.counts if abs(each) > COUNT * max(map(abs, found.counts)))
+    current = found.counts = counts[: len(own)]
+    present = sorted(each for each in current if abs(each) > COUNT * max(map(abs, current)))
     found.usual_count = present[len(present) // 2] if present else 1.0
     leaks = [abs(each / found.usual_count) for each in counts[len(own) :]]
     found.leaks = max(leaks, default=0.0)
