@@ -81,8 +81,8 @@ class UpdateFindings:
     @property
     def is_length_known(self) -> bool:
         """Return False if something between the last backward and the step has scaled the gradient."""
-        is_reduced = any(abs(self.usual_count * way - 1) < COUNT for way in (1, self.world))
-        return self.counts is None or is_reduced or abs(self.factor - 1) < COUNT
+        is_reduced = any(abs(self.usual_count * way - 1) < SAME for way in (1, self.world))
+        return self.counts is None or is_reduced or abs(self.factor - 1) < SAME
 
     def error(self, mean: str = TOKEN) -> float | None:
         """Return the relative error of the gradient; of its direction alone if its length cannot be told."""
@@ -398,7 +398,8 @@ def _verdict(audit: Audit) -> str:
     text = " or ".join(sorted(each or "none of the known means" for each in kinds))
     if error is not None and error <= SAME:
         name = min(MEANS, key=lambda mean: (audit.error(mean) is None, audit.error(mean)))
-        exact = f"exact: the {MEANS[name]}, off by {error:.1e}"
+        is_known = all(each.is_length_known for each in updates)
+        exact = f"exact{'' if is_known else ' in direction'}: the {MEANS[name]}, off by {error:.1e}"
         return f"{exact}; but see below" if audit.problems else exact
     factors = "" if kinds == {""} else f" {_factors_text(updates)}"
     return f"NOT exact: {text}{factors}"

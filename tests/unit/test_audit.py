@@ -354,6 +354,20 @@ def test_a_gradient_from_elsewhere_makes_counts_unknown() -> None:
     assert "of the gradient comes from elsewhere" in str(found)
 
 
+def test_a_clip_of_ones_own_leaves_the_direction() -> None:
+    model = LM()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with megabatch.audit(model) as found:
+        for ids in windows()[0]:
+            (loss_of(model, ids, reduction="sum") / targets_of(windows()[0])).backward()
+        for each in model.parameters():
+            assert each.grad is not None
+            each.grad *= 0.3
+        optimizer.step()
+    assert str(found).startswith("megabatch audit: exact in direction: the token mean")
+    assert "the gradient's length: something scales it between the last backward and the step" in str(found)
+
+
 def test_records_of_some_ranks_are_no_verdict() -> None:
     records = [replace(each, world=2) if isinstance(each, UpdateRecord) else each for each in audited("exact").records]
     found = Audit.from_records(records)
