@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from megabatch.planning.plan import Plan as Plan
     from megabatch.planning.plan import plan as plan
     from megabatch.planning.sampler import UpdateSampler as UpdateSampler
+    from megabatch.verification.audit import audit as audit
+    from megabatch.verification.audit_report import Audit as Audit
     from megabatch.verification.proof import Verification as Verification
     from megabatch.verification.proof import verify as verify
 else:
@@ -39,6 +41,8 @@ else:
         "MegabatchError": "errors",
         "PlanError": "errors",
         "Learner": "learner",
+        "Audit": "verification.audit_report",
+        "audit": "verification.audit",
         "Verification": "verification.proof",
         "verify": "verification.proof",
         "UpdateSampler": "planning.sampler",

@@ -295,6 +295,30 @@ def global_step_hooks() -> tuple[Mapping[int, Callable[..., Any]], ...]:
     return hooks._global_optimizer_pre_hooks, hooks._global_optimizer_post_hooks
 
 
+def is_in_backward() -> bool:
+    """``torch._C._current_graph_task_id``: whether this thread runs a backward."""
+    return cast(Any, torch)._C._current_graph_task_id() != -1
+
+
+def call_before_clip(function: Callable[[], None]) -> Callable[[], None]:
+    """Call a function before ``clip_grad._clip_grads_with_norm_``, the half of clip_grad_norm_ that scales gradients.
+
+    It is a global of its module, so clip_grad_norm_ finds the replacement under every name by which it was imported.
+    Returns a function that undoes the replacement.
+    """
+    from torch.nn.utils import clip_grad
+
+    module = cast(Any, clip_grad)
+    own = module._clip_grads_with_norm_
+
+    def clip(*args: Any, **kwargs: Any) -> Any:
+        function()
+        return own(*args, **kwargs)
+
+    module._clip_grads_with_norm_ = clip
+    return lambda: setattr(module, "_clip_grads_with_norm_", own)
+
+
 def start_profiler() -> None:
     """``_enable_profiler_legacy``, with memory. Raises RuntimeError where another profiler runs."""
     profiler: Any = cast(Any, torch)._C._profiler
@@ -366,6 +390,27 @@ def clear_mesh_caches() -> None:
     cast(Any, debug)._clear_sharding_prop_cache()
     _redistribute.clear_redistribute_planner_cache()
     cast(Any, _redistribute)._gen_transform_infos.cache_clear()
+
+
+def first_of_shard(tensor: Any) -> int | None:
+    """Return the flat index of a shard's first number in the whole DTensor; None where a shard is not one range."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as offset_of
+
+    kinds = [each for each in tensor.placements if not isinstance(each, Replicate)]
+    if any(type(each) is not Shard or each.dim != 0 for each in kinds):
+        return None
+    _, offset = offset_of(tensor.shape, tensor.device_mesh, tensor.placements)
+    return offset[0] * (tensor.numel() // max(1, tensor.shape[0])) if offset else 0
+
+
+def num_replicas(tensor: Any) -> int:
+    """Return how many ranks of a DTensor's mesh hold the same shard."""
+    from torch.distributed.tensor import Replicate
+
+    sizes = [size for size, each in zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+             if isinstance(each, Replicate)]  # fmt: skip
+    return int(torch.tensor(sizes).prod()) if sizes else 1
 
 
 # DistributedDataParallel

@@ -9,8 +9,8 @@ import megabatch
 from megabatch import GradientAccumulator, Learner, Plan, Update, UpdateSampler, Verification, losses
 
 NAMES = {
-    "CostModel", "GradientAccumulator", "JointLoss", "Learner", "LossContractError", "MegabatchError", "Plan",
-    "PlanError", "Term", "Update", "UpdateSampler", "Verification", "loss", "losses", "mean", "plan",
+    "Audit", "CostModel", "GradientAccumulator", "JointLoss", "Learner", "LossContractError", "MegabatchError", "Plan",
+    "PlanError", "Term", "Update", "UpdateSampler", "Verification", "audit", "loss", "losses", "mean", "plan",
     "verify",
 }  # fmt: skip
 
@@ -38,6 +38,10 @@ SIGNATURES = {
     UpdateSampler.load_state_dict: "(self, state)",
     megabatch.plan: "(lengths, *, dp_degree=1, micro_batch_size=None, max_microbatch_tokens=None, cost=None)",
     megabatch.verify: "(model, loss_fn, batch, *, micro_batch_size=1, tolerance=1e-09, **options)",
+    megabatch.audit: "(model=None, *, updates=3, write=None)",
+    megabatch.Audit.error: "(self, mean='token')",
+    megabatch.Audit.gather: "(self)",
+    megabatch.Audit.page: "(self)",
     megabatch.loss: "(*, weigh, prepare=None)",
     megabatch.mean: "(loss_fn, over)",
     megabatch.Term: "(total, weight)",

@@ -43,6 +43,8 @@ LIBRARY = sorted(
     if each.relative_to(PACKAGE).parts[0] not in ("train", "simulate", "integrations", "__main__.py")
 )
 ELSEWHERE = {  # parts of errors that other tests provoke
+    "is not of an audit": "tests/unit/test_audit.py",
+    "is not known; give token, sample, sequence or any": "tests/unit/test_audit.py",
     "the loss is finite but the norm of the gradient": "test_what_came_out_wrong_moves_nothing",
     "a loss was multiplied after scale()": "tests/gpu/test_cuda.py",
     "the mesh has both axes 'cp' and 'pp'": "tests/exact/test_pipeline.py",

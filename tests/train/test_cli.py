@@ -128,7 +128,7 @@ def test_a_path_that_cannot_even_be_looked_at_gets_its_line(bench: Bench, key: s
         (
             ["trane"],
             "unknown command 'trane'; the commands are init, train, plan, verify, export, report, watch, doctor, "
-            "completion: see megabatch --help",
+            "audit, completion: see megabatch --help",
         ),
         (["train"], "no recipe; give the path of a TOML file first: megabatch train recipes/stdlib.toml"),
         (

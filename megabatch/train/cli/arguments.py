@@ -112,6 +112,22 @@ class Doctor:
 
 
 @dataclass(frozen=True)
+class Audit:
+    """Watch the first updates of any training script, unmodified: megabatch audit -- python train.py."""
+
+    command: Positional[tuple[str, ...]] = ()
+    """The command, after --. None: the folder of --to is read again."""
+    updates: int = 3
+    """Optimizer steps to watch."""
+    to: Path | None = None
+    """The folder to write. None: megabatch-audit, or a number behind it where that exists."""
+    mean: Literal["token", "sample", "sequence", "any"] = "token"
+    """The mean that --fail-over compares the gradient with."""
+    fail_over: float | None = None
+    """Status 1 where the gradient's relative error is above it or cannot be told, or anything else is wrong."""
+
+
+@dataclass(frozen=True)
 class Completion:
     """Print a script by which a shell completes commands, files, keys and their values."""
 
@@ -119,10 +135,11 @@ class Completion:
 
 
 COMMANDS: dict[str, type] = {
-    kind.__name__.lower(): kind for kind in (Init, Train, Plan, Verify, Export, Report, Watch, Doctor, Completion)
+    kind.__name__.lower(): kind
+    for kind in (Init, Train, Plan, Verify, Export, Report, Watch, Doctor, Audit, Completion)
 }
 WITH_RECIPE = ("train", "plan", "verify")
-ALONE = ("init", "verify", "export", "report", "watch", "completion")  # in one process
+ALONE = ("init", "verify", "export", "report", "watch", "audit", "completion")  # in one process
 
 ENDING = """
 RECIPE is a TOML file. Any key of it is overridden as --section.key=value; `megabatch train --help` explains the keys,

@@ -1,4 +1,4 @@
-"""The command line: `megabatch train | plan | verify | export | report | watch | doctor`, and what front.py answers.
+"""The command line: `megabatch train | plan | verify | export | report | watch | doctor | audit`, and front.py's.
 
 Everything wrong with what the user gave ends as one line on stderr and status 2. A command imports what it needs when
 it runs: the modules of the others take seconds.
@@ -18,6 +18,7 @@ from megabatch.train.cli.arguments import (
     ALONE,
     COMMANDS,
     WITH_RECIPE,
+    Audit,
     Doctor,
     Export,
     Report,
@@ -145,6 +146,11 @@ def run_other(name: str, arguments: Sequence[str], met: Rendezvous) -> None:
 
         asked = read_arguments(Watch, arguments)
         watch(asked.run, asked.port)
+    elif name == "audit":
+        from megabatch.train.cli.audited_command import run_audited
+
+        if status := run_audited(read_arguments(Audit, arguments)):
+            raise FailedError(status)
     else:
         from megabatch.train.cli.doctor import examine
 

@@ -1,0 +1,198 @@
+"""`megabatch audit`: run a command whose Python processes are watched, merge what they noted, and say it.
+
+A folder on PYTHONPATH holds a ``sitecustomize`` module, which every Python process imports when it starts. It waits
+until torch is imported, and begins the audit then: before a script can import names of torch. So torchrun and
+accelerate launch need nothing else.
+"""
+
+import atexit
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from megabatch.errors import MegabatchError, in_one_line
+from megabatch.train.cli.arguments import Audit as Arguments
+from megabatch.train.runtime.exit_status import CRASHED
+
+FOLDER, UPDATES = "MEGABATCH_AUDIT_FOLDER", "MEGABATCH_AUDIT_UPDATES"  # environment of the audited processes
+PAGE = "audit.html"
+ROOT = Path(__file__).parents[3]  # where megabatch is imported from
+
+SITECUSTOMIZE = f"""
+import importlib.util
+import os
+import sys
+
+here = os.path.dirname(os.path.abspath(__file__))
+sys.path[:] = [each for each in sys.path if os.path.abspath(each) != here]
+own = sys.modules.pop("sitecustomize", None)
+try:
+    import sitecustomize  # the machine's own
+except ImportError:
+    sys.modules["sitecustomize"] = own
+
+
+class AfterTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def exec_module(module):
+                spec.loader.exec_module = run
+                run(module)
+                begin()
+
+            spec.loader.exec_module = exec_module
+        return spec
+
+
+def begin():
+    try:
+        if importlib.util.find_spec("megabatch") is None:
+            sys.path.append({str(ROOT)!r})
+        from megabatch.train.cli.audited_command import begin_audit
+
+        begin_audit()
+    except Exception as error:
+        print(f"megabatch audit: this process is not watched: {{type(error).__name__}}: {{error}}", file=sys.stderr)
+
+
+if os.environ.get({FOLDER!r}):
+    sys.meta_path.insert(0, AfterTorch())
+"""
+
+
+# In an audited process
+
+
+def begin_audit() -> None:
+    """Begin the audit of this process, whose records go into a file of its own."""
+    from megabatch import Audit, audit
+
+    folder = Path(os.environ[FOLDER])
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler writes to stderr when it starts
+
+    def write(record: Any) -> None:
+        with (folder / f"{socket.gethostname()}-{os.getpid()}.jsonl").open("a", encoding="utf-8") as file:
+            file.write(Audit.to_line(record) + "\n")
+
+    stack = ExitStack()
+    stack.enter_context(audit(updates=int(os.environ[UPDATES]), write=write))
+    atexit.register(stack.close)
+
+
+# In the process of the command
+
+
+def run_audited(asked: Arguments) -> int:
+    """Run the command, print the findings, write the page; return the exit status.
+
+    It is the command's own if that failed, and else 1 where ``fail_over`` is exceeded.
+
+    Raises:
+        MegabatchError: The command cannot be started, or the folder holds something else.
+    """
+    if asked.updates < 1:
+        raise MegabatchError(f"--updates is {asked.updates}; watch at least one")
+    if not asked.command:
+        if asked.to is None or not asked.to.is_dir():
+            raise MegabatchError("no command; write it after --: megabatch audit -- python train.py")
+        return report(asked, asked.to, 0)
+    folder = make_folder(asked.to)
+    status = run_watched(asked.command, folder, asked.updates)
+    return report(asked, folder, status)
+
+
+def make_folder(to: Path | None) -> Path:
+    """Make the folder of the audit. Raises `MegabatchError` where it holds files."""
+    if to is None:
+        names = (f"megabatch-audit{f'-{number}' if number > 1 else ''}" for number in range(1, sys.maxsize))
+        to = next(each for each in map(Path, names) if not each.exists())
+    elif to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise MegabatchError(f"{to} exists; --to names a new folder")
+    to.mkdir(parents=True, exist_ok=True)
+    return to.resolve()
+
+
+def run_watched(command: tuple[str, ...], folder: Path, updates: int) -> int:
+    """Run a command whose Python processes are watched; return its status, as a shell says it."""
+    with TemporaryDirectory(prefix="megabatch-audit-") as hooks:
+        (Path(hooks) / "sitecustomize.py").write_text(SITECUSTOMIZE, encoding="utf-8")
+        paths = [hooks, *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {FOLDER: str(folder), UPDATES: str(updates), "PYTHONPATH": os.pathsep.join(paths)}
+        try:
+            process = subprocess.Popen(command, env=os.environ | environment)
+        except OSError as error:
+            folder.rmdir()
+            raise MegabatchError(f"{command[0]} cannot be started: {in_one_line(error)}; see that it runs") from None
+        with passing_signals(process):
+            status = process.wait()
+    return status if status >= 0 else 128 - status
+
+
+@contextmanager
+def passing_signals(process: subprocess.Popen[bytes]) -> Generator[None]:
+    """Let the command decide what a signal does: the findings are said in any case."""
+    before = {
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),  # a terminal sends it to both
+        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number)),
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def report(asked: Arguments, folder: Path, status: int) -> int:
+    """Print the findings in a folder and write its page; return the exit status."""
+    found, others = read_findings(folder, title_of(asked.command))
+    sys.stdout.flush()
+    print(found)
+    if others:
+        print(f"{others} more processes trained apart from this one; their records are in {folder}")
+    page = folder / PAGE
+    page.write_text(found.page(), encoding="utf-8")
+    print(f"a page to look at: {page}")
+    if asked.fail_over is None:
+        return status
+    error = found.error(asked.mean)
+    is_fine = error is not None and error <= asked.fail_over and not found.problems
+    measured = "cannot tell" if error is None else f"{error:.2g} from the {asked.mean} mean"
+    problems = f"; {'; '.join(found.problems)}" if found.problems else ""
+    print(f"--fail-over {asked.fail_over:g}: {'passed' if is_fine else 'FAILED'}, {measured}{problems}")
+    return status or (0 if is_fine else CRASHED)
+
+
+def title_of(command: tuple[str, ...]) -> str:
+    """Return the command as a title shows it: without the folder of its program."""
+    return " ".join([Path(command[0]).name, *command[1:]]) if command else ""
+
+
+def read_findings(folder: Path, command: str) -> tuple[Any, int]:
+    """Return the findings of the processes that trained together, and how many trained apart."""
+    from megabatch import Audit
+
+    by_file = [
+        Audit.from_lines(file.read_text(encoding="utf-8").splitlines(), command)
+        for file in sorted(folder.glob("*.jsonl"))
+    ]
+    trained = [each for each in by_file if each.updates]
+    together = [each for each in trained if each.updates[0].world > 1]
+    if together:
+        return Audit.from_records((record for each in together for record in each.records), command), 0
+    if trained:
+        longest = max(trained, key=lambda each: len(each.updates))
+        return longest, len(trained) - 1
+    return Audit.from_records((record for each in by_file for record in each.records), command), 0

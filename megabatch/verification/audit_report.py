@@ -1,0 +1,635 @@
+"""Result of an audit: the records of all ranks merged, in ten lines and as a page of HTML."""
+
+import html
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megabatch.errors import MegabatchError
+from megabatch.planning.plan import plan
+from megabatch.verification.audit_records import (
+    EndRecord,
+    MicrobatchRecord,
+    Record,
+    SchedulerRecord,
+    UpdateRecord,
+    read_lines,
+    write_line,
+)
+
+MAX_RESIDUAL = 0.05  # a gradient of logits further from a cross-entropy's is another loss's
+MAX_UNEXPLAINED = 0.05  # of p.grad by the microbatches that were seen; above, counts mean nothing
+SAME = 0.005  # relative difference of weights that are called equal; bfloat16 has 0.001
+COUNT = 0.02  # the same of counts, which sketches estimate
+PARALLEL = 1e-6  # singular value below which gradients of microbatches cannot be told apart
+TOKEN, SAMPLE, SEQUENCE = "token mean", "sample mean", "sequence mean"
+MEANS = {"token": TOKEN, "sample": SAMPLE, "sequence": SEQUENCE}
+OF_MICROBATCHES, OF_RANKS = "mean of microbatch means", "mean of rank means"
+INSTEAD = {  # loop → the line to write
+    "TRL": "class Exact(megabatch.integrations.transformers.MegabatchTrainer, SFTTrainer): pass",
+    "Trainer": "megabatch.integrations.transformers.MegabatchTrainer(model, args, ..., max_microbatch_tokens=N)",
+    "Accelerate": "megabatch.integrations.accelerate.learner(accelerator, model, optimizer, max_microbatch_tokens=N)",
+    "Lightning": "class Model(megabatch.integrations.lightning.ExactUpdates, LightningModule): ...",
+    "": "gradient = megabatch.GradientAccumulator(model, max_microbatch_tokens=N)  # docs/coming-from.md",
+}
+
+
+@dataclass
+class Distance:
+    """Difference between an update's gradient and that of a mean, relative to the latter."""
+
+    error: float
+    length: float  # times that the gradient is longer
+    direction: float  # difference of the unit vectors
+
+
+@dataclass
+class UpdateFindings:
+    """One optimizer step over all ranks."""
+
+    number: int  # from 1
+    world: int
+    microbatches: list[tuple[int, MicrobatchRecord]]  # rank and record
+    weights: list[Tensor] | None = None  # of the target tokens times the number of them; 1 is the token mean
+    counts: list[float] | None = None  # of each microbatch in p.grad; None: cannot be told
+    usual_count: float = 1.0
+    leaks: float = 0.0  # largest count of a microbatch of an update before
+    unexplained: float = math.nan
+    kind: str = ""  # the mean that the weights are closest to; "": none
+    factor: float = 1.0  # times that mean
+    distances: dict[str, Distance] = field(default_factory=dict[str, Distance])  # where sketches can tell
+    weight_distances: dict[str, float] = field(default_factory=dict[str, float])  # of all tokens' weights, relative
+    rank_difference: float = 0.0  # of gradients
+    weights_differ: bool = False
+    is_sharded: bool = False
+    scheduler_steps: list[int] = field(default_factory=list[int])
+    collectives: dict[str, list[int]] | None = None
+    num_clips: int = 0
+    loop: str = ""
+    unknown: list[str] = field(default_factory=list[str])
+
+    @property
+    def num_targets(self) -> int:
+        """Target tokens of all ranks."""
+        return sum(each.num_targets for _, each in self.microbatches)
+
+    @property
+    def is_length_known(self) -> bool:
+        """Return False if something between the last backward and the step has scaled the gradient."""
+        is_reduced = any(abs(self.usual_count * way - 1) < SAME for way in (1, self.world))
+        return self.counts is None or is_reduced or abs(self.factor - 1) < SAME
+
+    def error(self, mean: str = TOKEN) -> float | None:
+        """Return the relative error of the gradient; of its direction alone if its length cannot be told."""
+        found = self.distances.get(mean)
+        if found is None:
+            return None
+        return found.error if self.is_length_known else found.direction
+
+    @property
+    def dropped(self) -> list[int]:
+        """Microbatches that are not in the gradient."""
+        return [number for number, count in enumerate(self.counts or []) if abs(count) < COUNT * self.usual_count]
+
+    @property
+    def miscounted(self) -> list[int]:
+        """Microbatches that are counted in part or more than once."""
+        relative = [count / self.usual_count for count in self.counts or []]
+        return [n for n, each in enumerate(relative) if n not in self.dropped and abs(each - 1) > COUNT]
+
+
+class Audit:
+    """The findings of `megabatch.audit`; ``print(found)`` says them in ten lines."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []  # of all ranks that are here
+        self._updates: list[UpdateFindings] | None = None
+        self.command = ""  # shown in the title
+
+    @classmethod
+    def from_records(cls, records: Iterable[Record], command: str = "") -> Self:
+        """Return the findings of records of all ranks."""
+        found = cls()
+        found.command = command
+        for each in records:
+            found.add(each)
+        return found
+
+    @classmethod
+    def from_lines(cls, lines: Iterable[str], command: str = "") -> Self:
+        """Return the findings of lines that `to_line` made. Raises `MegabatchError` for any other line."""
+        return cls.from_records(read_lines(lines), command)
+
+    @staticmethod
+    def to_line(record: Record) -> str:
+        """Return a record as a line of JSON."""
+        return write_line(record)
+
+    def add(self, record: Record) -> None:
+        """Add a record of any rank."""
+        self.records.append(record)
+        self._updates = None
+
+    def gather(self) -> None:
+        """Add the records of the other ranks. All ranks must call it, after the ``with`` block."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        lines: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(lines, [write_line(each) for each in self.records])
+        self.records = [each for part in lines for each in read_lines(part)]
+        self._updates = None
+
+    @property
+    def updates(self) -> list[UpdateFindings]:
+        """Each audited update."""
+        if self._updates is None:
+            self._updates = list(_merge_updates(self.records))
+        return self._updates
+
+    @property
+    def left_over(self) -> list[int] | None:
+        """Target tokens of the microbatches that no optimizer step used; None if the end was not watched."""
+        ends = [each for each in self.records if isinstance(each, EndRecord)]
+        if not ends or not all(each.is_end_of_run for each in ends):
+            return None
+        return [size for each in ends for size in each.left_over]
+
+    def error(self, mean: str = "token") -> float | None:
+        """Return the largest relative error of an update's gradient; None if it cannot be told.
+
+        Args:
+            mean: "token", "sample", "sequence", or "any" for the closest of them.
+
+        Raises:
+            MegabatchError: For another mean.
+        """
+        if mean != "any" and mean not in MEANS:
+            raise MegabatchError(f"the mean {mean!r} is not known; give token, sample, sequence or any")
+        names = list(MEANS.values()) if mean == "any" else [MEANS[mean]]
+        found: list[float] = []
+        for name in names:
+            errors = [each.error(name) for each in self.updates]
+            known = [each for each in errors if each is not None]
+            if known and len(known) == len(errors):
+                found.append(max(known))
+        return min(found, default=None)
+
+    @property
+    def problems(self) -> list[str]:
+        """What is wrong beside the weights: microbatches, ranks and schedulers."""
+        return [*_find_miscounts(self), *_find_rank_differences(self.updates), *_find_scheduler(self.updates)]
+
+    @property
+    def ok(self) -> bool:
+        """True if every update's gradient is that of the token, sample or sequence mean, and nothing else is wrong."""
+        error = self.error("any")
+        return error is not None and error <= SAME and not self.problems
+
+    @property
+    def unknown(self) -> list[str]:
+        """What the audit cannot tell, and why."""
+        return list(_find_unknown(self, self.records))
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:12}{text}" if name else text for name, text in _lines_of(self))
+
+    def page(self) -> str:
+        """Return the findings as a page of HTML, which loads nothing."""
+        return _page_of(self)
+
+
+# Merging
+
+
+def _merge_updates(records: Sequence[Record]) -> Iterator[UpdateFindings]:
+    by_number: dict[int, dict[int, UpdateRecord]] = {}
+    for each in records:
+        if isinstance(each, UpdateRecord):
+            by_number.setdefault(each.number, {})[each.rank] = each
+    schedulers = {(each.number, each.rank): each.steps for each in records if isinstance(each, SchedulerRecord)}
+    earlier: list[MicrobatchRecord] = []
+    for number in sorted(by_number):
+        ranks = [by_number[number][rank] for rank in sorted(by_number[number])]
+        found = _merge_ranks(ranks, earlier)
+        found.scheduler_steps = [schedulers[number, each.rank] for each in ranks if (number, each.rank) in schedulers]
+        earlier = [*earlier, *(each for _, each in found.microbatches)]
+        yield found
+
+
+def _merge_ranks(ranks: Sequence[UpdateRecord], earlier: Sequence[MicrobatchRecord]) -> UpdateFindings:
+    first = ranks[0]
+    found = UpdateFindings(
+        first.number + 1, first.world, [(each.rank, mb) for each in ranks for mb in each.microbatches]
+    )
+    found.collectives, found.num_clips, found.loop = first.collectives, first.num_clips, first.loop
+    found.is_sharded = first.is_sharded
+    found.unknown = list(dict.fromkeys(note for each in ranks for note in each.notes))
+    if len(ranks) < first.world:
+        found.unknown.append(f"what other ranks do: records of {len(ranks)} of {first.world} ranks are here")
+    gradient = _merge_gradients(ranks, found) if len(ranks) == first.world else None
+    if gradient is not None:
+        _count_microbatches(found, gradient, earlier)
+    _weigh_tokens(found)
+    if gradient is not None and found.weights is not None and found.counts is not None:
+        _measure_distances(found, gradient)
+    return found
+
+
+def _merge_gradients(ranks: Sequence[UpdateRecord], found: UpdateFindings) -> Tensor | None:
+    """Return the sketch of the gradient that is stepped, and note how ranks differ."""
+    sketches = [each.gradient for each in ranks if each.gradient is not None]
+    if len(sketches) < len(ranks):
+        return None
+    if ranks[0].is_sharded:
+        return torch.stack(sketches).sum(0)
+    longest = max(float(each.norm()) for each in sketches)
+    differences = [float((each - sketches[0]).norm()) for each in sketches]
+    found.rank_difference = max(differences) / longest if longest else 0.0
+    found.weights_differ = len({each.weights_checksum for each in ranks}) > 1
+    return sketches[0]
+
+
+def _count_microbatches(found: UpdateFindings, gradient: Tensor, earlier: Sequence[MicrobatchRecord]) -> None:
+    """Find how often each microbatch is in the gradient, by least squares over sketches."""
+    own = [each.sketch for _, each in found.microbatches]
+    if any(each is None for each in own) or not gradient.norm():
+        return
+    columns = [each for each in own if each is not None] + [each.sketch for each in earlier if each.sketch is not None]
+    lengths = torch.stack([each.norm() for each in columns])
+    matrix = torch.stack(columns, 1) / lengths.clamp_min(1e-300)  # [bins, microbatches]
+    solution = torch.linalg.pinv(matrix, rtol=PARALLEL) @ gradient  # the shortest, where gradients are parallel
+    found.unexplained = float((matrix @ solution - gradient).norm() / gradient.norm())
+    if found.unexplained > MAX_UNEXPLAINED:
+        found.unknown.append(
+            f"how often a microbatch is counted: {found.unexplained:.0%} of the gradient comes from elsewhere"
+        )
+        return
+    if torch.linalg.svdvals(matrix).min() < PARALLEL:
+        found.unknown.append("which of the microbatches with equal gradients is counted: they share their counts")
+    counts = (solution / lengths.clamp_min(1e-300)).tolist()
+    current = found.counts = counts[: len(own)]
+    present = sorted(each for each in current if abs(each) > COUNT * max(map(abs, current)))
+    found.usual_count = present[len(present) // 2] if present else 1.0
+    leaks = [abs(each / found.usual_count) for each in counts[len(own) :]]
+    found.leaks = max(leaks, default=0.0)
+
+
+def _weigh_tokens(found: UpdateFindings) -> None:
+    """Set the weight of each target token in the update, and the mean that the weights are closest to."""
+    records = [each for _, each in found.microbatches]
+    if any(each.residual is None for each in records):
+        found.unknown.append("the weights of tokens: a loss without logits (use megabatch.verify for it)")
+        return
+    worst = max((each.residual or 0.0 for each in records), default=0.0)
+    if worst > MAX_RESIDUAL:
+        found.unknown.append(
+            f"the weights of tokens: the gradient of the logits is {worst:.0%} from a cross-entropy's (use "
+            "megabatch.verify for this loss)"
+        )
+        return
+    counts = found.counts or [1.0] * len(records)
+    total = found.num_targets
+    if not total:
+        return
+    found.weights = [each.weights * count * total for each, count in zip(records, counts, strict=True)]
+    flat = torch.cat(found.weights)
+    closest = SAME * 2
+    for name, mean in _means_of(found).items():
+        shape = torch.cat(mean) * total
+        factor = float(flat @ shape / (shape @ shape))
+        found.weight_distances[name] = float((flat - shape).norm() / shape.norm())
+        residual = float((flat - factor * shape).norm() / flat.norm().clamp_min(1e-300))
+        if residual < closest / 2:  # the first of equals
+            found.kind, found.factor, closest = name, factor, residual
+
+
+def _means_of(found: UpdateFindings) -> dict[str, list[Tensor]]:
+    """Return the weights of target tokens under each mean that can be told from the records."""
+    records, total = [each for _, each in found.microbatches], found.num_targets
+    sizes = [each.num_targets for each in records]
+    means = {TOKEN: [torch.full((size,), 1 / total, dtype=torch.float64) for size in sizes]}
+    for name, groups in (
+        (SAMPLE, [each.samples for each in records]),
+        (SEQUENCE, [each.sequences for each in records]),
+    ):
+        if all(bool((each >= 0).all()) for each in groups):
+            parts = [torch.unique(each, return_inverse=True, return_counts=True) for each in groups]
+            number = sum(len(each[0]) for each in parts)
+            means[name] = [1 / (number * sizes.double()[which]) for _, which, sizes in parts]
+    filled = [size for size in sizes if size]
+    means[OF_MICROBATCHES] = [
+        torch.full((size,), 1 / (len(filled) * max(size, 1)), dtype=torch.float64) for size in sizes
+    ]
+    by_rank: dict[int, int] = {}
+    for (rank, _), size in zip(found.microbatches, sizes, strict=True):
+        by_rank[rank] = by_rank.get(rank, 0) + size
+    means[OF_RANKS] = [
+        torch.full((size,), 1 / (len(by_rank) * max(by_rank[rank], 1)), dtype=torch.float64)
+        for (rank, _), size in zip(found.microbatches, sizes, strict=True)
+    ]
+    return means
+
+
+def _measure_distances(found: UpdateFindings, gradient: Tensor) -> None:
+    """Compare the gradient with that of each mean: microbatches' sketches, weighed anew."""
+    for name, mean in _means_of(found).items():
+        total: Tensor | None = None
+        for (_, record), wanted in zip(found.microbatches, mean, strict=True):
+            if record.sketch is None or not record.num_targets:
+                continue
+            ratio = wanted / record.weights
+            if not ratio.isfinite().all() or float(ratio.std(correction=0)) > 4 * SAME * float(ratio.mean().abs()):
+                break  # weights inside of the microbatch differ from the mean's: a sketch cannot be taken apart
+            scaled = record.sketch * ratio.mean()
+            total = scaled if total is None else total + scaled
+        else:
+            if total is not None and total.norm() and gradient.norm():
+                found.distances[name] = Distance(
+                    error=float((gradient - total).norm() / total.norm()),
+                    length=float(gradient.norm() / total.norm()),
+                    direction=float((gradient / gradient.norm() - total / total.norm()).norm()),
+                )
+
+
+# Lines
+
+
+def _lines_of(audit: Audit) -> Iterator[tuple[str, str]]:
+    updates = audit.updates
+    title = f"megabatch audit{f' of {audit.command}' if audit.command else ''}: "
+    if not updates:
+        yield "", f"{title}cannot tell, no update was seen"
+        for each in audit.unknown:
+            yield "cannot tell", each
+        return
+    yield "", title + _verdict(audit)
+    tokens = sum(each.num_targets for each in updates)
+    microbatches = sum(len(each.microbatches) for each in updates)
+    ranks = f"{updates[0].world} rank{'s' * (updates[0].world > 1)}"
+    yield (
+        "watched",
+        f"{_plural(len(updates), 'update')}, {ranks}, {_plural(microbatches, 'microbatch')}, {tokens} targets",
+    )
+    yield "weights", _weights_text(updates)
+    yield "gradient", _gradient_text(updates)
+    yield "counted", "; ".join(_find_miscounts(audit)) or _counted_text(audit)
+    yield "ranks", "; ".join(_find_rank_differences(updates)) or _ranks_text(updates)
+    yield "scheduler", f"{_scheduler_text(updates)}; collectives: {_collectives_text(updates)}"
+    yield "padding", _padding_text(updates)
+    yield "change", _change_text(audit)
+    yield "cannot tell", "; ".join(audit.unknown) or "nothing of the above"
+
+
+def _verdict(audit: Audit) -> str:
+    updates = audit.updates
+    kinds = {each.kind for each in updates}
+    error = audit.error("any")
+    if any(each.weights is None for each in updates):
+        return "cannot tell what a token weighs" + (", and other things are WRONG" * bool(audit.problems))
+    if any(each.counts is None for each in updates):
+        return "cannot tell how often microbatches are counted" + (
+            ", and other things are WRONG" * bool(audit.problems)
+        )
+    text = " or ".join(sorted(each or "none of the known means" for each in kinds))
+    if error is not None and error <= SAME:
+        name = min(MEANS, key=lambda mean: (audit.error(mean) is None, audit.error(mean)))
+        is_known = all(each.is_length_known for each in updates)
+        exact = f"exact{'' if is_known else ' in direction'}: the {MEANS[name]}, off by {error:.1e}"
+        return f"{exact}; but see below" if audit.problems else exact
+    factors = "" if kinds == {""} else f" {_factors_text(updates)}"
+    return f"NOT exact: {text}{factors}"
+
+
+def _factors_text(updates: Sequence[UpdateFindings]) -> str:
+    factors = [f"x {each.factor:.3g}" for each in updates]
+    return factors[0] if len(set(factors)) == 1 else f"{', '.join(factors)} (update by update)"
+
+
+def _weights_text(updates: Sequence[UpdateFindings]) -> str:
+    known = [each for each in updates if each.weights is not None and each.num_targets]
+    if not known:
+        return "cannot tell"
+    worst = max(known, key=lambda each: float((torch.cat(each.weights or []) - 1).abs().max()))
+    flat = torch.cat(worst.weights or [])
+    means = [float(each.mean()) for each in worst.weights or [] if each.numel()]
+    shown = ", ".join(f"{each:.2f}" for each in means[:8]) + (", ..." if len(means) > 8 else "")
+    smooth = max(each.smoothing for _, each in worst.microbatches)
+    extra = f"; label smoothing {smooth:.2g}" if smooth else ""
+    return (
+        f"a target token weighs {float(flat.min()):.2f} to {float(flat.max()):.2f} of its share in the token mean "
+        f"(update {worst.number}; by microbatch {shown}){extra}"
+    )
+
+
+def _gradient_text(updates: Sequence[UpdateFindings]) -> str:
+    parts: list[str] = []
+    for name in (TOKEN, SAMPLE, SEQUENCE, OF_MICROBATCHES):
+        found = [(each, each.distances[name]) for each in updates if name in each.distances]
+        if name == SEQUENCE and all(each.distances.get(SEQUENCE) == each.distances.get(SAMPLE) for each in updates):
+            continue  # no row is packed
+        if len(found) < len(updates):
+            weights = [each.weight_distances[name] for each in updates if name in each.weight_distances]
+            parts.append(f"{name} cannot tell" + (f" (weights {max(weights):.2g})" if weights else ""))
+            continue
+        worst, distance = max(found, key=lambda pair: pair[0].error(name) or 0.0)
+        if worst.is_length_known:
+            parts.append(
+                f"{name} {distance.error:.2g} (length x {distance.length:.2f}, direction {distance.direction:.2g})"
+            )
+        else:
+            parts.append(f"{name} {distance.direction:.2g} in direction (length: cannot tell)")
+    return f"relative distance from {'; '.join(parts)}"
+
+
+def _find_miscounts(audit: Audit) -> list[str]:
+    found: list[str] = []
+    for each in audit.updates:
+        of_all = f"of {len(each.microbatches)}"
+        at = f"update {each.number}:"
+        if each.dropped:
+            found.append(f"{at} microbatch {_numbers(each.dropped)} {of_all} DROPPED")
+        for number in each.miscounted:
+            times = (each.counts or [])[number] / each.usual_count
+            found.append(f"{at} microbatch {number + 1} {of_all} counted {times:.2g} times")
+        if each.leaks > COUNT:
+            found.append(f"{at} LEAKED into from an update before ({each.leaks:.2g} times)")
+    if left := audit.left_over:
+        found.append(f"at the end {_plural(len(left), 'microbatch')} of {sum(left)} targets never stepped")
+    return found
+
+
+def _counted_text(audit: Audit) -> str:
+    if any(each.counts is None for each in audit.updates):
+        return "cannot tell"
+    end = "nothing left over at the end" if audit.left_over == [] else "the end of the run was not watched"
+    return f"each microbatch once, none leaked into the next update; {end}"
+
+
+def _find_rank_differences(updates: Sequence[UpdateFindings]) -> list[str]:
+    found: list[str] = []
+    worst = max((each.rank_difference for each in updates), default=0.0)
+    if worst > SAME:
+        found.append(f"gradients of ranks DIFFER by {worst:.2g} before the step")
+    if any(each.weights_differ for each in updates):
+        found.append("the WEIGHTS of ranks differ")
+    return found
+
+
+def _ranks_text(updates: Sequence[UpdateFindings]) -> str:
+    if updates[0].world == 1:
+        return "one"
+    complete = all(len({rank for rank, _ in each.microbatches}) == each.world for each in updates)
+    sizes = [
+        sum(record.num_targets for rank, record in updates[0].microbatches if rank == each)
+        for each in range(updates[0].world)
+    ]
+    shown = f"targets by rank {', '.join(map(str, sizes[:8]))} in update 1"
+    if not complete:
+        return f"cannot tell; {shown}"
+    return f"{'each holds its own shards' if updates[0].is_sharded else 'gradients and weights are equal'}; {shown}"
+
+
+def _find_scheduler(updates: Sequence[UpdateFindings]) -> list[str]:
+    steps = [step for each in updates for step in each.scheduler_steps]
+    return [f"scheduler: {max(steps)} steps per update"] if steps and max(steps) > 1 else []
+
+
+def _scheduler_text(updates: Sequence[UpdateFindings]) -> str:
+    steps = sorted({step for each in updates for step in each.scheduler_steps})
+    if not steps:
+        return "cannot tell"
+    if steps == [0]:
+        return "none stepped"
+    text = " or ".join(map(str, steps))
+    return f"{text} step{'s' * (steps != [1])} per update{' (WRONG: 1 is right)' if steps[-1] > 1 else ''}"
+
+
+def _collectives_text(updates: Sequence[UpdateFindings]) -> str:
+    if updates[0].world == 1:
+        return "none, one process"
+    counted = next((each.collectives for each in updates if each.collectives is not None), None)
+    if counted is None:
+        return "cannot tell"
+    parts = [f"{number} {name} of {_bytes_text(size)}" for name, (number, size) in sorted(counted.items())]
+    return ", ".join(parts) or "none"
+
+
+def _padding_text(updates: Sequence[UpdateFindings]) -> str:
+    rows = [(each, record) for each in updates for _, record in each.microbatches]
+    twice = sum(len(hashes) - len(set(hashes)) for hashes in (
+        [row for _, record in each.microbatches for row in record.row_hashes] for each in updates))  # fmt: skip
+    same = f"; {_plural(twice, 'sample')} seen twice in an update" if twice else "; no sample twice in an update"
+    if not all(record.row_tokens for _, record in rows):
+        return f"cannot tell (no attention_mask){same}"
+    tokens, positions = sum(sum(each.row_tokens) for _, each in rows), sum(each.num_positions for _, each in rows)
+    return f"{1 - tokens / max(positions, 1):.0%} of the computed tokens{_replanned_text(updates, positions)}{same}"
+
+
+def _replanned_text(updates: Sequence[UpdateFindings], positions: int) -> str:
+    """Return the padding with microbatches that are no larger than the largest here, cut by length."""
+    cap = max(record.num_positions for each in updates for _, record in each.microbatches)
+    computed = tokens = 0
+    for each in updates:
+        lengths = [max(1, size) for _, record in each.microbatches for size in record.row_tokens]
+        for part in plan(lengths, dp_degree=min(each.world, len(lengths)), max_microbatch_tokens=cap):
+            for rows in part.microbatches:
+                computed += len(rows) * max((part.lengths[row] for row in rows), default=0)
+        tokens += sum(lengths)
+    return f" ({1 - tokens / computed:.0%} if megabatch cuts them by length)" if computed < positions else ""
+
+
+def _change_text(audit: Audit) -> str:
+    if audit.ok:
+        return "nothing; the gradient is exact"
+    if audit.error("any") is None and not audit.problems and any(each.weights is None for each in audit.updates):
+        return "cannot tell; megabatch.verify compares your loss with and without a cut"
+    loop = audit.updates[0].loop
+    return f"every token would weigh 1.00 with: {INSTEAD.get(loop, INSTEAD[''])}"
+
+
+def _find_unknown(audit: Audit, records: Sequence[Record]) -> Iterator[str]:
+    found = [text for each in audit.updates for text in each.unknown]
+    found += [text for each in records if isinstance(each, EndRecord) for text in each.notes]
+    if any(not each.is_length_known for each in audit.updates):
+        found.append("the gradient's length: something scales it between the last backward and the step")
+    if not audit.updates:
+        found.append("no step of a torch optimizer followed a backward of a watched model")
+    yield from dict.fromkeys(found)
+
+
+def _numbers(indices: Sequence[int]) -> str:
+    return ", ".join(str(index + 1) for index in indices)
+
+
+def _plural(number: int, noun: str) -> str:
+    ending = "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{ending if number != 1 else ''}"
+
+
+def _bytes_text(size: int) -> str:
+    for unit in ("B", "KB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size = size / 1000  # pyright: ignore[reportAssignmentType]
+    return f"{size:.3g} GB"
+
+
+# The page
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+pre { white-space: pre-wrap; background: #8881; padding: 1rem; }
+table { border-collapse: collapse; margin: 1rem 0; } th, td { padding: .2rem .8rem; text-align: right; }
+tr { border-bottom: 1px solid #8884; } .bar { fill: #3b7dd8; } .off { fill: #d8643b; } line { stroke: #888; }
+"""
+
+
+def _page_of(audit: Audit) -> str:
+    title = html.escape(str(audit).splitlines()[0])
+    parts = [f"<h1>{title}</h1>", f"<pre>{html.escape(str(audit))}</pre>"]
+    for each in audit.updates:
+        parts += [f"<h2>Update {each.number}</h2>", _chart_of(each), *_table_of(each)]
+    head = f'<meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
+
+
+def _chart_of(found: UpdateFindings) -> str:
+    """Return bars of the mean weight of each microbatch's tokens, and the line of the token mean."""
+    if found.weights is None:
+        return "<p>Weights of tokens: cannot tell.</p>"
+    means = [float(each.mean()) if each.numel() else 0.0 for each in found.weights]
+    top = max(1.0, *(abs(each) for each in means)) * 1.1
+    bars = [
+        f'<rect class="{"bar" if abs(mean - 1) <= SAME else "off"}" x="{20 * n + 2}" width="16" '
+        f'y="{100 - 100 * abs(mean) / top:.1f}" height="{100 * abs(mean) / top:.1f}"><title>microbatch {n + 1}: '
+        f"{mean:.4g}</title></rect>"
+        for n, mean in enumerate(means)
+    ]
+    width, y = 20 * len(means), 100 - 100 / top
+    line = f'<line x1="0" x2="{width}" y1="{y:.1f}" y2="{y:.1f}"/>'
+    return f'<svg width="{width}" height="100" role="img" aria-label="weights">{"".join(bars)}{line}</svg>'
+
+
+def _table_of(found: UpdateFindings) -> Iterator[str]:
+    names = ("microbatch", "rank", "targets", "samples", "least weight", "mean weight", "largest weight", "counted")
+    yield f"<table><tr>{''.join(f'<th>{name}</th>' for name in names)}</tr>"
+    for number, (rank, record) in enumerate(found.microbatches):
+        weights = None if found.weights is None or not record.num_targets else found.weights[number]
+        shown = (
+            ["-"] * 3
+            if weights is None
+            else [f"{float(x):.4g}" for x in (weights.min(), weights.mean(), weights.max())]
+        )
+        count = "-" if found.counts is None else f"{found.counts[number]:.4g}"
+        cells = [number + 1, rank, record.num_targets, len(record.row_hashes), *shown, count]
+        yield f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+    yield "</table><table><tr><th>gradient from</th><th>error</th><th>length</th><th>direction</th></tr>"
+    for name, each in found.distances.items():
+        cells = (name, f"{each.error:.4g}", f"x {each.length:.4g}", f"{each.direction:.4g}")
+        yield f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+    yield "</table>"

@@ -1,0 +1,149 @@
+"""Loops of other libraries over 20 samples of uneven length, as their users write them; megabatch is not imported.
+
+python -m tests.integrations.audited_loops KIND FOLDER: trains to the end of an epoch and saves the weights.
+"""
+
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BATCH, ACCUMULATED, VOCABULARY = 2, 4, 256
+
+
+class Texts(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Random tokens: two windows of 8 samples, and one of 4."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        lengths = torch.randint(4, 60, (20,), generator=generator)
+        self.texts = [torch.randint(2, VOCABULARY, (int(each),), generator=generator) for each in lengths]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.texts[index]}
+
+
+def collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    texts = [each["input_ids"] for each in samples]
+    padded = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(each) for each in texts], batch_first=True)
+    return {"input_ids": padded, "labels": padded.masked_fill(mask == 0, -100), "attention_mask": mask}
+
+
+def build(name: str = "llama") -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+                             "num_attention_heads": 4}  # fmt: skip
+    if name == "gpt2":
+        sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "resid_pdrop": 0, "embd_pdrop": 0,
+                 "attn_pdrop": 0}  # fmt: skip
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, vocab_size=VOCABULARY, **sizes))
+
+
+def settings(folder: str) -> dict[str, Any]:
+    return {
+        "output_dir": folder, "per_device_train_batch_size": BATCH, "gradient_accumulation_steps": ACCUMULATED,
+        "num_train_epochs": 1, "report_to": [], "save_strategy": "no", "use_cpu": True, "learning_rate": 1e-3,
+        "logging_steps": 1, "disable_tqdm": True,
+    }  # fmt: skip
+
+
+def trainer(folder: str, *, is_mean: bool = False) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    class OwnMean(Trainer):
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            output = model(**inputs)
+            return (output.loss, output) if return_outputs else output.loss
+
+    kind, model = OwnMean if is_mean else Trainer, build()
+    kind(model, TrainingArguments(**settings(folder)), train_dataset=Texts(), data_collator=collate).train()
+    return model
+
+
+def accelerated(folder: str) -> Any:
+    from accelerate import Accelerator
+
+    accelerator, model = Accelerator(gradient_accumulation_steps=ACCUMULATED, cpu=True), build()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    loader: Any = torch.utils.data.DataLoader(Texts(), batch_size=BATCH, collate_fn=collate)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch).loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    return model
+
+
+def lightning(folder: str) -> Any:
+    import lightning as lightning_package
+
+    class Module(lightning_package.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = build()
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            return self.model(**batch).loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), 1e-3)
+
+    module = Module()
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
+             "enable_model_summary": False}  # fmt: skip
+    fit = lightning_package.Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, accumulate_grad_batches=ACCUMULATED, gradient_clip_val=1.0, **quiet
+    )
+    fit.fit(module, torch.utils.data.DataLoader(Texts(), batch_size=BATCH, collate_fn=collate))
+    return module
+
+
+def sft(folder: str) -> Any:
+    from datasets import Dataset
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+    from trl.trainer.sft_config import SFTConfig
+    from trl.trainer.sft_trainer import SFTTrainer
+
+    words = Tokenizer(WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1")
+    rows = [{"input_ids": text.tolist(), "labels": text.tolist()} for text in Texts().texts]
+    own: dict[str, Any] = {
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "dataset_kwargs": {"skip_prepare_dataset": True},
+    }
+    model = build("gpt2")
+    SFTTrainer(
+        model, SFTConfig(**settings(folder), **own), train_dataset=Dataset.from_list(rows), processing_class=tokenizer
+    ).train()
+    return model
+
+
+LOOPS: dict[str, Any] = {
+    "trainer": trainer,
+    "trainer-mean": partial(trainer, is_mean=True),
+    "accelerate": accelerated,
+    "lightning": lightning,
+    "sft": sft,
+}
+
+if __name__ == "__main__":
+    trained = LOOPS[sys.argv[1]](sys.argv[2])
+    torch.save([each.detach().clone() for each in trained.parameters()], f"{sys.argv[2]}/weights.pt")
