@@ -4,6 +4,9 @@ Written for torchtitan 0.3.0. As a program, ``python -m megabatch.integrations.t
 ``torchtitan.train`` and prints a recipe.
 """
 
+# torchtitan has an environment of its own, where no types are checked.
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false
+
 import dataclasses
 import json
 import math
@@ -185,7 +188,7 @@ class HeldChunkedLoss:
     which shares the head's FSDP group, is reduced later. Here both are reduced together, when the sync policy says so.
     """
 
-    def __init__(self, loss: ChunkedLossWrapper) -> None:
+    def __init__(self, loss: Any) -> None:
         self._loss = loss
 
     def __call__(self, *positional: Any, **named: Any) -> Any:
