@@ -193,7 +193,7 @@ class HeldChunkedLoss:
 
     def __call__(self, *positional: Any, **named: Any) -> Any:
         """Run the loss with the reduction of the head switched off."""
-        head = cast(Any, self._loss.lm_head)
+        head = self._loss.lm_head
         if not isinstance(head, FSDPModule):
             return self._loss(*positional, **named)
         groups = param_groups([head])
