@@ -46,13 +46,13 @@ class ExactTrainer(Trainer):
     metrics and checkpoints stay torchtitan's. Three things change:
 
     * The last update of an epoch takes the batches that are left, whatever their number on each rank. A rank with
-      fewer batches runs dummy microbatches: a batch of its own, without targets. torchtitan drops these batches, and
-      waits forever if the ranks' numbers differ.
+      fewer batches runs dummy microbatches: a batch of its own, without targets. torchtitan drops these batches; if
+      the ranks' numbers differ, one rank leaves and the others wait for it.
     * An update without targets is passed over: the step counts, and optimizer and schedule stay as they are.
       torchtitan divides by zero and stops the run.
     * ``sync`` holds gradients back until the last microbatch. torchtitan reduces them with every microbatch.
 
-    An update sends one small message between hosts more.
+    Each update sends one more small message between hosts, and two if ``sync`` holds gradients back.
     """
 
     @dataclass(kw_only=True, slots=True)

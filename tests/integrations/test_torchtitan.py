@@ -76,3 +76,7 @@ def test_an_update_without_targets_is_passed_over(runs: dict[str, Any]) -> None:
     assert error == ""
     assert "Loss is not finite" in of_titan
     assert (runs["void"]["updates"], runs["void"]["steps"], runs["void"]["weights"]) == (2, 3, 0.0)
+
+
+def test_a_cuda_graph_reduces_with_every_microbatch(runs: dict[str, Any]) -> None:
+    assert "set training.disable_cuda_graphs" in runs["refused"]

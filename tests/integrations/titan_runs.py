@@ -34,7 +34,7 @@ from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
 from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
 from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
 
-from megabatch import MegabatchError  # noqa: E402
+from megabatch import MegabatchError, PlanError  # noqa: E402
 from megabatch.integrations.torchtitan import exact_config  # noqa: E402
 from tests.comm.counting import Collectives  # noqa: E402
 
@@ -203,7 +203,15 @@ def main(out: Path) -> None:
         "titan, HSDP": titan_hsdp,
         "HSDP": hsdp,
     }
+    hsdp.trainer.config.training.disable_cuda_graphs = False
+    assert hsdp.trainer._make_accumulator("auto") is None
+    try:
+        hsdp.trainer._make_accumulator("last")
+        refused = ""
+    except PlanError as error:
+        refused = str(error)
     results = {
+        "refused": refused,
         "errors": {
             name: distance(each.gradients[0], of_hsdp if "HSDP" in name else expected) for name, each in runs.items()
         } | {"tail": distance(ended.gradients[1], uncut(ended, 1, rest))},
