@@ -47,4 +47,4 @@ def test_the_lines_of_the_page_make_the_recipe_exact(tmp_path: Path) -> None:
     assert len(ours["errors"]) == 2
     assert max(ours["errors"]) < 1e-6  # torchtune's norms are in float32
     assert theirs["without_targets"] == "1 updates"  # of NaN
-    assert "is nan where mean_over is 0" in ours["without_targets"]
+    assert "is nan" in ours["without_targets"]
