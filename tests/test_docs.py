@@ -35,7 +35,6 @@ NOT_RUN = {  # page → the mark of its blocks that are not run here, and who ru
     "docs/parallelism.md": ("ranks", "needs two processes; tests/comm/test_document.py runs it on two"),
     "docs/tutorial.md": ("ranks", "needs two processes; tests/test_tiny.py runs it on two"),
     "docs/coming-from.md": ("example", "an excerpt of a file of examples/, which tests/test_examples.py runs"),
-    "docs/coming-from.md": ("titan", "needs torchtitan; tests/integrations/test_torchtitan.py runs what it calls"),
     "docs/integrations.md": ("example", "an excerpt of a file of examples/, which tests/test_examples.py runs"),
 }
 

@@ -57,6 +57,8 @@ class ExactTrainer(Trainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
+        """torchtitan's config, and ``sync``."""
+
         sync: Sync = "auto"
         """
         When gradients are reduced. "every": with each microbatch, as torchtitan does. "last": once per update, for
