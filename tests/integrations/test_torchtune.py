@@ -1,0 +1,50 @@
+"""torchtune's recipe for one device, as it is and with the lines of docs/coming-from.md, against plain torch."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.full
+ROOT = Path(__file__).parents[2]
+TUNE_PYTHON = os.environ.get("TUNE_PYTHON", sys.executable)
+NO_TUNE = (
+    "torchtune is not installed; it wants an older torchao than torchtitan, so an environment of its own: python -m "
+    "venv tune, tune/bin/pip install torch==2.13.0 torchtune==0.6.1 torchao==0.15.0, TUNE_PYTHON=tune/bin/python"
+)
+RECIPE = "full_finetune_single_device.py"
+FIND = "import importlib.util as util, torchtune; print(util.find_spec('recipes').submodule_search_locations[0])"
+
+
+def patched(recipe: Path, folder: Path) -> Path:
+    """The recipe with the lines of the page."""
+    page = (ROOT / "docs/coming-from.md").read_text()
+    (lines,) = re.findall(rf"^```diff\n(--- a/recipes/{RECIPE}\n.*?)^```", page, re.DOTALL | re.MULTILINE)
+    command = ["patch", "--output", str(folder / RECIPE), str(recipe), "-"]
+    subprocess.run(command, input=lines, text=True, check=True, capture_output=True)
+    return folder / RECIPE
+
+
+def test_the_lines_of_the_page_make_the_recipe_exact(tmp_path: Path) -> None:
+    found = subprocess.run([TUNE_PYTHON, "-c", FIND], cwd=tmp_path, capture_output=True, text=True, check=False)
+    if found.returncode:
+        pytest.skip(NO_TUNE)
+    recipe = Path(found.stdout.strip()) / RECIPE
+    told: list[dict[str, Any]] = []
+    for each in (recipe, patched(recipe, tmp_path)):
+        command = [TUNE_PYTHON, "-m", "tests.integrations.tune_runs", str(each), str(tmp_path / "out.json")]
+        environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        subprocess.run(command, cwd=ROOT, env=environ, check=True, capture_output=True)
+        told.append(json.loads((tmp_path / "out.json").read_text()))
+    theirs, ours = told
+    assert len(theirs["errors"]) == 1  # the tail is left out
+    assert theirs["errors"][0] > 0.1  # labels are counted before the shift
+    assert len(ours["errors"]) == 2
+    assert max(ours["errors"]) < 1e-6  # torchtune's norms are in float32
+    assert theirs["without_targets"] == "1 updates"  # of NaN
+    assert "is nan" in ours["without_targets"]
