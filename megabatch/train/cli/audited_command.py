@@ -19,7 +19,7 @@ from typing import Any
 
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.cli.arguments import Audit as Arguments
-from megabatch.train.runtime.exit_status import CRASHED
+from megabatch.train.runtime.console import CRASHED
 
 FOLDER, UPDATES = "MEGABATCH_AUDIT_FOLDER", "MEGABATCH_AUDIT_UPDATES"  # environment of the audited processes
 PAGE = "audit.html"
