@@ -92,10 +92,9 @@ def test_the_table_has_a_line_for_each(rows):
 
 def test_the_table_says_how_far_runs_are_apart():
     runs = [[2.0, 2.2, 1.8], [1.0, 1.5, 1.0], [4.0, 4.0, 4.4]]
-    assert table.runs_text([{"repeats_seconds": each} for each in runs]) == (
-        "Medians of 3 runs in turns. Runs of the same work differ by 20% (one row by 50%): smaller\n"
-        "differences are none."
-    )
+    text = table.runs_text([{"repeats_seconds": each} for each in runs])
+    assert "3 runs" in text
+    assert "20% (one row by 50%)" in text
     assert table.runs_text([{"repeats_seconds": [2.0]}]) == table.ONE_RUN
 
 
