@@ -56,7 +56,7 @@ for iter_num in range(max_iters):
             logits, loss = model(X, Y)
             X, Y = get_batch()
             part.scale(loss, scaler).backward()  # + in place of scaler.scale(loss / gradient_accumulation_steps)
-    update = gradient.finalize(max_norm=grad_clip)  # + in place of scaler.unscale_ and clip_grad_norm_
+    update = gradient.finalize(max_norm=grad_clip or None)  # + in place of scaler.unscale_ and clip_grad_norm_
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)

@@ -39,7 +39,7 @@ from megabatch.torch_private import (
 )
 from megabatch.verification.audit_measures import Sketcher, TokenWeights, measure_weights
 from megabatch.verification.audit_records import EndRecord, MicrobatchRecord, Record, SchedulerRecord, UpdateRecord
-from megabatch.verification.audit_report import MAX_RESIDUAL, Audit
+from megabatch.verification.audit_report import MAX_RESIDUAL, MEGABATCH, Audit
 
 FROM_LOSS, FROM_OUTPUT, FROM_HEAD = range(3)  # where logits were found; the nearest to the loss are right
 MAX_FORWARDS = 64  # without a backward that are remembered
@@ -84,6 +84,19 @@ def audit(
         yield found
     finally:
         recorder.stop(is_end_of_run=True)
+
+
+class _UnsavedHook:
+    """A hook of a module, which pickles and copies as a function that does nothing: a script may save its model."""
+
+    def __init__(self, run: Callable[..., None]) -> None:
+        self._run = run
+
+    def __call__(self, *args: Any) -> None:
+        self._run(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (contextlib.nullcontext(), "__exit__")  # of the standard library: a reader has no megabatch
 
 
 class _Forward:
@@ -172,6 +185,7 @@ class _Recorder:
         self._forwards: list[_Forward] = []  # without a backward yet
         self._current: _Forward | None = None
         self._before_clip: Tensor | None = None
+        self._clips_values = self._is_finalized = False
         self._num_clips = 0
         self._notes: dict[str, None] = {}
         self._steppers: set[int] = set()
@@ -228,7 +242,7 @@ class _Recorder:
     # Forwards
 
     def _wrap_call(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or self._depth or not self.is_open:
                 return own(module, *args, **kwargs)
             if not self._is_root(module):
@@ -281,12 +295,27 @@ class _Recorder:
         if any(original_of(each) is not each or is_compiled(each) for each in module.modules()):
             return  # a hook inside would break the compiled graph
         if "megabatch.accumulator" in sys.modules:
+            self._watch_accumulators(sys.modules["megabatch.accumulator"].GradientAccumulator)
             return  # megabatch.losses leaves out the logits where no hook sees them
         for each in module.modules():
             head = _head_of(each)
             if isinstance(head, nn.Module) and id(head) not in self._known:
                 self._known.add(id(head))
-                self._undo.append(head.register_forward_hook(self._see_head).remove)
+                self._undo.append(head.register_forward_hook(_UnsavedHook(self._see_head)).remove)
+
+    def _watch_accumulators(self, kind: type) -> None:
+        """Note that an update is megabatch's: its `finalize` may have clipped the gradient."""
+        if id(kind) not in self._known:
+            self._known.add(id(kind))
+            self._replace(kind, "finalize", self._wrap_finalize)
+
+    def _wrap_finalize(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(own)
+        def finalize(*args: Any, **kwargs: Any) -> Any:
+            self._is_finalized = True
+            return own(*args, **kwargs)
+
+        return finalize
 
     @_quietly
     def _see_head(self, head: nn.Module, given: Any, output: Any) -> None:
@@ -416,6 +445,7 @@ class _Recorder:
         @functools.wraps(own)
         def clip(*args: Any, **kwargs: Any) -> Any:
             self._see_clip()
+            self._clips_values = True
             return own(*args, **kwargs)
 
         return clip
@@ -453,12 +483,19 @@ class _Recorder:
         if is_in_backward():
             self.note("the update: the optimizer steps inside of the backward")
             return
-        if not self._microbatches or self._number == self._limit:
-            return  # a second optimizer of the same update, or no model that is watched
+        if not self._microbatches or self._number == self._limit:  # no model that is watched, or the update was taken
+            if self._awaits_schedulers and id(optimizer) not in self._steppers:
+                self.note("what a second optimizer steps in the same update")
+            return
         self._steppers.add(id(optimizer))
         if len(self._steppers) > 1:
             self.note("how often a microbatch is counted: several optimizers step in turns")
-        gradient = self._before_clip if self._before_clip is not None else self._sketch_gradient()
+        gradient = self._sketch_gradient()
+        if self._before_clip is not None and (self._clips_values or _is_shortened(gradient, self._before_clip)):
+            gradient = self._before_clip
+        elif self._before_clip is not None:
+            self.note("what changed the gradient between the clip and the step")
+            self._before_clip = None
         scale = getattr(optimizer, "grad_scale", None)
         if isinstance(scale, Tensor) and gradient is not None and self._before_clip is None:
             gradient = gradient / scale.to(gradient)
@@ -475,12 +512,12 @@ class _Recorder:
             weights_checksum=None if is_sharded or world == 1 else self._checksum(parameters),
             num_clips=self._num_clips,
             collectives=self._stop_profiler() if world > 1 else {},
-            loop=_find_loop(),
+            loop=MEGABATCH if self._is_finalized else _find_loop(),
             notes=list(self._notes),
         )
         self._write(record)
         self._microbatches, self._forwards, self._before_clip, self._num_clips = [], [], None, 0
-        self._awaits_schedulers = True
+        self._clips_values, self._is_finalized, self._awaits_schedulers = False, False, True
 
     def _checksum(self, parameters: Sequence[Tensor]) -> int:
         total = None
@@ -536,6 +573,14 @@ class _Recorder:
             return own(*args, **kwargs)
 
         return destroy
+
+
+def _is_shortened(now: Tensor | None, before: Tensor) -> bool:
+    """Return True if one sketch is the other, times a factor of at most one, as after a clip by norm."""
+    if now is None or not before.isfinite().all():
+        return now is not None
+    cosine = (now @ before) / (now.norm() * before.norm()).clamp_min(1e-300)
+    return bool(cosine > 1 - 1e-6) and bool(now.norm() <= 1.001 * before.norm())
 
 
 def _place() -> tuple[int, int]:

@@ -40,6 +40,11 @@ class MicrobatchRecord:
         """Number of target tokens."""
         return self.weights.numel()
 
+    @property
+    def is_empty(self) -> bool:
+        """Return True for a gradient of zero without a target, as of a microbatch of the weight 0."""
+        return not self.num_targets and self.sketch is not None and not self.sketch.any()
+
 
 @dataclass
 class UpdateRecord:

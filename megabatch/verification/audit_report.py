@@ -29,6 +29,7 @@ COUNT = 0.02  # the same of counts, which sketches estimate
 PARALLEL = 1e-6  # singular value below which gradients of microbatches cannot be told apart
 TOKEN, SAMPLE, SEQUENCE = "token mean", "sample mean", "sequence mean"
 MEANS = {"token": TOKEN, "sample": SAMPLE, "sequence": SEQUENCE}
+MEGABATCH = "megabatch"  # the loop
 OF_MICROBATCHES, OF_RANKS = "mean of microbatch means", "mean of rank means"
 INSTEAD = {  # loop → the line to write
     "TRL": "class Exact(megabatch.integrations.transformers.MegabatchTrainer, SFTTrainer): pass",
@@ -58,6 +59,8 @@ class UpdateFindings:
     weights: list[Tensor] | None = None  # of the target tokens times the number of them; 1 is the token mean
     counts: list[float] | None = None  # of each microbatch in p.grad; None: cannot be told
     usual_count: float = 1.0
+    shares_counts: bool = False  # some microbatches have equal gradients
+    num_empty: int = 0  # microbatches without a target, whose gradient is zero; not among the others
     leaks: float = 0.0  # largest count of a microbatch of an update before
     unexplained: float = math.nan
     kind: str = ""  # the mean that the weights are closest to; "": none
@@ -186,9 +189,26 @@ class Audit:
 
     @property
     def ok(self) -> bool:
-        """True if every update's gradient is that of the token, sample or sequence mean, and nothing else is wrong."""
+        """True if every update's gradient is that of the token, sample or sequence mean, and nothing else is wrong.
+
+        A gradient whose length cannot be told is not ok, nor is one of the sample mean that may be a mean of means.
+        """
         error = self.error("any")
-        return error is not None and error <= SAME and not self.problems
+        if error is None or error > SAME or self.problems:
+            return False
+        return self.is_length_known and not self.may_be_mean_of_means
+
+    @property
+    def is_length_known(self) -> bool:
+        """False if something unknown scales a gradient before the step. megabatch's own clip is known."""
+        return all(each.is_length_known or each.loop == MEGABATCH for each in self.updates)
+
+    @property
+    def may_be_mean_of_means(self) -> bool:
+        """True if sample or sequence mean and the mean of microbatch means are the same in every update."""
+        token, means = self.error("token"), [each.distances.get(OF_MICROBATCHES) for each in self.updates]
+        is_token = token is not None and token <= SAME
+        return not is_token and all(each is not None and each.error <= SAME for each in means)
 
     @property
     def unknown(self) -> list[str]:
@@ -223,9 +243,9 @@ def _merge_updates(records: Sequence[Record]) -> Iterator[UpdateFindings]:
 
 def _merge_ranks(ranks: Sequence[UpdateRecord], earlier: Sequence[MicrobatchRecord]) -> UpdateFindings:
     first = ranks[0]
-    found = UpdateFindings(
-        first.number + 1, first.world, [(each.rank, mb) for each in ranks for mb in each.microbatches]
-    )
+    microbatches = [(each.rank, mb) for each in ranks for mb in each.microbatches]
+    found = UpdateFindings(first.number + 1, first.world, [pair for pair in microbatches if not pair[1].is_empty])
+    found.num_empty = len(microbatches) - len(found.microbatches)
     found.collectives, found.num_clips, found.loop = first.collectives, first.num_clips, first.loop
     found.is_sharded = first.is_sharded
     found.unknown = list(dict.fromkeys(note for each in ranks for note in each.notes))
@@ -234,6 +254,8 @@ def _merge_ranks(ranks: Sequence[UpdateRecord], earlier: Sequence[MicrobatchReco
     gradient = _merge_gradients(ranks, found) if len(ranks) == first.world else None
     if gradient is not None:
         _count_microbatches(found, gradient, earlier)
+    elif len(ranks) == first.world:
+        found.unknown.append("how often a microbatch is counted: no parameter has a gradient at the step")
     _weigh_tokens(found)
     if gradient is not None and found.weights is not None and found.counts is not None:
         _measure_distances(found, gradient)
@@ -257,19 +279,26 @@ def _merge_gradients(ranks: Sequence[UpdateRecord], found: UpdateFindings) -> Te
 def _count_microbatches(found: UpdateFindings, gradient: Tensor, earlier: Sequence[MicrobatchRecord]) -> None:
     """Find how often each microbatch is in the gradient, by least squares over sketches."""
     own = [each.sketch for _, each in found.microbatches]
-    if any(each is None for each in own) or not gradient.norm():
+    if not own or any(each is None for each in own) or not gradient.norm():
         return
     columns = [each for each in own if each is not None] + [each.sketch for each in earlier if each.sketch is not None]
     lengths = torch.stack([each.norm() for each in columns])
+    if not lengths.isfinite().all() or not gradient.isfinite().all():
+        found.unknown.append("how often a microbatch is counted: a gradient is not finite")
+        return
     matrix = torch.stack(columns, 1) / lengths.clamp_min(1e-300)  # [bins, microbatches]
-    solution = torch.linalg.pinv(matrix, rtol=PARALLEL) @ gradient  # the shortest, where gradients are parallel
+    basis, small = torch.linalg.qr(matrix)
+    left, singular, right = torch.linalg.svd(small, full_matrices=False)
+    inverse = torch.where(singular > PARALLEL * singular[0], 1 / singular, 0.0)
+    solution = right.T @ (inverse * (left.T @ (basis.T @ gradient)))  # the shortest, where gradients are parallel
     found.unexplained = float((matrix @ solution - gradient).norm() / gradient.norm())
     if found.unexplained > MAX_UNEXPLAINED:
         found.unknown.append(
             f"how often a microbatch is counted: {found.unexplained:.0%} of the gradient comes from elsewhere"
         )
         return
-    if torch.linalg.svdvals(matrix).min() < PARALLEL:
+    found.shares_counts = bool(singular[-1] < PARALLEL)
+    if found.shares_counts:
         found.unknown.append("which of the microbatches with equal gradients is counted: they share their counts")
     counts = (solution / lengths.clamp_min(1e-300)).tolist()
     current = found.counts = counts[: len(own)]
@@ -382,7 +411,7 @@ def _lines_of(audit: Audit) -> Iterator[tuple[str, str]]:
     yield "scheduler", f"{_scheduler_text(updates)}; collectives: {_collectives_text(updates)}"
     yield "padding", _padding_text(updates)
     yield "change", _change_text(audit)
-    yield "cannot tell", "; ".join(audit.unknown) or "nothing of the above"
+    yield "cannot tell", "; ".join([*audit.unknown, "terms of the loss beside its cross-entropy"])
 
 
 def _verdict(audit: Audit) -> str:
@@ -400,6 +429,8 @@ def _verdict(audit: Audit) -> str:
         name = min(MEANS, key=lambda mean: (audit.error(mean) is None, audit.error(mean)))
         is_known = all(each.is_length_known for each in updates)
         exact = f"exact{'' if is_known else ' in direction'}: the {MEANS[name]}, off by {error:.1e}"
+        if audit.may_be_mean_of_means:
+            exact += ", which here is also the mean of microbatch means"
         return f"{exact}; but see below" if audit.problems else exact
     factors = "" if kinds == {""} else f" {_factors_text(updates)}"
     return f"NOT exact: {text}{factors}"
@@ -466,8 +497,12 @@ def _find_miscounts(audit: Audit) -> list[str]:
 def _counted_text(audit: Audit) -> str:
     if any(each.counts is None for each in audit.updates):
         return "cannot tell"
+    if any(each.shares_counts for each in audit.updates):
+        return "cannot tell which of the microbatches with equal gradients is counted"
     end = "nothing left over at the end" if audit.left_over == [] else "the end of the run was not watched"
-    return f"each microbatch once, none leaked into the next update; {end}"
+    num_empty = sum(each.num_empty for each in audit.updates)
+    empty = f"; {_plural(num_empty, 'microbatch')} had no target, and a gradient of zero" if num_empty else ""
+    return f"each microbatch once, none leaked into the next update; {end}{empty}"
 
 
 def _find_rank_differences(updates: Sequence[UpdateFindings]) -> list[str]:
@@ -524,7 +559,7 @@ def _padding_text(updates: Sequence[UpdateFindings]) -> str:
     twice = sum(len(hashes) - len(set(hashes)) for hashes in (
         [row for _, record in each.microbatches for row in record.row_hashes] for each in updates))  # fmt: skip
     same = f"; {_plural(twice, 'sample')} seen twice in an update" if twice else "; no sample twice in an update"
-    if not all(record.row_tokens for _, record in rows):
+    if not rows or not all(record.row_tokens for _, record in rows):
         return f"cannot tell (no attention_mask){same}"
     tokens, positions = sum(sum(each.row_tokens) for _, each in rows), sum(each.num_positions for _, each in rows)
     return f"{1 - tokens / max(positions, 1):.0%} of the computed tokens{_replanned_text(updates, positions)}{same}"
@@ -546,9 +581,15 @@ def _replanned_text(updates: Sequence[UpdateFindings], positions: int) -> str:
 def _change_text(audit: Audit) -> str:
     if audit.ok:
         return "nothing; the gradient is exact"
+    if audit.may_be_mean_of_means and not audit.problems:
+        return f"nothing if you mean one weight for each sample; else {INSTEAD.get(audit.updates[0].loop, INSTEAD[''])}"
+    if not audit.is_length_known and not audit.problems and (audit.error("any") or 0.0) <= SAME:
+        return "cannot tell; the direction is exact, and the length is not known"
     if audit.error("any") is None and not audit.problems and any(each.weights is None for each in audit.updates):
         return "cannot tell; megabatch.verify compares your loss with and without a cut"
     loop = audit.updates[0].loop
+    if loop == MEGABATCH:
+        return "nothing of the loop, which is megabatch's; see the lines above"
     return f"every token would weigh 1.00 with: {INSTEAD.get(loop, INSTEAD[''])}"
 
 

@@ -1,9 +1,13 @@
 """audit: weights, counts and distances of loops that know nothing of it, against plain torch; and no effect on them."""
 
+import copy
+import math
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +41,20 @@ class LM(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         return self.head(torch.tanh(self.table(input_ids)))
+
+
+class Headed(nn.Module):
+    """A model that names its head, as those of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm = LM()
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm.head
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.lm(input_ids)
 
 
 def samples() -> list[Tensor]:
@@ -380,6 +398,84 @@ def test_no_update_says_so() -> None:
     with megabatch.audit() as found:
         pass
     assert str(found).startswith("megabatch audit: cannot tell, no update was seen")
+
+
+def test_a_microbatch_without_targets_is_no_alarm() -> None:
+    """As a rank runs it that has fewer microbatches than the others: megabatch's dummy, or labels of -100."""
+    model = LM()
+    gradient = megabatch.GradientAccumulator(model, max_microbatch_tokens=64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with megabatch.audit(model) as found:
+        for window in windows()[:2]:
+            for number, ids in enumerate([*window, window[0]]):
+                with gradient.microbatch(
+                    number, of=len(window) + 1, sum_over=(number < len(window)) * len(ids[1:])
+                ) as part:
+                    part.scale(loss_of(model, ids, reduction="sum")).backward()
+            gradient.finalize(max_norm=0.1)
+            optimizer.step()
+    assert found.ok, str(found)
+    assert "2 microbatches had no target" in str(found)
+
+
+def test_a_sample_mean_that_is_a_mean_of_means_is_not_called_right() -> None:
+    model = LM()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with megabatch.audit(model) as found:
+        for ids in samples()[:4]:
+            (loss_of(model, ids) / 4).backward()
+        optimizer.step()
+    assert found.may_be_mean_of_means
+    assert not found.ok
+    assert "also the mean of microbatch means" in str(found)
+
+
+@pytest.mark.parametrize("factor", [0.0, 1.0])
+def test_a_change_after_the_clip_is_seen(factor: float) -> None:
+    model = LM()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with megabatch.audit(model) as found:
+        loss_of(model, samples()[1]).backward()
+        clip_grad_norm_(model.parameters(), 10.0)
+        if not factor:
+            optimizer.zero_grad()
+        optimizer.step()
+    assert found.ok == bool(factor), str(found)
+
+
+def test_a_gradient_that_is_not_finite_is_not_counted() -> None:
+    model = LM()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with megabatch.audit(model) as found:
+        (loss_of(model, samples()[1]) * math.inf).backward()
+        optimizer.step()
+    assert not found.ok
+    assert "is not finite" in str(found)
+
+
+def test_a_model_is_saved_and_copied_without_the_audit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "megabatch.accumulator")  # beside it the head gets no hook
+    model = Headed()
+    with megabatch.audit(model):
+        model(samples()[0][None])
+        torch.save(model, tmp_path / "model.pt")
+        copied = copy.deepcopy(model)
+    kept = [
+        list(vars(each.lm.head)["_forward_hooks"].values())
+        for each in (copied, torch.load(tmp_path / "model.pt", weights_only=False))
+    ]
+    assert [[hook(1, 2, 3) for hook in hooks] for hooks in kept] == [[None], [None]]
+    assert not vars(model.lm.head)["_forward_hooks"]
+
+
+def test_a_second_optimizer_is_named() -> None:
+    model = LM()
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.table, model.head)]
+    with megabatch.audit(model) as found:
+        loss_of(model, samples()[1]).backward()
+        for each in optimizers:
+            each.step()
+    assert "what a second optimizer steps" in str(found)
 
 
 def test_bad_arguments() -> None:

@@ -105,9 +105,13 @@ def run_audited(asked: Arguments) -> int:
     """
     if asked.updates < 1:
         raise MegabatchError(f"--updates is {asked.updates}; watch at least one")
+    if asked.fail_over is not None and not asked.fail_over >= 0:
+        raise MegabatchError(f"--fail-over is {asked.fail_over}; give a relative error of at least 0")
     if not asked.command:
         if asked.to is None or not asked.to.is_dir():
             raise MegabatchError("no command; write it after --: megabatch audit -- python train.py")
+        if not any(asked.to.glob("*.jsonl")):
+            raise MegabatchError(f"{asked.to} has no records of an audit; give the folder of an earlier one")
         return report(asked, asked.to, 0)
     folder = make_folder(asked.to)
     status = run_watched(asked.command, folder, asked.updates)
@@ -119,9 +123,12 @@ def make_folder(to: Path | None) -> Path:
     if to is None:
         names = (f"megabatch-audit{f'-{number}' if number > 1 else ''}" for number in range(1, sys.maxsize))
         to = next(each for each in map(Path, names) if not each.exists())
-    elif to.exists() and (not to.is_dir() or any(to.iterdir())):
+    elif os.path.exists(to) and (not to.is_dir() or any(to.iterdir())):
         raise MegabatchError(f"{to} exists; --to names a new folder")
-    to.mkdir(parents=True, exist_ok=True)
+    try:
+        to.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MegabatchError(f"--to is {to}, which cannot be made: {in_one_line(error)}; name a new folder") from None
     return to.resolve()
 
 
@@ -168,8 +175,10 @@ def report(asked: Arguments, folder: Path, status: int) -> int:
     if asked.fail_over is None:
         return status
     error = found.error(asked.mean)
-    is_fine = error is not None and error <= asked.fail_over and not found.problems
-    measured = "cannot tell" if error is None else f"{error:.2g} from the {asked.mean} mean"
+    is_fine = error is not None and error <= asked.fail_over and found.is_length_known and not found.problems
+    measured = (
+        "cannot tell" if error is None or not found.is_length_known else f"{error:.2g} from the {asked.mean} mean"
+    )
     problems = f"; {'; '.join(found.problems)}" if found.problems else ""
     print(f"--fail-over {asked.fail_over:g}: {'passed' if is_fine else 'FAILED'}, {measured}{problems}")
     return status or (0 if is_fine else CRASHED)
@@ -184,10 +193,11 @@ def read_findings(folder: Path, command: str) -> tuple[Any, int]:
     """Return the findings of the processes that trained together, and how many trained apart."""
     from megabatch import Audit
 
-    by_file = [
-        Audit.from_lines(file.read_text(encoding="utf-8").splitlines(), command)
-        for file in sorted(folder.glob("*.jsonl"))
-    ]
+    try:
+        texts = [file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.jsonl"))]
+    except (OSError, UnicodeDecodeError) as error:
+        raise MegabatchError(f"records in {folder} cannot be read: {in_one_line(error)}") from None
+    by_file = [Audit.from_lines(text.splitlines(), command) for text in texts]
     trained = [each for each in by_file if each.updates]
     together = [each for each in trained if each.updates[0].world > 1]
     if together:
