@@ -40,9 +40,13 @@ def run_tests(substitutes: bool, tests: list[str], result: Path) -> None:
         from megabatch.integrations.transformers import MegabatchTrainer
 
         seq2seq = type("ExactSeq2SeqTrainer", (MegabatchTrainer, transformers.Seq2SeqTrainer), {})
-        vars(transformers)["Trainer"], vars(transformers)["Seq2SeqTrainer"] = MegabatchTrainer, seq2seq
+        package = sys.modules["transformers"]  # importing its trainer has replaced the module
+        vars(package)["Trainer"], vars(package)["Seq2SeqTrainer"] = MegabatchTrainer, seq2seq
+        from transformers import Trainer
+
+        assert Trainer is MegabatchTrainer, "the substitution has no effect"
     for name in REMOVED:
-        vars(transformers).setdefault(name, None)
+        vars(sys.modules["transformers"]).setdefault(name, None)
     outcomes = Outcomes()
     options = "--noconftest --continue-on-collection-errors -o addopts= -p no:cacheprovider -q --tb=short"
     pytest.main([*options.split(), *tests], plugins=[outcomes])
