@@ -575,7 +575,7 @@ def cells(name: str, row: dict[str, Any]) -> list[str]:
     if "not_installed" in row:
         return [name, f"not installed: {row['not_installed']}", "", "", "", "", ""]
     errors = [f"{row[key]:.1e}" if key in row else "" for key in ("error_before", "error_after")]
-    times = [f"{row[key]:.2f}" if key in row else "" for key in ("cpu_seconds_before", "cpu_seconds_after")]
+    times = [f"{row[key]:.3f}" if key in row else "" for key in ("cpu_seconds_before", "cpu_seconds_after")]
     size = f"{row['best_size_before']}" if "best_size_before" in row else ""
     lines = f"+{row['lines_added']} -{row['lines_removed']}" if "lines_added" in row else ""
     return [name, lines, *errors, times[0], size, times[1]]
