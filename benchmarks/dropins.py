@@ -65,7 +65,7 @@ class Scale:
     num_updates: int
 
 
-ERRORS, SECONDS = Scale(torch.float64, 64, 16, 4), Scale(torch.float32, 96, 32, 3)
+ERRORS, SECONDS = Scale(torch.float64, 64, 16, 4), Scale(torch.float32, 96, 32, 6)
 
 
 @dataclass
