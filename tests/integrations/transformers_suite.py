@@ -34,19 +34,19 @@ class Outcomes:
 def run_tests(substitutes: bool, tests: list[str], result: Path) -> None:
     """Run tests of the current directory, and write their outcomes to a JSON file."""
     import pytest
-    import transformers
+    from transformers import Seq2SeqTrainer
 
+    package = sys.modules["transformers"]  # the import of a trainer has replaced the module
+    for name in REMOVED:
+        vars(package).setdefault(name, None)
     if substitutes:  # before a test file is imported, so that its subclasses inherit too
         from megabatch.integrations.transformers import MegabatchTrainer
 
-        seq2seq = type("ExactSeq2SeqTrainer", (MegabatchTrainer, transformers.Seq2SeqTrainer), {})
-        package = sys.modules["transformers"]  # importing its trainer has replaced the module
-        vars(package)["Trainer"], vars(package)["Seq2SeqTrainer"] = MegabatchTrainer, seq2seq
+        vars(package)["Trainer"] = MegabatchTrainer
+        vars(package)["Seq2SeqTrainer"] = type("ExactSeq2SeqTrainer", (MegabatchTrainer, Seq2SeqTrainer), {})
         from transformers import Trainer
 
         assert Trainer is MegabatchTrainer, "the substitution has no effect"
-    for name in REMOVED:
-        vars(sys.modules["transformers"]).setdefault(name, None)
     outcomes = Outcomes()
     options = "--noconftest --continue-on-collection-errors -o addopts= -p no:cacheprovider -q --tb=short"
     pytest.main([*options.split(), *tests], plugins=[outcomes])
