@@ -128,8 +128,7 @@ def measured_over(ranks: Ranks, recipe: Path, overrides: Sequence[str]) -> dict[
     learner.gradient = build_accumulator(model, config, fit_with(more))
     found: dict[str, SyncDecision | None] = {}
     for name, over_bytes in OVER.items():
-        parts = (learner, context.loss_fn, context.data, batch, context.model, context.ranks)
-        scripted = Scripted("every", config, *parts)
+        scripted = Scripted("every", replace(context, config=config), batch)
         scripted.over_bytes = list(over_bytes)
         found[name] = scripted.choose()
         assert not scripted.over_bytes
