@@ -101,7 +101,7 @@ def gradient(model: nn.Module) -> Gradient:
 
 
 def error(found: Gradient, expected: Gradient) -> float:
-    """Of the whole gradient, relative."""
+    """Return the relative error of the whole gradient."""
     off = torch.stack([(found[name] - each).norm() for name, each in expected.items()]).norm()
     return float(off / torch.stack([each.norm() for each in expected.values()]).norm())
 
@@ -439,7 +439,7 @@ def count(lines: list[str]) -> tuple[int, int]:
 
 
 def lines_of_diff(first: str) -> tuple[int, int]:
-    """Of the block of a page that begins with this line."""
+    """Count the lines added and removed in the diff of a page that begins with this line."""
     pages = "".join((result.ROOT / "docs" / name).read_text() for name in ("integrations.md", "coming-from.md"))
     (block,) = re.findall(rf"^```diff\n({re.escape(first)}\n.*?)^```", pages, re.DOTALL | re.MULTILINE)
     return count(block.splitlines())
@@ -571,7 +571,7 @@ def measure_nested(name: str) -> dict[str, Any]:
 
 
 def cells(name: str, row: dict[str, Any]) -> list[str]:
-    """Of the table; empty where nothing is measured."""
+    """Return a row of the table, empty where nothing is measured."""
     if "not_installed" in row:
         return [name, f"not installed: {row['not_installed']}", "", "", "", "", ""]
     errors = [f"{row[key]:.1e}" if key in row else "" for key in ("error_before", "error_after")]

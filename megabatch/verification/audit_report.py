@@ -184,7 +184,7 @@ class Audit:
 
     @property
     def problems(self) -> list[str]:
-        """What is wrong beside the weights: microbatches, ranks and schedulers."""
+        """Faults beside the weights: microbatches, ranks and schedulers."""
         return [*_find_miscounts(self), *_find_rank_differences(self.updates), *_find_scheduler(self.updates)]
 
     @property
@@ -212,7 +212,7 @@ class Audit:
 
     @property
     def unknown(self) -> list[str]:
-        """What the audit cannot tell, and why."""
+        """Findings that the audit cannot make, and why."""
         return list(_find_unknown(self, self.records))
 
     def __str__(self) -> str:

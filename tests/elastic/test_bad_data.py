@@ -332,7 +332,7 @@ def loaded(name: str, how: str, folder: Path, chatty: dict[bool, Any]) -> Data:
 
 
 def trained(name: str, how: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """What a run with samples of the user's own says on its way out, of status 2."""
+    """Return the last words, at status 2, of a run with samples of the user's own."""
     keys = KINDS[name](folder)
     more = "".join(f"{key} = {value}\n" for key, value in keys.items() if key != "function")
     more += 'broken_rows = "skip"\n' if how == "skip" else ""

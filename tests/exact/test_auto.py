@@ -72,7 +72,7 @@ def model_in(wrapper: str) -> Wrapped:
 
 
 def trained(wrapper: str, sync: str, **bound: Any) -> tuple[dict[str, Any], GradientAccumulator]:
-    """What a few updates make of a model; dropout and all."""
+    """Train a model for a few updates, with dropout."""
     model = model_in(wrapper)
     models = model if isinstance(model, list) else [model]
     optimizer = torch.optim.SGD([each for one in models for each in one.parameters()], lr=0.1, momentum=0.9)

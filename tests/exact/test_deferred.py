@@ -74,7 +74,7 @@ class DeferredRun(harness.CellRun):
         return counted(share, self.loads[-1][1], weights=told, look_ahead=self.look_ahead)
 
     def times(self) -> list[int]:
-        """How often samples were loaded: the numbers that occur."""
+        """Return the numbers of times that samples were loaded."""
         counts = ([Counter(loads)[index] for index in range(size)] for size, loads in self.loads)
         return sorted(set(itertools.chain.from_iterable(counts)))
 

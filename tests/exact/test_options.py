@@ -49,7 +49,7 @@ class OptionRun(harness.CellRun):
 
 
 def world_of(wrapper: str) -> int:
-    """How many processes a wrapper's options are run on: two, or four where it has two axes."""
+    """Return the number of processes for a wrapper's options: two, or four where it has two axes."""
     return 4 if len(WRAPPERS[wrapper].axes(4)) > 1 else 2
 
 

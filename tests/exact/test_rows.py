@@ -67,7 +67,7 @@ def run_job(name: str) -> dict[str, Any]:
 
 
 def most_tokens(gradient: GradientAccumulator) -> int:
-    """Of a microbatch, where the rank with fewer stands in for its last microbatch of a long sample and short ones."""
+    """Return the most tokens of a microbatch; one rank repeats its last, of a long sample and short ones."""
     lengths = (15, 8, 1, 1, 1, 1) if dist.get_rank() == 0 else (16, 16, 16)
     given, seen = samples(lengths), list[int]()
     given[1], given[-1] = given[-1], given[1]  # the last sample is the long one of its microbatch
@@ -90,7 +90,7 @@ def whole(gradient: Tensor | None) -> Tensor:
 
 
 def problem(gradient: GradientAccumulator, mine: list[Any], rank: int) -> str:
-    """What an update says in which one rank has a loss that is not finite."""
+    """Return the verdict of an update in which one rank has a loss that is not finite."""
 
     @loss(weigh=losses.count_targets)
     def broken(model: Any, microbatch: Any) -> Any:

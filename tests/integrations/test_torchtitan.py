@@ -22,7 +22,7 @@ UNITS = 4  # of FSDP: two layers, the embedding, and the norm with the head
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What titan_runs.py writes."""
+    """Results that titan_runs.py writes."""
     if subprocess.run([TITAN_PYTHON, "-c", "import torchtitan"], capture_output=True, check=False).returncode:
         pytest.skip(NO_TITAN)
     folder = tmp_path_factory.mktemp("titan")

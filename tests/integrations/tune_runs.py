@@ -86,7 +86,10 @@ def main(path: Path, out: Path) -> None:
     lengths = [(3, 30), (5, 4), (40, 7), (3, 3), (12, 20), (4, 3)]
     batches = [padded([torch.randint(1, 64, (length,)).tolist() for length in pair]) for pair in lengths]
     void = [{**each, "labels": torch.full_like(each["labels"], IGNORED)} for each in batches[:STEPS]]
-    given = lambda chosen: [{**each} for each in chosen]  # noqa: E731  the recipe pops the labels
+
+    def given(chosen: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{**each} for each in chosen]  # the recipe pops the labels
+
     gradients, recipe = run(path, given(batches), InDouble())
     updates = [batches[:STEPS], batches[STEPS:]]
     errors = [distance(found, uncut(recipe._model, each)) for found, each in zip(gradients, updates, strict=False)]
