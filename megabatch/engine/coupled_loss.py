@@ -1,8 +1,10 @@
-"""A loss that couples samples, through representations of all of them (GradCache, arXiv 2101.06983).
+"""A loss that couples samples, computed from the representations of all samples (GradCache, arXiv 2101.06983).
 
-Every microbatch is encoded without a graph, and its representations alone are kept. Then the loss sees those of all
-data ranks, and gives the gradient of each. Then every microbatch is encoded again, with the same random numbers, and
-that gradient goes on through it. So a loss over any number of samples takes the memory of one microbatch.
+1. Encode each microbatch without a graph, and keep only its representations.
+2. Gather the representations of all data ranks, compute the loss, and differentiate it with respect to them.
+3. Encode each microbatch again with the same random numbers, and run its backward from these gradients.
+
+The loss may couple any number of samples in the memory of one microbatch.
 """
 
 import contextlib
@@ -41,7 +43,7 @@ class Encoded:
 
     @property
     def kind(self) -> str:
-        """Description of the structure, dtypes and row shapes, which must be the same in all microbatches and ranks."""
+        """Structure, dtypes and row shapes, which must be the same in all microbatches and ranks."""
         named, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(self.leaves, self.structure))
         return ", ".join(f"{pytree.keystr(path)} {leaf.dtype} {tuple(leaf.shape[1:])}".strip() for path, leaf in named)
 
@@ -99,19 +101,20 @@ def _fault(encodings: Sequence[Encoded], cut: Cut) -> str | None:
 def gather_encodings(
     ranks: DataRanks, encodings: Sequence[Encoded], cut: Cut, told: Sequence[EncodingReport]
 ) -> tuple[list[Tensor], slice]:
-    """Representations of all samples, by rank and then as in its batch, and which of them are this rank's.
+    """Return the representations of all samples, and the slice that is this rank's.
 
-    The host does not wait. Where they can carry a gradient, they are leaves that do.
+    Each tensor has the shape [N, ...], in the order of the ranks and of each rank's batch. Floating-point and complex
+    tensors are leaves that require a gradient. The host does not wait for the device.
     """
     data = told[: ranks.degree]
     sizes = [each.num_samples for each in data]
     order = sorted(range(len(data)), key=lambda number: data[number].rank)
     encoded_rows = [row for rows in cut for row in rows]
-    places = sorted(range(len(encoded_rows)), key=encoded_rows.__getitem__)
+    places = sorted(range(len(encoded_rows)), key=encoded_rows.__getitem__)  # from the cut back to the batch's order
     wholes: list[Tensor] = []
     for parts in zip(*(encoded.leaves for encoded in encodings), strict=True):
         own = torch.cat([part[: len(rows)] for part, rows in zip(parts, cut, strict=True)])  # [n, ...]
-        padded = own.new_zeros(max(sizes), *own.shape[1:])
+        padded = own.new_zeros(max(sizes), *own.shape[1:])  # a gather needs one shape on all ranks
         padded[: len(own)] = in_order(own, places)
         gathered = ranks.gather_on_device(padded)  # [ranks, most, ...]
         whole = torch.cat([gathered[number, : sizes[number]] for number in order])  # [N, ...]
@@ -125,9 +128,8 @@ def in_order(tensor: Tensor, order: list[int]) -> Tensor:
     """Return a copy of a tensor with its rows in another order."""
     if order == list(range(len(order))):
         return tensor.clone()
-    index = torch.tensor(
-        order, device="cpu", pin_memory=tensor.device.type == "cuda"
-    )  # a copy from there does not wait
+    # A copy from pinned memory does not wait for the device.
+    index = torch.tensor(order, device="cpu", pin_memory=tensor.device.type == "cuda")
     return tensor.index_select(0, index.to(tensor.device, non_blocking=True))
 
 
@@ -140,11 +142,10 @@ def _differ(before: Tensor, after: Tensor) -> Tensor:
     if not _is_continuous(before):
         return (before != after).any()
     dtype = torch.promote_types(before.dtype, torch.float32)
+    # Two runs of one kernel may round differently. Half of the dtype's digits is far above that, and far below dropout.
     distance = torch.linalg.vector_norm(after - before, dtype=dtype)
     size = torch.linalg.vector_norm(before, dtype=dtype)
-    return (
-        distance > torch.finfo(before.dtype).eps ** 0.5 * size
-    )  # false for what is not a number, which the total shows
+    return distance > torch.finfo(before.dtype).eps ** 0.5 * size  # False for NaN, which the total shows
 
 
 def _is_continuous(tensor: Tensor) -> bool:
@@ -157,7 +158,7 @@ def _world_rank() -> int:
 
 @dataclass(frozen=True)
 class CoupledCall:
-    """One call of a joint loss, and all that works on it."""
+    """One call of a joint loss, with its model, samples, ranks and open update."""
 
     joint: JointLoss
     model: Any
@@ -188,7 +189,7 @@ def run_coupled_loss(
     wrapper: Wrapper,
     opened: OpenUpdate,
 ) -> dict[str, Term]:
-    """Add a call's gradient to the open update; return its sums on data rank 0, and zeros on the others."""
+    """Add a call's gradient to the open update. Return its sums on data rank 0, and zeros on the others."""
     call, ranks = CoupledCall(joint, model, prepared, agreement, wrapper, opened), wrapper.ranks
     _check_whole_samples(ranks)
     if opened.steps_in_backward:
@@ -204,7 +205,7 @@ def run_coupled_loss(
     sums, gradients = _couple(call, wholes, encodings[0].structure)
     encoded_rows, sizes = [row for rows in cut for row in rows], [len(rows) for rows in cut]
     own = [None if each is None else in_order(each[mine], encoded_rows).split(sizes) for each in gradients]
-    del wholes, gradients
+    del wholes, gradients  # before the second pass, which needs the memory
     _report_drift(call, _backward(call, encodings, own), sums)
     return sums
 
@@ -233,7 +234,7 @@ def _encode(call: CoupledCall) -> list[Encoded]:
 def _couple(
     call: CoupledCall, wholes: list[Tensor], structure: pytree.TreeSpec
 ) -> tuple[dict[str, Term], Sequence[Tensor | None]]:
-    """Open the call with the loss over all samples: its sums, and the gradient of every representation."""
+    """Compute the loss over all samples. Return its sums, and the gradient of every representation."""
     terms = _loss_of_all(call, pytree.tree_unflatten(wholes, structure))
     names = differentiable(terms)
     _check_reach([terms[name].total for name in names], wholes)
@@ -246,12 +247,14 @@ def _couple(
     # Every rank has computed the same terms: they are counted once.
     counts = all(group.rank() == 0 for group in call.wrapper.ranks.data_groups)
     sums = call.opened.add(terms, replace(step, is_dummy=not counts))
+    # Each rank differentiates the whole loss, so its own rows have their full gradient without a reduction.
     leaves = [whole for whole in wholes if whole.requires_grad]
     found = iter(torch.autograd.grad(objective, leaves, allow_unused=True))
     return sums, [next(found) if whole.requires_grad else None for whole in wholes]
 
 
 def _loss_of_all(call: CoupledCall, given: Any) -> dict[str, Term]:
+    """Call the loss on the representations. Raises `LossContractError` if it draws random numbers on several ranks."""
     random = random_state.note(call.wrapper.device)
     terms = terms_of(call.joint.loss(*given) if isinstance(given, tuple) else call.joint.loss(given))
     if call.wrapper.ranks.degree > 1 and not random_state.note(call.wrapper.device).same_as(random):
@@ -262,7 +265,7 @@ def _loss_of_all(call: CoupledCall, given: Any) -> dict[str, Term]:
 
 
 def _check_reach(totals: Sequence[Tensor], wholes: list[Tensor]) -> None:
-    """Raise where a total depends on a leaf that is no representation: its gradient would be lost."""
+    """Raise if a total depends on a leaf that is no representation, since its gradient would be lost."""
     for leaf in graph_leaves(totals):
         if not any(leaf is whole for whole in wholes):
             raise LossContractError(
@@ -272,7 +275,7 @@ def _check_reach(totals: Sequence[Tensor], wholes: list[Tensor]) -> None:
 
 
 def _backward(call: CoupledCall, encodings: list[Encoded], gradients: Sequence[Sequence[Tensor] | None]) -> Tensor:
-    """Encode every microbatch again and differentiate it; whether its representations were others, on the device."""
+    """Encode every microbatch again and run its backward. Return a bool tensor, True if its representations changed."""
     drifted = torch.zeros((), dtype=torch.bool, device=call.wrapper.device)
     with contextlib.closing(iterate_steps(call.prepared, call.agreement, None, call.wrapper)) as each:
         for step in each:
@@ -288,7 +291,7 @@ def _backward(call: CoupledCall, encodings: list[Encoded], gradients: Sequence[S
 
 
 def _differentiate(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None], step: MicrobatchStep) -> None:
-    """Backward from the representations that carry a gradient; zeros for a dummy microbatch's."""
+    """Run the backward from the representations that carry a gradient. A dummy microbatch's gradients are zeros."""
     carrying = [leaf for leaf, gradient in zip(leaves, gradients, strict=True) if _carries(leaf, gradient)]
     if not carrying:
         raise LossContractError(
@@ -303,7 +306,7 @@ def _carries(leaf: Tensor, gradient: Tensor | None) -> bool:
 
 
 def _report_drift(call: CoupledCall, drifted: Tensor, sums: dict[str, Term]) -> None:
-    """Raise it on every rank; on a device, where looking would wait, make the update not finite."""
+    """Raise an error on every rank if representations drifted. On a device, make the update not finite instead."""
     if drifted.device.type == "cpu":
         if any(has_drifted for (has_drifted,) in call.wrapper.ranks.exchange_numbers([bool(drifted)])):
             raise LossContractError(
@@ -311,5 +314,6 @@ def _report_drift(call: CoupledCall, drifted: Tensor, sums: dict[str, Term]) -> 
                 "from call to call, and draw random numbers from torch's own generators"
             )
         return
+    # Reading the flag would wait for the device, so it goes into the sums as NaN.
     nothing = {name: Term(torch.where(drifted, torch.nan, 0.0), 0.0) for name in sums}
     call.opened.add(nothing, MicrobatchStep(None, 0, {}, {}, is_dummy=False))

@@ -92,7 +92,7 @@ class OOMRetry:
         return functools.partial(self._run_parts, step, rows, before, run)
 
     def _run_parts(self, step: MicrobatchStep, rows: Rows, before: Receipt, run: Run) -> list[dict[str, Term]]:
-        if self._wrapper.device.type != "cpu":
+        if self._wrapper.device.type != "cpu":  # the failed graph left fragments that the halves cannot use
             torch.get_device_module(self._wrapper.device).empty_cache()
         wanted, retold = self._take_back(before, step), self._added_elsewhere()
         if isinstance(step, PartStep):
@@ -125,9 +125,9 @@ class OOMRetry:
         return 0 if self._wrapper.ranks.is_alone else num_collectives()
 
     def _take_back(self, before: Receipt, step: MicrobatchStep) -> Sequence[nn.Parameter] | None:
-        """Drop the gradients that are new; return the parameters that still lack theirs, None for all."""
+        """Drop the gradients that are new. Return the parameters that still lack theirs. None means all of them."""
         for parameter, was in zip(before.parameters, before.gradients, strict=True):
-            if was is None:
+            if was is None:  # all that it holds is from the failed backward
                 parameter.grad = None
         received = _received(before)
         return self._lacking(step, received) if received else _wanted(step)
@@ -150,9 +150,10 @@ class OOMRetry:
         return PartStep(microbatch, step.index, announced, weighed, step.is_dummy, parameters, wanted, retold)
 
     def _check(self, step: MicrobatchStep, rows: Rows, before: Receipt, num_sent: int | None, error: Exception) -> None:
-        """Raise where a microbatch that did not fit cannot run in parts."""
+        """Raise `MegabatchError` if a microbatch that did not fit cannot run in parts."""
         ranks, why = self._wrapper.ranks, None
         now = self._num_collectives()
+        # After a collective, other ranks wait for the rest of the backward: a second try would not match theirs.
         sent = now is None or now != num_sent or is_of_backend(error)
         if not ranks.is_alone and (sent or not self._wrapper.is_microbatch_local):
             why = f"in which ranks wait for each other, {AGAIN}"
@@ -182,7 +183,7 @@ class OOMRetry:
         return all(abs(sums[name] - whole) <= WEIGHT_TOLERANCE * whole for name, whole in step.announced.items())
 
     def _check_part(self, step: PartStep, before: Receipt, num_sent: int | None) -> None:
-        """Raise where a part has done what it was not to do."""
+        """Raise `PartError` if a part sent a message between ranks, or added a gradient twice or not at all."""
         if self._num_collectives() != num_sent:
             raise PartError("it has messages between ranks, and another rank sends fewer")
         if step.wanted is None:
@@ -214,6 +215,7 @@ class OOMRetry:
 
 def _share_writes(tensors: Sequence[Tensor]) -> bool:
     """Return True if tensors share memory, so that a write to one counts for another, as in DDP's buckets."""
+    # Sparse gradients have no storage of their own, and a write to one never reaches another.
     dense = [local(tensor) for tensor in tensors if tensor.layout == torch.strided]
     return len({tensor.untyped_storage().data_ptr() for tensor in dense}) < len(dense)
 

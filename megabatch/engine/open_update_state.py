@@ -1,7 +1,7 @@
-"""Pause: an open update as data, between two calls, and open again from that data.
+"""The state of an open update between two calls, for checkpoints.
 
-What is kept is this rank's own: its sums and what it holds of the gradient. So an update goes on where each rank gets
-back what it gave, on as many ranks.
+Each rank saves its own sums and its part of the gradient. The same number of ranks must restore the state, each its
+own.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,8 @@ OWN = "as the parameter"
 def save_open_update(opened: OpenUpdate | None, wrapper: Wrapper) -> dict[str, Any]:
     """Return the state of the update: numbers, strings, and copies of this rank's gradients. Wait for the device.
 
-    Raises `PlanError` for a wrapper that keeps gradients elsewhere, and where an optimizer has stepped already.
+    Raises `PlanError` for a wrapper that keeps gradients outside of ``p.grad``, and for an optimizer that steps in
+    backward.
     """
     if opened is None:
         return {}
@@ -36,6 +37,7 @@ def save_open_update(opened: OpenUpdate | None, wrapper: Wrapper) -> dict[str, A
     return {
         "ranks": wrapper.ranks.num_all,
         "update": opened.state_dict(),
+        # Local tensors: a DTensor in a state would need its mesh to be read.
         "gradients": {index: local(cast(Tensor, each.grad)).detach().clone() for index, each in having.items()},
         "layouts": {index: [list(each.shape), _axes(each)] for index, each in having.items()},
     }
@@ -58,7 +60,7 @@ def restore_open_update(
     wrapper.check_unchanged()
     opened = OpenUpdate(wrapper, stepping)
     opened.load_state_dict(state["update"])
-    wide.begin()
+    wide.begin()  # first, since it lets p.grad have another dtype than the parameter
     for index, parameter in enumerate(wrapper.parameters):
         kept = state["gradients"].get(str(index))
         layout = state["layouts"].get(str(index))
@@ -74,7 +76,7 @@ def _gradient(parameter: nn.Parameter, kept: Tensor, shape: list[int], axes: lis
             f"{tuple(parameter.shape)}; begin the update again"
         )
     own = parameter.data
-    held = kept.to(own.device, copy=True)
+    held = kept.to(own.device, copy=True)  # a copy, since later backwards add to it in place
     if not is_dtensor(own):
         return held
     from torch.distributed.tensor import DTensor, Partial, Replicate  # slow, and there by now

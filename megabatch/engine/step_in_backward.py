@@ -1,6 +1,6 @@
 """The optimizer's step inside the last backward of an update, parameter by parameter.
 
-A gradient is freed as soon as its parameter has moved, so that with one microbatch hardly two of them meet.
+Each gradient is freed as soon as its parameter is stepped. With one microbatch, few gradients exist at one time.
 """
 
 import contextlib
@@ -18,21 +18,22 @@ from megabatch.wrappers.base import Wrapper
 
 
 class StepInBackward:
-    """Steps an optimizer while the last backward of each update runs; the same bits as stepping afterwards.
+    """Steps an optimizer during the last backward of each update. The result has the same bits as a step afterwards.
 
-    An update is one call, whose loss says how its weight is counted. ``optimizer.step()`` and a schedule are called
-    after `finalize` as ever: the optimizer finds no gradient then, and does nothing.
+    An update is one call, and its loss must count its weight (``weigh=``). You still call ``optimizer.step()`` and the
+    scheduler after `finalize`. The optimizer finds no gradient then and does nothing.
 
-    What is lost: nothing can be undone. Where ``update.finite`` is false, or the weights that were counted and returned
-    differ, this is reported as ever, but parameters and the optimizer's state have moved already; go back to a
-    checkpoint. An update without weight, or one whose loss raises, moves nothing.
+    A step cannot be undone. If ``update.finite`` is false, or if the counted and the returned weights differ, you are
+    told as usual, but the parameters and the optimizer's state have already moved: go back to a checkpoint. An update
+    without weight, or one whose loss raises, moves nothing.
 
     Args:
-        optimizer: Any that looks at one parameter at a time and keeps its state by parameter; a copy of it is tried.
-        wrapper: Of a plain model on one rank, or of FSDP2, HSDP or the replicate built on FSDP2.
+        optimizer: An optimizer that reads one parameter at a time and keeps its state by parameter. A copy is tried.
+        wrapper: The wrapper of a plain model on one rank, or of FSDP2, HSDP or the replicate built on FSDP2.
 
-    Raises `PlanError` for another wrapper, an optimizer that looks at several parameters at once or counts its steps by
-    itself, and one with step hooks.
+    Raises:
+        PlanError: Another wrapper, an optimizer that reads several parameters at once or counts its own steps, or one
+            with step hooks.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, wrapper: Wrapper) -> None:
@@ -63,6 +64,7 @@ class StepInBackward:
                 f"with @megabatch.loss(weigh=...), {LEAVE_OUT}"
             )
         check_step_hooks(self._optimizer)
+        # Without weight there is no gradient, and a step would still apply weight decay and momentum.
         self._last, self._has_weight = call.num_microbatches - 1, any(call.weights.values())
         self._groups = {id(each): group for group in self._optimizer.param_groups for each in group["params"]}
 
@@ -81,7 +83,7 @@ class StepInBackward:
             self._received, self._is_stepping = None, False
 
     def check_finalize(self, max_norm: float | None, weight: float | None) -> None:
-        """Refuse what would have had to be known before the step."""
+        """Raise `PlanError` for a setting of `finalize` that the step needed before."""
         for name, value in {"max_norm": max_norm, "weight": weight}.items():
             if value is not None:
                 raise PlanError(
@@ -104,7 +106,7 @@ class StepInBackward:
             self._step(parameter)
 
     def _step_the_rest(self) -> None:
-        """Parameters that earlier microbatches used and the last did not."""
+        """Step the parameters that earlier microbatches used and the last one did not."""
         for parameter in self._parameters:
             if parameter.grad is not None:
                 self._step(parameter)
@@ -114,8 +116,8 @@ class StepInBackward:
         gradient = parameter.grad
         if group is None or gradient is None:
             return
-        parameter.grad = gradient.to(parameter.dtype)
-        del gradient
+        parameter.grad = gradient.to(parameter.dtype)  # accumulate_dtype may be wider
+        del gradient  # a second reference would keep its memory through the step
         self._num_stepped += 1
         step_alone(self._optimizer, group, parameter)
 

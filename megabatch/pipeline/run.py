@@ -77,6 +77,7 @@ def run_schedule(
     with wrapper.call():
         model.step(last.inputs, last.loss, device, backward=True)
     sums: dict[str, Term] = {}
+    # Every stage adds the same sums, so that each can close the update without asking the last one.
     for terms, step in zip(last.told(device), last.steps, strict=True):
         if not model.has_last_stage:
             opened.objective(terms, step)  # to record the differentiable terms, as on the last stage
@@ -96,7 +97,7 @@ def evaluate(model: Pipeline, microbatches: Sequence[Microbatch], loss_fn: LossF
 
     def make() -> list[MicrobatchStep]:
         num_real = len(microbatches)
-        indices = range(model.filled(num_real))
+        indices = range(model.filled(num_real))  # beyond the real ones, the last microbatch is repeated
         return [MicrobatchStep(microbatches[min(i, num_real - 1)], i, {}, {}, i >= num_real) for i in indices]
 
     recorded = _recorded_by_all(make, loss_fn, model, device, None)
@@ -188,7 +189,7 @@ def _recorded_by_all(
         in_one_shape(calls)
     except Exception as error:  # the user's loss may raise anything, and the other ranks must know
         failure = error
-    seen = fingerprint([step.microbatch for step in made])
+    seen = fingerprint([step.microbatch for step in made])  # each stage computes from its own copy of the inputs
     number = sum(trains or not step.is_dummy for step in made)
     rows = ranks.exchange_numbers([float(failure is not None), seen, number, loss_factor or 0.0, model.num_stages])
     if any(failed for failed, *_ in rows):
@@ -208,7 +209,7 @@ def _recorded_by_all(
 
 def _raise_told(ranks: DataRanks, failure: tuple[int, Exception] | None) -> None:
     """Raise the error of the first failed stage on all ranks. It may have caused the failures of later stages."""
-    stage, error = failure or (math.inf, None)
+    stage, error = failure or (math.inf, None)  # a later stage's error is often caused by zeros from this one
     first = min(told for (told,) in ranks.exchange_numbers([float(stage)]))
     if first < math.inf:
         raise first_failure(ranks, error if stage == first else None)
@@ -270,7 +271,7 @@ class _LastStage:
         model = self._model
         assert model.structure is not None  # the stage has just returned it
         leaves = cut_back(output, model.output, self.inputs[index], self._calls[index])
-        if self._opened is None and self._with_graph:
+        if self._opened is None and self._with_graph:  # an evaluation that asks which totals are differentiable
             leaves = [each.detach().requires_grad_(each.is_floating_point()) for each in leaves]
         answer = _Answer(pytree.tree_unflatten(leaves, model.structure))
         with torch.set_grad_enabled(self._with_graph):

@@ -43,7 +43,7 @@ def detect_wrapper(model: Models, mesh: DeviceMesh | None) -> Wrapper:
         raise PlanError(f"model is a {type(model).__name__}; expected a torch.nn.Module, or a list of them")
     for each in models:
         refuse_torchscript(each)
-    trained = [each for each in models if trainable(each)]
+    trained = [each for each in models if trainable(each)]  # a frozen reward or reference model needs no wrapper
     if not trained:
         raise PlanError("no parameter of the model requires a gradient; unfreeze what is to be trained")
     if mesh is not None:
@@ -57,7 +57,7 @@ def wrapper_of_one(model: nn.Module, mesh: DeviceMesh | None) -> Wrapper:
     """Return the wrapper of one model with trainable parameters."""
     refuse_foreign(model)
     check_tied(model)
-    wrapper = original_of(model)
+    wrapper = original_of(model)  # torch.compile hides the wrapper
     if isinstance(wrapper, DistributedDataParallel):
         group = wrapper.process_group
         assert isinstance(group, dist.ProcessGroup)
@@ -79,7 +79,7 @@ def wrapper_of_one(model: nn.Module, mesh: DeviceMesh | None) -> Wrapper:
 
 def _plain_ranks(model: nn.Module, mesh: DeviceMesh | None) -> DataRanks:
     sharded = [parameter.device_mesh for parameter in model.parameters() if is_dtensor(parameter)]
-    if mesh is None and sharded:
+    if mesh is None and sharded:  # tensor parallel without a data axis, or with one that no parameter shows
         mesh = _root(sharded[0])
         if mesh is None or mesh.size() < dist.get_world_size():
             raise PlanError(

@@ -36,9 +36,9 @@ class FSDP1Wrapper(Wrapper):
         super().__init__(model, ranks)
         self._fsdp = fsdp
         self._states = [cast(Any, module) for module in fsdp.modules() if isinstance(module, FullyShardedDataParallel)]
-        self.loss_factor = float(ranks.num_weighing)
+        self.loss_factor = float(ranks.num_weighing)  # FSDP1 always averages
         self._is_sharded = fsdp.sharding_strategy != ShardingStrategy.NO_SHARD
-        if self._is_sharded:
+        if self._is_sharded:  # a flat shard is a plain tensor, so torch's norm would be that of this shard alone
             self.norm_groups = [cast(dist.ProcessGroup, fsdp.process_group)]
         self._check_precision()
 
@@ -82,7 +82,7 @@ class FSDP1Wrapper(Wrapper):
 
     def discard(self) -> None:
         self.collective_order.reset()
-        for state in self._states:
+        for state in self._states:  # a failed backward leaves parameters gathered, and sums beside p.grad
             reshard_flat(state)
             drop_flat_gradient(state)
 

@@ -1,4 +1,4 @@
-"""Several models in one update: generator and critic, two towers. Each is reduced by its own wrapper."""
+"""Several models in one update, such as a policy and a critic, or two towers. Each has its own wrapper."""
 
 import contextlib
 from collections.abc import Generator, Sequence
@@ -12,7 +12,7 @@ from megabatch.wrappers.gradients import WideGradients
 
 
 class MultiModelWrapper(Wrapper):
-    """Does for every model of a list what its own wrapper does."""
+    """Passes each operation on to the wrapper of each model in a list."""
 
     kind_name = "several models"
 
@@ -71,7 +71,7 @@ class MultiModelWrapper(Wrapper):
         with contextlib.ExitStack() as stack:
             for wrapper in self.wrappers:
                 stack.enter_context(wrapper.microbatch(policy, last=last))
-            if not self.ranks.is_alone:
+            if not self.ranks.is_alone:  # DDP launches buckets from C++, where no Python hook sees them
                 stack.enter_context(noting_launches(self._ddps, self.note_collective))
             yield
 
