@@ -52,10 +52,18 @@ class Learner:
         self.step = 0  # updates so far, stepped or not
 
     def forward_backward(self, batch: Batch, loss_fn: LossFunction | JointLoss) -> dict[str, Term]:
-        """Add this rank's samples to the update.
+        """Add this rank's samples to the update. Collective.
+
+        Args:
+            batch: A mapping of tensors with samples in dim 0, or a list of samples.
+            loss_fn: ``loss_fn(model, microbatch)`` returns ``(total, weight)`` or a mapping of names to such pairs.
 
         Returns:
             This rank's sums in this call, by name of the term, detached.
+
+        Raises:
+            PlanError: The batch cannot be used.
+            LossContractError: The loss breaks its contract.
         """
         if self.max_norm is not None and self.gradient.steps_in_backward:
             raise PlanError(
@@ -65,7 +73,10 @@ class Learner:
         return self.gradient.forward_backward(batch, loss_fn)
 
     def optim_step(self) -> Update:
-        """Finalize the update and step optimizer and scheduler once; neither if ``update.finite`` is false.
+        """Finalize the update, and step optimizer and scheduler once. Step neither if ``update.finite`` is false.
+
+        Returns:
+            The update: its loss, terms, norm and counts.
 
         Raises:
             LossContractError: The counted weight differs from the weight that the loss returned.

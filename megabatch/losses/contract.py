@@ -23,32 +23,40 @@ WEIGHT_TOLERANCE = 1e-6  # relative: one target in a million is seen, float32's 
 
 
 class Term(NamedTuple):
-    """A sum and its divisor, of one microbatch. A plain pair will do."""
+    """The sum of a loss over one microbatch, and the weight that divides it. A plain pair works too.
 
-    total: Tensor  # scalar; a metric if it carries no gradient
-    weight: Tensor | float  # scalar, not negative
+    Attributes:
+        total: Scalar tensor, the sum. A total without a gradient is a metric.
+        weight: Number or scalar tensor, finite and not negative, such as the number of target tokens.
+    """
+
+    total: Tensor
+    weight: Tensor | float
 
 
 @dataclass(frozen=True)
 class JointLoss:
-    """A loss that couples samples, as a contrastive one does; cutting a plain loss would cut its negatives too.
+    """A loss that couples samples, such as a contrastive loss.
 
-    Every microbatch is encoded twice: once without a graph, for its representations, and once more for the gradient,
-    with the same draws of torch's generators. What else changes from call to call is an error where representations
-    tell (on a device ``update.finite`` is false); a module that keeps statistics, as batch norm does, moves them twice.
+    A plain loss over a microbatch would see only the negatives of that microbatch. This one sees all samples of the
+    call, on all data ranks, in the memory of one microbatch (GradCache, arXiv 2101.06983). Samples of different calls
+    are not coupled: the update's loss is the sum of the calls' totals over the sum of their weights.
+
+    Each microbatch is encoded twice with the same random numbers: once without a graph, and once for the gradient. If
+    its representations differ the second time, the call raises `LossContractError`. On a device ``update.finite`` is
+    false instead. A module that keeps statistics, such as batch norm, updates them twice.
 
     Args:
-        encode: ``encode(model, microbatch)`` gives representations with samples in dim 0: a tensor, or a tuple or
-            mapping of tensors, each ``[B, ...]`` and with rows of one shape everywhere. Class labels and the like may
-            be among them. Random numbers must be the same on ranks that share samples.
-        loss: Gets them for every sample of the call, ``[N, ...]``: those of rank 0, then of rank 1, each in the order
-            of its batch. A tuple comes as positional arguments, ``contrast(queries, documents)``, anything else as the
-            only one. It returns ``(total, weight)`` or a mapping of names to such pairs, with weights that are
-            numbers, and draws no random numbers. A trainable parameter that it needs, a temperature say, comes from
-            ``encode``, one row per sample: ``temperature.expand(len(queries))``.
+        encode: ``encode(model, microbatch)`` returns representations: a tensor, or a tuple or mapping of tensors. Each
+            has the shape [B, ...], with samples in dim 0 and rows of one shape in every microbatch and on every rank.
+            Class labels may be among them.
+        loss: ``loss(representations)`` returns ``(total, weight)``, or a mapping of names to such pairs. Each tensor
+            has the shape [N, ...] and holds all samples of the call: those of rank 0, then those of rank 1, each in
+            the order of its batch. The items of a tuple are passed as positional arguments,
+            ``contrast(queries, documents)``. Weights are numbers. The loss must not draw random numbers. It gets a
+            trainable parameter from ``encode``, one row per sample: ``temperature.expand(len(queries))``.
 
-    Each call of an update couples its own samples, and the update's loss is the sum of the calls' totals over the sum
-    of their weights. `forward_backward` returns the sums on data rank 0, and zeros on the others.
+    `forward_backward` returns the sums on data rank 0, and zeros on the others.
     """
 
     encode: Callable[[Any, Any], Any]
@@ -64,17 +72,29 @@ F = TypeVar("F", bound=LossFunction)
 
 
 def loss(*, weigh: Weigh, prepare: Prepare | None = None) -> Callable[[F], F]:
-    """Say how the weight of a microbatch is counted from its data, so that the loss is scaled before backward.
+    """Attach to a loss the function that counts its weight from the data.
 
-    ``weigh(microbatch)`` sees the collated microbatch on the CPU and returns the weight that the loss will return
-    for it (a number or a scalar tensor), or a mapping of term names to weights where the loss has several terms.
-    ``prepare(microbatch)`` gives what the loss, and ``weigh``, will see in its place: for what is quickly seen on the
-    CPU and slowly on a device. A function that says so already is left as it is; what comes back is another.
+    The weight of the update is then known before the first forward, so each total is divided before its backward, and
+    gradients need no pass of their own::
 
-    A loss that runs a backward of its own, chunk by chunk say, cannot be scaled by what is done to its total. It takes
-    the divisor: ``loss_fn(model, microbatch, divisor)`` returns ``(total / divisor, weight)``, having divided what it
-    differentiates. The divisor is a number, or with several terms a mapping of their names to numbers: the weight of
-    the update over all ranks (over their number, where the wrapper averages), and infinite in a dummy microbatch.
+        @megabatch.loss(weigh=lambda microbatch: (microbatch["labels"][:, 1:] != -100).sum())
+        def next_token(model, microbatch): ...
+
+    A loss that runs its own backward, for example chunk by chunk, cannot be scaled from outside. It takes the divisor
+    as a third parameter, ``loss_fn(model, microbatch, divisor)``. It divides what it differentiates, and returns
+    ``(total / divisor, weight)``. The divisor is a number, or with several terms a mapping of their names to numbers.
+    It is the weight of the update over all ranks (divided by their number, if the wrapper averages), and infinite in a
+    dummy microbatch.
+
+    Args:
+        weigh: ``weigh(microbatch)`` gets the collated microbatch on the CPU. It returns the weight that the loss will
+            return, as a number or scalar tensor, or a mapping of term names to weights if the loss has several terms.
+        prepare: ``prepare(microbatch)`` returns the microbatch that the loss and ``weigh`` get in its place. Use it for
+            work that is fast on the CPU and slow on a device.
+
+    Returns:
+        A decorator. It sets the attributes ``weigh`` and ``prepare`` on the loss. A loss that has them already is not
+        changed, and the decorator returns a copy.
     """
 
     def attach(function: F) -> F:
@@ -121,10 +141,10 @@ class LossHooks(NamedTuple):
 
 
 def loss_hooks(loss_fn: LossFunction | JointLoss) -> LossHooks:
-    """Return the two functions ``(weigh, prepare)`` that `loss` attached to a loss, None for each that it did not.
+    """Return the functions ``(weigh, prepare)`` that `loss` attached to a loss. Each is None if it is not attached.
 
-    Call ``prepare(microbatch)`` before ``loss_fn(model, microbatch)`` where you call a loss yourself. Set the
-    attributes ``weigh`` and ``prepare`` on a function that stands for the loss.
+    If you call a loss yourself, call ``prepare(microbatch)`` first. If you wrap a loss in a function, set the
+    attributes ``weigh`` and ``prepare`` on that function.
     """
     return LossHooks(getattr(loss_fn, "weigh", None), getattr(loss_fn, "prepare", None))
 
@@ -190,7 +210,7 @@ def terms_given(
 
 
 def differentiable(terms: Mapping[str, Term]) -> list[str]:
-    """Names of the terms that carry a gradient; the others are metrics."""
+    """Return the names of the terms that carry a gradient. The others are metrics."""
     return [name for name, term in terms.items() if term.total.requires_grad]
 
 

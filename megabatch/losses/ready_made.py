@@ -1,7 +1,6 @@
-"""Ready-made losses: each sums, counts, and says how its weight is counted from the data.
+"""Ready-made losses, which return a sum and its weight and count the weight from the data.
 
-Each checks that what the model returns has the shape of its labels: where shapes broadcast or are merely cut, the loss
-would be of something else.
+Each checks the shape of the model's output against the labels, since shapes that broadcast would give another loss.
 """
 
 from collections.abc import Mapping
@@ -37,16 +36,23 @@ def count_targets(microbatch: Microbatch) -> Tensor:
 
 @loss(weigh=count_targets, prepare=note_padding)
 def next_token(model: nn.Module, microbatch: Microbatch) -> Term:
-    """Cross-entropy of each next token: ``-sum log p(labels[t + 1] | input_ids[..t])`` over its targets.
+    """Sum of the next-token cross-entropy, ``-sum(log p(labels[t + 1] | input_ids[:t + 1]))`` over the targets.
 
-    ``microbatch``: ``labels`` [B, T], unshifted, -100 where there is no target, and the model's inputs; or
-    ``shift_labels`` [B, T] in place of ``labels``, whose entry t is what position t predicts. The model returns logits
-    [B, T, V] or an object with ``.logits``. An ``attention_mask`` [B, T] is left out where that changes nothing: a
-    causal model of transformers, padded on the right, without a target under the mask. Where logits would be large, the
-    causal models of transformers that `megabatch.losses.chunked_cross_entropy` knows never have all of them.
+    A needless ``attention_mask`` [B, T] is left out: the model is a causal model of transformers, padding is on the
+    right, and no target lies under the mask. If the logits would be large, they are computed in chunks for the models
+    that `megabatch.losses.chunked_cross_entropy` knows.
 
-    Raises `LossContractError` for labels and logits that do not fit, for an encoder-decoder, and for a model that
-    returns an auxiliary loss, which would be left out.
+    Args:
+        model: Returns logits [B, T, V], or an object with ``.logits``.
+        microbatch: The model's inputs and ``labels`` [B, T], not shifted, with -100 where there is no target. You may
+            give ``shift_labels`` [B, T] instead, whose entry t is the target of position t.
+
+    Returns:
+        The sum, and the number of targets.
+
+    Raises:
+        LossContractError: Labels and logits have different shapes, the model is an encoder-decoder, or it returns an
+            auxiliary loss, which would be left out.
     """
     term, output = next_token_beside(model, microbatch)
     if getattr(output, "aux_loss", None) is not None:
@@ -111,10 +117,17 @@ def count_labels(microbatch: Microbatch) -> Tensor:
 
 @loss(weigh=count_labels)
 def classification(model: nn.Module, microbatch: Microbatch) -> Term:
-    """Cross-entropy of ``labels`` [B] or [B, ...], each a class; -100 is ignored.
+    """Sum of the cross-entropy of each label.
 
-    The model returns logits [B, C] or [B, ..., C], or an object with ``.logits``. Raises `LossContractError` for labels
-    that are no classes, and for logits of another shape.
+    Args:
+        model: Returns logits [B, C] or [B, ..., C], or an object with ``.logits``.
+        microbatch: The model's inputs and ``labels`` [B] or [B, ...], the number of a class each. -100 is ignored.
+
+    Returns:
+        The sum, and the number of labels that are not -100.
+
+    Raises:
+        LossContractError: A label is not a class, or the logits have another shape.
     """
     labels = _labels(microbatch)  # [B, ...]
     if labels.is_floating_point():
@@ -150,10 +163,18 @@ def without_padding(microbatch: Microbatch) -> Microbatch:
 
 @loss(weigh=count_values, prepare=without_padding)
 def mse(model: nn.Module, microbatch: Microbatch) -> Term:
-    """Squared error ``sum (prediction - labels)^2`` over every number of ``labels`` [B, ...].
+    """Sum of the squared error, ``sum((predictions - labels) ** 2)``.
 
-    The model returns predictions of that very shape, or an object with ``.logits``. Samples must be of one shape:
-    padded numbers would count. Raises `LossContractError` for other shapes, and for labels that were padded.
+    Args:
+        model: Returns predictions [B, ...], or an object with ``.logits``.
+        microbatch: The model's inputs and ``labels`` [B, ...] of the same shape. Samples must have one shape, since
+            padded numbers would count.
+
+    Returns:
+        The sum, and the number of values.
+
+    Raises:
+        LossContractError: The shapes differ, or labels were padded.
     """
     predictions, labels = _predict_labels(model, microbatch), _labels(microbatch)  # [B, ...]
     if predictions.shape != labels.shape:

@@ -19,12 +19,20 @@ Parts = Mapping[int, Sequence[tuple[int, ...]]]  # of microbatches that did not 
 class CostModel:
     """Seconds and bytes of one microbatch of ``rows`` samples padded to ``longest`` tokens.
 
-    ``seconds = seconds_per_microbatch + tokens * (seconds_per_token + longest * seconds_per_pair)`` and
-    ``bytes = bytes_fixed + tokens * bytes_per_token`` with ``tokens = rows * longest``: a launch cost, the
-    matrix products, which are linear in the tokens, and attention, which is quadratic in the length.
+    With ``tokens = rows * longest``::
 
-    The defaults are relative, not measured: one token costs 1, and attention as much as the rest at 4096 tokens.
-    They choose sensible microbatches. They do not predict a time.
+        seconds = seconds_per_microbatch + tokens * (seconds_per_token + longest * seconds_per_pair)
+        bytes = bytes_fixed + tokens * bytes_per_token
+
+    The defaults are relative, not measured: one token costs 1, and attention costs as much as the rest at 4,096
+    tokens. They choose sensible microbatches, but they do not predict a time.
+
+    Args:
+        seconds_per_microbatch: Cost of a launch, in seconds.
+        seconds_per_token: Cost of the matrix products, which are linear in the tokens.
+        seconds_per_pair: Cost of attention for each pair of positions, which is quadratic in the length.
+        bytes_fixed: Bytes that do not depend on the microbatch: parameters, gradients, optimizer states.
+        bytes_per_token: Bytes of activations for each padded token.
     """
 
     seconds_per_microbatch: float = 0.0
@@ -34,37 +42,51 @@ class CostModel:
     bytes_per_token: float = 0.0
 
     def seconds(self, rows: int, longest: int) -> float:
-        """Price of one forward and backward of ``rows`` x ``longest`` padded tokens."""
+        """Return the seconds of one forward and backward of ``rows`` x ``longest`` padded tokens."""
         tokens = rows * longest
         return self.seconds_per_microbatch + tokens * (self.seconds_per_token + longest * self.seconds_per_pair)
 
     def sample_seconds(self, length: int) -> float:
-        """Price of one sample's own tokens, without launch cost and padding."""
+        """Return the seconds of one sample's own tokens, without launch cost and padding."""
         return self.seconds(1, length) - self.seconds_per_microbatch
 
     def peak_bytes(self, rows: int, longest: int) -> float:
-        """Memory that one microbatch of ``rows`` x ``longest`` padded tokens needs at its peak."""
+        """Return the peak memory of one microbatch of ``rows`` x ``longest`` padded tokens, in bytes."""
         return self.bytes_fixed + rows * longest * self.bytes_per_token
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One rank's share of an update, split into microbatches."""
+    """One rank's share of an update, split into microbatches.
 
-    microbatches: tuple[tuple[int, ...], ...]  # indices into ``lengths``; () is a dummy microbatch
-    lengths: tuple[int, ...]  # tokens of this rank's samples
-    samples: tuple[int, ...] = ()  # which of the planned samples they are
-    sync: str = "last"  # "last": reduce once, with the last microbatch; "every": with each
-    reason: str = ""  # why this sync
-    seconds: float | None = None  # predicted by the cost model that was given
+    Attributes:
+        microbatches: The samples of each microbatch, as indices into ``lengths``. An empty tuple is a dummy microbatch.
+        lengths: Tokens of each of this rank's samples.
+        samples: Index of each of these samples among all that were planned.
+        sync: "last" reduces gradients with the last microbatch, "every" with each, and "replica_last" (HSDP)
+            reduce-scatters with each and all-reduces with the last.
+        reason: The reason for this ``sync``, in words.
+        seconds: Predicted seconds of all microbatches. None without a cost model.
+        peak_bytes: Predicted peak memory, in bytes. None without a cost model.
+        num_split: Microbatches that did not fit in memory and ran in parts.
+        one_shape: True if every microbatch is padded to one shape, as a pipeline needs.
+        padded: True if samples are padded to the longest of their microbatch.
+    """
+
+    microbatches: tuple[tuple[int, ...], ...]
+    lengths: tuple[int, ...]
+    samples: tuple[int, ...] = ()
+    sync: str = "last"
+    reason: str = ""
+    seconds: float | None = None
     peak_bytes: float | None = None
-    num_split: int = 0  # microbatches that did not fit in memory and were run in parts
-    one_shape: bool = False  # each microbatch is padded to the most samples and the longest of all, for a pipeline
-    padded: bool = True  # samples are padded to the longest of their microbatch
+    num_split: int = 0
+    one_shape: bool = False
+    padded: bool = True
 
     @property
     def num_microbatches(self) -> int:
-        """Forward and backward passes of this rank: the gradient accumulation steps."""
+        """Number of forward and backward passes of this rank, also known as gradient accumulation steps."""
         return len(self.microbatches)
 
     @property
@@ -74,7 +96,7 @@ class Plan:
 
     @property
     def padded_tokens(self) -> int:
-        """Tokens that go through the model: rows times the longest row if padded. Dummy microbatches do not count."""
+        """Tokens that the model processes, with padding. Dummy microbatches do not count."""
         cut = [rows for rows in self.microbatches if rows]
         if self.one_shape:
             return len(cut) * max(map(len, cut), default=0) * max(self.lengths, default=0)
@@ -86,12 +108,12 @@ class Plan:
         return 1 - self.num_tokens / self.padded_tokens if self.num_tokens else 0.0
 
     def tokens_of(self, rows: Sequence[int]) -> int:
-        """Tokens of samples that share a microbatch, with padding."""
+        """Return the tokens of samples that share a microbatch, with padding."""
         lengths = self.lengths_of(rows)
         return len(lengths) * max(lengths, default=0) if self.padded else sum(lengths)
 
     def lengths_of(self, rows: Sequence[int]) -> list[int]:
-        """Real tokens of some samples."""
+        """Return the tokens of each of some samples, without padding."""
         return [self.lengths[row] for row in rows]
 
     def bound_of(self, parts: Sequence[Sequence[int]]) -> MicrobatchLimit:
@@ -139,9 +161,21 @@ def plan(
 ) -> list[Plan]:
     """Balance an update's samples over ``dp_degree`` ranks and split each share into microbatches.
 
-    Returns a plan per rank. All plans have the same number of microbatches: shorter shares end with dummy microbatches.
-    Exactly one of ``micro_batch_size`` (samples) and ``max_microbatch_tokens`` (padded tokens, a hard cap)
-    must be given. Raises `PlanError` for anything that cannot be planned.
+    This function runs no model and needs no process group. Give exactly one of the two limits.
+
+    Args:
+        lengths: Tokens of each sample of the update.
+        dp_degree: Number of data ranks.
+        micro_batch_size: Largest number of samples in a microbatch.
+        max_microbatch_tokens: Largest number of padded tokens in a microbatch, a hard limit.
+        cost: Seconds and bytes of a microbatch. None uses relative costs, and predicts no time.
+
+    Returns:
+        A plan for each rank. All have the same number of microbatches: shorter shares end with dummy microbatches.
+
+    Raises:
+        PlanError: A length or a setting is not a positive count, both or neither limit are given, or a sample is
+            longer than ``max_microbatch_tokens``.
     """
     require_one_limit(micro_batch_size, max_microbatch_tokens)
     check_cost(cost)
