@@ -61,6 +61,19 @@ def whole_run(folder: Path, updates: int, *, ranks: int = 2, microbatches: int =
     skipped = {"step": 4, "reason": "the loss is not finite", "is_whole": False, "samples": ["a:1"]}
     (folder / "skipped.jsonl").write_text(lines([skipped]))
     (folder / "log.txt").write_text(ENDED + "\n")
-    start = {"num_ranks": ranks, "devices": {"a device": ranks}, "torch": "2", "command": ["/a/path"]}
+    start = {
+        "time_utc": "2000-01-01T00:00:00Z",
+        "num_ranks": ranks,
+        "devices": {"a device": ranks},
+        "torch": "2",
+        "command": ["/a/path"],
+    }
     (folder / "environment.json").write_text(json.dumps({"starts": [start]}))
+    return folder
+
+
+def recipe(folder: Path, text: str) -> Path:
+    """A run that has its recipe, too."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.toml").write_text(text)
     return folder

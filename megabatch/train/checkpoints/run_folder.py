@@ -6,7 +6,6 @@ evaluation, ``tracking.json`` the run's names in trackers.
 """
 
 import contextlib
-import json
 import platform
 import subprocess
 import sys
@@ -18,14 +17,13 @@ from typing import Any
 import tomli_w
 import torch
 
-from megabatch.errors import MegabatchError, in_one_line
+from megabatch.errors import MegabatchError
 from megabatch.train.checkpoints.metadata import installed_version
 from megabatch.train.config import Config, Section
 from megabatch.train.runtime.console import Console
-from megabatch.train.runtime.files import replace_text
+from megabatch.train.runtime.files import CONFIG, PLAN, replace_text
 from megabatch.train.runtime.ranks import Ranks
 
-CONFIG, ENVIRONMENT, PLAN, LOG = "config.toml", "environment.json", "plan.txt", "log.txt"
 PACKAGES = ("megabatch", "torch", "transformers", "datasets", "numpy")
 TRACKING = "tracking.json"  # the id of the run at each tracker
 NONE = "none"  # stands for None, which TOML lacks
@@ -75,18 +73,6 @@ def write_if_room(path: Path, write: Callable[[], object], console: Console) -> 
         write()
     except OSError as error:
         console.warn(f"{path} is not written ({error.strerror or error}); the run continues without it")
-
-
-def read_starts(folder: Path) -> list[dict[str, Any]]:
-    """Return every start of the run so far."""
-    path = folder / ENVIRONMENT
-    if not path.exists():
-        return []
-    try:
-        return list(json.loads(path.read_text(encoding="utf-8"))["starts"])
-    except (ValueError, RecursionError, KeyError, TypeError) as error:
-        reason = in_one_line(error)
-        raise MegabatchError(f"{path} is damaged ({reason}); mend it, or delete it and resume") from None
 
 
 def describe_start(ranks: Ranks) -> dict[str, Any]:

@@ -16,26 +16,27 @@ from typing import Any
 from megabatch.errors import MegabatchError
 from megabatch.train.checkpoints.metadata import first_difference
 from megabatch.train.checkpoints.paths import checkpoints_of, has_checkpoint
-from megabatch.train.checkpoints.run_folder import (
-    CONFIG,
-    ENVIRONMENT,
-    LOG,
-    TRACKING,
-    describe_start,
-    read_starts,
-    recipe_of,
-    recipe_text,
-)
+from megabatch.train.checkpoints.run_folder import TRACKING, describe_start, recipe_of, recipe_text
 from megabatch.train.config import Config
 from megabatch.train.config.recipe import load_config
 from megabatch.train.model.optimizer import settings_of
 from megabatch.train.runtime.console import Console
-from megabatch.train.runtime.files import METRICS, is_evaluation, is_writable, read_rows, replace_text
+from megabatch.train.runtime.files import (
+    CONFIG,
+    ENVIRONMENT,
+    LOCK,
+    LOG,
+    METRICS,
+    is_evaluation,
+    is_writable,
+    read_rows,
+    read_starts,
+    replace_text,
+)
 from megabatch.train.runtime.oom_limit import has_oom_limit, wait_for_oom_limit
 from megabatch.train.runtime.ranks import Ranks
 from megabatch.train.runtime.rendezvous import Job
 
-LOCK = ".lock"
 SAVED = re.compile(rb"  saved .*(step-\d+)$")  # a line of the log
 DATA_KEYS = ("path", "source", "mixture", "function", "options", "pack_tokens")
 

@@ -97,6 +97,16 @@ class Report:
 
 
 @dataclass(frozen=True)
+class Runs:
+    """Print the runs of a folder side by side: what differs, the best held-out loss, speed and time."""
+
+    folder: Positional[Path] = Path("runs")
+    """The folder in which runs are."""
+    json: FlagCreatePairsOff[bool] = False
+    """Print a list of objects, with the whole recipe of each run."""
+
+
+@dataclass(frozen=True)
 class Watch:
     """Serve a run's page while the run lasts, to this machine's browsers alone."""
 
@@ -136,10 +146,10 @@ class Completion:
 
 COMMANDS: dict[str, type] = {
     kind.__name__.lower(): kind
-    for kind in (Init, Train, Plan, Verify, Export, Report, Watch, Doctor, Audit, Completion)
+    for kind in (Init, Train, Plan, Verify, Export, Report, Runs, Watch, Doctor, Audit, Completion)
 }
 WITH_RECIPE = ("train", "plan", "verify")
-ALONE = ("init", "verify", "export", "report", "watch", "audit", "completion")  # in one process
+ALONE = ("init", "verify", "export", "report", "runs", "watch", "audit", "completion")  # in one process
 
 ENDING = """
 RECIPE is a TOML file. Any key of it is overridden as --section.key=value; `megabatch train --help` explains the keys,

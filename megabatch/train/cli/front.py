@@ -1,4 +1,4 @@
-"""Commands that need no torch: help, `init` and `completion`.
+"""Commands that need no torch: help, `init`, `runs` and `completion`.
 
 A module is imported here when its command is asked for: torch and transformers take seconds.
 """
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from megabatch.errors import MegabatchError, in_one_line
-from megabatch.train.cli.arguments import COMMANDS, Completion, Init, overview, read_arguments
+from megabatch.train.cli.arguments import COMMANDS, Completion, Init, Runs, overview, read_arguments
 from megabatch.train.runtime.console import FAILED, INTERRUPTED, UNREAD, drop_output
 
 
@@ -53,6 +53,11 @@ def answer(arguments: Sequence[str]) -> bool:
         from megabatch.train.cli.init import write_recipe
 
         write_recipe(read_arguments(Init, rest))
+    elif name == "runs":
+        from megabatch.train.report.runs import print_runs
+
+        asked = read_arguments(Runs, rest)
+        print_runs(asked.folder, as_json=asked.json)
     elif name == "completion":
         from megabatch.train.cli.completion import SCRIPTS, print_words
 

@@ -1,20 +1,35 @@
 """Data of a run's page, read from its folder while it runs or later."""
 
+import errno
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 from megabatch.errors import MegabatchError, in_one_line
-from megabatch.train.checkpoints.run_folder import CONFIG, LOG, PLAN, read_starts
 from megabatch.train.report import encode as columns
-from megabatch.train.runtime.files import CUTS, METRICS, SKIPPED, TIMELINE, Row, is_evaluation, read_rows
+from megabatch.train.runtime.files import (
+    CONFIG,
+    CUTS,
+    LOCK,
+    LOG,
+    METRICS,
+    PLAN,
+    SKIPPED,
+    TIMELINE,
+    Row,
+    is_evaluation,
+    read_rows,
+    read_starts,
+)
 
 FIRST_KEYS = ("step", "loss", "grad_norm", "lr", "tokens_per_second", "samples_per_second", "memory_gib")
 FACTS = ("num_ranks", "devices", "megabatch", "torch", "python")  # of a start; no paths of the machine
 TAIL_BYTES = 16_384  # of log.txt, in which its end is looked for
 GOES_ON = ("update ", "resumed from ", "nothing was saved yet")  # how lines of the log begin
 ENDED = ("stopped ", "the data ran out")
+FAILED = re.compile(r"stopped by \w+Error\b")
 PLANNED = re.compile(r"(\d+) updates? of ")
 Story = dict[str, Any]
 
@@ -103,6 +118,29 @@ def ended_of(folder: Path) -> str:
         lines = [line.partition("  ")[2] for line in file.read().decode("utf-8", "replace").splitlines()]
     last = next((line for line in reversed(lines) if line.startswith((*GOES_ON, *ENDED))), "")
     return "" if last.startswith(GOES_ON) else last
+
+
+def state_of(folder: Path, step: int, planned: int | None) -> str:
+    """Return the state of a run that has made ``step`` updates: running, ended, or stopped or failed at an update."""
+    if is_running(folder):
+        return "running"
+    ended = ended_of(folder)
+    if (planned is not None and step >= planned) or (ended and not ended.startswith("stopped by ")):
+        return "ended"
+    return f"{'failed' if FAILED.match(ended) else 'stopped'} at update {step}"
+
+
+def is_running(folder: Path) -> bool:
+    """Return True if another process holds the run's lock.
+
+    It takes no lock. The process that trains must not call it: closing the file would release that process's lock.
+    """
+    try:
+        with (folder / LOCK).open("rb") as file:
+            os.lockf(file.fileno(), os.F_TEST, 0)
+    except OSError as error:
+        return error.errno in (errno.EACCES, errno.EAGAIN)
+    return False
 
 
 def start_of(folder: Path) -> dict[str, str]:

@@ -244,6 +244,16 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
+def duration_text(seconds: float) -> str:
+    """Return a time in its two largest units."""
+    minutes, hours = divmod(round(seconds), 60), divmod(round(seconds / 60), 60)
+    if minutes[0] < 1:
+        return f"{seconds:.0f} s"
+    if hours[0] < 1:
+        return f"{minutes[0]} min {minutes[1]:02} s"
+    return f"{hours[0]} h {hours[1]:02} min" if hours[0] < 48 else f"{hours[0] // 24} d {hours[0] % 24:02} h"
+
+
 def drop_output() -> None:
     """Send stdout nowhere, so that its buffer breaks nothing when the interpreter closes."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from megabatch.errors import MegabatchError
+from megabatch.errors import MegabatchError, in_one_line
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's quota, the file
 METRICS, CUTS, TIMELINE = "metrics.jsonl", "cuts.jsonl", "timeline.jsonl"  # files of a run with rows
 SKIPPED, MANIFEST = "skipped.jsonl", "manifest.jsonl"
+CONFIG, ENVIRONMENT, PLAN, LOG, LOCK = "config.toml", "environment.json", "plan.txt", "log.txt", ".lock"
 Row = dict[str, Any]
 
 to_json = json.JSONEncoder(allow_nan=False).encode  # json.dumps would make an encoder for each row
@@ -144,6 +145,18 @@ def row_of(line: bytes) -> Row | None:
     except (ValueError, RecursionError):
         return None
     return cast(Row, row) if isinstance(row, dict) and type(cast(Row, row).get("step")) is int else None
+
+
+def read_starts(folder: Path) -> list[dict[str, Any]]:
+    """Return every start of the run so far."""
+    path = folder / ENVIRONMENT
+    if not path.exists():
+        return []
+    try:
+        return list(json.loads(path.read_text(encoding="utf-8"))["starts"])
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
+        reason = in_one_line(error)
+        raise MegabatchError(f"{path} is damaged ({reason}); mend it, or delete it and resume") from None
 
 
 def is_evaluation(row: Mapping[str, Any]) -> bool:

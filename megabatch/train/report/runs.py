@@ -1,0 +1,206 @@
+"""`megabatch runs`: the runs of a folder side by side, from their recipes and metrics."""
+
+import json
+import math
+import re
+import shutil
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from megabatch.errors import MegabatchError, in_one_line
+from megabatch.train.config import HELD_OUT
+from megabatch.train.report.data import plan_of, planned_of, state_of
+from megabatch.train.runtime.console import duration_text
+from megabatch.train.runtime.files import CONFIG, ENVIRONMENT, METRICS, Row, is_evaluation, read_rows, read_starts
+
+RUN_FILES = (CONFIG, METRICS, ENVIRONMENT)  # a folder with any of them is a run
+MOST_LEVELS = 3  # of folders in which runs are looked for
+PLACES = ("run.folder", "tracking.name")  # keys that tell runs apart and change nothing in them
+COMPARABLE = (
+    "data.",
+    "eval.num_samples",
+    "eval.sets",
+    "eval.watch",
+    "loss.",
+    "model.name",
+    "model.tokenizer",
+    "run.seed",
+)
+MOST_CHARACTERS = 24  # of a value in the table
+LEAST_KEYS = 3  # that have a column, however narrow the terminal is
+WIDTH = 160  # of a table that goes to no terminal
+DAMAGED = "damaged"
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """A run in one row. A number is None where the run has not measured it."""
+
+    name: str
+    state: str  # "running", "ended", "stopped at update 9", "failed at update 9" or "damaged"
+    recipe: dict[str, Any] = field(default_factory=dict[str, Any])  # values by their dotted keys
+    num_updates: int = 0
+    set: str | None = None  # the evaluated set whose loss is compared
+    best_loss: float | None = None  # the lowest loss on it
+    best_step: int | None = None  # after this update
+    tokens_per_second: float | None = None  # the median of the updates
+    samples_per_second: float | None = None  # the same, where samples are not counted in tokens
+    seconds: float | None = None  # of training, over all starts
+    started: str | None = None  # the first start, in UTC
+    problem: str = ""  # the reason of "damaged"
+
+
+def print_runs(folder: Path, *, as_json: bool) -> None:
+    """Print the runs below a folder. Raises `MegabatchError` where there are none."""
+    paths = find_runs(folder)
+    names = ["." if path == folder else path.relative_to(folder).as_posix() for path in paths]
+    summaries = [summarize(path, name) for path, name in zip(paths, names, strict=True)]
+    print(json.dumps([asdict(each) for each in summaries], indent=1) if as_json else runs_text(summaries))
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """Return the runs in a folder, or the folder itself if it is one, in the order of their names."""
+    if not folder.is_dir():
+        raise MegabatchError(f"{folder} is no folder; give the folder in which runs are, runs say")
+    found = sorted(_runs_below(folder, MOST_LEVELS), key=lambda path: _natural(str(path)))
+    if not found:
+        raise MegabatchError(f"{folder} has no run; give the folder in which runs are, runs say")
+    return found
+
+
+def _runs_below(folder: Path, levels: int) -> Iterator[Path]:
+    if any((folder / name).is_file() for name in RUN_FILES):
+        yield folder
+    elif levels:
+        for path in folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                yield from _runs_below(path, levels - 1)
+
+
+def _natural(name: str) -> list[int | str]:
+    """Return a sort key in which run-9 stands before run-10."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
+
+
+def summarize(folder: Path, name: str) -> RunSummary:
+    """Return the summary of a run. A file that cannot be read makes it a damaged run, not an error."""
+    try:
+        recipe = read_recipe(folder / CONFIG)
+        rows, starts = read_rows(folder / METRICS), read_starts(folder)
+        updates = [row for row in rows if not is_evaluation(row)]
+        step = updates[-1]["step"] if updates else 0
+        speeds = [_median(updates, key) for key in ("tokens_per_second", "samples_per_second")]
+        seconds = next((row["seconds"] for row in reversed(rows) if "seconds" in row), None)
+        started = starts[0].get("time_utc") if starts else None
+        started = None if started is None else datetime.fromisoformat(started).isoformat()
+        state = state_of(folder, step, planned_of(plan_of(folder)))
+        best = best_of(rows, recipe.get("eval.watch"))
+        return RunSummary(name, state, recipe, step, *best, *speeds, seconds, started)
+    except (OSError, MegabatchError, TypeError, ValueError, KeyError, AttributeError) as error:
+        problem = str(error) if isinstance(error, MegabatchError) else in_one_line(error)
+        return RunSummary(name, DAMAGED, problem=problem)
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """Return the values of a run's recipe by their dotted keys; none where it has not been written."""
+    return dict(_flat("", tomllib.loads(path.read_text(encoding="utf-8")))) if path.is_file() else {}
+
+
+def _flat(prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(f"{prefix}{key}.", value)
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _median(rows: Sequence[Row], key: str) -> float | None:
+    values = [row[key] for row in rows if key in row]
+    return median(values) if values else None
+
+
+def best_of(rows: Sequence[Row], watch: str | None) -> tuple[str | None, float | None, int | None]:
+    """Return the set that is compared, its lowest loss, and the update after which it came."""
+    losses: dict[str, list[tuple[float, int]]] = {}
+    for row in rows:
+        if is_evaluation(row) and isinstance(row.get("eval_loss"), float) and math.isfinite(row["eval_loss"]):
+            losses.setdefault(str(row["set"]), []).append((row["eval_loss"], row["step"]))
+    name = next((each for each in (watch, HELD_OUT, *losses) if each in losses), None)
+    return (None, None, None) if name is None else (name, *min(losses[name]))
+
+
+def differing_keys(summaries: Sequence[RunSummary]) -> list[str]:
+    """Return the keys whose values differ between the recipes, in the order of the recipe."""
+    recipes = [each.recipe for each in summaries if each.recipe]
+    keys = dict.fromkeys(key for recipe in recipes for key in recipe if key not in PLACES)
+    return [key for key in keys if len({json.dumps(recipe.get(key)) for recipe in recipes}) > 1]
+
+
+def best_run(summaries: Sequence[RunSummary]) -> RunSummary | None:
+    """Return the run with the lowest held-out loss; None if fewer than two have one."""
+    evaluated = [each for each in summaries if each.best_loss is not None]
+    return min(evaluated, key=lambda each: each.best_loss or 0.0) if len(evaluated) > 1 else None
+
+
+def runs_text(summaries: Sequence[RunSummary]) -> str:
+    """Return a table of the runs, which of them is best, and the reasons of damaged ones."""
+    keys, width = differing_keys(summaries), shutil.get_terminal_size((WIDTH, 0)).columns
+    num_shown = len(keys)
+    while num_shown > LEAST_KEYS and len(table_text(summaries, keys[:num_shown]).partition("\n")[0]) > width:
+        num_shown -= 1
+    lines = [table_text(summaries, keys[:num_shown]), *notes(summaries, keys, num_shown)]
+    return "\n".join([*lines, *(f"{each.name}: {each.problem}" for each in summaries if each.problem)])
+
+
+def notes(summaries: Sequence[RunSummary], keys: Sequence[str], num_shown: int) -> list[str]:
+    """Return the lines below a table: keys without a column, and the best run with what makes it doubtful."""
+    lines = [f"also different (--json has the values): {', '.join(keys[num_shown:])}"] if num_shown < len(keys) else []
+    best = best_run(summaries)
+    if best is not None:
+        lines.append(f"best: {best.name}, loss {best.best_loss:.4f} on {best.set} after update {best.best_step}")
+        reasons = [key for key in keys if key.startswith(COMPARABLE)]
+        if reasons or len({each.set for each in summaries if each.set}) > 1:
+            lines.append(
+                f"the losses may be of different samples or tokens: {', '.join(reasons) or 'eval.watch'} differs"
+            )
+    return lines
+
+
+def table_text(summaries: Sequence[RunSummary], keys: Sequence[str]) -> str:
+    """Return the aligned rows below their headings; a heading with ">" stands over numbers."""
+    head = ["run", "state", *(f">{key}" for key in keys), ">best loss", ">at update", ">tokens/s", ">time", "started"]
+    if any(each.samples_per_second is not None for each in summaries):
+        head[-3] = ">samples/s"
+    rows = [[name.removeprefix(">") for name in head], *(_cells(each, keys) for each in summaries)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    pads = [str.rjust if name.startswith(">") else str.ljust for name in head]
+    return "\n".join(
+        "  ".join(pad(cell, width) for pad, cell, width in zip(pads, row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _cells(summary: RunSummary, keys: Sequence[str]) -> list[str]:
+    speed = summary.tokens_per_second or summary.samples_per_second
+    values = [_value_text(summary.recipe.get(key)) if summary.recipe else "" for key in keys]
+    return [
+        summary.name,
+        summary.state,
+        *values,
+        "" if summary.best_loss is None else f"{summary.best_loss:.4f}",
+        "" if summary.best_step is None else str(summary.best_step),
+        "" if speed is None else f"{speed:,.0f}" if speed >= 10 else f"{speed:.2g}",
+        "" if summary.seconds is None else duration_text(summary.seconds),
+        "" if summary.started is None else f"{datetime.fromisoformat(summary.started).astimezone():%Y-%m-%d %H:%M}",
+    ]
+
+
+def _value_text(value: Any) -> str:
+    """Return a value of a recipe as its overrides write it, cut off where it is long."""
+    text = "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    text = text.lower() if isinstance(value, bool) else text
+    return text if len(text) <= MOST_CHARACTERS else f"{text[: MOST_CHARACTERS - 1]}\N{HORIZONTAL ELLIPSIS}"
