@@ -17,7 +17,7 @@ from megabatch.train.config import Config
 from megabatch.train.context import Callback, Callbacks, ForwardBackward, RunContext, UpdatePausedError, read_values
 from megabatch.train.data.load import load_data
 from megabatch.train.data.updates import Updates
-from megabatch.train.model.architecture import load_tokenizer, positions_for_stream
+from megabatch.train.model.architecture import load_tokenizer, positions_for_stream, vocabulary_for_own
 from megabatch.train.model.build import build, check_loss, in_precision
 from megabatch.train.model.expert_balance import train_with_router
 from megabatch.train.model.optimizer import build_learner
@@ -132,7 +132,7 @@ def prepare_run(config: Config, ranks: Ranks, stop: StopSignal, heartbeat: Heart
     loss_fn = load_function(config.loss.function, "loss.function")
     own_callbacks = load_callbacks(config.run)
     tokenizer = load_tokenizer(config.model)
-    data = load_data(config, tokenizer, ranks, console, positions_for_stream(config))
+    data = load_data(config, tokenizer, ranks, console, positions_for_stream(config), vocabulary_for_own(config))
     updates = Updates(data, config, ranks)
     model = build(config, ranks, console, data.longest_tokens, tokenizer)
     check_loss(loss_fn, config, has_sets=bool(data.sets))

@@ -20,21 +20,18 @@ from megabatch.errors import in_one_line
 from megabatch.train.autotune.sync_policy import MICROBATCHES_A_CALL
 from megabatch.train.callbacks.ema import local
 from megabatch.train.checkpoints.metadata import (
-    DIGEST,
     FileDigest,
     Meta,
     describe_conditions,
-    digest_of,
     find_changed_file,
     first_difference,
     hash_written_files,
-    sealed_text,
 )
 from megabatch.train.checkpoints.paths import OPEN, UNFINISHED, checkpoints_of
 from megabatch.train.config import Config
 from megabatch.train.context import Callback, ForwardBackward, RunContext, UpdatePausedError, check_whole
 from megabatch.train.data.updates import part_of
-from megabatch.train.runtime.files import write_synced
+from megabatch.train.runtime.files import DIGEST, digest_of, sealed_text, write_synced
 from megabatch.train.runtime.ranks import Ranks
 
 META = "open.json"

@@ -2,7 +2,12 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from megabatch import Plan
 from megabatch.train.context import Callback, RunContext
@@ -13,7 +18,7 @@ from megabatch.train.runtime.ranks import Ranks
 MOST_RANKS, MOST_MICROBATCHES = 16, 64  # of an update in a line, which counts those that it leaves out
 Cut = list[list[int]]  # of a data rank: its microbatches' samples, their real tokens, their padding
 
-BYTES = 16  # of a hash
+BYTES = 20  # of a hash
 SAME, CLOSE = ("samples", "weight", "lr"), ("loss", "grad_norm")  # equal in the same run; equal up to rounding
 
 
@@ -67,19 +72,32 @@ class Manifest(Callback):
 
     def after_update(self, context: RunContext) -> None:
         """Add the line of the update."""
-        samples = hash_of_all(context.updates.names, context.ranks)
+        samples = hash_of_all(context.batch, context.ranks)
         numbers = {key: context.row[key] for key in ("num_samples", "weight", "lr", *CLOSE)}
         self._file.append({"step": context.step, "samples": samples, **numbers})
 
 
-def hash_of_all(names: Sequence[str], ranks: Ranks) -> str:
-    """Return one hash of the update's samples: the same on any number of ranks, in any order."""
-    told = (json.loads(text) for text in ranks.gather(json.dumps([ranks.dp_rank, sum_of_hashes(names)])))
+def hash_of_all(batch: Sequence[Any], ranks: Ranks) -> str:
+    """Return one hash of the content of the update's samples: the same on any number of ranks, in any order."""
+    told = (json.loads(text) for text in ranks.gather(json.dumps([ranks.dp_rank, sum_of_hashes(batch)])))
     total = sum(dict(told).values()) % 2 ** (8 * BYTES)  # ranks along cp, tp and pp have the same samples
     return f"{total:0{2 * BYTES}x}"
 
 
-def sum_of_hashes(names: Sequence[str]) -> int:
-    """Return the sum of the hashes of the names, which has no order."""
-    hashes = (hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:BYTES] for name in names)
-    return sum(int.from_bytes(each, "big") for each in hashes)
+def sum_of_hashes(batch: Sequence[Any]) -> int:
+    """Return the sum of the hashes of the samples, which has no order. A `Deferred` batch is loaded once more."""
+    return sum(int.from_bytes(hash_sample(sample), "big") for sample in batch)
+
+
+def hash_sample(sample: Mapping[str, Any]) -> bytes:
+    """Return a hash of every value of a sample under its key, of tensors with type and shape; not of its name."""
+    content = hashlib.sha256()
+    for key in sorted(sample):
+        value = sample[key]
+        if isinstance(value, Tensor):
+            value = value.detach().cpu().contiguous()
+            content.update(repr((key, str(value.dtype), tuple(value.shape))).encode())
+            content.update(value.view(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b"")
+        else:
+            content.update(repr(key).encode() + pickle.dumps(value))
+    return content.digest()[:BYTES]

@@ -16,12 +16,12 @@ from megabatch.autotune import device_text
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.checkpoints.paths import META, POINTER, step_of
 from megabatch.train.config import Config
-from megabatch.train.runtime.files import write_synced
+from megabatch.train.runtime.files import DIGEST, digest_of, sealed_text, write_synced
 from megabatch.train.runtime.ranks import Ranks
 
 Meta = dict[str, Any]
 
-FILES, DIGEST = "files", "sha256"  # keys of meta.json: digests of the other files; digest of everything else in it
+FILES = "files"  # key of meta.json: digests of the other files
 BEST_ONLY = "best_only"  # key of meta.json: delete this checkpoint once it is not the best one
 POSITIONS = ("updates", "watch")  # keys of meta.json: how far the run has come
 IDENTITY = {  # key of meta.json → what differs if its value does, and a prefix for its keys in messages
@@ -116,18 +116,6 @@ def write_meta(checkpoint: Path, meta: Meta, digests: Digests) -> None:
     """Write ``meta.json``, the last file of a checkpoint."""
     meta = {**meta, FILES: {name: each._asdict() for name, each in digests.items()}}
     write_synced(checkpoint / META, sealed_text(meta))
-
-
-def sealed_text(meta: Meta) -> str:
-    """Return metadata as JSON with a digest of its own."""
-    meta = json.loads(json.dumps(meta))
-    return json.dumps({**meta, DIGEST: digest_of(meta)}, indent=1)
-
-
-def digest_of(meta: Meta) -> str:
-    """Return the SHA-256 of metadata without its own digest."""
-    rest = {key: value for key, value in meta.items() if key != DIGEST}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def read_meta(checkpoint: Path) -> Meta:

@@ -91,7 +91,9 @@ class Report:
     runs: Positional[tuple[Path, ...]]
     """The run's folder; with --compare the folders of two."""
     compare: FlagCreatePairsOff[bool] = False
-    """Compare two runs; the status is 1 where samples, weights or learning rates differ."""
+    """Compare two runs; the status is 1 where an update, its samples, weights, rates or losses differ."""
+    within: float = 1e-3
+    """With --compare: the largest relative difference of losses and gradient norms."""
     to: Path | None = None
     """The file to write. None: report.html in the run's folder; of two runs, no page."""
 

@@ -138,7 +138,7 @@ def run_other(name: str, arguments: Sequence[str], met: Rendezvous) -> None:
         from megabatch.train.report.page import report
 
         asked = read_arguments(Report, arguments)
-        comparison = report(asked.runs, asked.to, is_comparison=asked.compare)
+        comparison = report(asked.runs, asked.to, is_comparison=asked.compare, within=asked.within)
         if comparison is not None and not comparison.is_same:
             raise FailedError(CRASHED)
     elif name == "watch":

@@ -27,13 +27,14 @@ from datasets.arrow_writer import ArrowWriter
 from torch import Tensor
 
 from megabatch.batching import IGNORED_LABEL
-from megabatch.errors import MegabatchError
+from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.config import DataConfig, SourceConfig
 from megabatch.train.data import stdlib
 from megabatch.train.data.encode import Named, Sample, Skipped, Tokens, samples_of, sha256_of
 from megabatch.train.data.samples import View
 from megabatch.train.data.sources import expanded, hub_builder, place_of
 from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.files import DIGEST, digest_of, sealed_text
 from megabatch.train.runtime.ranks import Ranks
 
 FORMAT = 3  # raise it where the same rows give other samples
@@ -58,8 +59,6 @@ class TokenizedSamples(View):
         self.lengths = rows.data.column("length").to_numpy()  # [N]
         self.num_targets: np.ndarray = rows.data.column("num_targets").to_numpy()  # [N], of each sample
         summary = json.loads((folder / SUMMARY).read_text())
-        if (folder / TABLE).stat().st_size != summary["num_bytes"]:
-            raise ValueError(f"{folder / TABLE} is not of the size it was written with")
         self.fingerprint: str = summary["fingerprint"]
         self.skipped = Skipped(**summary["skipped"])
 
@@ -87,12 +86,18 @@ class ListColumn:
         return torch.from_numpy(values[offsets[row] : offsets[row + 1]].astype(np.int64))
 
 
-def opened(folder: Path) -> TokenizedSamples | None:
-    """Return an entry; None where there is none, or a damaged one."""
+def find_damage(folder: Path) -> str | None:
+    """Return what is wrong with an entry, of which every byte is read, about 1 GB/s; None for a whole one."""
     try:
-        return TokenizedSamples(folder)
-    except (OSError, ValueError, KeyError, TypeError):  # pyarrow's errors are some of these
-        return None
+        if (sealed := json.loads((folder / SUMMARY).read_text())).get(DIGEST) != digest_of(sealed):
+            return f"{SUMMARY} is not what was written"
+        with (folder / TABLE).open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != sealed["table_sha256"]:
+                return f"{TABLE} is not what was written: its SHA-256 is another"
+        TokenizedSamples(folder)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # pyarrow's errors are some of these
+        return in_one_line(error)
+    return None
 
 
 def tokenize_once(
@@ -100,18 +105,20 @@ def tokenize_once(
 ) -> TokenizedSamples:
     """Return the samples of a source, from the cache, into which the main rank puts them if they are not there.
 
-    Every rank calls it, and waits for the main one however long that takes.
+    Every rank calls it, and waits for the main one however long that takes. One rank of each host checks the bytes.
     """
     if tokenizer is None:
         raise MegabatchError(f"{key} is text, and the recipe has no tokenizer; set model.tokenizer")
     request = Request(source, key, config, tokenizer)
     main_rank_first(ranks, lambda pulse: put(request, console, pulse))
-    samples = opened(request.folder)
-    if samples is None:
+    checks = not ranks.is_main and os.environ.get("LOCAL_RANK", "0") == "0"
+    problem = find_damage(request.folder) if checks else None
+    if problem := ranks.first_problem(problem and f"a process on {platform.node()} does not find it ({problem})"):
         raise MegabatchError(
-            f"the main process has put the tokenized data of {key} into {request.folder}, and this process finds none "
-            "there; set data.cache to a folder that all processes share"
+            f"the main process has put the tokenized data of {key} into {request.folder}, and {problem}; set "
+            "data.cache to a folder that all processes share"
         )
+    samples = TokenizedSamples(request.folder)
     for line in samples.skipped.words(key):
         console.say(line)
     return samples
@@ -202,7 +209,7 @@ def main_rank_first(ranks: Ranks, work: Callable[[Callable[[], None]], None]) ->
 def put(request: Request, console: Console, pulse: Callable[[], None]) -> None:
     """Tokenize what the cache does not hold."""
     folder, skipped = request.folder, Skipped()
-    if opened(folder) is not None:
+    if folder.exists() and find_damage(folder) is None:
         return
     named = samples_of(request.source, request.key, request.config, request.tokenizer, skipped)
     unfinished = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.unfinished")
@@ -229,8 +236,8 @@ def put(request: Request, console: Console, pulse: Callable[[], None]) -> None:
 
 def remove_left_over(folder: Path, console: Console) -> None:
     """Remove an entry that is damaged, and what runs that were killed have left of it."""
-    if folder.exists() and opened(folder) is None:  # asked anew: another run may have made it meanwhile
-        console.say(f"the tokenized data in {folder} is damaged; it is made anew")
+    if folder.exists() and (damage := find_damage(folder)):  # asked anew: another run may have made it meanwhile
+        console.warn(f"the tokenized data in {folder} is damaged ({damage}); it is made anew")
         shutil.rmtree(folder, ignore_errors=True)
     for left in folder.parent.glob(f"{folder.name}.*.unfinished"):
         with contextlib.suppress(FileNotFoundError):  # another run is as far, or has made it whole
@@ -257,12 +264,10 @@ def write_samples(folder: Path, named: Iterator[Named], skipped: Skipped) -> Non
             row = {"input_ids": ids, "labels": labels, "length": len(ids), "num_targets": num_targets, "name": name}
             writer.write(row)
         writer.finalize()
-    summary = {
-        "num_bytes": (folder / TABLE).stat().st_size,
-        "fingerprint": content.hexdigest(),
-        "skipped": asdict(skipped),
-    }
-    (folder / SUMMARY).write_text(json.dumps(summary))
+    with (folder / TABLE).open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    summary = {"table_sha256": digest, "fingerprint": content.hexdigest(), "skipped": asdict(skipped)}
+    (folder / SUMMARY).write_text(sealed_text(summary))
 
 
 def give_name(unfinished: Path, folder: Path) -> None:
@@ -270,5 +275,5 @@ def give_name(unfinished: Path, folder: Path) -> None:
     try:
         unfinished.rename(folder)
     except OSError:
-        if opened(folder) is None:
+        if find_damage(folder):
             raise

@@ -24,13 +24,18 @@ TRAIN = "train"  # the name of what is trained on, where a function returns seve
 class OwnSamples(View):
     """A user's samples with their lengths; an error in reading one is told in one line."""
 
-    def __init__(self, samples: Any, lengths: np.ndarray, key: str, *, is_told: bool) -> None:
-        self._samples, self._key = samples, key
+    def __init__(
+        self, samples: Any, lengths: np.ndarray, key: str, *, is_told: bool, vocabulary: int | None = None
+    ) -> None:
+        self._samples, self._key, self._vocabulary = samples, key, vocabulary
         self.lengths, self.is_told = lengths, is_told  # told: by their attribute, of whatever is counted
         self.fingerprint = hashlib.sha256(lengths.tobytes()).hexdigest()
 
     def at(self, index: int) -> Any:
-        return read(self._samples, index, self._key)
+        sample = read(self._samples, index, self._key)
+        if self._vocabulary is not None:
+            check_tokens(sample, self._vocabulary, f"sample {self.name(index)}")
+        return sample
 
     def name(self, index: int) -> str:
         return f"{index} of {self._key}"
@@ -67,7 +72,7 @@ def drawing(*seed: int) -> Generator[None, None, None]:
         torch.set_rng_state(before[2])
 
 
-def own_samples(config: Config, ranks: Ranks, console: Console) -> dict[str, OwnSamples]:
+def own_samples(config: Config, ranks: Ranks, console: Console, vocabulary: int | None) -> dict[str, OwnSamples]:
     """Return what data.function returns, by its names, the same number on every rank; "train" is among them."""
     name = str(config.data.function)
     function = load_function(name, "data.function")
@@ -78,7 +83,7 @@ def own_samples(config: Config, ranks: Ranks, console: Console) -> dict[str, Own
         raise MegabatchError(
             f'data.function {name} returned a mapping of {sorted(map(str, sets))}; name what is trained on "{TRAIN}"'
         )
-    found = {str(each): measured(samples, str(each), config, console) for each, samples in sets.items()}
+    found = {str(each): measured(samples, str(each), config, console, vocabulary) for each, samples in sets.items()}
     told = ranks.gather(repr([(key, samples.fingerprint) for key, samples in sorted(found.items())]))
     if len(set(told)) > 1:
         raise MegabatchError(
@@ -87,7 +92,7 @@ def own_samples(config: Config, ranks: Ranks, console: Console) -> dict[str, Own
     return found
 
 
-def measured(samples: Any, name: str, config: Config, console: Console) -> OwnSamples:
+def measured(samples: Any, name: str, config: Config, console: Console, vocabulary: int | None) -> OwnSamples:
     """Return the samples of one set with their lengths."""
     key = f'"{name}" of data.function {config.data.function}'
     if not hasattr(samples, "__len__") or not hasattr(samples, "__getitem__"):
@@ -98,11 +103,14 @@ def measured(samples: Any, name: str, config: Config, console: Console) -> OwnSa
         raise MegabatchError(f"{key} is empty; return at least one sample")
     first, given = read(samples, 0, key), getattr(samples, "lengths", None)
     if given is not None:
-        return OwnSamples(samples, given_lengths(given, len(samples), key), key, is_told=True)
+        lengths = given_lengths(given, len(samples), key)
+        return OwnSamples(samples, lengths, key, is_told=True, vocabulary=vocabulary)
     counts = config.data.look_ahead is not None or sizes_of(config.update).unit == "tokens"
     if config.update.max_microbatch_tokens is None and not (counts and "input_ids" in first):
-        return OwnSamples(samples, np.ones(len(samples), dtype=np.int64), key, is_told=False)
-    return OwnSamples(samples, measured_lengths(samples, key, console), key, is_told=False)
+        lengths = np.ones(len(samples), dtype=np.int64)
+    else:
+        lengths = measured_lengths(samples, key, console)
+    return OwnSamples(samples, lengths, key, is_told=False, vocabulary=vocabulary)
 
 
 def given_lengths(given: Any, num_samples: int, key: str) -> np.ndarray:
@@ -137,6 +145,19 @@ def measured_lengths(samples: Any, key: str, console: Console) -> np.ndarray:
                 ) from None
             advance(1)
     return lengths
+
+
+def check_tokens(sample: Mapping[str, Any], vocabulary: int, name: str) -> None:
+    """Raise for a token that the model has no embedding for: torch's own index error names no sample."""
+    for key in ("input_ids", "labels"):
+        ids = sample.get(key)
+        if isinstance(ids, torch.Tensor) and ids.numel() and not ids.is_floating_point():
+            most, least = int(ids.max()), 0 if key == "labels" else int(ids.min())  # a label may say that it is none
+            if most >= vocabulary or least < 0:
+                raise MegabatchError(
+                    f"{name} has the token {most if most >= vocabulary else least} in {key!r}, and the model has a "
+                    f"vocabulary of {vocabulary}; mend the sample, or set model.config.vocab_size"
+                )
 
 
 def read(samples: Any, index: int, key: str) -> Any:

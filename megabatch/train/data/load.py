@@ -53,7 +53,14 @@ class Data:
         return isinstance(self.train, Stream) or "input_ids" in self.train[0]
 
 
-def load_data(config: Config, tokenizer: Any, ranks: Ranks, console: Console, positions: int | None = None) -> Data:
+def load_data(
+    config: Config,
+    tokenizer: Any,
+    ranks: Ranks,
+    console: Console,
+    positions: int | None = None,
+    vocabulary: int | None = None,
+) -> Data:
     """Return the samples of a recipe, checked. Collective; raises `MegabatchError` on every rank alike.
 
     Args:
@@ -63,11 +70,12 @@ def load_data(config: Config, tokenizer: Any, ranks: Ranks, console: Console, po
         console: Shows how far it is.
         positions: Most tokens of a sample that the model can tell apart; asked of a stream, whose longest sample is not
             known beforehand.
+        vocabulary: Tokens that the model knows; asked of samples of data.function, which no tokenizer makes.
     """
     check_config(config)
     loader = Loader(config, tokenizer, ranks, console)
     if config.data.function is not None:
-        return loader.of_function()
+        return loader.of_function(vocabulary)
     return loader.of_stream(positions) if config.data.streaming else loader.of_text()
 
 
@@ -113,10 +121,10 @@ class Loader:
         longest_tokens = max(int(samples.lengths.max()) for samples in (train, *sets.values()))
         return Data(train, order, sets, {**identity, **told}, words, longest_tokens)
 
-    def of_function(self) -> Data:
+    def of_function(self, vocabulary: int | None) -> Data:
         """Return what a function of the user's returns."""
         config, seed = self._config, self._config.run.seed
-        own = own_samples(config, self._ranks, self._console)
+        own = own_samples(config, self._ranks, self._console, vocabulary)
         whole = own[TRAIN]
         (ids,) = split_off([len(whole)], config.eval.num_samples, seed)
         train, held_out = Part(whole, left(whole, ids)), Repeatable(Part(whole, ids), seed)

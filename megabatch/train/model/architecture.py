@@ -141,6 +141,13 @@ def positions_for_stream(config: Config) -> int | None:
     return positions_of(architecture_of(config.model))
 
 
+def vocabulary_for_own(config: Config) -> int | None:
+    """Return the vocabulary of a model of transformers that is trained on data.function; None for any other."""
+    if config.data.function is None or config.model.function is not None:
+        return None
+    return architecture_of(config.model).get_text_config().vocab_size
+
+
 def too_long(sample: str, num_tokens: int, positions: int) -> MegabatchError:
     """Return the error for a sample that is longer than the model's positions."""
     return MegabatchError(

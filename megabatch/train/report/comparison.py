@@ -6,8 +6,9 @@ from pathlib import Path
 
 from megabatch.errors import MegabatchError
 from megabatch.train.callbacks.update_logs import CLOSE, SAME
-from megabatch.train.runtime.files import MANIFEST, Row, read_rows
+from megabatch.train.runtime.files import MANIFEST, Row, irregular_steps, read_rows
 
+WITHIN = 1e-3  # relative difference of losses and norms, of float32 after thousands of updates on other ranks
 KEYS = (*SAME, "num_samples", *CLOSE)
 
 
@@ -16,36 +17,51 @@ class Comparison:
     """Differences of two runs in the updates that both have made."""
 
     text: str  # a table
-    is_same: bool  # samples, weights and learning rates of all of them are equal
+    is_same: bool  # every update is in both once, with equal samples, weights and rates, and losses within the bound
 
 
-def compare(one: Path, other: Path) -> Comparison:
-    """Compare the runs in two folders, update by update."""
-    ours, theirs = read_manifest(one), read_manifest(other)
+def compare(one: Path, other: Path, within: float) -> Comparison:
+    """Compare the runs in two folders, update by update. Losses and norms may differ by ``within``, relative."""
+    (ours, wrong), (theirs, other_wrong) = read_manifest(one), read_manifest(other)
     steps = sorted(ours.keys() & theirs.keys())
+    if steps and len({len(each[steps[0]]["samples"]) for each in (ours, theirs)}) > 1:
+        raise MegabatchError(
+            f"{one} or {other} is of an earlier version, which hashed the names of samples and not their content; "
+            "train both with one version"
+        )
     if not steps:
         raise MegabatchError(f"{one} and {other} have no update in common; compare runs of one recipe")
     pairs = {step: (ours[step], theirs[step]) for step in steps}
     first = {key: next((step for step, (a, b) in pairs.items() if a[key] != b[key]), None) for key in SAME}
     lines = [f"{len(steps)} updates compared, of {len(ours)} in {one} and {len(theirs)} in {other}"]
     lines += [f"{key:<10} {first_text(key, first[key], pairs)}" for key in SAME]
-    lines += [f"{key:<10} {largest_text(key, pairs)}" for key in CLOSE]
-    return Comparison("\n".join(lines), is_same=not any(first.values()))
+    far = [key for key in CLOSE if any(relative_difference(a[key], b[key]) > within for a, b in pairs.values())]
+    lines += [f"{key:<10} {largest_text(key, pairs)}{beyond_text(key, far, within)}" for key in CLOSE]
+    odd = wrong + other_wrong
+    if not odd and len(ours) != len(theirs):
+        odd = [f"{one if len(ours) < len(theirs) else other} ends after update {steps[-1]}"]
+    return Comparison("\n".join([*lines, *odd]), is_same=not (any(first.values()) or far or odd))
 
 
-def read_manifest(folder: Path) -> dict[int, Row]:
-    """Return the line of each update. Raises `MegabatchError` where there are none."""
+def beyond_text(key: str, far: list[str], within: float) -> str:
+    """Return the bound that a number is beyond, as text."""
+    return f", more than {within:g}" if key in far else ""
+
+
+def read_manifest(folder: Path) -> tuple[dict[int, Row], list[str]]:
+    """Return the line of each update, and which are missing or doubled. Raises `MegabatchError` without any."""
     path = folder / MANIFEST
     if not path.is_file():
         raise MegabatchError(f"{folder} has no {MANIFEST}; train with --run.manifest=true and compare runs' folders")
-    rows = {row["step"]: row for row in read_rows(path)}
+    lines = read_rows(path)
+    rows, odd = {row["step"]: row for row in lines}, irregular_steps([row["step"] for row in lines])
     for step, row in rows.items():
         kinds = [(key, str if key == "samples" else int | float | None) for key in KEYS]
         if any(key not in row or not isinstance(row[key], kind) for key, kind in kinds):
             raise MegabatchError(
                 f"{path} is damaged (update {step} has not all of {', '.join(KEYS)}); delete that line"
             )
-    return rows
+    return rows, [f"{path} {odd}"] if odd else []
 
 
 def first_text(key: str, step: int | None, pairs: Mapping[int, tuple[Row, Row]]) -> str:

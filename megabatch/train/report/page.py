@@ -4,18 +4,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megabatch.errors import MegabatchError
-from megabatch.train.report.comparison import Comparison, compare
+from megabatch.train.report.comparison import WITHIN, Comparison, compare
 from megabatch.train.report.data import read_run
 from megabatch.train.report.html import FILE_NAME, write_html
 from megabatch.train.runtime.console import Console
 
 
-def report(runs: Sequence[Path], to: Path | None, *, is_comparison: bool) -> Comparison | None:
+def report(runs: Sequence[Path], to: Path | None, *, is_comparison: bool, within: float = WITHIN) -> Comparison | None:
     """Write the page of a run and print where it is; of two runs print how they differ, and return it.
 
     Args:
         runs: The folder of a run, or of two to compare.
         is_comparison: Compare two runs.
+        within: Most relative difference of losses and norms of runs that count as the same.
         to: The file to write. None: report.html in the run's folder; of two runs, no page.
 
     Raises:
@@ -23,7 +24,7 @@ def report(runs: Sequence[Path], to: Path | None, *, is_comparison: bool) -> Com
     """
     if len(runs) != (2 if is_comparison else 1):
         raise MegabatchError("write: megabatch report RUN [--to FILE.html], or report --compare RUN RUN")
-    comparison = compare(*runs) if is_comparison else None
+    comparison = compare(*runs, within) if is_comparison else None
     to = runs[0] / FILE_NAME if to is None and comparison is None else to
     if to is not None:
         text = {} if comparison is None else {"comparison": comparison.text}

@@ -2,10 +2,12 @@
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +17,7 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's qu
 METRICS, CUTS, TIMELINE = "metrics.jsonl", "cuts.jsonl", "timeline.jsonl"  # files of a run with rows
 SKIPPED, MANIFEST = "skipped.jsonl", "manifest.jsonl"
 CONFIG, ENVIRONMENT, PLAN, LOG, LOCK = "config.toml", "environment.json", "plan.txt", "log.txt", ".lock"
+DIGEST = "sha256"  # key of a sealed table: the digest of everything else in it
 Row = dict[str, Any]
 
 to_json = json.JSONEncoder(allow_nan=False).encode  # json.dumps would make an encoder for each row
@@ -37,6 +40,18 @@ def write_synced(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def sealed_text(table: dict[str, Any]) -> str:
+    """Return a table as JSON with a digest of its own."""
+    table = json.loads(json.dumps(table))
+    return json.dumps({**table, DIGEST: digest_of(table)}, indent=1)
+
+
+def digest_of(table: dict[str, Any]) -> str:
+    """Return the SHA-256 of a table without its own digest."""
+    rest = {key: value for key, value in table.items() if key != DIGEST}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def write_new(path: Path, text: str) -> None:
@@ -136,6 +151,17 @@ def read_rows(path: Path) -> list[Row]:
         rows += [] if row is None else [row]
     last = row_of(cut_off)
     return rows if last is None else [*rows, last]
+
+
+def irregular_steps(steps: Sequence[int], last: int | None = None) -> str:
+    """Return which of the updates 1 to ``last`` (None: the last one there) lack a row or have several; "" for none."""
+    counts = Counter(steps)
+    last = max(counts, default=0) if last is None else last
+    missing = [step for step in range(1, last + 1) if step not in counts]
+    doubled = [step for step, number in counts.items() if number > 1]
+    shown = {"lacks": missing, "has more than one row of": doubled}
+    parts = [f"{verb} {len(found)} updates, first {found[0]}" for verb, found in shown.items() if found]
+    return " and ".join(parts)
 
 
 def row_of(line: bytes) -> Row | None:
