@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 from megabatch import MegabatchError, plan
 from megabatch.train.cli import commands as cli
 from megabatch.train.config import Config
+from megabatch.train.config.contradictions import check_config
 from megabatch.train.config.parallel_layout import layout_of
 from megabatch.train.config.recipe import load_config
-from megabatch.train.data.load import check_config
 from megabatch.train.data.updates import count_updates
 from megabatch.train.model.optimizer import decay_steps_of, lr_factor
 from tests.elastic.recipes import Recipe, recipes, runnable

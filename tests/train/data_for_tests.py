@@ -9,6 +9,7 @@ import torch
 from transformers import ByT5Tokenizer
 
 from megabatch.train.config import Config
+from megabatch.train.config.contradictions import check_config
 from megabatch.train.data.load import Data, load_data
 from megabatch.train.data.updates import Updates
 from megabatch.train.runtime.console import Console
@@ -42,6 +43,7 @@ def recipe(folder: Path, **sections: dict[str, Any]) -> Config:
 
 
 def load(config: Config, positions: int | None = None) -> Data:
+    check_config(config)
     return load_data(config, ByT5Tokenizer(), Ranks(0, 1, CPU), Console(enabled=False, loss_digits=4), positions)
 
 

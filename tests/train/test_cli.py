@@ -34,10 +34,22 @@ def test_a_bad_recipe_ends_with_status_2_and_one_line(bench: Bench) -> None:
     (done,) = bench.finish(update__batch_size=3)
     assert done.status == 2
     assert done.err == (
-        "megabatch: unknown key update.batch_size on the command line; here it is update.micro_batch_size\n"
+        "megabatch: unknown key update.batch_size on the command line; here it is update.global_batch_size (samples "
+        "of an update; update.micro_batch_size are those of a forward)\n"
     )
     assert done.out == ""
     assert not bench.folder.exists()
+
+
+def test_a_mistake_in_a_recipe_is_told_before_torch_is_imported(bench: Bench) -> None:
+    script = (
+        "import sys\nfrom megabatch.train.cli import front\n"
+        "print([front.run(['train', *words.split()]) for words in sys.argv[1:]], 'torch' in sys.modules)"
+    )
+    wrong = ("--update.globl=3", "--optim.lr=fast", "--data.path=none.csv", "--data.text_field=a --data.label=b", "--x")
+    done = python("-c", script, *(f"{bench.recipe} {each}" for each in wrong), str(bench.recipe), folder=bench.path)
+    assert done.stdout == "[2, 2, 2, 2, 2, None] False\n", done.stderr
+    assert done.stderr.count("\n") == len(wrong)
 
 
 @pytest.mark.slow
@@ -46,7 +58,7 @@ def test_under_torchrun_every_rank_ends_with_status_2_and_one_line_is_said(bench
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     done = python(*torchrun, "-m", "megabatch", "train", str(recipe), folder=bench.path)
     ours = [line for line in done.stderr.splitlines() if line.startswith("megabatch: ")]
-    assert ours == [f"megabatch: no recipe {recipe}; give the path of a TOML file, recipes/stdlib.toml say"]
+    assert ours == [f"megabatch: no recipe {recipe}; give the path of a TOML file, or of a run's folder"]
     assert "exitcode  : 2" in done.stderr
     assert "megabatch/train" not in done.stderr  # no traceback of ours
 
@@ -130,10 +142,10 @@ def test_a_path_that_cannot_even_be_looked_at_gets_its_line(bench: Bench, key: s
             "unknown command 'trane'; the commands are init, train, plan, verify, export, report, watch, doctor, "
             "audit, completion: see megabatch --help",
         ),
-        (["train"], "no recipe; give the path of a TOML file first: megabatch train recipes/stdlib.toml"),
+        (["train"], "no recipe; give the path of a TOML file first: megabatch train recipe.toml"),
         (
             ["train", "--run.seed=1"],
-            "no recipe; give the path of a TOML file first: megabatch train recipes/stdlib.toml",
+            "no recipe; give the path of a TOML file first: megabatch train recipe.toml",
         ),
     ],
 )

@@ -115,7 +115,7 @@ def test_a_number_beyond_python_gets_its_line(recipe: Path) -> None:
 
 def test_a_file_that_is_not_there_gets_its_line(tmp_path: Path) -> None:
     missing = tmp_path / "none.toml"
-    assert line_of(missing) == f"no recipe {missing}; give the path of a TOML file, recipes/stdlib.toml say"
+    assert line_of(missing) == f"no recipe {missing}; give the path of a TOML file, or of a run's folder"
     assert line_of(tmp_path).startswith(f"cannot read {tmp_path} (")
 
 

@@ -13,10 +13,10 @@ import pytest
 from megabatch import MegabatchError
 from megabatch.train.config import Config
 from megabatch.train.config.byte_sizes import read_bytes, read_rate
-from megabatch.train.config.recipe import load_config
+from megabatch.train.config.recipe import PLAN_OPTIONS, load_config, split_options
 from megabatch.train.plan.estimate import estimate_cost
 from megabatch.train.plan.grid import Choice, build_grid
-from megabatch.train.plan.request import read_request, split_arguments
+from megabatch.train.plan.request import read_request
 from megabatch.train.plan.search import (
     CERTAIN,
     CLOSED_FORM,
@@ -345,10 +345,11 @@ def test_a_cap_that_the_command_line_states_is_kept(cap: int, sizes: tuple[int, 
 
 
 def test_an_override_in_two_words_is_one() -> None:
-    values, overrides, _ = split_arguments(
-        ["--update.sync", "last", "--world", "4", "--json", "--optim.lr=1", "--data.streaming"]
+    values, overrides = split_options(
+        ["--update.sync", "last", "--world", "4", "--json", "--optim.lr=1", "--data.streaming"], *PLAN_OPTIONS
     )
-    assert (values, overrides) == ({"world": "4"}, ["--update.sync=last", "--optim.lr=1", "--data.streaming"])
+    assert values == [("world", "4"), ("json", "")]
+    assert overrides == ["--update.sync=last", "--optim.lr=1", "--data.streaming"]
 
 
 @pytest.mark.parametrize(
@@ -390,7 +391,7 @@ def test_sizes_are_read_with_their_units() -> None:
         (["--length", "1"], "--length is '1'; it must be a whole number of at least 2"),
         (["--length", "512"], "a sample has 512 tokens and the model 256 positions; raise the positions"),
         (["--chart", "plan.txt"], "--chart is 'plan.txt'; name a .png, .svg or .pdf file in a folder that is there"),
-        (["--update.batch_size=3"], "unknown key update.batch_size on the command line; here it is update.micro_batch"),
+        (["--update.batch_size=3"], "unknown key update.batch_size on the command line; here it is update.global"),
         (["extra"], "cannot read the argument 'extra'; write --section.key=value"),
         (["--world", "3", "--parallel.tp=2"], "parallel.tp is 2 and there are 3 processes; take a multiple of 2"),
         (

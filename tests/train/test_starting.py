@@ -19,7 +19,7 @@ import torch
 from megabatch import MegabatchError
 from megabatch.train.checkpoints import run_folder as folder
 from megabatch.train.checkpoints import run_lock as starting
-from megabatch.train.checkpoints.paths import path_of
+from megabatch.train.checkpoints.paths import path_of, recipe_of
 from megabatch.train.config import Config
 from megabatch.train.config.recipe import load_config
 from megabatch.train.runtime import oom_limit
@@ -289,7 +289,7 @@ def test_the_recipe_that_is_written_is_the_recipe_that_was_run(
     if config.run.resume:
         point_to_checkpoint(tmp_path / "run")
     begin(tmp_path / "run", config)
-    again = load_config(folder.recipe_of(tmp_path / "run"), [])
+    again = load_config(recipe_of(tmp_path / "run"), [])
     assert again.run.resume is False  # the same run from its beginning
     assert again == config.model_copy(update={"run": config.run.model_copy(update={"resume": False})})
 
@@ -369,6 +369,6 @@ def test_a_name_that_is_no_text_is_refused_before_anything_is_written(recipe: Pa
 
 
 def test_a_folder_without_a_run_is_no_recipe(tmp_path: Path) -> None:
-    assert line_of(folder.recipe_of, tmp_path) == (
+    assert line_of(recipe_of, tmp_path) == (
         f"{tmp_path} is a folder without config.toml, so no run to resume; give the path of a TOML file"
     )

@@ -7,12 +7,24 @@
 import re
 from pathlib import Path
 
+from megabatch.errors import MegabatchError
+from megabatch.train.runtime.files import CONFIG
+
 POINTER = "latest"
 BEST = "best"
 META = "meta.json"
 OPEN = "open"  # folder of an update that a signal has stopped inside
 UNFINISHED = ".tmp"
 STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
+
+
+def recipe_of(folder: Path) -> Path:
+    """Return the path of a run's recipe. Raises `MegabatchError` if the folder has no run."""
+    if not (folder / CONFIG).is_file():
+        raise MegabatchError(
+            f"{folder} is a folder without {CONFIG}, so no run to resume; give the path of a TOML file"
+        )
+    return folder / CONFIG
 
 
 def checkpoints_of(folder: Path) -> Path:
@@ -45,6 +57,13 @@ def steps_of(folder: Path) -> list[int]:
 def has_checkpoint(folder: Path) -> bool:
     """Return True if a run has ever written a checkpoint, as far as its folder shows."""
     return (checkpoints_of(folder) / POINTER).exists() or bool(steps_of(folder))
+
+
+def holds_a_run(folder: Path) -> MegabatchError:
+    """Return the error for a new run in the folder of another."""
+    return MegabatchError(
+        f"{folder} already holds a run; resume it with --run.resume=true, or choose another run.folder"
+    )
 
 
 def named_by(pointer: Path) -> str:

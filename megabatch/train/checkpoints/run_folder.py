@@ -30,15 +30,6 @@ NONE = "none"  # stands for None, which TOML lacks
 SECONDS_FOR_GIT = 5.0
 
 
-def recipe_of(folder: Path) -> Path:
-    """Return the path of a run's recipe. Raises `MegabatchError` if the folder has no run."""
-    if not (folder / CONFIG).is_file():
-        raise MegabatchError(
-            f"{folder} is a folder without {CONFIG}, so no run to resume; give the path of a TOML file"
-        )
-    return folder / CONFIG
-
-
 def recipe_text(config: Config) -> str:
     """Return the whole recipe as TOML: every key with a value, to run it again from the beginning.
 

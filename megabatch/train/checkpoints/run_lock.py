@@ -15,8 +15,8 @@ from typing import Any
 
 from megabatch.errors import MegabatchError
 from megabatch.train.checkpoints.metadata import first_difference
-from megabatch.train.checkpoints.paths import checkpoints_of, has_checkpoint
-from megabatch.train.checkpoints.run_folder import TRACKING, describe_start, recipe_of, recipe_text
+from megabatch.train.checkpoints.paths import checkpoints_of, has_checkpoint, holds_a_run, recipe_of
+from megabatch.train.checkpoints.run_folder import TRACKING, describe_start, recipe_text
 from megabatch.train.config import Config
 from megabatch.train.config.recipe import load_config
 from megabatch.train.model.optimizer import settings_of
@@ -80,7 +80,7 @@ def open_run_folder(folder: Path, config: Config, ranks: Ranks, console: Console
     def write() -> None:
         lock_run(folder)
         if is_new and has_checkpoint(folder):  # another process was faster
-            raise _holds_a_run(folder)
+            raise holds_a_run(folder)
         _check_can_start(folder, config, ranks.job)
         starts = read_starts(folder)
         if is_new and (starts or config.run.resume):
@@ -121,7 +121,7 @@ def _check_can_start(folder: Path, config: Config, job: Job) -> None:
     """
     if has_checkpoint(folder):
         if not config.run.resume:
-            raise _holds_a_run(folder)
+            raise holds_a_run(folder)
         read_starts(folder)
         read_rows(folder / METRICS)
         return
@@ -136,12 +136,6 @@ def _check_can_start(folder: Path, config: Config, job: Job) -> None:
                 "--run.resume=true, or choose another run.folder"
             )
         _check_same_recipe(folder, config, made)
-
-
-def _holds_a_run(folder: Path) -> MegabatchError:
-    return MegabatchError(
-        f"{folder} already holds a run; resume it with --run.resume=true, or choose another run.folder"
-    )
 
 
 def _check_no_lost_checkpoint(folder: Path) -> None:

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from megabatch.errors import MegabatchError
 from megabatch.train.callbacks.loggers import holds_the_end
-from megabatch.train.checkpoints.run_folder import recipe_of
+from megabatch.train.checkpoints.paths import recipe_of
 from megabatch.train.checkpoints.run_lock import resume_if_restarted
 from megabatch.train.cli.arguments import (
     ALONE,
@@ -27,8 +27,8 @@ from megabatch.train.cli.arguments import (
     read_arguments,
 )  # fmt: skip
 from megabatch.train.cli.front import answer
+from megabatch.train.cli.recipe_command import read_config
 from megabatch.train.config import Config
-from megabatch.train.config.recipe import load_config
 from megabatch.train.runtime.console import CRASHED, FAILED, drop_output
 from megabatch.train.runtime.exit import FailedError, exit_together, fail
 from megabatch.train.runtime.heartbeat import Heartbeat
@@ -80,29 +80,18 @@ def run_command(arguments: Sequence[str], met: Rendezvous) -> None:
 
 def run_recipe(name: str, arguments: Sequence[str], met: Rendezvous) -> None:
     """Read the recipe, and train with it, plan it or verify it."""
-    if not arguments or arguments[0].startswith("-"):
-        raise MegabatchError(f"no recipe; give the path of a TOML file first: megabatch {name} recipes/stdlib.toml")
-    recipe, overrides = Path(arguments[0]), list(arguments[1:])
-    if name == "train":
-        train(config_of(recipe, overrides), met)
-        return
-    recipe = recipe_of(recipe) if recipe.is_dir() else recipe
-    if name == "verify":
-        verify(load_config(recipe, overrides), met)
-    elif met.size > 1:
+    if name == "plan" and met.size > 1:
         raise MegabatchError(f"plan runs in one process and was started in {met.size}; say --world {met.size} instead")
+    config = read_config(name, arguments)
+    if name == "train":
+        train(config, met)
+    elif name == "verify":
+        verify(config, met)
     else:
         from megabatch.train.plan.table import plan_recipe
 
-        plan_recipe(recipe, overrides)
-
-
-def config_of(recipe: Path, overrides: list[str]) -> Config:
-    """Return the recipe's config; a run's folder stands for its own recipe, resumed."""
-    if not recipe.is_dir():
-        return load_config(recipe, overrides)
-    here = [f"--run.folder={recipe}", "--run.resume=true"]  # the folder may have been moved
-    return load_config(recipe_of(recipe), [*here, *overrides])
+        recipe = Path(arguments[0])
+        plan_recipe(recipe_of(recipe) if recipe.is_dir() else recipe, list(arguments[1:]))
 
 
 def train(config: Config, met: Rendezvous) -> None:

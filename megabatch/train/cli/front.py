@@ -1,4 +1,4 @@
-"""Commands that need no torch: help, `init`, `runs` and `completion`.
+"""What needs no torch: help, `init`, `runs`, `completion`, and the checks of a recipe before any other command.
 
 A module is imported here when its command is asked for: torch and transformers take seconds.
 """
@@ -8,12 +8,12 @@ import sys
 from collections.abc import Sequence
 
 from megabatch.errors import MegabatchError, in_one_line
-from megabatch.train.cli.arguments import COMMANDS, Completion, Init, Runs, overview, read_arguments
+from megabatch.train.cli.arguments import COMMANDS, WITH_RECIPE, Completion, Init, Runs, overview, read_arguments
 from megabatch.train.runtime.console import FAILED, INTERRUPTED, UNREAD, drop_output
 
 
 def run(arguments: Sequence[str]) -> int | None:
-    """Answer what needs no torch; return the exit status, or None where there is more to do.
+    """Answer what needs no torch, or refuse a wrong recipe; return the exit status, None where there is more to do.
 
     Under torchrun there is: ranks must meet, so that one of them speaks.
     """
@@ -21,6 +21,10 @@ def run(arguments: Sequence[str]) -> int | None:
         return None
     try:
         is_all = answer(arguments)
+        if not is_all and arguments and arguments[0] in WITH_RECIPE:
+            from megabatch.train.cli.recipe_command import read_config
+
+            read_config(arguments[0], arguments[1:])
         sys.stdout.flush()
     except MegabatchError as error:
         print(f"megabatch: {error}", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from megabatch.train.config.sections import (
     HELD_OUT,
+    OWN,
     AdviceConfig,
     CheckpointConfig,
     Config,
@@ -21,7 +22,7 @@ from megabatch.train.config.sections import (
 )
 
 __all__ = [
-    "HELD_OUT", "AdviceConfig", "CheckpointConfig", "Config", "DataConfig", "EvalConfig", "ExpertsConfig", "LossConfig",
-    "ModelConfig", "OptimConfig", "Options", "ParallelConfig", "RunConfig", "Section", "SourceConfig", "TrackingConfig",
-    "UpdateConfig",
+    "HELD_OUT", "OWN", "AdviceConfig", "CheckpointConfig", "Config", "DataConfig", "EvalConfig", "ExpertsConfig",
+    "LossConfig", "ModelConfig", "OptimConfig", "Options", "ParallelConfig", "RunConfig", "Section", "SourceConfig",
+    "TrackingConfig", "UpdateConfig",
 ]  # fmt: skip

@@ -1,6 +1,7 @@
 """Keys of a recipe, the types of their values, and the nearest key to an unknown one."""
 
 import difflib
+from collections.abc import Collection
 from types import UnionType
 from typing import Any, Union, cast, get_args, get_origin
 
@@ -8,9 +9,9 @@ from megabatch.errors import MegabatchError
 from megabatch.train.config import Config, Options, Section, SourceConfig
 
 NAMES_ELSEWHERE = {  # key -> what others call it
-    "update.micro_batch_size": "local_batch_size per_device_train_batch_size batch_size mbs "
-    "train_micro_batch_size_per_gpu",
+    "update.micro_batch_size": "local_batch_size per_device_train_batch_size mbs train_micro_batch_size_per_gpu",
     "update.global_batch_size": "train_batch_size total_batch_size global_bsz gbs",
+    "update.global_batch_size (samples of an update; update.micro_batch_size are those of a forward)": "batch_size",
     "update.max_norm": "max_grad_norm clip_grad gradient_clip_val",
     "update.max_microbatch_tokens": "max_tokens_per_gpu max_token_len_per_gpu",
     "optim.lr": "learning_rate",
@@ -85,19 +86,21 @@ def type_of(key: str) -> Any:
 
 
 def unknown_key(key: str, where: str) -> MegabatchError:
-    """Return the error for an unknown key, with the nearest key by its last part or by its spelling."""
-    name = key.rpartition(".")[2]
+    """Return the error for an unknown key, with the nearest one of its table, else of all."""
+    table, _, name = key.rpartition(".")
     if name in FOREIGN_KEYS:
         return MegabatchError(f"unknown key {key} {where}; {FOREIGN_KEYS[name]}")
-    known = list(known_keys())
-    table = key.rpartition(".")[0]
-    if len(key.split(".")) == 4 and is_named_sources(known_keys().get(".".join(key.split(".")[:2]))):
-        known = [f"{table}.{field}" for field in fields_of(SourceConfig)]
-    by_name = {dotted.rpartition(".")[2]: dotted for dotted in known}
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
-    near = near or [by_name[close] for close in difflib.get_close_matches(name, by_name, n=1, cutoff=0.6)]
-    near = near or difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-    return MegabatchError(f"unknown key {key} {where}; the nearest key is {near[0]}")
+    is_source = key.count(".") == 3 and is_named_sources(known_keys().get(table.rpartition(".")[0]))
+    section = SourceConfig if is_source else sections().get(table)
+    own = [] if section is None else list(section.model_fields)
+    others = {each.rpartition(".")[2]: each for each in known_keys()}
+    if (found := nearest(name, own)) is not None:
+        change = f"the nearest key is {table}.{found}"
+    elif (found := nearest(name, others)) is not None:
+        change = f"the nearest key is {others[found]}"
+    else:
+        change = f"[{table}] has {', '.join(own)}" if own else f"the sections are {', '.join(sections())}"
+    return MegabatchError(f"unknown key {key} {where}; {change}")
 
 
 def unknown_section(section: str, table: dict[str, Any], where: str) -> MegabatchError:
@@ -105,5 +108,14 @@ def unknown_section(section: str, table: dict[str, Any], where: str) -> Megabatc
     for key in table:
         if key in FOREIGN_KEYS:
             return unknown_key(f"{section}.{key}", where)
-    near = difflib.get_close_matches(section, sections(), n=1, cutoff=0.0)
-    return MegabatchError(f"unknown section [{section}] {where}; the nearest section is [{near[0]}]")
+    found = nearest(section, sections())
+    change = f"the sections are {', '.join(sections())}" if found is None else f"the nearest section is [{found}]"
+    return MegabatchError(f"unknown section [{section}] {where}; {change}")
+
+
+def nearest(name: str, known: Collection[str]) -> str | None:
+    """Return the name that is spelled most alike, else one that begins with the same four letters; None: neither."""
+    lower = {each.lower(): each for each in known}
+    close = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.6)
+    begun = [each for each in lower if each[:4] == name.lower()[:4]]
+    return lower[(close or begun)[0]] if close or begun else None

@@ -7,6 +7,7 @@ Every mistake is a `MegabatchError` of one line.
 import contextlib
 import io
 import tomllib
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any, cast, get_args
@@ -19,6 +20,7 @@ from megabatch.errors import MegabatchError
 from megabatch.train.config import Config
 from megabatch.train.config.batch_size import check_batch_size, read_schedule
 from megabatch.train.config.byte_sizes import read_bytes
+from megabatch.train.config.contradictions import check_config
 from megabatch.train.config.keys import (
     is_named_sources,
     is_options,
@@ -28,8 +30,11 @@ from megabatch.train.config.keys import (
     unknown_key,
     unknown_section,
 )
+from megabatch.train.config.recipe_paths import near
 
 Layer = dict[str, Any]
+
+PLAN_OPTIONS = ("world", "memory", "device", "bandwidth", "length", "chart"), ("json",)  # with a value, without
 
 EXPECTED = {  # where pydantic's own words do not say what to write
     "optim.betas": "it must be two numbers of at least 0 and below 1, 0.9,0.95 say",
@@ -50,7 +55,9 @@ def read_recipe(path: Path) -> Layer:
     try:
         layer = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise MegabatchError(f"no recipe {path}; give the path of a TOML file, recipes/stdlib.toml say") from None
+        raise MegabatchError(
+            f"no recipe {path}{near(path)}; give the path of a TOML file, or of a run's folder"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise MegabatchError(f"cannot read {path} ({error}); give the path of a TOML file") from None
     except tomllib.TOMLDecodeError as error:
@@ -109,9 +116,32 @@ def read_overrides(arguments: list[str]) -> Layer:
             raise MegabatchError(f"cannot read the argument {argument!r}; write --section.key=value")
         name, given, text = argument[2:].partition("=")
         if not given:
-            text = waiting.pop(0) if waiting and not waiting[0].startswith("--") else "true"
+            follows = bool(waiting) and not waiting[0].startswith("--")
+            if not follows and type_of(name.replace("-", "_")) not in (None, bool):
+                raise MegabatchError(f"{argument} has no value; write {argument}=VALUE")
+            text = waiting.pop(0) if follows else "true"
         set_override(layer, name if is_named(name) else name.replace("-", "_"), text)
     return layer
+
+
+def split_options(
+    arguments: Sequence[str], options: Collection[str], flags: Collection[str] = ()
+) -> tuple[list[tuple[str, str]], list[str]]:
+    """Return a command's own options with their values, flags with none, and overrides of keys as `--key=value`."""
+    values, overrides, rest = list[tuple[str, str]](), list[str](), list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        name, given, text = argument.removeprefix("--").partition("=")
+        follows = not given and bool(rest) and not rest[0].startswith("--")
+        if argument == f"--{name}" and name in flags:
+            values.append((name, ""))
+        elif argument.startswith("--") and name in options:
+            if not given and not follows:
+                raise MegabatchError(f"--{name} has no value; write --{name} VALUE")
+            values.append((name, text if given else rest.pop(0)))
+        else:
+            overrides.append(f"{argument}={rest.pop(0)}" if argument.startswith("--") and follows else argument)
+    return values, overrides
 
 
 def is_named(key: str) -> bool:
@@ -171,6 +201,7 @@ def load_config(path: Path, arguments: list[str]) -> Config:
     config = with_auto(check(merge(file, overrides), path, overrides))
     check_memory(config)
     check_batch_size(config)
+    check_config(config)
     given = [key for key in MODELS if getattr(config.model, key) is not None]
     if len(given) != 1:
         raise MegabatchError(

@@ -215,6 +215,7 @@ class OptimConfig(Section):
 
 
 HELD_OUT = "held-out"  # the name of the set that is taken off the training data
+OWN = "own"  # the set of what eval.function finds
 
 
 class EvalConfig(Section):

@@ -4,7 +4,6 @@ To add a kind of file, write a reader of rows and name it in `READERS`.
 """
 
 import csv
-import difflib
 import glob
 import gzip
 import io
@@ -19,6 +18,7 @@ from typing import IO, Any, Literal, cast
 
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.config import SourceConfig
+from megabatch.train.config.recipe_paths import near
 from megabatch.train.data.stdlib import stdlib_functions, stdlib_root
 
 Kind = Literal["stdlib", "jsonl", "csv", "parquet", "text", "documents", "saved", "hub"]
@@ -178,16 +178,6 @@ def kind_of(path: str, key: str) -> Kind:
 def ending_of(path: str) -> str:
     """Return the ending in small letters, without .gz after it."""
     return Path(path.lower().removesuffix(".gz")).suffix
-
-
-def near(path: Path) -> str:
-    """Return the name that comes nearest to a missing file's, as words."""
-    if glob.has_magic(str(path)):
-        return ""
-    if not path.parent.is_dir():
-        return f", and no folder {path.parent}"
-    found = difflib.get_close_matches(path.name, [each.name for each in path.parent.iterdir()], n=1)
-    return f" ({path.parent / found[0]} comes nearest)" if found else ""
 
 
 def saved_rows(folder: str, split: str, key: str) -> Iterable[Any]:

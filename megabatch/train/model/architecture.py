@@ -23,6 +23,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_
 
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.config import Config, ModelConfig
+from megabatch.train.config.recipe_paths import check_model_folder, check_tokenizer_folder
 from megabatch.train.model.wrap import dtype_of
 
 OWNED_KEYS = {  # of model.config, that the trainer sets
@@ -31,12 +32,7 @@ OWNED_KEYS = {  # of model.config, that the trainer sets
     "use_cache": "the trainer sets it (false while it trains): leave it out",
     "attn_implementation": "set model.attention",
 }
-WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-NUM_FILES_NAMED = 8
 BYTES, BYTES_CLASS = "bytes", "ByT5Tokenizer"
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer_config.json",
-)  # fmt: skip
 
 
 def architecture_of(config: ModelConfig) -> PreTrainedConfig:
@@ -70,7 +66,7 @@ def new_architecture(config: ModelConfig) -> PreTrainedConfig:
 
 def saved_architecture(name: str) -> PreTrainedConfig:
     """Return the config of a folder or a hub id."""
-    check_folder(name)
+    check_model_folder(name)
     try:
         found = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # what is in config.json, or the way to the hub
@@ -84,37 +80,6 @@ def saved_architecture(name: str) -> PreTrainedConfig:
             "model.lora and model.quantize for a base in four bits"
         )
     return found
-
-
-def check_folder(name: str) -> None:
-    """Raise where ``model.name`` is a folder that holds no model, or looks like one and is not there."""
-    folder = Path(name)
-    if not folder.is_dir():
-        if name.startswith((".", "/", "~")) or name.count("/") > 1:
-            raise MegabatchError(f"model.name is {name!r} and there is no such folder; name one that is, or a hub id")
-        return
-    if (folder / "checkpoints").is_dir():
-        raise MegabatchError(
-            f"model.name is {name!r}, a run of megabatch's; write its model into a folder with "
-            f"`megabatch export {name} --to FOLDER` and name that"
-        )
-    if not (folder / "config.json").exists():
-        raise MegabatchError(
-            f"model.name is {name!r}, a folder without config.json ({files_text(folder)}); "
-            "name a folder that save_pretrained has written"
-        )
-    if not any(True for pattern in WEIGHTS for _ in folder.glob(pattern)):
-        raise MegabatchError(
-            f"model.name is {name!r}, a folder without weights, model.safetensors say ({files_text(folder)}); "
-            "name one that has them, or write the keys of its config.json into model.config for fresh weights"
-        )
-
-
-def files_text(folder: Path) -> str:
-    """Describe the files in a folder."""
-    names = sorted(path.name for path in folder.iterdir())
-    more = f" and {len(names) - NUM_FILES_NAMED} more" if len(names) > NUM_FILES_NAMED else ""
-    return f"it has {', '.join(names[:NUM_FILES_NAMED])}{more}" if names else "it is empty"
 
 
 def check_sizes(architecture: PreTrainedConfig) -> None:
@@ -235,11 +200,8 @@ def load_tokenizer(config: ModelConfig) -> Any:
 
 def read_tokenizer(source: str, key: str) -> Any:
     """Return the tokenizer of a folder or a hub id, which the recipe gives as ``key``."""
-    if Path(source).is_dir() and not any((Path(source) / name).exists() for name in TOKENIZER_FILES):
-        raise MegabatchError(
-            f"{key} is {source!r}, a folder without tokenizer files (tokenizer.json, say); "
-            'set model.tokenizer to a folder or hub id that has one, or to "bytes"'
-        )
+    if Path(source).is_dir():
+        check_tokenizer_folder(source, key)
     try:
         with quiet():
             if is_bytes(Path(source)):  # of some families, AutoTokenizer insists on another class

@@ -8,8 +8,8 @@ from pathlib import Path
 from megabatch.errors import MegabatchError
 from megabatch.simulate import Device, device_named
 from megabatch.train.config.byte_sizes import read_bytes, read_rate
+from megabatch.train.config.recipe import PLAN_OPTIONS, split_options
 
-OPTIONS = ("world", "memory", "device", "bandwidth", "length", "chart")  # each takes a value
 DEFAULT_DEVICE = "a100-80g"
 
 
@@ -38,7 +38,8 @@ class PlanRequest:
 
 def read_request(arguments: Sequence[str]) -> PlanRequest:
     """Parse the arguments after the recipe. Raises `MegabatchError` for a value that cannot be."""
-    values, overrides, as_json = split_arguments(arguments)
+    pairs, overrides = split_options(arguments, *PLAN_OPTIONS)
+    values = dict(pairs)
     device = device_named(values.get("device", DEFAULT_DEVICE))
     if "bandwidth" in values:
         rate = read_rate("--bandwidth", values["bandwidth"])
@@ -49,7 +50,7 @@ def read_request(arguments: Sequence[str]) -> PlanRequest:
         device=device,
         memory_bytes=read_bytes("--memory", values["memory"]) if "memory" in values else device.memory_bytes,
         length_tokens=_read_count("length", values["length"], least=2) if "length" in values else None,
-        as_json=as_json,
+        as_json="json" in values,
         chart=_read_chart(values["chart"]) if "chart" in values else None,
         overrides=tuple(overrides),
     )
@@ -59,27 +60,6 @@ def read_request(arguments: Sequence[str]) -> PlanRequest:
             f"{device.overhead_bytes:,}; give more"
         )
     return request
-
-
-def split_arguments(arguments: Sequence[str]) -> tuple[dict[str, str], list[str], bool]:
-    """Return plan's own options, overrides of the recipe as ``--key=value``, and True if JSON is asked for."""
-    values: dict[str, str] = {}
-    overrides: list[str] = []
-    as_json, rest = False, list(arguments)
-    while rest:
-        argument = rest.pop(0)
-        name, given, text = argument.removeprefix("--").partition("=")
-        if argument == "--json":
-            as_json = True
-        elif argument.startswith("--") and name in OPTIONS:
-            if not given and (not rest or rest[0].startswith("--")):
-                raise MegabatchError(f"--{name} has no value; write --{name} VALUE")
-            values[name] = text if given else rest.pop(0)
-        elif argument.startswith("--") and not given and rest and not rest[0].startswith("--"):
-            overrides.append(f"{argument}={rest.pop(0)}")
-        else:
-            overrides.append(argument)
-    return values, overrides, as_json
 
 
 def _read_count(name: str, text: str, *, least: int = 1) -> int:

@@ -1,0 +1,45 @@
+"""A command with a recipe, before torch is imported: keys, types and paths are checked in under a second."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megabatch.errors import MegabatchError
+from megabatch.train.checkpoints.paths import has_checkpoint, holds_a_run, recipe_of
+from megabatch.train.config import Config, SourceConfig
+from megabatch.train.config.recipe import PLAN_OPTIONS, load_config, split_options
+from megabatch.train.config.recipe_paths import check_paths
+from megabatch.train.data.sources import KINDS, ending_of, place_of
+
+
+def read_config(name: str, arguments: Sequence[str]) -> Config:
+    """Return the recipe of a command with its overrides; a run's folder stands for its own recipe, resumed.
+
+    Raises `MegabatchError` for wrong keys, types and paths. `plan` looks at no data, and at no folder of a run.
+    """
+    if not arguments or arguments[0].startswith("-"):
+        raise MegabatchError(f"no recipe; give the path of a TOML file first: megabatch {name} recipe.toml")
+    recipe, overrides = Path(arguments[0]), list(arguments[1:])
+    if recipe.is_file() and ending_of(recipe.name) in KINDS:
+        raise MegabatchError(f"{recipe} is data, not a recipe; write a recipe for it: megabatch init --data {recipe}")
+    is_run = recipe.is_dir()
+    path = recipe_of(recipe) if is_run else recipe
+    if name == "plan":
+        return load_config(path, split_options(overrides, *PLAN_OPTIONS)[1])
+    resumed = [f"--run.folder={recipe}", "--run.resume=true"] if is_run else []  # the folder may have been moved
+    config = load_config(path, [*resumed, *overrides])
+    check_paths(config)
+    for key, source in named_sources(config).items():
+        place_of(source, key)
+    folder = Path(config.run.folder)
+    if name == "train" and not config.run.resume and has_checkpoint(folder):
+        raise holds_a_run(folder)
+    return config
+
+
+def named_sources(config: Config) -> dict[str, SourceConfig]:
+    """Return the places of text that a recipe names, by the key of their table."""
+    sets = {f"eval.sets.{name}": source for name, source in config.eval.sets.items()}
+    if config.data.function is not None:
+        return sets
+    mixture = {f"data.mixture.{name}": source for name, source in config.data.mixture.items()}
+    return {**(mixture or {"data": config.data}), **sets}
