@@ -40,6 +40,7 @@ path = "{data}"
 [update]
 global_batch_size = 8
 max_microbatch_tokens = 256
+tail = "step"
 
 [optim]
 lr = 1e-2

@@ -35,7 +35,7 @@ def recipe(folder: Path, **sections: dict[str, Any]) -> Config:
     given: dict[str, dict[str, Any]] = {
         "model": {"config": {"model_type": "gpt2"}},
         "data": {"cache": str(folder / "cache")},
-        "update": {"global_batch_size": 8, "micro_batch_size": 4},
+        "update": {"global_batch_size": 8, "micro_batch_size": 4, "tail": "step"},
         "eval": {"num_samples": 0},
         "run": {"folder": str(folder / "run")},
     }

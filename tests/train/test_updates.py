@@ -66,7 +66,7 @@ def config_of(kind: str, folder: Path, *, data: dict | None = None, update: dict
     return recipe(
         folder,
         data=data_of(kind, folder) | (data or {}),
-        update={"global_batch_size": 8, "micro_batch_size": 4} | (update or {}),
+        update={"global_batch_size": 8, "micro_batch_size": 4, "tail": "step"} | (update or {}),
         run={"folder": str(folder / "run"), "max_epochs": 2} | run,
         eval={"num_samples": 2},
     )

@@ -168,8 +168,9 @@ class UpdateConfig(Section):
     accumulate_dtype: Literal["float32"] | None = None
     """Add gradients in it where model.dtype is "bfloat16", in which a sum of many microbatches stops growing. None: in
     model.dtype."""
-    tail: Literal["step", "drop", "carry"] = "step"
-    """A last short update of an epoch: step it exactly, drop its samples, or fill it up from the next epoch."""
+    tail: Literal["step", "drop", "carry"] = "carry"
+    """The last samples of an epoch, too few for an update: fill it up from the next epoch, step it short, or drop them.
+    Every update but those of "step" has global_batch_size samples."""
     max_norm: Positive | None = 1.0
     """Clip the gradient to this norm; None: never."""
     on_nonfinite: Literal["raise", "skip_update", "skip_microbatch"] = "raise"

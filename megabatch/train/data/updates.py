@@ -475,5 +475,5 @@ def no_update(config: Config) -> str:
     return (
         f"run.max_epochs={config.run.max_epochs} passes over the data make no update of update.global_batch_size="
         f'{config.update.global_batch_size} with update.tail="{config.update.tail}"; '
-        'make it smaller, or set update.tail="step"'
+        'make it smaller, raise run.max_epochs, or set update.tail="step"'
     )
