@@ -80,7 +80,7 @@ def make_groups(num_samples: int, size: int) -> list[tuple[int, ...]]:
 
 
 class NotFiniteError(LossContractError):
-    """A gradient that is not finite, so that the trial has no result."""
+    """A gradient that is not finite, of a model that has diverged: the trial has no result."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,16 @@ class LossTrial:
 
         This compares gradients times counts, of small parameters, without dropout.
         """
+        try:
+            self._check_sums()
+        except NotFiniteError as error:
+            take, _ = self._microbatches()
+            for group in [] if self.one_row else make_groups(len(self.samples), self.size):
+                if self._count(together := take(group)) and self._gradient(together, 0).isfinite().all():
+                    raise LossContractError(f"{error}, and is finite for several samples together; {GIVE}") from None
+            raise
+
+    def _check_sums(self) -> None:
         indices = range(len(self.samples))
         take, is_drawn = self._microbatches()
         alone = [take((index,)) for index in indices]
@@ -165,7 +175,7 @@ class LossTrial:
             count = self._count(microbatch)
             expected, found = self._scaled_gradient(microbatch, count), self._gradient(microbatch, 0, total)
             error = _distance(found, expected) if count else 0.0
-            if error == float("inf"):
+            if error == float("inf") and not found.isfinite().all():
                 raise NotFiniteError(f"the gradient of the model's loss is not finite for {count:g} targets")
             if error > self.tolerance:
                 raise LossContractError(

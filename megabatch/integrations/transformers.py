@@ -20,6 +20,7 @@ from megabatch.errors import LossContractError, MegabatchError, PlanError, in_on
 from megabatch.integrations import mean_loss
 from megabatch.integrations.mean_loss import LossTrial, choose_samples
 from megabatch.integrations.object_snapshot import ObjectSnapshot, restore_after_trial
+from megabatch.integrations.rollouts import Rollouts, makes_rollouts
 from megabatch.integrations.update_metrics import UpdateMetrics, has_metrics
 from megabatch.losses.contract import JointLoss, LossFunction, LossHooks, loss_hooks
 from megabatch.losses.mean import mean
@@ -90,6 +91,7 @@ class MegabatchTrainer(Trainer):
         self._trial_samples: list[Any] = []  # of past trials
         self._update: Update | None = None
         self._update_metrics: UpdateMetrics | None = None  # of a trainer of TRL
+        self._rollouts: Rollouts | None = None  # of a trainer that generates
         self._was_stepped = False  # whether training_step below was called
         self._is_causal = self._shifts_labels()
 
@@ -102,7 +104,9 @@ class MegabatchTrainer(Trainer):
                 "out, or use GradientAccumulator"
             )
         owner = _defining_class(super().training_step)
-        if owner is not Trainer and not hasattr(self, "maybe_activation_offload_context"):
+        if makes_rollouts(owner):
+            self._rollouts = Rollouts(self, owner.__name__)
+        elif owner is not Trainer and not hasattr(self, "maybe_activation_offload_context"):
             raise PlanError(f"MegabatchTrainer cannot keep {owner.__name__}.training_step; train with {owner.__name__}")
         if getattr(self, "calculate_KL", False):  # 0 before the first step, so that no trial would tell
             raise PlanError(
@@ -123,6 +127,8 @@ class MegabatchTrainer(Trainer):
         They are the labels that are not -100, except the first of each row for a causal model. Without ``labels``,
         or with one floating-point label each, they are the rows.
         """
+        if self._rollouts is not None:
+            return self._rollouts.count(microbatch)
         return mean_loss.count_labels(microbatch, shifted=self._is_causal)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
@@ -180,13 +186,16 @@ class MegabatchTrainer(Trainer):
         model.train()
         if callable(getattr(self.optimizer, "train", None)):  # of a schedule-free one
             cast(Any, self.optimizer).train()
+        calls = self._calls()
         gradient = self._accumulator(model)
-        self._try_loss(model)
+        self._try_loss(model, calls)
         if self._update_metrics is not None:
             self._update_metrics.open_update()
         with self._offloading():
-            for batch in self._calls():
+            for batch in calls:
                 gradient.forward_backward(batch, cast(LossFunction, self._loss_fn))
+        if self._rollouts is not None:
+            self._rollouts.log_step_time()
         self._update = update = gradient.finalize(max_norm=self.args.max_grad_norm or None)
         if not update.finite:
             if isinstance(problem := update.problem(), LossContractError):
@@ -203,10 +212,10 @@ class MegabatchTrainer(Trainer):
                 "inputs in _prepare_inputs()"
             )
         self._was_stepped = False
-        if isinstance(inputs, list):
+        if isinstance(inputs, list) and self._rollouts is None:
             num_tokens = sum(map(self._length, cast(list[Any], inputs)))
             inputs = {self._input_name: torch.empty(num_tokens, device="meta")}
-        return super().floating_point_ops(inputs)
+        return super().floating_point_ops(cast(Any, inputs))
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Count tokens without padding, since the amount of padding depends on the microbatches."""
@@ -226,8 +235,7 @@ class MegabatchTrainer(Trainer):
 
     def _offloading(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context that the training_step of TRL's trainers opens, which ours replaces."""
-        is_replaced = _defining_class(super().training_step) is not Trainer
-        return cast(Any, self).maybe_activation_offload_context if is_replaced else contextlib.nullcontext()
+        return getattr(self, "maybe_activation_offload_context", None) or contextlib.nullcontext()
 
     @property
     def _is_collated(self) -> bool:
@@ -236,6 +244,8 @@ class MegabatchTrainer(Trainer):
 
     def _calls(self) -> list[Any]:
         """Return the update as batches for GradientAccumulator; a mapping is its own batch, as it is padded."""
+        if self._rollouts is not None:
+            return self._rollouts.take(self._batches)
         return self._batches if self._is_collated else [[sample for batch in self._batches for sample in batch]]
 
     def _accumulator(self, model: nn.Module) -> GradientAccumulator:
@@ -257,6 +267,8 @@ class MegabatchTrainer(Trainer):
 
     @property
     def _collate(self) -> Callable[[list[Any]], Microbatch]:
+        if self._rollouts is not None:
+            return self._rollouts.collate
         return self._get_collator_with_removed_columns(self.data_collator, "training")
 
     def _default_loss(self) -> LossFunction:
@@ -275,7 +287,10 @@ class MegabatchTrainer(Trainer):
                 around.enter_context(self._update_metrics.gathering(weight))
             elif is_counting is False:
                 around.callback(self._take_snapshot().put_back)
-            return self.compute_loss(cast(Any, model), mean_loss.copy_mapping(microbatch))
+            return self._compute_mean(model, mean_loss.copy_mapping(microbatch))
+
+    def _compute_mean(self, model: nn.Module, microbatch: Microbatch) -> Any:
+        return (self._rollouts.mean if self._rollouts else self.compute_loss)(cast(Any, model), microbatch)
 
     def _take_snapshot(self) -> ObjectSnapshot:
         """Snapshot what a loss may write to: the trainer and the objects it holds, except its data."""
@@ -287,7 +302,7 @@ class MegabatchTrainer(Trainer):
 
     def _with_hooks(self, loss_fn: LossFunction | JointLoss) -> LossFunction | JointLoss:
         """Wrap the loss in the user's ``compute_loss_context_manager`` and ``_prepare_inputs``, if overridden."""
-        prepares = self._overrides("_prepare_inputs", "_prepare_input")
+        prepares = self._rollouts is None and self._overrides("_prepare_inputs", "_prepare_input")
         surrounds = self._overrides("compute_loss_context_manager", "autocast_smart_context_manager")
         if not prepares and not surrounds:
             return loss_fn
@@ -311,7 +326,7 @@ class MegabatchTrainer(Trainer):
         cast(Any, hooked).weigh, cast(Any, hooked).prepare = own.weigh, prepare if prepares else own.prepare
         return hooked
 
-    def _try_loss(self, model: nn.Module) -> None:
+    def _try_loss(self, model: nn.Module, calls: list[Any]) -> None:
         """Check the loss on samples that differ; every rank tries the same ones.
 
         Raises:
@@ -321,11 +336,11 @@ class MegabatchTrainer(Trainer):
         number = self._num_updates
         if not self._checks_loss or self._given_loss is not None or number & (number - 1) or number > LAST_TRIED:
             return
-        samples, collate = self._choose_candidates()
+        samples, collate = self._choose_candidates(calls)
         samples = [*gather_object(samples), *self._trial_samples]
         if not samples:
             return
-        if self._is_collated:  # stacked as they are
+        if self._is_collated or self._rollouts:  # stacked as they are
             samples = [each for each in samples if _shapes(each) == _shapes(samples[0])]
         self._trial_samples = choose_samples(samples, self._length)
         problem = None
@@ -334,8 +349,8 @@ class MegabatchTrainer(Trainer):
             with restore_after_trial(unwrapped, self._take_snapshot()):
                 vars(self)["log"] = _ignore_log  # until attributes are put back
                 self._run_trial(unwrapped, self._trial_samples, collate)
-        except mean_loss.NotFiniteError as error:  # later on, such an update is not stepped
-            problem = str(error) if number == 1 else None
+        except mean_loss.NotFiniteError:  # the model has diverged: no update is stepped while its loss is not finite
+            pass
         except Exception as error:
             problem = (
                 str(error) if isinstance(error, MegabatchError) else f"the trial of the loss: {in_one_line(error)}"
@@ -344,10 +359,10 @@ class MegabatchTrainer(Trainer):
             if told is not None:
                 raise LossContractError(told)
 
-    def _choose_candidates(self) -> tuple[list[Any], Callable[[list[Any]], Microbatch]]:
+    def _choose_candidates(self, calls: list[Any]) -> tuple[list[Any], Callable[[list[Any]], Microbatch]]:
         """Return samples of the update, if possible such that two fit in one microbatch, and their collate function."""
         tokens = self._max_microbatch_tokens
-        samples = [sample for batch in self._calls()[:1] for sample in _rows(batch)]
+        samples = [sample for batch in calls[:1] for sample in _rows(batch)]
         if isinstance(tokens, int):
             fit = [each for each in samples if 2 * self._length(each) <= tokens]
             samples = fit if len(fit) > 1 else sorted(samples, key=self._length)[:2]
@@ -364,11 +379,12 @@ class MegabatchTrainer(Trainer):
 
         def mean(model: nn.Module, microbatch: Microbatch) -> Any:
             with self.compute_loss_context_manager():
-                return self.compute_loss(cast(Any, model), microbatch)
+                return self._compute_mean(model, microbatch)
 
         is_next_token = self._default_loss() is losses.next_token
         tried = LossTrial(
-            model, samples, collate, self._prepare_inputs, mean,
+            model, samples, collate, partial(Trainer._prepare_inputs, self) if self._rollouts else self._prepare_inputs,
+            mean,
             losses.count_targets if is_next_token else self.count_targets,
             size=size, one_row=size == 1 and tokens is None, tolerance=rounding,
         )  # fmt: skip
@@ -395,6 +411,8 @@ class MegabatchTrainer(Trainer):
         """Count the padded tokens that a sample adds to a microbatch; 1 if it has none and no token limit is set."""
         if self._given_length is not None:
             return int(self._given_length(sample))
+        if self._rollouts is not None:
+            return self._rollouts.length(sample)
         try:
             return len(sample[self._input_name])
         except (KeyError, TypeError, IndexError):

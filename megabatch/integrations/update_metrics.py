@@ -18,7 +18,7 @@ def has_metrics(trainer: Any) -> bool:
 class UpdateMetrics:
     """Makes the metrics that a TRL trainer logs those of whole updates, whatever their microbatches are.
 
-    The loss of such a trainer gathers sums, counts, rows or means over ranks, and appends quotients of them to
+    The loss of such a trainer gathers or adds sums, counts, rows or means over ranks, and appends quotients of them to
     ``trainer._metrics["train"]``. Here each gather returns what its line of code has gathered in all microbatches of
     the update so far, and what an earlier microbatch appended is dropped. The last microbatch then appends the metrics
     of the update. Means are weighed by the weight of their microbatch, and dummy microbatches add nothing.
@@ -45,18 +45,35 @@ class UpdateMetrics:
         metrics.update({name: list(values) for name, values in self._earlier.items()})
         self._trainer._total_train_tokens = self._num_tokens
 
-        def gather(values: Tensor, *_: Any, **__: Any) -> Tensor:
-            caller: Any = cast(Any, inspect.currentframe()).f_back
-            records = self._gathered.setdefault((caller.f_code, caller.f_lasti), [])
+        def add(values: Tensor) -> list[tuple[Tensor, float]]:
+            records = self._gathered.setdefault(_line_of(cast(Any, inspect.currentframe()).f_back.f_back), [])
             mine = [] if weight is None else [(values.detach().cpu(), weight)]
             records += cast(list[tuple[Tensor, float]], gather_object(mine))
-            return _join(records, values).to(values.device)
+            return records
+
+        def gather(values: Tensor, *_: Any, **__: Any) -> Tensor:
+            return _join(add(values), values).to(values.device)
+
+        def reduce(values: Tensor, reduction: str = "mean", scale: float = 1.0) -> Tensor:
+            if reduction != "sum":
+                return type(accelerator).reduce(accelerator, values, reduction, scale)
+            return sum((each for each, _ in add(values)), torch.zeros_like(values).cpu()).to(values.device) * scale
 
         accelerator.gather = accelerator.gather_for_metrics = gather
+        accelerator.reduce = reduce
         try:
             yield
         finally:
-            del accelerator.gather, accelerator.gather_for_metrics
+            del accelerator.gather, accelerator.gather_for_metrics, accelerator.reduce
+
+
+def _line_of(frame: Any) -> object:
+    """Return the line of code that gathers, with its callers in the same file: a helper gathers several metrics."""
+    found, file = [], frame.f_code.co_filename
+    while frame is not None and frame.f_code.co_filename == file:
+        found.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return tuple(found)
 
 
 class _Means(Tensor):

@@ -186,6 +186,12 @@ def not_a_number(model, inputs):
     return weighted(model, inputs) * float("nan")
 
 
+def standardized(model, inputs):
+    """NaN for a row alone, which has no spread."""
+    ranks = scores(model, inputs)[:, 0]
+    return F.mse_loss((ranks - ranks.mean()) / ranks.std(), inputs["labels"])
+
+
 @dataclass(frozen=True)
 class Case:
     """What a user trains, and the loss of an uncut update (None: it draws, and is not compared)."""
@@ -344,7 +350,8 @@ CASES: dict[str, Case] = {
     "noisy weights": Case(noisy_weighted),
     "unseeded": Case(unseeded, lambda: Tiny(1), lambda: samples(labels=NUMBERS)),
     "numpy rows": Case(numpy_rows),
-    "nan": Case(not_a_number),
+    "nan": Case(not_a_number, compared=False),
+    "nan alone": Case(standardized, lambda: Tiny(1), lambda: samples(labels=NUMBERS)),
     "count": Case(focal, members={"count_targets": lambda self, microbatch: 1}),
     "tensors": Case(focal, members={"get_train_dataloader": tensor_loader}),
     "reads inputs": Case(focal, members={"training_step": reads_inputs}),
@@ -392,7 +399,8 @@ def exactness(case: Case) -> dict[str, Any]:
         loss.backward()
         expected = {name: parameter.grad for name, parameter in model.named_parameters()}
         errors.append(oracle.whole_error(without_wrapper(found), expected) if case.compared else 0.0)
-    return {"errors": errors, "updates": -(-len(chosen) // size)}
+    is_dropped = all(each is None for found in recorder.gradients for each in found.values())
+    return {"errors": errors, "updates": -(-len(chosen) // size), "dropped": is_dropped}
 
 
 class Metered(MegabatchTrainer):
