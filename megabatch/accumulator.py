@@ -22,6 +22,7 @@ from megabatch.engine.call import (
     MicrobatchStep,
     PreparedBatch,
     agree_on_call,
+    agree_on_weights,
     iterate_steps,
     with_dummies,
 )
@@ -224,6 +225,60 @@ class GradientAccumulator:
                 self._planner = self._tuner.fitted(self._planner, batch, loss_fn, self._open)
             self.fit = self._planner.fit
 
+    def open(self, weights: Mapping[str, float] | float | None = None) -> None:
+        """Open an update of several calls, before the first. Gradients are then reduced once, in `finalize`.
+
+        Without ``weights``, the update has one differentiable term, and its divisor is corrected in `finalize`. With
+        them, each call's totals are divided by the weight of the update before their backward, and the update may have
+        any number of terms over any number of calls, each with its own divisor.
+
+        DDP (without a communication hook), FSDP2 and HSDP hold the reduction back under the policies "last" and
+        "replica_last". This costs the overlap with the last backward. FSDP2 keeps what "last" keeps until `finalize`.
+        Other wrappers, and "every", reduce as often as without `open`.
+
+        Args:
+            weights: The weight of this rank's samples in all calls: a mapping from each differentiable term to a
+                number, or a number for the only term. The sum over data ranks is the divisor, as with ``weigh``. A
+                rank without samples gives 0. `finalize` raises `LossContractError` if the calls return another sum;
+                on a device and without ``weigh``, ``update.finite`` is false instead.
+
+        Raises:
+            MegabatchError: An update is open.
+            LossContractError: A weight that is negative, not finite, or not a number.
+            PlanError: An optimizer that steps in backward, or terms that differ between ranks.
+        """
+        failure: MegabatchError | None = None
+        try:
+            self._check_can_open()
+            self._wrapper.check_unchanged()
+        except MegabatchError as error:
+            failure = error
+        with self._guarded():
+            told = agree_on_weights(self.ranks, weights, failure)
+        opened = self._begin()
+        opened.told, opened.is_held = told, True
+
+    def _check_can_open(self) -> None:
+        """Raise an error if no update can be opened."""
+        if self._running or self._is_lost:
+            self._refuse_to_add()
+        if self._open is not None:
+            raise MegabatchError("open() was called in an open update; call it before the first call, or finalize()")
+        if self._stepping is not None:
+            raise PlanError(
+                "open() is for an update of several calls, and the optimizer steps in the backward of the first; leave "
+                "open() or step_in_backward() out"
+            )
+
+    def _begin(self) -> OpenUpdate:
+        """Open an update before its first call, and drop the gradients of the one before."""
+        self._ownership.release()
+        drop_gradients(self._wrapper.parameters)
+        if self._wide.dtype is not None:
+            self._wide.begin()
+        self._open = OpenUpdate(self._wrapper)
+        return self._open
+
     def forward_backward(self, batch: Batch, loss_fn: LossFunction | JointLoss) -> dict[str, Term]:
         """Add the gradient of this rank's samples to the open update. Return this rank's sums of this call.
 
@@ -390,12 +445,7 @@ class GradientAccumulator:
         except MegabatchError as error:
             failure = failure or error
         request, agreement = agree_on_loop(wrapper, request, failure)
-        self._ownership.release()
-        drop_gradients(wrapper.parameters)
-        if self._wide.dtype is not None:
-            self._wide.begin()
-        self._open = OpenUpdate(wrapper)
-        self._loop = UserLoop(wrapper, self._ownership, self._open, sync, request, agreement)
+        self._loop = UserLoop(wrapper, self._ownership, self._begin(), sync, request, agreement)
 
     def _check_can_loop(self, index: int) -> None:
         """Raise an error if no update of `microbatch` can begin."""
@@ -447,6 +497,8 @@ class GradientAccumulator:
             if self._wide.dtype is not None:
                 self._wide.begin()
             self._open = OpenUpdate(wrapper, self._stepping)
+        if self._open.is_held:
+            wrapper.hold_reduction(prepared.plan.sync)
         plan = prepared.plan
         if agreement.num_microbatches > len(plan.microbatches):
             plan = with_dummies(plan, agreement.num_microbatches)
@@ -544,6 +596,8 @@ class GradientAccumulator:
             self._loop.check_complete()
         if self._stepping is not None:
             self._stepping.check_finalize(max_norm, weight)
+        if weight is not None and self._open.told:
+            raise PlanError(f"weight is {weight:.10g}, but open() was told the weight before; leave one of them out")
         opened, taken = self._open, None
         try:
             self._ownership.check()
@@ -571,6 +625,8 @@ class GradientAccumulator:
         parameters, groups = self._wrapper.parameters, self._wrapper.norm_groups
         if isinstance(factor, float) and factor == 0.0:
             drop_gradients(parameters)
+            if opened.is_held:
+                self._wrapper.discard()
             return replace(update, finite=torch.zeros_like(update.finite))
         self._wrapper.finish_update()
         if max_norm is not None and self._loop is not None and self._loop.loss_scale is not None:

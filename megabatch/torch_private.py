@@ -598,6 +598,14 @@ def drop_fsdp_gradients(modules: Sequence[Any]) -> None:
             parameter.grad = None
 
 
+@torch.no_grad()
+def reduce_fsdp_gradients(modules: Sequence[Any]) -> None:
+    """``_root_post_backward_final_callback``: reduce what the backwards before have left, as if one had ended."""
+    for module in modules:
+        if module._get_fsdp_state()._is_root:  # None before the first forward
+            module._get_fsdp_state()._root_post_backward_final_callback()
+
+
 @contextmanager
 def reducing_to(modules: Sequence[Any], dtype: torch.dtype | None) -> Generator[None]:
     """While it is open, FSDP2 hands over what it has reduced in ``dtype``, in place of ``_orig_dtype``."""

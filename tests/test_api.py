@@ -24,6 +24,7 @@ SIGNATURES = {
     GradientAccumulator.microbatches: "(self, batch, weigh=None)",
     GradientAccumulator.backward: "(self, total, weight=None)",
     GradientAccumulator.finalize: "(self, *, max_norm=None, weight=None)",
+    GradientAccumulator.open: "(self, weights=None)",
     GradientAccumulator.plan: "(self, batch)",
     GradientAccumulator.state_dict: "(self)",
     GradientAccumulator.load_state_dict: "(self, state)",

@@ -347,6 +347,37 @@ def agree_on_call(
     )
 
 
+def agree_on_weights(ranks: DataRanks, weights: object, failure: Exception | None) -> dict[str, float]:
+    """Return the sums over ranks of weights that were told before an update's first call. Empty if none were told.
+
+    This takes one message between hosts. ``failure`` is an error of this rank, which is raised on all ranks.
+    """
+    own: dict[str, float] = {}
+    try:
+        own = {} if weights is None else counted_weights(weights, "the weight told to open()")
+        if weights is not None and not 0 < len(own) <= MAX_WEIGHED_TERMS:
+            raise PlanError(f"open() was told {len(own)} weights; tell 1 to {MAX_WEIGHED_TERMS}, or leave weights out")
+    except Exception as error:  # the other ranks must know
+        failure = failure or error
+    names = zlib.crc32("\n".join(own).encode()) if own else 0
+    padded = [*own.values(), *[0.0] * MAX_WEIGHED_TERMS][:MAX_WEIGHED_TERMS]
+    rows = ranks.exchange_numbers([float(failure is not None), float(names), *padded])
+    if any(row[0] for row in rows):
+        raise first_failure(ranks, failure)
+    if len({row[1] for row in rows}) > 1:
+        raise PlanError(
+            "open() was told weights of other terms on other ranks; name the same everywhere and in one order, 0 where "
+            "a rank has none"
+        )
+    for data_rank in range(ranks.degree):
+        if any(row != rows[data_rank] for row in rows[data_rank :: ranks.degree]):
+            raise PlanError(
+                f"open() was told other weights on ranks along cp, tp or pp of data rank {data_rank}; tell each the "
+                "weights of the whole samples that they share"
+            )
+    return dict(zip(own, map(math.fsum, zip(*(row[2:] for row in rows[: ranks.degree]), strict=True)), strict=False))
+
+
 def _exchange_reports(
     wrapper: Wrapper, prepared: PreparedBatch | None, failure: Exception | None,
     remembered: Callable[[], Microbatch | None],

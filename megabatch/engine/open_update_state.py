@@ -37,6 +37,8 @@ def save_open_update(opened: OpenUpdate | None, wrapper: Wrapper) -> dict[str, A
     return {
         "ranks": wrapper.ranks.num_all,
         "update": opened.state_dict(),
+        "is_opened": opened.is_held,
+        "is_held": wrapper.is_held,
         # Local tensors: a DTensor in a state would need its mesh to be read.
         "gradients": {index: local(cast(Tensor, each.grad)).detach().clone() for index, each in having.items()},
         "layouts": {index: [list(each.shape), _axes(each)] for index, each in having.items()},
@@ -60,6 +62,14 @@ def restore_open_update(
     wrapper.check_unchanged()
     opened = OpenUpdate(wrapper, stepping)
     opened.load_state_dict(state["update"])
+    opened.is_held = state.get("is_opened", False)
+    if state.get("is_held", False):  # each rank has the gradient of its own samples
+        wrapper.hold_reduction("last")
+        if not wrapper.is_held:
+            raise PlanError(
+                f"the open update holds its reduction back, which the model with {wrapper.kind_name} cannot do; wrap "
+                "it as it was, or begin the update again"
+            )
     wide.begin()  # first, since it lets p.grad have another dtype than the parameter
     for index, parameter in enumerate(wrapper.parameters):
         kept = state["gradients"].get(str(index))

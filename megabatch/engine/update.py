@@ -55,6 +55,9 @@ class Update:
     num_tokens: int  # without padding
     num_microbatches: int  # of each rank
     reports: Tensor = field(repr=False)  # [ranks, 4 + terms]: each rank's report, see OpenUpdate._report
+    told: dict[str, tuple[float, Tensor]] = field(
+        default_factory=dict[str, tuple[float, Tensor]], repr=False
+    )  # by term: the weight that open() was told, and the one that the losses returned
 
     def __str__(self) -> str:
         """Format the update in one line. Wait for the device."""
@@ -93,6 +96,12 @@ class Update:
                 return weights_differ(where, counted, returned)
             if not all(map(math.isfinite, totals)):
                 return MegabatchError(f"the loss is not finite on {where}")
+        for name, (told, returned) in self.told.items():
+            if bool(_differs(returned, told)):
+                return LossContractError(
+                    f"open() was told the weight {told:.10g} of {name!r} and the calls of the update returned "
+                    f"{float(returned):.10g}, over all ranks; give every sample that was counted, and each once"
+                )
         for name, total in zip(self.terms, self.reports[:, 4:].sum(0).tolist(), strict=False):
             if self.reports.shape[1] > 5 and math.isinf(float(self.terms[name])):
                 return LossContractError(
@@ -106,6 +115,10 @@ class Update:
     def with_norm(self, norm: Tensor) -> "Update":
         """Return the update with the norm of its gradient."""
         return replace(self, grad_norm=norm, finite=self.finite & torch.isfinite(norm).to(self.finite.device))
+
+
+def _differs(returned: Tensor, told: float) -> Tensor:
+    return (returned - told).abs() > WEIGHT_TOLERANCE * told
 
 
 def weights_differ(where: str, counted: float, returned: float) -> LossContractError:
@@ -123,7 +136,9 @@ class OpenUpdate:
         self._ranks, self._wrapper, self.stepping = wrapper.ranks, wrapper, stepping
         self._device = wrapper.device
         self._dtype = accumulation_dtype(wrapper.device)
-        self._divisors: dict[str, float] = {}  # by weighed term, from the first call
+        self._divisors: dict[str, float] = {}  # by weighed term, told or of the first call
+        self.told: dict[str, float] = {}  # weights of the whole update that were told before its first call, by term
+        self.is_held = False  # the wrapper is to reduce once, at the end
         self._announced: list[dict[str, float]] = []  # weights over all ranks, one dict for each call
         self._all_announced = True
         self._differentiable: set[str] = set()  # names of the terms that have carried a gradient
@@ -152,12 +167,13 @@ class OpenUpdate:
         """Return the state between two calls, as numbers and strings. Wait for the device."""
         sums = {name: [float(term.total), float(term.weight)] for name, term in self._sums.items()}
         found = {"sums": sums, "differ": bool(self._differ), "differentiable": sorted(self._differentiable)}
-        return found | {name: copy.deepcopy(vars(self)[name]) for name in KEPT}
+        return found | {name: copy.deepcopy(vars(self)[name]) for name in KEPT} | {"told": self.told.copy()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state that the same rank has saved."""
         self._sums = {name: Term(self._scalar(total), weight) for name, (total, weight) in state["sums"].items()}
         self._differ, self._differentiable = state["differ"], set(state["differentiable"])
+        self.told = dict(state.get("told", {}))
         vars(self).update({name: copy.deepcopy(state[name]) for name in KEPT}, is_continued=True)
 
     def count_call(self, call: CallAgreement) -> None:
@@ -167,9 +183,10 @@ class OpenUpdate:
         self._num_calls += 1
         if self.stepping is not None:
             self.stepping.prepare_call(call, self._num_calls)
-        if self._num_calls == 1:  # with several terms this is the only call; a term without weight has no gradient
-            nothing = 1.0 if len(call.weights) < 2 else math.inf
-            self._divisors = {name: weight or nothing for name, weight in call.weights.items()}
+        if self._num_calls == 1:  # with several untold terms this is the only call
+            weights = self.told or call.weights
+            nothing = 1.0 if len(weights) < 2 else math.inf  # a term without weight has no gradient
+            self._divisors = {name: weight or nothing for name, weight in weights.items()}
         self._announced.append(dict(call.weights))  # separate by call: only some calls may name the term
         self._all_announced &= bool(call.weights)
         self.num_samples += call.num_samples
@@ -290,7 +307,7 @@ class OpenUpdate:
         """Return the scalar to differentiate: the sum of totals over their divisors, zero for a dummy microbatch."""
         names = differentiable(terms)
         self._differentiable |= set(names)
-        if len(self._differentiable) > 1 or not names or not step.announced.keys() <= {PAIR_NAME}:
+        if self.told or len(self._differentiable) > 1 or not names or not step.announced.keys() <= {PAIR_NAME}:
             self._check_terms(names, step)
         if any(terms[name].total.dtype == torch.float16 for name in names):
             refuse_float16((f"the total of {name!r}", terms[name].total.dtype) for name in names)
@@ -369,6 +386,9 @@ class OpenUpdate:
         agree = ~rows[:, 0].any() & (rows[:, 3] == rows[0, 3]).all()
         if num_own > 1:
             agree = agree & ~torch.isinf(quotients[:num_own]).any()  # a total without a weight
+        told = {name: (each, _returned(name, names, weights)) for name, each in self.told.items()}
+        for each, returned in told.values():
+            agree = agree & ~_differs(returned, each)
         whole = weights[0] if num_own else torch.zeros_like(loss)
         update = Update(
             loss=loss,
@@ -380,6 +400,7 @@ class OpenUpdate:
             num_tokens=self.num_tokens,
             num_microbatches=self.num_microbatches,
             reports=rows[:, : 4 + num_own],
+            told=told,
         )
         problem = update.problem() if self._device.type == "cpu" else None
         if problem is not None and (isinstance(problem, LossContractError) or bool((rows[:, 0] == TAKEN).any())):
@@ -389,7 +410,9 @@ class OpenUpdate:
     def _missing_factor(self, terms: list[str], whole: Tensor, weight: float | None) -> float | Tensor | None:
         if not terms:
             return 0.0
-        if len(terms) > 1:  # each total was divided by its own divisor, in the only call
+        if self.told:  # each total was divided by its own divisor
+            return None if any(self.told.values()) else 0.0
+        if len(terms) > 1:  # the same, in the only call
             return None if any(any(each.values()) for each in self._announced) else 0.0
         divisor = _of(self._divisors, terms[0]) or 1.0
         counted = [_of(each, terms[0]) for each in self._announced] if self._all_announced else [None]
@@ -406,9 +429,13 @@ class OpenUpdate:
                 "no total of the loss carries a gradient; compute one from the model's output, undetached"
             )
         several = sorted(self._differentiable)
+        if self.told:
+            self._check_told(names, several, step)
+            return
         if len(several) > 1 and self._num_calls > 1:
             raise LossContractError(
-                f"an update of several differentiable terms, {several}, is one forward_backward call"
+                f"an update of several differentiable terms, {several}, is one forward_backward call; for more, tell "
+                "the weight of each before the first: open(weights={name: weight})"
             )
         unweighed = [name for name in several if _of(step.announced, name) is None]
         if len(several) > 1 and (unweighed or len(step.announced) < len(several)):
@@ -418,6 +445,18 @@ class OpenUpdate:
             )
         if unweighed and step.announced:
             raise LossContractError(f"weigh names {sorted(step.announced)} but the differentiable term is {names[0]!r}")
+
+    def _check_told(self, names: list[str], several: list[str], step: MicrobatchStep) -> None:
+        """Raise unless each term of an update has a weight of its own among those that were told."""
+        untold = [name for name in several if _of(self.told, name) is None]
+        if untold or len(self.told) < len(several):
+            raise LossContractError(
+                f"open() was told the weights of {sorted(self.told)} and the differentiable terms are {several}; tell "
+                "open(weights=) one for each, by its name"
+            )
+        unweighed = [name for name in names if _of(step.announced, name) is None]
+        if step.announced and (unweighed or len(step.announced) < len(names)):
+            raise LossContractError(f"weigh names {sorted(step.announced)} but the differentiable terms are {names}")
 
     def _report(self, names: list[str], rest: str) -> Tensor:
         """Return [weights differ, counted, returned, hash of names and rest; totals of terms; their weights; zeros]."""
@@ -455,3 +494,10 @@ def add_terms(sums: dict[str, Term], terms: Mapping[str, Term]) -> None:
 def _of(weights: Mapping[str, float], name: str) -> float | None:
     """Return the weight of a term. A weight without a name belongs to the only differentiable term."""
     return weights.get(name, weights.get(PAIR_NAME) if len(weights) == 1 else None)
+
+
+def _returned(name: str, names: list[str], weights: Tensor) -> Tensor:
+    """Return the weight of a term, 0 if there is none. A weight without a name belongs to the only term."""
+    if name == PAIR_NAME and name not in names and names:
+        name = names[0]
+    return weights[names.index(name)] if name in names else weights.new_zeros(())

@@ -214,12 +214,12 @@ def differentiable(terms: Mapping[str, Term]) -> list[str]:
     return [name for name, term in terms.items() if term.total.requires_grad]
 
 
-def counted_weights(weight: Any) -> dict[str, float]:
+def counted_weights(weight: Any, source: str = "what weigh counts") -> dict[str, float]:
     """Return the result of ``weigh`` for one microbatch as numbers by term name."""
     if isinstance(weight, Mapping):
         named = cast(Mapping[str, Any], weight)
-        return {str(name): _as_number(f"what weigh counts for term {name!r}", value) for name, value in named.items()}
-    return {PAIR_NAME: _as_number("what weigh counts", weight)}
+        return {str(name): _as_number(f"{source} for term {name!r}", value) for name, value in named.items()}
+    return {PAIR_NAME: _as_number(source, weight)}
 
 
 def _as_number(source: str, weight: Any) -> float:

@@ -310,6 +310,7 @@ class PipelineWrapper(MultiModelWrapper):
     is_pipeline = True
     kind_name = "a pipeline"
     one_shape = True
+    may_pause = False  # a schedule created inside an update drops FSDP2's sums
 
     def __init__(self, pipeline: Pipeline, wrappers: Sequence[Wrapper]) -> None:
         super().__init__(wrappers, frozen=())
@@ -319,7 +320,6 @@ class PipelineWrapper(MultiModelWrapper):
         self.stage_ranks = pipeline.stage_ranks
         self.norm_groups = list(self.stage_ranks.pipeline_groups)
         self.pipeline = pipeline
-        self.may_pause = False  # a schedule created inside an update drops FSDP2's sums
 
     def accumulate_in(self, wide: WideGradients) -> None:
         if wide.widens:
@@ -334,6 +334,9 @@ class PipelineWrapper(MultiModelWrapper):
                 f"sync is {policy!r}, but a pipeline reduces once per call, after its last microbatch; leave sync out"
             )
         return "last", "the schedule of a pipeline runs the microbatches together, and reduces once after the last"
+
+    def hold_reduction(self, policy: str) -> None:
+        """Do nothing: the schedule of each call reduces at its end."""
 
     @contextlib.contextmanager
     def microbatch(self, policy: str, *, last: bool) -> Generator[None]:

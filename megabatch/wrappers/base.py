@@ -64,6 +64,7 @@ class Wrapper:
     replaces_gradients = False  # the wrapper itself sets ``p.grad`` to other views
     shows_gathered = False  # the modules show other parameters for now, gathered from the shards
     may_pause = True  # between two calls, the whole gradient of an open update is in ``p.grad``
+    is_held = False  # the reduction of the open update waits for `finish_update`, see `hold_reduction`
     accumulating = property(attrgetter("parameters"), doc="The parameters whose ``grad`` autograd adds to.")
     is_counting: bool | None = None  # the microbatch that runs: False for a dummy microbatch
 
@@ -131,6 +132,16 @@ class Wrapper:
         Raises `MegabatchError` after the last backward of a call that left a gradient unreduced.
         """
         yield
+
+    def hold_reduction(self, policy: str) -> None:
+        """Reduce the open update once in `finish_update`, however many calls it has. `discard` takes this back.
+
+        Call this before each call. A wrapper or a policy that cannot hold a reduction back does nothing: it then
+        reduces as often as without, to the same gradient.
+        """
+
+    def reshard(self) -> None:
+        """Free parameters that a forward without a backward has left gathered."""
 
     def finish_update(self) -> None:
         """Sum the gradients over ranks, after the last call of an update."""

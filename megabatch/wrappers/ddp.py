@@ -98,7 +98,7 @@ class DDPWrapper(Wrapper):
     @contextlib.contextmanager
     def microbatch(self, policy: str, *, last: bool) -> Generator[None]:
         self._is_reducing = self._is_preparing = False
-        if self._is_local:
+        if self._is_local or (self.is_held and not self._first_of_static_graph):
             with self.ddp.no_sync():
                 yield
             return
@@ -133,10 +133,27 @@ class DDPWrapper(Wrapper):
                 )
             ) from None
 
+    def hold_reduction(self, policy: str) -> None:
+        """Keep gradients on their rank, undivided, unless a communication hook is to see them."""
+        # If the first microbatch of a static graph is averaged, the sum of equal averages is still the sum.
+        if policy == "last" and not self._hooks and not self._is_local:
+            self.is_held, self.loss_factor = True, 1.0
+
     def finish_update(self) -> None:
-        """Sum the gradients if they are wider than DDP's buckets. Otherwise DDP has reduced them already."""
-        if self._is_local:
+        """Sum the gradients that DDP has not reduced, being wider than its buckets or held back."""
+        if self._is_local or self.is_held:
             super().finish_update()
+        if self.is_held and self.ddp.broadcast_buffers:  # DDP does so before each forward that it reduces after
+            for buffer in self.ddp.module.buffers():
+                dist.broadcast(buffer.detach(), group=self.ddp.process_group, group_src=0)
+        self._release()
+
+    def discard(self) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        if self.is_held:
+            self.is_held, self.loss_factor = False, float(self.ranks.num_weighing)
 
 
 @contextlib.contextmanager

@@ -74,10 +74,13 @@ class FSDP1Wrapper(Wrapper):
         """FSDP1 has reduced."""
         self.collective_order.reset()
 
-    def check_unchanged(self) -> None:
+    def reshard(self) -> None:
         for state in self._states:
             if is_gathered(state):
-                reshard_flat(state)  # an evaluation's forward leaves other parameters to be seen
+                reshard_flat(state)
+
+    def check_unchanged(self) -> None:
+        self.reshard()  # an evaluation's forward leaves other parameters to be seen
         super().check_unchanged()
 
     def discard(self) -> None:

@@ -15,6 +15,7 @@ from megabatch.torch_private import (
     drop_fsdp_gradients,
     noting_collectives,
     param_groups,
+    reduce_fsdp_gradients,
     reducing_to,
     unsharded_parameters,
 )
@@ -87,22 +88,43 @@ class FSDP2Wrapper(Wrapper):
 
     @contextlib.contextmanager
     def microbatch(self, policy: str, *, last: bool) -> Generator[None]:
+        last = last and not self.is_held
         self._set(reduce=last or policy != "last", all_reduce=last or policy == "every", last=last)
         try:
-            # Where gradients are added wide, FSDP2 is not to round what it has reduced before it is added.
-            wide = reducing_to(self._modules, self._wide.dtype) if self._wide.widens else contextlib.nullcontext()
-            with wide, noting_collectives(self._groups, self.note_collective):
+            with self._reducing_wide(), noting_collectives(self._groups, self.note_collective):
                 yield
         finally:
             self._set(reduce=True, all_reduce=True, last=True)
 
+    @property
+    def may_pause(self) -> bool:
+        return not self.is_held  # else gradients are with the unsharded parameters, or partly reduced
+
+    def hold_reduction(self, policy: str) -> None:
+        """Keep unsharded gradients, or the sums over a shard's ranks, until `finish_update`."""
+        self.is_held = policy != "every"
+
+    def reshard(self) -> None:
+        for module in self._modules:
+            module.reshard()
+
     def finish_update(self) -> None:
-        """FSDP2 has reduced."""
+        """Reduce what was held back. Otherwise FSDP2 has reduced already."""
         self.collective_order.reset()
+        if self.is_held:
+            self.is_held = False
+            self._set(reduce=True, all_reduce=True, last=True)
+            with self._reducing_wide():
+                reduce_fsdp_gradients(self._modules)
 
     def discard(self) -> None:
+        self.is_held = False
         self.collective_order.reset()
         drop_fsdp_gradients(self._modules)
+
+    def _reducing_wide(self) -> contextlib.AbstractContextManager[None]:
+        """Where gradients are added wide, FSDP2 is not to round what it has reduced before it is added."""
+        return reducing_to(self._modules, self._wide.dtype) if self._wide.widens else contextlib.nullcontext()
 
     def _set(self, *, reduce: bool, all_reduce: bool, last: bool) -> None:
         for module in self._modules:

@@ -32,7 +32,6 @@ class MultiModelWrapper(Wrapper):
         self.wrappers, self._frozen = list(wrappers), frozen
         self.replaces_gradients = any(each.replaces_gradients for each in wrappers)
         self.forwards_meet = any(each.forwards_meet for each in wrappers)
-        self.may_pause = all(each.may_pause for each in wrappers)
         self.models = [*(model for wrapper in wrappers for model in wrapper.models), *frozen]
         self._ddps = [each.ddp for each in wrappers if isinstance(each, DDPWrapper)]
         self.collective_order, self.index = CollectiveOrder(), 0
@@ -42,7 +41,7 @@ class MultiModelWrapper(Wrapper):
     def accumulate_in(self, wide: WideGradients) -> None:
         for wrapper in self.wrappers:
             wrapper.accumulate_in(wide)
-        self.loss_factor = self.wrappers[0].loss_factor
+        self._follow()
 
     def check_unchanged(self) -> None:
         for wrapper in self.wrappers:
@@ -53,6 +52,10 @@ class MultiModelWrapper(Wrapper):
     @property
     def accumulating(self) -> Sequence[nn.Parameter]:
         return [parameter for wrapper in self.wrappers for parameter in wrapper.accumulating]
+
+    @property
+    def may_pause(self) -> bool:
+        return all(wrapper.may_pause for wrapper in self.wrappers)
 
     @property
     def is_microbatch_local(self) -> bool:
@@ -75,15 +78,31 @@ class MultiModelWrapper(Wrapper):
                 stack.enter_context(noting_launches(self._ddps, self.note_collective))
             yield
 
+    def hold_reduction(self, policy: str) -> None:
+        for wrapper in self.wrappers:
+            wrapper.hold_reduction(policy)
+        self._follow()
+
+    def reshard(self) -> None:
+        for wrapper in self.wrappers:
+            wrapper.reshard()
+
     def finish_update(self) -> None:
         self.collective_order.reset()
         for wrapper in self.wrappers:
             wrapper.finish_update()
+        self._follow()
 
     def discard(self) -> None:
         self.collective_order.reset()
         for wrapper in self.wrappers:
             wrapper.discard()
+        self._follow()
+
+    def _follow(self) -> None:
+        """Take over what the models' wrappers have changed."""
+        self.loss_factor = self.wrappers[0].loss_factor
+        self.is_held = any(each.is_held for each in self.wrappers)
 
 
 def _kind(wrapper: Wrapper) -> object:

@@ -73,6 +73,21 @@ def of_megabatch(name: str) -> dict[str, int]:
     return _counted(update, int(calls))
 
 
+def of_opened(name: str) -> dict[str, int]:
+    """The job "opened:wrapper:sync:microbatches:calls": the same of an update that `open` begins."""
+    _, wrapper, sync, microbatches, calls = name.split(":")
+    _, gradient = accumulator(wrapper, sync)
+    many, several = int(microbatches), int(calls)
+
+    def update() -> None:
+        gradient.open(weights=ROWS * many * several)
+        for _ in range(several):
+            gradient.forward_backward(batch(ROWS * many), squares)
+        gradient.finalize()
+
+    return _counted(update)
+
+
 def of_pytorch(name: str) -> dict[str, int]:
     """The job "pytorch:wrapper": one microbatch of a loop without megabatch."""
     model = wrapped(name.split(":")[1])
@@ -159,7 +174,14 @@ def of_snippet(name: str) -> None:
     exec(document.snippets(document.PAGE.read_text())[int(name.split(":")[1])], {})
 
 
-JOBS = {"pytorch": of_pytorch, "model": of_model, "held": of_held, "order": order_of_ddp, "snippet": of_snippet}
+JOBS = {
+    "opened": of_opened,
+    "pytorch": of_pytorch,
+    "model": of_model,
+    "held": of_held,
+    "order": order_of_ddp,
+    "snippet": of_snippet,
+}
 
 
 def run_job(name: str) -> Any:

@@ -21,6 +21,13 @@ of_every_cell = pytest.mark.parametrize(
 of_every_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
 
 
+HELD = ((2, "plain"), (2, "ddp"), (2, "ddp-find-unused"), (2, "replicate"), (2, "fsdp2"), (4, "hsdp"), (2, "fsdp1"))
+
+
+def _opened(wrapper: str, calls: int) -> str:
+    return f"opened:{wrapper}:{'replica_last' if wrapper == 'hsdp' else 'last'}:2:{calls}"
+
+
 def _jobs(world: int) -> list[str]:
     """Every job that is asked for on so many ranks."""
     policies = [policy for policy, its in CELLS if its == world]
@@ -29,6 +36,7 @@ def _jobs(world: int) -> list[str]:
     jobs += [f"{wrapper}:{sync}:{microbatches}:{calls}" for microbatches, calls in SHAPES
              for wrapper, sync in {(policy.wrapper, policy.sync): None for policy in policies}]  # fmt: skip
     jobs += [f"{wrapper}:auto:3:2" for wrapper in wrappers]
+    jobs += [_opened(wrapper, calls) for its, wrapper in HELD if its == world for calls in (1, 3)]
     jobs += [f"held:{policy.wrapper}:{policy.sync}" for policy in policies]
     return [*jobs, *(["pytorch:tp", "pytorch:tp-sp"] if world == 4 else []), *(["order:ddp"] if world == 2 else [])]
 
@@ -79,6 +87,26 @@ def test_one_message_per_call_and_one_per_update(found, policy: Policy, world: i
     model = found(f"model:{policy.wrapper}", world)
     assert counts["message"] == messages(policy.wrapper, model["axes"], model["data_axes"], shape[1])
     assert counts["message_bytes"] < 1024 * world * counts["message"]
+
+
+@pytest.mark.parametrize(("world", "wrapper"), HELD)
+def test_an_opened_update_is_reduced_once_however_many_calls(found, world: int, wrapper: str) -> None:
+    one, three = (found(_opened(wrapper, calls), world) for calls in (1, 3))
+    model, microbatches = found(f"model:{wrapper}", world), 6
+    of_gradients = "reduce_scatter" if wrapper == "fsdp2" else "all_reduce"
+    groups, tensors = model["G"], model["T"]
+    reductions = {"plain": tensors, "ddp": tensors, "ddp-find-unused": tensors, "fsdp1": 0}.get(wrapper, groups)
+    size = model["P"] // model["S"] if wrapper == "hsdp" else model["P"]
+    if wrapper == "fsdp1":  # it cannot hold a reduction back
+        assert three["reduce_scatter"] == 3 * one["reduce_scatter"]
+        return
+    for counts in (one, three):
+        assert (counts[of_gradients], counts[f"{of_gradients}_bytes"]) == (reductions, size)
+        assert counts.get("broadcast", 0) <= 1
+    if wrapper == "hsdp":  # its shards are summed with each microbatch, and with none when replicas are
+        assert three["reduce_scatter"] == (microbatches + 1) * groups
+    messages = [counts["message"] for counts in (one, three)]
+    assert messages[1] - messages[0] == 2 * model["axes"], "one message per call"
 
 
 @pytest.mark.parametrize("wrapper", full_unless(AUTO, lambda _, wrapper: WORLDS[wrapper] == 2))

@@ -56,6 +56,9 @@ CASES: dict[str, Callable[[int], list[Update]]] = {
     "calls-none-first": lambda world: [[*_all([0, 0], world), *_all([1, 6, 2], world), *_all([5], world)]],
     "calls-none-between": lambda world: [[*_all([8, 1], world), *_all([0], world), *_all([2, 3, 7], world)]],
     "calls-empty-ranks": lambda world: [[[[], *[[4, 2]] * (world - 1)], *_last([3, 9, 1], [], world)]],
+    "calls-five": lambda world: [
+        [*_all([2, 1], world), *_all([3], world), *_all([1, 1, 2], world), *_all([0, 4], world), *_all([5], world)]
+    ],
     "calls-updates": lambda world: [[*_all([2, 3], world), *_all([7], world)] for _ in range(2)],
     "updates": lambda world: [_all([1, 9, 4], world), _all([8], world), _all([2, 2, 30, 1], world)],
     "one-microbatch": lambda world: [_all([6], world)],
@@ -78,12 +81,13 @@ def updates(case: str, world: int, power_of_two: bool) -> list[Update]:
 
 
 def _filled(update: Update) -> Update:
-    """One call or two have targets: a power of two of them, and three times as many in the second."""
+    """Calls with targets have a power of two of them, then three times as many, then as many as all before."""
     goal = 2 ** math.ceil(math.log2(max([2, *map(_targets, update)])))
     filled: Update = []
     for call in update:
         filled.append(_raised(call, goal) if _targets(call) else call)
-        goal *= 3 if _targets(call) else 1
+        so_far = sum(map(_targets, filled))
+        goal = 3 * so_far if so_far == goal else max(goal, so_far)
     return filled
 
 

@@ -18,6 +18,10 @@ from tests.exact.wrappers import WRAPPERS, Wrapper
 
 MAIN = ("plain", "ddp", "fsdp2")  # run with everything; the other wrappers with less
 OTHERS = tuple(name for name in WRAPPERS if name not in MAIN)
+HOLDING = (  # others that hold a reduction back, or that are built of such
+    "ddp-find-unused", "ddp-static-graph", "ddp-bucket-view", "hsdp", "replicate", "several-ddp", "several-fsdp2",
+    "fsdp2-tp-sp",
+)  # fmt: skip
 WORLDS = (1, 2, 3, 4)
 ALL_WORLDS = (*WORLDS, 8)
 SYNCS = ("auto", "last", "every")  # those of every wrapper
@@ -25,6 +29,7 @@ BOUNDS = ("one-sample", "two-samples", "three-samples", "all-samples", "tokens")
 KINDS = ("mapping", "list", "images", "image-mapping")
 LOSSES = ("weigh", "late", "mixed", "given", "terms", "metric", "metric-late")
 WAYS = ("forward_backward", "open")
+OPENED = ("told", "untold")  # updates that GradientAccumulator.open() begins, with the weights of all calls or without
 CLIPS = ("no-clip", "loose", "tight")
 PRECISIONS = ("float64", "float32")
 
@@ -64,7 +69,7 @@ class Cell:
     def averages(self) -> bool:
         """A wrapper averages over three ranks more than once: DDP with each microbatch, or in each of several calls."""
         when = WRAPPERS[self.wrapper].averages
-        several_times = self.sync == "every" or self.case in SEVERAL_CALLS
+        several_times = self.sync == "every" or (self.case in SEVERAL_CALLS and self.way not in OPENED)
         return self.data_degree == 3 and (when == "always" or (when == "once" and several_times))
 
     @property
@@ -91,7 +96,11 @@ def valid(row: dict[str, Any]) -> bool:
     wrappers = [row["wrapper"]] if "wrapper" in row else WRAPPERS
     if not any(_can_be_wrapped(WRAPPERS[wrapper], row) for wrapper in wrappers):
         return False
-    if case in SEVERAL_CALLS and loss == "terms":  # each term would have a factor of its own
+    if loss == "terms-late" and way not in (None, "told"):  # nothing would say the weights
+        return False
+    if case in SEVERAL_CALLS and loss == "terms" and way != "told":  # each term would have a factor of its own
+        return False
+    if way == "told" and loss == "given":  # two divisors
         return False
     if way == "open" and loss not in (None, "weigh", "late", "given"):  # it takes one total and one weight
         return False
@@ -126,6 +135,12 @@ def _one(evidence: str, case: str, **changed: tuple[Any, ...]) -> dict[str, tupl
     )  # fmt: skip
 
 
+def _opened(evidence: str, **changed: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
+    """Updates of one call, of two and of five, opened before."""
+    cases = ("C1", "calls", "calls-empty-ranks", "calls-five")
+    return _axes((evidence,), case=cases, kind=("list",), bound=("two-samples",), way=OPENED) | changed
+
+
 OTHER: dict[str, tuple[Any, ...]] = {"wrapper": OTHERS, "world": ALL_WORLDS, "kind": KINDS[:2]}
 TABLES: dict[str, dict[str, tuple[Any, ...]]] = {
     "bits": _axes(("bits",), clip=("no-clip", "loose")),
@@ -135,6 +150,14 @@ TABLES: dict[str, dict[str, tuple[Any, ...]]] = {
     "other language": _axes(
         PRECISIONS, **OTHER, sync=ALL_SYNCS[1:], case=FEW_CASES,
         loss=("weigh", "late", "terms", "metric"),
+    ),
+    "opened": _opened(
+        "bits", wrapper=(*MAIN, *HOLDING), sync=ALL_SYNCS[1:],
+        loss=("weigh", "late", "terms", "terms-late"), clip=("no-clip",),
+    ),
+    "opened language": _opened(
+        "float64", wrapper=(*MAIN, "hsdp"), sync=("last", "replica_last"), loss=("weigh", "late", "terms-late"),
+        clip=("no-clip", "tight"),
     ),
     "refused": _one("refused", "C1", wrapper=tuple(WRAPPERS), world=ALL_WORLDS, sync=ALL_SYNCS),
 }  # fmt: skip

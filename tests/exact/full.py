@@ -3,6 +3,7 @@
 bits            plain, DDP and FSDP2: every world size x sync x case x loss; the other axes are drawn, with a fixed seed
 language        plain, DDP and FSDP2: every precision x world size x sync x case; the other axes are drawn
 other bits      the other wrappers: every world size x sync x case; the other axes are drawn
+opened          every cell; of float64 the other axes are drawn
 other language  the other wrappers: every precision x world size x sync x case of a few; the other axes are drawn
 odd, refused    every cell
 """
@@ -54,7 +55,7 @@ VERSIONS = {
 }  # fmt: skip
 ALWAYS = ("evidence", "wrapper", "world", "sync", "case")
 CROSSED = {name: tuple(axes) if name in WHOLE else ALWAYS for name, axes in TABLES.items()}
-CROSSED |= {"bits": (*ALWAYS, "loss")}
+CROSSED |= {"bits": (*ALWAYS, "loss"), "opened": (*ALWAYS, "loss", "way"), "opened language": (*ALWAYS, "loss", "way")}
 
 
 def cells() -> list[Cell]:

@@ -74,7 +74,8 @@ def language_sums(model: nn.Module, batch: Batch) -> dict[str, tuple[Tensor, Ten
 
 NAMES = {
     "weigh": ("loss",), "late": ("loss",), "mixed": ("loss",), "given": ("loss",), "library": ("loss",),
-    "terms": ("loss", "positive"), "metric": ("loss", "above"), "metric-late": ("loss", "above"),
+    "terms": ("loss", "positive"), "terms-late": ("loss", "positive"),
+    "metric": ("loss", "above"), "metric-late": ("loss", "above"),
 }  # fmt: skip
 
 

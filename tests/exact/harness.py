@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megabatch import GradientAccumulator, MegabatchError, Update, losses
 from megabatch import loss as counted_from_data
 from tests.exact import cases, functions, models, oracle
-from tests.exact.cells import Cell
+from tests.exact.cells import OPENED, Cell
 from tests.exact.wrappers import WRAPPERS, Tensors, Wrapped, full, is_part_of_a_sum, mesh_of, parameters_of, whole, wrap
 
 GIVEN_DIVISOR = 128.0
@@ -137,7 +137,7 @@ class CellRun:
 
         if name in ("late", "given"):
             return pair
-        if name == "metric-late":
+        if name in ("metric-late", "terms-late"):
             return mapping
         return counted_from_data(weigh=self.weigh())(pair if name == "weigh" else mapping)
 
@@ -216,6 +216,8 @@ def run(this: CellRun) -> dict[str, Any]:
     for calls in updates:
         if this.same_dtype is not None:
             this.copy_weights()
+        if cell.way in OPENED:
+            gradient.open(_told(this, calls) if cell.way == "told" else None)
         for index, call in enumerate(calls):
             _forward_backward(this, gradient, this.loss_fn(index), call)
         divisor = GIVEN_DIVISOR if cell.loss == "given" else None
@@ -224,6 +226,14 @@ def run(this: CellRun) -> dict[str, Any]:
             for optimizer in optimizers:
                 optimizer.step()
     return this.found.row
+
+
+def _told(this: CellRun, calls: list[Call]) -> Any:
+    """The weights of this rank's samples in all calls: by term, or a number of the only one."""
+    samples = [sample for call in calls for sample in call[this.rank]]
+    weights = {name: int(weight) for name, weight in this.weights(oracle.collate(samples)).items()} if samples else {}
+    own = {name: weights.get(name, 0) for name in this.names if name != "above"}
+    return own if len(own) > 1 else own["loss"]
 
 
 def _optimizer(parameters: Iterable[nn.Parameter], cell: Cell) -> torch.optim.Optimizer:

@@ -86,7 +86,13 @@ class Row:
     fragment: str = ""  # of the error: what to change
 
 
-CHAPTERS = ("inputs_batches", "inputs_losses", "inputs_updates", "inputs_models")  # the files that add rows
+CHAPTERS = (
+    "inputs_batches",
+    "inputs_losses",
+    "inputs_updates",
+    "inputs_models",
+    "inputs_windows",
+)  # the files that add rows
 ROWS: dict[str, Row] = {}
 
 

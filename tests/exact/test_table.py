@@ -11,8 +11,8 @@ from tests.exact.wrappers import SYNCS as ALL_SYNCS
 from tests.exact.wrappers import WRAPPERS
 
 # A change to the tables changes these on purpose: the failing test prints them.
-NUM_CELLS = 687
-CELLS_SHA256 = "9971361b7b4c3545"
+NUM_CELLS = 765
+CELLS_SHA256 = "74d0bc4a2c054914"
 
 
 def digest(cells: tuple[Cell, ...]) -> str:
@@ -35,7 +35,7 @@ def test_the_axes_are_the_promise() -> None:
     assert WORLDS == (1, 2, 3, 4)
     assert SYNCS == ("auto", "last", "every")
     assert (*SYNCS, "replica_last") == ALL_SYNCS
-    assert [len(axis) for axis in (CASES, KINDS, LOSSES, BOUNDS)] == [25, 4, 7, 5]
+    assert [len(axis) for axis in (CASES, KINDS, LOSSES, BOUNDS)] == [26, 4, 7, 5]
 
 
 @pytest.mark.parametrize("table", TABLES)
