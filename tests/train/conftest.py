@@ -97,6 +97,7 @@ class Bench:
 
 OF_THE_CLOCK = (
     "tokens_per_second", "samples_per_second", "memory_gib", "measured_slowest_over_mean", "slowest_rank",
+    "time", "seconds",
 )  # fmt: skip
 
 

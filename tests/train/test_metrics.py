@@ -2,6 +2,7 @@
 
 import json
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -109,6 +110,19 @@ def test_a_resumed_run_has_the_rows_of_one_that_never_stopped_in_both_files(tmp_
     write_run(tmp_path / "parts", 9, first=5)
     assert read_rows(tmp_path / "parts" / "metrics.jsonl") == read_rows(tmp_path / "whole" / "metrics.jsonl")
     assert events(tmp_path / "parts") == events(tmp_path / "whole")
+
+
+def test_seconds_go_on_where_the_kept_rows_end(tmp_path: Path) -> None:
+    """The time between two starts, and that of dropped updates, is no training time of the run."""
+    for step, seconds in ((1, 50.0), (2, 100.0), (3, 7000.0)):
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(update(step) | {"seconds": seconds}) + "\n")
+    context = metrics_of(tmp_path, resumed=2)
+    context.row = evaluation(3, "held-out")
+    context.callbacks.after_evaluation[0].after_evaluation(context)
+    *_, row = read_rows(tmp_path / "metrics.jsonl")
+    assert 100 <= row["seconds"] < 110
+    assert datetime.fromisoformat(row["time"]).tzinfo is UTC
 
 
 def test_the_cut_drops_the_same_rows_of_every_set(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ KEYS_OF_AN_UPDATE = [
     "padding",
     "tokens_per_second",
     "memory_gib",
+    "time",
+    "seconds",
 ]
 
 
@@ -42,6 +45,10 @@ def test_a_run_writes_its_metrics_its_checkpoint_and_its_report(bench: Bench) ->
     assert evaluations[-1]["eval_loss"] < evaluations[0]["eval_loss"] - 0.5
     assert [row["lr"] for row in updates[:3]] == pytest.approx([0.01 / 3, 0.02 / 3, 0.01])
     assert all(0 <= row["padding"] < 1 and row["tokens_per_second"] > 0 and row["memory_gib"] > 0 for row in updates)
+    times = [row["seconds"] for row in bench.rows()]
+    assert 0 < times[0] < times[-1] < 100
+    assert times == sorted(times)
+    assert all(abs(datetime.now(UTC) - datetime.fromisoformat(row["time"])).seconds < 100 for row in bench.rows())
     assert sorted(path.name for path in (bench.folder / "checkpoints").iterdir()) == ["latest", "step-4", "step-6"]
     assert (bench.folder / "checkpoints" / "latest").read_text() == "step-6"
     assert "update.global_batch_size" in (bench.folder / "report.html").read_text()

@@ -14,6 +14,7 @@ import torch
 from megabatch import CostModel, Plan, Update
 from megabatch.train.callbacks.loggers import Logger, make_loggers
 from megabatch.train.context import Callback, RunContext
+from megabatch.train.runtime.console import utc_now
 from megabatch.train.runtime.files import METRICS, JsonlFile, Row, is_evaluation
 from megabatch.train.runtime.ranks import Ranks
 
@@ -30,11 +31,15 @@ class Metrics(Callback):
         context.logs.append(self._file)
         context.exits.push(self._close)
         self._dp_degree, self._lr = context.ranks.dp_degree, 0.0
+        self._began = time.perf_counter()  # or as much earlier as earlier starts have trained
 
     def start(self, context: RunContext) -> None:
-        """Show the rows of the step again: a logger drops what it has from the first step that it gets."""
-        if context.checkpoint is not None and self._loggers:
-            self._file.show([row for row in self._file.rows() if row["step"] == context.step])
+        """Go on counting seconds, and show the rows of the step again: a logger drops what it has from there on."""
+        rows = [] if context.checkpoint is None else self._file.rows()
+        before = context.ranks.broadcast(max((row.get("seconds", 0.0) for row in rows), default=0.0))
+        self._began = time.perf_counter() - before
+        if self._loggers:
+            self._file.show([row for row in rows if row["step"] == context.step])
 
     def before_update(self, context: RunContext) -> None:
         """Read the learning rate, before the step moves it on."""
@@ -56,18 +61,23 @@ class Metrics(Callback):
 
     def after_evaluation(self, context: RunContext) -> None:
         """Add the row of a set."""
+        context.row |= self._times(time.perf_counter())
         self._file.append(context.row)
         self._file.write()
         context.console.evaluation(context.step, context.row)
 
     def _row(self, context: RunContext) -> Row:
-        update, plan, seconds = context.update, context.plan, time.perf_counter() - context.started
+        update, plan, now = context.update, context.plan, time.perf_counter()
         assert update is not None
         sums = plan_sums(plan) if self._dp_degree == 1 else gather_sums(plan, context.ranks)
-        row = update_row(update, context.values, sums, seconds, counts_tokens=self._counts_tokens)
+        row = update_row(update, context.values, sums, now - context.started, counts_tokens=self._counts_tokens)
         epoch = {} if context.epoch is None else {"epoch": context.epoch}
         memory = {"memory_gib": memory_gib(context.ranks.device)}
-        return {"step": context.learner.step, "lr": self._lr, **row, **epoch, **memory}
+        return {"step": context.learner.step, "lr": self._lr, **row, **epoch, **memory, **self._times(now)}
+
+    def _times(self, now: float) -> Row:
+        """Return the date, and the seconds in which the run has trained, evaluated and saved since its first start."""
+        return {"time": utc_now(), "seconds": round(now - self._began, 3)}
 
     def _close(self, kind: type[BaseException] | None, *_: object) -> None:
         """Let loggers finish, unless the run fails: they may wait for a service."""

@@ -10,7 +10,6 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 from megabatch.errors import MegabatchError
 from megabatch.train.checkpoints.metadata import installed_version
 from megabatch.train.config import Config, Section
-from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.console import Console, utc_now
 from megabatch.train.runtime.files import CONFIG, PLAN, replace_text
 from megabatch.train.runtime.ranks import Ranks
 
@@ -70,7 +69,7 @@ def describe_start(ranks: Ranks) -> dict[str, Any]:
     """Return the command, time, software and devices of this start. Collective."""
     devices = ranks.gather(device_name(ranks.device))
     return {
-        "time_utc": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "time_utc": utc_now(),
         "command": sys.argv,
         "working_folder": str(Path.cwd()),
         "git_commit": git_commit(Path.cwd()),

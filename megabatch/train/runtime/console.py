@@ -182,8 +182,8 @@ class Console:
                     raise
 
     def _log_text(self, text: str) -> None:
-        time_utc = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-        self._log.pending += [f"{time_utc}  {line}\n" for line in text.splitlines()]
+        date = utc_now()
+        self._log.pending += [f"{date}  {line}\n" for line in text.splitlines()]
 
 
 class CountColumn(MofNCompleteColumn):
@@ -242,6 +242,11 @@ def evaluation_words(row: Mapping[str, Any], loss_digits: int) -> str:
 def count(number: int, noun: str) -> str:
     """Return a number with its noun."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def utc_now() -> str:
+    """Return the date and time of now, in UTC, as ISO 8601 writes it."""
+    return f"{datetime.now(UTC).replace(tzinfo=None).isoformat(timespec='seconds')}Z"
 
 
 def duration_text(seconds: float) -> str:
