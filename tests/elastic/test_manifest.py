@@ -59,7 +59,7 @@ def report(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int,
 )
 def test_two_runs_are_compared(tmp_path, capsys, other, status, line):
     one, two = write(tmp_path / "one", ROWS), write(tmp_path / "two", other)
-    found, text = report(capsys, "--compare", one, two)
+    found, text = report(capsys, "--compare", "--same", one, two)
     assert found == status
     assert line in text
     assert len(text.splitlines()) in (6, 7)
@@ -73,12 +73,12 @@ def test_bad_input_is_one_line(tmp_path, capsys):
     torn = write(tmp_path / "five", ROWS)
     (torn / FILE_NAME).write_text("{}\n" + (torn / FILE_NAME).read_text())
     cases = [
-        (("--compare", one, no_lr), "is damaged (update 1 has not all of samples, weight, lr, num_samples"),
-        (("--compare", one, tmp_path / "three"), f"has no {FILE_NAME}; train with --run.manifest=true"),
-        (("--compare", write(tmp_path / "six", ROWS[:1]), later), "have no update in common"),
-        (("--compare", torn, one), "line 1 is no row with a step"),
-        (("--compare", one), "report --compare RUN RUN"),
-        ((one, one, one), "report --compare RUN RUN"),
+        (("--compare", "--same", one, no_lr), "is damaged (update 1 has not all of samples, weight, lr, num_samples"),
+        (("--compare", "--same", one, tmp_path / "three"), f"has no {FILE_NAME}; train with --run.manifest=true"),
+        (("--compare", "--same", write(tmp_path / "six", ROWS[:1]), later), "have no update in common"),
+        (("--compare", "--same", torn, one), "line 1 is no row with a step"),
+        (("--compare", "--same", one), "write: megabatch report RUN"),
+        ((one, one, one), "write: megabatch report RUN"),
     ]
     for arguments, line in cases:
         status, text = report(capsys, *arguments)
@@ -122,9 +122,9 @@ def test_the_same_run_on_other_ranks_and_after_a_stop_is_the_same(bench: Bench, 
     rows = [json.loads(line) for line in (folders[2] / FILE_NAME).read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     for other in folders[1:3]:
-        status, text = report(capsys, "--compare", folders[0], other)
+        status, text = report(capsys, "--compare", "--same", folders[0], other)
         assert status == 0
         assert text.count(" equal") == (5 if other is folders[2] else 3), text
-    status, text = report(capsys, "--compare", folders[0], folders[3])
+    status, text = report(capsys, "--compare", "--same", folders[0], folders[3])
     assert status == 1
     assert "samples    differs from update 1 on" in text

@@ -95,7 +95,7 @@ def token_beyond(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
 
 def compared(capsys: pytest.CaptureFixture[str], one: Path, other: Path) -> tuple[int, str]:
     capsys.readouterr()
-    status = cli.run(["report", "--compare", str(one), str(other)])
+    status = cli.run(["report", "--compare", "--same", str(one), str(other)])
     return status, capsys.readouterr().out
 
 

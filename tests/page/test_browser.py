@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
+from megabatch.train.cli import front
 from megabatch.train.report.data import read_run
 from megabatch.train.report.html import write_html
+from megabatch.train.runtime.files import read_rows
 from tests.page.browsers import a_browser, needs_chromium, opened
-from tests.page.made_runs import cut, evaluations, lines, update, whole_run
+from tests.page.made_runs import cut, evaluations, lines, recipe, update, whole_run
 
 pytestmark = [pytest.mark.slow, needs_chromium]
 
@@ -226,16 +228,71 @@ def test_any_run_has_a_sensible_page(
         assert seen.problems == []
 
 
-def test_two_runs_are_laid_one_over_the_other(browser: Browser, tmp_path: Path) -> None:
-    runs = [whole_run(tmp_path / name / "run", 12) for name in ("one", "other")]  # of one name
-    with opened(browser, written(*runs, comparison="12 updates compared"), width=390) as seen:
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of three runs, of which the second was resumed and has two epochs."""
+    folder = tmp_path_factory.mktemp("three")
+    for number, name in enumerate("abc"):
+        run = recipe(whole_run(folder / name, 12), f"[optim]\nlr = {number + 1}e-3\n")
+        rows = [row | {"seconds": 10.0 * row["step"] * (number + 1)} for row in read_rows(run / "metrics.jsonl")]
+        (run / "metrics.jsonl").write_text(lines(rows))
+    to = folder / "comparison.html"
+    assert front.run(["report", "--compare", str(folder)]) == 0
+    return to
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_runs_are_laid_one_over_the_other(browser: Browser, three: Path, width: int) -> None:
+    with opened(browser, three, width=width) as seen:
         page = seen.page
-        assert page.locator("h1").text_content() == "run (1) and run (2)"
-        assert page.locator("#comparison pre").text_content() == "12 updates compared"
-        expect(page.locator("figcaption").nth(1)).to_contain_text("run (1) 1.083run (2) 1.083")
-        assert page.locator("#cuts .cut").count() == 2
-        assert page.evaluate("document.documentElement.scrollWidth") == 390
+        assert page.locator("h1").text_content() == "a, b, c"
+        keys = page.eval_on_selector_all("figure", "each => each.map(figure => figure.dataset.key)")
+        assert keys == ["set-held-out-loss", "set-code-loss", *CHARTS]
+        expect(page.locator("figcaption").nth(2)).to_contain_text(
+            "training" + "".join(f"{name} 4.91" for name in "abc")
+        )
+        assert page.locator("#comparison tbody tr").nth(1).locator("td").nth(3).text_content() == "0.002"
+        assert page.locator("#comparison tr.best td").nth(1).text_content() == "a"
+        assert not page.locator("#cuts").is_visible()
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        page.get_by_role("button", name="training time").click()
+        label = page.locator("[data-key=loss] .plot").get_attribute("aria-label") or ""
+        assert "by training time. a: 5.985 first" in label
+        assert "10 s to 2 min 0 s; b" in label
         assert seen.problems == []
+
+
+def test_resumes_and_epochs_are_marked_and_time_is_an_axis(browser: Browser, tmp_path: Path) -> None:
+    run = whole_run(tmp_path / "run", 30)
+    rows = [
+        row | {"seconds": 10.0 * row["step"], "time": f"2000-01-01T00:{row['step']:02}:00Z"}
+        | ({} if "set" in row else {"epoch": row["step"] / 12})
+        for row in read_rows(run / "metrics.jsonl")
+    ]  # fmt: skip
+    (run / "metrics.jsonl").write_text(lines(rows))
+    starts = [{"time_utc": f"2000-01-01T00:{minute:02}:30Z"} for minute in (0, 20, 40)]  # the last made no update
+    (run / "environment.json").write_text(json.dumps({"starts": starts}))
+    with opened(browser, written(run)) as seen:
+        page = seen.page
+        expect(page.locator("#marks")).to_have_text("Dashed: resumed after update 20; new epochs after update 12, 24.")
+        expect(page.locator("#facts")).to_contain_text("training time5 min 0 s")
+        expect(page.locator("#status")).to_contain_text("started 1 Jan 2000")
+        before = page.locator("[data-key=lr] .plot").screenshot()
+        page.get_by_role("button", name="training time").click()
+        expect(page.get_by_role("button", name="training time")).to_have_attribute("aria-pressed", "true")
+        assert before != page.locator("[data-key=lr] .plot").screenshot()
+        page.locator(".plot").first.focus()
+        page.keyboard.press("End")
+        expect(page.locator("#spoken")).to_contain_text("5 min 0 s: update 3.79")
+        page.get_by_role("button", name="updates").click()
+        assert before == page.locator("[data-key=lr] .plot").screenshot()
+        assert seen.problems == []
+
+
+def test_a_run_without_times_has_no_axis_of_them(browser: Browser, run: Path) -> None:
+    with opened(browser, run) as seen:
+        assert not seen.page.locator("#axes").is_visible()
+        assert not seen.page.locator("#marks").is_visible()
 
 
 def test_names_are_shown_as_they_are(browser: Browser, tmp_path: Path) -> None:

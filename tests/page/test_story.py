@@ -13,7 +13,7 @@ from megabatch.train.cli import commands as cli
 from megabatch.train.report import encode as columns
 from megabatch.train.report.data import ended_of, read_run
 from megabatch.train.report.html import html_of
-from tests.page.made_runs import cut, evaluations, lines, update, whole_run
+from tests.page.made_runs import cut, evaluations, lines, recipe, update, whole_run
 
 
 def report(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
@@ -120,9 +120,11 @@ def test_what_cannot_be_asked_for_is_one_line(tmp_path: Path, capsys) -> None:
     run = whole_run(tmp_path / "run", 4)
     cases = [
         ((tmp_path / "none",), "is no folder; give that of a run"),
-        ((), "write: megabatch report RUN [--to FILE.html], or report --compare RUN RUN"),
+        ((), "write: megabatch report RUN [--to FILE.html], or report --compare RUN RUN ..."),
         ((run, run), "write: megabatch report RUN"),
-        (("--compare", run), "or report --compare RUN RUN"),
+        (("--compare", run), f"{run} is the only run; name two or more to compare, or their folder"),
+        (("--compare", run, tmp_path / "none"), "is no folder"),
+        ((run, "--same"), "write: megabatch report RUN"),
         ((run, "--to"), "Missing value for argument '--to'"),
         ((run, "--tee", "a"), "Unrecognized options: --tee"),
         ((run, "--to", tmp_path / "none" / "page.html"), "is no folder; make it, or choose another --to"),
@@ -140,21 +142,47 @@ def test_what_cannot_be_asked_for_is_one_line(tmp_path: Path, capsys) -> None:
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_two_runs_are_laid_one_over_the_other(tmp_path: Path, capsys) -> None:
+def test_runs_are_laid_one_over_the_other(tmp_path: Path, capsys) -> None:
+    """Any number, with or without manifests; what differs and which is best is told, and the status is 0."""
+    runs = [
+        recipe(whole_run(tmp_path / name, 12), f"[optim]\nlr = {lr}\n")
+        for name, lr in (("a", 1.0), ("b", 2.0), ("c", 1.0))
+    ]
+    status, text = report(capsys, "--compare", *runs)
+    table, best, where = text.rpartition("best: ")
+    assert (status, best) == (0, "best: ")
+    assert table.splitlines()[0].split()[:3] == ["run", "state", "optim.lr"]
+    assert where == f"a, loss 2.9999 on held-out after update 10\na page to look at: {tmp_path / 'comparison.html'}\n"
+    data = data_of(tmp_path / "comparison.html")
+    assert [run["name"] for run in data["runs"]] == ["a", "b", "c"]
+    assert data["comparison"]["best"] == 0
+    assert [row[2] for row in data["comparison"]["rows"]] == ["1", "2", "1"]
+    assert report(capsys, "--compare", tmp_path) == (0, text)
+    assert report(capsys, "--compare", *runs, "--to", tmp_path)[0] == 2
+
+
+def test_manifests_of_two_are_told_and_decide_the_status_where_that_is_asked_for(tmp_path: Path, capsys) -> None:
     runs = [whole_run(tmp_path / name, 12) for name in ("one", "other")]
     for run, lr in zip(runs, (0.1, 0.2), strict=True):
         rows = [{"step": step, "samples": "0", "weight": 1.0, "lr": lr, "num_samples": 8, "loss": 1.0, "grad_norm": 1.0}
                 for step in (1, 2)]  # fmt: skip
         (run / "manifest.jsonl").write_text(lines(rows))
-    status, without = report(capsys, "--compare", *runs)
+    before = sorted(tmp_path.rglob("*"))
+    status, without = report(capsys, "--compare", "--same", *runs)
     assert (status, len(without.splitlines())) == (1, 6)
-    status, text = report(capsys, "--compare", *runs, "--to", tmp_path / "both.html")
+    assert sorted(tmp_path.rglob("*")) == before
+    status, text = report(capsys, "--compare", "--same", *runs, "--to", tmp_path / "both.html")
     assert (status, text) == (1, f"{without}a page to look at: {tmp_path / 'both.html'}\n")
-    data = data_of(tmp_path / "both.html")
-    assert [run["name"] for run in data["runs"]] == ["one", "other"]
-    assert data["comparison"] == without.rstrip("\n")
-    status, text = report(capsys, "--compare", *runs, "--to", tmp_path)
-    assert (status, len(text.splitlines())) == (2, 1)
+    assert data_of(tmp_path / "both.html")["comparison"]["text"] == without.rstrip("\n")
+    status, text = report(capsys, "--compare", *runs)
+    assert (status, without in text) == (0, True)
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path, capsys, monkeypatch) -> None:
+    runs = [whole_run(tmp_path / "x" / name / "run", 3) for name in ("one", "other")]
+    monkeypatch.chdir(tmp_path)
+    assert report(capsys, "--compare", *runs)[0] == 0
+    assert [run["name"] for run in data_of(tmp_path / "comparison.html")["runs"]] == ["one/run", "other/run"]
 
 
 def test_no_name_ends_the_element_that_it_stands_in(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megabatch import Plan
 from megabatch.train.context import Callback, RunContext
-from megabatch.train.runtime.files import CUTS, MANIFEST, Row
+from megabatch.train.runtime.files import CLOSE, CUTS, MANIFEST, Row
 from megabatch.train.runtime.oom_limit import report_split
 from megabatch.train.runtime.ranks import Ranks
 
@@ -19,7 +19,6 @@ MOST_RANKS, MOST_MICROBATCHES = 16, 64  # of an update in a line, which counts t
 Cut = list[list[int]]  # of a data rank: its microbatches' samples, their real tokens, their padding
 
 BYTES = 20  # of a hash
-SAME, CLOSE = ("samples", "weight", "lr"), ("loss", "grad_norm")  # equal in the same run; equal up to rounding
 
 
 class MicrobatchLog(Callback):

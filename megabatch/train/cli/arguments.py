@@ -86,16 +86,18 @@ class Export:
 
 @dataclass(frozen=True)
 class Report:
-    """Write a run's page; or compare two runs of run.manifest, update by update."""
+    """Write a run's page, or one page of several runs beside each other."""
 
     runs: Positional[tuple[Path, ...]]
-    """The run's folder; with --compare the folders of two."""
+    """The run's folder; with --compare the folders of several, or a folder in which they are."""
     compare: FlagCreatePairsOff[bool] = False
-    """Compare two runs; the status is 1 where an update, its samples, weights, rates or losses differ."""
+    """Lay the runs' curves one over the other, print what differs and which is best."""
+    same: FlagCreatePairsOff[bool] = False
+    """With --compare and two runs of run.manifest: status 1 where updates, samples, weights, rates or losses differ."""
     within: float = 1e-3
-    """With --compare: the largest relative difference of losses and gradient norms."""
+    """With --same: the largest relative difference of losses and gradient norms."""
     to: Path | None = None
-    """The file to write. None: report.html in the run's folder; of two runs, no page."""
+    """The file to write. None: report.html in the run's folder; of several runs, comparison.html beside them."""
 
 
 @dataclass(frozen=True)

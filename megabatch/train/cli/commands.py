@@ -1,4 +1,4 @@
-"""The command line: `megabatch train | plan | verify | export | report | watch | doctor | audit`, and front.py's.
+"""The command line: `megabatch train | plan | verify | export | doctor | audit`, and front.py's.
 
 Everything wrong with what the user gave ends as one line on stderr and status 2. A command imports what it needs when
 it runs: the modules of the others take seconds.
@@ -21,8 +21,6 @@ from megabatch.train.cli.arguments import (
     Audit,
     Doctor,
     Export,
-    Report,
-    Watch,
     overview,
     read_arguments,
 )  # fmt: skip
@@ -123,18 +121,6 @@ def run_other(name: str, arguments: Sequence[str], met: Rendezvous) -> None:
 
         asked = read_arguments(Export, arguments)
         print(export(asked.run, asked.to, step=asked.step, merged=asked.merged))
-    elif name == "report":
-        from megabatch.train.report.page import report
-
-        asked = read_arguments(Report, arguments)
-        comparison = report(asked.runs, asked.to, is_comparison=asked.compare, within=asked.within)
-        if comparison is not None and not comparison.is_same:
-            raise FailedError(CRASHED)
-    elif name == "watch":
-        from megabatch.train.report.server import watch
-
-        asked = read_arguments(Watch, arguments)
-        watch(asked.run, asked.port)
     elif name == "audit":
         from megabatch.train.cli.audited_command import run_audited
 

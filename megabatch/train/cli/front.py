@@ -1,4 +1,4 @@
-"""What needs no torch: help, `init`, `runs`, `completion`, and the checks of a recipe before any other command.
+"""What needs no torch: help, `init`, `report`, `runs`, `watch`, `completion`, and checks of a recipe before the others.
 
 A module is imported here when its command is asked for: torch and transformers take seconds.
 """
@@ -8,8 +8,18 @@ import sys
 from collections.abc import Sequence
 
 from megabatch.errors import MegabatchError, in_one_line
-from megabatch.train.cli.arguments import COMMANDS, WITH_RECIPE, Completion, Init, Runs, overview, read_arguments
-from megabatch.train.runtime.console import FAILED, INTERRUPTED, UNREAD, drop_output
+from megabatch.train.cli.arguments import (
+    COMMANDS,
+    WITH_RECIPE,
+    Completion,
+    Init,
+    Report,
+    Runs,
+    Watch,
+    overview,
+    read_arguments,
+)
+from megabatch.train.runtime.console import CRASHED, FAILED, INTERRUPTED, UNREAD, FailedError, drop_output
 
 
 def run(arguments: Sequence[str]) -> int | None:
@@ -26,6 +36,8 @@ def run(arguments: Sequence[str]) -> int | None:
 
             read_config(arguments[0], arguments[1:])
         sys.stdout.flush()
+    except FailedError as failed:
+        return failed.status
     except MegabatchError as error:
         print(f"megabatch: {error}", file=sys.stderr)
         return FAILED
@@ -57,6 +69,17 @@ def answer(arguments: Sequence[str]) -> bool:
         from megabatch.train.cli.init import write_recipe
 
         write_recipe(read_arguments(Init, rest))
+    elif name == "report":
+        from megabatch.train.report.page import report
+
+        asked = read_arguments(Report, rest)
+        if not report(asked.runs, asked.to, is_comparison=asked.compare, within=asked.within if asked.same else None):
+            raise FailedError(CRASHED)
+    elif name == "watch":
+        from megabatch.train.report.server import watch
+
+        asked = read_arguments(Watch, rest)
+        watch(asked.run, asked.port)
     elif name == "runs":
         from megabatch.train.report.runs import print_runs
 

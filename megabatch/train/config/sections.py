@@ -272,7 +272,7 @@ class RunConfig(Section):
     tensorboard: bool = True
     """Write the metrics for TensorBoard too."""
     manifest: bool = False
-    """Write manifest.jsonl, a line an update of what it was made of and came to; see `megabatch report --compare`."""
+    """Write manifest.jsonl, a line an update of what it was made of and came to, for `report --compare --same`."""
     profile_steps: list[Count] = []
     """Updates of which a profiler's trace is written."""
     callbacks: list[Function] = []

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megabatch.errors import MegabatchError
-from megabatch.train.callbacks.update_logs import CLOSE, SAME
-from megabatch.train.runtime.files import MANIFEST, Row, irregular_steps, read_rows
+from megabatch.train.runtime.files import CLOSE, MANIFEST, SAME, Row, irregular_steps, read_rows
 
 WITHIN = 1e-3  # relative difference of losses and norms, of float32 after thousands of updates on other ranks
 KEYS = (*SAME, "num_samples", *CLOSE)

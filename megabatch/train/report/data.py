@@ -4,6 +4,10 @@ import errno
 import json
 import os
 import re
+from bisect import bisect_left
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,7 @@ from megabatch.train.runtime.files import (
 
 FIRST_KEYS = ("step", "loss", "grad_norm", "lr", "tokens_per_second", "samples_per_second", "memory_gib")
 FACTS = ("num_ranks", "devices", "megabatch", "torch", "python")  # of a start; no paths of the machine
+RECENT = 100  # updates from which the time left is estimated
 TAIL_BYTES = 16_384  # of log.txt, in which its end is looked for
 GOES_ON = ("update ", "resumed from ", "nothing was saved yet")  # how lines of the log begin
 ENDED = ("stopped ", "the data ran out")
@@ -34,26 +39,48 @@ PLANNED = re.compile(r"(\d+) updates? of ")
 Story = dict[str, Any]
 
 
-def read_run(folder: Path, *, may_be_empty: bool = False) -> Story:
+def read_run(folder: Path, *, may_be_empty: bool = False, is_over: bool = False) -> Story:
     """Return the data of a run's page.
 
-    Raises `MegabatchError` where there is no run, no metrics unless it ``may_be_empty``, or a file is damaged.
+    Args:
+        folder: The run's folder.
+        may_be_empty: Accept a run that has no metrics yet.
+        is_over: This process has trained the run and is done. None else asks for the run's lock: see `is_running`.
+
+    Raises:
+        MegabatchError: There is no run, it has no metrics, or a file is damaged.
     """
     check_run(folder, may_be_empty=may_be_empty)
-    try:
-        rows = read_rows(folder / METRICS)
+    with one_line_for_damage(folder):
+        plan, rows = plan_of(folder), read_rows(folder / METRICS)
+        planned, step = planned_of(plan), last_step(rows)
         return {
-            "name": name_of(folder),
-            **of_rows(rows),
+            **curves_of(folder, rows, columns.MOST_UPDATES),
             **of_journals(folder),
-            "plan": plan_of(folder),
-            "planned": planned_of(plan_of(folder)),
+            "name": name_of(folder),
+            "plan": plan,
+            "planned": planned,
+            "state": "ended" if is_over else state_of(folder, step, planned),
             "ended": ended_of(folder),
             "start": start_of(folder),
         }
+
+
+def read_curves(folder: Path, name: str, most_updates: int) -> Story:
+    """Return the part of a run's data that is drawn beside other runs. Raises as `read_run` does."""
+    check_run(folder, may_be_empty=False)
+    with one_line_for_damage(folder):
+        return {**curves_of(folder, read_rows(folder / METRICS), most_updates), "name": name}
+
+
+@contextmanager
+def one_line_for_damage(folder: Path) -> Generator[None]:
+    """Raise `MegabatchError` for a file that cannot be read, or that somebody has changed."""
+    try:
+        yield
     except OSError as error:
         raise MegabatchError(f"cannot read {folder} ({in_one_line(error)}); allow it, or give a run's folder") from None
-    except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:  # of a file that was changed
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
         raise MegabatchError(
             f"a file of {folder} is damaged ({in_one_line(error)}); delete environment.json, or the line that is none"
         ) from None
@@ -68,10 +95,10 @@ def check_run(folder: Path, *, may_be_empty: bool) -> None:
         raise MegabatchError(f"{folder} has no {METRICS}; give the folder of a run that has begun")
 
 
-def of_rows(rows: list[Row]) -> Story:
-    """Return the updates, evaluated sets and memory of metrics.jsonl."""
+def curves_of(folder: Path, rows: list[Row], most_updates: int) -> Story:
+    """Return the updates, evaluated sets, memory and times of a run."""
     updates = [row for row in rows if not is_evaluation(row)]
-    kept, every = columns.thinned(updates, columns.MOST_UPDATES)
+    kept, every = columns.thinned(updates, most_updates)
     sets = columns.evaluations_of([row for row in rows if is_evaluation(row)])
     predicted = next((row for row in updates if "predicted_peak_gib" in row), {})
     keys = dict.fromkeys([*FIRST_KEYS, *columns.keys_of(kept)])
@@ -83,7 +110,41 @@ def of_rows(rows: list[Row]) -> Story:
         "memory": {key: columns.short(predicted.get(key)) for key in ("step", "peak_gib", "predicted_peak_gib")},
         "is_in_nats": any("perplexity" in each for each in sets.values()),
         "counts_tokens": not any("samples_per_second" in row for row in updates),
+        "started": started_at(folder),
+        "seconds": seconds_of(rows),
+        "seconds_per_update": seconds_per_update(updates[-RECENT:]),
+        "resumes": resumes_of(updates, read_starts(folder)),
     }
+
+
+def last_step(rows: Sequence[Row]) -> int:
+    """Return the number of updates that the rows tell of."""
+    return next((row["step"] for row in reversed(rows) if not is_evaluation(row)), 0)
+
+
+def seconds_of(rows: Sequence[Row]) -> float | None:
+    """Return the seconds of training; None for a run of a version that did not write them."""
+    return next((row["seconds"] for row in reversed(rows) if "seconds" in row), None)
+
+
+def seconds_per_update(updates: Sequence[Row]) -> float | None:
+    """Return the mean time from one update to the next, evaluations and checkpoints included."""
+    timed = [row["seconds"] for row in updates if "seconds" in row]
+    return columns.short((timed[-1] - timed[0]) / (len(timed) - 1)) if len(timed) > 1 else None
+
+
+def started_at(folder: Path) -> str | None:
+    """Return the date of the run's first start. Raises `ValueError` for one that is none."""
+    starts = read_starts(folder)
+    date = starts[0].get("time_utc") if starts else None
+    return None if date is None else datetime.fromisoformat(date).isoformat()
+
+
+def resumes_of(updates: Sequence[Row], starts: Sequence[Row]) -> list[int]:
+    """Return the updates after which the run was resumed: those whose next row is the first one of a later start."""
+    dates = [str(row.get("time", "")) for row in updates]  # ISO 8601 in UTC, which sort as text
+    firsts = [bisect_left(dates, start["time_utc"]) for start in starts[1:] if "time_utc" in start]
+    return sorted({updates[first]["step"] - 1 for first in firsts if 0 < first < len(dates) and dates[first - 1]})
 
 
 def of_journals(folder: Path) -> Story:
@@ -158,4 +219,18 @@ def text_of(fact: Any) -> str:
 
 def name_of(folder: Path) -> str:
     """Return the name of the run's folder."""
-    return folder.resolve().name.encode("utf-8", "replace").decode()
+    return as_text(folder.resolve().name)
+
+
+def names_of(folders: Sequence[Path]) -> list[str]:
+    """Return the names of several runs' folders, with as much of their paths as tells them apart."""
+    names = [name_of(folder) for folder in folders]
+    if len(set(names)) == len(names):
+        return names
+    above = os.path.commonpath([folder.resolve() for folder in folders])
+    return [as_text(os.path.relpath(folder.resolve(), above)) for folder in folders]
+
+
+def as_text(name: str) -> str:
+    """Return a file's name as text that every page can hold."""
+    return name.encode("utf-8", "replace").decode()

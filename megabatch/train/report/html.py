@@ -33,8 +33,8 @@ def write_html(path: Path, data: Mapping[str, Any]) -> None:
 
 
 def html_of(data: Mapping[str, Any]) -> str:
-    """Return the page of one run or two: ``runs``, the ``comparison`` of two as text; ``is_live`` asks for news."""
-    title = " and ".join(str(run["name"]) for run in data["runs"])
+    """Return the page of one run, or of several and their ``comparison``; ``is_live`` asks for news."""
+    title = ", ".join(str(run["name"]) for run in data["runs"])
     parts = {
         "TITLE": html.escape(title),
         "STYLES": "\n".join(map(asset, STYLES)),

@@ -2,44 +2,103 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megabatch.errors import MegabatchError
-from megabatch.train.report.comparison import WITHIN, Comparison, compare
-from megabatch.train.report.data import read_run
+from megabatch.train.report.comparison import WITHIN, compare
+from megabatch.train.report.data import names_of, read_curves, read_run
+from megabatch.train.report.encode import MOST_UPDATES
 from megabatch.train.report.html import FILE_NAME, write_html
+from megabatch.train.report.runs import RunSummary, comparison_of, find_runs, runs_text, summarize
 from megabatch.train.runtime.console import Console
+from megabatch.train.runtime.files import MANIFEST
+
+COMPARISON = "comparison.html"
+USAGE = "write: megabatch report RUN [--to FILE.html], or report --compare RUN RUN ... (two of them with --same)"
 
 
-def report(runs: Sequence[Path], to: Path | None, *, is_comparison: bool, within: float = WITHIN) -> Comparison | None:
-    """Write the page of a run and print where it is; of two runs print how they differ, and return it.
+def report(runs: Sequence[Path], to: Path | None, *, is_comparison: bool, within: float | None = None) -> bool:
+    """Write the page of a run, or of several beside each other, and print where it is.
 
     Args:
-        runs: The folder of a run, or of two to compare.
-        is_comparison: Compare two runs.
-        within: Most relative difference of losses and norms of runs that count as the same.
-        to: The file to write. None: report.html in the run's folder; of two runs, no page.
+        runs: The folder of a run; to compare, folders of runs, or folders in which runs are.
+        to: The file to write. None: report.html in the run's folder; of several runs, comparison.html beside them.
+        is_comparison: Compare the runs.
+        within: Compare the manifests of two runs, whose losses may differ by so much, relative. A page is written to
+            ``to`` alone.
+
+    Returns:
+        False where ``within`` is given and the manifests differ.
 
     Raises:
         MegabatchError: There is no such run. Nothing is written.
     """
-    if len(runs) != (2 if is_comparison else 1):
-        raise MegabatchError("write: megabatch report RUN [--to FILE.html], or report --compare RUN RUN")
-    comparison = compare(*runs, within) if is_comparison else None
-    to = runs[0] / FILE_NAME if to is None and comparison is None else to
-    if to is not None:
-        text = {} if comparison is None else {"comparison": comparison.text}
-        write_html(to, {"runs": [read_run(each) for each in runs], **text})
-    if comparison is not None:
-        print(comparison.text)
-    if to is not None:
+    if (
+        not runs
+        or (len(runs) > 1 and not is_comparison)
+        or (within is not None and not (is_comparison and len(runs) == 2))
+    ):
+        raise MegabatchError(USAGE)
+    if not is_comparison:
+        to = runs[0] / FILE_NAME if to is None else to
+        write_html(to, {"runs": [read_run(runs[0])]})
         print(f"a page to look at: {to}")
-    return comparison
+        return True
+    if within is not None:
+        manifests, folders = compare(*runs, within), list(runs)
+        text, is_same, lines = manifests.text, manifests.is_same, [manifests.text]
+    else:
+        folders = folders_of(runs)
+        to = shared_folder(folders) / COMPARISON if to is None else to
+        text, is_same = manifests_text(folders), True
+        lines = [runs_text(summaries_of(folders)), *([text] if text else [])]
+    if to is not None:
+        write_html(to, comparison_page(folders, text))
+        lines.append(f"a page to look at: {to}")
+    print("\n".join(lines))
+    return is_same
+
+
+def manifests_text(folders: Sequence[Path]) -> str:
+    """Return the manifests of two runs compared; "" for more runs, and for runs without."""
+    if len(folders) != 2 or not all((folder / MANIFEST).is_file() for folder in folders):
+        return ""
+    try:
+        return compare(*folders, WITHIN).text
+    except MegabatchError as error:
+        return f"the manifests are not compared: {error}"
+
+
+def folders_of(runs: Sequence[Path]) -> list[Path]:
+    """Return the folders of the runs, and of those in a folder that is none. Raises where there are fewer than two."""
+    folders = list(dict.fromkeys(folder for each in runs for folder in find_runs(each)))
+    if len(folders) < 2:
+        raise MegabatchError(f"{folders[0]} is the only run; name two or more to compare, or their folder")
+    return folders
+
+
+def shared_folder(folders: Sequence[Path]) -> Path:
+    """Return the folder in which all of the runs are, or this one."""
+    above = {folder.absolute().parent for folder in folders}
+    return folders[0].parent if len(above) == 1 else Path()
+
+
+def summaries_of(folders: Sequence[Path]) -> list[RunSummary]:
+    """Return a summary of each run."""
+    return [summarize(folder, name) for folder, name in zip(folders, names_of(folders), strict=True)]
+
+
+def comparison_page(folders: Sequence[Path], text: str) -> dict[str, Any]:
+    """Return the data of a page of several runs; ``text``: their manifests compared."""
+    summaries, most_updates = summaries_of(folders), MOST_UPDATES // len(folders)
+    curves = [read_curves(folder, each.name, most_updates) for folder, each in zip(folders, summaries, strict=True)]
+    return {"runs": curves, "comparison": {**comparison_of(summaries), "text": text}}
 
 
 def write_page(folder: Path, console: Console) -> None:
     """Write a run's page at its end; a full disk and a damaged file are warnings."""
     try:
-        write_html(folder / FILE_NAME, {"runs": [read_run(folder)]})
+        write_html(folder / FILE_NAME, {"runs": [read_run(folder, is_over=True)]})
     except MegabatchError as error:
         console.warn(f"{FILE_NAME} is not written: {error}")
     else:

@@ -14,9 +14,9 @@ from typing import Any
 
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.config import HELD_OUT
-from megabatch.train.report.data import plan_of, planned_of, state_of
+from megabatch.train.report.data import last_step, plan_of, planned_of, seconds_of, started_at, state_of
 from megabatch.train.runtime.console import duration_text
-from megabatch.train.runtime.files import CONFIG, ENVIRONMENT, METRICS, Row, is_evaluation, read_rows, read_starts
+from megabatch.train.runtime.files import CONFIG, ENVIRONMENT, METRICS, Row, is_evaluation, read_rows
 
 RUN_FILES = (CONFIG, METRICS, ENVIRONMENT)  # a folder with any of them is a run
 MOST_LEVELS = 3  # of folders in which runs are looked for
@@ -91,16 +91,12 @@ def summarize(folder: Path, name: str) -> RunSummary:
     """Return the summary of a run. A file that cannot be read makes it a damaged run, not an error."""
     try:
         recipe = read_recipe(folder / CONFIG)
-        rows, starts = read_rows(folder / METRICS), read_starts(folder)
-        updates = [row for row in rows if not is_evaluation(row)]
-        step = updates[-1]["step"] if updates else 0
-        speeds = [_median(updates, key) for key in ("tokens_per_second", "samples_per_second")]
-        seconds = next((row["seconds"] for row in reversed(rows) if "seconds" in row), None)
-        started = starts[0].get("time_utc") if starts else None
-        started = None if started is None else datetime.fromisoformat(started).isoformat()
+        rows = read_rows(folder / METRICS)
+        updates, step = [row for row in rows if not is_evaluation(row)], last_step(rows)
+        speeds = _median(updates, "tokens_per_second"), _median(updates, "samples_per_second")
         state = state_of(folder, step, planned_of(plan_of(folder)))
         best = best_of(rows, recipe.get("eval.watch"))
-        return RunSummary(name, state, recipe, step, *best, *speeds, seconds, started)
+        return RunSummary(name, state, recipe, step, *best, *speeds, seconds_of(rows), started_at(folder))
     except (OSError, MegabatchError, TypeError, ValueError, KeyError, AttributeError) as error:
         problem = str(error) if isinstance(error, MegabatchError) else in_one_line(error)
         return RunSummary(name, DAMAGED, problem=problem)
@@ -171,12 +167,26 @@ def notes(summaries: Sequence[RunSummary], keys: Sequence[str], num_shown: int) 
     return lines
 
 
-def table_text(summaries: Sequence[RunSummary], keys: Sequence[str]) -> str:
-    """Return the aligned rows below their headings; a heading with ">" stands over numbers."""
+def comparison_of(summaries: Sequence[RunSummary]) -> dict[str, Any]:
+    """Return what a page of several runs says of them."""
+    keys, best = differing_keys(summaries), best_run(summaries)
+    head, rows = table_of(summaries, keys)
+    lines = notes(summaries, keys, len(keys))
+    return {"head": head, "rows": rows, "best": None if best is None else summaries.index(best), "notes": lines}
+
+
+def table_of(summaries: Sequence[RunSummary], keys: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """Return the headings and the rows of a table; a heading with ">" stands over numbers."""
     head = ["run", "state", *(f">{key}" for key in keys), ">best loss", ">at update", ">tokens/s", ">time", "started"]
     if any(each.samples_per_second is not None for each in summaries):
         head[-3] = ">samples/s"
-    rows = [[name.removeprefix(">") for name in head], *(_cells(each, keys) for each in summaries)]
+    return head, [_cells(each, keys) for each in summaries]
+
+
+def table_text(summaries: Sequence[RunSummary], keys: Sequence[str]) -> str:
+    """Return the aligned rows below their headings."""
+    head, cells = table_of(summaries, keys)
+    rows = [[name.removeprefix(">") for name in head], *cells]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     pads = [str.rjust if name.startswith(">") else str.ljust for name in head]
     return "\n".join(

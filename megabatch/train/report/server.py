@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from megabatch.errors import MegabatchError
-from megabatch.train.report.data import read_run
+from megabatch.train.report.data import is_running, read_run
 from megabatch.train.report.html import html_of, json_of
 from megabatch.train.runtime.files import CUTS, METRICS, SKIPPED, TIMELINE
 
@@ -110,4 +110,4 @@ def is_here(host: str) -> bool:
 def mark_of(folder: Path) -> str:
     """Return a mark that changes with any of the page's files."""
     seen = [(path.stat().st_size, path.stat().st_mtime_ns) for path in map(folder.joinpath, READ) if path.exists()]
-    return hashlib.sha256(repr(seen).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr((seen, is_running(folder))).encode()).hexdigest()[:16]

@@ -36,6 +36,14 @@ SECONDS_BETWEEN_LINES = 5.0
 SECONDS_BETWEEN_WRITES = 0.25  # of the log, and of the bar: lines of faster updates wait for each other
 
 
+class FailedError(Exception):
+    """The command has failed and has said why; only the exit status is left."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
+
+
 class Console:
     """Says lines, and shows how far a run is; what was said before `log_to` is logged then."""
 

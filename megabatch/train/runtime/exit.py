@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from megabatch.errors import MegabatchError
-from megabatch.train.runtime.console import CRASHED, FAILED, UNREAD, drop_output
+from megabatch.train.runtime.console import CRASHED, FAILED, UNREAD, FailedError, drop_output
 from megabatch.train.runtime.files import DISK_FULL
 from megabatch.train.runtime.rendezvous import Rendezvous, find_ranks
 
@@ -31,14 +31,6 @@ FAILURE = "failure"  # key of the store: number of ranks that have seen the run 
 SECONDS_TO_NOTICE = 3.0  # in which a rank should see by itself that another has failed
 SECONDS_TO_AGREE = 0.5  # in which ranks that fail the same way do so
 SECONDS_TO_LEAVE = 5.0  # torchrun kills the remaining ranks once the first is gone, so all leave together
-
-
-class FailedError(Exception):
-    """The run has failed and a rank has said why; only the exit status is left."""
-
-    def __init__(self, status: int) -> None:
-        super().__init__(status)
-        self.status = status
 
 
 class StoppedError(KeyboardInterrupt):

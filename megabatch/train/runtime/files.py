@@ -16,6 +16,7 @@ from megabatch.errors import MegabatchError, in_one_line
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's quota, the file
 METRICS, CUTS, TIMELINE = "metrics.jsonl", "cuts.jsonl", "timeline.jsonl"  # files of a run with rows
 SKIPPED, MANIFEST = "skipped.jsonl", "manifest.jsonl"
+SAME, CLOSE = ("samples", "weight", "lr"), ("loss", "grad_norm")  # of a manifest: equal in the same run; up to rounding
 CONFIG, ENVIRONMENT, PLAN, LOG, LOCK = "config.toml", "environment.json", "plan.txt", "log.txt", ".lock"
 DIGEST = "sha256"  # key of a sealed table: the digest of everything else in it
 Row = dict[str, Any]

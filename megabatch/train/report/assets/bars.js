@@ -65,19 +65,18 @@ function drawRank(svg, rank, { x, each, y, unit, place }) {
 }
 
 class Cuts {
-  constructor(parent, heading) {
-    const of = heading ? ` of ${heading}` : "";
-    this.range = element("input", { type: "range", min: 0, step: 1, "aria-label": `update${of}, along the run` });
-    this.field = element("input", { type: "number", step: 1, "aria-label": `update${of}, by its number` });
-    const [before, after] = [["‹", `the update before${of && `,${of}`}`], ["›", `the update after${of && `,${of}`}`]].map(([sign, words]) => element("button", { type: "button", "aria-label": words }, sign));
+  constructor(parent) {
+    this.range = element("input", { type: "range", min: 0, step: 1, "aria-label": "update, along the run" });
+    this.field = element("input", { type: "number", step: 1, "aria-label": "update, by its number" });
+    const [before, after] = [["‹", "the update before"], ["›", "the update after"]].map(([sign, words]) => element("button", { type: "button", "aria-label": words }, sign));
     this.words = element("p", { class: "words", "aria-live": "polite" });
     this.note = element("p", { class: "note" });
-    this.scroll = element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `bars of the update${of}` });
+    this.scroll = element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "bars of the update" });
     const keys = element("ul", { class: "keys" });
     this.keys = keys;
     const controls = element("div", { class: "controls" }, element("span", {}, "update"), before, this.field, after, this.range);
     this.table = tableOf("The bars as a table", ["rank", "microbatch", "samples", "real", "padding"], () => this.rows());
-    this.whole = element("div", { class: "cut" }, ...(heading ? [element("h3", {}, heading)] : []), controls, this.words, keys, this.scroll, this.table, this.note);
+    this.whole = element("div", { class: "cut" }, controls, this.words, keys, this.scroll, this.table, this.note);
     parent.append(this.whole);
     this.range.addEventListener("input", () => this.show(this.range.value * 1));
     this.field.addEventListener("change", () => this.showStep(this.field.value * 1));

@@ -1,7 +1,7 @@
 // The page: from its data to what stands in it, once, or again and again where a run is watched.
 
 const SECONDS_BETWEEN = 1;
-const parts = { cuts: [], timelines: [] };
+const parts = {};
 let shown = null;  // of the text sections, as they stand
 
 function fill(id, contents) {
@@ -10,43 +10,44 @@ function fill(id, contents) {
   section.hidden = !contents.length;
 }
 
-function showTexts(runs, comparison) {
-  const heading = (run) => (runs.length > 1 ? run.label : "");
-  const now = JSON.stringify([runs.map((run) => [run.plan, run.skipped])]);
+function showTexts(run) {
+  const now = JSON.stringify([run.plan, run.skipped]);
   if (now !== shown) {
-    fill("plans", runs.flatMap((run) => planOf(run, heading(run))));
-    fill("skipped", runs.flatMap((run) => skippedOf(run, heading(run))));
-    if (comparison) fill("comparison", [element("pre", { tabindex: "0" }, comparison)]);
+    fill("plans", planOf(run));
+    fill("skipped", skippedOf(run));
     shown = now;
   }
   const numbers = document.getElementById("numbers");
-  if (!numbers.querySelector("details[open]") && !numbers.contains(document.activeElement)) {
-    fill("numbers", runs.flatMap((run) => numbersOf(run, heading(run))));
-  }
+  if (!numbers.querySelector("details[open]") && !numbers.contains(document.activeElement)) fill("numbers", numbersOf(run));
 }
 
-function showParts(name, Part, runs) {
-  runs.forEach((run, place) => {
-    parts[name][place] ??= new Part(document.getElementById(name), runs.length > 1 ? run.label : "");
-    parts[name][place].news(run);
-  });
+function showPart(name, Part, run) {
+  parts[name] ??= new Part(document.getElementById(name));
+  parts[name].news(run);
 }
 
-function label(runs) {
-  const same = new Set(runs.map((run) => run.name)).size < runs.length;
-  runs.forEach((run, place) => { run.label = same ? `${run.name} (${place + 1})` : run.name; });
+function showOne(run) {
+  document.querySelector("h1").textContent = run.name;
+  document.getElementById("status").textContent = statusText(run);
+  showFacts(run);
+  showCharts([run]);
+  showPart("cuts", Cuts, run);
+  document.getElementById("cuts").hidden = !run.cuts.step.length;
+  showPart("timelines", Timelines, run);
+  showTexts(run);
+}
+
+// Several runs: their table and their curves. The rest is on the page of each.
+function showSeveral(runs, comparison) {
+  document.querySelector("h1").textContent = runs.length > 4 ? countText(runs.length, "run") : runs.map((run) => run.name).join(", ");
+  fill("comparison", comparisonOf(comparison));
+  showCharts(runs);
+  for (const id of ["facts", "status", "cuts", "timelines", "plans", "numbers"]) document.getElementById(id).hidden = true;
 }
 
 function show({ runs, comparison }) {
-  label(runs);
-  document.querySelector("h1").textContent = runs.map((run) => run.label).join(" and ");
-  document.getElementById("status").textContent = runs.map((run) => (runs.length > 1 ? `${run.label}: ` : "") + statusText(run)).join(" — ");
-  showFacts(runs);
-  showCharts(runs);
-  showParts("cuts", Cuts, runs);
-  document.getElementById("cuts").hidden = runs.every((run) => !run.cuts.step.length);
-  showParts("timelines", Timelines, runs);
-  showTexts(runs, comparison);
+  if (comparison) showSeveral(runs, comparison);
+  else showOne(runs[0]);
 }
 
 // A run that is watched: what is new is asked of whoever serves this page, until it answers no more.

@@ -17,29 +17,28 @@ function factsOf(run) {
   const unit = run.counts_tokens ? "tokens" : "samples";
   facts.push([run.counts_tokens ? "real tokens per second" : "samples per second", numberText(median(updates[`${unit}_per_second`] || [])), "median"]);
   if (run.counts_tokens) facts.push(["padding", updates.padding ? percentText(median(updates.padding)) : "–", "median"]);
+  if (run.seconds != null) facts.push(["training time", durationText(run.seconds), leftText(run)]);
   facts.push(["memory", updates.memory_gib ? gibText(lastOf(updates.memory_gib)) : "–",
     memory.peak_gib ? `update ${memory.step}: ${gibText(memory.peak_gib)} of ${gibText(memory.predicted_peak_gib)} predicted` : ""]);
   return facts;
 }
 
-// Each fact with its value; of two runs, with that of each.
-function showFacts(runs) {
-  const of = new Map();
-  for (const run of runs) {
-    for (const [name, value, more] of factsOf(run)) {
-      const words = runs.length > 1 ? [run.label, more].filter(Boolean).join(", ") : more;
-      of.set(name, [...(of.get(name) || []), element("dd", {}, value, " ", element("small", {}, words))]);
-    }
-  }
-  document.getElementById("facts").replaceChildren(...[...of].map(([name, values]) =>
-    element("div", {}, element("dt", {}, name), ...values)));
+function leftText(run) {
+  const left = (run.planned || 0) - (lastOf(run.updates.step) || 0);
+  return run.state === "running" && left > 0 && run.seconds_per_update ? `about ${durationText(left * run.seconds_per_update)} left` : "";
+}
+
+function showFacts(run) {
+  document.getElementById("facts").replaceChildren(...factsOf(run).map(([name, value, more]) =>
+    element("div", {}, element("dt", {}, name), element("dd", {}, value, " ", element("small", {}, more)))));
 }
 
 function statusText(run) {
   const made = lastOf(run.updates.step) || 0;
   const which = Object.entries(run.start).map(([name, value]) => `${name.replace("num_ranks", "ranks").replace("devices", "on")} ${value}`).join(" · ");
-  const how = run.ended || (made && run.planned && made >= run.planned ? "all updates were made" : made ? "it goes on, or was ended without a word" : "no update yet");
-  return [how, which].filter(Boolean).join(" · ");
+  const silent = { running: "running", ended: "all updates were made" }[run.state] || `${run.state} without a word`;
+  const how = run.state !== "running" && run.ended ? run.ended : made ? silent : "no update yet";
+  return [how, run.started && `started ${dateText(run.started)}`, which].filter(Boolean).join(" · ");
 }
 
 function thinnedRows(columns, keys) {
@@ -48,28 +47,44 @@ function thinnedRows(columns, keys) {
   return places.map((place) => keys.map((key) => columns[key][place]));
 }
 
-function numbersOf(run, heading) {
+function numbersOf(run) {
   const tables = [["Updates", run.updates], ...Object.entries(run.sets).map(([name, set]) => [`Held out: ${name}`, set])]
     .filter(([, columns]) => columns.step?.length);
-  return [...(heading ? [element("h3", {}, heading)] : []), ...tables.map(([name, columns]) => {
+  return tables.map(([name, columns]) => {
     const keys = Object.keys(columns), every = Math.ceil(columns.step.length / MOST_ROWS);
     return tableOf(name, keys.map((key) => key.replaceAll("_", " ")), () => thinnedRows(columns, keys), every > 1 ? `, one in ${every} and the last` : "");
-  })];
+  });
 }
 
-function skippedOf(run, heading) {
+function skippedOf(run) {
   if (!run.skipped.length) return [];
   const rows = run.skipped.map((each) => [each.step, each.is_whole ? "skipped whole" : "made without them", each.num_samples, each.reason,
     each.samples.join(", ") + (each.num_samples > each.samples.length ? ", ..." : "")]);
   const table = tableElement("Updates that were not finite, the last first; skipped.jsonl names every sample.", ["update", "~what became of it", "samples", "~reason", "~which samples"], rows);
-  return [...(heading ? [element("h3", {}, heading)] : []), element("div", { class: "scroll tall", tabindex: "0", role: "region", "aria-label": "samples left out" }, table)];
+  return [element("div", { class: "scroll tall", tabindex: "0", role: "region", "aria-label": "samples left out" }, table)];
 }
 
 const CHOSEN = /max_microbatch_tokens|micro_batch_size|the bound|sync |wrapper |gradient accumulation/;
 
-function planOf(run, heading) {
+function planOf(run) {
   const lines = run.plan.map((line) => element("li", { class: CHOSEN.test(line) ? "chosen" : null }, line));
   const none = element("p", { class: "note" }, "The run has written no plan.txt.");
   const note = element("p", { class: "hint" }, "What was derived before the first update of the last start. Marked: what was chosen, and why.");
-  return [...(heading ? [element("h3", {}, heading)] : []), ...(lines.length ? [note, element("ul", { class: "lines" }, ...lines)] : [none])];
+  return lines.length ? [note, element("ul", { class: "lines" }, ...lines)] : [none];
+}
+
+// Several runs in a table, the best marked, and below it what else is to be known.
+function comparisonOf({ head, rows, best, notes, text }) {
+  const classOf = (name) => (name.startsWith(">") ? null : "words");
+  const table = element("table", {}, element("thead", {}, element("tr", {}, element("th", {}), ...head.map((name) => element("th", { scope: "col", class: classOf(name) }, name.replace(">", ""))))),
+    element("tbody", {}, ...rows.map((row, place) => element("tr", { class: place === best ? "best" : null }, keyCell(place), ...row.map((cell, column) => element("td", { class: column ? classOf(head[column]) : "name" }, cell))))));
+  return [element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "the runs" }, table),
+    ...notes.map((line) => element("p", {}, line)), ...(text ? [element("pre", { tabindex: "0" }, text)] : [])];
+}
+
+// The color of a run's curves.
+function keyCell(place) {
+  const key = element("span", { class: `key line${lookOf(place).dashed ? " dashed" : ""}` }, element("i"));
+  key.style.setProperty("--color", `var(${lookOf(place).hue})`);
+  return element("td", {}, key);
 }

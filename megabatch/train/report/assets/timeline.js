@@ -49,14 +49,14 @@ function drawLanes(recorded, room) {
 }
 
 class Timelines {
-  constructor(parent, heading) {
-    this.select = element("select", { "aria-label": heading ? `recorded update of ${heading}` : "recorded update" });
+  constructor(parent) {
+    this.select = element("select", { "aria-label": "recorded update" });
     this.controls = element("div", { class: "controls" }, "update", this.select);
     this.words = element("p", { "aria-live": "polite" });
     this.keys = element("ul", { class: "keys" });
     this.lanes = element("div", { class: "lanes" });
     this.table = tableOf("The spans as a table", ["rank", "~what", "from ms", "ms"], () => this.rows().slice(0, 2000));
-    parent.append(...(heading ? [element("h3", {}, heading)] : []), this.controls, this.words, this.keys, this.lanes, this.table);
+    parent.append(this.controls, this.words, this.keys, this.lanes, this.table);
     this.select.addEventListener("change", () => this.show(this.select.value * 1));
     new ResizeObserver(() => { if (this.room !== this.lanes.clientWidth) this.draw(); }).observe(this.lanes);
   }

@@ -45,6 +45,19 @@ function percentText(share) {
   return `${(100 * share).toFixed(share > 0 && share < 0.0995 ? 1 : 0)}%`;
 }
 
+// A time in its two largest units.
+function durationText(seconds) {
+  const minutes = Math.round(seconds / 60), hours = Math.floor(minutes / 60);
+  if (seconds < 59.5) return `${Math.round(seconds)} s`;
+  if (seconds < 3599.5) return `${Math.floor(Math.round(seconds) / 60)} min ${Math.round(seconds) % 60} s`;
+  return hours < 48 ? `${hours} h ${minutes % 60} min` : `${Math.floor(hours / 24)} d ${hours % 24} h`;
+}
+
+// A place on the axis of time: whole units where they are whole.
+const timeTick = (seconds) => durationText(seconds).replace(/ 0 (s|min|h)$/, "");
+
+const dateText = (date) => new Date(date).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "short" });
+
 const countText = (number, one, many = `${one}s`) => `${whole.format(number)} ${number === 1 ? one : many}`;
 const sum = (numbers) => numbers.reduce((before, each) => before + each, 0);
 
