@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megabatch.batching.samples import IGNORED_LABEL, Length, Microbatch
 from megabatch.engine import random_state
 from megabatch.errors import LossContractError, MegabatchError, in_one_line
-from megabatch.torch_private import TorchDispatchMode, pytree, schema_of
+from megabatch.torch_private import TorchDispatchMode, is_fsdp2, pytree, schema_of
 
 Mean = Callable[[Any, Any], Any]  # a scalar tensor, of a model and a microbatch
 Count = Callable[[Any], Any]  # what a microbatch's mean is over
@@ -245,12 +245,21 @@ class LossTrial:
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 kind = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
                 raise LossContractError(f"compute_loss gives {kind}; expected a scalar tensor")
-            found: Any = torch.autograd.grad(loss, small, allow_unused=True)
+            found = _differentiate(loss, self.model, small)
         return torch.cat([_sample_gradient(each, like) for each, like in zip(found, small, strict=True)])
 
     @property
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
+
+
+def _differentiate(loss: Tensor, model: nn.Module, parameters: list[nn.Parameter]) -> Sequence[Tensor | None]:
+    if not any(map(is_fsdp2, model.modules())):
+        return torch.autograd.grad(loss, parameters, allow_unused=True)
+    loss.backward()  # autograd.grad does not reach FSDP2's parameters: its hooks fill their grad
+    found = [None if each.grad is None else cast(Any, each.grad).full_tensor() for each in parameters]
+    model.zero_grad()
+    return found
 
 
 def _sample_gradient(gradient: Tensor | None, parameter: Tensor) -> Tensor:

@@ -45,8 +45,8 @@ class MegabatchTrainer(Trainer):
 
     An update consumes ``per_device_train_batch_size * gradient_accumulation_steps`` samples of each process. The
     trainer groups them into microbatches by length. Loop, logging, callbacks, checkpoints and evaluation are Hugging
-    Face's. The logged loss is the update's. It runs in one process or with DistributedDataParallel (torchrun). An
-    update whose loss or clipped gradient is not finite leaves weights and optimizer unchanged. Put this class before
+    Face's. The logged loss is the update's. It runs in one process, or with DistributedDataParallel or FSDP2 (torchrun).
+    An update whose loss or clipped gradient is not finite leaves weights and optimizer unchanged. Put this class before
     another Trainer to train with that one's loss: ``class Exact(MegabatchTrainer, SFTTrainer): pass``.
 
     If you override ``_prepare_inputs`` or ``compute_loss_context_manager``, they are called for each microbatch.
@@ -551,7 +551,11 @@ def _find_refused(args: Any, accelerator: Any) -> list[tuple[str, bool, str]]:
     optim = str(getattr(args.optim, "value", args.optim))
     return [
         ("fp16", accelerator.mixed_precision in ("fp16", "fp8"), "float16 loses small gradients: set bf16=True"),
-        (wrapper, wrapper in OTHER_WRAPPERS, "use DistributedDataParallel (torchrun), or megabatch train for FSDP2"),
+        (
+            wrapper,
+            wrapper in OTHER_WRAPPERS and not accelerator.is_fsdp2,
+            "use DistributedDataParallel (torchrun), or fsdp=True with fsdp_config={'version': 2}",
+        ),
         ("parallelism_config", args.parallelism_config is not None, "leave it out, or use megabatch train"),
         (f"{args.n_gpu} GPUs in one process", args.n_gpu > 1, "start a process for each with torchrun"),
         (

@@ -10,16 +10,21 @@ from tests.exact.launch import of_ranks
 WAYS = ["default", "capped", "loss_fn", "compute_loss", "compute_loss_func"]
 SETTINGS = ["grouped/float64", "dropped/float64", "checkpointed/float64", "smoothed/float64", "bf16/float32"]
 EXACT = [*(f"{way}/float64" for way in WAYS), "default/float32", *SETTINGS]
-ON_TWO = ["default/float64", "compute_loss/float64", "default/float32", "grouped/float64", "bf16/float32"]
+ON_TWO = ["default/float64", "compute_loss/float64", "default/float32", "grouped/float64", "bf16/float32",
+          "fsdp2/float64", "fsdp2 compute_loss/float64"]  # fmt: skip
 PAIRS = [(1, job) for job in [*EXACT, "streamed/float64"]] + [(2, job) for job in ON_TWO]
 OTHERS = ["resumed", "refused/sum", "refused/means", "spoilt"]
-WRAPPED = {1: "GPT2LMHeadModel", 2: "DistributedDataParallel"}
+ON_SHARDS = ["refused fsdp2/sum", "refused fsdp2/means"]
+WRAPPED = {1: "GPT2LMHeadModel", 2: "DistributedDataParallel", "fsdp2": "FSDPGPT2LMHeadModel"}
 ALLOWED = {"smoothed/float64": 1e-6, "default/float32": 1e-5}  # Trainer's smoothing sums in float32
 
 
 results = of_ranks(
     "tests.integrations.trainers:run_job",
-    {world: [job for ranks, job in PAIRS if ranks == world] + OTHERS + ["refusals"] * (world == 1) for world in (1, 2)},
+    {
+        world: [job for ranks, job in PAIRS if ranks == world] + OTHERS + (["refusals"] if world == 1 else ON_SHARDS)
+        for world in (1, 2)
+    },
 )
 
 
@@ -32,7 +37,7 @@ def test_every_update_is_exact_and_stepped_once(results, world, job):
         assert all(error <= each for error, each in zip(found["errors"], allowed, strict=True)), found
         assert max(found["losses"]) <= (1e-2 if "bf16" in job else 1e-6)  # Trainer adds them in float32
         assert found["steps"] == found["schedule"] == found["global_step"] == found["expected"]
-        assert found["model"] == WRAPPED[world]
+        assert found["model"] == WRAPPED["fsdp2" if "fsdp2" in job else world]
         assert found["tokens"] == (found["expected_tokens"] if "grouped" in job else 0)
 
 
@@ -46,8 +51,10 @@ def test_a_checkpoint_of_trainer_goes_on_to_the_same_weights(results, world):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("job", ["refused/sum", "refused/means"])
+@pytest.mark.parametrize(
+    ("world", "job"), [(1, "refused/sum"), (1, "refused/means"), (2, "refused/sum"), (2, "refused/means"),
+                       *((2, job) for job in ON_SHARDS)]
+)  # fmt: skip
 def test_a_loss_that_is_no_mean_over_its_targets_is_refused(results, world, job):
     for found in results(job, world):
         assert found.startswith("LossContractError: the loss of 2 samples is no mean over their ")

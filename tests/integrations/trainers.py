@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset
 from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_pt_utils import get_length_grouped_indices
@@ -26,6 +28,11 @@ class Stream(IterableDataset):
         return iter(samples())
 
 
+def whole(gradient: Tensor) -> Tensor:
+    """The gradient of all shards of FSDP2."""
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
 class Recorder(TrainerCallback):
     """What the optimizer is given, and how often."""
 
@@ -36,7 +43,9 @@ class Recorder(TrainerCallback):
         self.steps = 0
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **rest):
-        self.gradients.append({n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()})
+        self.gradients.append(
+            {n: None if p.grad is None else whole(p.grad).clone() for n, p in model.named_parameters()}
+        )
 
     def on_optimizer_step(self, args, state, control, lr_scheduler=None, **rest):
         self.steps += 1
@@ -94,6 +103,14 @@ WAYS: dict[str, tuple[type[MegabatchTrainer], dict[str, Any]]] = {
 }
 
 
+def shard_on_cpu(trainer: Any) -> None:
+    """Turn on FSDP2, which Accelerate's state ignores without GPUs and replaces by DistributedDataParallel."""
+    state = trainer.accelerator.state
+    state.distributed_type = DistributedType.FSDP
+    state.fsdp_plugin = FullyShardedDataParallelPlugin(**trainer.args.fsdp_plugin_args)
+    trainer.is_fsdp_enabled = True
+
+
 def trained(way: str, dtype: torch.dtype, folder: str, *, dataset: Any = None, **changed: Any):
     """A trainer after its training, and what was recorded."""
     kind, given = WAYS[way]
@@ -102,6 +119,8 @@ def trained(way: str, dtype: torch.dtype, folder: str, *, dataset: Any = None, *
         model=models.gpt2(dtype), args=arguments(folder, **changed), train_dataset=dataset or samples(),
         data_collator=collate, callbacks=[recorder], **given,
     )  # fmt: skip
+    if changed.get("fsdp"):
+        shard_on_cpu(trainer)
     trainer.train(resume_from_checkpoint=changed.pop("resume_from_checkpoint", None))
     return trainer, recorder
 
@@ -131,6 +150,7 @@ def grouped() -> list[int]:
     return get_length_grouped_indices([len(each["labels"]) for each in samples()], size, generator=generator)
 
 
+FSDP2 = {"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"]}
 SETTINGS: dict[str, dict[str, Any]] = {
     "smoothed": {"label_smoothing_factor": 0.1},
     "grouped": {
@@ -143,12 +163,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "streamed": {"max_steps": 3},
     "bf16": {"bf16": True},
     "checkpointed": {"gradient_checkpointing": True},
+    "fsdp2": {"fsdp": True, "fsdp_config": FSDP2},
 }
 
 
 def exactness(name: str, dtype: str) -> dict[str, Any]:
     """Errors of every update's gradient and of its loss, as logged; steps of optimizer and schedule."""
-    way, changed = (name, {}) if name in WAYS else ("default", SETTINGS[name])
+    name, _, way = name.partition(" ")
+    way, changed = (name, {}) if name in WAYS else (way or "default", SETTINGS[name])
     dataset = Stream() if name == "streamed" else samples()
     with tempfile.TemporaryDirectory() as folder:
         trainer, recorder = trained(
@@ -224,12 +246,16 @@ def resumed() -> dict[str, float]:
     return {"in one go": errors[0], "resumed": errors[1], "steps": second.state.global_step}
 
 
-def refused(way: type[MegabatchTrainer]) -> str:
+def refused(way: type[MegabatchTrainer], **changed: Any) -> str:
     with tempfile.TemporaryDirectory() as folder:
         try:
-            way(
-                model=models.gpt2(torch.float64), args=arguments(folder), train_dataset=samples(), data_collator=collate
-            ).train()
+            trainer = way(
+                model=models.gpt2(torch.float64), args=arguments(folder, **changed), train_dataset=samples(),
+                data_collator=collate,
+            )  # fmt: skip
+            if changed:
+                shard_on_cpu(trainer)
+            trainer.train()
         except Exception as error:
             return f"{type(error).__name__}: {error}"
     return "nothing"
@@ -291,6 +317,7 @@ def run_job(name: str) -> Any:
     with as_torchrun():
         if way in ("resumed", "refusals", "spoilt"):
             return {"resumed": resumed, "refusals": refusals, "spoilt": spoilt}[way]()
-        if way == "refused":
-            return refused({"sum": OwnSum, "means": MeanOfMeans}[dtype])
+        if way.startswith("refused"):
+            changed = SETTINGS["fsdp2"] if "fsdp2" in way else {}
+            return refused({"sum": OwnSum, "means": MeanOfMeans}[dtype], **changed)
         return exactness(way, dtype)
