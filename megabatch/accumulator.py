@@ -57,6 +57,7 @@ from megabatch.wrappers.gradients import (
 )
 from megabatch.wrappers.mesh import num_collectives
 
+MAX_COMPARED_CALLS = 8  # in which ranks compare each collective; a loss that is made anew for each call is always new
 LOST = "an update was lost when one of its calls failed or its gradient was taken, with what its other calls had given"
 
 
@@ -161,6 +162,7 @@ class GradientAccumulator:
         self.steps_in_backward = False  # if True, `finalize` can no longer scale a gradient
         self._open: OpenUpdate | None = None
         self._is_lost = False  # a call failed after others had added to the update; reset by finalize() and discard()
+        self._num_compared_calls = 0
         self._running = False  # inside a call, between its first microbatch and its last
         self._step: MicrobatchStep | None = None  # the microbatch of an open loop whose backward has not run yet
         self._before: Receipt | None = None  # the gradients before the microbatch of an open loop
@@ -465,8 +467,11 @@ class GradientAccumulator:
         """Surround one call: prepare it and agree on it with the other ranks. If it fails, drop the update."""
         if self._running or self._is_lost or self._loop is not None:
             self._refuse_to_add()
-        wrapper, ownership = self._wrapper, self._ownership
+        wrapper, ownership, order = self._wrapper, self._ownership, self._wrapper.collective_order
         prepared, failure = None, None
+        tried = ownership.tried.get(loss_fn)  # None for a new loss
+        if wrapper.forwards_meet:
+            order.wants_comparison = tried is None and self._compares_new(loss_fn)
         try:
             ownership.check()
             wrapper.check_unchanged()
@@ -504,6 +509,8 @@ class GradientAccumulator:
             plan = with_dummies(plan, agreement.num_microbatches)
         self.last_plan = plan
         self._running = True
+        if agreement.compares_order:
+            order.is_compared, self._num_compared_calls = True, self._num_compared_calls + 1
         try:
             with contextlib.ExitStack() as watching:
                 watching.enter_context(no_float16_autocast(wrapper.models))
@@ -511,7 +518,6 @@ class GradientAccumulator:
                     watching.enter_context(self._padding.watched())
                 if self._is_packed:
                     watching.enter_context(watched(self.model, agreement.num_microbatches))
-                tried = ownership.tried.get(loss_fn)  # None for a new loss
                 divides = takes_divisor(cast(Any, loss_fn)) if tried is None else tried
                 yield _Call(prepared, agreement, self._open, hooks, divides, is_new=tried is None)
             ownership.leave()
@@ -521,9 +527,15 @@ class GradientAccumulator:
                 ran = [rows for parts in prepared.parts.values() for rows in parts if rows]
                 self.lower_limit(plan.bound_of(ran) if ran else None)
         finally:
+            order.is_compared = False
             if self._running:  # the loss raised, or the loop was left early
                 self._is_lost = had_calls
                 self._abandon()
+
+    def _compares_new(self, loss_fn: object) -> bool:
+        """Return True if ranks that wait for each other in forwards compare the collectives of a new loss."""
+        is_together = isinstance(loss_fn, JointLoss) or self._wrapper.is_pipeline
+        return not is_together and self._num_compared_calls < MAX_COMPARED_CALLS
 
     @contextlib.contextmanager
     def _guarded(self) -> Generator[None]:

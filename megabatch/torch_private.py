@@ -41,6 +41,8 @@ NEEDED: tuple[tuple[object, str, str], ...] = (  # what has it, its name, and wh
     (nn.Module(), "_forward_hooks", "hooks on modules"),
     (nn.Module(), "_forward_pre_hooks", "hooks on modules"),
     (nn.Module(), "_compiled_call_impl", "compiled modules"),
+    (nn.Module(), "_parameters", "the members of a module"),
+    (nn.Module(), "_modules", "the members of a module"),
     (nn.Module(), "_non_persistent_buffers_set", "buffers"),
     (DistributedDataParallel, "_get_ddp_logging_data", "DDP"),
     (DistributedDataParallel, "_check_reducer_finalized", "DDP"),
@@ -104,6 +106,10 @@ def multiply_all(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
 
 # Hooks on a parameter's gradient, and its own attributes; asked of every parameter in every call.
 own_of_parameter = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks", "__dict__")
+
+
+# A module's dicts of its own parameters and children. torch changes these dicts and never replaces them.
+members_of_module = operator.attrgetter("_parameters", "_modules")
 
 
 def hooks_before_grad(parameter: Any) -> list[Callable[..., Any]]:
@@ -487,7 +493,7 @@ def drop_flat_gradient(module: Any) -> None:
 
 @contextmanager
 def noting_flat_collectives(modules: Sequence[Any], note: Callable[[int], None], *, reduces: bool) -> Generator[None]:
-    """While it is open, call ``note`` with a number for each gather and each reduction that FSDP1 begins."""
+    """While it is open, call ``note`` with a number before each gather and each reduction that FSDP1 begins."""
     handles = [module._handle for module in modules if module._handle is not None]
     hooks: list[Any] = []
     for number, handle in enumerate(handles):
@@ -540,6 +546,11 @@ def unsharded_parameters(group: Any) -> list[nn.Parameter]:
 def partly_reduced(group: Any) -> Tensor | None:
     """``_partial_reduce_output``: gradients that HSDP has summed over the ranks of a shard, and not of replicas."""
     return group._partial_reduce_output
+
+
+def name_of_group(group: Any) -> str:
+    """``_module_fqn``, which the first forward sets: the name of the module whose parameters a group holds."""
+    return repr(group._module_fqn) if group._module_fqn else "the model itself"
 
 
 def class_of_groups() -> type:
@@ -624,7 +635,7 @@ def reducing_to(modules: Sequence[Any], dtype: torch.dtype | None) -> Generator[
 
 @contextmanager
 def noting_collectives(groups: Sequence[Any], note: Callable[[int], None]) -> Generator[None]:
-    """While it is open, call ``note`` with a number for each gather and each reduction that FSDP2 begins.
+    """While it is open, call ``note`` with a number before each gather and each reduction that FSDP2 begins.
 
     Torch pairs them across ranks by their order alone. A rank in another order is sent the parameters of another
     module, or adds the gradient of one to that of another.
@@ -642,11 +653,11 @@ def noting_collectives(groups: Sequence[Any], note: Callable[[int], None]) -> Ge
 
 
 def _unshard(group: Any, note: Callable[[], None], *given: Any, **named: Any) -> None:
-    was_begun = group._all_gather_result is not None
-    type(group).unshard(group, *given, **named)
-    is_sent = getattr(group.mesh_info, "shard_mesh_size", 1) > 1
-    if is_sent and not was_begun and group._all_gather_result is not None:
+    is_there = group._all_gather_result is not None or group.is_unsharded
+    is_left_out = not group.unshard_in_backward and group._training_state.name == "PRE_BACKWARD"
+    if not is_there and not is_left_out and getattr(group.mesh_info, "shard_mesh_size", 1) > 1:
         note()
+    type(group).unshard(group, *given, **named)
 
 
 def _wait_to_reduce(group: Any, note: Callable[[], None]) -> None:

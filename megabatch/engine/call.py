@@ -272,6 +272,7 @@ class CallAgreement:
     num_tokens: int
     weights: dict[str, float]  # by weighed term; empty without weigh
     dummy: Callable[[], Microbatch] | None  # makes a dummy microbatch, for a rank that has fewer than the others
+    compares_order: bool = False  # ranks compare each collective of the call before it begins
 
 
 class RankReport(NamedTuple):
@@ -284,6 +285,7 @@ class RankReport(NamedTuple):
     has_sample: float
     names_hash: float  # of the weighed terms
     fingerprint: float  # of the samples and their plan, if other ranks (cp, tp, pp) must have the same
+    compares_order: float  # the loss is new on this rank, and ranks wait for each other in forwards
     keys_hash: float  # of the samples' keys, if all ranks must have the same; negative if this rank's samples differ
     weights: list[float]  # by term
 
@@ -344,6 +346,7 @@ def agree_on_call(
         num_tokens=int(sum(each.num_tokens for each in data)),
         weights=dict(zip(names, map(sum, weights), strict=False)),
         dummy=dummy,
+        compares_order=any(each.compares_order for each in reports),
     )
 
 
@@ -411,6 +414,7 @@ def _report(prepared: PreparedBatch, wrapper: Wrapper, has_sample: bool) -> Rank
         has_sample=float(has_sample),
         names_hash=float(zlib.crc32("\n".join(sums).encode()) if sums else 0),
         fingerprint=float(zlib.crc32(cut, samples.fingerprint()) if shares_samples else 0),
+        compares_order=float(wrapper.collective_order.wants_comparison),
         keys_hash=float(zlib.crc32(repr(keys).encode()) * (1 if len(keys) == 1 else -1) if keys else 0),
         weights=list(sums.values()),
     )

@@ -38,7 +38,7 @@ class Receipt(NamedTuple):
     def of(cls, parameters: Sequence[nn.Parameter]) -> "Receipt":
         """Take a snapshot of the current gradients."""
         gradients = [each.grad for each in parameters]
-        return cls(parameters, gradients, _num_writes([each for each in gradients if each is not None]))
+        return cls(parameters, gradients, _num_writes(gradients))
 
     def holds(self, accumulating: Sequence[nn.Parameter], *, exact: bool) -> bool:
         """Return True if no gradient of ``accumulating`` appeared, was replaced or written to since.
@@ -47,8 +47,7 @@ class Receipt(NamedTuple):
         """
         now = [each.grad for each in self.parameters]
         if exact:
-            are_same = all(map(operator.is_, self.gradients, now))
-            are_same = are_same and self.writes == _num_writes([each for each in now if each is not None])
+            are_same = all(map(operator.is_, self.gradients, now)) and self.writes == _num_writes(now)
         else:
             are_same = [each is None for each in self.gradients] == [each is None for each in now]
         if not are_same or accumulating is self.parameters:
@@ -99,6 +98,16 @@ class Ownership:
 
     def leave(self) -> None:
         """Record the state after a call. Raises `LossContractError` if the loss trains a tensor outside the model."""
+        if self._passing:
+            self._check_passing()
+        if self._trying is not None:
+            self.tried.set(self._trying, takes_divisor(self._trying))
+            self._trying = None
+        parameters = self._wrapper.parameters
+        trained = [each.requires_grad for each in parameters]
+        self._left = Leftover(Receipt.of(parameters), _num_writes(parameters), trained)
+
+    def _check_passing(self) -> None:
         passing, self._passing = self._passing, []
         if any(_is_trained(each()) for each in passing):
             gc.collect()  # a cycle keeps a graph alive
@@ -106,12 +115,6 @@ class Ownership:
             if leaf is not None and _is_trained(leaf):
                 leaf.grad = None
                 raise _not_the_models(leaf)
-        if self._trying is not None:
-            self.tried.set(self._trying, takes_divisor(self._trying))
-        self._trying = None
-        parameters = self._wrapper.parameters
-        trained = [each.requires_grad for each in parameters]
-        self._left = Leftover(Receipt.of(parameters), _num_writes(parameters), trained)
 
     def release(self) -> None:
         """Forget the state after the last call."""
@@ -216,8 +219,8 @@ def _holds(given: object, leaf: Tensor) -> bool:
     return found
 
 
-def _num_writes(tensors: Sequence[Tensor]) -> list[int]:
+def _num_writes(tensors: Sequence[Tensor | None]) -> list[int]:
     try:
-        return [count_writes(each) for each in tensors]
+        return [count_writes(each) for each in tensors if each is not None]
     except RuntimeError:  # tensors made in inference mode count no writes
-        return [0 if each.is_inference() else count_writes(each) for each in tensors]
+        return [0 if each.is_inference() else count_writes(each) for each in tensors if each is not None]

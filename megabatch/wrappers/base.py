@@ -9,7 +9,8 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Generator
 from dataclasses import dataclass
-from operator import attrgetter
+from itertools import chain, compress
+from operator import attrgetter, is_
 from typing import Any, cast
 
 import torch
@@ -23,6 +24,7 @@ from megabatch.torch_private import (
     hooks_before_grad,
     is_dtensor,
     is_partial,
+    members_of_module,
     optimizers_in_backward,
     own_of_parameter,
 )
@@ -30,6 +32,7 @@ from megabatch.wrappers.gradients import WideGradients, refuse_float16
 from megabatch.wrappers.mesh import DataRanks
 
 Choice = tuple[str, str]  # a policy, "last", "every" or "replica_last", and why
+END = -1  # in place of the number of a collective
 NO_GRADIENT, DENSE = range(2)  # layouts of a gradient
 CHANGED = (
     "parameters were frozen, unfrozen, added or replaced since the GradientAccumulator was made; make a new one "
@@ -42,6 +45,8 @@ class CollectiveOrder:
     """A hash of the collectives of an update in their order, which ranks compare."""
 
     digest: int = 0
+    wants_comparison: bool = False  # this rank has a new loss in the call that ranks agree on
+    is_compared: bool = False  # ranks compare each collective before it begins, not only the hash at the end
 
     def note(self, number: int) -> None:
         """Mix in one gather or reduction."""
@@ -78,12 +83,42 @@ class Wrapper:
         self.norm_groups: list[dist.ProcessGroup] = []  # ranks with further parts of the gradient, not in a DTensor
         self._wide = WideGradients(self.parameters, None)
         self._model = model
+        # Of the last walk over the model: its dicts of parameters and children, what is in them, and all parameters.
+        self._empty_dicts: list[dict[str, Any]] = []
+        self._filled_dicts: list[dict[str, Any]] = []
+        self._members: list[object] = []
+        self._walked_by = 0  # id of the wrapper; a copy walks its own model
+        self._all_parameters: list[nn.Parameter] = []
         self.models = [model]  # the models that the loss calls
         refuse_float16((f"parameter {name!r}", each.dtype) for name, each in model.named_parameters())
 
     def note_collective(self, number: int) -> None:
         """Mix one gather or reduction into the hash that ranks compare."""
         self.collective_order.note(self.index << 32 | number)
+
+    def meet(self, number: int) -> None:
+        """Note a collective that all ranks are to begin next; `END` is the end of a microbatch.
+
+        While a new loss runs, this sends a message between hosts, and raises `PlanError` on all ranks if they differ.
+        Without it, ranks wait for each other in different collectives until the backend gives up.
+        """
+        if self.collective_order.is_compared:
+            seen = [int(row[0]) for row in self.ranks.exchange_numbers([self.index << 32 | number])]
+            if len(set(seen)) > 1:
+                self.collective_order.is_compared = False
+                one, other = seen[0], next(each for each in seen if each != seen[0])
+                raise PlanError(
+                    f"ranks call other submodules in one microbatch: some {self.describe_collective(one)}, others "
+                    f"{self.describe_collective(other)}, and {self.kind_name} would wait forever; call every wrapped "
+                    "submodule on all ranks, with zeros where a rank has nothing for it, or shard the root alone"
+                )
+        if number != END:
+            self.note_collective(number)
+
+    def describe_collective(self, number: int) -> str:
+        """Return the words for a number that `meet` was given on any rank."""
+        what = "reduce gradients" if number % 2 else "gather parameters"
+        return "end it" if number < 0 else what
 
     def accumulate_in(self, wide: WideGradients) -> None:
         """Add gradients in a wider dtype. Raises `PlanError` if the wrapper would round them before."""
@@ -94,10 +129,12 @@ class Wrapper:
 
         Hooks on parameters are refused, too: they would see the gradients of single microbatches.
         """
-        now = [each for each in self._model.parameters() if each.requires_grad]
-        if self.shows_gathered:
-            now = self.parameters
-        if len(now) != len(self.parameters) or any(a is not b for a, b in zip(now, self.parameters, strict=True)):
+        members = [*chain.from_iterable(map(dict.values, self._filled_dicts))]
+        is_known = len(members) == len(self._members) and all(map(is_, members, self._members))
+        if not is_known or any(self._empty_dicts) or self._walked_by != id(self):
+            self._walk()
+        now = self.parameters if self.shows_gathered else [each for each in self._all_parameters if each.requires_grad]
+        if len(now) != len(self.parameters) or not all(map(is_, now, self.parameters)):
             raise PlanError(CHANGED)
         dtypes = [each.dtype for each in self.parameters]
         if dtypes != self._dtypes:
@@ -106,7 +143,7 @@ class Wrapper:
                 f"parameters were cast from {was} to {now} since the GradientAccumulator was made; make a new one "
                 "after such a change"
             )
-        for parameter in [each for each in self.parameters if any(own_of_parameter(each))]:
+        for parameter in compress(self.parameters, map(any, map(own_of_parameter, self.parameters))):
             if names := _foreign_hooks(parameter):
                 raise PlanError(
                     f"a parameter of shape {tuple(parameter.shape)} has the hook {names[0]}, which would see the "
@@ -155,6 +192,13 @@ class Wrapper:
 
     def discard(self) -> None:
         """Drop the state outside of ``p.grad`` that an update which failed half-way has left."""
+
+    def _walk(self) -> None:
+        """Note the members of every module. The next check then reads these dicts, and no module."""
+        dicts = [*chain.from_iterable(map(members_of_module, self._model.modules()))]
+        self._empty_dicts, self._filled_dicts = [each for each in dicts if not each], list(filter(None, dicts))
+        self._members = [*chain.from_iterable(map(dict.values, self._filled_dicts))]
+        self._all_parameters, self._walked_by = list(self._model.parameters()), id(self)
 
     def _agree_on_layouts(self) -> None:
         """Give all ranks gradients of one layout: zeros if only other ranks have one, dense if layouts differ."""

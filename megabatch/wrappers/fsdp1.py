@@ -19,7 +19,7 @@ from megabatch.torch_private import (
     replica_group,
     reshard_flat,
 )
-from megabatch.wrappers.base import Choice, Wrapper
+from megabatch.wrappers.base import END, Choice, Wrapper
 from megabatch.wrappers.gradients import WideGradients, refuse_float16
 from megabatch.wrappers.mesh import DataRanks
 
@@ -66,9 +66,10 @@ class FSDP1Wrapper(Wrapper):
         reduces = last or policy == "every"
         with (
             contextlib.nullcontext() if reduces else self._fsdp.no_sync(),
-            noting_flat_collectives(self._states, self.note_collective, reduces=reduces),
+            noting_flat_collectives(self._states, self.meet, reduces=reduces),
         ):
             yield
+        self.meet(END)
 
     def finish_update(self) -> None:
         """FSDP1 has reduced."""

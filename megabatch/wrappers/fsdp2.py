@@ -13,13 +13,14 @@ from torch.distributed.fsdp import FSDPModule
 from megabatch.errors import PlanError
 from megabatch.torch_private import (
     drop_fsdp_gradients,
+    name_of_group,
     noting_collectives,
     param_groups,
     reduce_fsdp_gradients,
     reducing_to,
     unsharded_parameters,
 )
-from megabatch.wrappers.base import CHANGED, Choice, Wrapper
+from megabatch.wrappers.base import CHANGED, END, Choice, Wrapper
 from megabatch.wrappers.checks import check_precision, check_wide
 from megabatch.wrappers.gradients import WideGradients
 from megabatch.wrappers.mesh import DataRanks
@@ -91,8 +92,9 @@ class FSDP2Wrapper(Wrapper):
         last = last and not self.is_held
         self._set(reduce=last or policy != "last", all_reduce=last or policy == "every", last=last)
         try:
-            with self._reducing_wide(), noting_collectives(self._groups, self.note_collective):
+            with self._reducing_wide(), noting_collectives(self._groups, self.meet):
                 yield
+            self.meet(END)
         finally:
             self._set(reduce=True, all_reduce=True, last=True)
 
@@ -125,6 +127,12 @@ class FSDP2Wrapper(Wrapper):
     def _reducing_wide(self) -> contextlib.AbstractContextManager[None]:
         """Where gradients are added wide, FSDP2 is not to round what it has reduced before it is added."""
         return reducing_to(self._modules, self._wide.dtype) if self._wide.widens else contextlib.nullcontext()
+
+    def describe_collective(self, number: int) -> str:
+        place = number & 0xFFFFFFFF
+        is_own = number >= 0 and number >> 32 == self.index
+        of = f" of {name_of_group(self._groups[place // 2])}" if is_own else ""
+        return super().describe_collective(number) + of
 
     def _set(self, *, reduce: bool, all_reduce: bool, last: bool) -> None:
         for module in self._modules:

@@ -168,6 +168,39 @@ def images_on_one_rank_under_fsdp2(user: User) -> None:
     user.update(model, batch, counted(lambda m, b: squares(lambda x: m(x, b.get("images")), b)))
 
 
+@refused(PlanError, "submodules", 2, 3, alone=False, beside_another=True)
+def submodule_that_some_ranks_do_not_call_under_fsdp2(user: User, variant: bool) -> None:
+    """The same keys everywhere, and control flow by their values: only the first rank has images."""
+    model, other = Branched().double(), regressor()
+    for each in (model.image, model.text, model, other):
+        fully_shard(each)
+    takes = user.rank == 0
+
+    @loss(weigh=lambda batch: len(batch["x"]))
+    def some(models: nn.Module, batch: Sample) -> tuple[Tensor, int]:
+        images = batch["x"].new_ones(len(batch["x"]), 6) if takes else None
+        return squares(lambda x: (models[0] if variant else models)(x, images), batch)
+
+    user.update([model, other] if variant else model, user.rows(numbers()), some)
+
+
+@right(2, 3)
+def submodules_that_all_ranks_call_under_fsdp2(user: User) -> None:
+    """No false refusal: one submodule is called once and the others twice, and a rank runs dummy microbatches."""
+    model, batch = Branched().double(), numbers()
+    reference = copy.deepcopy(model)
+    for each in (model.image, model.text, model):
+        fully_shard(each)
+
+    @loss(weigh=lambda batch: len(batch["x"]))
+    def twice(model: nn.Module, batch: Sample) -> tuple[Tensor, int]:
+        return squares(lambda x: model(x) + model(x, x.new_ones(len(x), 6)), batch)
+
+    user.update(model, user.rows(batch), twice)
+    twice(reference, batch)[0].div(8).backward()
+    user.expect(model, reference)
+
+
 @refused(MegabatchError, "model.module", 2, 3)
 def gradient_past_ddp(user: User) -> None:
     """A forward without gradients through DDP, and the forward with them past it."""
