@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megabatch.errors import PlanError, require_count
-from megabatch.planning.partition import balance
+from megabatch.planning.partition import balance_lengths
 from megabatch.planning.plan import CostModel, check_cost, check_lengths
 
 TAILS = ("step", "drop", "carry")
@@ -112,7 +112,7 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         self._compare_ranks()
         for start, stop in self._spans():
-            yield self.share(self._ids(start, stop).tolist())
+            yield self.share(self._ids(start, stop))
 
     def __len__(self) -> int:
         """Return the number of updates that the next iteration yields."""
@@ -130,9 +130,10 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
                     return
                 yield stop - start
 
-    def share(self, samples: Sequence[int]) -> list[int]:
+    def share(self, samples: Sequence[int] | np.ndarray) -> list[int]:
         """Return this rank's share of an update's sample ids."""
-        return [samples[index] for index in self._shares(samples)[self._dp_rank]]
+        ids = np.asarray(samples, dtype=np.int64)
+        return ids[self._ranks_of(ids) == self._dp_rank].tolist()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the stream of samples, independent of the number of ranks.
@@ -164,11 +165,10 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
         given = self._given
         return require_count("global_batch_size", given(self._seen) if callable(given) else given)
 
-    def _shares(self, samples: Sequence[int]) -> list[list[int]]:
-        """Return every rank's share of an update, by position."""
-        lengths: list[int] = self._lengths[np.asarray(samples, dtype=np.int64)].tolist()
+    def _ranks_of(self, ids: np.ndarray) -> np.ndarray:
+        """Return the rank of each sample of an update."""
         price = float if self.cost is None else self.cost.sample_seconds
-        return balance([price(length) for length in lengths], self._dp_degree)
+        return balance_lengths(self._lengths[ids], price, self._dp_degree)
 
     @property
     def _dp_rank(self) -> int:
@@ -185,8 +185,9 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
         if self._compared or num_ranks == 1 or num_ranks != self._dp_degree or is_worker:
             return
         self._compared.append(True)
-        ids: list[int] = next((self._ids(*span).tolist() for span in copy(self)._spans()), [])
-        first = repr((self._consumed, ids, self._shares(ids))).encode()
+        no_ids = np.empty(0, dtype=np.int64)
+        ids = np.asarray(next((self._ids(*span) for span in copy(self)._spans()), no_ids), dtype=np.int64)
+        first = repr(self._consumed).encode() + ids.tobytes() + self._ranks_of(ids).tobytes()
         mine = zlib.crc32(first, zlib.crc32(self._lengths.tobytes()))
         told: list[Any] = [None] * num_ranks
         dist.all_gather_object(told, (self._dp_rank, mine))

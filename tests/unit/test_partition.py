@@ -1,13 +1,15 @@
 """balance and split, against what they promise and against every possible answer where there are few."""
 
+import heapq
 from functools import cache, partial
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megabatch.planning import partition
-from megabatch.planning.partition import balance
+from megabatch.planning.partition import balance, balance_lengths
 from megabatch.planning.plan import CostModel
 
 COST = CostModel(seconds_per_microbatch=32.0)
@@ -65,6 +67,36 @@ def test_sizes_differ_by_at_most_one(costs, num_bins):
 def test_loads_differ_by_at_most_the_costliest_item(costs, num_bins):
     loads = [sum(costs[item] for item in items) for items in balance(costs, num_bins)]
     assert max(loads) - min(loads) <= max(costs)
+
+
+def by_heap(costs, num_bins):
+    """The rule, one item at a time."""
+    heap = [(0.0, index, len(costs) // num_bins + (index < len(costs) % num_bins)) for index in range(num_bins)]
+    bins = [[] for _ in heap]
+    for item in sorted(range(len(costs)), key=lambda item: (-costs[item], item)):
+        load, index, room = heapq.heappop(heap)
+        bins[index].append(item)
+        if room > 1:
+            heapq.heappush(heap, (load + costs[item], index, room - 1))
+    return [sorted(items) for items in bins]
+
+
+few_kinds = st.lists(st.integers(0, 3), max_size=200)
+many_kinds = st.lists(st.integers(0, 2**21), max_size=200)
+
+
+@given(st.one_of(few_kinds, many_kinds), st.integers(1, 20))
+def test_rounds_deal_as_a_heap_does(lengths, num_bins):
+    price = CostModel().sample_seconds
+    expected = by_heap([price(length) for length in lengths], num_bins)
+    assert balance([price(length) for length in lengths], num_bins) == expected
+    bins = balance_lengths(np.array(lengths, dtype=np.int64), price, num_bins)
+    assert [np.flatnonzero(bins == index).tolist() for index in range(num_bins)] == expected
+
+
+def test_a_heap_deals_what_rounds_are_slow_with():
+    lengths = [*range(50, 0, -1), *[0] * 1000]  # those without cost all go to one bin, until it is full
+    assert balance(lengths, 10) == by_heap(lengths, 10)
 
 
 @pytest.mark.parametrize(("lengths", "bound", "microbatches"), SPLIT)
