@@ -313,7 +313,7 @@ class GradientAccumulator:
         opened.taking_back.clear()
         run = partial(self._forward_backward, loss_fn=loss_fn, call=call)
         try:
-            return [run(step)]
+            return [run(step, before=before)]
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -321,12 +321,16 @@ class GradientAccumulator:
             run_in_parts = retry.prepare_parts(step, error, before, num_sent, run)
         return run_in_parts()  # out of the handler, which keeps the failed graph in memory
 
-    def _forward_backward(self, step: MicrobatchStep, loss_fn: LossFunction, call: "_Call") -> dict[str, Term]:
-        """Run forward and backward of one microbatch. Return its sums."""
+    def _forward_backward(
+        self, step: MicrobatchStep, loss_fn: LossFunction, call: "_Call", before: Receipt | None = None
+    ) -> dict[str, Term]:
+        """Run forward and backward of one microbatch. Return its sums. ``before`` may be a receipt of this moment."""
         if call.is_new or call.takes_divisor:
             terms = self._call_checked_loss(step, loss_fn, call)
         else:
-            before = Receipt.of(self._wrapper.accumulating)
+            accumulating = self._wrapper.accumulating
+            if before is None or before.parameters is not accumulating:
+                before = Receipt.of(accumulating)
             terms = terms_of(loss_fn(self.model, step.microbatch))
             self._ownership.check_unmoved(before)
             del before  # which would keep gradients that a wrapper frees in its backward
