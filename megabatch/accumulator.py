@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megabatch import engine
 from megabatch.batching.packed_row import OneRow
 from megabatch.batching.padding import Padding
+from megabatch.batching.sample_outputs import split_outputs
 from megabatch.batching.samples import Batch, Collate, Length, Microbatch
 from megabatch.engine import open_update_state, random_state
 from megabatch.engine.call import (
@@ -281,17 +282,116 @@ class GradientAccumulator:
         self._open = OpenUpdate(self._wrapper)
         return self._open
 
-    def forward_backward(self, batch: Batch, loss_fn: LossFunction | JointLoss) -> dict[str, Term]:
+    def forward(
+        self, batch: Batch, fn: Callable[[Any, Microbatch], Any], *, plan: Plan | None = None, trim: bool = True
+    ) -> list[Any]:
+        """Return the output of ``fn`` for each of this rank's samples, in their order. Run no backward.
+
+        The samples are cut as `forward_backward` cuts them, so that both compute the same numbers. An open update stays
+        as it is, and random numbers are drawn as if this call had not been. Modules keep their mode: call
+        ``model.eval()`` if you want it. Collective: every rank runs as many forwards as the one that has the most.
+
+        Args:
+            batch: This rank's samples. A rank may have none.
+            fn: ``fn(model, microbatch)`` returns a tensor [B, ...] with samples in dim 0, or a tuple or mapping of
+                such tensors. It runs under ``torch.no_grad()``.
+            plan: The cut of an earlier call with samples of the same lengths, ``last_plan``. None makes one.
+            trim: Cut off padding. If the size of dim 1 is the padded length of its microbatch in all of this rank's
+                microbatches, a sample of n tokens keeps the first n. If it is one less in all of them, as for the
+                scores of next tokens, the sample keeps n - 1. Other outputs stay whole. Give False if dim 1 is of
+                another kind and may be of that size by chance.
+
+        Returns:
+            A list as long as the batch: what ``fn`` returns, without dim 0, on the device.
+
+        Raises:
+            MegabatchError: A call inside a microbatch.
+            PlanError: An unusable batch, plan or output; a pipeline, a ``cp`` axis, and `OneRow`.
+        """
+        if self._is_packed or self.ranks.context_groups:
+            raise PlanError(
+                "forward() returns the output of each sample, and samples lie in one row or are cut over the mesh axis "
+                "'cp'; use an accumulator without"
+            )
+        hooks = LossHooks(None, loss_hooks(fn).prepare)
+        with self._guarded(), self._open_forwards("forward", batch, hooks, plan) as (prepared, steps):
+            outputs = [(step.is_dummy, fn(self.model, step.microbatch)) for step in steps]
+        return split_outputs([output for is_dummy, output in outputs if not is_dummy], prepared.plan, trim=trim)
+
+    def evaluate(self, batch: Batch, loss_fn: LossFunction) -> dict[str, Tensor]:
+        """Return the quotient of each term of a loss over the samples of all ranks: sum of totals over sum of weights.
+
+        Like `forward`, this runs no backward and leaves an open update as it is. Modules keep their mode. Collective.
+
+        Args:
+            batch: This rank's samples. A rank may have none.
+            loss_fn: A loss as for `forward_backward`, without gradients.
+
+        Returns:
+            Scalars on the device by name of the term, the same on all ranks. NaN for a term without weight; empty if
+            no rank has a sample.
+
+        Raises:
+            LossContractError: An unusable loss, or one that names other terms on other ranks.
+            MegabatchError: A call inside a microbatch.
+            PlanError: An unusable batch, a pipeline, a `JointLoss`, and a loss that takes the divisor.
+        """
+        if isinstance(loss_fn, JointLoss) or takes_divisor(loss_fn):
+            raise PlanError("evaluate() needs a loss that sums over samples; this couples them, or takes the divisor")
+        sums = OpenUpdate(self._wrapper)
+        with self._guarded():
+            with self._open_forwards("evaluate", batch, loss_hooks(loss_fn), None) as (_, steps):
+                for step in steps:
+                    sums.add(terms_of(loss_fn(self.model, step.microbatch)), step)
+            update, _ = sums.close(None, None)
+        if (problem := update.problem()) is not None:
+            raise problem
+        return update.terms
+
+    @contextlib.contextmanager
+    def _open_forwards(
+        self, name: str, batch: Batch, hooks: LossHooks, plan: Plan | None
+    ) -> Generator[tuple[PreparedBatch, Generator[MicrobatchStep]]]:
+        """Surround the forwards of a call without a backward: prepare it, and agree on it with the other ranks."""
+        wrapper, prepared, failure = self._wrapper, None, None
+        try:
+            if self._running or (self._loop is not None and self._loop.is_running):
+                raise MegabatchError(
+                    f"{name}() was called inside a microbatch; call it before the first or after the last"
+                )
+            if wrapper.is_pipeline:
+                raise PlanError(f"{name}() cannot run a pipeline; use megabatch.pipeline.evaluate")
+            prepared = self._planner.prepare(batch, hooks, plan)
+        except Exception as error:  # the user's collate may raise anything; the other ranks must know
+            failure = error
+        agreement = agree_on_call(wrapper, prepared, failure, hooks.weigh, lambda: None)
+        assert prepared is not None  # else its failure was raised
+        self.last_plan = with_dummies(prepared.plan, agreement.num_microbatches)
+        steps = iterate_steps(prepared, agreement, hooks.weigh, wrapper, trains=False)
+        try:
+            with contextlib.ExitStack() as stack:
+                if self._padding.takes_mask:
+                    stack.enter_context(self._padding.watched())
+                stack.enter_context(random_state.replay(random_state.note(wrapper.device)))
+                stack.enter_context(torch.no_grad())
+                yield prepared, stack.enter_context(contextlib.closing(steps))
+        finally:
+            wrapper.reshard()
+
+    def forward_backward(
+        self, batch: Batch, loss_fn: LossFunction | JointLoss, *, plan: Plan | None = None
+    ) -> dict[str, Term]:
         """Add the gradient of this rank's samples to the open update. Return this rank's sums of this call.
 
         ``loss_fn(model, microbatch)`` returns ``(total, weight)`` or a mapping of names to such pairs. The first call
-        after `finalize` drops the old gradients. Raises `PlanError` for an unusable batch, and `LossContractError` for
-        an unusable loss.
+        after `finalize` drops the old gradients. ``plan`` is the cut of an earlier call with samples of the same
+        lengths, ``last_plan``: the microbatches are then the same. Raises `PlanError` for an unusable batch or plan,
+        and `LossContractError` for an unusable loss.
         """
         if self._tuner is not None and not (self._running or self._is_lost or self._loop):
             self.tune(batch, loss_fn)
         sums: dict[str, Term] = {}
-        with self._guarded(), self._open_call(batch, loss_fn, loss_hooks(loss_fn)) as call:
+        with self._guarded(), self._open_call(batch, loss_fn, loss_hooks(loss_fn), plan) as call:
             if isinstance(loss_fn, JointLoss) or self._wrapper.is_pipeline:
                 sums = self._run_together(loss_fn, call)
             else:
@@ -467,7 +567,9 @@ class GradientAccumulator:
             raise MegabatchError(f"microbatch {index} was entered when no update is open; begin with microbatch 0")
 
     @contextlib.contextmanager
-    def _open_call(self, batch: Batch, loss_fn: object, hooks: LossHooks) -> Generator["_Call"]:
+    def _open_call(
+        self, batch: Batch, loss_fn: object, hooks: LossHooks, given: Plan | None = None
+    ) -> Generator["_Call"]:
         """Surround one call: prepare it and agree on it with the other ranks. If it fails, drop the update."""
         if self._running or self._is_lost or self._loop is not None:
             self._refuse_to_add()
@@ -481,7 +583,7 @@ class GradientAccumulator:
             wrapper.check_unchanged()
             if self._tuner is not None:
                 self._tuner.check_longest(self._planner, batch, self._open)
-            prepared = self._planner.prepare(batch, hooks)
+            prepared = self._planner.prepare(batch, hooks, given)
         except Exception as error:  # the user's collate or weigh may raise anything; the other ranks must know
             failure = error
         try:

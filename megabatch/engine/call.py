@@ -161,10 +161,32 @@ class MicrobatchPlanner:
             return self
         return replace(self, learned=MicrobatchLimit(*map(min, bound, self.learned or bound)))
 
-    def prepare(self, batch: Batch, hooks: LossHooks) -> PreparedBatch:
+    def fitted(self, plan: Plan, samples: Samples) -> Plan:
+        """Return a plan that was made before, for these samples. Raises `PlanError` if it is of others."""
+        if not isinstance(cast(object, plan), Plan):
+            raise PlanError(f"plan is a {type(plan).__name__}; give what plan() returned, or last_plan")
+        if plan.lengths != tuple(samples.lengths):
+            pairs = zip(plan.lengths, samples.lengths, strict=False)
+            other = next((f"sample {row}: {a} and {b} tokens" for row, (a, b) in enumerate(pairs) if a != b), "")
+            numbers = f"{len(plan.lengths)} and {len(samples)} samples"
+            raise PlanError(
+                f"plan is of another batch ({other or numbers}); give it with the samples that it was made for, in "
+                "their order"
+            )
+        cut = tuple(rows for rows in plan.microbatches if rows)
+        if sorted(row for rows in cut for row in rows) != list(range(len(samples))):
+            raise PlanError("plan has not every sample once; give what plan() returned, or last_plan")
+        if plan.padded == isinstance(self.collate, OneRow):
+            raise PlanError(
+                "plan is of samples that lie in one row, or that are padded, and these are not; make another"
+            )
+        sync, reason = self.choice
+        return replace(plan, microbatches=cut, sync=sync, reason=reason, num_split=0, one_shape=self.one_shape)
+
+    def prepare(self, batch: Batch, hooks: LossHooks, given: Plan | None = None) -> PreparedBatch:
         """Split, collate and weigh this rank's samples. Raises `PlanError` or `LossContractError`."""
         samples = self.samples(batch, hooks.prepare)
-        plan = self.plan(samples)
+        plan = self.plan(samples) if given is None else self.fitted(given, samples)
         if self.ranks.context_groups:
             self._check_stretches(batch, samples, plan, hooks)
         if isinstance(self.collate, OneRow) and plan.microbatches:
@@ -457,9 +479,12 @@ def _dummy(
 
 
 def iterate_steps(
-    prepared: PreparedBatch, agreement: CallAgreement, weigh: Weigh | None, wrapper: Wrapper
+    prepared: PreparedBatch, agreement: CallAgreement, weigh: Weigh | None, wrapper: Wrapper, *, trains: bool = True
 ) -> Generator[MicrobatchStep]:
-    """Yield the microbatches one after another. Each is on the device only for its own forward and backward."""
+    """Yield the microbatches one after another. Each is on the device only for its own forward and backward.
+
+    If ``trains`` is False, no backward follows, and the wrapper prepares no reduction.
+    """
     if weigh is None and wrapper.ranks.context_groups:
         raise LossContractError(
             "sequences are cut over the mesh axis 'cp' and the loss does not say how its weight is counted, so a "
@@ -479,7 +504,8 @@ def iterate_steps(
             if weigh is not None and (is_dummy or samples.deferred is not None):
                 weighed = prepared.weighed(index, microbatch, weigh)
                 announced = weighed if is_dummy else announced
-            with wrapper.microbatch(prepared.plan.sync, last=index == agreement.num_microbatches - 1):
+            is_last = index == agreement.num_microbatches - 1
+            with wrapper.microbatch(prepared.plan.sync, last=is_last) if trains else contextlib.nullcontext():
                 wrapper.is_counting = not is_dummy
                 try:
                     if samples.expect is not None:

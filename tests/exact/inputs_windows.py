@@ -3,15 +3,20 @@
 import contextlib
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from megabatch import LossContractError, MegabatchError, PlanError, loss, losses
+from megabatch import JointLoss, LossContractError, MegabatchError, PlanError, loss, losses
+from megabatch.batching.packed_row import OneRow
+from megabatch.pipeline.run import Pipeline
 from tests.exact.inputs import Sample, User, as_samples, mean_square, numbers, refused, regressor, right, squares
 
 FIRST, SECOND = numbers(), numbers(3)
@@ -347,3 +352,204 @@ def a_state_of_ddp_in_a_model_without(user: User) -> None:
     accumulator.open()
     accumulator.forward_backward(user.rows(FIRST), squares)
     user.accumulator(regressor()).load_state_dict(accumulator.state_dict())
+
+
+# Forwards without a backward, and the same cut twice.
+
+
+def texts(seed: int = 0) -> list[Sample]:
+    """Eight samples of 1 to 8 tokens, in no order."""
+    drawn = torch.Generator().manual_seed(seed)
+    return [{"x": torch.randn(1 + (5 * row + 3) % 8, 4, generator=drawn).double()} for row in range(8)]
+
+
+def scores(model: nn.Module, batch: Sample) -> dict[str, Tensor]:
+    """A number per token, one per token but the last, three per sample, and one per sample."""
+    outputs = model(batch["x"])[..., 0]
+    whole = outputs.sum(1)
+    return {"token": outputs, "next": outputs[:, :-1], "three": whole[:, None].expand(-1, 3), "sample": whole}
+
+
+def check_scores(user: User, found: list[Any], model: nn.Module) -> None:
+    """Each sample alone gives its scores; padding adds the model's output of zeros."""
+    for sample, given in zip(user.part(texts()), found, strict=True):
+        alone = scores(model, {"x": sample["x"][None]})
+        for name in ("token", "next"):
+            assert given[name].shape == alone[name][0].shape, name
+            user.expect_equal({name: given[name]}, {name: alone[name][0]})
+        assert (given["three"].shape, given["sample"].shape) == ((3,), ())
+    user.error = max(user.error, 0.0)  # a rank without samples
+
+
+@right(1)
+def outputs_of_samples(user: User) -> None:
+    outputs_of_samples_on_ranks(user, WRAPS["plain"])
+
+
+@right(2, 3, **WRAPS)
+def outputs_of_samples_on_ranks(user: User, variant: Wrap) -> None:
+    """Also on a rank without samples, and with a cut in which no microbatch has the samples in order."""
+    reference = regressor()
+    accumulator = user.accumulator(variant(copy.deepcopy(reference)), max_microbatch_tokens=12)
+    found = accumulator.forward(user.part(texts()), scores)
+    check_scores(user, found, reference)
+    again = accumulator.forward(user.part(texts()), scores, plan=accumulator.last_plan, trim=False)
+    for one, other in zip(found, again, strict=True):
+        assert torch.equal(one["token"], other["token"][: len(one["token"])])
+
+
+@right(2, 3, **WRAPS)
+def forwards_in_an_open_update(user: User, variant: Wrap) -> None:
+    """Forward and evaluate before, between and after the calls of an update, and beside a step of an optimizer."""
+    reference = regressor()
+    model = variant(copy.deepcopy(reference))
+    accumulator = user.accumulator(model, sync="last")
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
+
+    def look() -> None:
+        state = torch.get_rng_state()
+        accumulator.forward(user.rows(FIRST), lambda model, batch: F.dropout(model(batch["x"])))
+        found = accumulator.evaluate(user.rows(FIRST), lambda model, batch: {"mse": squares(model, batch)})
+        with torch.no_grad():
+            expected = F.mse_loss(reference(FIRST["x"]), FIRST["labels"])
+        user.expect_equal({"mse": found["mse"]}, {"mse": expected})
+        assert torch.equal(state, torch.get_rng_state())
+
+    for weights in (num_rows(user), None):
+        look()
+        accumulator.open(weights)
+        look()
+        two_calls(accumulator, user, look)
+        look()
+        accumulator.finalize()
+        reference.zero_grad()
+        mean_square(reference, FIRST, SECOND)
+        look()
+        user.expect(model, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+        look()
+
+
+@right(2, 3, **WRAPS)
+def evaluated_by_counts_that_differ(user: User, variant: Wrap) -> None:
+    """Quotients of sums, of two terms: ranks and microbatches have other weights."""
+    reference = regressor()
+    accumulator = user.accumulator(variant(copy.deepcopy(reference)), max_microbatch_tokens=12)
+
+    def terms(model: nn.Module, batch: Sample) -> Any:
+        is_token = batch["x"].abs().sum(-1) > 0
+        outputs = model(batch["x"])[..., 0]
+        return {"of tokens": (outputs[is_token].sum(), is_token.sum()), "of none": (outputs.sum(), 0)}
+
+    found = accumulator.evaluate(user.part(texts()), terms)
+    expected = torch.cat([reference(each["x"])[:, 0] for each in texts()]).mean()
+    user.expect_equal({"mean": found["of tokens"]}, {"mean": expected.detach()})
+    assert float(accumulator.evaluate([], squares).get("loss", 0.0)) == 0.0
+    assert not torch.isfinite(found["of none"])
+
+
+@right(1, 2, 3)
+def the_same_cut_twice(user: User) -> None:
+    """Microbatches of a plan that is given again are the same, whatever the limit is by then."""
+    model, seen = regressor(), []
+    reference = copy.deepcopy(model)
+
+    def looks(model: nn.Module, batch: Sample) -> Tensor:
+        seen.append(batch["x"].clone())
+        return model(batch["x"])
+
+    accumulator = user.accumulator(model, max_microbatch_tokens=12)
+    accumulator.forward(user.part(texts()), looks)
+    first, plan = list(seen), accumulator.last_plan
+    seen.clear()
+    accumulator = user.accumulator(model, micro_batch_size=1)
+    accumulator.forward_backward(
+        user.part(texts()), lambda model, batch: (looks(model, batch).square().sum(), len(batch["x"])), plan=plan
+    )
+    assert len(first) == len(seen)
+    assert all(map(torch.equal, first, seen))
+    seen.clear()
+    accumulator.discard()
+    padded = {"x": nn.utils.rnn.pad_sequence([each["x"] for each in texts()], batch_first=True)}
+    accumulator.forward_backward(
+        user.rows(padded), lambda model, batch: (looks(model, batch).square().sum(), len(batch["x"]))
+    )
+    accumulator.finalize()
+    (reference(padded["x"]).square().sum() / 8).backward()
+    user.expect(model, reference)
+
+
+@refused(PlanError, "in their order", 1, 2, 3, fewer=slice(1), other=slice(None, None, -1))
+def a_plan_of_another_batch(user: User, variant: slice) -> None:
+    accumulator = user.accumulator(regressor())
+    plan = accumulator.plan(texts()[variant])
+    accumulator.forward(texts(), scores, plan=plan)
+
+
+@refused(PlanError, "plan has not every sample once", 1, 2)
+def a_plan_made_by_hand(user: User) -> None:
+    accumulator = user.accumulator(regressor())
+    plan = replace(accumulator.plan(texts()), microbatches=((0, 1), (1, 2)))
+    accumulator.forward_backward(texts(), lambda model, batch: (model(batch["x"]).sum(), 1), plan=plan)
+
+
+@refused(PlanError, "and these are not; make another", 1, 2)
+def a_plan_of_samples_in_one_row(user: User) -> None:
+    accumulator = user.accumulator(regressor())
+    accumulator.forward(texts(), scores, plan=replace(accumulator.plan(texts()), padded=False))
+
+
+@refused(PlanError, "give what plan() returned", 1, 2)
+def a_plan_that_is_none(user: User) -> None:
+    user.accumulator(regressor()).forward(texts(), scores, plan=[[0, 1]])
+
+
+@refused(
+    PlanError, "with samples in dim 0", 1, 2,
+    scalar=lambda model, batch: model(batch["x"]).sum(), other=lambda model, batch: model(batch["x"])[:1],
+    text=lambda model, batch: "none",
+)  # fmt: skip
+def outputs_without_samples(user: User, variant: Callable[..., Any]) -> None:
+    user.accumulator(regressor()).forward(numbers(), variant)
+
+
+@refused(MegabatchError, "call it before the first or after the last", 1, 2, 3)
+def a_forward_in_a_loop(user: User) -> None:
+    accumulator = user.accumulator(regressor())
+    for _ in accumulator.microbatches(numbers()):
+        accumulator.forward(numbers(), scores)
+
+
+@refused(PlanError, "this couples them, or takes the divisor", 1, 2)
+def an_evaluation_of_coupled_samples(user: User) -> None:
+    user.accumulator(regressor()).evaluate(numbers(), JointLoss(lambda model, batch: model(batch["x"]), torch.sum))
+
+
+@refused(PlanError, "use an accumulator without", 1, 2)
+def outputs_of_samples_in_one_row(user: User) -> None:
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    accumulator = user.accumulator(LlamaForCausalLM(config), collate=OneRow(), max_microbatch_tokens=8)
+    accumulator.forward([{"input_ids": torch.ones(3).long()}], scores)
+
+
+@refused(PlanError, "use megabatch.pipeline.evaluate", 2)
+def a_forward_through_a_pipeline(user: User) -> None:
+    def shape(tensor: Tensor) -> Tensor:
+        return torch.empty(len(tensor), 3)
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    user.accumulator(Pipeline([nn.Linear(3, 3)], mesh, boundary=shape, output=shape)).evaluate(numbers(), squares)
+
+
+@refused(PlanError, "a bad sample", 2, 3)
+def a_forward_that_fails_on_one_rank(user: User) -> None:
+    def collate(samples: list[Any]) -> Any:
+        raise PlanError("a bad sample")
+
+    user.accumulator(regressor(), length=lambda _: 1 if user.rank else collate([])).forward(
+        as_samples(numbers()), scores
+    )
