@@ -337,7 +337,7 @@ def stack_padded(name: str, values: list[Tensor], fill: float | None = None) -> 
     padded = first.new_full((len(values), max(len(value) for value in values), *first.shape[1:]), fill)
     for row, value in zip(padded, values, strict=True):
         row[: len(value)] = value
-    if is_class and padded.is_floating_point():
+    if name == "labels":
         _PADDED_NUMBERS[padded] = True
     return padded
 
@@ -360,7 +360,7 @@ def _can_hold(dtype: torch.dtype, number: float) -> bool:
 
 
 def has_padded_numbers(labels: Tensor) -> bool:
-    """Return True for floating labels that were padded here: their padding looks like any number."""
+    """Return True for labels that were padded here. To a loss over numbers, their padding looks like any other."""
     return labels in _PADDED_NUMBERS
 
 

@@ -302,9 +302,9 @@ def mse_of_a_column_and_a_row(user: User) -> None:
     user.update(regressor(), user.rows(batch | {"labels": batch["labels"].squeeze(1)}), losses.mse)
 
 
-@refused(MegabatchError, "labels", 1, 2, 3)
-def mse_of_other_lengths(user: User) -> None:
-    samples = [{"x": torch.randn(n, 4).double(), "labels": torch.randn(n, 1).double()} for n in LENGTHS]
+@refused(MegabatchError, "labels", 1, 2, 3, numbers=torch.float64, counts=torch.int64)
+def mse_of_other_lengths(user: User, variant: torch.dtype) -> None:
+    samples = [{"x": torch.randn(n, 4).double(), "labels": torch.randn(n, 1).to(variant)} for n in LENGTHS]
     user.update(regressor(), user.part(samples), losses.mse)
 
 
