@@ -125,7 +125,8 @@ def prepare_run(config: Config, ranks: Ranks, stop: StopSignal, heartbeat: Heart
     Raises:
         MegabatchError: The recipe, the data or the folder do not allow the run.
     """
-    console = Console(enabled=ranks.is_main, loss_digits=10 if config.model.dtype == "float64" else 4)
+    loss_digits = 10 if config.model.dtype == "float64" else 4
+    console = Console(enabled=ranks.is_main, loss_digits=loss_digits, is_verbose=config.run.verbose)
     check_run_folder(Path(config.run.folder), config, ranks)
     checkpoint = resumed_from(config.run, ranks, console)
     choices = saved_choices(config, ranks, checkpoint)

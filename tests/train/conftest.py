@@ -75,7 +75,7 @@ class Bench:
         return self.path / "run"
 
     def start(self, *, ranks: int = 1, recipe: Path | None = None, **values: Any) -> Run:
-        values = {"data__cache": self.path / "cache", **values}
+        values = {"data__cache": self.path / "cache", "run__verbose": "true", **values}
         arguments = ["train", str(recipe or self.recipe), *overrides(values)]
         return Run(arguments, self.path / f"logs{next(self.names)}", ranks)
 

@@ -94,6 +94,7 @@ def test_on_a_terminal_the_bar_of_the_updates_and_what_lasts_within_it_stand_tog
     assert max(map(len, bars)) <= width
     assert any(line.startswith("tokenizing data") and "/10" in line for line in bars)
     assert any(line.startswith("update") and "2/2" in line and "loss 1." in line for line in bars)
+    assert not any("grad norm" in line for line in lines)  # a line for each update is the log's
     assert any(line.startswith("evaluating held-out") and "/10" in line for line in bars)
     for before, after in pairwise(bars):  # the nested one stands below, in the same display
         assert not after.startswith("evaluating") or before.startswith("update")
@@ -190,6 +191,44 @@ def test_progress_goes_on_saying_so_where_nothing_is_counted_and_ends_with_its_b
     assert len(lines) > 3
     assert set(lines) == {"saving: 0 s"}
     assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize(
+    ("total", "made", "most", "least"),
+    [(7, 7, 7, 7), (100, 100, 100, 100), (101, 101, 52, 51), (100_000, 100_000, 102, 99), (None, 99, 99, 99),
+     (None, 1000, 190, 180)],
+)  # fmt: skip
+def test_a_run_of_any_length_has_some_lines_of_updates(
+    total: int | None, made: int, most: int, least: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    console = Console(enabled=True, loss_digits=4)
+    with console.bar(0, total):
+        for step in range(1, made + 1):
+            console.update(UPDATE | {"step": step})
+    lines = capsys.readouterr().out.splitlines()
+    assert least <= len(lines) <= most
+    assert lines[0].startswith("update    1  ")
+    assert lines[-1].startswith(f"update {made:>4}  ")
+
+
+def test_an_update_that_was_not_stepped_is_always_said_and_verbose_says_all(capsys: pytest.CaptureFixture[str]) -> None:
+    for is_verbose, expected in ((False, [1, 2, 333, 1000]), (True, [1, 2, 3, 333, 999, 1000])):
+        console = Console(enabled=True, loss_digits=4, is_verbose=is_verbose)
+        with console.bar(0, 1000):
+            for step in (1, 2, 3, 333, 999, 1000):
+                console.update(UPDATE | {"step": step, "loss": None if step in (2, 333) else 1.0})
+        said = [int(line.split()[1]) for line in capsys.readouterr().out.splitlines()]
+        assert said == expected
+
+
+def test_what_is_shown_in_place_of_a_text_is_not_logged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for is_verbose, shown in ((False, "short\n"), (True, "whole\ntext\n")):
+        console = Console(enabled=True, loss_digits=4, is_verbose=is_verbose)
+        console.log_to(tmp_path / f"{is_verbose}.txt")
+        console.say("whole\ntext", "short")
+        assert capsys.readouterr().out == shown
+        logged = (tmp_path / f"{is_verbose}.txt").read_text().splitlines()
+        assert [line.split("  ")[1] for line in logged] == ["whole", "text"]
 
 
 @pytest.mark.parametrize(

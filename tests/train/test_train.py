@@ -83,6 +83,21 @@ def test_the_plan_is_said_before_the_first_update(bench: Bench) -> None:
     assert "data ranks" not in said
 
 
+def test_the_screen_has_a_short_plan_and_the_folder_the_whole_one(bench: Bench) -> None:
+    said = bench.train(run__max_steps=2, run__verbose="false", update__one_row="true", eval__num_samples=0)
+    lines = said.splitlines()
+    plan = lines[: next(place for place, line in enumerate(lines) if line.startswith("folder  ")) + 1]
+    assert plan[0].startswith("run           2 updates of 8 samples")
+    assert len(plan) <= 12
+    assert {line[12:14] for line in plan} == {"  "}
+    whole = (bench.folder / "plan.txt").read_text().splitlines()
+    assert f"there has all {len(whole)} lines" in plan[-1] or len(whole) < 12
+    assert all(any(line[14:] in each for each in whole) for line in plan[:-1])
+    assert lines[-3].startswith("2 updates in ")
+    assert lines[-2] == f"a page to look at: {bench.folder / 'report.html'}"
+    assert lines[-1].startswith(f"next: megabatch export {bench.folder} --to {bench.folder}-model, or megabatch runs ")
+
+
 def test_ranks_without_a_sample_are_spoken_of(bench: Bench) -> None:
     said = bench.train(run__max_steps=1, ranks=3, update__global_batch_size=2)
     assert "plan  an update of 2 samples has none for some of the 3 data ranks, which only wait" in said

@@ -1,6 +1,7 @@
 """The lines that a run prints of itself: its plan, its memory, why it ended, and what the model writes by then."""
 
 import contextlib
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -22,9 +23,11 @@ from megabatch.train.context import Callback, RunContext
 from megabatch.train.data.load import Data
 from megabatch.train.data.updates import NumUpdates
 from megabatch.train.model.optimizer import decay_steps_of
-from megabatch.train.runtime.console import count
+from megabatch.train.runtime.console import count, duration_text
+from megabatch.train.runtime.files import PLAN
 
 ATTENTION_BY_ROWS = ("flash_attention_2", "flex_attention")  # which compute nothing between the samples of a row
+MOST_PLAN_LINES = 12  # on the screen
 PROCESS = Path("/proc/self")
 COMPARED = 2  # update of this process after which everything is there that stays
 PROMPT_TOKENS = 240  # the shortest prompts say too little, long ones take long
@@ -41,30 +44,47 @@ class PlanMessage(Callback):
     def start(self, context: RunContext) -> None:
         """Say the plan, and warn of what nobody should overlook."""
         if not context.is_over:
-            text = plan_text(context)
-            context.console.say(text)
+            lines = plan_lines(context)
+            text = "\n".join(f"plan  {line}" for _, line in lines)
+            context.console.say(text, short_plan(lines, context.folder))
             for line in context.model.warnings:
                 context.console.warn(line)
             write_plan(context.folder, text, context.ranks, context.console)
 
 
-def plan_text(context: RunContext) -> str:
-    """Return the plan of the run and of its next update."""
+def plan_lines(context: RunContext) -> list[tuple[str, str]]:
+    """Return the plan of the run and of its next update, each line with its subject; "": it goes on with the last."""
     config, data, ranks, num_updates = context.config, context.data, context.ranks, context.updates.num_updates
     split, *others = context.choices.shown(context.plan).explain().splitlines()
     updates = "updates until the stream ends," if num_updates.of_run is None else count(num_updates.of_run, "update")
-    lines = [
-        f"{updates} of {sizes_of(config.update)} (update.global_batch_size) on {count(ranks.size, 'rank')}",
-        *data.words,
-        *context.model.words,
-        *notes(config, num_updates, data, ranks.dp_degree),
-        f"wrapper {context.model.wrapper.name}: {context.model.wrapper.reason}",
-        *context.choices.text(config.update, context.learner.gradient.oom_limit),
-        f"the next update{' on rank 0' if ranks.size > 1 else ''}: {split}",
-        *others,
-        f"gradient accumulation steps (derived): {context.plan.num_microbatches}",
+    schedule, *more = notes(config, num_updates, data, ranks.dp_degree)
+    choices = context.choices.text(config.update, context.learner.gradient.oom_limit)
+    size = f"{sizes_of(config.update)} (update.global_batch_size)"
+    return [
+        ("run", f"{updates} of {size} on {count(ranks.size, 'rank')}"),
+        *titled("data", data.words),
+        *titled("model", context.model.words),
+        ("schedule", schedule),
+        *(("note", line) for line in more),
+        ("parallel", f"wrapper {context.model.wrapper.name}: {context.model.wrapper.reason}"),
+        *titled("limit", choices),
+        ("microbatches", f"the next update{' on rank 0' if ranks.size > 1 else ''}: {split}"),
+        *(("", line) for line in others),
+        ("", f"gradient accumulation steps (derived): {context.plan.num_microbatches}"),
     ]
-    return "\n".join(f"plan  {line}" for line in lines)
+
+
+def titled(subject: str, lines: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the lines, the first with their subject."""
+    return [("" if place else subject, line) for place, line in enumerate(lines)]
+
+
+def short_plan(lines: Sequence[tuple[str, str]], folder: Path) -> str:
+    """Return the plan in 12 aligned lines at most: those that open a subject first."""
+    by_weight = sorted(range(len(lines)), key=lambda place: (not lines[place][0], place))
+    kept = [lines[place] for place in sorted(by_weight[: MOST_PLAN_LINES - 1])]
+    rest = f"; {PLAN} there has all {len(lines)} lines of the plan" if len(kept) < len(lines) else ""
+    return "\n".join(f"{subject:<12}  {line}" for subject, line in [*kept, ("folder", f"{folder}{rest}")])
 
 
 def notes(config: Config, num_updates: NumUpdates, data: Data, dp_degree: int) -> list[str]:
@@ -199,10 +219,12 @@ class HighWater:
 
 
 class FinalMessages(Callback):
-    """Print why the run ended, draw its report, and let the model complete a held-out prompt. Collective."""
+    """Let the model complete a held-out prompt, print why the run ended, and draw its report. Collective."""
 
     def end(self, context: RunContext) -> None:
-        """Say the end and what other callbacks have to say; of a whole run, write report.html and the completion."""
+        """Say the end and the summaries of other callbacks; of a whole run write report.html and say what is next."""
+        if not context.is_stopped:
+            self._show_completion(context)
         for line in (end_text(context), *context.summary):
             context.console.say(line)
         if context.is_stopped:
@@ -213,7 +235,13 @@ class FinalMessages(Callback):
             from megabatch.train.report.page import write_page
 
             context.flush_logs()
+            if "seconds" in context.row:
+                context.console.say(f"{count(context.step, 'update')} in {duration_text(context.row['seconds'])}")
             write_page(context.folder, context.console)
+            context.console.say(next_text(context.folder))
+
+    def _show_completion(self, context: RunContext) -> None:
+        """Print what the model makes of a held-out prompt. Collective."""
         layout = context.ranks.layout
         if layout.cp > 1 or layout.pp > 1:  # a rank's model runs stretches of sequences, or is a part of one
             return
@@ -223,6 +251,12 @@ class FinalMessages(Callback):
             prompt, completion = sample_completion(model, samples, context.tokenizer, device, wanted)
         if prompt:
             context.console.say(completion_text(prompt, completion))
+
+
+def next_text(folder: Path) -> str:
+    """Return the commands that come next."""
+    model, others = shlex.quote(f"{folder}-model"), shlex.quote(str(folder.parent))
+    return f"next: megabatch export {shlex.quote(str(folder))} --to {model}, or megabatch runs {others} to compare runs"
 
 
 def completion_text(prompt: str, completion: str) -> str:

@@ -271,6 +271,9 @@ class RunConfig(Section):
     """None: cuda if there is one."""
     tensorboard: bool = True
     """Write the metrics for TensorBoard too."""
+    verbose: bool = False
+    """Print the whole plan and a line for each update. false: a short plan; a bar on a terminal, elsewhere up to 100
+    lines of updates."""
     manifest: bool = False
     """Write manifest.jsonl, a line an update of what it was made of and came to, for `report --compare --same`."""
     profile_steps: list[Count] = []

@@ -45,7 +45,7 @@ def report(runs: Sequence[Path], to: Path | None, *, is_comparison: bool, within
         print(f"a page to look at: {to}")
         return True
     if within is not None:
-        manifests, folders = compare(*runs, within), list(runs)
+        manifests, folders = compare(runs[0], runs[1], within), list(runs)
         text, is_same, lines = manifests.text, manifests.is_same, [manifests.text]
     else:
         folders = folders_of(runs)
@@ -64,7 +64,7 @@ def manifests_text(folders: Sequence[Path]) -> str:
     if len(folders) != 2 or not all((folder / MANIFEST).is_file() for folder in folders):
         return ""
     try:
-        return compare(*folders, WITHIN).text
+        return compare(folders[0], folders[1], WITHIN).text
     except MegabatchError as error:
         return f"the manifests are not compared: {error}"
 

@@ -33,6 +33,7 @@ from megabatch.train.runtime.files import DISK_FULL, RetryingAppender
 CRASHED, FAILED, INTERRUPTED, UNREAD = 1, 2, 130, 141  # exit statuses; the last two as a shell's SIGINT and SIGPIPE
 SECONDS_TO_SHOW = 2.0  # what is over sooner is not worth a line
 SECONDS_BETWEEN_LINES = 5.0
+MOST_LINES = 100  # of updates in a run, in the log and where there is no terminal
 SECONDS_BETWEEN_WRITES = 0.25  # of the log, and of the bar: lines of faster updates wait for each other
 
 
@@ -47,8 +48,8 @@ class FailedError(Exception):
 class Console:
     """Says lines, and shows how far a run is; what was said before `log_to` is logged then."""
 
-    def __init__(self, *, enabled: bool, loss_digits: int) -> None:
-        self._enabled, self._loss_digits = enabled, loss_digits
+    def __init__(self, *, enabled: bool, loss_digits: int, is_verbose: bool = False) -> None:
+        self._enabled, self._loss_digits, self._is_verbose = enabled, loss_digits, is_verbose
         self._rich = RichConsole(highlight=False, soft_wrap=True)
         self._is_live = enabled and sys.stdout.isatty() and not self._rich.is_dumb_terminal
         self._progress = Progress(*columns(), console=self._rich, expand=True, disable=not self._is_live)
@@ -57,14 +58,15 @@ class Console:
         self._log, self._next_write = RetryingAppender(None), 0.0
         self._updates: TaskID | None = None  # the bar
         self._num_updates: int | None = None
+        self._every: int | None = None  # updates of which one has a line; None: fewer and fewer
         self._work: Callable[[int], int] = int  # of a number of updates
 
-    def say(self, text: str) -> None:
-        """One or several lines, above the bar if there is one, and in the log."""
+    def say(self, text: str, shown: str | None = None) -> None:
+        """Print lines, above the bar if there is one, and log them. ``shown`` is printed in place of the text."""
         if self._enabled:
             self._log_text(text)
             self._log.write()
-            self._print(text)
+            self._print(text if shown is None or self._is_verbose else shown, is_cut=shown is not None)
 
     def warn(self, text: str) -> None:
         """Say a line that nobody should overlook."""
@@ -95,8 +97,9 @@ class Console:
             total: Updates of the run; None: not known.
             work: Returns the work of a number of updates, by which the time left is estimated.
         """
+        self._num_updates, self._every = total, None if total is None else -(-total // MOST_LINES)
         if self._is_live:
-            self._num_updates, self._work = total, work
+            self._work = work
             self._updates = self._progress.add_task(
                 "update", completed=work(start), total=None if total is None else work(total), words="",
                 counted=self._counted(start),
@@ -123,16 +126,18 @@ class Console:
             self._progress.remove_task(task)
 
     def update(self, row: Mapping[str, Any]) -> None:
-        """Say an update. Updates that follow each other quickly are logged together, and the bar shows the last."""
+        """Say one in some updates, and show the last on the bar. Lines of fast updates wait, to be logged together."""
         if not self._enabled:
             return
-        words, step, is_due = update_words(row, self._loss_digits), row["step"], time.monotonic() >= self._next_write
-        line = f"update {step:>4}  {words}"
-        self._log_text(line)
-        if self._updates is None:
-            self._print(line)
-        elif is_due or step == self._num_updates:
-            counted = self._counted(step)
+        step, is_due = row["step"], time.monotonic() >= self._next_write
+        every = self._every or 10 ** max(0, len(str(step)) - 2)
+        if step % every == 0 or step in (1, self._num_updates) or self._is_verbose or row["loss"] is None:
+            line = f"update {step:>4}  {update_words(row, self._loss_digits)}"
+            self._log_text(line)
+            if self._updates is None or self._is_verbose:
+                self._print(line)
+        if self._updates is not None and (is_due or step == self._num_updates):
+            words, counted = bar_words(row, self._loss_digits), self._counted(step)
             self._progress.update(self._updates, completed=self._work(step), words=words, counted=counted)
         if is_due:
             self._log.write()
@@ -178,10 +183,11 @@ class Console:
                 if not self._num_live:
                     self._progress.stop()
 
-    def _print(self, text: str) -> None:
+    def _print(self, text: str, *, is_cut: bool = False) -> None:
+        """Print lines; on a terminal one that is too long goes on in the next, unless it ``is_cut``."""
         with self._lock:
             if self._is_live:
-                self._rich.print(text, markup=False)
+                self._rich.print(text, markup=False, no_wrap=is_cut, overflow="ellipsis", soft_wrap=not is_cut)
                 return
             try:
                 print(text, flush=True)
@@ -203,11 +209,18 @@ class CountColumn(MofNCompleteColumn):
         return super().render(task) if task.total is not None or task.completed else Text("")
 
 
+class RemainingColumn(TimeRemainingColumn):
+    """The time that is left, with its name; empty where nobody knows it."""
+
+    def render(self, task: Task) -> Text:
+        return Text("") if task.time_remaining is None else super().render(task) + " left"
+
+
 def columns() -> list[ProgressColumn]:
     """Return the columns of the bar. The words have the room that is left, and are cut off."""
     words = TextColumn("{task.fields[words]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
     name = TextColumn("{task.description}", table_column=Column(no_wrap=True))
-    return [name, CountColumn(), BarColumn(bar_width=20), TimeRemainingColumn(), words]
+    return [name, CountColumn(), BarColumn(bar_width=20), RemainingColumn(), words]
 
 
 def progress_words(task: Task, unit: str) -> str:
@@ -215,6 +228,13 @@ def progress_words(task: Task, unit: str) -> str:
     of = "" if task.total is None else f" of {task.total:,}"
     counted = f"{task.completed:,.0f}{of} {unit}, " if task.total is not None or task.completed else ""
     return f"{task.description}: {counted}{task.elapsed or 0.0:.0f} s"
+
+
+def bar_words(row: Mapping[str, Any], loss_digits: int) -> str:
+    """Return what the bar says of an update."""
+    loss = "not stepped" if row["loss"] is None else f"loss {row['loss']:.{loss_digits}f}"
+    unit = "tokens" if "tokens_per_second" in row else "samples"
+    return f"{loss}  {row[f'{unit}_per_second']:,.{0 if unit == 'tokens' else 1}f} {unit}/s"
 
 
 def update_words(row: Mapping[str, Any], loss_digits: int) -> str:
