@@ -28,7 +28,9 @@ def main() -> None:
         name = (error.name or "").partition(".")[0]
         if name not in EXTRA:
             raise
-        print(f'megabatch: {name} is not installed; pip install "megabatch[train]"', file=sys.stderr)
+        from megabatch.errors import install_command
+
+        print(f"megabatch: {name} is not installed; {install_command('train')}", file=sys.stderr)
         sys.exit(2)
     commands.main()
 

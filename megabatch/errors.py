@@ -8,7 +8,7 @@ import operator
 from numbers import Real
 from typing import NamedTuple, SupportsIndex
 
-__all__ = ["LossContractError", "MegabatchError", "MicrobatchLimit", "PlanError", "in_one_line"]
+__all__ = ["LossContractError", "MegabatchError", "MicrobatchLimit", "PlanError", "in_one_line", "install_command"]
 
 
 class MicrobatchLimit(NamedTuple):
@@ -49,6 +49,11 @@ class LossContractError(MegabatchError, ValueError):
 def in_one_line(error: BaseException) -> str:
     """Return the type and the text of an error on one line, at most 200 characters."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra of the package, from a checkout and from an index."""
+    return f"""pip install -e ".[{extra}]" in a checkout, pip install "megabatch[{extra}]" elsewhere"""
 
 
 def require_count(name: str, value: object, *, least: int = 1) -> int:

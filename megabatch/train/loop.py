@@ -136,6 +136,10 @@ def prepare_run(config: Config, ranks: Ranks, stop: StopSignal, heartbeat: Heart
     data = load_data(config, tokenizer, ranks, console, positions_for_stream(config), vocabulary_for_own(config))
     updates = Updates(data, config, ranks)
     model = build(config, ranks, console, data.longest_tokens, tokenizer)
+    if config.run.init_from is not None and checkpoint is None:
+        from megabatch.train.checkpoints.initial_weights import load_initial_weights  # imports what exports need
+
+        console.say(load_initial_weights(Path(config.run.init_from), model.base, model.left_out, ranks))
     check_loss(loss_fn, config, has_sets=bool(data.sets))
     loss_fn = train_with_router(loss_fn, config, model, updates)
     loss_fn = in_precision(loss_fn, config.model, model, ranks.device)

@@ -190,10 +190,11 @@ def csv_bytes(folder: Path) -> Keys:
     return {"path": str(folder / "a.csv")}
 
 
-@kind("a folder in place of a file")
-def folder_of_files(folder: Path) -> Keys:
-    lines(folder / "a.jsonl", GOOD)
-    return {"path": str(folder)}
+@kind("a folder without data")
+def folder_of_others(folder: Path) -> Keys:
+    (folder / "others").mkdir()
+    (folder / "others" / "a.html").write_text("x")
+    return {"path": str(folder / "others")}
 
 
 @kind("a file that is not there")

@@ -91,7 +91,7 @@ def test_the_library_runs_on_torch_and_numpy_alone(alone: Path, tmp_path: Path) 
     assert "total" in contract
     missing = ran(alone, "-m", "megabatch", "train", "recipe.toml", folder=tmp_path)
     assert (missing.returncode, missing.stdout) == (2, "")
-    assert missing.stderr.endswith('is not installed; pip install "megabatch[train]"\n')
+    assert missing.stderr.endswith('checkout, pip install "megabatch[train]" elsewhere\n')
 
 
 def test_the_program_uses_every_public_name() -> None:

@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from megabatch import GradientAccumulator, MegabatchError, losses
+from megabatch.errors import install_command
 from megabatch.train.checkpoints.export import export
 from megabatch.train.model.adapters import stir
 from megabatch.train.model.build import build
@@ -149,7 +150,7 @@ def test_without_peft_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(MegabatchError) as caught:
         build(lora_recipe(), ALONE, SILENT, None, None)
-    assert str(caught.value) == 'model.lora is set and peft is not installed; pip install "megabatch[peft]"'
+    assert str(caught.value) == f"model.lora is set and peft is not installed; {install_command('peft')}"
 
 
 @pytest.mark.parametrize("axis", ["tp", "pp"])

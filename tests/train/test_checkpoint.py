@@ -277,8 +277,9 @@ def test_another_run_is_refused_by_what_says_most(tmp_path: Path, parts: dict[st
 
 def test_a_schedule_that_follows_from_the_data_is_said_to(tmp_path: Path) -> None:
     assert line_of(meta.check_same_run, tmp_path, here(), here(derived={"optim.decay_steps": 240})) == (
-        f"{tmp_path} is of another recipe: optim.decay_steps is 120 there and 240 here; where it is not set it follows "
-        "from run.max_epochs and the data: set optim.decay_steps to 120, or start in a new run.folder"
+        f"{tmp_path} is of another recipe: optim.decay_steps is 120 there and 240 here; the learning rate follows "
+        "run.max_epochs: add --optim.decay_steps=120 to keep its course, or begin a new one with these weights: "
+        f"--run.init_from={tmp_path.parents[1]} --run.folder=NEW"
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megabatch.errors import install_command
 from megabatch.train.config.keys import known_keys
 from tests.train.conftest import NO_DROPOUT, Bench, write_pairs
 from tests.train.processes import Run
@@ -50,6 +51,25 @@ def test_a_mistake_in_a_recipe_is_told_before_torch_is_imported(bench: Bench) ->
     done = python("-c", script, *(f"{bench.recipe} {each}" for each in wrong), str(bench.recipe), folder=bench.path)
     assert done.stdout == "[2, 2, 2, 2, 2, None] False\n", done.stderr
     assert done.stderr.count("\n") == len(wrong)
+
+
+@pytest.mark.full
+def test_a_sweep_makes_a_run_for_each_value_and_a_table(bench: Bench) -> None:
+    sweep = ("--sweep", "optim.name=Nope,AdamW", "--sweep", "optim.lr=1e-3", f"--data.cache={bench.path}/cache")
+    command = ("-m", "megabatch", "train", str(bench.recipe), "--run.max_steps=2", *sweep)
+    done = python(*command, folder=bench.path)
+    folder = bench.path / "run-sweep"
+    assert done.returncode == 2
+    assert "sweep: optim.name=Nope optim.lr=1e-3 ended with status 2\n" in done.stderr
+    assert sorted(path.name for path in folder.iterdir()) == ["name=AdamW,lr=1e-3"]
+    table = done.stdout[done.stdout.rindex("held-out") :]
+    assert "name=AdamW,lr=1e-3" in table
+    assert "sweep: failed with status 2: optim.name=Nope optim.lr=1e-3\n" in table
+    again = python(*command, folder=bench.path)
+    assert again.stderr.endswith(
+        "name=AdamW,lr=1e-3 already holds a run; resume it with --run.resume=true, or choose another run.folder\n"
+    )
+    assert "sweep: run" not in again.stdout
 
 
 @pytest.mark.slow
@@ -119,7 +139,7 @@ def test_without_the_extra_one_line_says_what_to_install(bench: Bench, name: str
     script = f"import sys; sys.modules[{name!r}] = None; import megabatch.__main__ as m; m.main()"
     done = python("-c", script, "train", str(bench.recipe), folder=bench.path)
     assert done.returncode == 2
-    assert done.stderr == f'megabatch: {name} is not installed; pip install "megabatch[train]"\n'
+    assert done.stderr == f"megabatch: {name} is not installed; {install_command('train')}\n"
 
 
 @pytest.mark.slow

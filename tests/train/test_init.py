@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import tomllib
+from array import array
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,13 @@ from transformers import AutoConfig
 from megabatch.errors import MegabatchError
 from megabatch.simulate.devices import device_named
 from megabatch.train.cli.arguments import Init, read_arguments
+from megabatch.train.cli.data_survey import Survey, size_of
 from megabatch.train.cli.init import DEVICES, Hardware, look, read_hardware, seen_hardware, write_recipe
+from megabatch.train.config import DataConfig, ModelConfig, SourceConfig
 from megabatch.train.config.recipe import load_config
+from megabatch.train.data.encode import Skipped, samples_of
+from megabatch.train.model.architecture import load_tokenizer
+from megabatch.train.runtime.plugins import load_function
 from tests.train.processes import Run
 from tests.unit.failures.table import names
 
@@ -36,7 +42,7 @@ SEEN = {
     "chat.jsonl": ({"messages_field": "messages"}, []),
     "text.jsonl": ({"text_field": "content"}, ["url"]),
     "lines.txt": ({"text_field": "text"}, []),
-    "page.md": ({"text_field": "text"}, []),
+    "page.md": ({"source": "text", "text_field": "text"}, []),
     "table.csv": ({"prompt_field": "instruction", "response_field": "output"}, []),
 }
 
@@ -63,7 +69,75 @@ def init(*arguments: str) -> dict[str, object]:
 @pytest.mark.parametrize("name", SEEN)
 def test_the_first_row_says_what_is_learned(folder: Path, name: str) -> None:
     fields, unread = SEEN[name]
-    assert look(name) == ({"path": name} | fields, unread)
+    found = look(name, None)
+    assert (found.keys, found.unread, len(found.lengths)) == ({"path": name} | fields, unread, 1)
+
+
+def test_a_folder_of_many_texts_has_a_document_a_file(folder: Path) -> None:
+    (folder / "few").mkdir()
+    (folder / "many" / "deep").mkdir(parents=True)
+    (folder / "few" / "a.txt").write_text("one\ntwo\n")
+    for number in range(40):
+        (folder / "many" / "deep" / f"{number}.txt").write_text("one\ntwo\n")
+    assert look("few", None).keys == {"path": "few", "text_field": "text"}
+    assert len(look("few", None).lengths) == 2
+    assert look("many", None).keys == {"path": "many", "source": "documents", "text_field": "text"}
+    assert list(look("many", None).lengths) == [9] * 40
+    for name in ("few", "many"):
+        init(f"{name}.toml", "--data", name, "--hardware", "cpu")
+
+
+def test_labels_make_a_classifier(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = "".join(f"line {number},{'yes' if number % 3 else 'no'}\n" for number in range(50))
+    (folder / "labels.csv").write_text(f"text,label\n{rows},no\n")
+    tables = init("mine.toml", "--data", "labels.csv", "--hardware", "cpu")
+    out = capsys.readouterr().out
+    assert "labels: yes (33), no (17)\n" in out
+    assert "left out: 1 rows, first labels.csv:51 has nothing in one of the fields" in out
+    assert tables["model"]["options"]["labels"] == tables["data"]["options"]["labels"] == ["no", "yes"]
+    samples = load_function(tables["data"]["function"], "data.function")(**tables["data"]["options"])
+    assert [sample["labels"].item() for sample in samples] == [bool(number % 3) for number in range(50)]
+    model = load_function(tables["model"]["function"], "model.function")(**tables["model"]["options"])
+    assert model(input_ids=samples[0]["input_ids"][None]).logits.shape == (1, 2)
+    assert model.config.id2label == {0: "no", 1: "yes"}
+    del tables["data"]["options"]["broken_rows"]
+    with pytest.raises(MegabatchError, match=r"labels.csv:51: the field 'text' is empty, .* mend it, or leave such"):
+        load_function(tables["data"]["function"], "data.function")(**tables["data"]["options"])
+    text = init("text.toml", "--data", "labels.csv", "--task", "language", "--hardware", "cpu")
+    assert (text["data"]["text_field"], "function" in text["data"]) == ("text", False)
+
+
+def test_many_labels_are_no_classes(folder: Path) -> None:
+    (folder / "ids.csv").write_text("text,label\n" + "".join(f"a,{number}\n" for number in range(50)))
+    found = look("ids.csv", None)
+    assert (found.keys, found.unread) == ({"path": "ids.csv", "text_field": "text"}, ["label"])
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 12, 90, 500, 7473, 300_000])
+@pytest.mark.parametrize("length", [5, 300, 3000, 20_000])
+@pytest.mark.parametrize("field", ["text_field", "response_field"])
+def test_a_first_run_makes_a_hundred_updates(num_rows: int, length: int, field: str) -> None:
+    size = size_of(Survey({"path": "x", field: "x"}, lengths=array("q", [length] * num_rows)), on_cpu=True)
+    assert size.num_updates is not None
+    assert 100 <= size.num_updates <= 2000
+    num_units = num_rows - min(64, num_rows // 10)
+    if size.pack_tokens is not None:
+        num_units = max(1, num_units * (length + 1) // size.pack_tokens)
+    assert size.num_updates <= num_units * size.max_epochs // size.global_batch_size + 1
+    assert size.global_batch_size <= 4 or num_units * 4 >= 100 * size.global_batch_size
+    assert size.share(10, 5, 100) * 5 < size.num_updates  # of the warmup
+    assert size.num_long == (num_rows if length > 4096 and field != "text_field" else 0)
+
+
+def test_a_chat_has_a_template_in_bytes(folder: Path) -> None:
+    turns = [{"role": "user", "content": "häh"}, {"role": "assistant", "content": "so"}]
+    (folder / "chats.jsonl").write_text(json.dumps({"messages": [*turns, *turns]}) + "\n")
+    tokenizer = load_tokenizer(ModelConfig(config={"model_type": "llama"}))
+    source = SourceConfig(path="chats.jsonl", messages_field="messages")
+    ((_, sample),) = samples_of(source, "data", DataConfig(), tokenizer, Skipped())
+    learned = sample["labels"][sample["labels"] != -100]
+    assert tokenizer.decode(sample["input_ids"]) == "user: häh\nassistant: so</s>\n" * 2
+    assert tokenizer.decode(learned) == "so</s>so</s>"
 
 
 def test_a_recipe_has_what_was_asked_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,7 +146,8 @@ def test_a_recipe_has_what_was_asked_for(folder: Path, capsys: pytest.CaptureFix
     assert tables["data"] == {"path": "chat.jsonl", "messages_field": "messages", "max_sample_tokens": 4096}
     assert "max_microbatch_tokens" not in tables["update"]
     out = capsys.readouterr().out
-    assert out.startswith("wrote mine.toml; next:\n")
+    assert out.startswith("1 samples of ")
+    assert "\nwrote mine.toml; next:\n" in out
     for line in (
         "torchrun --nproc-per-node 8 -m megabatch doctor ",
         "megabatch plan mine.toml --world 16 --device h100 ",
@@ -95,9 +170,8 @@ REFUSED = {  # arguments -> what the error names
     "--model small --data none.jsonl --hardware cpu": "'none.jsonl' … (odd.jsonl comes nearest); set",
     "--model a:b --data stdlib --hardware cpu": "--model is 'a:b'; write small",
     "--model empty --data stdlib --hardware cpu": "'empty' … config.json; name one of save_pretrained",
-    "--model small --data chat.jsonl --hardware cpu": "chat.jsonl has chats … name a model",
-    "--model small --data odd.jsonl --hardware cpu": "odd.jsonl:1 has the fields 'a', 'b' … rename them",
-    "--model small --data broken.jsonl --hardware cpu": "broken.jsonl has no row that can be read; name data",
+    "--model small --data odd.jsonl --hardware cpu": "odd.jsonl:1 has the fields 'a', 'b', 'c' … rename them",
+    "--model small --data broken.jsonl --hardware cpu": "broken.jsonl has no row that can be read (first: … name data",
     "--model ~nobody-here/x --data stdlib --hardware cpu": "--model is '~nobody-here/x' … write the whole path",
     "--model small --data ~x.jsonl --hardware cpu": "data.path is '~x.jsonl' … write the whole path",
     "--modle small": "Unrecognized options: --modle, small; see megabatch init --help",
@@ -107,7 +181,7 @@ REFUSED = {  # arguments -> what the error names
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_a_bad_argument_is_one_line_and_nothing_is_written(folder: Path, words: str) -> None:
-    (folder / "odd.jsonl").write_text('{"a": 1, "b": "x"}\n')
+    (folder / "odd.jsonl").write_text('{"a": 1, "b": "x", "c": "y"}\n')
     (folder / "broken.jsonl").write_text("{\n[]\n")
     (folder / "empty").mkdir()
     before = sorted(folder.iterdir())
@@ -176,12 +250,11 @@ def test_what_it_has_written_trains(folder: Path, data: str, monkeypatch: pytest
     init("recipe.toml", "--model", "small", "--data", data, "--hardware", "cpu")
     places = [f"--run.folder={folder / 'run'}", f"--data.cache={folder / 'cache'}", *absolute(folder, data)]
     short = ["--run.max_steps=2", "--data.max_samples=500", "--update.global_batch_size=4"]
-    limits = [] if data == "many.jsonl" else short
     monkeypatch.chdir(ROOT)  # where the server of processes is started
-    (done,) = Run(["train", str(folder / "recipe.toml"), *places, *limits], folder / "logs", ranks=1).wait()
+    (done,) = Run(["train", str(folder / "recipe.toml"), *places, *short], folder / "logs", ranks=1).wait()
     assert done.status == 0, done.err
     rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
-    assert max(row["step"] for row in rows) == (3 if data == "many.jsonl" else 2)
+    assert max(row["step"] for row in rows) == 2
 
 
 def absolute(folder: Path, data: str) -> list[str]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from megabatch import GradientAccumulator, MegabatchError, losses, verify
+from megabatch.errors import install_command
 from megabatch.train.checkpoints.export import export
 from megabatch.train.config import Config, ModelConfig
 from megabatch.train.config.parallel_layout import layout_of
@@ -277,7 +278,7 @@ def test_without_bitsandbytes_a_line_says_what_to_install(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(MegabatchError) as caught:
         build(four_bit_recipe(), ALONE, SILENT, None, None)
-    line = 'model.quantize is set and bitsandbytes is not installed; pip install "megabatch[qlora]"'
+    line = f"model.quantize is set and bitsandbytes is not installed; {install_command('qlora')}"
     assert str(caught.value) == line
 
 

@@ -106,6 +106,34 @@ def test_a_checkpoint_of_other_data_or_another_seed_is_refused(bench: Bench, ref
     assert "is of another recipe: run.seed is 0 there and 1 here; " in refuse(run__resume=True, run__seed=1)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_new_run_begins_with_the_weights_of_another(bench: Bench, refuse: Refuse, ranks: int) -> None:
+    bench.train(run__max_steps=2, optim__ema_decay=0.5)
+    second, values = bench.path / "second", {"parallel__wrapper": "fsdp2"} if ranks > 1 else {}
+    start = {"run__init_from": bench.folder, "run__folder": second}
+    assert f"{start['run__init_from']}, and its model is another: transformer.wte.weight is [384, 16] there and " in (
+        refuse(**start, model__config__n_embd=32)
+    )
+    said = bench.train(ranks=ranks, run__max_steps=1, **start, **values)
+    assert f"begins with the average of the weights of {bench.folder}/checkpoints/step-2" in said
+    before, after = (
+        [row["eval_loss"] for row in bench.rows(folder) if "eval_loss" in row] for folder in (None, second)
+    )
+    assert after[0] == pytest.approx(before[-1], rel=1e-12)
+    assert bench.rows(second)[1]["step"] == 1
+    assert "begins with" not in bench.train(ranks=ranks, run__max_steps=2, run__resume=True, **start, **values)
+
+
+def test_more_epochs_ask_for_the_course_of_the_learning_rate(bench: Bench, refuse: Refuse) -> None:
+    bench.train(run__max_epochs=1)
+    line = refuse(run__max_epochs=2, run__resume=True)
+    assert "; the learning rate follows run.max_epochs: add --optim.decay_steps=6 to keep its course, or begin " in line
+    assert f" with these weights: --run.init_from={bench.folder} --run.folder=NEW" in line
+    bench.train(run__max_epochs=2, run__resume=True, optim__decay_steps=6)
+    assert bench.rows()[-1]["step"] == 12
+
+
 def test_settings_that_a_run_has_begun_with_are_refused_where_they_differ(bench: Bench, refuse: Refuse) -> None:
     """The last one left less than one update of the epoch, of which there is no next one."""
     bench.train(run__max_steps=5)

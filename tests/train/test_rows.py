@@ -290,8 +290,8 @@ def test_what_names_no_rows_is_refused(tmp_path: Path) -> None:
     assert refusal([]).startswith("eval.sets.x.path names nothing")
     assert refusal("a.jsonl", source="stdlib").startswith('eval.sets.x.source is "stdlib", which has no path')
     assert refusal(tmp_path) == (
-        f"eval.sets.x.path is '{tmp_path}', a folder that datasets' save_to_disk has not written; name the files in "
-        f'it, as in "{tmp_path}/*.jsonl"'
+        f"eval.sets.x.path is '{tmp_path}', a folder without files that end in .jsonl, .json, .csv, .tsv, .parquet, "
+        ".txt, .md, .rst, .py, which save_to_disk has not written either; name another"
     )
 
 

@@ -200,13 +200,13 @@ def check_same_run(checkpoint: Path, saved: Meta, here: Meta) -> None:
         if difference is not None:
             key, there, now = difference
             change = (
-                f"where it is not set it follows from run.max_epochs and the data: set {key} to {there}"
+                f"the learning rate follows run.max_epochs: add --{key}={there} to keep its course, or begin a new one "
+                f"with these weights: --run.init_from={checkpoint.parents[1]} --run.folder=NEW"
                 if part == "derived"
-                else "resume with the recipe it was made with"
+                else "resume with the recipe it was made with, or start in a new run.folder"
             )
             raise MegabatchError(
-                f"{checkpoint} is of another {kind}: {prefix}{key} is {there} there and {now} here; "
-                f"{change}, or start in a new run.folder"
+                f"{checkpoint} is of another {kind}: {prefix}{key} is {there} there and {now} here; {change}"
             )
 
 

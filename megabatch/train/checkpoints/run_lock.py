@@ -187,7 +187,8 @@ def _check_same_recipe(folder: Path, config: Config, made: int) -> None:
 def _identity(config: Config) -> dict[str, Any]:
     model = {f"model.{key}": getattr(config.model, key) for key in ("name", "config")}
     data = {f"data.{key}": getattr(config.data, key) for key in DATA_KEYS}
-    return json.loads(json.dumps({**settings_of(config), **model, **data}, default=str))
+    start = {"run.init_from": config.run.init_from}
+    return json.loads(json.dumps({**settings_of(config), **model, **data, **start}, default=str))
 
 
 def _is_another_recipe(folder: Path, recipe: str) -> bool:

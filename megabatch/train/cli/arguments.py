@@ -27,7 +27,9 @@ class Init:
     model: str = "small"
     """small (a Llama on bytes, from nothing), a name of the hub, or a folder of save_pretrained."""
     data: str = "stdlib"
-    """stdlib (Python's own functions), a file, a glob, a folder of save_to_disk, or a name of the hub."""
+    """stdlib (Python's own functions), a file, a glob, a folder, or a name of the hub. Files are read whole."""
+    task: Literal["language", "classification"] | None = None
+    """None: classification where rows have a text and a label."""
     hardware: str | None = None
     """cpu, 8 gpus, 8 h100, 2 nodes of 8 h100. None: what this machine has."""
 
@@ -43,6 +45,9 @@ class Recipe:
 @dataclass(frozen=True)
 class Train(Recipe):
     """Train; a run's folder as RECIPE resumes the run. torchrun -m megabatch train RECIPE: on several ranks."""
+
+    sweep: tuple[str, ...] = ()
+    """optim.lr=1e-3,3e-3: a run for each value, one after the other, then their table. Several: all combinations."""
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,7 @@ def run(arguments: Sequence[str]) -> int | None:
     try:
         is_all = answer(arguments)
         if not is_all and arguments and arguments[0] in WITH_RECIPE:
-            from megabatch.train.cli.recipe_command import read_config
-
-            read_config(arguments[0], arguments[1:])
+            return check_command(arguments[0], arguments[1:])
         sys.stdout.flush()
     except FailedError as failed:
         return failed.status
@@ -95,3 +93,17 @@ def answer(arguments: Sequence[str]) -> bool:
     else:
         return False
     return True
+
+
+def check_command(name: str, arguments: Sequence[str]) -> int | None:
+    """Check the recipe of a command; run a sweep of `train` and return its status. None: there is more to do."""
+    from megabatch.train.cli.recipe_command import read_config
+    from megabatch.train.config.recipe import split_options
+
+    sweeps, rest = split_options(arguments, ("sweep",)) if name == "train" else ([], [])
+    if not sweeps:
+        read_config(name, arguments)
+        return None
+    from megabatch.train.cli.sweep import run_sweep
+
+    return run_sweep(rest, [values for _, values in sweeps])

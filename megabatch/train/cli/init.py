@@ -1,29 +1,24 @@
 """Init: `megabatch init`, a recipe with a comment at every choice, written from a model, data and hardware."""
 
+import json
 import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Mapping
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import tomli_w
 
 from megabatch.errors import MegabatchError
 from megabatch.train.cli.arguments import Device, Init
+from megabatch.train.cli.data_survey import MAX_SAMPLE_TOKENS, NUM_HELD_OUT, Size, Survey, size_of, survey
 from megabatch.train.config import SourceConfig
 from megabatch.train.data.sources import HUB_ID, expanded, place_of
+from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.files import write_new
 
 DEVICES = get_args(Device)[1:]  # the GPUs that plan knows
 HARDWARE = re.compile(r"(?:(\d+) *(?:nodes? +of|x) +)?(?:(\d+) +)?([a-z][\w-]*)", re.IGNORECASE)
-CHATS = ("messages", "conversation", "conversations", "chat")
-PAIRS = (
-    ("prompt", "response"), ("prompt", "completion"), ("question", "answer"), ("instruction", "output"),
-    ("instruction", "response"), ("query", "response"), ("input", "output"),
-)  # fmt: skip
-TEXTS = ("text", "content", "document", "body")
-
 RECIPE = """\
 # {title}
 # {launch}
@@ -33,22 +28,37 @@ RECIPE = """\
 [data]
 {data}
 [update]
-global_batch_size = 32 # samples, over all processes: it alone decides what an update learns from
+global_batch_size = {batch} # {unit}, over all processes: it alone decides what an update learns from
 {limit}
 
 [optim]
 lr = {lr}
-warmup_steps = 20 # updates
-
+warmup_steps = {warmup} # updates
+{decay}
 [eval]
-every = 20 # updates
-num_samples = 64 # held out, at most a tenth of the data
-
+every = {every} # updates
+num_samples = {held_out} # held out, at most a tenth of the data
+{metrics}
 [run] # written to runs/ and this file's name
-max_epochs = 1
-save_every = 100 # updates
+max_epochs = {epochs}{updates}
+{steps}save_every = {save} # updates
 keep_last = 2
 """
+CLASSIFIER = """\
+[model]
+function = "megabatch.train.classification:model"
+tokenizer = "{tokenizer}"
+
+[model.options] # a head for the labels on {base}
+labels = {labels}
+{sizes}
+"""
+SMALL_CLASSIFIER = """\
+hidden_size = 64
+intermediate_size = 128
+num_hidden_layers = 2
+num_attention_heads = 4
+max_position_embeddings = 512"""
 SMALL_MODEL = """\
 [model.config] # fresh weights; in its place: name = "Qwen/Qwen3-0.6B" below [model], of the hub or a folder
 model_type = "llama"
@@ -85,7 +95,11 @@ def write_recipe(asked: Init) -> None:
     if asked.file.exists():
         raise MegabatchError(f"{asked.file} is there already, and nothing is overwritten; give another FILE")
     hardware = read_hardware(asked.hardware or seen_hardware())
-    text = recipe_text(str(asked.file), read_model(asked.model), asked.data, hardware)
+    model, found = read_model(asked.model), look(asked.data, asked.task)
+    size = Size()
+    if found.lengths:
+        size = size_of(found, on_cpu=hardware.device == "cpu", bytes_per_token=1 if model is None else 4)
+    text = recipe_text(str(asked.file), model, found, size, hardware)
     try:
         write_new(asked.file, text)
     except OSError as error:
@@ -94,7 +108,8 @@ def write_recipe(asked: Init) -> None:
         raise MegabatchError(
             f"an answer has bytes that are no text, which {asked.file} cannot hold; rename it"
         ) from None
-    print(next_commands(str(asked.file), hardware))
+    for line in (*found_lines(found, size), next_commands(str(asked.file), hardware)):
+        print(line)
 
 
 def read_hardware(text: str) -> Hardware:
@@ -148,78 +163,121 @@ def read_model(text: str) -> str | None:
     return text
 
 
-def recipe_text(file: str, model: str | None, data: str, hardware: Hardware) -> str:
+def look(data: str, task: str | None) -> Survey:
+    """Read the data where they are here; of the hub and of the standard library only the name is known."""
+    if data == "stdlib":
+        return Survey({"source": data})
+    if place_of(SourceConfig(path=data), "data").kind == "hub":
+        return Survey({"path": data})
+    with Console(enabled=True, loss_digits=4).progress(f"reading {data}", None, "rows") as advance:
+        return survey(data, task, advance)
+
+
+def found_lines(found: Survey, size: Size) -> list[str]:
+    """Return what was found in the data, and what the recipe makes of it."""
+    if not found.lengths:
+        return []
+    count, lengths = len(found.lengths), found.lengths
+    lines = [f"{count:,} samples of {sum(lengths) / count:,.0f} bytes on average, {max(lengths):,} at most"]
+    if "label_field" in found.keys:
+        lines.append(f"labels: {', '.join(f'{label} ({number:,})' for label, number in found.labels.most_common(12))}")
+    if found.num_broken:
+        lines.append(f"left out: {found.num_broken:,} rows, first {found.first_broken}")
+    if size.num_long:
+        lines.append(f"left out: {size.num_long:,} samples of more than {MAX_SAMPLE_TOKENS:,} tokens")
+    if found.lengths and count < 10:
+        lines.append("no sample is held out of fewer than ten, so that nothing says how well others are predicted")
+    return lines
+
+
+def recipe_text(file: str, model: str | None, found: Survey, size: Size, hardware: Hardware) -> str:
     """Return the whole recipe."""
-    keys, unread = look(data)
-    if "messages_field" in keys and model is None:
-        raise MegabatchError(
-            f"{data} has chats, for which the small model's bytes have no template; name a model that has one: "
-            "--model Qwen/Qwen3-0.6B"
-        )
-    is_cpu = hardware.device == "cpu"
-    what = "A small Llama, from nothing," if model is None else f"{model}, fine-tuned"
-    names = SMALL_MODEL if model is None else f"[model]\n{tomli_w.dumps({'name': model})}{'' if is_cpu else GPU_KEYS}"
+    is_cpu, is_classifier = hardware.device == "cpu", "label_field" in found.keys
+    what = "A small model, from nothing," if model is None else f"{model}, fine-tuned"
     limit = "# max_microbatch_tokens = 16384 # else the most that fits is measured before the first update"
     if is_cpu:
         tokens = 16384 if model is None else 4096
         limit = f"max_microbatch_tokens = {tokens} # lower it if memory is short: the gradient stays the same"
+    updates = "" if size.num_updates is None else f" # {size.num_updates:,} updates"
+    steps = decay = ""
+    if size.max_steps is not None:
+        updates = ""
+        steps = (
+            f"max_steps = {size.max_steps} # a first look: leave it and optim.decay_steps out to see all of the data\n"
+        )
+        decay = f"decay_steps = {size.max_steps}\n"
     text = RECIPE.format(
-        title=" ".join(f"{what} on {data}.".split()),
+        title=" ".join(f"{what} on {found.keys.get('path', 'stdlib')}.".split()),
         launch=launch_command(file, hardware),
         file=shlex.quote(file),
-        model=names,
-        data=data_text(keys, unread),
+        model=classifier_text(model, found) if is_classifier else model_text(model, is_cpu=is_cpu),
+        data=labeled_text(model, found) if is_classifier else data_text(model, found, size),
+        batch=size.global_batch_size,
+        unit="samples" if size.pack_tokens is None else f"rows of {size.pack_tokens} tokens",
         limit=limit,
         lr="2e-3 # of fresh weights; 1e-5 to fine-tune" if model is None else "1e-5",
+        warmup=size.share(10, 5, 100),
+        decay=decay,
+        every=size.share(10, 5, 100),
+        held_out=NUM_HELD_OUT,
+        metrics='metrics = "megabatch.train.classification:correct"\n' if is_classifier else "",
+        epochs=size.max_epochs,
+        updates=updates,
+        steps=steps,
+        save=size.share(4, 20, 500) if size.num_updates else 100,
     )
     return text + (PARALLEL if hardware.per_node * hardware.num_nodes > 1 else "")
 
 
-def look(data: str) -> tuple[dict[str, str], list[str]]:
-    """Return the keys of [data], by the first row's fields where rows are here, and the fields that are not read."""
-    if data == "stdlib":
-        return {"source": data}, []
-    source = SourceConfig(path=data)
-    if place_of(source, "data").kind == "hub":
-        return {"path": data}, []
-    from megabatch.train.data.sources import Row, rows_of  # datasets takes a second
-
-    row = next((each for each in rows_of(source, "data") if isinstance(each, Row)), None)
-    if row is None:
-        raise MegabatchError(f"{data} has no row that can be read; name data with at least one")
-    keys = field_keys(row.fields)
-    if not keys:
-        names = ", ".join(map(repr, [*row.fields][:12])) or "none"
-        raise MegabatchError(
-            f"{row.name} has the fields {names}, of which none is known as text, a prompt and its response, or "
-            "messages; rename them, or begin with recipes/gsm8k.toml, which names its fields"
-        )
-    return {"path": data, **keys}, [name for name in row.fields if name not in keys.values()]
+def model_text(model: str | None, *, is_cpu: bool) -> str:
+    """Return the lines of [model]."""
+    return SMALL_MODEL if model is None else f"[model]\n{tomli_w.dumps({'name': model})}{'' if is_cpu else GPU_KEYS}"
 
 
-def field_keys(fields: Mapping[str, Any]) -> dict[str, str]:
-    """Return the keys that name the fields of a chat, a prompt and its response, or text, whichever is found first."""
-    for name in CHATS:
-        turns = fields.get(name)
-        if isinstance(turns, list) and turns and all(isinstance(each, dict) for each in turns):
-            return {"messages_field": name}
-    for prompt, response in PAIRS:
-        if isinstance(fields.get(prompt), str) and isinstance(fields.get(response), str):
-            return {"prompt_field": prompt, "response_field": response}
-    return next(({"text_field": name} for name in TEXTS if isinstance(fields.get(name), str)), {})
-
-
-def data_text(keys: Mapping[str, str], unread: list[str]) -> str:
+def data_text(model: str | None, found: Survey, size: Size) -> str:
     """Return the lines of [data]."""
-    lines = tomli_w.dumps(dict(keys)).splitlines()
-    if unread:
-        lines.append(f"# not read: {', '.join(' '.join(name.split()) for name in unread[:12])}")
-    if [*keys] == ["path"]:
+    lines = tomli_w.dumps(found.keys).splitlines()
+    if "source" in found.keys and "path" in found.keys:
+        kinds = {"text": "a line is a document; documents: a file", "documents": "a file is a document; text: a line"}
+        lines[1] += f" # {kinds[found.keys['source']]}"
+    if found.unread:
+        lines.append(f"# not read: {', '.join(' '.join(name.split()) for name in found.unread[:12])}")
+    if [*found.keys] == ["path"]:
         lines.append("# set text_field, or prompt_field and response_field, or messages_field, where names are unusual")
-    if "text_field" in keys:
-        lines.append("pack_tokens = 1024 # documents share rows of so many tokens")
-    else:
-        lines.append("max_sample_tokens = 4096 # longer samples are left out, and counted")
+    if found.num_broken:
+        lines.append(f'broken_rows = "skip" # {found.num_broken:,} rows cannot be read')
+    if size.pack_tokens is not None:
+        lines.append(f"pack_tokens = {size.pack_tokens} # documents share rows of so many tokens")
+    elif size.num_long or model is not None or not found.lengths:
+        left = f": {size.num_long:,} of {len(found.lengths):,}" if size.num_long else ""
+        lines.append(f"max_sample_tokens = {MAX_SAMPLE_TOKENS} # longer samples are left out, and counted{left}")
+    return "\n".join(lines) + "\n"
+
+
+def classifier_text(model: str | None, found: Survey) -> str:
+    """Return the lines of [model] of a classifier."""
+    return CLASSIFIER.format(
+        tokenizer=model or "bytes",
+        base="a small ModernBERT on bytes, from nothing" if model is None else model,
+        labels=json.dumps(sorted(found.labels), ensure_ascii=False),
+        sizes=SMALL_CLASSIFIER if model is None else tomli_w.dumps({"name": model}).rstrip(),
+    )
+
+
+def labeled_text(model: str | None, found: Survey) -> str:
+    """Return the lines of [data] of a classifier."""
+    options = {**found.keys, "tokenizer": model or "bytes", "max_tokens": 512}
+    lines = [
+        'function = "megabatch.train.classification:data"',
+        "",
+        "[data.options]",
+        *tomli_w.dumps(options).splitlines(),
+    ]
+    lines[-1] += " # longer texts are cut"
+    lines.append(f"labels = {json.dumps(sorted(found.labels), ensure_ascii=False)}")
+    if found.num_broken:
+        lines.append(f'broken_rows = "skip" # {found.num_broken:,} rows cannot be read')
+    lines += ["", "[loss]", 'function = "megabatch.losses:classification" # a sum over samples, and their number']
     return "\n".join(lines) + "\n"
 
 
@@ -238,10 +296,10 @@ def next_commands(file: str, hardware: Hardware) -> str:
     on_all = f"torchrun --nproc-per-node {hardware.per_node} -m " if hardware.per_node > 1 else ""
     device = "" if hardware.device == "gpu" else f" --device {hardware.device}"
     lines = {
+        launch_command(file, hardware): "train",
         f"{on_all}megabatch doctor": "versions, devices, and an update that is proved",
         f"megabatch verify {shlex.quote(file)}": "cut against uncut",
         f"megabatch plan {shlex.quote(file)} --world {hardware.per_node * hardware.num_nodes}{device}": "what fits",
-        launch_command(file, hardware): "train",
     }
     width = min(60, max(map(len, lines)))
     return "\n".join([f"wrote {file}; next:", *(f"  {line:{width}}  # {why}" for line, why in lines.items())])

@@ -7,20 +7,23 @@ from megabatch.errors import MegabatchError
 from megabatch.train.checkpoints.paths import has_checkpoint, holds_a_run, recipe_of
 from megabatch.train.config import Config, SourceConfig
 from megabatch.train.config.recipe import PLAN_OPTIONS, load_config, split_options
-from megabatch.train.config.recipe_paths import check_paths
+from megabatch.train.config.recipe_paths import check_paths, near
 from megabatch.train.data.sources import KINDS, ending_of, place_of
 
 
-def read_config(name: str, arguments: Sequence[str]) -> Config:
+def read_config(name: str, arguments: Sequence[str], *, is_new: bool = True) -> Config:
     """Return the recipe of a command with its overrides; a run's folder stands for its own recipe, resumed.
 
     Raises `MegabatchError` for wrong keys, types and paths. `plan` looks at no data, and at no folder of a run.
+    ``is_new``: look whether `train` may begin a run in its folder.
     """
     if not arguments or arguments[0].startswith("-"):
         raise MegabatchError(f"no recipe; give the path of a TOML file first: megabatch {name} recipe.toml")
     recipe, overrides = Path(arguments[0]), list(arguments[1:])
     if recipe.is_file() and ending_of(recipe.name) in KINDS:
         raise MegabatchError(f"{recipe} is data, not a recipe; write a recipe for it: megabatch init --data {recipe}")
+    if name == "train" and any(word.partition("=")[0] == "--sweep" for word in overrides):
+        raise MegabatchError("--sweep makes one run after the other; under torchrun start each run by itself")
     is_run = recipe.is_dir()
     path = recipe_of(recipe) if is_run else recipe
     if name == "plan":
@@ -31,8 +34,13 @@ def read_config(name: str, arguments: Sequence[str]) -> Config:
     for key, source in named_sources(config).items():
         place_of(source, key)
     folder = Path(config.run.folder)
-    if name == "train" and not config.run.resume and has_checkpoint(folder):
+    if name == "train" and is_new and not config.run.resume and has_checkpoint(folder):
         raise holds_a_run(folder)
+    start = config.run.init_from
+    if start is not None and not has_checkpoint(folder) and not has_checkpoint(Path(start)):
+        raise MegabatchError(
+            f"run.init_from is {start!r}, which holds no checkpoint{near(Path(start))}; name the folder of a run"
+        )
     return config
 
 

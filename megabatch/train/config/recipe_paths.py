@@ -53,8 +53,9 @@ def check_model_folder(name: str) -> None:
         return
     if (folder / "checkpoints").is_dir():
         raise MegabatchError(
-            f"model.name is {name!r}, a run of megabatch's; write its model into a folder with "
-            f"`megabatch export {name} --to FOLDER` and name that"
+            f"model.name is {name!r}, a run of megabatch's; begin with its weights by "
+            f"--run.init_from={name} and its own [model], or write its model into a folder that you can name with "
+            f"`megabatch export {name} --to FOLDER`"
         )
     if not (folder / "config.json").exists():
         raise MegabatchError(

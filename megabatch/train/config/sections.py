@@ -260,6 +260,9 @@ class RunConfig(Section):
     resume: bool = False
     """Go on from the latest checkpoint in the folder, as if never stopped; begin where there is none. Processes that
     torchrun starts again do so without being told."""
+    init_from: str | None = None
+    """Folder of another run, with whose weights a new run begins: its best checkpoint, else its latest. Optimizer,
+    schedule and data begin anew."""
     answer_within_seconds: Positive | None = 60.0
     """A rank whose process has not answered for so long has stopped: it is named, and all end. None: nobody looks."""
     stopped_status: Annotated[int, Field(ge=0, le=255)] = 0

@@ -104,7 +104,7 @@ def encoded_rows(
 
 def none_left(key: str, skipped: Skipped) -> str:
     if skipped.broken == skipped.long == 0:
-        return f"{key} names a source without rows; give at least one sample"
+        return f"{key}.path names a source without rows; give at least one sample"
     reasons = [f"{skipped.broken} rows are broken (first: {skipped.first})"] * bool(skipped.broken)
     reasons += [f"{skipped.long} are longer than data.max_sample_tokens"] * bool(skipped.long)
     return f"no row of {key} can be used: {', '.join(reasons)}; set {key}.path, its fields, or data.max_sample_tokens"
@@ -377,7 +377,8 @@ class Tokens:
         front_and_end = [self.front.tolist(), tokenizer.eos_token_id]  # first: it undoes what others have set
         backend = getattr(tokenizer, "backend_tokenizer", None)
         body = json.dumps(sorted(tokenizer.get_vocab().items())) if backend is None else backend.to_str()
-        special = json.dumps([tokenizer.special_tokens_map, tokenizer.chat_template], default=str, sort_keys=True)
+        template = None if isinstance(tokenizer, ByT5Tokenizer) else tokenizer.chat_template  # which the recipe says
+        special = json.dumps([tokenizer.special_tokens_map, template], default=str, sort_keys=True)
         return sha256_of(type(tokenizer).__qualname__, body, special, json.dumps(front_and_end))
 
 

@@ -34,8 +34,14 @@ KINDS: dict[str, Kind] = {
     ".rst": "documents",
     ".py": "documents",
 }
+DOCUMENTS = {  # endings of what other programs save -> what they can save instead
+    **dict.fromkeys((".xlsx", ".xls", ".ods"), ".csv"),
+    **dict.fromkeys((".pdf", ".docx", ".doc", ".odt", ".html"), ".txt"),
+}
+DELIMITERS = ",;\t|"  # of csv: the first one that the first line has
 SAVED_FILES = ("dataset_info.json", "dataset_dict.json")  # what save_to_disk writes at the top of its folder
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+ESCAPED = re.compile("[\udc80-\udcff]")  # what Python makes of a byte that is not UTF-8
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 MAX_CELL_BYTES = 2**31 - 1  # of csv; Python's own limit, 128 KiB, is less than many a text has
 
@@ -130,15 +136,18 @@ def place_named(name: str, asked: Kind | None, key: str) -> Place:
     if asked == "hub":
         return Place("hub", (name,))
     path = expanded(name, f"{key}.path")
-    if path.is_dir():
-        if asked not in (None, "saved") or not any((path / file).exists() for file in SAVED_FILES):
-            raise MegabatchError(
-                f"{key}.path is {str(path)!r}, a folder that datasets' save_to_disk has not written; name the files in "
-                f'it, as in "{path}/*.jsonl"'
-            )
+    if asked in (None, "saved") and any((path / file).exists() for file in SAVED_FILES):
         return Place("saved", (str(path),))
-    matches = sorted(found for found in glob.glob(str(path), recursive=True) if Path(found).is_file())
-    paths = [str(path)] if path.exists() else matches
+    if path.is_dir():
+        paths = sorted(str(each) for each in path.rglob("*") if ending_of(each.name) in KINDS and each.is_file())
+        if not paths or asked == "saved":
+            raise MegabatchError(
+                f"{key}.path is {str(path)!r}, a folder without files that end in {', '.join(KINDS)}, which "
+                "save_to_disk has not written either; name another"
+            )
+    else:
+        matches = sorted(found for found in glob.glob(str(path), recursive=True) if Path(found).is_file())
+        paths = [str(path)] if path.exists() else matches
     if not paths and asked is None and ending_of(name) not in KINDS and HUB_ID.fullmatch(name):
         return Place("hub", (name,))
     if not paths:
@@ -150,7 +159,7 @@ def place_named(name: str, asked: Kind | None, key: str) -> Place:
         if kind != kinds[0]:
             raise MegabatchError(
                 f"{key}.path is {str(path)!r}, which matches {paths[0]} and {each}, files of two kinds; narrow it, as "
-                f'in "{path.parent}/*{Path(each).suffix}"'
+                f'in "{path if path.is_dir() else path.parent}/*{Path(each).suffix}"'
             )
     return Place(kinds[0], tuple(paths))
 
@@ -166,6 +175,8 @@ def expanded(name: str, key: str) -> Path:
 def kind_of(path: str, key: str) -> Kind:
     """Return the kind of a file by its ending."""
     kind = KINDS.get(ending_of(path))
+    if (advice := DOCUMENTS.get(ending_of(path))) is not None:
+        raise MegabatchError(f"{key}.path names {path}, which is not read; save it as {advice}")
     if kind is None:
         raise MegabatchError(
             f"{key}.path names {path}, whose ending says nothing of what it is; set {key}.source to jsonl, csv, "
@@ -303,9 +314,10 @@ def csv_rows(path: str, file: Any) -> Rows:
     Python's csv and not that of pandas: "007" stays text, and each broken record is named.
     """
     csv.field_size_limit(MAX_CELL_BYTES)
-    delimiter, number = "\t" if ending_of(path) == ".tsv" else ",", 0
     with io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="\n") as text:
-        records = csv.reader(text, delimiter=delimiter, strict=True)
+        line, number = text.readline(), 0
+        delimiter = "\t" if ending_of(path) == ".tsv" else next((each for each in DELIMITERS if each in line), ",")
+        records = csv.reader(chain([line], text), delimiter=delimiter, strict=True)
         header = [field.strip() for field in next(records, [])]
         if not header or len(set(header)) < len(header):
             raise MegabatchError(f"the first line of {path} must name its fields, each once, and is {header}; add it")
@@ -321,6 +333,9 @@ def csv_rows(path: str, file: Any) -> Rows:
                 continue
             if not problem and len(record) != len(header):
                 problem = f"has {len(record)} values, and the first line names {len(header)} fields"
+            text_of_record = "".join(record)
+            if not text_of_record.isascii() and (escaped := ESCAPED.search(text_of_record)):
+                problem = f"is not text in UTF-8 (byte 0x{ord(escaped[0]) - 0xDC00:02x}), so save the file as UTF-8"
             name, number = f"{path}:{number + 1}", number + 1
             yield BrokenRowError(f"{name} {problem}") if problem else Row(name, dict(zip(header, record, strict=True)))
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from megabatch.errors import MegabatchError, in_one_line
+from megabatch.errors import MegabatchError, in_one_line, install_command
 from megabatch.train.config import Config, ModelConfig
 from megabatch.train.model.architecture import quiet
 from megabatch.train.model.frozen import shape_of, stored
@@ -141,7 +141,7 @@ def peft() -> Any:
             return importlib.import_module("peft")
     except ModuleNotFoundError as error:
         raise MegabatchError(
-            f'model.lora is set and {error.name} is not installed; pip install "megabatch[peft]"'
+            f"model.lora is set and {error.name} is not installed; {install_command('peft')}"
         ) from None
 
 

@@ -33,6 +33,10 @@ OWNED_KEYS = {  # of model.config, that the trainer sets
     "attn_implementation": "set model.attention",
 }
 BYTES, BYTES_CLASS = "bytes", "ByT5Tokenizer"
+BYTES_TEMPLATE = """\
+{% for message in messages %}{{ message['role'] + ': ' }}{% if message['role'] == 'assistant' %}\
+{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}\
+{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"""
 
 
 def architecture_of(config: ModelConfig) -> PreTrainedConfig:
@@ -194,7 +198,7 @@ def load_tokenizer(config: ModelConfig) -> Any:
         return None
     source = config.tokenizer or config.name or BYTES
     if source == BYTES:
-        return ByT5Tokenizer()
+        return ByT5Tokenizer(chat_template=BYTES_TEMPLATE)
     return read_tokenizer(source, "model.name" if config.tokenizer is None else "model.tokenizer")
 
 

@@ -20,7 +20,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from megabatch import Learner
-from megabatch.errors import MegabatchError
+from megabatch.errors import MegabatchError, install_command
 from megabatch.train.config import Config, ModelConfig
 from megabatch.train.model.architecture import quiet
 from megabatch.train.model.weights import Source, fill
@@ -65,7 +65,7 @@ def bitsandbytes() -> Any:
             return importlib.import_module("bitsandbytes")
     except ModuleNotFoundError as error:
         raise MegabatchError(
-            f'model.quantize is set and {error.name} is not installed; pip install "megabatch[qlora]"'
+            f"model.quantize is set and {error.name} is not installed; {install_command('qlora')}"
         ) from None
 
 
