@@ -17,7 +17,7 @@ from megabatch.train.data.load import Data
 from megabatch.train.data.updates import Updates
 from megabatch.train.model.build import ParallelModel
 from megabatch.train.runtime.console import Console
-from megabatch.train.runtime.files import JsonlFile, Row
+from megabatch.train.runtime.files import JsonlFile, Row, sync
 from megabatch.train.runtime.heartbeat import Heartbeat
 from megabatch.train.runtime.plugins import Event
 from megabatch.train.runtime.ranks import Ranks
@@ -133,9 +133,11 @@ class RunContext:
             log.write()
 
     def flush_logs(self) -> None:
-        """Write the rows that wait. Raises `OSError` if there is no room."""
+        """Write the rows that wait, and wait until they are on the disk. Raises `OSError` if there is no room."""
         for log in self.logs:
             log.flush()
+            if log.path is not None and log.path.exists():
+                sync(log.path)
 
     def event(self) -> Event:
         """Return the event that functions of the user get."""

@@ -56,6 +56,7 @@ def make_update(context: RunContext, batch: Sequence[Any]) -> None:
         context.forward_backward(batch)
     context.update = context.learner.optim_step()
     context.values = read_values(context.update)
+    context.heartbeat.finish_update(context.learner.step)
     if not context.values["finite"]:
         refuse_nonfinite(context)
     step = context.learner.step
@@ -164,6 +165,7 @@ def open_run(context: RunContext) -> None:
         context.console.say(f"resumed from {context.checkpoint}")
     open_run_folder(context.folder, config, context.ranks, context.console, is_new=is_new)
     for log in context.logs:
-        log.cut(-1 if is_new else context.step)
+        for line in log.cut(-1 if is_new else context.step):
+            context.console.warn(line)
     context.choices = choose_rest(context)
     context.plan = context.learner.gradient.plan(context.updates.peek())

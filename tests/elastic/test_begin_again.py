@@ -124,7 +124,7 @@ def test_no_second_process_begins_while_one_measures(bench: Bench, own: Path) ->
     while not (bench.path / "disturbed").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     for recipe in (None, bench.folder):
-        (end,) = bench.finish(recipe=recipe, **values)
+        (end,) = bench.finish(recipe=recipe, run__answer_within_seconds=1, **values)
         assert (end.status, end.err) == (
             2,
             f"megabatch: another process is writing to the run in {bench.folder}; wait for it, or choose another "

@@ -1,16 +1,24 @@
 """Whatever surrounds the core of a run survives as the documents say: each row of their table is a case here."""
 
+import json
+import os
 import re
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+import torch
 
 from megabatch.train.cli import commands as cli
-from tests.train.conftest import Bench
+from tests.elastic.conftest import OWN
+from tests.train.conftest import Bench, states_of, timeless
+from tests.train.processes import Run, overrides
 
 Case = Callable[[Bench, pytest.CaptureFixture[str]], str]
 CASES: dict[str, Any] = {}
@@ -132,6 +140,134 @@ def missing_rows(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
     status, text = compared(capsys, bench.path / "one", bench.path / "two")
     assert status == 1
     return text
+
+
+# Files beside the checkpoints
+
+
+def resumed_after(bench: Bench, damage: Callable[[Path], None]) -> str:
+    """Return what a run says that resumes from update 4 after some damage; it must end as one that never stopped."""
+    values = {"run__manifest": True, "run__save_every": 2}
+    bench.train(run__folder=bench.path / "whole", **values)
+    bench.train(**values, run__max_steps=4)
+    damage(bench.folder)
+    said = bench.train(**values, run__resume=True)
+    paths = [folder / "checkpoints" / "step-6" for folder in (bench.path / "whole", bench.folder)]
+    one, other = (states_of(path, bench.path / "state.pt") for path in paths)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    return said
+
+
+@case("a line of every log is damaged")
+def damaged_logs(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
+    names = ("metrics.jsonl", "manifest.jsonl", "cuts.jsonl", "timeline.jsonl")
+
+    def damage(folder: Path) -> None:
+        for name in names:
+            lines = (folder / name).read_text().splitlines(keepends=True)
+            (folder / name).write_text("".join([lines[0], '{"step": 2, "lo\n', *lines[1:]]))
+
+    said = resumed_after(bench, damage)
+    assert all((bench.folder / f"{name}.damaged-1").exists() for name in names)
+    assert timeless(bench.rows()) == timeless(bench.rows(bench.path / "whole"))
+    return said
+
+
+@case("environment.json is empty")
+def empty_environment(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
+    return resumed_after(bench, lambda folder: (folder / "environment.json").write_text(""))
+
+
+@case("rows of metrics.jsonl are missing, and others are doubled")
+def lost_rows(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
+    def damage(folder: Path) -> None:
+        lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+        updates = [line for line in lines if "set" not in json.loads(line)]
+        (folder / "metrics.jsonl").write_text("".join([updates[0], *updates[2:], updates[2]]))
+
+    return resumed_after(bench, damage)
+
+
+def test_a_checkpoint_is_never_ahead_of_rows_on_the_disk(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    synced, fsync = list[str](), os.fsync
+
+    def note(descriptor: int) -> None:
+        synced.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    assert cli.run(["train", str(bench.recipe), "--run.max_steps=2", f"--data.cache={bench.path / 'cache'}"]) == 0
+    assert synced.index("metrics.jsonl") < synced.index("cuts.jsonl") < synced.index("meta.json")
+    assert "checkpoints" in synced[synced.index("meta.json") :]
+
+
+# The launcher
+
+
+@case("torchrun is killed, and the run is started again at once", pytest.mark.full)
+def killed_launcher(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
+    arguments = [str(bench.recipe), "--run.max_epochs=500", "--eval.every=none", f"--data.cache={bench.path / 'cache'}"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "megabatch", "train"]
+    log = bench.path / "torchrun.log"
+    with log.open("w") as file:
+        launcher = subprocess.Popen([*command, *arguments], stdout=file, stderr=file, start_new_session=True)
+    metrics = bench.folder / "metrics.jsonl"
+    deadline = time.monotonic() + 100
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) > 5) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    launcher.kill()
+    launcher.wait()
+    log_of_run, since = bench.folder / "log.txt", time.monotonic()
+    run = bench.start(recipe=bench.folder)
+    run.kill_when(lambda: "resumed from" in log_of_run.read_text())
+    assert time.monotonic() - since < 60
+    return log.read_text() + log_of_run.read_text()
+
+
+# Time
+
+
+def disturbed(bench: Bench, **what: Any) -> dict[str, Any]:
+    """Write the user's functions of conftest.py, and when rank 1 sleeps in them; return the keys that name them."""
+    own = bench.path / "own.py"
+    own.write_text(OWN)
+    (bench.path / "disturb.json").write_text(json.dumps({"ranks": [1], "signals": [0], **what}))
+    return {"run__after_update": f"{own}:after_update", "loss__function": f"{own}:within", "eval__num_samples": 0}
+
+
+@case("a rank works for longer than torch lets others wait", pytest.mark.full)
+def long_work(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
+    values = disturbed(bench, place="after", step=2, seconds=8) | {"data__cache": bench.path / "cache"}
+    script = bench.path / "script.py"
+    script.write_text(
+        "from datetime import timedelta\nfrom torch.distributed import distributed_c10d\n"
+        "distributed_c10d.default_pg_timeout = timedelta(seconds=3)  # half an hour\n"
+        "from megabatch.train.cli.commands import main\nmain()\n"
+    )
+    run = Run(["train", str(bench.recipe), *overrides(values)], bench.path / "logs", 2, script)
+    return said_by(run.wait(), 0)
+
+
+@case("a rank works for longer than `run.collective_timeout`", pytest.mark.full)
+def too_long_work(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
+    values = disturbed(bench, place="after", step=2, seconds=8)
+    ends = bench.finish(ranks=2, run__collective_timeout=3, **values)
+    assert all(end.status != 0 for end in ends)
+    return "".join(end.err for end in ends)
+
+
+@case("a rank is stuck in a function of yours, with `run.stuck_after`", pytest.mark.full)
+def stuck_rank(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
+    values = disturbed(bench, place="within", step=12, seconds=1000)
+    limits = {"run__stuck_after": 3, "run__answer_within_seconds": 3, "run__max_epochs": 10}
+    ends = bench.finish(ranks=2, **limits, **values)
+    assert sorted(end.status for end in ends) in ([1, 1], [1, 2])
+    assert "in disturb" in (bench.folder / "stuck" / "rank-1.txt").read_text()
+    assert not (bench.folder / "stuck" / "rank-0.txt").exists()
+    (line,) = [line for end in ends for line in end.err.splitlines()]
+    return line
 
 
 @pytest.mark.parametrize(("name", "run"), list(CASES.values()))

@@ -6,8 +6,6 @@ import os
 import pickle
 import shutil
 import time
-from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,7 @@ from transformers import AutoTokenizer, ByT5Tokenizer
 
 from megabatch import MegabatchError
 from megabatch.train.config import DataConfig, SourceConfig
-from megabatch.train.data import cache
-from megabatch.train.data.cache import TokenizedSamples, cache_folder, main_rank_first, tokenize_once
+from megabatch.train.data.cache import TokenizedSamples, cache_folder, tokenize_once
 from megabatch.train.data.encode import Skipped, samples_of
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
@@ -252,8 +249,7 @@ def test_the_users_cache_folder_is_where_tokens_go(tmp_path: Path, monkeypatch: 
 
 
 def rank_main(folder: Path, rank: int, size: int, values: dict[str, Any]) -> None:
-    """One rank: tokenizes slowly, with a pulse after every sample, and writes down what it got."""
-    cache.SECONDS_OF_WAITING = 0.0
+    """One rank: tokenizes, and writes down what it got."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size)
     ranks = Ranks(rank, size, torch.device("cpu"))
     console = Console(enabled=rank == 0, loss_digits=3)
@@ -292,34 +288,6 @@ def test_every_rank_refuses_what_the_main_one_refuses(tmp_path: Path) -> None:
     first, *others = on_ranks(tmp_path, 3)
     assert first.startswith(f"{tmp_path}/data.jsonl:301 has an empty text")
     assert others == [first] * 2
-
-
-def patient_rank(folder: Path, rank: int) -> None:
-    """One rank of two, which give up after three seconds of waiting for each other, while one works for five."""
-    cache.SECONDS_OF_WAITING = 0.5
-    timeout = timedelta(seconds=3)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2, timeout=timeout)
-
-    def work(pulse: Callable[[], None]) -> None:
-        for _ in range(50):
-            time.sleep(0.1)
-            pulse()
-        (folder / "done").write_text("")
-
-    main_rank_first(Ranks(rank, 2, torch.device("cpu")), work)
-    assert (folder / "done").exists()
-    dist.destroy_process_group()
-
-
-@pytest.mark.slow
-def test_the_others_wait_longer_than_a_collective_does(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    started = [context.Process(target=patient_rank, args=(tmp_path, rank)) for rank in range(2)]
-    for each in started:
-        each.start()
-    for each in started:
-        each.join(60)
-    assert [each.exitcode for each in started] == [0, 0]
 
 
 def endless(folder: Path) -> None:

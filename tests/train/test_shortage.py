@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -107,10 +106,8 @@ def test_a_stand_in_alone_teaches_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_was_learned_may_be_damaged(bench: Bench, refuse: Any) -> None:
+def test_what_was_learned_may_be_damaged(bench: Bench) -> None:
     bench.train(run__max_steps=1)
     (bench.folder / "microbatch.json").write_text("[]")
-    line = refuse(run__resume=True)
-    assert line.endswith(
-        "microbatch.json does not say what a microbatch may hold; delete it, and the run learns it again"
-    )
+    bench.train(run__resume=True, run__max_steps=2)
+    assert len(bench.losses()) == 2

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from megabatch import MegabatchError
+from megabatch.train.callbacks.metrics import MetricsFile
 from megabatch.train.checkpoints import run_folder as folder
 from megabatch.train.checkpoints import run_lock as starting
 from megabatch.train.checkpoints.paths import path_of, recipe_of
@@ -179,19 +180,30 @@ def test_a_run_with_a_checkpoint_is_gone_on_with(recipe: Path, tmp_path: Path) -
         starting.open_run_folder, tmp_path, resumed, ALONE, Console(enabled=False, loss_digits=4), is_new=True
     )
     assert new == line, "another process came first, and saved"
-    (tmp_path / "environment.json").write_text("[")
-    line = line_of(check, tmp_path, resumed)
-    assert line.startswith(f"{tmp_path}/environment.json is damaged (JSONDecodeError: ")
-    assert line.endswith("); mend it, or delete it and resume")
+
+
+@pytest.mark.parametrize("text", ["[", "", '{"starts": [1]}', "{}"])
+def test_a_damaged_list_of_starts_is_kept_aside(recipe: Path, tmp_path: Path, text: str) -> None:
+    config = load_config(recipe, [])
+    begin(tmp_path / "run", config)
+    (tmp_path / "run" / "environment.json").write_text(text)
+    begin(tmp_path / "run", config)
+    assert len(folder.read_starts(tmp_path / "run")) == 1
+    assert (tmp_path / "run" / "environment.json.damaged-1").read_text() == text
 
 
 @pytest.mark.parametrize("line", [b'{"x": 1}', b"\xff", b'{"step": 2, "lo', b"[1]", b"[" * 100_000])
-def test_broken_metrics_are_refused_before_anything_is_written(recipe: Path, tmp_path: Path, line: bytes) -> None:
-    point_to_checkpoint(tmp_path)
-    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
-    assert line_of(check, tmp_path, load_config(recipe, ["--run.resume=true"])) == (
-        f"{tmp_path}/metrics.jsonl is damaged (line 2 is no row with a step); mend or delete that line"
-    )
+def test_broken_metrics_keep_their_other_rows(recipe: Path, tmp_path: Path, line: bytes) -> None:
+    content = b'{"step": 1}\n' + line + b'\n{"step": 3}\n{"step": 3, "loss": 1}\n'
+    (tmp_path / "metrics.jsonl").write_bytes(content)
+    warnings = MetricsFile(tmp_path, enabled=True, eval_every=None).cut(3)
+    assert warnings == [
+        f"{tmp_path}/metrics.jsonl lacks 1 updates, first 2 and has more than one row of 1 updates, first 3",
+        f"{tmp_path}/metrics.jsonl is damaged (line 2 is no row with a step); it is kept as metrics.jsonl.damaged-1, "
+        "its other rows stay",
+    ]
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step": 1}\n{"step": 3, "loss": 1}\n'
+    assert (tmp_path / "metrics.jsonl.damaged-1").read_bytes() == content
 
 
 def hold(path: Path, recipe: Path, overrides: list[str], held: Any) -> None:
@@ -206,7 +218,8 @@ def hold(path: Path, recipe: Path, overrides: list[str], held: Any) -> None:
 @pytest.mark.slow
 def test_two_processes_never_write_to_one_run_and_a_killed_one_blocks_nobody(recipe: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    fresh, resumed = load_config(recipe, []), load_config(recipe, ["--run.resume=true"])
+    quick = "--run.answer_within_seconds=0.3"
+    fresh, resumed = load_config(recipe, [quick]), load_config(recipe, [quick, "--run.resume=true"])
     held, holder = CONTEXT.Pipe(duplex=False)
     process = CONTEXT.Process(target=hold, args=(run, recipe, [], holder))
     check(run, fresh)  # the other one is quicker from here on

@@ -89,6 +89,8 @@ class Metrics(Callback):
 class MetricsFile(JsonlFile):
     """The rows of a run. A resumed run drops an evaluation out of turn: a run that never stopped would not have it."""
 
+    has_every_update = True
+
     def __init__(self, folder: Path, *, enabled: bool, eval_every: int | None, loggers: Sequence[Logger] = ()) -> None:
         super().__init__(folder / METRICS, enabled=enabled)
         self._eval_every, self._loggers = eval_every, loggers

@@ -68,6 +68,7 @@ class Manifest(Callback):
 
     def __init__(self, context: RunContext) -> None:
         self._file = context.open_log(MANIFEST)
+        self._file.has_every_update = True
 
     def after_update(self, context: RunContext) -> None:
         """Add the line of the update."""

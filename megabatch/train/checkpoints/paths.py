@@ -9,12 +9,12 @@ from pathlib import Path
 
 from megabatch.errors import MegabatchError
 from megabatch.train.runtime.files import CONFIG
+from megabatch.train.runtime.files import UNFINISHED
 
 POINTER = "latest"
 BEST = "best"
 META = "meta.json"
 OPEN = "open"  # folder of an update that a signal has stopped inside
-UNFINISHED = ".tmp"
 STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 
 

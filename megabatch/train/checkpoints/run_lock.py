@@ -9,6 +9,7 @@ import json
 import os
 import re
 import socket
+import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,12 @@ from megabatch.train.runtime.files import (
     LOCK,
     LOG,
     METRICS,
+    UNFINISHED,
+    UNKNOWN,
+    find_rows,
     is_evaluation,
     is_writable,
-    read_rows,
+    move_aside,
     read_starts,
     replace_text,
 )
@@ -37,6 +41,7 @@ from megabatch.train.runtime.oom_limit import has_oom_limit, wait_for_oom_limit
 from megabatch.train.runtime.ranks import Ranks
 from megabatch.train.runtime.rendezvous import Job
 
+SECONDS_BETWEEN_TRIES = 0.2  # to lock the run
 SAVED = re.compile(rb"  saved .*(step-\d+)$")  # a line of the log
 DATA_KEYS = ("path", "source", "mixture", "function", "options", "pack_tokens")
 
@@ -61,7 +66,7 @@ def check_run_folder(folder: Path, config: Config, ranks: Ranks) -> None:
 
     def check() -> None:
         if (folder / LOCK).exists():
-            lock_run(folder)
+            lock_run(folder, config.run.answer_within_seconds)
         _check_can_start(folder, config, ranks.job)
 
     ranks.on_main(check, str(folder))
@@ -78,11 +83,16 @@ def open_run_folder(folder: Path, config: Config, ranks: Ranks, console: Console
     _check_shared_disk(folder, ranks)
 
     def write() -> None:
-        lock_run(folder)
+        lock_run(folder, config.run.answer_within_seconds)
+        for place in (folder, checkpoints_of(folder)):
+            for left in place.glob(f".*{UNFINISHED}"):  # of killed processes
+                left.unlink(missing_ok=True)
         if is_new and has_checkpoint(folder):  # another process was faster
             raise holds_a_run(folder)
         _check_can_start(folder, config, ranks.job)
-        starts = read_starts(folder)
+        if (starts := read_starts(folder)) == UNKNOWN:
+            aside, starts = move_aside(folder / ENVIRONMENT), []
+            console.warn(f"{folder / ENVIRONMENT} is damaged; it is kept as {aside.name}, and begun anew")
         if is_new and (starts or config.run.resume):
             if _is_another_recipe(folder, recipe):
                 (folder / TRACKING).unlink(missing_ok=True)  # trackers keep the recipe of the run they know
@@ -96,21 +106,27 @@ def open_run_folder(folder: Path, config: Config, ranks: Ranks, console: Console
     ranks.on_main(write, str(folder))
 
 
-def lock_run(folder: Path) -> None:
+def lock_run(folder: Path, within_seconds: float | None) -> None:
     """Keep other processes from writing to the run until this one ends. Raises `MegabatchError` if one does.
+
+    The processes of a job whose launcher was killed are still about to leave, so it waits ``within_seconds`` for them.
 
     A POSIX lock belongs to the process, so a worker that outlives a killed run does not hold it. Closing the file would
     release it, so the descriptor stays open.
     """
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # PermissionError: on some systems
-        raise MegabatchError(
-            f"another process is writing to the run in {folder}; wait for it, or choose another run.folder"
-        ) from None
-    except OSError:  # a file system without locks
-        return
+    deadline = time.monotonic() + (within_seconds or 0.0)
+    while True:
+        try:
+            return fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # PermissionError: on some systems
+            if time.monotonic() > deadline:
+                raise MegabatchError(
+                    f"another process is writing to the run in {folder}; wait for it, or choose another run.folder"
+                ) from None
+            time.sleep(SECONDS_BETWEEN_TRIES)
+        except OSError:  # a file system without locks
+            return None
 
 
 def _check_can_start(folder: Path, config: Config, job: Job) -> None:
@@ -122,8 +138,6 @@ def _check_can_start(folder: Path, config: Config, job: Job) -> None:
     if has_checkpoint(folder):
         if not config.run.resume:
             raise holds_a_run(folder)
-        read_starts(folder)
-        read_rows(folder / METRICS)
         return
     _check_no_lost_checkpoint(folder)
     starts = read_starts(folder)
@@ -165,7 +179,7 @@ def _check_unused(folder: Path) -> None:
 
 
 def _count_updates(folder: Path) -> int:
-    return max((row["step"] for row in read_rows(folder / METRICS) if not is_evaluation(row)), default=0)
+    return max((row["step"] for row in find_rows(folder / METRICS)[0] if not is_evaluation(row)), default=0)
 
 
 def _updates_text(number: int) -> str:

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.checkpoints.metadata import DamagedError, Digests, Meta, hash_written_files, write_meta
 from megabatch.train.checkpoints.paths import POINTER, path_of, unfinished_of
-from megabatch.train.runtime.files import replace_text
+from megabatch.train.runtime.files import replace_text, sync
 from megabatch.train.runtime.ranks import Ranks
 
 DESCRIPTION = ".metadata"
@@ -77,6 +77,7 @@ def save(folder: Path, states: Mapping[str, Any], meta: Meta, ranks: Ranks) -> P
         write_meta(unfinished, meta, digests)
         shutil.rmtree(whole, ignore_errors=True)  # damaged, or later than ``latest``
         os.replace(unfinished, whole)
+        sync(whole.parent)
         replace_text(whole.parent / POINTER, whole.name)
 
     try:

@@ -29,7 +29,7 @@ from megabatch.train.cli.recipe_command import read_config
 from megabatch.train.config import Config
 from megabatch.train.runtime.console import CRASHED, FAILED, drop_output
 from megabatch.train.runtime.exit import FailedError, exit_together, fail
-from megabatch.train.runtime.heartbeat import Heartbeat
+from megabatch.train.runtime.heartbeat import heartbeat_of
 from megabatch.train.runtime.oom_limit import saving_oom_limit
 from megabatch.train.runtime.ranks import init_ranks
 from megabatch.train.runtime.rendezvous import Rendezvous
@@ -96,7 +96,7 @@ def train(config: Config, met: Rendezvous) -> None:
     """Train to the end, or until a signal stops the run between two updates; then with the status asked for."""
     from megabatch.train import loop
 
-    stop, pulse = StopSignal(speaks=met.rank == 0), Heartbeat(met, config.run.answer_within_seconds)
+    stop, pulse = StopSignal(speaks=met.rank == 0), heartbeat_of(met, config.run)
     with stop.handling():
         ranks = init_ranks(met, config)
         with saving_oom_limit(config.run, ranks), pulse.running():

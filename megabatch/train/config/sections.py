@@ -265,6 +265,13 @@ class RunConfig(Section):
     schedule and data begin anew."""
     answer_within_seconds: Positive | None = 60.0
     """A rank whose process has not answered for so long has stopped: it is named, and all end. None: nobody looks."""
+    collective_timeout: Positive | None = None
+    """Seconds that ranks wait for each other in a message. None: as long as it takes, for answer_within_seconds finds
+    who is gone; without that torch's half an hour."""
+    stuck_after: Positive | None = None
+    """A rank whose update takes so many times the median of the last ones, and no less than answer_within_seconds, in
+    your own code or waiting for samples, is stuck: stuck/rank-N.txt has the stacks of its threads, it is named, and all
+    end. Evaluations, checkpoints and compilations may take any time. 10, say. None: nobody looks."""
     stopped_status: Annotated[int, Field(ge=0, le=255)] = 0
     """Exit status of a run that a signal has stopped before its end, when it is saved. Not 0, 143 say, where only what
     has failed is started again, as Kubernetes does."""

@@ -38,7 +38,6 @@ from megabatch.train.runtime.files import DIGEST, digest_of, sealed_text
 from megabatch.train.runtime.ranks import Ranks
 
 FORMAT = 3  # raise it where the same rows give other samples
-SECONDS_OF_WAITING = 60.0  # after which ranks that wait hear that all is well; a collective gives up after half an hour
 SECONDS_OF_WRITING = 7 * 24 * 3600.0  # after which an unfinished entry is one that a killed run has left
 TABLE, SUMMARY = "samples.arrow", "summary.json"
 FEATURES = Features(
@@ -110,7 +109,7 @@ def tokenize_once(
     if tokenizer is None:
         raise MegabatchError(f"{key} is text, and the recipe has no tokenizer; set model.tokenizer")
     request = Request(source, key, config, tokenizer)
-    main_rank_first(ranks, lambda pulse: put(request, console, pulse))
+    ranks.on_main(lambda: put(request, console), str(request.folder))
     checks = not ranks.is_main and os.environ.get("LOCAL_RANK", "0") == "0"
     problem = find_damage(request.folder) if checks else None
     if problem := ranks.first_problem(problem and f"a process on {platform.node()} does not find it ({problem})"):
@@ -181,32 +180,7 @@ def state_of(source: SourceConfig, key: str) -> list[Any]:
     return [place.kind, *([str(file), state.st_size, state.st_mtime_ns // 1_000_000] for file, state in files)]
 
 
-def main_rank_first(ranks: Ranks, work: Callable[[Callable[[], None]], None]) -> None:
-    """Do ``work`` on the main rank while the others wait; what it finds wrong is raised on every rank.
-
-    It must call what it is given now and then, which tells those who wait that all is well.
-    """
-    problem, last = None, time.monotonic()
-
-    def pulse() -> None:
-        nonlocal last
-        if ranks.size > 1 and time.monotonic() - last > SECONDS_OF_WAITING:
-            ranks.sum([0.0])
-            last = time.monotonic()
-
-    if ranks.is_main:
-        try:
-            work(pulse)
-        except MegabatchError as error:
-            problem = str(error)
-        ranks.sum([1.0])
-    else:
-        while ranks.sum([0.0])[0] == 0.0:
-            pass
-    ranks.agree(problem)
-
-
-def put(request: Request, console: Console, pulse: Callable[[], None]) -> None:
+def put(request: Request, console: Console) -> None:
     """Tokenize what the cache does not hold."""
     folder, skipped = request.folder, Skipped()
     if folder.exists() and find_damage(folder) is None:
@@ -219,7 +193,7 @@ def put(request: Request, console: Console, pulse: Callable[[], None]) -> None:
         unfinished.mkdir()  # readable for as many as the user lets, who may share it
         with console.progress(f"tokenizing {request.key}", request.source.max_samples, "rows") as advance:
             try:
-                write_samples(unfinished, counted(named, advance, pulse), skipped)
+                write_samples(unfinished, counted(named, advance), skipped)
             except MegabatchError:
                 request.check_unchanged()  # whatever else a change made of the rows
                 raise
@@ -245,11 +219,10 @@ def remove_left_over(folder: Path, console: Console) -> None:
                 shutil.rmtree(left, ignore_errors=True)
 
 
-def counted(named: Iterator[Named], advance: Callable[[int], None], pulse: Callable[[], None]) -> Iterator[Named]:
+def counted(named: Iterator[Named], advance: Callable[[int], None]) -> Iterator[Named]:
     for each in named:
         yield each
         advance(1)
-        pulse()
 
 
 def write_samples(folder: Path, named: Iterator[Named], skipped: Skipped) -> None:

@@ -30,6 +30,8 @@ NO_ACCESS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 FAILURE = "failure"  # key of the store: number of ranks that have seen the run fail
 SECONDS_TO_NOTICE = 3.0  # in which a rank should see by itself that another has failed
 SECONDS_TO_AGREE = 0.5  # in which ranks that fail the same way do so
+SECONDS_BETWEEN_LOOKS = 0.5  # at the other ranks, and at torchrun
+SECONDS_TO_SAVE = 20.0  # without torchrun; a new job waits longer for the run's folder
 SECONDS_TO_LEAVE = 5.0  # torchrun kills the remaining ranks once the first is gone, so all leave together
 
 
@@ -51,6 +53,8 @@ def exit_together() -> Generator[Rendezvous, None, None]:
     ended = threading.Event()
     if rendezvous.store is not None:
         threading.Thread(target=_leave_with_others, args=(rendezvous.store, ended), daemon=True).start()
+    if rendezvous.job.key:
+        threading.Thread(target=_leave_with_launcher, args=(os.getppid(), ended), daemon=True).start()
     try:
         yield rendezvous
     except FailedError:
@@ -151,9 +155,22 @@ def _leave_with_others(store: Store, ended: threading.Event) -> None:
     """
     with contextlib.suppress(RuntimeError):  # the store's process is gone
         own = cast(Any, store).clone()  # a connection serves one call at a time, and the main thread's may take long
-        while not ended.wait(0.5):
+        while not ended.wait(SECONDS_BETWEEN_LOOKS):
             if own.add(FAILURE, 0) and not ended.wait(SECONDS_TO_NOTICE):
                 leave_now(FAILED)
+
+
+def _leave_with_launcher(launcher: int, ended: threading.Event) -> None:
+    """Stop as after SIGTERM once torchrun is gone, which restarts and ends nobody any more.
+
+    A signal from the kernel (PR_SET_PDEATHSIG) would come when the thread that started this process ends.
+    """
+    while not ended.wait(SECONDS_BETWEEN_LOOKS):
+        if os.getppid() != launcher:
+            print("megabatch: torchrun is gone; this process saves the run and ends", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGTERM)
+            if not ended.wait(SECONDS_TO_SAVE):
+                leave_now(CRASHED)
 
 
 def _end_with_others(rendezvous: Rendezvous) -> None:

@@ -6,12 +6,14 @@ import hashlib
 import json
 import os
 import tempfile
+import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
-from megabatch.errors import MegabatchError, in_one_line
+from megabatch.errors import MegabatchError
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's quota, the file
 METRICS, CUTS, TIMELINE = "metrics.jsonl", "cuts.jsonl", "timeline.jsonl"  # files of a run with rows
@@ -19,28 +21,49 @@ SKIPPED, MANIFEST = "skipped.jsonl", "manifest.jsonl"
 SAME, CLOSE = ("samples", "weight", "lr"), ("loss", "grad_norm")  # of a manifest: equal in the same run; up to rounding
 CONFIG, ENVIRONMENT, PLAN, LOG, LOCK = "config.toml", "environment.json", "plan.txt", "log.txt", ".lock"
 DIGEST = "sha256"  # key of a sealed table: the digest of everything else in it
+UNFINISHED = ".tmp"  # ending of a name until what it names is whole
 Row = dict[str, Any]
+UNKNOWN: list[Row] = [{}]  # starts of a run whose environment.json is damaged
 
 to_json = json.JSONEncoder(allow_nan=False).encode  # json.dumps would make an encoder for each row
 
 
 def replace_text(path: Path, text: str) -> None:
     """Write a file so that a reader sees the old text or the new one, even after a power cut."""
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{UNFINISHED}")
     try:
         write_synced(temporary, text)
         os.replace(temporary, path)
+        sync(path.parent)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
 
 
 def write_synced(path: Path, text: str) -> None:
-    """Write a file and wait until it is on the disk."""
-    with path.open("w", encoding="utf-8") as file:
+    """Write a file that is not there yet and wait until it is on the disk. It follows no link that others have put."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def move_aside(path: Path) -> Path:
+    """Rename a file that is damaged, so that nothing of it is lost; return its new name."""
+    names = (path.with_name(f"{path.name}.damaged-{number}") for number in count(1))
+    aside = next(name for name in names if not name.exists())
+    os.replace(path, aside)
+    return aside
 
 
 def sealed_text(table: dict[str, Any]) -> str:
@@ -112,6 +135,8 @@ def _append_all_or_nothing(descriptor: int, data: bytes) -> None:
 class JsonlFile(RetryingAppender):
     """A file with one JSON object a line, each with the "step" of its update, which only the main rank writes."""
 
+    has_every_update = False  # each update has one row
+
     def __init__(self, path: Path, *, enabled: bool) -> None:
         super().__init__(path)
         self._file, self.is_enabled = path, enabled
@@ -121,11 +146,25 @@ class JsonlFile(RetryingAppender):
         if self.is_enabled:
             self.pending.append(f"{to_json(row)}\n")
 
-    def cut(self, step: int) -> None:
-        """Drop the rows that a run which was never stopped would not have after ``step`` updates."""
-        if self.is_enabled and self._file.exists():
-            kept = [row for row in read_rows(self._file) if self.is_kept(row, step)]
+    def cut(self, step: int) -> list[str]:
+        """Drop the rows that a run which was never stopped would not have after ``step`` updates.
+
+        Returns warnings: nothing that is wrong with rows keeps a run from going on. A damaged file is kept aside.
+        """
+        if not self.is_enabled or not (self.has_every_update or self._file.exists()):
+            return []
+        rows, problem = find_rows(self._file)
+        kept = [row for row in rows if self.is_kept(row, step)]
+        odd = irregular_steps([row["step"] for row in kept if not is_evaluation(row)], step)
+        warnings = [f"{self._file} {odd}"] if odd and self.has_every_update else []
+        if warnings:  # the last of several rows stays
+            kept = [*{(row["step"], row.get("set")): row for row in kept}.values()]
+        if problem:
+            aside = move_aside(self._file)
+            warnings.append(f"{self._file} is damaged ({problem}); it is kept as {aside.name}, its other rows stay")
+        if self._file.exists() or kept:
             replace_text(self._file, "".join(json.dumps(row) + "\n" for row in kept))
+        return warnings
 
     def is_kept(self, row: Row, step: int) -> bool:
         """Return True for a row that stays in a run that resumes after ``step`` updates."""
@@ -143,15 +182,20 @@ def read_rows(path: Path) -> list[Row]:
     Raises:
         MegabatchError: Any other line holds no row.
     """
+    rows, problem = find_rows(path)
+    if problem:
+        raise MegabatchError(f"{path} is damaged ({problem}); mend or delete that line")
+    return rows
+
+
+def find_rows(path: Path) -> tuple[list[Row], str]:
+    """Return the rows that can be read, without a last line that a kill has cut off, and what the first other is."""
     *whole, cut_off = path.read_bytes().split(b"\n") if path.exists() else [b""]
-    rows: list[Row] = []
-    for number, line in enumerate(whole, start=1):
-        row = row_of(line)
-        if row is None and line.strip():
-            raise MegabatchError(f"{path} is damaged (line {number} is no row with a step); mend or delete that line")
-        rows += [] if row is None else [row]
-    last = row_of(cut_off)
-    return rows if last is None else [*rows, last]
+    found = [row_of(line) for line in (*whole, cut_off)]
+    wrong = (number for number, line in enumerate(whole, start=1) if line.strip() and found[number - 1] is None)
+    first = next(wrong, None)
+    problem = "" if first is None else f"line {first} is no row with a step"
+    return [row for row in found if row is not None], problem
 
 
 def irregular_steps(steps: Sequence[int], last: int | None = None) -> str:
@@ -175,15 +219,15 @@ def row_of(line: bytes) -> Row | None:
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
-    """Return every start of the run so far."""
+    """Return every start of the run so far. A damaged file tells of one start of which nothing is known."""
     path = folder / ENVIRONMENT
     if not path.exists():
         return []
-    try:
-        return list(json.loads(path.read_text(encoding="utf-8"))["starts"])
-    except (ValueError, RecursionError, KeyError, TypeError) as error:
-        reason = in_one_line(error)
-        raise MegabatchError(f"{path} is damaged ({reason}); mend it, or delete it and resume") from None
+    with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError):
+        starts = list(json.loads(path.read_text(encoding="utf-8"))["starts"])
+        if all(isinstance(start, dict) for start in starts):
+            return starts
+    return UNKNOWN
 
 
 def is_evaluation(row: Mapping[str, Any]) -> bool:

@@ -1,28 +1,42 @@
 """Heartbeat: name a rank that has stopped answering within a deadline, and end the others.
 
-A collective waits half an hour for a lost rank and does not know its name. So a thread of each rank writes every few
-seconds to the store that the process is alive and what it is doing, and reads the next rank's entry. It never checks
-progress: a compilation or an evaluation may take as long as it likes, and a process that waits for another one answers.
+A collective waits for a lost rank and does not know its name. So a thread of each rank writes every few seconds to the
+store that the process is alive and what it is doing, and reads the next rank's entry. It checks progress only with
+``run.stuck_after``, and only inside an update: a compilation, an evaluation or a checkpoint may take any time, and a
+process that waits for another one answers.
 """
 
 import contextlib
+import faulthandler
 import json
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Generator
+from collections import deque
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple, NoReturn, cast
 
+import torch
 from torch.distributed.distributed_c10d import Store
 
+from megabatch.train.config import RunConfig
 from megabatch.train.runtime.console import CRASHED
 from megabatch.train.runtime.exit import FAILURE, SECONDS_TO_NOTICE, leave_now
-from megabatch.train.runtime.rendezvous import STORE_ERRORS, Rendezvous
+from megabatch.train.runtime.rendezvous import SECONDS_TO_ARRIVE, STORE_ERRORS, Rendezvous
 
 MAX_SECONDS, BEATS_PER_DEADLINE = 5.0, 6
 BEGINNING, ENDED = "beginning", "at its end"  # activity before the first update and after the last
+AFTER, COMPILING = "after update", "compiling"  # activity that may take any time
+UPDATES_TO_KNOW, UPDATES_TO_KEEP = 5, 101  # of which the median is the time of an update
+LOOKS = 3  # one after the other at which a stuck rank must be in code of its own
+STUCK = "stuck"  # folder of the run with the stacks of ranks that were
+LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+COMPILERS = tuple(str(Path(torch.__file__).parent / name) for name in ("_dynamo", "_inductor", "_functorch"))
+INSTALLED = (str(Path(torch.__file__).parents[1]), str(Path(os.__file__).parent))
 
 
 class Beat(NamedTuple):
@@ -60,12 +74,23 @@ class Heartbeat:
 
     Args:
         within_seconds: Deadline for an answer. None turns the heartbeat off.
+        stuck_after: Times the median of the last updates, after which one is stuck. None: nobody looks.
+        folder: The run's folder, for the stacks of a stuck rank.
     """
 
-    def __init__(self, rendezvous: Rendezvous, within_seconds: float | None) -> None:
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        within_seconds: float | None,
+        stuck_after: float | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        self._stuck_after, self._folder = stuck_after, folder or Path()
+        self._since: float | None = None  # when the update began; None: none is made
+        self._seconds = deque[float](maxlen=UPDATES_TO_KEEP)  # of the last updates
         self._rendezvous, self._within = rendezvous, within_seconds or 0.0
         self._is_used = rendezvous.store is not None and rendezvous.size > 1 and within_seconds is not None
-        self._interval = min(MAX_SECONDS, self._within / BEATS_PER_DEADLINE)
+        self._interval = min(MAX_SECONDS, self._within / BEATS_PER_DEADLINE or MAX_SECONDS)
         self._ended = threading.Event()
         self._num_updates, self._doing, self._awaits_samples = 0, BEGINNING, False
         self._num_answers = 0  # of the store
@@ -73,19 +98,25 @@ class Heartbeat:
     def wait_for_samples(self, step: int) -> None:
         """Say that this rank waits for the samples of an update."""
         self._num_updates += 1
+        self._since = time.monotonic()
         self._doing, self._awaits_samples = f"waiting for the samples of update {step}", True
 
     def start_update(self, step: int) -> None:
         """Say that this rank computes an update, or evaluates or saves after it."""
         self._doing, self._awaits_samples = f"in update {step}", False
 
+    def finish_update(self, step: int) -> None:
+        """Say that an update is made, and that this rank evaluates, saves or calls your functions after it."""
+        if self._since is not None:
+            self._seconds.append(time.monotonic() - self._since)
+        self._since, self._doing = None, f"{AFTER} {step}"
+
     @contextlib.contextmanager
     def running(self) -> Generator[None, None, None]:
         """Beat while the block runs. A rank must answer from its first update until it says that it has ended."""
-        if not self._is_used:
-            yield
-            return
-        threads = [threading.Thread(target=work, daemon=True) for work in (self._beat, self._watch_itself)]
+        works = [self._beat, self._watch_itself] if self._is_used else []
+        works += [] if self._stuck_after is None else [self._watch_update]
+        threads = [threading.Thread(target=work, daemon=True) for work in works]
         for thread in threads:
             thread.start()
         try:
@@ -104,10 +135,10 @@ class Heartbeat:
             self._write(store, number, BEGINNING)
             while not self._ended.wait(self._interval):
                 number += 1
-                self._write(store, number, self._doing)
+                self._write(store, number, COMPILING if self._stuck_after and is_compiling() else self._doing)
                 beat = self._read(store, next_rank)
                 self._num_answers += 1
-                if timer.poll(beat) > self._within and self._is_expected(beat):
+                if timer.poll(beat) > (self._within if self._is_expected(beat) else SECONDS_TO_ARRIVE):
                     here = f"rank {self._rendezvous.rank} is {self._doing}"
                     self._leave(store, f"{self._name(beat)} {self._silence()}; last heard {beat.doing}, {here}")
                 self._check_processes(store, processes)
@@ -124,6 +155,43 @@ class Heartbeat:
                 warned.add(doing)
                 who = f"rank {self._rendezvous.rank} of {self._rendezvous.size}"
                 print(f"megabatch: {who} has been {doing} for {self._within:g} s", file=sys.stderr, flush=True)
+
+    def _watch_update(self) -> None:
+        """Look if the update of this rank is overdue, and if it is this rank that holds up the others."""
+        timer, looks = StallTimer(self._interval), 0
+        while not self._ended.wait(self._interval):
+            since, seconds = self._since, timer.poll(self._since)
+            if since is None or len(self._seconds) < UPDATES_TO_KNOW:
+                continue
+            bound = max(cast(float, self._stuck_after) * median(self._seconds), self._within)
+            is_own = self._awaits_samples or is_in_own_code()
+            looks = looks + 1 if is_own and seconds > bound else 0
+            if looks == LOOKS:
+                self._leave_stuck("is stuck", seconds)
+            if seconds > 2 * bound and not is_own and not self._is_held_up():
+                self._leave_stuck("is stuck, as all ranks are, and none is in code of your own", seconds)
+
+    def _is_held_up(self) -> bool:
+        """Return True if another rank does what may take any time."""
+        if not self._is_used:
+            return is_compiling()
+        with contextlib.suppress(*STORE_ERRORS):
+            store = cast(Any, self._rendezvous.store).clone()
+            doing = [self._read(store, rank).doing for rank in range(self._rendezvous.size)]
+            return any(each.startswith((AFTER, COMPILING, BEGINNING, ENDED)) for each in doing)
+        return True
+
+    def _leave_stuck(self, what: str, seconds: float) -> NoReturn:
+        """Write the stacks of this rank's threads, name it, and end this process."""
+        file = self._folder / STUCK / f"rank-{self._rendezvous.rank}.txt"
+        with contextlib.suppress(OSError):
+            file.parent.mkdir(exist_ok=True)
+            with file.open("w") as opened:
+                faulthandler.dump_traceback(opened, all_threads=True)
+        own = Beat(self._rendezvous.rank, 0, self._doing, socket.gethostname(), os.getpid())
+        store = None if self._rendezvous.store is None else cast(Any, self._rendezvous.store).clone()
+        text = f"{own.doing} for {seconds:.0f} s, and the median update takes {median(self._seconds):.2g} s"
+        self._leave(store, f"{self._name(own)} {what}: {text}; {file} has the stacks of its threads")
 
     def _is_expected(self, beat: Beat) -> bool:
         """Return True if the rank of this beat should beat again. All have begun once the first update is made."""
@@ -173,6 +241,34 @@ class Heartbeat:
 
 def _key_of(rank: int) -> str:
     return f"heartbeat of rank {rank}"
+
+
+def heartbeat_of(rendezvous: Rendezvous, run: RunConfig) -> Heartbeat:
+    """Return the heartbeat that a recipe asks for."""
+    return Heartbeat(rendezvous, run.answer_within_seconds, run.stuck_after, Path(run.folder))
+
+
+def frames_of_main() -> Iterator[str]:
+    """Yield the files of the main thread's frames, the innermost first."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        yield frame.f_code.co_filename
+        frame = frame.f_back
+
+
+def is_in_own_code() -> bool:
+    """Return True if the main thread is in a function of the user's; in torch's or megabatch's it may wait."""
+    for file in frames_of_main():
+        if file.startswith(LIBRARIES):
+            return False
+        if not file.startswith((*INSTALLED, "<frozen")):
+            return True
+    return False
+
+
+def is_compiling() -> bool:
+    """Return True if the main thread is in torch.compile."""
+    return any(file.startswith(COMPILERS) for file in frames_of_main())
 
 
 def is_alive(process: int) -> bool:

@@ -3,20 +3,23 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
 from megabatch.errors import MegabatchError
-from megabatch.train.config import Config
+from megabatch.train.config import Config, RunConfig
 from megabatch.train.config.parallel_layout import ALONE, Layout, layout_of
 from megabatch.train.runtime.rendezvous import NO_JOB, Job, Rendezvous
 
 Value = TypeVar("Value")
 CPU = torch.device("cpu")
+NO_TIMEOUT, TORCHS_TIMEOUT = timedelta(days=365), distributed_c10d.default_pg_timeout
 CHANGES = {"write": "make room, allow it, or choose another run.folder", "read": "allow it, or look at its disk"}
 
 
@@ -130,8 +133,18 @@ def init_ranks(rendezvous: Rendezvous, config: Config) -> Ranks:
     if rendezvous.store is not None or config.parallel.wrapper is not None:
         store = PrefixStore("group", rendezvous.store or cast(Any, dist).HashStore())
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, store=store, rank=rendezvous.rank, world_size=rendezvous.size)
+        timeout = collective_timeout(config.run)
+        # Of the groups that meshes and the library make, too.
+        distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
+        dist.init_process_group(backend, store=store, rank=rendezvous.rank, world_size=rendezvous.size, timeout=timeout)
     return Ranks(rendezvous.rank, rendezvous.size, device, layout, rendezvous.job)
+
+
+def collective_timeout(run: RunConfig) -> timedelta:
+    """Return how long ranks wait for each other in a collective."""
+    if run.collective_timeout is not None:
+        return timedelta(seconds=run.collective_timeout)
+    return TORCHS_TIMEOUT if run.answer_within_seconds is None else NO_TIMEOUT
 
 
 def choose_device(asked: str | None) -> torch.device:
