@@ -56,7 +56,7 @@ def make_update(context: RunContext, batch: Sequence[Any]) -> None:
         context.forward_backward(batch)
     context.update = context.learner.optim_step()
     context.values = read_values(context.update)
-    context.heartbeat.finish_update(context.learner.step)
+    context.heartbeat.made = time.monotonic()  # what follows may take any time
     if not context.values["finite"]:
         refuse_nonfinite(context)
     step = context.learner.step

@@ -16,9 +16,11 @@ import pytest
 import torch
 
 from megabatch.train.cli import commands as cli
+from megabatch.train.config import RunConfig
 from tests.elastic.conftest import OWN
 from tests.train.conftest import Bench, states_of, timeless
 from tests.train.processes import Run, overrides
+from tests.train.test_full_disk import filling, small_disk
 
 Case = Callable[[Bench, pytest.CaptureFixture[str]], str]
 CASES: dict[str, Any] = {}
@@ -268,6 +270,32 @@ def stuck_rank(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
     assert not (bench.folder / "stuck" / "rank-0.txt").exists()
     (line,) = [line for end in ends for line in end.err.splitlines()]
     return line
+
+
+# Room
+
+
+@case("half an hour passes, and a recipe says nothing of checkpoints")
+def by_the_clock(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
+    assert (RunConfig(folder="x").save_every_minutes, RunConfig(folder="x").keep_last) == (30, 2)
+    said = bench.train(run__save_every_minutes=0.002, run__keep_last=2, run__max_epochs=20, eval__every="none")
+    assert said.count("saved ") > 3
+    assert len(list((bench.folder / "checkpoints").glob("step-*"))) == 2
+    return said
+
+
+@case("the disk has no room for a third checkpoint", pytest.mark.full)
+def room_for_two(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
+    with small_disk(bench.path / "disk") as (disk, mounted):
+        if not mounted:
+            pytest.skip("a disk of its own cannot be mounted here")
+        after = filling(bench.path / "own.py", disk, mounted=mounted, full=5, empty=99)
+        own, full = bench.path / "own.py", "        except OSError:\n            "
+        own.write_text(own.read_text().replace(f"{full}return", f"{full}return file.truncate(file.tell() - 2**17)"))
+        values = {"run__save_every": 2, "run__keep_last": 2, "run__max_steps": 6, "run__tensorboard": False}
+        said = bench.train(run__folder=disk / "run", run__after_update=after, **values)
+        assert sorted(path.name for path in (disk / "run" / "checkpoints").glob("step-*")) == ["step-4", "step-6"]
+    return said
 
 
 @pytest.mark.parametrize(("name", "run"), list(CASES.values()))

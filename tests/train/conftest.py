@@ -53,6 +53,7 @@ completion_tokens = 4
 
 [run]
 folder = "{folder}"
+keep_last = "none"
 """
 NUM_SAMPLES = 50  # 45 to train on: five updates of 8, and one of 5
 NO_DROPOUT = {"model__config__resid_pdrop": 0.0}

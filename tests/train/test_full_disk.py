@@ -6,6 +6,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -177,7 +178,15 @@ def test_a_last_checkpoint_without_room_ends_the_run_in_one_line(bench: Bench, t
         run = disk / "run"
         after = filling(tmp_path / "own.py", disk, mounted=mounted, full=3, empty=99)
         values = {"run__folder": run, "run__save_every": 2, "run__after_update": after, "parallel__wrapper": "ddp"}
-        finished = bench.finish(ranks=2, **values)
+        run_of_two = bench.start(ranks=2, **values)
+        said = bench.path / "logs0" / "rank0.out"
+        deadline = time.monotonic() + 60
+        while "until it is written, or a signal" not in (said.read_text() if said.exists() else ""):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        for process in run_of_two.processes:
+            process.terminate()
+        finished = run_of_two.wait()
         lines = [line for each in finished for line in each.err.splitlines()]
         assert [each.status for each in finished] == [2, 2], lines
         assert len(lines) == 1

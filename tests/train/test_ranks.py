@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from megabatch import MegabatchError
-from megabatch.train.checkpoints import run_folder as folder
 from megabatch.train.checkpoints import run_lock as starting
 from megabatch.train.config import Config, ModelConfig, RunConfig, UpdateConfig
+from megabatch.train.runtime import files
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.exit import FailedError, exit_together
 from megabatch.train.runtime.ranks import init_ranks
@@ -198,7 +198,7 @@ def test_what_the_main_rank_cannot_write_is_refused_by_all(tmp_path: Path) -> No
         "run.folder\n"
     )
     assert [end.out for end in ends] == ["hello\n", ""]
-    (start,) = folder.read_starts(tmp_path / "run")
+    (start,) = files.read_starts(tmp_path / "run")
     assert start["num_ranks"] == 2
     assert list(start["devices"].values()) == [2]
     assert len((tmp_path / "run" / "log.txt").read_text().splitlines()) == 1

@@ -23,7 +23,7 @@ from megabatch.train.checkpoints import run_lock as starting
 from megabatch.train.checkpoints.paths import path_of, recipe_of
 from megabatch.train.config import Config
 from megabatch.train.config.recipe import load_config
-from megabatch.train.runtime import oom_limit
+from megabatch.train.runtime import files, oom_limit
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
 from tests.train.on_ranks import on_ranks
@@ -188,7 +188,7 @@ def test_a_damaged_list_of_starts_is_kept_aside(recipe: Path, tmp_path: Path, te
     begin(tmp_path / "run", config)
     (tmp_path / "run" / "environment.json").write_text(text)
     begin(tmp_path / "run", config)
-    assert len(folder.read_starts(tmp_path / "run")) == 1
+    assert len(files.read_starts(tmp_path / "run")) == 1
     assert (tmp_path / "run" / "environment.json.damaged-1").read_text() == text
 
 
@@ -238,7 +238,7 @@ def test_two_processes_never_write_to_one_run_and_a_killed_one_blocks_nobody(rec
         assert line_of(begin, run, fresh).startswith(f"{run} already holds a run; ")
         check(run, resumed)
         begin(run, resumed)
-        assert len(folder.read_starts(run)) == 2
+        assert len(files.read_starts(run)) == 2
     finally:
         process.kill()
         os.kill(worker, signal.SIGKILL)

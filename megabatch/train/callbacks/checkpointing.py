@@ -3,6 +3,7 @@
 `checkpoints/` knows the files. This module knows when a checkpoint belongs there, and what of the run goes into it.
 """
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ LEARNED = "learned"  # key of a checkpoint's metadata: the microbatch limit, whe
 
 
 class Checkpointing(Callback):
-    """Save every ``run.save_every`` updates, at the end, and where the evaluation was the best. Collective."""
+    """Save every so many updates or minutes, at the end, and where the evaluation was the best. Collective."""
 
     def __init__(self, context: RunContext) -> None:
         config, learner, model = context.config, context.learner, context.model
@@ -37,6 +38,8 @@ class Checkpointing(Callback):
         context.saved["learner"] = TrainedOnly(learner, model.left_out) if model.left_out else whole
         context.positions["updates"] = context.updates
         self._save_every, keep_best = config.run.save_every, config.run.keep_best
+        self._minutes = config.run.save_every_minutes if self._save_every is None else None
+        self._stop = context.stop
         self._keeps_best = config.eval.patience is not None if keep_best is None else keep_best
         self._writer = Writer(config, context.ranks, context.console, context.flush_logs)
         context.exits.enter_context(self._writer.closing())
@@ -44,6 +47,7 @@ class Checkpointing(Callback):
 
     def start(self, context: RunContext) -> None:
         """Take note of the checkpoint that the run resumes from."""
+        self._wait_for_next()
         if context.checkpoint is not None:
             if self._keeps_best and context.best.step is not None:  # a kill may have come before the pointer was moved
                 point_to_best(context.folder, context.best.step, context.ranks)
@@ -57,11 +61,12 @@ class Checkpointing(Callback):
         """
         self._writer.poll()
         step, is_last = context.step, context.is_over
-        is_turn = self._save_every is not None and step % self._save_every == 0
+        is_turn = self._stop.is_save_due or (self._save_every is not None and step % self._save_every == 0)
         if is_last:
-            self._writer.write_last(self._request(context))
+            self._writer.write_last(self._request(context), self._stop)
         elif is_turn or self._writer.is_due(step):
             self._writer.write(self._request(context))
+            self._wait_for_next()
         elif self._is_best(context):
             self._writer.write(self._request(context, in_turn=False))
         self._look_at_next()
@@ -70,11 +75,17 @@ class Checkpointing(Callback):
         """Save the run unless it is saved."""
         self._writer.wait()
         if self._writer.written_step != context.step:
-            self._writer.write_last(self._request(context))
+            self._writer.write_last(self._request(context), self._stop)
+
+    def _wait_for_next(self) -> None:
+        """Set the time of the next checkpoint, where minutes decide."""
+        self._stop.is_save_due = False
+        self._stop.save_at = None if self._minutes is None else time.monotonic() + 60 * self._minutes
 
     def _look_at_next(self) -> None:
         """Ask to be called after each update while something is to be looked at, else in turn."""
-        self.every = 1 if self._keeps_best or self._writer.is_busy else self._save_every
+        looks = self._keeps_best or self._writer.is_busy or self._minutes is not None
+        self.every = 1 if looks else self._save_every
 
     def _is_best(self, context: RunContext) -> bool:
         return self._keeps_best and context.best.step == context.step

@@ -93,7 +93,7 @@ def notes(config: Config, num_updates: NumUpdates, data: Data, dp_degree: int) -
     lines = [schedule_text(config, num_updates)]
     if optim.lr_follows_batch is not None:
         lines.append(f"times the square root of an update's samples over {sizes.sizes[0]} (optim.lr_follows_batch)")
-    if config.run.save_every is None:
+    if config.run.save_every is None and config.run.save_every_minutes is None:
         lines.append("one checkpoint, at the end (run.save_every): a run that is ended before begins anew")
     if config.advice.every is not None:
         lines.append(f"the gradient's noise is measured every {config.advice.every} updates (advice.every)")

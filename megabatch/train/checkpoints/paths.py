@@ -8,8 +8,7 @@ import re
 from pathlib import Path
 
 from megabatch.errors import MegabatchError
-from megabatch.train.runtime.files import CONFIG
-from megabatch.train.runtime.files import UNFINISHED
+from megabatch.train.runtime.files import CONFIG, UNFINISHED
 
 POINTER = "latest"
 BEST = "best"

@@ -135,6 +135,24 @@ class Checkpoints:
         ranks.on_main(lambda: self._delete(deleted), str(self._pointer.parent))
         self._damages = {step: damage for step, damage in self._damages.items() if step not in deleted}
 
+    def make_room(self, ranks: Ranks) -> bool:
+        """Keep one checkpoint fewer where another one does not fit on the disk; return True if that made room.
+
+        The newest valid one stays, and those that a pointer names. Collective.
+        """
+
+        def count_if_full() -> int:
+            steps = steps_of(self._folder)
+            files = path_of(self._folder, steps[-1]).iterdir() if steps else ()
+            is_full = shutil.disk_usage(self._folder).free < sum(file.stat().st_size for file in files)
+            return len(steps) if is_full else 0
+
+        number = self._read_on_main(count_if_full, ranks)
+        if number < 2:
+            return False
+        self.prune(number - 1, ranks)
+        return self._read_on_main(lambda: len(steps_of(self._folder)), ranks) < number
+
     def _list_regular_and_superseded(self) -> tuple[list[int], list[int]]:
         """List the steps up to ``latest``: those saved in turn, and those saved as the best that no pointer names."""
         now = step_named_by(self._pointer) or 0

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,10 @@ from megabatch.train.checkpoints.tensor_files import ignore_group_warning, save
 from megabatch.train.config import Config
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
+from megabatch.train.runtime.signals import StopSignal
 
 SECONDS_BETWEEN_TRIES = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)  # of a run's last checkpoint
+SECONDS_BETWEEN_LATE_TRIES = 10.0
 SECONDS_TO_LEAVE = 3.0  # for one that is on its way when a run on several ranks fails
 
 
@@ -116,27 +119,27 @@ class Writer:
         """
         self.wait()
         try:
-            self._ranks.on_main(self._flush, str(self._folder))
+            self._with_room(lambda: self._ranks.on_main(self._flush, str(self._folder)), self._ranks)
             if self._apart is None or not self._begin(request, self._apart):
                 self._store(request, self._ranks)
                 self._succeed(request)
         except MegabatchError as error:
             self._fail(request, error)
 
-    def write_last(self, request: Request) -> None:
-        """Write the last checkpoint of a run, and wait for it; raise where a minute of trying does not help."""
+    def write_last(self, request: Request, stop: StopSignal) -> None:
+        """Write the last checkpoint of a run. It waits for room until a signal comes, for a minute after one has."""
         self.wait()
-        for number, seconds in enumerate((0.0, *SECONDS_BETWEEN_TRIES)):
+        for number, seconds in enumerate(chain((0.0, *SECONDS_BETWEEN_TRIES), repeat(SECONDS_BETWEEN_LATE_TRIES))):
             time.sleep(seconds)
             try:
-                self._ranks.on_main(self._flush, str(self._folder))
+                self._with_room(lambda: self._ranks.on_main(self._flush, str(self._folder)), self._ranks)
                 self._store(request, self._ranks)
                 return self._succeed(request)
             except MegabatchError as error:
-                if number == len(SECONDS_BETWEEN_TRIES):
+                if number >= len(SECONDS_BETWEEN_TRIES) and stop.agree(self._ranks):
                     raise
                 if number == 0:
-                    self._console.warn(f"{error}; the last one is tried for {sum(SECONDS_BETWEEN_TRIES):.0f} s")
+                    self._console.warn(f"{error}; the last one is tried until it is written, or a signal ends the run")
         return None
 
     def poll(self) -> None:
@@ -192,11 +195,20 @@ class Writer:
     def _store(self, request: Request, ranks: Ranks) -> None:
         waits = ranks is self._ranks
         with self._console.progress("saving a checkpoint", None, "files") if waits else nullcontext():
-            save(self._folder, request.states, request.meta, ranks)
+            self._with_room(lambda: save(self._folder, request.states, request.meta, ranks), ranks)
             self._shelf.add(request.step)
             if request.is_best:
                 point_to_best(self._folder, request.step, ranks)
             self._shelf.prune(self._keep_last, ranks)
+
+    def _with_room(self, write: Callable[[], object], ranks: Ranks) -> None:
+        """Write; where that fails for want of room, let the oldest of several checkpoints go and try once more."""
+        try:
+            write()
+        except MegabatchError:
+            if self._keep_last is None or not self._shelf.make_room(ranks):
+                raise
+            write()
 
     def _succeed(self, request: Request) -> None:
         self.written_step = request.step

@@ -252,9 +252,11 @@ class RunConfig(Section):
     max_epochs: Count = 1
     """Passes over the data."""
     save_every: Count | None = None
-    """Updates between two checkpoints; None: one at the end."""
-    keep_last: Count | None = None
-    """Keep only the last so many checkpoints; None: all."""
+    """Updates between two checkpoints, and one at the end; None: by save_every_minutes."""
+    save_every_minutes: Positive | None = 30.0
+    """Minutes between two checkpoints where save_every is not set. None: one at the end."""
+    keep_last: Count | None = 2
+    """Keep only the last so many checkpoints, and the best one of keep_best; None: all."""
     keep_best: bool | None = None
     """Write a checkpoint when the loss on eval.watch is the lowest so far, and keep it. None: with eval.patience."""
     resume: bool = False

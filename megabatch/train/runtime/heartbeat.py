@@ -30,7 +30,7 @@ from megabatch.train.runtime.rendezvous import SECONDS_TO_ARRIVE, STORE_ERRORS, 
 
 MAX_SECONDS, BEATS_PER_DEADLINE = 5.0, 6
 BEGINNING, ENDED = "beginning", "at its end"  # activity before the first update and after the last
-AFTER, COMPILING = "after update", "compiling"  # activity that may take any time
+AFTER, COMPILING = "after", "compiling"  # activity that may take any time
 UPDATES_TO_KNOW, UPDATES_TO_KEEP = 5, 101  # of which the median is the time of an update
 LOOKS = 3  # one after the other at which a stuck rank must be in code of its own
 STUCK = "stuck"  # folder of the run with the stacks of ranks that were
@@ -86,7 +86,7 @@ class Heartbeat:
         folder: Path | None = None,
     ) -> None:
         self._stuck_after, self._folder = stuck_after, folder or Path()
-        self._since: float | None = None  # when the update began; None: none is made
+        self._since = self.made = 0.0  # time.monotonic() when the update began, and when the last one was stepped
         self._seconds = deque[float](maxlen=UPDATES_TO_KEEP)  # of the last updates
         self._rendezvous, self._within = rendezvous, within_seconds or 0.0
         self._is_used = rendezvous.store is not None and rendezvous.size > 1 and within_seconds is not None
@@ -98,18 +98,14 @@ class Heartbeat:
     def wait_for_samples(self, step: int) -> None:
         """Say that this rank waits for the samples of an update."""
         self._num_updates += 1
+        if self.made > self._since:
+            self._seconds.append(self.made - self._since)
         self._since = time.monotonic()
         self._doing, self._awaits_samples = f"waiting for the samples of update {step}", True
 
     def start_update(self, step: int) -> None:
         """Say that this rank computes an update, or evaluates or saves after it."""
         self._doing, self._awaits_samples = f"in update {step}", False
-
-    def finish_update(self, step: int) -> None:
-        """Say that an update is made, and that this rank evaluates, saves or calls your functions after it."""
-        if self._since is not None:
-            self._seconds.append(time.monotonic() - self._since)
-        self._since, self._doing = None, f"{AFTER} {step}"
 
     @contextlib.contextmanager
     def running(self) -> Generator[None, None, None]:
@@ -135,7 +131,7 @@ class Heartbeat:
             self._write(store, number, BEGINNING)
             while not self._ended.wait(self._interval):
                 number += 1
-                self._write(store, number, COMPILING if self._stuck_after and is_compiling() else self._doing)
+                self._write(store, number, self._activity())
                 beat = self._read(store, next_rank)
                 self._num_answers += 1
                 if timer.poll(beat) > (self._within if self._is_expected(beat) else SECONDS_TO_ARRIVE):
@@ -160,8 +156,9 @@ class Heartbeat:
         """Look if the update of this rank is overdue, and if it is this rank that holds up the others."""
         timer, looks = StallTimer(self._interval), 0
         while not self._ended.wait(self._interval):
-            since, seconds = self._since, timer.poll(self._since)
-            if since is None or len(self._seconds) < UPDATES_TO_KNOW:
+            seconds = timer.poll(self._since)
+            if self.made > self._since or len(self._seconds) < UPDATES_TO_KNOW:
+                looks = 0
                 continue
             bound = max(cast(float, self._stuck_after) * median(self._seconds), self._within)
             is_own = self._awaits_samples or is_in_own_code()
@@ -170,6 +167,12 @@ class Heartbeat:
                 self._leave_stuck("is stuck", seconds)
             if seconds > 2 * bound and not is_own and not self._is_held_up():
                 self._leave_stuck("is stuck, as all ranks are, and none is in code of your own", seconds)
+
+    def _activity(self) -> str:
+        """Return what this rank does, as the others are told."""
+        if self._stuck_after and is_compiling():
+            return COMPILING
+        return f"{AFTER} {self._doing.removeprefix('in ')}" if self.made > self._since else self._doing
 
     def _is_held_up(self) -> bool:
         """Return True if another rank does what may take any time."""

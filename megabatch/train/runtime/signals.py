@@ -42,6 +42,8 @@ class StopSignal:
         self._ended = threading.Event()
         self.has_begun = False  # set at the first update; from then on a signal waits for the end of an update
         self.agreed: signal.Signals | None = None
+        self.save_at: float | None = None  # time.monotonic() from which this rank asks for a checkpoint
+        self.is_save_due = False  # a rank has asked for it
 
     def check(self) -> None:
         """Raise `StoppedError` if this process has received a signal: it explains any other error."""
@@ -50,7 +52,9 @@ class StopSignal:
 
     def agree(self, ranks: Ranks) -> bool:
         """Return True if any rank has received a signal. Collective, between two updates."""
-        counts = ranks.sum([float(self._received == each) for each in SIGNALS])
+        is_due = self.save_at is not None and time.monotonic() >= self.save_at
+        *counts, num_due = ranks.sum([*(float(self._received == each) for each in SIGNALS), float(is_due)])
+        self.is_save_due = num_due > 0
         self.agreed = next((each for each, count in zip(SIGNALS, counts, strict=True) if count), None)
         return self.agreed is not None
 
