@@ -296,10 +296,9 @@ class GradientAccumulator:
             fn: ``fn(model, microbatch)`` returns a tensor [B, ...] with samples in dim 0, or a tuple or mapping of
                 such tensors. It runs under ``torch.no_grad()``.
             plan: The cut of an earlier call with samples of the same lengths, ``last_plan``. None makes one.
-            trim: Cut off padding. If the size of dim 1 is the padded length of its microbatch in all of this rank's
-                microbatches, a sample of n tokens keeps the first n. If it is one less in all of them, as for the
-                scores of next tokens, the sample keeps n - 1. Other outputs stay whole. Give False if dim 1 is of
-                another kind and may be of that size by chance.
+            trim: Cut off padding. Outputs are then [B], [B, T, ...] with a column for each of the T padded tokens, or
+                [B, T - 1, ...] with one for each next token. A sample of n tokens keeps n or n - 1 columns. Give False
+                for outputs of another kind, such as embeddings [B, D], which stay whole.
 
         Returns:
             A list as long as the batch: what ``fn`` returns, without dim 0, on the device.

@@ -19,7 +19,7 @@ def split_outputs(outputs: Sequence[Any], plan: Plan, *, trim: bool = True) -> l
         trim: Cut padding off, as `GradientAccumulator.forward` describes.
 
     Raises:
-        PlanError: An output without one row per sample.
+        PlanError: An output without one row per sample, or with ``trim`` without one column per token.
     """
     cut = [rows for rows in plan.microbatches if rows]
     leaves = [pytree.tree_leaves(each) for each in outputs]
@@ -32,18 +32,23 @@ def split_outputs(outputs: Sequence[Any], plan: Plan, *, trim: bool = True) -> l
                     f"the function of forward() returned {seen} for {len(rows)} samples; return a tensor, or a tuple "
                     "or mapping of tensors, with samples in dim 0"
                 )
-    longest = [max(plan.lengths_of(rows)) for rows in cut]
-    shorter = [_shorter(column, longest) if trim else None for column in zip(*leaves, strict=True)]
     found: list[Any] = [None] * len(plan.lengths)
     for each, structure, rows in zip(leaves, structures, cut, strict=True):
+        lengths = plan.lengths_of(rows)
+        columns = [_own_columns(leaf, lengths) if trim else leaf for leaf in each]
         for place, row in enumerate(rows):
-            ends = [None if by is None else plan.lengths[row] - by for by in shorter]
-            own = [leaf[place] if end is None else leaf[place, :end] for leaf, end in zip(each, ends, strict=True)]
-            found[row] = pytree.tree_unflatten(own, structure)
+            found[row] = pytree.tree_unflatten([column[place] for column in columns], structure)
     return found
 
 
-def _shorter(column: Sequence[Tensor], longest: Sequence[int]) -> int | None:
-    """Return how much shorter dim 1 is than the padded length, 0 or 1. None unless it is so in every microbatch."""
-    found = {most - each.shape[1] if each.ndim > 1 else None for each, most in zip(column, longest, strict=True)}
-    return found.pop() if found in ({0}, {1}) else None
+def _own_columns(leaf: Tensor, lengths: Sequence[int]) -> Tensor | list[Tensor]:
+    """Return the columns of each sample in a tensor [B, T, ...] or [B, T - 1, ...]. A tensor [B] has none."""
+    if leaf.ndim == 1:
+        return leaf
+    shorter = max(lengths) - leaf.shape[1]
+    if shorter not in (0, 1):
+        raise PlanError(
+            f"the function of forward() returned the shape {tuple(leaf.shape)} for samples padded to {max(lengths)} "
+            "tokens; return one column for each token, or for each next token, or give trim=False if dim 1 is another"
+        )
+    return [row[: length - shorter] for row, length in zip(leaf, lengths, strict=True)]

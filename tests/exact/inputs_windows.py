@@ -364,10 +364,9 @@ def texts(seed: int = 0) -> list[Sample]:
 
 
 def scores(model: nn.Module, batch: Sample) -> dict[str, Tensor]:
-    """A number per token, one per token but the last, three per sample, and one per sample."""
+    """A number per token, one per token but the last, and one per sample."""
     outputs = model(batch["x"])[..., 0]
-    whole = outputs.sum(1)
-    return {"token": outputs, "next": outputs[:, :-1], "three": whole[:, None].expand(-1, 3), "sample": whole}
+    return {"token": outputs, "next": outputs[:, :-1], "sample": outputs.sum(1)}
 
 
 def check_scores(user: User, found: list[Any], model: nn.Module) -> None:
@@ -377,7 +376,7 @@ def check_scores(user: User, found: list[Any], model: nn.Module) -> None:
         for name in ("token", "next"):
             assert given[name].shape == alone[name][0].shape, name
             user.expect_equal({name: given[name]}, {name: alone[name][0]})
-        assert (given["three"].shape, given["sample"].shape) == ((3,), ())
+        assert given["sample"].shape == ()
     user.error = max(user.error, 0.0)  # a rank without samples
 
 
@@ -408,7 +407,7 @@ def forwards_in_an_open_update(user: User, variant: Wrap) -> None:
 
     def look() -> None:
         state = torch.get_rng_state()
-        accumulator.forward(user.rows(FIRST), lambda model, batch: F.dropout(model(batch["x"])))
+        accumulator.forward(user.rows(FIRST), lambda model, batch: F.dropout(model(batch["x"])), trim=False)
         found = accumulator.evaluate(user.rows(FIRST), lambda model, batch: {"mse": squares(model, batch)})
         with torch.no_grad():
             expected = F.mse_loss(reference(FIRST["x"]), FIRST["labels"])
@@ -512,6 +511,12 @@ def a_plan_that_is_none(user: User) -> None:
 )  # fmt: skip
 def outputs_without_samples(user: User, variant: Callable[..., Any]) -> None:
     user.accumulator(regressor()).forward(numbers(), variant)
+
+
+@refused(PlanError, "give trim=False if dim 1 is another", 1, 2)
+def outputs_that_are_not_of_tokens(user: User) -> None:
+    """Embeddings of three numbers, in a batch whose longest sample has eight tokens."""
+    user.accumulator(regressor()).forward(texts(), lambda model, batch: model(batch["x"]).sum(1).expand(-1, 3))
 
 
 @refused(MegabatchError, "call it before the first or after the last", 1, 2, 3)
