@@ -627,10 +627,24 @@ def reducing_to(modules: Sequence[Any], dtype: torch.dtype | None) -> Generator[
     try:
         for group in groups:
             group._orig_dtype = dtype
+            group.post_backward = partial(_reduce_in_one_dtype, group)
         yield
     finally:
         for group, before in zip(groups, own, strict=True):
             group._orig_dtype = before
+            vars(group).pop("post_backward", None)
+
+
+def _reduce_in_one_dtype(group: Any, *given: Any) -> None:
+    """Widen what the last microbatch alone has used, and what none has: FSDP2 reduces gradients of one dtype."""
+    parameters = [each for each in group.fsdp_params if unsharded_parameter(each) is not None]
+    if group.reduce_grads and any(each.unsharded_accumulated_grad is not None for each in parameters):
+        for each in [each for each in parameters if each.unsharded_accumulated_grad is None]:
+            each.to_accumulated_grad_if_needed()
+            if each.unsharded_accumulated_grad is None and each._unsharded_param.requires_grad:
+                zeros = torch.zeros_like(each._unsharded_param, dtype=each.reduce_dtype, requires_grad=False)
+                each.unsharded_accumulated_grad = zeros
+    type(group).post_backward(group, *given)
 
 
 @contextmanager
