@@ -105,6 +105,27 @@ def _deal(falling: np.ndarray, order: np.ndarray, num_bins: int) -> np.ndarray:
     return bins_of_items
 
 
+def fill(
+    lengths: Sequence[int], *, max_rows: int | None = None, max_tokens: int | None = None
+) -> list[tuple[int, ...]]:
+    """Fill microbatches in ascending order of length, each as far as the limit allows; ties keep their order.
+
+    Limits are as in `split`. Any number of these microbatches, filled anew, gives the same microbatches: the item that
+    closes one is the first of the next, and every item of a later microbatch is as long or longer, so it closes the
+    microbatch too. Ranks that hold whole microbatches of an update therefore find them again on their own.
+    """
+    groups: list[tuple[int, ...]] = []
+    group: list[int] = []
+    for item in sorted(range(len(lengths)), key=lambda item: (lengths[item], item)):
+        rows = len(group) + 1
+        over = max_tokens is not None and rows * max(1, lengths[item]) > max_tokens
+        if group and (over or (max_rows is not None and rows > max_rows)):
+            groups.append(tuple(group))
+            group = []
+        group.append(item)
+    return [*groups, tuple(group)] if group else groups
+
+
 def split(
     lengths: Sequence[int],
     seconds: Callable[[int, int], float],

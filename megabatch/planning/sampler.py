@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from megabatch.errors import PlanError, require_count
-from megabatch.planning.partition import balance_lengths
-from megabatch.planning.plan import CostModel, check_cost, check_lengths
+from megabatch.planning.partition import balance, balance_lengths, fill
+from megabatch.planning.plan import CostModel, check_cost, check_lengths, require_one_limit
 
 TAILS = ("step", "drop", "carry")
 
@@ -39,7 +39,8 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
     """Yields this rank's sample ids of each update, for one epoch; use it as a DataLoader's ``batch_sampler``.
 
     The shares of all ranks are disjoint, make up the update, differ in size by at most one, and are balanced by
-    cost. A share may be empty, so give the DataLoader ``collate_fn=list``.
+    cost. ``same_bits`` balances whole microbatches instead. A share may be empty, so give the DataLoader
+    ``collate_fn=list``.
 
     Where every rank of the process group has a share, the first iteration is collective: the ranks compare their first
     update, once.
@@ -58,6 +59,10 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
             same on all ranks, to the bit.
         order: Returns the sample ids of an epoch, in order, by the epoch's number: any ids of the data set, the same in
             every process, and equally many in every epoch. By default all of them, shuffled by seed and epoch.
+        same_bits: Cut each update into microbatches before it is dealt, and deal whole microbatches. Give it together
+            with the limit of the accumulator, which has ``same_bits=True`` too. Shares then differ in size.
+        micro_batch_size: Samples of a microbatch, for ``same_bits``. This or
+        max_microbatch_tokens: padded tokens of a microbatch, for ``same_bits``.
 
     Raises `PlanError` for a size, a rank, a tail or an order that cannot be, and on all ranks where their first updates
     are not the same.
@@ -74,6 +79,9 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
         tail: str = "step",
         cost: CostModel | None = None,
         order: Callable[[int], Sequence[int]] | None = None,
+        same_bits: bool = False,
+        micro_batch_size: int | None = None,
+        max_microbatch_tokens: int | None = None,
     ) -> None:
         self._given, self._seen = global_batch_size, Consumed()
         size = self._size
@@ -94,6 +102,7 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
             raise PlanError("the data set is empty; give at least one sample")
         check_lengths(lengths, None)
         check_cost(cost)
+        self._limits = _check_limits(lengths, micro_batch_size, max_microbatch_tokens, same_bits=same_bits)
         self._lengths = in_few_bytes(lengths)  # [number of ids]
         self.cost = cost
         self._order = order or self._shuffled
@@ -167,8 +176,20 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
 
     def _ranks_of(self, ids: np.ndarray) -> np.ndarray:
         """Return the rank of each sample of an update."""
+        if self._limits is not None:
+            return self._ranks_of_microbatches(self._lengths[ids].tolist(), *self._limits)
         price = float if self.cost is None else self.cost.sample_seconds
         return balance_lengths(self._lengths[ids], price, self._dp_degree)
+
+    def _ranks_of_microbatches(self, lengths: list[int], rows: int | None, tokens: int | None) -> np.ndarray:
+        """Return the rank of each sample where ranks are dealt whole microbatches, which no rank decides."""
+        microbatches = fill(lengths, max_rows=rows, max_tokens=tokens)
+        cost, ranks = self.cost or CostModel(), np.zeros(len(lengths), dtype=np.int64)
+        prices = [cost.seconds(len(each), lengths[each[-1]]) for each in microbatches]  # the longest is the last
+        for rank, mine in enumerate(balance(prices, self._dp_degree)):
+            for index in mine:
+                ranks[list(microbatches[index])] = rank
+        return ranks
 
     @property
     def _dp_rank(self) -> int:
@@ -252,6 +273,19 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
         if ids.min() < 0 or ids.max() > last:
             outside = ids[(ids < 0) | (ids > last)]
             raise PlanError(f"order({epoch}) gives the sample id {outside[0]}; the data set has the ids 0 to {last}")
+
+
+def _check_limits(
+    lengths: Sequence[int], rows: int | None, tokens: int | None, *, same_bits: bool
+) -> tuple[int | None, int | None] | None:
+    """Return the limits of a microbatch for ``same_bits``, None without it."""
+    if not same_bits:
+        if (rows, tokens) != (None, None):
+            raise PlanError("a limit is given without same_bits=True, which alone needs it; leave the limit out")
+        return None
+    require_one_limit(rows, tokens)
+    check_lengths(lengths, tokens)
+    return rows, tokens
 
 
 def _place_in_group() -> tuple[int, int]:
