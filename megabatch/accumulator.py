@@ -50,6 +50,7 @@ from megabatch.planning.plan import CostModel, Plan, check_cost, check_limits
 from megabatch.wrappers.checks import check_rank_agreement
 from megabatch.wrappers.detect import Models, choose_policy, detect_wrapper
 from megabatch.wrappers.gradients import (
+    ExactGradients,
     WideGradients,
     clip_gradients,
     drop_gradients,
@@ -104,6 +105,10 @@ class GradientAccumulator:
         length: Returns the number of tokens of a sample. The default is the size of dim 0 of its first tensor.
         accumulate_dtype: The dtype in which gradients are added, such as torch.float32 for bfloat16 parameters.
             `finalize` rounds them to the parameters' dtype after the norm and the clip. None uses each parameter's own.
+        same_bits: Give gradients, norms, losses and metrics the same bits on any number of data ranks. This needs one
+            of the two limits as a number, shares of ``UpdateSampler(same_bits=True)`` and, with FSDP2,
+            ``MixedPrecisionPolicy(reduce_dtype=torch.float64)``. Gradients are added in float64, and a parameter that
+            no sample uses has a gradient of zeros.
 
     Attributes:
         fit: The measured limit, a `TunedLimit`. None before the measurement, and if you give a limit.
@@ -127,6 +132,7 @@ class GradientAccumulator:
         length: Length | None = None,
         padding: Mapping[str, float] | None = None,
         accumulate_dtype: torch.dtype | None = None,
+        same_bits: bool = False,
     ) -> None:
         fit = None
         if isinstance(max_microbatch_tokens, TunedLimit):
@@ -135,13 +141,21 @@ class GradientAccumulator:
         check_cost(cost)
         self.model = model
         self._wrapper = detect_wrapper(model, mesh)
-        self._wide = WideGradients(self._wrapper.parameters, accumulate_dtype)
+        new_planner, self._new_update, new_gradients = MicrobatchPlanner, OpenUpdate, WideGradients
+        self._same_bits = same_bits
+        if same_bits:
+            from megabatch.engine import same_bits as exact
+
+            accumulate_dtype = exact.check_settings(self._wrapper, limits, collate, accumulate_dtype)
+            new_planner, self._new_update = exact.SameBitsPlanner, exact.SameBitsUpdate
+            new_gradients = ExactGradients
+        self._wide = new_gradients(self._wrapper.parameters, accumulate_dtype)
         self._wrapper.accumulate_in(self._wide)
         self.ranks = ranks = self._wrapper.ranks  # the ranks that work on an update
         choice = choose_policy(self._wrapper, sync)
         check_rank_agreement(self._wrapper, choice[0], accumulate_dtype)
         self._padding = Padding(self._wrapper.models, padding, names_collate=collate is not None)
-        self._planner = MicrobatchPlanner(
+        self._planner = new_planner(
             *limits, collate, length, choice, ranks, self._wrapper.one_shape, cost, fit, padding=self._padding
         )
         self._tuner: Any = None  # a MicrobatchTuner, where the limit is "auto"
@@ -202,6 +216,7 @@ class GradientAccumulator:
         ``weight``. If ``update.finite`` is false, the parameters have already moved. Raises `PlanError` for several
         ranks without FSDP2, and for an optimizer that reads several parameters at once.
         """
+        self._refuse_same_bits("step_in_backward()")
         self._stepping, self.steps_in_backward = StepInBackward(optimizer, self._wrapper), True
         self.reserve_for(optimizer)
 
@@ -258,6 +273,8 @@ class GradientAccumulator:
             failure = error
         with self._guarded():
             told = agree_on_weights(self.ranks, weights, failure)
+        if not all(each.is_integer() for each in told.values()):
+            self._refuse_same_bits(f"open() was told weights that are no whole numbers, {told}")
         opened = self._begin()
         opened.told, opened.is_held = told, True
 
@@ -279,7 +296,7 @@ class GradientAccumulator:
         drop_gradients(self._wrapper.parameters)
         if self._wide.dtype is not None:
             self._wide.begin()
-        self._open = OpenUpdate(self._wrapper)
+        self._open = self._new_update(self._wrapper)
         return self._open
 
     def forward(
@@ -416,7 +433,8 @@ class GradientAccumulator:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            retry = OOMRetry(call.prepared, call.hooks.weigh, wrapper, opened, takes_divisor=call.takes_divisor)
+            retry = OOMRetry(call.prepared, call.hooks.weigh, wrapper, opened, takes_divisor=call.takes_divisor,
+                             same_bits=self._same_bits)  # fmt: skip
             run_in_parts = retry.prepare_parts(step, error, before, num_sent, run)
         return run_in_parts()  # out of the handler, which keeps the failed graph in memory
 
@@ -459,6 +477,7 @@ class GradientAccumulator:
             from megabatch.pipeline.run import run_schedule
 
             return run_schedule(loss_fn, call.prepared, call.agreement, self._wrapper, call.opened)
+        self._refuse_same_bits("a JointLoss, which couples the samples of a rank in their order")
         from megabatch.engine.coupled_loss import run_coupled_loss
 
         return run_coupled_loss(loss_fn, self.model, call.prepared, call.agreement, self._wrapper, call.opened)
@@ -560,6 +579,7 @@ class GradientAccumulator:
             raise PlanError("a pipeline runs the microbatches of a call together; use forward_backward, not microbatch")
         if self._stepping is not None:
             raise PlanError("microbatch() is not for an optimizer that steps in backward; use forward_backward")
+        self._refuse_same_bits("microbatch(), whose loop makes its own cut")
         if self._open is not None:
             raise MegabatchError("microbatch() was entered in an update of other calls; finalize() it before")
         if index != 0:
@@ -597,6 +617,8 @@ class GradientAccumulator:
             from megabatch.pipeline.run import fill_up_schedule
 
             agreement = fill_up_schedule(wrapper, prepared, agreement)
+        if self._same_bits:
+            cast(Any, self._planner).check_call(wrapper, prepared.plan)
         if not self.ranks.is_alone and len(prepared.samples):
             self._remembered.set(loss_fn, prepared.samples.copy_last().dummy)
             self._was_finite = True
@@ -606,7 +628,7 @@ class GradientAccumulator:
             drop_gradients(wrapper.parameters)
             if self._wide.dtype is not None:
                 self._wide.begin()
-            self._open = OpenUpdate(wrapper, self._stepping)
+            self._open = self._new_update(wrapper, self._stepping)
         if self._open.is_held:
             wrapper.hold_reduction(prepared.plan.sync)
         plan = prepared.plan
@@ -655,6 +677,10 @@ class GradientAccumulator:
             if is_out_of_memory(error):
                 raise out_of_memory_error(error, self.ranks) from error
             raise
+
+    def _refuse_same_bits(self, what: str) -> None:
+        if self._same_bits:
+            raise PlanError(f"same_bits=True and {what}; leave one of the two out")
 
     def _refuse_to_add(self) -> None:
         """Raise `MegabatchError` since no call can add to the update."""
@@ -750,7 +776,7 @@ class GradientAccumulator:
             scale = self._loop.loss_scale  # by which a GradScaler has multiplied the gradient, and will divide it
             return update.with_norm(clip_gradients(parameters, max_norm * scale, factor, groups) / scale)
         if max_norm is not None:
-            return update.with_norm(clip_gradients(parameters, max_norm, factor, groups))
+            return update.with_norm(clip_gradients(parameters, max_norm, factor, groups, exactly=self._same_bits))
         if factor is not None:
             scale_gradients(parameters, factor)
         return update
@@ -767,7 +793,9 @@ class GradientAccumulator:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue a saved update in place of the open one. Raises `PlanError` if its ranks or parameters differ."""
         self.discard()
-        self._open = open_update_state.restore_open_update(state, self._wrapper, self._wide, self._stepping)
+        self._open = open_update_state.restore_open_update(
+            state, self._wrapper, self._wide, self._new_update(self._wrapper, self._stepping)
+        )
         if self._open is not None:
             self._ownership.leave()
 

@@ -17,7 +17,8 @@ NAMES = {
 SIGNATURES = {
     GradientAccumulator: "(model, *, mesh=None, micro_batch_size=None, max_microbatch_tokens=None, memory_bytes=None, "
     "cost=None, "
-    "sync='auto', collate=None, length=None, padding=None, accumulate_dtype=None)",
+    "sync='auto', collate=None, length=None, padding=None, accumulate_dtype=None, "
+    "same_bits=False)",
     GradientAccumulator.forward_backward: "(self, batch, loss_fn, *, plan=None)",
     GradientAccumulator.forward: "(self, batch, fn, *, plan=None, trim=True)",
     GradientAccumulator.evaluate: "(self, batch, loss_fn)",
@@ -36,7 +37,7 @@ SIGNATURES = {
     Learner.state_dict: "(self)",
     Learner.load_state_dict: "(self, state)",
     UpdateSampler: "(lengths, *, global_batch_size, seed=0, dp_rank=None, dp_degree=None, tail='step', cost=None, "
-    "order=None)",
+    "order=None, same_bits=False, micro_batch_size=None, max_microbatch_tokens=None)",
     UpdateSampler.state_dict: "(self)",
     UpdateSampler.load_state_dict: "(self, state)",
     megabatch.plan: "(lengths, *, dp_degree=1, micro_batch_size=None, max_microbatch_tokens=None, cost=None)",

@@ -65,10 +65,11 @@ class OOMRetry:
     """Runs a microbatch that did not fit in memory again, in parts. Notes the parts in the prepared batch."""
 
     def __init__(
-        self, prepared: PreparedBatch, weigh: Weigh | None, wrapper: Wrapper, opened: OpenUpdate, *, takes_divisor: bool
-    ) -> None:
+        self, prepared: PreparedBatch, weigh: Weigh | None, wrapper: Wrapper, opened: OpenUpdate, *,
+        takes_divisor: bool, same_bits: bool,
+    ) -> None:  # fmt: skip
         self._prepared, self._weigh, self._wrapper, self._opened = prepared, weigh, wrapper, opened
-        self._takes_divisor = takes_divisor
+        self._takes_divisor, self._same_bits = takes_divisor, same_bits
 
     def prepare_parts(
         self, step: MicrobatchStep, error: Exception, before: Receipt, num_sent: int | None, run: Run
@@ -159,6 +160,8 @@ class OOMRetry:
             why = f"in which ranks wait for each other, {AGAIN}"
         elif not self._wrapper.is_microbatch_local:
             why = f"in which {self._wrapper.kind_name} reduces, {AGAIN}"
+        elif self._same_bits:
+            why = "and same_bits=True refuses another cut, which has other bits"
         elif self._opened.steps_in_backward:
             why = f"and an optimizer steps in backward, {AGAIN}"
         elif len({each.device for each in self._wrapper.parameters}) > 1:

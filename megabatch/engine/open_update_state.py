@@ -9,7 +9,6 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from megabatch.engine.step_in_backward import StepInBackward
 from megabatch.engine.update import OpenUpdate
 from megabatch.errors import PlanError
 from megabatch.torch_private import is_dtensor
@@ -45,10 +44,8 @@ def save_open_update(opened: OpenUpdate | None, wrapper: Wrapper) -> dict[str, A
     }
 
 
-def restore_open_update(
-    state: State, wrapper: Wrapper, wide: WideGradients, stepping: StepInBackward | None
-) -> OpenUpdate | None:
-    """Restore the update of ``state`` and every ``p.grad``. Return None if no update was open.
+def restore_open_update(state: State, wrapper: Wrapper, wide: WideGradients, opened: OpenUpdate) -> OpenUpdate | None:
+    """Restore the update of ``state`` in the new ``opened``, and every ``p.grad``. Return None if no update was open.
 
     Raises `PlanError` for a state of other ranks or parameters.
     """
@@ -60,7 +57,6 @@ def restore_open_update(
             "gradient are others; begin the update again"
         )
     wrapper.check_unchanged()
-    opened = OpenUpdate(wrapper, stepping)
     opened.load_state_dict(state["update"])
     opened.is_held = state.get("is_opened", False)
     if state.get("is_held", False):  # each rank has the gradient of its own samples

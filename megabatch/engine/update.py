@@ -8,7 +8,7 @@ import contextlib
 import copy
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -131,6 +131,8 @@ def weights_differ(where: str, counted: float, returned: float) -> LossContractE
 
 class OpenUpdate:
     """This rank's sums of the update that is being accumulated, and the divisors of its terms."""
+
+    sums_over_ranks: Callable[[Sequence[str]], tuple[Tensor, Tensor]] | None = None  # sums in place of float64's
 
     def __init__(self, wrapper: Wrapper, stepping: StepInBackward | None = None) -> None:
         self._ranks, self._wrapper, self.stepping = wrapper.ranks, wrapper, stepping
@@ -377,6 +379,8 @@ class OpenUpdate:
         rest = f"{own} {weight} {max_norm} {self._wrapper.collective_order.digest}"
         rows = self._ranks.gather_on_device(self._report(names, rest))  # [ranks, 4 + 2 * MAX_TERMS]
         totals, weights = rows[:, 4 : 4 + 2 * len(names)].sum(0).reshape(2, -1)  # [terms], [terms]
+        if self.sums_over_ranks is not None:
+            totals, weights = self.sums_over_ranks(names)
         if weight is not None:
             weights = torch.cat([torch.full_like(weights[:1], weight), weights[1:]])
         num_own = len(own)  # differentiable terms come first, then the metrics

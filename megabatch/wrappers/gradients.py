@@ -17,6 +17,9 @@ from megabatch.errors import PlanError
 from megabatch.losses.contract import accumulation_dtype
 from megabatch.torch_private import class_of_function, inputs_of_node, is_dtensor, multiply_all
 
+LEAST = 2.0**-200  # of the largest gradient, whose square float64 must hold
+BITS_OF_NORM = 40  # of a sum of squares
+PIECE = 1 << 16  # elements whose squares stay in a CPU's cache
 CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 UNDERFLOW = "dividing the loss by the update's weight before backward underflows in float16; use bfloat16"
 
@@ -82,6 +85,23 @@ class WideGradients:
     def _widen(self, parameter: Tensor) -> None:
         if parameter.grad is not None and parameter.grad.dtype != self.dtype:
             parameter.grad = parameter.grad.to(self.dtype)
+
+
+class ExactGradients(WideGradients):
+    """Wide gradients, of which every parameter has one at the end: zeros, if no rank has used it.
+
+    FSDP2 gives an unused parameter zeros and a plain model leaves it None, which optimizers step differently.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None) -> None:
+        super().__init__(parameters, dtype)
+        self._parameters = parameters
+
+    def finish(self) -> None:
+        super().finish()
+        if any(each.grad is not None for each in self._parameters):  # else the update has no weight
+            for each in self._parameters:
+                each.grad = torch.zeros_like(each) if each.grad is None else each.grad
 
 
 def check_reduction(
@@ -183,17 +203,72 @@ def total_norm(parameters: Sequence[nn.Parameter], groups: Sequence[dist.Process
     return norm
 
 
+def exact_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Return the 2-norm of the gradients of all parameters, with the same bits however they are sharded.
+
+    Squares are rounded to a grid on which float64 adds all of them without rounding: ``(x + C) - C``. The grid follows
+    from the largest gradient of all ranks and the number of elements. What it cuts off is rounded to a finer grid, and
+    so on to 40 bits below the largest square, since the small squares of a large model may outweigh its largest.
+    """
+    sharded: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}  # by the groups that hold the other shards
+    for parameter in parameters:
+        if (gradient := parameter.grad) is not None:
+            sharded.setdefault(_shard_groups(gradient), []).append(_local(gradient).detach())
+    device, bits = parameters[0].device, sum(each.numel() for each in parameters).bit_length()
+    num_cached = PIECE if device.type == "cpu" else PIECE << 8
+    largest = torch.zeros((), dtype=torch.float64, device=device)
+    for groups, gradients in sharded.items():
+        found = [each.abs().max().double() for each in gradients if each.numel()]
+        most = torch.stack([torch.zeros_like(largest), *found]).max()
+        for group in groups:
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+        largest = torch.maximum(largest, most)
+    largest = largest.clamp(min=LEAST)
+    power = largest / torch.frexp(largest).mantissa  # the power of two above the largest; exact
+    shifts = [power * power * (1.5 * 2.0**bits)]  # rounds to 2**(bits - 52) of the largest square
+    while (53 - bits) * len(shifts) < bits + BITS_OF_NORM:
+        shifts.append(shifts[-1] * 2.0 ** (bits - 53))
+    total = torch.zeros(len(shifts), dtype=torch.float64, device=device)
+    for groups, gradients in sharded.items():
+        mine = torch.zeros_like(total)
+        for piece in (piece for each in gradients for piece in each.flatten().split(num_cached)):
+            rest = piece.double().square()
+            for level, shift in enumerate(shifts):
+                part = (rest + shift).sub_(shift)
+                mine[level] += part.sum()
+                rest -= part
+        for group in groups:
+            dist.all_reduce(mine, group=group)
+        total += mine
+    return total.sum().sqrt()
+
+
+def _shard_groups(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """Return the groups over whose ranks a gradient is sharded, one for each such axis of its mesh."""
+    if not is_dtensor(gradient):
+        return ()
+    axes = enumerate(gradient.placements)
+    return tuple(gradient.device_mesh.get_group(axis) for axis, placement in axes if placement.is_shard())
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if is_dtensor(gradient) else gradient
+
+
 def clip_gradients(
     parameters: Sequence[nn.Parameter],
     max_norm: float | Tensor,
     factor: float | Tensor | None = None,
     groups: Sequence[dist.ProcessGroup] = (),
+    *,
+    exactly: bool = False,
 ) -> Tensor:
     """Multiply every gradient by ``factor``, then clip to ``max_norm``, in one pass. Return the norm before the clip.
 
-    Clipping follows torch: ``g * min(1, max_norm / (norm + 1e-6))``. ``groups`` as in `total_norm`.
+    Clipping follows torch: ``g * min(1, max_norm / (norm + 1e-6))``. ``groups`` as in `total_norm`. ``exactly`` takes
+    `exact_norm`.
     """
-    norm = total_norm(parameters, groups)
+    norm = exact_norm(parameters) if exactly else total_norm(parameters, groups)
     if factor is None:
         coefficient = torch.clamp(max_norm / (norm + CLIP_EPSILON), max=1.0)
     else:

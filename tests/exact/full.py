@@ -37,6 +37,7 @@ SOURCES = (  # the library files that decide the numbers
     "engine/call.py",
     "engine/coupled_loss.py",
     "engine/random_state.py",
+    "engine/same_bits.py",
     "engine/update.py",
     "pipeline/run.py",
     "pipeline/stages.py",

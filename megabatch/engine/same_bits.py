@@ -1,0 +1,167 @@
+"""``same_bits``: gradients, norms and losses whose bits do not depend on the number of ranks.
+
+A microbatch has the same bits wherever it runs, so two things remain. The cut follows from the update's samples alone:
+`fill` cuts the update and finds the same microbatches again in a rank's share. And every sum is exact, so that its
+order does not matter. Losses and weights are added in parts of 32 bits. Gradients are added in float64, whose 53 bits
+hold sums of float32's 24 unless their exponents are 25 or more apart. `ExactGradients` takes the norm.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megabatch.batching.packed_row import OneRow
+from megabatch.batching.samples import Batch, Collate, Samples
+from megabatch.engine import random_state
+from megabatch.engine.call import CallAgreement, MicrobatchPlanner, MicrobatchStep, PreparedBatch
+from megabatch.engine.step_in_backward import StepInBackward
+from megabatch.engine.update import MAX_TERMS, OpenUpdate
+from megabatch.errors import MegabatchError, MicrobatchLimit, PlanError
+from megabatch.losses.contract import LossHooks, Term
+from megabatch.planning.partition import fill
+from megabatch.planning.plan import Plan, check_lengths, priced
+from megabatch.wrappers.base import Wrapper
+
+DTYPES = (torch.float32, torch.bfloat16)  # of parameters whose sums float64 holds
+GRIDS = (2.0**72, 2.0**40, 2.0**8, 2.0**-24, 2.0**-56, 2.0**-88)  # a sum's parts are multiples of these
+WEIGHT_GRID = 2.0**-30  # announced weights are rounded to multiples, which float64 adds exactly up to 2**23
+
+
+def check_settings(
+    wrapper: Wrapper, limits: Sequence[int | None], collate: Collate | None, accumulate_dtype: torch.dtype | None
+) -> torch.dtype:
+    """Return the dtype to add gradients in. Raises `PlanError` if the bits would depend on the number of ranks."""
+    ranks, problem = wrapper.ranks, ""
+    dtypes = {each.dtype for each in wrapper.parameters} - set(DTYPES)
+    if limits == (None, None):
+        problem = "no fixed limit is given; give micro_batch_size= or max_microbatch_tokens=, a number"
+    elif wrapper.is_pipeline or ranks.num_all > ranks.degree:
+        problem = "the model is split over ranks (tp, cp or pp), which changes its sums; use data ranks alone"
+    elif isinstance(collate, OneRow):
+        problem = "OneRow packs the samples of a rank together; leave collate= out"
+    elif accumulate_dtype not in (None, torch.float64):
+        problem = f"accumulate_dtype is {accumulate_dtype}, whose sums depend on their order; leave it out"
+    elif dtypes:
+        problem = f"a parameter is {min(map(str, dtypes))}, whose sums float64 rounds; train in float32 or bfloat16"
+    elif any(getattr(each, "sparse", False) is True for model in wrapper.models for each in model.modules()):
+        problem = "an embedding has sparse gradients; set sparse=False"
+    if problem:
+        raise PlanError(f"same_bits=True and {problem}, or leave same_bits out")
+    return torch.float64
+
+
+@dataclass(frozen=True)
+class SameBitsPlanner(MicrobatchPlanner):
+    """Splits a rank's samples as if it held the whole update, in ascending order of length."""
+
+    def plan(self, samples: Samples) -> Plan:
+        lengths = samples.lengths
+        check_lengths(lengths, self.max_microbatch_tokens)
+        cut = fill(lengths, max_rows=self.micro_batch_size, max_tokens=self.max_microbatch_tokens)
+        sync, reason = self.choice
+        plan = Plan(tuple(cut), tuple(lengths), tuple(range(len(lengths))), sync, reason)
+        return plan if self.cost is None else priced(plan, self.cost)
+
+    def lowered(self, bound: MicrobatchLimit | None) -> MicrobatchPlanner:
+        if bound is None:
+            return self
+        raise PlanError(
+            f"same_bits=True and the limit was lowered to {bound.samples} samples and {bound.tokens} tokens; another "
+            "cut has other bits: give the lower limit to the accumulator and to the sampler, and start again"
+        )
+
+    def prepare(self, batch: Batch, hooks: LossHooks) -> PreparedBatch:
+        """Prepare a call. Weights that are no whole numbers are rounded, so that their sum is exact."""
+        prepared = super().prepare(batch, hooks)
+        weights = [{name: _rounded(each) for name, each in weights.items()} for weights in prepared.weights]
+        sums = {name: sum(each[name] for each in weights) for name in prepared.weight_sums}
+        return replace(prepared, weights=tuple(weights), weight_sums=sums)
+
+    def check_call(self, wrapper: Wrapper, plan: Plan) -> None:
+        """Compare the shares of all ranks, and look for modules that keep statistics. Collective.
+
+        Raises `PlanError` on all ranks if they do not hold whole microbatches of the update.
+        """
+        if wrapper.ranks.is_alone:
+            return
+        for each in (module for model in wrapper.models for module in model.modules()):
+            if each.training and getattr(each, "track_running_stats", False):
+                raise PlanError(
+                    f"same_bits=True and {type(each).__name__} keeps statistics of its own rank's microbatches; call "
+                    "eval() on it, use another norm, or leave same_bits out"
+                )
+        limits = {"max_rows": self.micro_batch_size, "max_tokens": self.max_microbatch_tokens}
+        mine = [tuple(plan.lengths_of(rows)) for rows in plan.microbatches]
+        told: list[tuple[dict[str, int | None], list[tuple[int, ...]]]] = wrapper.ranks.exchange_objects((limits, mine))
+        found = sorted(each for _, theirs in told for each in theirs)
+        lengths = sorted(length for each in found for length in each)
+        whole = [tuple(lengths[item] for item in group) for group in fill(lengths, **limits)]
+        if found != sorted(whole) or any(theirs != limits for theirs, _ in told):
+            raise PlanError(
+                f"same_bits=True and the ranks hold {len(found)} microbatches that are not the {len(whole)} of the "
+                "whole update; deal samples with UpdateSampler(same_bits=True), the accumulator's limit and the "
+                "lengths that it measures"
+            )
+
+
+class SameBitsUpdate(OpenUpdate):
+    """Adds totals and weights exactly. Refuses random numbers, which would depend on the number of ranks."""
+
+    def __init__(self, wrapper: Wrapper, stepping: StepInBackward | None = None) -> None:
+        super().__init__(wrapper, stepping)
+        self._parts: dict[str, Tensor] = {}  # by term: of the total and of the weight, [2, len(GRIDS)]
+        self._random = random_state.note(self._device)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"parts": {name: each.tolist() for name, each in self._parts.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._parts = {
+            name: torch.tensor(each, dtype=self._dtype, device=self._device) for name, each in state["parts"].items()
+        }
+
+    def count_call(self, call: CallAgreement) -> None:
+        super().count_call(call)
+        self._random = random_state.note(self._device)
+
+    def add(self, terms: Mapping[str, Term], step: MicrobatchStep) -> dict[str, Term]:
+        if not (self._ranks.is_alone or self._random.same_as(random_state.note(self._device))):
+            raise MegabatchError(
+                "same_bits=True and the loss draws random numbers, which differ by the number of ranks; set dropout to "
+                "0, or leave same_bits out"
+            )
+        detached = super().add(terms, step)
+        for name, (total, weight) in {} if step.is_dummy else detached.items():
+            parts = parts_of(torch.stack([self._scalar(total), self._scalar(weight)]))
+            self._parts[name] = self._parts[name] + parts if name in self._parts else parts
+        return detached
+
+    def sums_over_ranks(self, names: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Return the totals and weights of all ranks, exactly. Collective; the message has a fixed size."""
+        mine = torch.zeros(MAX_TERMS, 2, len(GRIDS), dtype=self._dtype, device=self._device)
+        for index, name in enumerate(names):
+            if name in self._parts:
+                mine[index] = self._parts[name]
+        parts = self._ranks.gather_on_device(mine.flatten()).sum(0).view_as(mine)  # exact, whatever the order
+        totals, weights = parts[: len(names)].sum(-1).unbind(1)
+        return totals, weights
+
+
+def parts_of(values: Tensor) -> Tensor:
+    """Split float64 numbers into parts whose sums are exact: [n] -> [n, len(GRIDS)], which add up to the number.
+
+    Each part is a multiple of its grid and at most half of the next larger one, 2**31 of its own. So float64 adds 2**21
+    of them without rounding. What is left below the finest grid is dropped. A number that is not finite stays so.
+    """
+    grids = torch.tensor(GRIDS, dtype=values.dtype).to(values.device, non_blocking=True)
+    rounded = torch.round(values[:, None] / grids) * grids  # [n, len(GRIDS)]
+    return torch.cat([rounded[:, :1], rounded[:, 1:] - rounded[:, :-1]], dim=1)
+
+
+def _rounded(weight: float) -> float:
+    return round(weight / WEIGHT_GRID) * WEIGHT_GRID if math.isfinite(weight) else weight

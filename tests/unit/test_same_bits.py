@@ -1,0 +1,200 @@
+"""same_bits: the cut that does not depend on ranks, sums whose order does not matter, and what is refused."""
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from megabatch import CostModel, GradientAccumulator, JointLoss, PlanError, UpdateSampler, loss
+from megabatch.batching.packed_row import OneRow
+from megabatch.engine.same_bits import parts_of
+from megabatch.planning.partition import fill
+from megabatch.wrappers.gradients import exact_norm, total_norm
+from tests.exact.launch import of_ranks
+from tests.exact.same_bits import samples_of
+
+some_lengths = st.lists(st.integers(0, 40), min_size=1, max_size=30)
+some_limits = st.one_of(
+    st.fixed_dictionaries({"max_rows": st.integers(1, 6)}),
+    st.fixed_dictionaries({"max_tokens": st.integers(40, 160)}),
+    st.fixed_dictionaries({"max_rows": st.integers(1, 6), "max_tokens": st.integers(40, 160)}),
+)
+
+
+@given(some_lengths, some_limits, st.data())
+def test_whole_microbatches_are_found_again(lengths, limits, data) -> None:
+    whole = fill(lengths, **limits)
+    assert sorted(itertools.chain(*whole)) == list(range(len(lengths)))
+    mine = data.draw(st.lists(st.sampled_from(range(len(whole))), unique=True).map(sorted))
+    share = [item for index in mine for item in whole[index]]
+    again = fill([lengths[item] for item in share], **limits)
+    assert [tuple(share[row] for row in rows) for rows in again] == [whole[index] for index in mine]
+
+
+@given(some_lengths, some_limits)
+def test_every_microbatch_is_as_full_as_its_limit_allows(lengths, limits) -> None:
+    rows, tokens = limits.get("max_rows", math.inf), limits.get("max_tokens", math.inf)
+    cut = fill(lengths, **limits)
+    sizes = [(len(group), max(1, *(lengths[item] for item in group), 1)) for group in cut]
+    assert all(number <= rows and number * longest <= tokens for number, longest in sizes)
+    for group, later in itertools.pairwise(cut):
+        assert len(group) + 1 > rows or (len(group) + 1) * max(1, lengths[later[0]]) > tokens
+
+
+@settings(deadline=None)
+@given(some_lengths, st.integers(1, 12), st.sampled_from([None, CostModel(seconds_per_microbatch=50.0)]))
+def test_shares_are_the_microbatches_of_one_rank(lengths, size, cost) -> None:
+    limit = {"max_microbatch_tokens": 80}
+
+    def microbatches(degree: int) -> list[list[list[int]]]:
+        """The sample ids of every microbatch of each update, over all ranks."""
+        settings: dict[str, Any] = {"global_batch_size": size, "same_bits": True, "cost": cost, **limit}
+        updates = zip(
+            *(UpdateSampler(lengths, dp_rank=rank, dp_degree=degree, **settings) for rank in range(degree)), strict=True
+        )
+        return [
+            sorted([share[row] for row in rows] for share in shares
+                   for rows in fill([lengths[each] for each in share], max_tokens=80))
+            for shares in updates
+        ]  # fmt: skip
+
+    alone = microbatches(1)
+    assert sorted(itertools.chain(*itertools.chain(*alone))) == list(range(len(lengths)))
+    assert all(microbatches(degree) == alone for degree in (2, 3, 5))
+
+
+@pytest.mark.parametrize(("given", "why"), [
+    ({"same_bits": True}, "neither of micro_batch_size and max_microbatch_tokens"),
+    ({"same_bits": True, "micro_batch_size": 2, "max_microbatch_tokens": 9}, "both of micro_batch_size"),
+    ({"same_bits": True, "max_microbatch_tokens": 3}, "sample 1 has 4 tokens"),
+    ({"micro_batch_size": 2}, "without same_bits=True"),
+])  # fmt: skip
+def test_a_sampler_is_refused(given, why) -> None:
+    with pytest.raises(PlanError, match=why):
+        UpdateSampler([2, 4], global_batch_size=2, **given)
+
+
+def gradients_of(values: Tensor, sizes: list[int]) -> list[nn.Parameter]:
+    """Parameters whose gradients are ``values`` in pieces."""
+    parameters = [nn.Parameter(torch.empty(len(piece))) for piece in values.split(sizes)]
+    for parameter, piece in zip(parameters, values.split(sizes), strict=True):
+        parameter.grad_dtype = None
+        parameter.grad = piece.clone()
+    return parameters
+
+
+@pytest.mark.parametrize("outlier", [1.0, 1e4, 1e30])
+def test_the_norm_has_the_same_bits_in_any_order(outlier: float) -> None:
+    made = torch.Generator().manual_seed(0)
+    values = torch.randn(200_000, generator=made, dtype=torch.float64) * 1e-3
+    values[7] = outlier  # beside which a single grid would lose the others
+    truth = math.sqrt(math.fsum(each * each for each in values.tolist()))
+    norms, usual = set(), set()
+    for cut in ([200_000], [3, 100_000, 99_997], [1] * 5 + [199_995]):
+        parameters = gradients_of(values[torch.randperm(len(values), generator=made)], cut)
+        norms.add(float(exact_norm(parameters)))
+        usual.add(float(total_norm(parameters)))
+    assert len(norms) == 1
+    assert abs(norms.pop() - truth) <= 1e-12 * truth
+    assert outlier > 1 or len(usual) > 1, "the usual norm depends on the order, or this test sees nothing"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 0.0, 2.0**-140, 2.0**127])
+def test_the_norm_of_extreme_gradients(value: float) -> None:
+    norm = float(exact_norm(gradients_of(torch.tensor([value, 0.0], dtype=torch.float64), [1, 1])))
+    assert norm == value if math.isfinite(value) else not math.isfinite(norm)
+
+
+@given(st.lists(st.floats(-(2.0**90), 2.0**90, width=32), min_size=1, max_size=50), st.randoms())
+def test_parts_add_up_in_any_order(values, random) -> None:
+    parts = parts_of(torch.tensor(values, dtype=torch.float64))
+    assert torch.equal(parts.sum(1), parts.new_tensor([round(each / 2.0**-88) * 2.0**-88 for each in values]))
+    sums = parts.sum(0)
+    random.shuffle(values)
+    assert torch.equal(sums, sum(parts_of(torch.tensor([each], dtype=torch.float64))[0] for each in values))
+    assert math.isclose(float(sums.sum()), math.fsum(values), rel_tol=1e-15, abs_tol=len(values) * 2.0**-88)
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4, 4, sparse=True)
+
+
+@pytest.mark.parametrize(("model", "given", "why"), [
+    (nn.Linear(2, 2), {}, "no fixed limit"),
+    (nn.Linear(2, 2), {"max_microbatch_tokens": "auto"}, "no fixed limit"),
+    (nn.Linear(2, 2).double(), {"micro_batch_size": 2}, "float64 rounds"),
+    (nn.Linear(2, 2), {"micro_batch_size": 2, "accumulate_dtype": torch.float32}, "accumulate_dtype"),
+    (nn.Linear(2, 2), {"micro_batch_size": 2, "collate": OneRow()}, "OneRow"),
+    (Sparse(), {"micro_batch_size": 2}, "sparse"),
+])  # fmt: skip
+def test_an_accumulator_is_refused(model, given, why) -> None:
+    with pytest.raises(PlanError, match=f"^same_bits=True and .*{why}"):
+        GradientAccumulator(model, same_bits=True, **given)
+
+
+@loss(weigh=lambda microbatch: float(len(microbatch["x"])))
+def total(model: nn.Module, microbatch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    return model(microbatch["x"]).sum(), len(microbatch["x"])
+
+
+def test_calls_are_refused() -> None:
+    model, batch = nn.Linear(2, 2), {"x": torch.ones(3, 2)}
+    gradient = GradientAccumulator(model, micro_batch_size=2, same_bits=True)
+    with pytest.raises(PlanError, match="JointLoss"):
+        gradient.forward_backward(batch, JointLoss(lambda model, x: model(x["x"]), lambda x: (x.sum(), 3)))
+    with pytest.raises(PlanError, match="microbatch\\(\\)"), gradient.microbatch(0, of=1):
+        pass
+    with pytest.raises(PlanError, match="step_in_backward"):
+        gradient.step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
+    gradient.forward_backward(batch, total)
+    assert gradient.finalize().finite
+
+
+REFUSED = {
+    "dropout": "the loss draws random numbers",
+    "batch-norm": "BatchNorm1d keeps statistics",
+    "usual-sampler": "the ranks hold 4 microbatches that are not the 4 of the whole update",
+    "other-limit": "the ranks hold 4 microbatches that are not the 4 of the whole update",
+}
+
+
+def run_job(name: str) -> str:
+    """The error of a job "kind:world:"."""
+    torch.manual_seed(0)
+    kind = name.split(":")[0]
+    extra = {"dropout": nn.Dropout(0.1), "batch-norm": nn.BatchNorm1d(5)}.get(kind, nn.Identity())
+    model = nn.Sequential(nn.Linear(5, 5), extra)
+    rank = torch.distributed.get_rank()
+    samples = samples_of("branched")
+    lengths = [len(each["x"]) for each in samples]
+    cut = {"max_microbatch_tokens": 64}
+    given: dict[str, Any] = {} if kind == "usual-sampler" else {"same_bits": True, **cut}
+    share = next(iter(UpdateSampler(lengths, global_batch_size=9, **given)))
+    if kind == "other-limit" and rank:
+        cut = {"max_microbatch_tokens": 65}
+    gradient = GradientAccumulator(model, same_bits=True, **cut)
+    flat = loss(weigh=lambda each: float(each["x"].numel()))(
+        lambda model, each: (model(each["x"].flatten(0, 1)).sum(), each["x"].numel())
+    )
+    try:
+        gradient.forward_backward([samples[each] for each in share], flat)
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+refused = of_ranks(f"{__name__}:run_job", [f"{kind}:2:" for kind in REFUSED])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_depends_on_ranks_is_refused_on_all_of_them(refused, kind: str) -> None:
+    for message in refused(f"{kind}:2:"):
+        assert REFUSED[kind] in message
