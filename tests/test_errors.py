@@ -27,6 +27,7 @@ from tests.unit.failures import (
     pipeline,
     precision,
     rows,
+    same_bits,
     saved,
     sizes,
     two_ranks,
@@ -43,6 +44,9 @@ LIBRARY = sorted(
     if each.relative_to(PACKAGE).parts[0] not in ("train", "simulate", "integrations", "__main__.py")
 )
 ELSEWHERE = {  # parts of errors that other tests provoke
+    "same_bits=True and the loss draws random numbers": "tests/unit/test_same_bits.py",
+    "keeps statistics of its own rank's microbatches": "tests/unit/test_same_bits.py",
+    "same_bits=True and the ranks hold": "tests/unit/test_same_bits.py",
     "is not of an audit": "tests/unit/test_audit.py",
     "is not known; give token, sample, sequence or any": "tests/unit/test_audit.py",
     "the loss is finite but the norm of the gradient": "test_what_came_out_wrong_moves_nothing",
@@ -67,6 +71,7 @@ ALONE = {
         padded,
         vocabulary,
         rows,
+        same_bits,
         saved,
         user_loop,
     )

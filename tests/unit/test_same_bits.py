@@ -1,4 +1,4 @@
-"""same_bits: the cut that does not depend on ranks, sums whose order does not matter, and what is refused."""
+"""same_bits: the cut that does not depend on ranks, sums whose order does not matter, and what ranks refuse."""
 
 import itertools
 import math
@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from megabatch import CostModel, GradientAccumulator, JointLoss, PlanError, UpdateSampler, loss
-from megabatch.batching.packed_row import OneRow
+from megabatch import CostModel, GradientAccumulator, UpdateSampler, loss
 from megabatch.engine.same_bits import parts_of
 from megabatch.planning.partition import fill
 from megabatch.wrappers.gradients import exact_norm, total_norm
@@ -68,17 +67,6 @@ def test_shares_are_the_microbatches_of_one_rank(lengths, size, cost) -> None:
     assert all(microbatches(degree) == alone for degree in (2, 3, 5))
 
 
-@pytest.mark.parametrize(("given", "why"), [
-    ({"same_bits": True}, "neither of micro_batch_size and max_microbatch_tokens"),
-    ({"same_bits": True, "micro_batch_size": 2, "max_microbatch_tokens": 9}, "both of micro_batch_size"),
-    ({"same_bits": True, "max_microbatch_tokens": 3}, "sample 1 has 4 tokens"),
-    ({"micro_batch_size": 2}, "without same_bits=True"),
-])  # fmt: skip
-def test_a_sampler_is_refused(given, why) -> None:
-    with pytest.raises(PlanError, match=why):
-        UpdateSampler([2, 4], global_batch_size=2, **given)
-
-
 def gradients_of(values: Tensor, sizes: list[int]) -> list[nn.Parameter]:
     """Parameters whose gradients are ``values`` in pieces."""
     parameters = [nn.Parameter(torch.empty(len(piece))) for piece in values.split(sizes)]
@@ -118,43 +106,6 @@ def test_parts_add_up_in_any_order(values, random) -> None:
     random.shuffle(values)
     assert torch.equal(sums, sum(parts_of(torch.tensor([each], dtype=torch.float64))[0] for each in values))
     assert math.isclose(float(sums.sum()), math.fsum(values), rel_tol=1e-15, abs_tol=len(values) * 2.0**-88)
-
-
-class Sparse(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(4, 4, sparse=True)
-
-
-@pytest.mark.parametrize(("model", "given", "why"), [
-    (nn.Linear(2, 2), {}, "no fixed limit"),
-    (nn.Linear(2, 2), {"max_microbatch_tokens": "auto"}, "no fixed limit"),
-    (nn.Linear(2, 2).double(), {"micro_batch_size": 2}, "float64 rounds"),
-    (nn.Linear(2, 2), {"micro_batch_size": 2, "accumulate_dtype": torch.float32}, "accumulate_dtype"),
-    (nn.Linear(2, 2), {"micro_batch_size": 2, "collate": OneRow()}, "OneRow"),
-    (Sparse(), {"micro_batch_size": 2}, "sparse"),
-])  # fmt: skip
-def test_an_accumulator_is_refused(model, given, why) -> None:
-    with pytest.raises(PlanError, match=f"^same_bits=True and .*{why}"):
-        GradientAccumulator(model, same_bits=True, **given)
-
-
-@loss(weigh=lambda microbatch: float(len(microbatch["x"])))
-def total(model: nn.Module, microbatch: dict[str, Tensor]) -> tuple[Tensor, int]:
-    return model(microbatch["x"]).sum(), len(microbatch["x"])
-
-
-def test_calls_are_refused() -> None:
-    model, batch = nn.Linear(2, 2), {"x": torch.ones(3, 2)}
-    gradient = GradientAccumulator(model, micro_batch_size=2, same_bits=True)
-    with pytest.raises(PlanError, match="JointLoss"):
-        gradient.forward_backward(batch, JointLoss(lambda model, x: model(x["x"]), lambda x: (x.sum(), 3)))
-    with pytest.raises(PlanError, match="microbatch\\(\\)"), gradient.microbatch(0, of=1):
-        pass
-    with pytest.raises(PlanError, match="step_in_backward"):
-        gradient.step_in_backward(torch.optim.SGD(model.parameters(), lr=0.1))
-    gradient.forward_backward(batch, total)
-    assert gradient.finalize().finite
 
 
 REFUSED = {

@@ -1,0 +1,68 @@
+"""What would give other bits on another number of ranks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from megabatch import GradientAccumulator, JointLoss, PlanError, UpdateSampler
+from megabatch.batching.packed_row import OneRow
+from megabatch.errors import MicrobatchLimit
+from tests.unit.failures.table import Failure
+
+
+def made(model: nn.Module | None = None, **settings: Any) -> GradientAccumulator:
+    return GradientAccumulator(nn.Linear(2, 2) if model is None else model, same_bits=True, **settings)
+
+
+def sampler(**settings: Any) -> UpdateSampler:
+    return UpdateSampler([2, 4], global_batch_size=2, **settings)
+
+
+def of_an_accumulator(call: Callable[[GradientAccumulator], object]) -> Callable[[], object]:
+    return lambda: call(made(micro_batch_size=2))
+
+
+def step_in_backward(gradient: GradientAccumulator) -> None:
+    gradient.step_in_backward(torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1))
+
+
+def couple(gradient: GradientAccumulator) -> None:
+    joint = JointLoss(lambda model, batch: model(batch["x"]), lambda x: (x.sum(), 3))
+    gradient.forward_backward({"x": torch.ones(3, 2)}, joint)
+
+
+def enter_microbatch(gradient: GradientAccumulator) -> None:
+    with gradient.microbatch(0, of=1):
+        pass
+
+
+REFUSED: dict[str, tuple[str, Callable[[], object]]] = {
+    "same_bits without a limit": ("no fixed limit", made),
+    'same_bits and "auto"': ("no fixed limit", lambda: made(max_microbatch_tokens="auto")),
+    "same_bits of float64": ("torch.float64", lambda: made(nn.Linear(2, 2).double(), micro_batch_size=2)),
+    "same_bits in float32": (
+        "accumulate_dtype is torch.float32", lambda: made(micro_batch_size=2, accumulate_dtype=torch.float32),
+    ),
+    "same_bits of a row": ("OneRow", lambda: made(micro_batch_size=2, collate=OneRow())),
+    "same_bits of sparse gradients": (
+        "sparse gradients", lambda: made(nn.Embedding(4, 4, sparse=True), micro_batch_size=2),
+    ),
+    "same_bits of a JointLoss": ("JointLoss", of_an_accumulator(couple)),
+    "same_bits in a loop of one's own": ("microbatch()", of_an_accumulator(enter_microbatch)),
+    "same_bits and steps in backward": ("step_in_backward()", of_an_accumulator(step_in_backward)),
+    "same_bits and a lower limit": (
+        "the limit was lowered to 1 samples", of_an_accumulator(lambda each: each.lower_limit(MicrobatchLimit(1, 9))),
+    ),
+}  # fmt: skip
+FAILURES = {name: Failure(PlanError, f"same_bits=True and … {seen}", each) for name, (seen, each) in REFUSED.items()}
+FAILURES |= {
+    "a sampler with a limit": Failure(PlanError, "without same_bits=True", lambda: sampler(micro_batch_size=2)),
+    "a sampler with same_bits alone": Failure(
+        PlanError, "neither of micro_batch_size", lambda: sampler(same_bits=True)
+    ),
+    "a sampler of a longer sample": Failure(
+        PlanError, "sample 1 has 4 tokens", lambda: sampler(same_bits=True, max_microbatch_tokens=3)
+    ),
+}
