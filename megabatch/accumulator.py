@@ -354,7 +354,7 @@ class GradientAccumulator:
         """
         if isinstance(loss_fn, JointLoss) or takes_divisor(loss_fn):
             raise PlanError("evaluate() needs a loss that sums over samples; this couples them, or takes the divisor")
-        sums = OpenUpdate(self._wrapper)
+        sums = self._new_update(self._wrapper)
         with self._guarded():
             with self._open_forwards("evaluate", batch, loss_hooks(loss_fn), None) as (_, steps):
                 for step in steps:

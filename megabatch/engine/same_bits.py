@@ -61,10 +61,12 @@ class SameBitsPlanner(MicrobatchPlanner):
     def plan(self, samples: Samples) -> Plan:
         lengths = samples.lengths
         check_lengths(lengths, self.max_microbatch_tokens)
-        cut = fill(lengths, max_rows=self.micro_batch_size, max_tokens=self.max_microbatch_tokens)
         sync, reason = self.choice
-        plan = Plan(tuple(cut), tuple(lengths), tuple(range(len(lengths))), sync, reason)
+        plan = Plan(tuple(self._fill(lengths)), tuple(lengths), tuple(range(len(lengths))), sync, reason)
         return plan if self.cost is None else priced(plan, self.cost)
+
+    def _fill(self, lengths: Sequence[int]) -> list[tuple[int, ...]]:
+        return fill(lengths, max_rows=self.micro_batch_size, max_tokens=self.max_microbatch_tokens)
 
     def lowered(self, bound: MicrobatchLimit | None) -> MicrobatchPlanner:
         if bound is None:
@@ -74,9 +76,11 @@ class SameBitsPlanner(MicrobatchPlanner):
             "cut has other bits: give the lower limit to the accumulator and to the sampler, and start again"
         )
 
-    def prepare(self, batch: Batch, hooks: LossHooks) -> PreparedBatch:
+    def prepare(self, batch: Batch, hooks: LossHooks, given: Plan | None = None) -> PreparedBatch:
         """Prepare a call. Weights that are no whole numbers are rounded, so that their sum is exact."""
-        prepared = super().prepare(batch, hooks)
+        prepared = super().prepare(batch, hooks, given)
+        if given is not None and list(filter(None, prepared.plan.microbatches)) != self._fill(prepared.plan.lengths):
+            raise PlanError("same_bits=True and plan= is not the cut of these samples; leave plan= out")
         weights = [{name: _rounded(each) for name, each in weights.items()} for weights in prepared.weights]
         sums = {name: sum(each[name] for each in weights) for name in prepared.weight_sums}
         return replace(prepared, weights=tuple(weights), weight_sums=sums)
@@ -94,12 +98,12 @@ class SameBitsPlanner(MicrobatchPlanner):
                     f"same_bits=True and {type(each).__name__} keeps statistics of its own rank's microbatches; call "
                     "eval() on it, use another norm, or leave same_bits out"
                 )
-        limits = {"max_rows": self.micro_batch_size, "max_tokens": self.max_microbatch_tokens}
+        limits = (self.micro_batch_size, self.max_microbatch_tokens)
         mine = [tuple(plan.lengths_of(rows)) for rows in plan.microbatches]
-        told: list[tuple[dict[str, int | None], list[tuple[int, ...]]]] = wrapper.ranks.exchange_objects((limits, mine))
+        told: list[tuple[object, list[tuple[int, ...]]]] = wrapper.ranks.exchange_objects((limits, mine))
         found = sorted(each for _, theirs in told for each in theirs)
         lengths = sorted(length for each in found for length in each)
-        whole = [tuple(lengths[item] for item in group) for group in fill(lengths, **limits)]
+        whole = [tuple(lengths[item] for item in group) for group in self._fill(lengths)]
         if found != sorted(whole) or any(theirs != limits for theirs, _ in told):
             raise PlanError(
                 f"same_bits=True and the ranks hold {len(found)} microbatches that are not the {len(whole)} of the "

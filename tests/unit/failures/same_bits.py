@@ -38,6 +38,12 @@ def enter_microbatch(gradient: GradientAccumulator) -> None:
         pass
 
 
+def give_a_plan(gradient: GradientAccumulator) -> None:
+    batch = {"x": torch.ones(3, 2)}
+    other = made(micro_batch_size=1).plan(batch)
+    gradient.forward_backward(batch, lambda model, each: (model(each["x"]).sum(), len(each["x"])), plan=other)
+
+
 REFUSED: dict[str, tuple[str, Callable[[], object]]] = {
     "same_bits without a limit": ("no fixed limit", made),
     'same_bits and "auto"': ("no fixed limit", lambda: made(max_microbatch_tokens="auto")),
@@ -49,6 +55,7 @@ REFUSED: dict[str, tuple[str, Callable[[], object]]] = {
     "same_bits of sparse gradients": (
         "sparse gradients", lambda: made(nn.Embedding(4, 4, sparse=True), micro_batch_size=2),
     ),
+    "same_bits with another plan": ("plan=", of_an_accumulator(give_a_plan)),
     "same_bits of a JointLoss": ("JointLoss", of_an_accumulator(couple)),
     "same_bits in a loop of one's own": ("microbatch()", of_an_accumulator(enter_microbatch)),
     "same_bits and steps in backward": ("step_in_backward()", of_an_accumulator(step_in_backward)),
