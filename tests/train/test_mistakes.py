@@ -52,7 +52,7 @@ FILES = {
     "labels.csv": "text,label\nhello,yes\nhello,maybe\n",
     "empty.csv": "",
     "header.csv": "text\n",
-    "long.csv": "text\n" + "x" * 300 + "\n",
+    "long.csv": "text\n" + ("x" * 300 + "\n") * 9,
     "latin.csv": b"text\ncaf\xe9\n",
     "ragged.csv": "text,label\na,b\nc\n",
     "numbers.jsonl": '{"text": 3}\n',
