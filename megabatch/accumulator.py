@@ -685,7 +685,10 @@ class GradientAccumulator:
     def _refuse_to_add(self) -> None:
         """Raise `MegabatchError` since no call can add to the update."""
         if self._running:
-            raise MegabatchError("microbatches() was called inside its own loop; finish one call before the next")
+            raise MegabatchError(
+                "forward_backward(), microbatches() or microbatch() was called inside the loop or the loss of another "
+                "such call; finish one before the next"
+            )
         if self._loop is not None:
             raise MegabatchError("the update consists of microbatch(), and no call adds to it; finalize() it before")
         raise MegabatchError(f"{LOST}; discard() it, and give its samples again")

@@ -61,7 +61,10 @@ class Update:
 
     def __str__(self) -> str:
         """Format the update in one line. Wait for the device."""
-        counts = f"{self.num_samples} samples, {self.num_tokens} tokens, {self.num_microbatches} microbatches"
+        known = (
+            f"{self.num_samples} samples, {self.num_tokens} tokens, " if self.num_samples else ""
+        )  # not in own loops
+        counts = f"{known}{self.num_microbatches} microbatches"
         norm = "" if self.grad_norm is None else f", grad_norm {float(self.grad_norm):.4g}"
         terms = "".join(f", {name} {float(value):.6g}" for name, value in self.terms.items() if len(self.terms) > 1)
         verdict = "finite" if bool(self.finite) else "NOT finite"

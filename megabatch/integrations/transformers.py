@@ -45,7 +45,7 @@ class MegabatchTrainer(Trainer):
 
     An update consumes ``per_device_train_batch_size * gradient_accumulation_steps`` samples of each process. The
     trainer groups them into microbatches by length. Loop, logging, callbacks, checkpoints and evaluation are Hugging
-    Face's. The logged loss is the update's. It runs in one process, or with DistributedDataParallel or FSDP2 (torchrun).
+    Face's. The logged loss is the update's. It runs in one process, with DistributedDataParallel or with FSDP2.
     An update whose loss or clipped gradient is not finite leaves weights and optimizer unchanged. Put this class before
     another Trainer to train with that one's loss: ``class Exact(MegabatchTrainer, SFTTrainer): pass``.
 

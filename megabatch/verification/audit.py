@@ -356,6 +356,7 @@ class _Recorder:
                 self._see_cross_entropy(input)
             return own(input, *args, **kwargs)
 
+        cast(Any, cross_entropy).__prepare_scriptable__ = lambda: own  # torch.jit.script compiles torch's own
         return cross_entropy
 
     @_quietly
@@ -490,7 +491,13 @@ class _Recorder:
         self._steppers.add(id(optimizer))
         if len(self._steppers) > 1:
             self.note("how often a microbatch is counted: several optimizers step in turns")
-        gradient = self._sketch_gradient()
+            gradient = self._before_clip = None  # a parameter may have a gradient that is not for this step
+        else:
+            gradient = self._sketch_gradient()
+        if any(each.has_logits and each.microbatch is None for each in self._forwards):
+            self.note(
+                "what became of a forward whose logits got no gradient before the step: its samples may be missing"
+            )
         if self._before_clip is not None and (self._clips_values or _is_shortened(gradient, self._before_clip)):
             gradient = self._before_clip
         elif self._before_clip is not None:

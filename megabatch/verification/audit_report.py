@@ -254,7 +254,7 @@ def _merge_ranks(ranks: Sequence[UpdateRecord], earlier: Sequence[MicrobatchReco
     gradient = _merge_gradients(ranks, found) if len(ranks) == first.world else None
     if gradient is not None:
         _count_microbatches(found, gradient, earlier)
-    elif len(ranks) == first.world:
+    elif len(ranks) == first.world and not any(each.startswith("how often a") for each in found.unknown):
         found.unknown.append("how often a microbatch is counted: no parameter has a gradient at the step")
     _weigh_tokens(found)
     if gradient is not None and found.weights is not None and found.counts is not None:

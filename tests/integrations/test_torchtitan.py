@@ -70,6 +70,15 @@ def test_the_tail_of_an_epoch_is_stepped(runs: dict[str, Any]) -> None:
     assert seen == given
 
 
+def test_a_tail_that_only_one_rank_has_is_stepped(runs: dict[str, Any]) -> None:
+    """The other rank has no batch left, and repeats its last one without targets."""
+    found = runs["one rank"]
+    assert (found["updates"], found["error"]) == (2, "")
+    assert runs["errors"]["one rank"] < EXACT
+    seen, given = found["tokens"]
+    assert seen == given
+
+
 def test_an_update_without_targets_is_passed_over(runs: dict[str, Any]) -> None:
     """The second of three: the weights at the end are those of a run without it, and titan stops there."""
     error, of_titan = runs["void"]["errors"]

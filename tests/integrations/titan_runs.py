@@ -183,6 +183,8 @@ def main(out: Path) -> None:
     # An epoch's end: the first rank has two batches left, the others one of a single row.
     tail = [rows[: STEPS + 2] for rows in even]
     tail[1:] = [[*rows[:STEPS], batch(each, STEPS, rows=1)] for each, rows in enumerate(tail[1:], 1)]
+    # Another epoch's end: the first rank has two batches left, the others none.
+    alone = [rows[: STEPS + 2 * (number == 0)] for number, rows in enumerate(even)]
     # The second of three windows has no target.
     void = [[*rows[:STEPS], *(batch(0, number, targets=0) for number in range(STEPS)), *rows[STEPS:]] for rows in even]
 
@@ -193,6 +195,7 @@ def main(out: Path) -> None:
     plain = exact(even, sync="last", chunked=False)
     titan_hsdp, hsdp = Run(config(even, replicate=2)), exact(even, replicate=2)
     ended, titan_ended = exact(tail, sync="last", steps=9), Run(config([each[: STEPS + 2] for each in even], steps=9))
+    lonely = exact(alone, sync="last", steps=9)
     passed, titan_stopped = exact(void, sync="last", steps=3), Run(config(void, steps=3))
     first, rest = [each for rows in even for each in rows[:STEPS]], [each for rows in tail for each in rows[STEPS:]]
     expected, of_hsdp = uncut(titan, 0, first), uncut(hsdp, 0, first)
@@ -215,7 +218,9 @@ def main(out: Path) -> None:
         "refused": refused,
         "errors": {
             name: distance(each.gradients[0], of_hsdp if "HSDP" in name else expected) for name, each in runs.items()
-        } | {"tail": distance(ended.gradients[1], uncut(ended, 1, rest))},
+        }
+        | {"tail": distance(ended.gradients[1], uncut(ended, 1, rest))}
+        | {"one rank": distance(lonely.gradients[1], uncut(lonely, 1, even[0][STEPS : STEPS + 2]))},
         "apart": {  # from titan's own, in the second update
             "auto": distance(same.gradients[1], titan.gradients[1]),
             "last": distance(last.gradients[1], titan.gradients[1]),
@@ -225,6 +230,10 @@ def main(out: Path) -> None:
         "tail": {
             "updates": [len(ended.gradients), len(titan_ended.gradients)], "error": ended.error,
             "tokens": [ended.trainer.ntokens_seen, sum(labels.numel() for _, labels in tail[rank])],
+        },
+        "one rank": {
+            "updates": len(lonely.gradients), "error": lonely.error,
+            "tokens": [lonely.trainer.ntokens_seen, sum(labels.numel() for _, labels in alone[rank])],
         },
         "void": {
             "updates": len(passed.gradients), "steps": passed.trainer.step, "weights": distance(passed.end, last.end),

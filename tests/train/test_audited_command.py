@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from megabatch import Audit, MegabatchError
 from megabatch.train.cli.arguments import Audit as Arguments
 from megabatch.train.cli.arguments import read_arguments
 from megabatch.train.cli.audited_command import PAGE, read_findings, run_audited
+from megabatch.verification.audit_records import UpdateRecord
 from tests.unit.test_audit import LM, train
 
 ROOT = Path(__file__).parents[2]
@@ -83,6 +85,27 @@ def test_bad_input_gets_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         run_audited(asked)
     assert str(raised.value).startswith(line)
     assert not list(tmp_path.iterdir())
+
+
+def test_runs_of_several_ranks_in_one_folder_are_kept_apart(tmp_path: Path) -> None:
+    for launcher, kind, world in (("host-7", "exact", 2), ("host-8", "means", 2)):
+        with megabatch.audit() as found:
+            train(LM(), kind)
+        for rank in range(world):
+            changed = [replace(each, rank=rank) for each in found.records]
+            records = [replace(each, world=world) if isinstance(each, UpdateRecord) else each for each in changed]
+            if launcher == "host-7":
+                records = [each for each in records if getattr(each, "number", 0) < 2]  # it ended sooner
+            lines = "".join(f"{Audit.to_line(each)}\n" for each in records)
+            (tmp_path / f"{launcher}-{rank}.jsonl").write_text(lines)
+    found, others = read_findings(tmp_path, "")
+    assert (len(found.updates), others) == (3, 1)
+    assert "NOT exact" in str(found).splitlines()[0]
+    for each in tmp_path.glob("host-8-1*"):  # the ranks of one run on two machines
+        each.rename(tmp_path / "other-3-1.jsonl")
+    found, others = read_findings(tmp_path, "")
+    assert (len(found.updates), others) == (3, 1)
+    assert "records of" not in str(found)
 
 
 def test_a_damaged_record_is_named(tmp_path: Path) -> None:

@@ -478,6 +478,48 @@ def test_a_second_optimizer_is_named() -> None:
     assert "what a second optimizer steps" in str(found)
 
 
+def test_optimizers_that_step_in_turns_cannot_be_told() -> None:
+    model = LM()
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.table, model.head)]
+    with megabatch.audit(model, updates=2) as found:
+        for each in optimizers:
+            loss_of(model, samples()[1]).backward()
+            each.step()
+    assert str(found).startswith("megabatch audit: cannot tell how often microbatches are counted")
+    assert "several optimizers step in turns" in str(found)
+    assert "no parameter has a gradient" not in str(found)
+    assert not found.ok
+
+
+def test_a_forward_without_a_backward_is_named() -> None:
+    model = LM()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for is_left_out in (False, True):
+        with megabatch.audit(model, updates=1) as found:
+            for number in (0, 1):
+                loss = loss_of(model, samples()[number])
+                if not (is_left_out and number):
+                    loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert ("a forward whose logits got no gradient" in str(found)) == is_left_out
+
+
+def scripted_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
+def test_a_loss_can_be_compiled_by_torchscript() -> None:
+    model, ids = LM(), samples()[1]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with megabatch.audit(model) as found:
+        loss = torch.jit.script(scripted_loss)
+        loss(model(input_ids=ids[None])[0, :-1], ids[1:]).backward()
+        optimizer.step()
+    assert found.error() == pytest.approx(0.0, abs=1e-6)
+
+
 def test_bad_arguments() -> None:
     with pytest.raises(PlanError, match="updates is 0"), megabatch.audit(updates=0):
         pass

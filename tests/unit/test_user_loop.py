@@ -147,6 +147,19 @@ def test_an_error_in_the_first_body_is_forgotten(gradient) -> None:
     assert gradient.finalize().finite
 
 
+def test_a_nested_call_and_the_printed_update_name_what_is_known() -> None:
+    gradient = GradientAccumulator(small.model_of_integers(), micro_batch_size=1)
+    for microbatch in gradient.microbatches(BATCH[:1]):
+        with pytest.raises(
+            MegabatchError, match=r"^forward_backward\(\), microbatches\(\) or microbatch\(\) was called"
+        ):
+            gradient.forward_backward(BATCH, small.squares)
+        gradient.backward(*small.squares(gradient.model, microbatch))
+    assert "1 samples, " in str(gradient.finalize())
+    run(gradient)
+    assert "over weight 8, 4 microbatches, finite" in str(gradient.finalize())
+
+
 def test_calls_and_loops_take_turns(gradient) -> None:
     expected = small.expected(gradient.model, BATCH)
     for _ in range(2):

@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -58,14 +58,18 @@ class AfterTorch:
 
 
 def begin():
+    is_missing = importlib.util.find_spec("megabatch") is None  # in the environment of the script
     try:
-        if importlib.util.find_spec("megabatch") is None:
+        if is_missing:
             sys.path.append({str(ROOT)!r})
         from megabatch.train.cli.audited_command import begin_audit
 
         begin_audit()
     except Exception as error:
         print(f"megabatch audit: this process is not watched: {{type(error).__name__}}: {{error}}", file=sys.stderr)
+    finally:
+        if is_missing:  # so that the script imports nothing else from there
+            sys.path.remove({str(ROOT)!r})
 
 
 if os.environ.get({FOLDER!r}):
@@ -80,11 +84,11 @@ def begin_audit() -> None:
     """Begin the audit of this process, whose records go into a file of its own."""
     from megabatch import Audit, audit
 
-    folder = Path(os.environ[FOLDER])
+    folder, launcher = Path(os.environ[FOLDER]), os.getppid()
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler writes to stderr when it starts
 
     def write(record: Any) -> None:
-        with (folder / f"{socket.gethostname()}-{os.getpid()}.jsonl").open("a", encoding="utf-8") as file:
+        with (folder / f"{socket.gethostname()}-{launcher}-{os.getpid()}.jsonl").open("a", encoding="utf-8") as file:
             file.write(Audit.to_line(record) + "\n")
 
     stack = ExitStack()
@@ -168,7 +172,7 @@ def report(asked: Arguments, folder: Path, status: int) -> int:
     sys.stdout.flush()
     print(found)
     if others:
-        print(f"{others} more processes trained apart from this one; their records are in {folder}")
+        print(f"{others} more runs trained apart from this one; their records are in {folder}")
     page = folder / PAGE
     page.write_text(found.page(), encoding="utf-8")
     print(f"a page to look at: {page}")
@@ -190,19 +194,29 @@ def title_of(command: tuple[str, ...]) -> str:
 
 
 def read_findings(folder: Path, command: str) -> tuple[Any, int]:
-    """Return the findings of the processes that trained together, and how many trained apart."""
+    """Return the findings of the processes that trained together, and how many other runs there are."""
     from megabatch import Audit
 
-    try:
-        texts = [file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.jsonl"))]
-    except (OSError, UnicodeDecodeError) as error:
-        raise MegabatchError(f"records in {folder} cannot be read: {in_one_line(error)}") from None
-    by_file = [Audit.from_lines(text.splitlines(), command) for text in texts]
-    trained = [each for each in by_file if each.updates]
-    together = [each for each in trained if each.updates[0].world > 1]
-    if together:
-        return Audit.from_records((record for each in together for record in each.records), command), 0
-    if trained:
-        longest = max(trained, key=lambda each: len(each.updates))
-        return longest, len(trained) - 1
-    return Audit.from_records((record for each in by_file for record in each.records), command), 0
+    by_launcher: dict[str, list[Any]] = {}  # torchrun starts the ranks of one machine
+    for file in sorted(folder.glob("*.jsonl")):
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise MegabatchError(f"records in {folder} cannot be read: {in_one_line(error)}") from None
+        by_launcher.setdefault(file.stem.rpartition("-")[0], []).append(Audit.from_lines(lines, command))
+
+    def merge(files: Iterable[Any]) -> Any:
+        return Audit.from_records((record for each in files for record in each.records), command)
+
+    runs, parts = list[Any](), list[Any]()
+    for files in by_launcher.values():
+        together = [each for each in files if each.updates and each.updates[0].world > 1]
+        ranks = {record.rank for each in together for record in each.records}
+        if together and len(ranks) == together[0].updates[0].world:
+            runs.append(merge(together))
+        else:
+            parts += together  # the ranks of one of several machines
+    runs += [merge(parts)] if parts else []
+    every = [each for files in by_launcher.values() for each in files]
+    runs = runs or [each for each in every if each.updates] or [merge(every)]
+    return max(runs, key=lambda each: len(each.updates)), len(runs) - 1
