@@ -413,21 +413,23 @@ class _Recorder:
         own = {id(each.sharded_param) for each in sharded} | {id(unsharded_parameter(each)) for each in sharded}
         for each in sharded:
             if each.sharded_param.requires_grad:
-                self._watch_gradient(each.sharded_param, unsharded_parameter(each))
+                self._watch_gradient(module, each.sharded_param, unsharded_parameter(each))
         for each in module.parameters():
             if id(each) not in own and each.requires_grad:
-                self._watch_gradient(each, each)
+                self._watch_gradient(module, each, each)
 
-    def _watch_gradient(self, parameter: Tensor, tensor: Tensor | None) -> None:
+    def _watch_gradient(self, module: nn.Module, parameter: Tensor, tensor: Tensor | None) -> None:
         self._sketcher.add_parameter(parameter)
         if tensor is None or id(tensor) in self._known or not tensor.requires_grad:
             return
         self._known.add(id(tensor))
         self._keep.append(tensor)
-        self._undo.append(tensor.register_hook(partial(self._see_gradient, parameter)).remove)
+        self._undo.append(tensor.register_hook(partial(self._see_gradient, module, parameter)).remove)
 
     @_quietly
-    def _see_gradient(self, parameter: Tensor, d: Tensor) -> None:
+    def _see_gradient(self, module: nn.Module, parameter: Tensor, d: Tensor) -> None:
+        if self._models is None and not module.training:  # a trial in eval mode, as MegabatchTrainer's
+            return
         last = self._microbatches[-1] if self._microbatches else None
         if last is None or id(parameter) in last.seen:
             last = self._open_microbatch()  # a loss without logits

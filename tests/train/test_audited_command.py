@@ -124,6 +124,25 @@ def run_loop(kind: str, folder: Path, *audit: str) -> tuple[str, list[Any]]:
     return done.stdout + f"status {done.returncode}\n", torch.load(folder / "weights.pt")
 
 
+ASKS_FIRST = """
+import importlib.util, sys
+path = list(sys.path)
+importlib.util.find_spec("torch")  # as datasets and transformers do
+import torch
+assert path == sys.path
+model = torch.nn.Linear(3, 5)
+torch.nn.functional.cross_entropy(model(torch.ones(2, 3)), torch.tensor([1, 2])).backward()
+torch.optim.SGD(model.parameters(), lr=0.1).step()
+"""
+
+
+@pytest.mark.full
+def test_a_script_that_asks_for_torch_before_it_imports_it_is_watched(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megabatch", "audit", "--to", str(tmp_path / "audit"), "--", sys.executable, "-c"]
+    done = subprocess.run([*command, ASKS_FIRST], cwd=ROOT, env=PYTHON, capture_output=True, text=True, check=True)
+    assert "1 update, 1 rank, 1 microbatch, 2 targets" in done.stdout
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "verdict", "factors"),

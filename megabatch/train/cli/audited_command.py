@@ -40,15 +40,19 @@ except ImportError:
 
 
 class AfterTorch:
+    is_looking = False
+
     def find_spec(self, name, path=None, target=None):
-        if name != "torch":
+        if name != "torch" or self.is_looking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self.is_looking = True
+        spec = importlib.util.find_spec(name)  # a library may only ask whether torch is there, and import it later
+        self.is_looking = False
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 
             def exec_module(module):
+                sys.meta_path.remove(self)
                 spec.loader.exec_module = run
                 run(module)
                 begin()
