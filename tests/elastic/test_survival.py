@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -14,9 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import filesystem, metadata
 
+from megabatch.train.checkpoints.tensor_files import SafeReader
 from megabatch.train.cli import commands as cli
 from megabatch.train.config import RunConfig
+from megabatch.train.runtime.files import replace_text, write_synced
 from tests.elastic.conftest import OWN
 from tests.train.conftest import Bench, states_of, timeless
 from tests.train.processes import Run, overrides
@@ -296,6 +300,49 @@ def room_for_two(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
         said = bench.train(run__folder=disk / "run", run__after_update=after, **values)
         assert sorted(path.name for path in (disk / "run" / "checkpoints").glob("step-*")) == ["step-4", "step-6"]
     return said
+
+
+# Trust
+
+
+@case("a recipe holds a secret")
+def secret_in_recipe(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
+    own = bench.path / "own.py"
+    own.write_text(
+        "import torch\n\ndef samples(hf_token, url):\n"
+        "    assert (hf_token, url) == ('hf_SECRET1', 'https://me:SECRET2@host/x')\n"
+        "    return [{'input_ids': torch.arange(1, 9), 'labels': torch.arange(1, 9)} for _ in range(20)]\n"
+    )
+    recipe = bench.path / "own.toml"
+    text = bench.recipe.read_text().replace('source = "jsonl"\n', "")
+    recipe.write_text(text.replace(f'path = "{bench.path}/data.jsonl"', f'function = "{own}:samples"'))
+    secrets = {"data__options__hf_token": "hf_SECRET1", "data__options__url": "https://me:SECRET2@host/x"}
+    values = {"eval__num_samples": 0, "run__manifest": True, **secrets}
+    bench.train(recipe=recipe, run__max_steps=1, **values)
+    files = [path for path in bench.folder.rglob("*") if path.is_file()]
+    assert len(files) > 8
+    assert [path for path in files if b"SECRET" in path.read_bytes()] == []
+    (refused,) = bench.finish(recipe=bench.folder)
+    assert refused.status == 2
+    return refused.err + bench.train(recipe=bench.folder, run__max_steps=2, **secrets)
+
+
+@pytest.mark.parametrize("path", ["../outside.distcp", "/etc/passwd", "a/b"])
+def test_a_part_of_a_checkpoint_lies_inside_it(tmp_path: Path, path: str) -> None:
+    index, info = metadata.MetadataIndex("x"), filesystem._StorageInfo(path, 0, 1)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata.Metadata({}, storage_data={index: info})))
+    with pytest.raises(pickle.UnpicklingError, match=f"names {path}, which lies outside"):
+        SafeReader(tmp_path).read_metadata()
+
+
+def test_a_file_is_never_written_through_a_link(tmp_path: Path) -> None:
+    victim, link = tmp_path / "victim", tmp_path / "link"
+    victim.write_text("mine")
+    link.symlink_to(victim)
+    with pytest.raises(OSError, match="File exists"):
+        write_synced(link, "theirs")
+    replace_text(link, "a run's")
+    assert (victim.read_text(), link.read_text(), link.is_symlink()) == ("mine", "a run's", False)
 
 
 @pytest.mark.parametrize(("name", "run"), list(CASES.values()))

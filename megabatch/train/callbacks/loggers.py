@@ -21,6 +21,7 @@ from typing import Any, Protocol, cast
 from megabatch.errors import in_one_line
 from megabatch.train.checkpoints.run_folder import TRACKING
 from megabatch.train.config import Config
+from megabatch.train.config.secrets import mask
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.files import replace_text
 from megabatch.train.runtime.ranks import Ranks
@@ -161,7 +162,7 @@ class Wandb(Tracker):
             finish_timeout=SECONDS_TO_ANSWER, finish_timeout_raises=True,
         )  # fmt: skip
         run = self._module.init(
-            project=config.tracking.project, name=self._name, config=config.model_dump(mode="json"),
+            project=config.tracking.project, name=self._name, config=mask(config.model_dump(mode="json")),
             dir=config.run.folder, id=self._saved, resume=self._saved and "allow", settings=settings,
         )  # fmt: skip
         return str(run.id)
@@ -174,7 +175,7 @@ class Trackio(Tracker):
         name = self._saved or f"{self._name}-{time.strftime('%Y%m%d-%H%M%S')}"
         with redirect_stdout(io.StringIO()):  # which a progress bar may have
             self._module.init(
-                project=config.tracking.project, name=name, config=config.model_dump(mode="json"),
+                project=config.tracking.project, name=name, config=mask(config.model_dump(mode="json")),
                 resume="allow" if self._saved else "never", embed=False, auto_log_cpu=False, auto_log_gpu=False,
             )  # fmt: skip
         return name
@@ -191,7 +192,7 @@ class Mlflow(Tracker):
         self._last_steps: dict[str, int] = {}  # of each tag, that MLflow has from earlier starts
         self._module.set_experiment(config.tracking.project)
         self._id = str(self._module.start_run(run_id=self._saved, run_name=self._name).info.run_id)
-        parameters = [] if self._saved else list(flat(config.model_dump(mode="json")))
+        parameters = [] if self._saved else list(flat(mask(config.model_dump(mode="json"))))
         for start in range(0, len(parameters), PARAMETERS_AT_ONCE):
             self._module.log_params(dict(parameters[start : start + PARAMETERS_AT_ONCE]))
         return self._id

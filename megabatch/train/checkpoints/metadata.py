@@ -16,6 +16,7 @@ from megabatch.autotune import device_text
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.checkpoints.paths import META, POINTER, step_of
 from megabatch.train.config import Config
+from megabatch.train.config.secrets import mask
 from megabatch.train.runtime.files import DIGEST, digest_of, sealed_text, write_synced
 from megabatch.train.runtime.ranks import Ranks
 
@@ -165,7 +166,7 @@ def describe_run(*, model: Meta, data: Meta, settings: Meta, derived: Meta, reci
     """Return the identity of a run as JSON reads it back, with versions and the recipe's text for people."""
     parts = {"settings": settings, "derived": derived, "model_config": {}, "parameters": {}, **model, "data": data}
     versions = {package: installed_version(package) for package in ("torch", "transformers", "megabatch")}
-    return json.loads(json.dumps({**parts, "versions": versions, "recipe": recipe}, default=str))
+    return mask(json.loads(json.dumps({**parts, "versions": versions, "recipe": recipe}, default=str)))
 
 
 def installed_version(package: str) -> str | None:
@@ -196,7 +197,7 @@ def describe_conditions(config: Config, ranks: Ranks) -> dict[str, object]:
 def check_same_run(checkpoint: Path, saved: Meta, here: Meta) -> None:
     """Raise `MegabatchError` naming the first difference between a checkpoint's run and this one."""
     for part, (kind, prefix) in IDENTITY.items():
-        difference = first_difference(saved[part], here[part])
+        difference = first_difference(mask(saved[part]), mask(here[part]))
         if difference is not None:
             key, there, now = difference
             change = (

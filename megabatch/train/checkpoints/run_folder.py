@@ -19,6 +19,7 @@ import torch
 from megabatch.errors import MegabatchError
 from megabatch.train.checkpoints.metadata import installed_version
 from megabatch.train.config import Config, Section
+from megabatch.train.config.secrets import mask, mask_command
 from megabatch.train.runtime.console import Console, utc_now
 from megabatch.train.runtime.files import CONFIG, PLAN, replace_text
 from megabatch.train.runtime.ranks import Ranks
@@ -35,7 +36,7 @@ def recipe_text(config: Config) -> str:
     Raises `MegabatchError` for a file name that is not UTF-8.
     """
     fresh = config.model_copy(update={"run": config.run.model_copy(update={"resume": False})})
-    text = tomli_w.dumps({name: _section_table(getattr(fresh, name)) for name in Config.model_fields})
+    text = tomli_w.dumps(mask({name: _section_table(getattr(fresh, name)) for name in Config.model_fields}))
     for line in text.splitlines():
         shown = line.encode("utf-8", "backslashreplace").decode()
         if shown != line:
@@ -70,7 +71,7 @@ def describe_start(ranks: Ranks) -> dict[str, Any]:
     devices = ranks.gather(device_name(ranks.device))
     return {
         "time_utc": utc_now(),
-        "command": sys.argv,
+        "command": mask_command(sys.argv),
         "working_folder": str(Path.cwd()),
         "git_commit": git_commit(Path.cwd()),
         "python": platform.python_version(),

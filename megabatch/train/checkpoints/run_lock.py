@@ -20,6 +20,7 @@ from megabatch.train.checkpoints.paths import checkpoints_of, has_checkpoint, ho
 from megabatch.train.checkpoints.run_folder import TRACKING, describe_start, recipe_text
 from megabatch.train.config import Config
 from megabatch.train.config.recipe import load_config
+from megabatch.train.config.secrets import mask
 from megabatch.train.model.optimizer import settings_of
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.files import (
@@ -188,7 +189,7 @@ def _updates_text(number: int) -> str:
 
 def _check_same_recipe(folder: Path, config: Config, made: int) -> None:
     """Raise if another recipe made the updates that would be made again."""
-    difference = first_difference(_identity(load_config(recipe_of(folder), [])), _identity(config))
+    difference = first_difference(_identity(load_config(recipe_of(folder), [], may_be_masked=True)), _identity(config))
     if difference is not None:
         key, there, now = difference
         raise MegabatchError(
@@ -202,7 +203,7 @@ def _identity(config: Config) -> dict[str, Any]:
     model = {f"model.{key}": getattr(config.model, key) for key in ("name", "config")}
     data = {f"data.{key}": getattr(config.data, key) for key in DATA_KEYS}
     start = {"run.init_from": config.run.init_from}
-    return json.loads(json.dumps({**settings_of(config), **model, **data, **start}, default=str))
+    return mask(json.loads(json.dumps({**settings_of(config), **model, **data, **start}, default=str)))
 
 
 def _is_another_recipe(folder: Path, recipe: str) -> bool:

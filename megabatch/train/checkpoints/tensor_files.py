@@ -131,6 +131,11 @@ class SafeReader(FileSystemReader):
         """Return what the checkpoint holds, and where."""
         with (Path(self.path) / DESCRIPTION).open("rb") as file:
             found = _read_description(file)
+        for part in (found.storage_data or {}).values():
+            if Path(part.relative_path).name != part.relative_path:
+                raise pickle.UnpicklingError(
+                    f"{DESCRIPTION} names {part.relative_path}, which lies outside of the checkpoint"
+                )
         found.storage_meta = found.storage_meta or StorageMeta()
         found.storage_meta.load_id = self.load_id
         return found

@@ -31,6 +31,7 @@ from megabatch.train.config.keys import (
     unknown_section,
 )
 from megabatch.train.config.recipe_paths import near
+from megabatch.train.config.secrets import check_unmasked
 
 Layer = dict[str, Any]
 
@@ -193,12 +194,15 @@ def read_toml_value(text: str) -> object:
         return text
 
 
-def load_config(path: Path, arguments: list[str]) -> Config:
+def load_config(path: Path, arguments: list[str], *, may_be_masked: bool = False) -> Config:
     """Return the recipe with its overrides, checked: the file, the command line on top, then one validation."""
     file, overrides = read_recipe(path), read_overrides(arguments)
     for layer, where in ((file, f"in {path}"), (overrides, "on the command line")):
         check_one_bound(layer, where)
-    config = with_auto(check(merge(file, overrides), path, overrides))
+    merged = merge(file, overrides)
+    if not may_be_masked:
+        check_unmasked(merged, str(path))
+    config = with_auto(check(merged, path, overrides))
     check_memory(config)
     check_batch_size(config)
     check_config(config)
