@@ -131,7 +131,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path, capsys, how):
     if how == "raise":
         assert (status, said.err) == (2, (
             "megabatch: weights are not finite after update 1, and are not saved: with update.max_norm = none no "
-            "gradient is looked at; set it, or lower optim.lr, and resume from the last checkpoint\n"
+            "gradient is checked; set it, or lower optim.lr, and resume from the last checkpoint\n"
         ))  # fmt: skip
     else:
         assert status == 0

@@ -119,7 +119,7 @@ def test_what_is_damaged_is_one_line_and_nothing_is_written(tmp_path: Path, caps
 def test_what_cannot_be_asked_for_is_one_line(tmp_path: Path, capsys) -> None:
     run = whole_run(tmp_path / "run", 4)
     cases = [
-        ((tmp_path / "none",), "is no folder; give that of a run"),
+        ((tmp_path / "none",), "is no folder; give the folder of a run"),
         ((), "write: megabatch report RUN [--to FILE.html], or report --compare RUN RUN ..."),
         ((run, run), "write: megabatch report RUN"),
         (("--compare", run), f"{run} is the only run; name two or more to compare, or their folder"),

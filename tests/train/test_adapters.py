@@ -157,7 +157,7 @@ def test_without_peft_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPatc
 def test_a_model_that_is_cut_is_refused(bench: Bench, refuse: Callable[..., str], axis: str) -> None:
     values = {"model__lora__r": 4, f"parallel__{axis}": 2}
     assert refuse(ranks=2, **values) == (
-        f"model.lora is set and parallel.{axis} is 2, whose plans know no adapters; leave one out: "
+        f"model.lora is set and parallel.{axis} is 2, whose sharding plans have no rules for adapters; leave one out: "
         'parallel.wrapper = "fsdp2" shards the base, too'
     )
 

@@ -126,7 +126,7 @@ def check_weights(context: RunContext) -> None:
     if any(context.ranks.sum([float(bad)])):
         raise MegabatchError(
             f"weights are not finite after update {context.step}, and are not saved: with update.max_norm = none no "
-            "gradient is looked at; set it, or lower optim.lr, and resume from the last checkpoint"
+            "gradient is checked; set it, or lower optim.lr, and resume from the last checkpoint"
         )
 
 

@@ -40,8 +40,8 @@ def check_layout(config: Config, ranks: Ranks) -> None:
     for axis in ("tp", "pp") if config.model.lora is not None else ():
         if (degree := getattr(ranks.layout, axis)) > 1:
             raise MegabatchError(
-                f"model.lora is set and parallel.{axis} is {degree}, whose plans know no adapters; leave one out: "
-                'parallel.wrapper = "fsdp2" shards the base, too'
+                f"model.lora is set and parallel.{axis} is {degree}, whose sharding plans have no rules for adapters; "
+                'leave one out: parallel.wrapper = "fsdp2" shards the base, too'
             )
 
 
@@ -118,8 +118,8 @@ def lora_config(config: ModelConfig) -> Any:
         )
     if (begins := options.get("init_lora_weights", True)) not in BEGINNINGS:
         raise MegabatchError(
-            f"model.lora.init_lora_weights is {begins!r}, which does not begin with the base as it is; set it to true "
-            'or "gaussian"'
+            f"model.lora.init_lora_weights is {begins!r}, whose adapters change the base from the start; set "
+            'it to true or "gaussian"'
         )
     for key in ("bias", WHOLE):
         if config.dtype == "bfloat16" and options.get(key, "none") not in ("none", []):

@@ -258,8 +258,8 @@ def check_keys(config: ModelConfig) -> None:
         raise MegabatchError("model.options is set and goes to model.function only; remove it, or name a function")
     if config.dtype == "float64" and config.compute_dtype is not None:
         raise MegabatchError(
-            f"model.compute_dtype is {config.compute_dtype!r} and model.dtype 'float64', which autocast leaves "
-            "as it is; set model.dtype to float32, or leave compute_dtype out"
+            f"model.compute_dtype is {config.compute_dtype!r} and model.dtype 'float64', which autocast does "
+            "not convert; set model.dtype to float32, or leave compute_dtype out"
         )
     if config.function is not None and config.attention is not None:
         raise MegabatchError("model.attention is set and model.function chooses its own; remove model.attention")
@@ -271,7 +271,7 @@ def check_together(config: Config, ranks: Ranks) -> None:
     if config.model.dtype != "bfloat16" and config.update.accumulate_dtype is not None:
         raise MegabatchError(
             f"update.accumulate_dtype is {config.update.accumulate_dtype!r} and model.dtype {config.model.dtype!r}, "
-            "whose gradients are no coarser; leave accumulate_dtype out"
+            "whose gradients are already as precise; leave accumulate_dtype out"
         )
     if config.update.one_row and config.loss.function != LossConfig().function:
         raise MegabatchError(

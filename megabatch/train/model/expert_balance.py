@@ -77,7 +77,7 @@ def check_bias(experts: ExpertsConfig, config: Config, model: nn.Module) -> None
         **{f"parallel.{axis}": getattr(config.parallel, axis) > 1 for axis in ("cp", "tp", "pp")},
     }
     for key in (key for key, is_set in others.items() if is_set):
-        raise MegabatchError(f"{said} and {key} is set, with which tokens are not counted; leave one of them out")
+        raise MegabatchError(f"{said} and {key} is set, which does not count tokens; leave one of them out")
 
 
 def router_coefficient(config: Config, model: nn.Module, loss_fn: object) -> float | None:

@@ -63,8 +63,8 @@ def check_in_backward(config: Config) -> None:
     for key in (key for key, is_set in others.items() if is_set and config.optim.in_backward):
         key, _, instead = key.partition("; ")
         raise MegabatchError(
-            f"optim.in_backward is true and {key} is set, for which parameters would have to wait until the whole "
-            f"gradient is there; {instead or f'leave {key} out'}, or leave optim.in_backward out"
+            f"optim.in_backward is true and {key} is set, which needs the whole gradient before the first parameter is "
+            f"stepped; {instead or f'leave {key} out'}, or leave optim.in_backward out"
         )
 
 
@@ -274,7 +274,9 @@ def own_optimizer(groups: list[Group], config: OptimConfig) -> optim.Optimizer:
     title = f"optim.function {config.function!r}"
     for key in ("name", "betas"):
         if is_set(config, key):
-            raise MegabatchError(f"optim.{key} is set and {title} is not told it; use optim.options, or leave it out")
+            raise MegabatchError(
+                f"optim.{key} is set and is not passed to {title}; put it into optim.options, or leave it out"
+            )
     for key in config.options:
         refuse_owned(key)
     function = load_function(config.function, "optim.function")

@@ -135,7 +135,7 @@ def check_model(model: nn.Module, parallel: ParallelConfig) -> None:
     if not isinstance(model, PreTrainedModel) or family not in ANATOMIES:
         kind = type(model).__name__ if family is None else f"model of type {family}"
         raise MegabatchError(
-            f"parallel.pp is {parallel.pp} and how a {kind} is cut into stages is not known; leave parallel.pp out, "
+            f"parallel.pp is {parallel.pp} and megabatch cannot cut a {kind} into stages; leave parallel.pp out, "
             f"or take one of {', '.join(ANATOMIES)}"
         )
     config = cast(Any, model.config)
@@ -148,7 +148,7 @@ def check_model(model: nn.Module, parallel: ParallelConfig) -> None:
     if len(kinds) > 1 or getattr(config, "add_cross_attention", False):
         raise MegabatchError(
             f"parallel.pp is {parallel.pp} and the model has {' and '.join(kinds) or 'cross attention'} in its layers, "
-            "which a stage would not tell apart; leave parallel.pp out"
+            "which pipeline stages do not support; leave parallel.pp out"
         )
 
 

@@ -82,14 +82,14 @@ def one_line_for_damage(folder: Path) -> Generator[None]:
         raise MegabatchError(f"cannot read {folder} ({in_one_line(error)}); allow it, or give a run's folder") from None
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
         raise MegabatchError(
-            f"a file of {folder} is damaged ({in_one_line(error)}); delete environment.json, or the line that is none"
+            f"a file of {folder} is damaged ({in_one_line(error)}); delete environment.json, or the line that is no row"
         ) from None
 
 
 def check_run(folder: Path, *, may_be_empty: bool) -> None:
     """Raise where the folder has no run, or a run without rows."""
     if not folder.is_dir():
-        raise MegabatchError(f"{folder} is no folder; give that of a run, as runs/stdlib")
+        raise MegabatchError(f"{folder} is no folder; give the folder of a run, runs/stdlib say")
     has_rows = (folder / METRICS).is_file()
     if not has_rows and not (may_be_empty and (folder / CONFIG).is_file()):
         raise MegabatchError(f"{folder} has no {METRICS}; give the folder of a run that has begun")
