@@ -102,7 +102,6 @@ def damaged(name: str, line: str) -> Callable[[Path], object]:
         (damaged("timeline.jsonl", '{"step": 1}'), "timeline.jsonl is damaged (a line is no timeline)"),
         (damaged("skipped.jsonl", "[]"), "skipped.jsonl is damaged (line 1 is no row with a step)"),
         (damaged("skipped.jsonl", '{"step": 1, "samples": 5}'), "a file of "),
-        (lambda run: (run / "environment.json").write_text('{"starts": [3]}'), "a file of "),
     ],
 )
 def test_what_is_damaged_is_one_line_and_nothing_is_written(tmp_path: Path, capsys, spoil, line: str) -> None:
