@@ -223,8 +223,15 @@ class GradientAccumulator:
     def reserve_for(self, optimizer: torch.optim.Optimizer) -> None:
         """Reserve memory for the states of ``optimizer`` when "auto" chooses the limit.
 
-        Without this call, "auto" reserves two states for each trained element. `Learner` calls this.
+        Without this call, "auto" reserves two states for each trained element. `Learner` calls this. Raises `PlanError`
+        for ``same_bits`` with a fused optimizer on a CPU.
         """
+        if (
+            self._same_bits
+            and self._wrapper.device.type == "cpu"
+            and any(each.get("fused") for each in optimizer.param_groups)
+        ):
+            self._refuse_same_bits("a fused optimizer on a CPU, whose bits depend on the size of its shard")
         if self._tuner is not None:
             self._tuner.optimizer = optimizer
 

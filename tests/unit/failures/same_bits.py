@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megabatch import GradientAccumulator, JointLoss, PlanError, UpdateSampler
+from megabatch import GradientAccumulator, JointLoss, Learner, PlanError, UpdateSampler
 from megabatch.batching.packed_row import OneRow
 from megabatch.errors import MicrobatchLimit
 from tests.unit.failures.table import Failure
@@ -26,6 +26,10 @@ def of_an_accumulator(call: Callable[[GradientAccumulator], object]) -> Callable
 
 def step_in_backward(gradient: GradientAccumulator) -> None:
     gradient.step_in_backward(torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1))
+
+
+def step_fused(gradient: GradientAccumulator) -> None:
+    Learner(gradient.model, torch.optim.AdamW(gradient.model.parameters(), fused=True), gradient)
 
 
 def couple(gradient: GradientAccumulator) -> None:
@@ -55,6 +59,7 @@ REFUSED: dict[str, tuple[str, Callable[[], object]]] = {
     "same_bits of sparse gradients": (
         "sparse gradients", lambda: made(nn.Embedding(4, 4, sparse=True), micro_batch_size=2),
     ),
+    "same_bits of a fused optimizer": ("a fused optimizer", of_an_accumulator(step_fused)),
     "same_bits with another plan": ("plan=", of_an_accumulator(give_a_plan)),
     "same_bits of a JointLoss": ("JointLoss", of_an_accumulator(couple)),
     "same_bits in a loop of one's own": ("microbatch()", of_an_accumulator(enter_microbatch)),
