@@ -28,9 +28,10 @@ from megabatch.train.runtime.console import Console
 
 PROCESSES = 2  # each takes a core, and half a GiB
 ARGUMENTS = ["--world", "8", "--device", "a100-80g", "--memory", "80GiB"]
+ROUNDED = ["--optim.master=none", "--optim.state_dtype=none"]  # bfloat16 weights and states, as theirs were
 OPTIMIZERS = {
-    "AdamW": ["--optim.options.fused=false", "--optim.options.foreach=true"],
-    "8-bit AdamW": [f"--optim.function={Path(__file__).resolve()}:eight_bit"],
+    "AdamW": ["--optim.options.fused=false", "--optim.options.foreach=true", *ROUNDED],
+    "8-bit AdamW": [f"--optim.function={Path(__file__).resolve()}:eight_bit", *ROUNDED],
 }
 CASES = {1: ("every", "1"), 2: ("last", "2, held back"), 16: ("every", "16, reduced at each")}
 RUN = {"AdamW": [1, 2, 16], "8-bit AdamW": [16]}

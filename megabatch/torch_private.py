@@ -295,6 +295,12 @@ def is_given_to_replicate(module: nn.Module) -> bool:
     return "replicate" in (_get_registry(module) or {})
 
 
+def step_hooks(optimizer: Any) -> list[Callable[..., Any]]:
+    """``Optimizer._optimizer_step_pre_hooks`` and ``_optimizer_step_post_hooks``: hooks of one optimizer's step."""
+    found = (getattr(optimizer, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post"))
+    return [hook for hooks in found for hook in hooks.values()]
+
+
 def global_step_hooks() -> tuple[Mapping[int, Callable[..., Any]], ...]:
     """``_global_optimizer_pre_hooks`` and ``_post_hooks``: those of every optimizer's step."""
     hooks = cast(Any, sys.modules[torch.optim.Optimizer.__module__])

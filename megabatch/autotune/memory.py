@@ -18,6 +18,7 @@ import torch
 from torch import optim
 
 from megabatch.errors import PlanError
+from megabatch.optim import LowBits
 from megabatch.torch_private import start_profiler, stop_profiler
 from megabatch.wrappers.base import local
 from megabatch.wrappers.mesh import DataRanks
@@ -182,16 +183,21 @@ def _trim() -> None:
 def estimate_state_bytes(optimizer: optim.Optimizer | None, parameters: list[torch.nn.Parameter]) -> float:
     """Return the bytes of optimizer states that do not exist yet, in the dtype of their parameters.
 
-    Without an optimizer it assumes two states for each parameter.
+    Those of `LowBits` have twice the size, and its low bits count too. Without an optimizer it assumes two states for
+    each parameter.
     """
     if optimizer is None:
         return 2.0 * sum(local(each.data).nbytes for each in parameters)
-    return sum(
-        _num_states(optimizer, group) * local(each.data).nbytes
+    missing = [
+        (group, local(each.data))
         for group in optimizer.param_groups
         for each in group["params"]
         if each.requires_grad and not optimizer.state.get(each)
-    )
+    ]
+    if not isinstance(optimizer, LowBits):
+        return sum(_num_states(optimizer, group) * values.nbytes for group, values in missing)
+    every = [(_num_states(optimizer.optimizer, group), values) for group, values in missing]
+    return sum(values.nbytes * (2 * num + 1 if values.dtype == torch.bfloat16 else num) for num, values in every)
 
 
 def _num_states(optimizer: optim.Optimizer, group: dict[str, Any]) -> int:

@@ -187,6 +187,12 @@ class OptimConfig(Section):
     """"module:function" that makes the optimizer in place of name; called with the parameter groups, lr and options."""
     options: Options = {}
     """Further keyword arguments of the optimizer: momentum = 0.9, fused = false, ..."""
+    master: Literal["low_bits", "auto"] | None = "auto"
+    """"low_bits": step bfloat16 parameters as float32 ones, by 16 further bits of each weight, with states in float32;
+    for an elementwise optimizer. None: weights are rounded after each step, and small steps are lost. "auto": low_bits
+    where parameters are bfloat16 and optim.name can have them."""
+    state_dtype: Literal["bfloat16"] | None = None
+    """With low bits: keep the optimizer's states in it, for 4 bytes a weight less of AdamW's. None: float32."""
     in_backward: bool = False
     """Step each parameter in an update's last backward, as soon as its gradient is complete, for less memory. For one
     process and FSDP2, with update.max_norm = "none"."""

@@ -2,7 +2,6 @@
 
 import difflib
 import inspect
-import itertools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from megabatch import Learner
-from megabatch.errors import MegabatchError, in_one_line
+from megabatch.errors import MegabatchError, PlanError, in_one_line
+from megabatch.optim import LowBits, keep_state_dtypes, refusal
 from megabatch.planning import TunedLimit
 from megabatch.train.config import Config, OptimConfig, UpdateConfig
 from megabatch.train.config.batch_size import Sizes
@@ -33,6 +33,7 @@ REFUSED = {
     "Muon": "it takes matrices alone, and a model has vectors too; an optim.function can return one that takes both",
 }
 LARGEST_NORM = sys.float_info.max  # a finite gradient is never clipped to it
+NUM_LOOKED_AT = 2**18  # weights of a rank, for their median
 OWNED_OPTIONS = ("params", "lr", "betas", "weight_decay")  # keys of [optim], or not the recipe's
 
 
@@ -44,6 +45,10 @@ def build_learner(
     gradient = build_accumulator(laid.model, config, fit, sync)
     decay_steps = decay_steps_of(config, num_updates)
     optimizer = build_optimizer(laid.base, config.optim)
+    if isinstance(optimizer, LowBits):
+        laid.words.append("steps: in float32, by 16 low bits beside each bfloat16 weight")
+    else:
+        laid.warnings.extend(too_small_steps(optimizer, config.optim))
     if config.optim.in_backward:
         with use_recipe_keys():
             gradient.step_in_backward(optimizer)
@@ -80,6 +85,7 @@ def max_norm_of(update: UpdateConfig) -> float | None:
 def settings_of(config: Config) -> dict[str, object]:
     """Return the settings besides data and model that decide what a run learns, by key. A resumed run has the same."""
     optim = config.optim.model_dump(exclude={"decay_steps", "in_backward"})  # see decay_steps_of; the same bits
+    optim["master"] = "low_bits" if keeps_low_bits(config.optim, is_bfloat16=config.model.dtype == "bfloat16") else None
     return {
         "run.seed": config.run.seed,
         "model.function": config.model.function,
@@ -156,10 +162,54 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> optim.Optimizer:
     if not groups:
         raise MegabatchError("the model has no parameter to train; free some from model.freeze, or give another model")
     optimizer = torch_optimizer(groups, config) if config.function is None else own_optimizer(groups, config)
+    is_bfloat16 = any(each.dtype == torch.bfloat16 for group in groups for each in group["params"])
+    if keeps_low_bits(config, is_bfloat16=is_bfloat16):
+        optimizer = with_low_bits(optimizer, config)
+    else:
+        if config.state_dtype is not None:
+            raise MegabatchError(
+                f"optim.state_dtype is {config.state_dtype!r} and optim.master keeps no low bits here; leave "
+                'optim.state_dtype out, or set optim.master = "low_bits" with model.dtype = "bfloat16"'
+            )
+        keep_state_dtypes(optimizer)
     if not config.in_backward:  # where gradients are gone before the step
         optimizer.register_step_pre_hook(fill_gradients)
-    keep_types(optimizer)
     return optimizer
+
+
+def keeps_low_bits(config: OptimConfig, *, is_bfloat16: bool) -> bool:
+    """Return True if the recipe asks for low bits, or leaves it open and they suit the parameters and optim.name."""
+    if config.master == "auto":
+        return is_bfloat16 and config.function is None and refusal(kind_of(config.name)) is None
+    return config.master == "low_bits"
+
+
+def with_low_bits(optimizer: optim.Optimizer, config: OptimConfig) -> LowBits:
+    """Return the optimizer in `LowBits`. Raises `MegabatchError` in the recipe's words."""
+    try:
+        return LowBits(optimizer, state_dtype=getattr(torch, config.state_dtype or "float32"))
+    except PlanError as error:
+        reason = str(error).partition(";")[0]
+        raise MegabatchError(f'optim.master is "low_bits" and {reason}; set it to "none"') from None
+
+
+def too_small_steps(optimizer: optim.Optimizer, config: OptimConfig) -> list[str]:
+    """Return a warning if most bfloat16 weights would be rounded back to where they were before a step."""
+    weights = [each for group in optimizer.param_groups for each in group["params"] if each.dtype == torch.bfloat16]
+    if not weights or config.function is not None:
+        return []
+    here = [(each.to_local() if isinstance(each, DTensor) else each).detach().reshape(-1) for each in weights]
+    every = sum(map(len, here)) // NUM_LOOKED_AT + 1
+    median = float(torch.cat([each[::every] for each in here]).float().abs().median()) if any(map(len, here)) else 0.0
+    half_step = 2.0 ** (math.floor(math.log2(median)) - 8) if 0 < median < math.inf else 0.0
+    if config.lr >= half_step:
+        return []
+    reason = 'optim.master is "none"' if config.master is None else f"optim.name is {config.name!r}"
+    change = "leave optim.master out" if refusal(type(optimizer)) is None else "choose AdamW"
+    return [
+        f"{reason} and optim.lr is {config.lr:g}, below half a bfloat16 step of the median weight ({half_step:.1e}): "
+        f"most weights will not move; {change}, or raise optim.lr"
+    ]
 
 
 def groups_of(model: nn.Module, weight_decay: float) -> list[Group]:
@@ -310,29 +360,3 @@ def fill_gradients(optimizer: optim.Optimizer, *_: Any) -> None:
         for parameter in group["params"]:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-
-
-def keep_types(optimizer: optim.Optimizer) -> None:
-    """Make loading keep the types of saved states; torch casts them to the parameter's, and digits are lost."""
-    saved: list[Mapping[str, Any]] = []
-
-    def before(_: optim.Optimizer, state: dict[str, Any]) -> None:
-        saved[:] = states_in_order(state)
-
-    def after(optimizer: optim.Optimizer) -> None:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for parameter, values in zip(parameters, saved, strict=True):
-            here = optimizer.state[parameter] if values else {}
-            for key, value in values.items():
-                if isinstance(value, Tensor) and value.dtype != here[key].dtype:
-                    here[key] = value.detach().clone().to(here[key].device)
-        saved.clear()
-
-    optimizer.register_load_state_dict_pre_hook(before)
-    optimizer.register_load_state_dict_post_hook(after)
-
-
-def states_in_order(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the states of an optimizer's state_dict, in the order of its parameters."""
-    names = itertools.chain.from_iterable(group["params"] for group in state["param_groups"])
-    return [state["state"].get(name, {}) for name in names]

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from megabatch.optim import LowBits
 from megabatch.simulate import Device
 from megabatch.train.config import Config
 from megabatch.train.config.parallel_layout import Layout
@@ -43,6 +45,7 @@ class ModelSizes:
     compute_bytes: int
     reduce_bytes: int
     state_bytes: float  # of the optimizer, per parameter that is trained
+    num_widened: int  # elements that it steps as float32 ones at a time
     dtype: torch.dtype  # that is computed in
     wrapped: str  # "plain", "ddp", "replicate", "fsdp2" or "hsdp"
     num_shards: int  # ranks that share one copy of the parameters
@@ -105,6 +108,8 @@ def measure_sizes(model: nn.Module, config: Config, layout: Layout, wrapped: str
     dtype, tp = dtype_of(config.model), layout.tp
     trained_dtype = next((each.dtype for each in model.parameters() if each.requires_grad), dtype)
     computed = torch.bfloat16 if is_mixed(config.model) else dtype
+    optimizer = _stepped_optimizer(config, trained_dtype)
+    widened = [each.numel() for each in model.parameters() if each.requires_grad and isinstance(optimizer, LowBits)]
     num_copies, num_shards = layout.data_degrees("fsdp2" if wrapped in ("fsdp2", "hsdp") else wrapped, world)
     return ModelSizes(
         num_parameters=num_parameters // tp,
@@ -121,7 +126,8 @@ def measure_sizes(model: nn.Module, config: Config, layout: Layout, wrapped: str
         parameter_bytes=dtype.itemsize,
         compute_bytes=computed.itemsize,
         reduce_bytes=(accumulation_of(config.update) or trained_dtype).itemsize,
-        state_bytes=_state_bytes(config, trained_dtype),
+        state_bytes=_state_bytes(config, optimizer),
+        num_widened=max(widened, default=0) // tp // num_shards,
         dtype=computed,
         wrapped=wrapped,
         num_shards=num_shards,
@@ -135,15 +141,21 @@ def _count_parameters(module: nn.Module) -> tuple[int, int]:
     return sum(each.numel() for each in parameters), sum(each.numel() for each in parameters if each.requires_grad)
 
 
-def _state_bytes(config: Config, dtype: torch.dtype) -> float:
-    """Return the bytes of optimizer state and of EMA per parameter, measured by a step of a small matrix."""
+def _stepped_optimizer(config: Config, dtype: torch.dtype) -> Optimizer:
+    """Return the recipe's optimizer over a small matrix, after a step."""
     like = nn.Linear(64, 64, bias=False, dtype=dtype)
     like.weight.grad = torch.zeros_like(like.weight)
     optimizer = build_optimizer(like, config.optim)
     optimizer.step()
-    kept = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    average = 0 if config.optim.ema_decay is None else max(dtype.itemsize, torch.float32.itemsize)
-    return sum(value.numel() * value.element_size() for value in kept if value.ndim) / like.weight.numel() + average
+    return optimizer
+
+
+def _state_bytes(config: Config, optimizer: Optimizer) -> float:
+    """Return the bytes of optimizer state and of EMA per parameter, measured by a step of a small matrix."""
+    (weight,) = optimizer.param_groups[0]["params"]
+    kept = [value.nbytes for value in optimizer.state[weight].values() if isinstance(value, Tensor) and value.ndim]
+    average = 0 if config.optim.ema_decay is None else max(weight.dtype.itemsize, torch.float32.itemsize)
+    return sum(kept) / weight.numel() + average
 
 
 def estimate_cost(choice: Choice, sizes: ModelSizes, length_tokens: int, device: Device) -> Estimate:
@@ -173,7 +185,10 @@ def _peak_bytes(choice: Choice, sizes: ModelSizes, tokens: int) -> float:
     gathered = (r + layers) * b_c if sizes.is_sharded else 0
     reducing = sizes.num_trained_root * b_c + sizes.num_trained_unit * b_r if sizes.is_sharded else 0
     forward = base + (held if accumulates else 0) + gathered + _activation_bytes(choice, sizes, tokens)
-    step = base + shard + (0 if choice.fused else shard)
+    if sizes.num_widened:  # a few parameters at a time: weights and gradients in float32, and foreach's temporaries
+        step = base + shard + sizes.num_widened * torch.float32.itemsize * (2 if choice.fused else 3)
+    else:
+        step = base + shard + (0 if choice.fused else shard)
     return max(forward, base + held + gathered + reducing, step)
 
 
