@@ -288,6 +288,12 @@ def test_what_is_not_elementwise_is_refused_before_a_weight_moves(name: str) -> 
     assert parameter.float().eq(1).all()
 
 
+def test_states_of_another_dtype_are_refused() -> None:
+    with pytest.raises(PlanError) as caught:
+        LowBits(optim.SGD(half()), state_dtype=torch.float16)
+    check_error(str(caught.value), "state_dtype is torch.float16")
+
+
 def shard_job(name: str) -> list[str]:
     """``"AdamW 2"``: shards on all ranks against a float32 model in one process, from the same gradients."""
     kind, options, _ = OPTIMIZERS[name]
