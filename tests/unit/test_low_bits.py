@@ -330,6 +330,7 @@ SHARDED = ["AdamW", "AdamW foreach", "SGD momentum"]
 shards = of_ranks(f"{__name__}:shard_job", {2: SHARDED, 3: SHARDED})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("name", SHARDED)
 def test_shards_have_the_bits_of_one_process(shards: Any, name: str, world: int) -> None:
