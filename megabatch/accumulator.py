@@ -630,9 +630,10 @@ class GradientAccumulator:
             self._remembered.set(loss_fn, prepared.samples.copy_last().dummy)
             self._was_finite = True
         ownership.release()  # gradients that a wrapper may free in its backward
-        had_calls = self._open is not None and self._open.has_calls
-        if self._open is None:
+        was_open = self._open is not None
+        if self._open is None or not self._open.has_calls:  # other code may have run a backward since open()
             drop_gradients(wrapper.parameters)
+        if self._open is None:
             if self._wide.dtype is not None:
                 self._wide.begin()
             self._open = self._new_update(wrapper, self._stepping)
@@ -663,7 +664,7 @@ class GradientAccumulator:
         finally:
             order.is_compared = False
             if self._running:  # the loss raised, or the loop was left early
-                self._is_lost = had_calls
+                self._is_lost = was_open  # and with it the weights that open() was told
                 self._abandon()
 
     def _compares_new(self, loss_fn: object) -> bool:

@@ -293,7 +293,7 @@ class ExpertBias:
         Of a forward that checkpointing runs twice, only one has a backward.
         """
         update, counts = self._gradient.open_update, self._gradient.is_counting
-        if counts is None:
+        if counts is None or not torch.is_grad_enabled():  # the latter in forward() and evaluate()
             return
         if update is not self._update:
             if update is not None and update.is_continued:
@@ -302,7 +302,7 @@ class ExpertBias:
                     "finalize() before saving"
                 )
             self._restart(update)  # what an update left that was never stepped is dropped
-        if not counts or not torch.is_grad_enabled():
+        if not counts:
             return
         carriers = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not carriers:

@@ -615,6 +615,16 @@ def drop_fsdp_gradients(modules: Sequence[Any]) -> None:
             parameter.grad = None
 
 
+def holds_fsdp_gradients(groups: Sequence[Any]) -> bool:
+    """Return True if a backward has left gradients of FSDP2 that are not reduced, or not over all ranks."""
+    return any(
+        group._partial_reduce_output is not None
+        or any(each.unsharded_accumulated_grad is not None for each in group.fsdp_params)
+        or any(each.grad is not None for each in unsharded_parameters(group))
+        for group in groups
+    )
+
+
 @torch.no_grad()
 def reduce_fsdp_gradients(modules: Sequence[Any]) -> None:
     """``_root_post_backward_final_callback``: reduce what the backwards before have left, as if one had ended."""

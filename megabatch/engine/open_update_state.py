@@ -38,6 +38,7 @@ def save_open_update(opened: OpenUpdate | None, wrapper: Wrapper) -> dict[str, A
         "update": opened.state_dict(),
         "is_opened": opened.is_held,
         "is_held": wrapper.is_held,
+        "reduces_at_end": wrapper.reduces_at_end,
         # Local tensors: a DTensor in a state would need its mesh to be read.
         "gradients": {index: local(cast(Tensor, each.grad)).detach().clone() for index, each in having.items()},
         "layouts": {index: [list(each.shape), _axes(each)] for index, each in having.items()},
@@ -58,7 +59,8 @@ def restore_open_update(state: State, wrapper: Wrapper, wide: WideGradients, ope
         )
     wrapper.check_unchanged()
     opened.load_state_dict(state["update"])
-    opened.is_held = state.get("is_opened", False)
+    # An opened update that has reduced its first calls goes on to reduce each call.
+    opened.is_held = state.get("is_held", False) or (state.get("is_opened", False) and not opened.has_calls)
     if state.get("is_held", False):  # each rank has the gradient of its own samples
         wrapper.hold_reduction("last")
         if not wrapper.is_held:
@@ -66,6 +68,11 @@ def restore_open_update(state: State, wrapper: Wrapper, wide: WideGradients, ope
                 f"the open update holds its reduction back, which the model with {wrapper.kind_name} cannot do; wrap "
                 "it as it was, or begin the update again"
             )
+    if opened.has_calls and wrapper.ranks.num_all > 1 and wrapper.reduces_at_end != state.get("reduces_at_end"):
+        raise PlanError(
+            "the open update was saved by another wrapper or policy, whose gradients are summed over ranks at another "
+            "time; wrap the model as it was, or begin the update again"
+        )
     wide.begin()  # first, since it lets p.grad have another dtype than the parameter
     for index, parameter in enumerate(wrapper.parameters):
         kept = state["gradients"].get(str(index))

@@ -379,7 +379,7 @@ class OpenUpdate:
         if weight is not None and len(own) > 1:
             raise LossContractError(f"weight= replaces one divisor, but the loss has the terms {own}")
         names = [*own, *sorted(self._sums.keys() - self._differentiable)]
-        rest = f"{own} {weight} {max_norm} {self._wrapper.collective_order.digest}"
+        rest = f"{own} {weight} {max_norm} {self._wrapper.collective_order.digest} {self.told} {self.is_held}"
         rows = self._ranks.gather_on_device(self._report(names, rest))  # [ranks, 4 + 2 * MAX_TERMS]
         totals, weights = rows[:, 4 : 4 + 2 * len(names)].sum(0).reshape(2, -1)  # [terms], [terms]
         if self.sums_over_ranks is not None:

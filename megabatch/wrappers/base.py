@@ -177,6 +177,11 @@ class Wrapper:
         reduces as often as without, to the same gradient.
         """
 
+    @property
+    def reduces_at_end(self) -> bool:
+        """True if ``p.grad`` holds this rank's own sum until `finish_update`."""
+        return True
+
     def reshard(self) -> None:
         """Free parameters that a forward without a backward has left gathered."""
 

@@ -144,14 +144,19 @@ class DDPWrapper(Wrapper):
         if self._is_local or self.is_held:
             super().finish_update()
         if self.is_held and self.ddp.broadcast_buffers:  # DDP does so before each forward that it reduces after
-            for buffer in self.ddp.module.buffers():
+            for buffer in self.ddp.modules_buffers:  # without those that DDP was told to ignore
                 dist.broadcast(buffer.detach(), group=self.ddp.process_group, group_src=0)
-        self._release()
+        self.release_reduction()
 
     def discard(self) -> None:
-        self._release()
+        self.release_reduction()
 
-    def _release(self) -> None:
+    @property
+    def reduces_at_end(self) -> bool:
+        return self._is_local or self.is_held
+
+    def release_reduction(self) -> None:
+        """Take `hold_reduction` back, before any microbatch of the call has run."""
         if self.is_held:
             self.is_held, self.loss_factor = False, float(self.ranks.num_weighing)
 

@@ -75,6 +75,10 @@ class FSDP1Wrapper(Wrapper):
         """FSDP1 has reduced."""
         self.collective_order.reset()
 
+    @property
+    def reduces_at_end(self) -> bool:
+        return False
+
     def reshard(self) -> None:
         for state in self._states:
             if is_gathered(state):

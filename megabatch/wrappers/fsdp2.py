@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from megabatch.errors import PlanError
 from megabatch.torch_private import (
     drop_fsdp_gradients,
+    holds_fsdp_gradients,
     name_of_group,
     noting_collectives,
     param_groups,
@@ -116,8 +117,14 @@ class FSDP2Wrapper(Wrapper):
         if self.is_held:
             self.is_held = False
             self._set(reduce=True, all_reduce=True, last=True)
-            with self._reducing_wide():
-                reduce_fsdp_gradients(self._modules)
+            # A model of a list that no rank has used keeps its gradients None, which optimizers skip.
+            if any(is_used for (is_used,) in self.ranks.exchange_numbers([holds_fsdp_gradients(self._groups)])):
+                with self._reducing_wide():
+                    reduce_fsdp_gradients(self._modules)
+
+    @property
+    def reduces_at_end(self) -> bool:
+        return self.is_held
 
     def discard(self) -> None:
         self.is_held = False

@@ -58,6 +58,10 @@ class MultiModelWrapper(Wrapper):
         return all(wrapper.may_pause for wrapper in self.wrappers)
 
     @property
+    def reduces_at_end(self) -> bool:
+        return self.wrappers[0].reduces_at_end
+
+    @property
     def is_microbatch_local(self) -> bool:
         return all(wrapper.is_microbatch_local for wrapper in self.wrappers)
 
@@ -81,6 +85,10 @@ class MultiModelWrapper(Wrapper):
     def hold_reduction(self, policy: str) -> None:
         for wrapper in self.wrappers:
             wrapper.hold_reduction(policy)
+        if len({wrapper.loss_factor for wrapper in self.wrappers}) > 1:  # one DDP has a communication hook, say
+            for wrapper in self.wrappers:
+                if isinstance(wrapper, DDPWrapper):
+                    wrapper.release_reduction()
         self._follow()
 
     def reshard(self) -> None:

@@ -92,6 +92,7 @@ CHAPTERS = (
     "inputs_updates",
     "inputs_models",
     "inputs_windows",
+    "inputs_opened",
 )  # the files that add rows
 ROWS: dict[str, Row] = {}
 

@@ -241,6 +241,16 @@ def test_a_bias_is_moved_once_by_what_was_counted():
     assert all(map(torch.equal, before, gradient.model.buffers()))
 
 
+def test_an_evaluation_leaves_what_was_counted():
+    """Between finalize and the step of the bias, as at the end of an epoch."""
+    gradient, bias = bias_of(sparse_lm())
+    gradient.forward_backward(samples(0, 4), unbalanced)
+    gradient.finalize()
+    gradient.evaluate(samples(4, 2), unbalanced)
+    counted = [each.tolist() for each in bias.update().values()]
+    assert counted == [each.tolist() for each in loads(sparse_lm(), samples(0, 4))]
+
+
 def test_the_routers_of_several_models_are_told_apart():
     gradient, bias = bias_of([sparse_lm(), sparse_lm()])
 
