@@ -217,7 +217,7 @@ def run(this: CellRun) -> dict[str, Any]:
         if this.same_dtype is not None:
             this.copy_weights()
         if cell.way in OPENED:
-            gradient.open(_told(this, calls) if cell.way == "told" else None)
+            gradient.open(told(this, calls) if cell.way == "told" else None)
         for index, call in enumerate(calls):
             _forward_backward(this, gradient, this.loss_fn(index), call)
         divisor = GIVEN_DIVISOR if cell.loss == "given" else None
@@ -228,7 +228,7 @@ def run(this: CellRun) -> dict[str, Any]:
     return this.found.row
 
 
-def _told(this: CellRun, calls: list[Call]) -> Any:
+def told(this: CellRun, calls: list[Call]) -> Any:
     """The weights of this rank's samples in all calls: by term, or a number of the only one."""
     samples = [sample for call in calls for sample in call[this.rank]]
     weights = {name: int(weight) for name, weight in this.weights(oracle.collate(samples)).items()} if samples else {}

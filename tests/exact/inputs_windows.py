@@ -10,22 +10,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megabatch import JointLoss, LossContractError, MegabatchError, PlanError, loss, losses
 from megabatch.batching.packed_row import OneRow
 from megabatch.pipeline.run import Pipeline
 from tests.exact.inputs import Sample, User, as_samples, mean_square, numbers, refused, regressor, right, squares
+from tests.exact.wrappers import parameters_of, whole
 
 FIRST, SECOND = numbers(), numbers(3)
 Wrap = Callable[[nn.Module], nn.Module]
 
 
 def sharded(model: nn.Module) -> nn.Module:
-    for block in (model[0], model[2]):
-        fully_shard(block)
+    """One block, and a root with parameters of its own, which a forward leaves gathered."""
+    fully_shard(model[0])
     return fully_shard(model)
 
 
@@ -140,11 +142,11 @@ def by_sign(model: nn.Module, batch: Sample) -> tuple[Tensor, int]:
 
 @right(
     2, 3, ddp=DistributedDataParallel, plain=lambda model: model,
-    finding=lambda model: DistributedDataParallel(model, find_unused_parameters=True),
+    finding=lambda model: DistributedDataParallel(model, find_unused_parameters=True), fsdp2=fully_shard,
 )  # fmt: skip
 def parameters_that_some_ranks_do_not_use(user: User, variant: Wrap) -> None:
     reference = Unused()
-    accumulator = user.accumulator(variant(copy.deepcopy(reference)), micro_batch_size=1)
+    accumulator = user.accumulator(variant(copy.deepcopy(reference)), micro_batch_size=1, sync="last")
     accumulator.open(weights=num_rows(user))
     for batch in (FIRST, SECOND):
         accumulator.forward_backward(user.rows(batch), by_sign)
@@ -188,13 +190,61 @@ def an_open_loop_in_an_opened_update(user: User, variant: Wrap) -> None:
     user.expect(accumulator.model, reference)
 
 
-@right(2, 3, **WRAPS)
+def wide(model: nn.Module) -> nn.Module:
+    return fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+
+
+@right(2, 3, plain=WRAPS["plain"], ddp=DistributedDataParallel, fsdp2=wide)
 def wider_gradients(user: User, variant: Wrap) -> None:
-    reference = regressor()
-    accumulator = user.accumulator(variant(copy.deepcopy(reference)), sync="last", accumulate_dtype=torch.float64)
+    """In bfloat16, added in float32: the same bits as without `open`, where sums over ranks have one order."""
+    found: list[dict[str, Any]] = []
+    for is_opened in (False, True):
+        model = variant(regressor().bfloat16())
+        accumulator = user.accumulator(model, sync="last", accumulate_dtype=torch.float32)
+        if is_opened:
+            accumulator.open(weights=num_rows(user))
+        for batch in (FIRST, SECOND):
+            rows = user.rows({key: value.bfloat16() for key, value in batch.items()})
+            accumulator.forward_backward(rows, loss(weigh=lambda batch: len(batch["x"]))(squares))
+        accumulator.finalize()
+        gradients = {name: each.grad for name, each in parameters_of(model).items()}
+        found.append(whole(model, gradients, {name: each.shape for name, each in regressor().named_parameters()}))
+    for name, one in found[0].items():
+        user.expect_equal({name: torch.zeros(())}, {name: torch.zeros(())})
+        assert (found[1][name].double() - one.double()).norm() <= 2**-7 * one.double().norm(), name
+
+
+class Checkpointed(nn.Module):
+    """Computes its forward again in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = regressor()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inside, x, use_reentrant=False)
+
+
+@right(2, 3, plain=WRAPS["plain"], ddp=DistributedDataParallel, fsdp2=fully_shard)
+def computed_again_in_the_backward(user: User, variant: Wrap) -> None:
+    reference = Checkpointed()
+    accumulator = user.accumulator(variant(copy.deepcopy(reference)), sync="last")
     accumulator.open(weights=num_rows(user))
     two_calls(accumulator, user)
     accumulator.finalize()
+    mean_square(reference, FIRST, SECOND)
+    user.expect(accumulator.model, reference)
+
+
+@right(2, 3)
+def buffers_of_ddp_are_those_of_rank_0_after_each_update(user: User) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1)).double().eval()
+    reference = copy.deepcopy(model)
+    accumulator = user.accumulator(DistributedDataParallel(model))
+    accumulator.open(weights=num_rows(user))
+    two_calls(accumulator, user, lambda: model[0].num_batches_tracked.add_(user.rank))
+    accumulator.finalize()
+    assert int(model[0].num_batches_tracked) == 0
     mean_square(reference, FIRST, SECOND)
     user.expect(accumulator.model, reference)
 
@@ -535,7 +585,7 @@ def an_evaluation_of_coupled_samples(user: User) -> None:
 def outputs_of_samples_in_one_row(user: User) -> None:
     config = LlamaConfig(
         vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2,
+        num_key_value_heads=2, use_cache=False,
     )  # fmt: skip
     accumulator = user.accumulator(LlamaForCausalLM(config), collate=OneRow(), max_microbatch_tokens=8)
     accumulator.forward([{"input_ids": torch.ones(3).long()}], scores)

@@ -15,10 +15,13 @@ PHASES = ("forward", "backward")
 DEPTHS = {  # which tries fail, counted from the microbatch; tries of parts come between
     "once": {0: 0},
     "in-second-call": {0: 0},
+    "in-opened-call": {0: 0},
     "half-too": {0: 0, 1: -1},
     "other-half-too": {0: 0, 2: 1},
     "to-single-samples": {0: 0, 1: 1, 4: -1},
 }
+
+SECOND = ("in-second-call", "in-opened-call")
 
 
 class SpikedRun(harness.CellRun):
@@ -41,11 +44,13 @@ def run_job(name: str) -> dict[str, Any]:
     cuts: list[Any] = []
     for update in range(2):  # in the second the cut is smaller from the beginning
         fails = update == 0 and who in ("all", str(this.rank))
-        if depth == "in-second-call":
+        if depth == "in-opened-call":
+            gradient.open(harness.told(this, calls * 2))
+        if depth in SECOND:
             gradient.forward_backward(this.batch(calls[0]), this.loss_fn())
         this.spikes.set(_tries(depth, phase, int(place), int(index)) if fails else {})
         returned = gradient.forward_backward(this.batch(calls[0]), this.loss_fn())
-        harness.judge(this, gradient.finalize(), calls * (1 + (depth == "in-second-call")), None)
+        harness.judge(this, gradient.finalize(), calls * (1 + (depth in SECOND)), None)
         _judge_sums(this, returned, calls[0])
         assert gradient.last_plan is not None
         cuts.append([list(map(len, gradient.last_plan.microbatches)), gradient.last_plan.num_split])

@@ -1,5 +1,7 @@
 """What users do wrong or oddly is right or is refused, in one line and on every rank."""
 
+from typing import Any
+
 import pytest
 
 from tests.exact import inputs
@@ -22,8 +24,13 @@ ON_FEW = full_unless((job for jobs in JOBS.values() for job in jobs), lambda _, 
 
 @pytest.mark.parametrize("job", ON_FEW)
 def test_right_or_refused(results, job: str) -> None:
+    check(job, results(job))
+
+
+def check(job: str, values: list[dict[str, Any]]) -> None:
+    """What each rank of a job found or was told."""
     row = ROWS[job.rsplit(":", 1)[0]]
-    for rank, value in enumerate(results(job)):
+    for rank, value in enumerate(values):
         where = f"on rank {rank}"
         if row.refused is None:
             assert "raised" not in value, f"{where}: {value['traceback']}"

@@ -28,6 +28,8 @@ JOBS += [f"bits:weigh:once:backward:{place}:1:1:ddp-static-graph:2:last" for pla
 JOBS += [f"float64:weigh:once:backward:{place}:1:0:ddp:2:last" for place in range(4)]
 JOBS += [f"bits:weigh:in-second-call:backward:{place}:1:1:{wrapper}:2:last" for place in (0, 2)
          for wrapper in ("plain", "ddp", "ddp-find-unused")]  # fmt: skip
+JOBS += [f"bits:{loss}:in-opened-call:backward:{place}:{index}:1:{wrapper}:2:last" for place in (0, 2)
+         for index in (1, RANGE[-1]) for loss in ("weigh", "late") for wrapper in ("plain", "ddp")]  # fmt: skip
 
 
 results = of_ranks("tests.exact.memory:run_job", JOBS)

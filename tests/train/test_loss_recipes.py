@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from megabatch import GradientAccumulator, losses, verify
+from megabatch import GradientAccumulator, losses
 from megabatch.train.runtime.plugins import load_file
 from megabatch.verification.float64_copy import Float64WithoutDropout
 from tests.train.processes import Run, overrides
@@ -118,33 +119,36 @@ def test_the_gradient_is_that_of_plain_torch(name: str, rows: int, batches: dict
 
 
 @pytest.mark.usefixtures("in_float64")
-@pytest.mark.parametrize("mean", ["token", "sequence"])
-def test_a_policy_is_exact_with_either_mean(mean: str) -> None:
-    """Under any cut, groups apart or not; and as plain torch has it, an answer after the other."""
+@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean", "constant"])
+def test_a_policy_is_exact_with_each_aggregation(aggregation: str) -> None:
+    """In two calls of two terms, under a cut: as plain torch has it, an answer after the other."""
     grpo = load_file(ROOT / "examples" / "grpo.py")
     torch.manual_seed(0)
     model = grpo.new_model().double()
-    rollouts, _ = grpo.roll_out(model, torch.tensor([2, 5]), group_size=4)
-    assert len({int(length) for length in rollouts["is_answer"].sum(1)}) > 2
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.05)  # so that some ratios are clipped
-    shuffled = {name: value[[3, 6, 0, 5, 1, 7, 2, 4]] for name, value in rollouts.items()}
-    assert verify(model, grpo.policy_loss(mean), shuffled, micro_batch_size=3).ok
-    totals = []
+    samples, terms = [], {"policy": [], "kl": []}
     for row in range(8):
-        log_p = model(rollouts["tokens"][row : row + 1]).logits[0].log_softmax(-1)
-        length, advantage = int(rollouts["is_answer"][row].sum()), rollouts["advantage"][row]
-        gains = []
-        for t in range(length):
-            ratio = (log_p[t, rollouts["tokens"][row, t + 1]] - rollouts["log_probs"][row, t]).exp()
-            gains.append(torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage))
-        totals.append(torch.stack(gains))
-    plain = -(torch.cat(totals).mean() if mean == "token" else torch.stack([each.mean() for each in totals]).mean())
+        ids, num_answered = torch.randint(1, 127, (4 + row,)), 1 + row % 4
+        is_answer = torch.arange(len(ids)) >= len(ids) - num_answered
+        log_p = model(ids[None]).logits[0].log_softmax(-1)[torch.arange(len(ids) - 1), ids[1:]]
+        old, reference = (log_p.detach() + 0.3 * torch.randn_like(log_p) for _ in range(2))
+        advantage = torch.randn(())
+        samples.append(
+            {"input_ids": ids, "is_answer": is_answer, "advantage": advantage, "old": old, "reference": reference}
+        )
+        ratio, back = (log_p - old).exp()[-num_answered:], (reference - log_p)[-num_answered:]
+        gains = torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+        terms["policy"].append(-gains.mean() if aggregation == "sequence-mean" else -gains.sum())
+        terms["kl"].append(grpo.KL * (back.exp() - back - 1).sum())
+    num_tokens = sum(int(each["is_answer"].sum()) for each in samples)
+    weight = {"token-mean": num_tokens, "sequence-mean": 8, "constant": 8 * grpo.LONGEST}[aggregation]
+    plain = torch.stack(terms["policy"]).sum() / weight + torch.stack(terms["kl"]).sum() / num_tokens
     expected = torch.autograd.grad(plain, list(model.parameters()))
     gradient = GradientAccumulator(model, micro_batch_size=3)
+    told = grpo.weights_of(aggregation, samples)
+    assert told == {"policy": weight, "kl": num_tokens}
+    gradient.open(weights=told)
     for rows in (slice(0, 3), slice(3, 8)):  # as rollouts come
-        gradient.forward_backward({name: value[rows] for name, value in rollouts.items()}, grpo.policy_loss(mean))
+        gradient.forward_backward(samples[rows], partial(grpo.grpo_loss, aggregation))
     gradient.finalize()
     size = torch.stack([value.norm() for value in expected]).norm()
     for parameter, value in zip(model.parameters(), expected, strict=True):

@@ -1,0 +1,109 @@
+"""Bugs that are planted in updates of several calls, and in forwards without a backward, are seen."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.exact import test_inputs
+from tests.exact.cells import Cell
+from tests.exact.launch import Result, Run, launch_all, values
+from tests.exact.mutations import Mutation
+from tests.exact.test_exact import check
+from tests.exact.test_mutations import TIMEOUT_SECONDS, plant
+
+pytestmark = pytest.mark.slow
+CELL, ROW, COUNT = "tests.exact.harness:run_cell", "tests.exact.inputs:run_job", "tests.comm.jobs:run_job"
+
+
+def told(wrapper: str, loss: str = "late", sync: str = "last") -> tuple[str, ...]:
+    world = 4 if wrapper == "hsdp" else 2
+    return CELL, f"bits:{wrapper}:{world}:{sync}:calls:list:{loss}:two-samples:told:no-clip"
+
+
+FLUSH = "self._set(reduce=True, all_reduce=True, last=True)\n            with"
+ADD = "sums.add(terms_of(loss_fn(self.model, step.microbatch)), step)"
+AVERAGE = ADD.replace("sums.add(", "terms = ").replace(", step)", "") + (
+    "\n                    "
+    "sums.add({name: type(each)(each.total / each.weight, 1.0) for name, each in terms.items()}, step)"
+)
+RANDOM = "stack.enter_context(random_state.replay(random_state.note(wrapper.device)))"
+PLANTED = {  # bugs, and the jobs that see each
+    Mutation("tell each rank its own weight", "engine/call.py",
+             "in rows[: ranks.degree]), strict=True)", "in rows[:1]), strict=True)"): told("plain"),
+    Mutation("divide each call by its own weight", "engine/update.py",
+             "weights = self.told or call.weights", "weights = call.weights"): told("plain", "terms"),
+    Mutation("keep the factor of a mean", "wrappers/ddp.py",
+             "self.is_held, self.loss_factor = True, 1.0", "self.is_held = True"): told("ddp"),
+    Mutation("reduce with each call", "wrappers/ddp.py",
+             'if policy == "last" and not self._hooks', "if False"):
+        (COUNT, "opened:ddp:last:2:1", "opened:ddp:last:2:3"),
+    Mutation("forget to reduce at the end", "wrappers/fsdp2.py",
+             "reduce_fsdp_gradients(self._modules)", "pass"): told("fsdp2"),
+    Mutation("forget the replicas at the end", "wrappers/fsdp2.py",
+             FLUSH, FLUSH.replace("all_reduce=True", "all_reduce=False")): told("hsdp", sync="replica_last"),
+    Mutation("step what was left out", "engine/update.py",
+             "if bool(_differs(returned, told)):", "if False:"): (ROW, "a_sum_that_is_another-half:2"),
+    Mutation("average averages", "accumulator.py", ADD, AVERAGE): (ROW, "evaluated_by_counts_that_differ-plain:2"),
+    Mutation("return outputs in the order of the cut", "batching/sample_outputs.py",
+             "found[row] = ", "found[found.index(None)] = "): (ROW, "outputs_of_samples:1"),
+    Mutation("leave parameters gathered", "accumulator.py",
+             "            wrapper.reshard()\n", "            pass\n"): (ROW, "forwards_in_an_open_update-fsdp2:2"),
+    Mutation("draw numbers for good", "accumulator.py", RANDOM, "pass"): (ROW, "forwards_in_an_open_update-plain:2"),
+}  # fmt: skip
+
+
+def check_cells(found: dict[str, list[Result]]) -> None:
+    for job, ranks in found.items():
+        for result in ranks:
+            check(Cell.parse(job), result)
+
+
+def check_counts(found: dict[str, list[Result]]) -> None:
+    one, several = (next(values(ranks)) for ranks in found.values())
+    assert several["all_reduce"] == one["all_reduce"]
+
+
+def check_rows(found: dict[str, list[Result]]) -> None:
+    for job, ranks in found.items():
+        test_inputs.check(job, list(values(ranks)))
+
+
+CHECKS = {CELL: check_cells, ROW: check_rows, COUNT: check_counts}
+
+
+def passes(function: str, found: dict[str, list[Result]]) -> bool:
+    try:
+        CHECKS[function](found)
+    except AssertionError:
+        return False
+    return True
+
+
+def world(job: str) -> int:
+    return next(int(part) for part in job.split(":") if part in ("1", "2", "4"))
+
+
+def passing(folder: Path, planted: bool) -> list[str]:
+    """The bugs whose jobs pass, with the bugs or without."""
+    found: list[str] = []
+    for kind, function in enumerate(CHECKS):
+        bugs = [(bug, jobs) for bug, (its, *jobs) in PLANTED.items() if its == function]
+        runs: list[Run] = []
+        for number, (bug, jobs) in enumerate(bugs):
+            place = folder / f"{kind}-{number}"
+            if planted:
+                plant(bug, place)
+            path = [str(place)] if planted else []
+            runs.append(Run(world(jobs[0]), jobs, place / "run", path, len(jobs), TIMEOUT_SECONDS))
+        results = launch_all(function, runs, folder)
+        found += [bug.name for (bug, _), each in zip(bugs, results, strict=True) if passes(function, each)]
+    return found
+
+
+def test_planted_bugs_are_seen(tmp_path) -> None:
+    assert passing(tmp_path, planted=True) == []
+
+
+@pytest.mark.full
+def test_the_library_passes(tmp_path) -> None:
+    assert sorted(passing(tmp_path, planted=False)) == sorted(bug.name for bug in PLANTED)
