@@ -1,4 +1,4 @@
-"""GRPO on sums: a small Llama of bytes learns "7+8=" by a program's rewards. python examples/grpo.py (a few minutes)
+"""GRPO on sums: a small Llama of bytes learns "7+8=" by a program's rewards. python examples/grpo.py (a minute)
 
 The model first imitates some sums, of which it then gets a third right. GRPO goes on from there: answers are compared
 with others to the same question, the ratio to the policy that gave them is clipped, and a KL term keeps the policy near
@@ -116,19 +116,19 @@ def imitate(model, gradient, numbers, num_updates):
         optimizer.step()
 
 
-def main(aggregation="token-mean", num_imitations=150, num_updates=60):
+def main(aggregation="token-mean", num_imitations=150, num_updates=120):
     torch.manual_seed(0)
     numbers, model = random.Random(0), new_model()
     gradient = megabatch.GradientAccumulator(model, max_microbatch_tokens=2048)
     imitate(model, gradient, numbers, num_imitations)
     reference = copy.deepcopy(model)
     of_reference = megabatch.GradientAccumulator(reference, max_microbatch_tokens=2048)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, weight_decay=0.0)
     loss = partial(grpo_loss, aggregation)
     held_out = [f"{a}+{b}=" for a in range(20) for b in range(20)]
     for step in range(num_updates):
         calls, right = [], []
-        for _ in range(1 + step // 20):
+        for _ in range(1 + step // 40):
             samples, share = roll_out(model, [question(numbers) for _ in range(PROMPTS)])
             old = gradient.forward(samples, log_probs)
             plan = gradient.last_plan

@@ -192,8 +192,8 @@ def test_a_policy_learns_from_rewards() -> None:
 @pytest.mark.full
 def test_groups_of_answers_are_compared() -> None:
     right = numbers(example("grpo"), after="% right")
-    assert len(right) == 60
-    assert sum(right[-5:]) > sum(right[:5]) + 5 * 20
+    assert len(right) == 120
+    assert sum(right[-5:]) > sum(right[:5]) + 5 * 25
     assert {int(number) for number in numbers(example("grpo"), after=" calls")} == {1, 2, 3}
 
 

@@ -20,7 +20,7 @@ def told(wrapper: str, loss: str = "late", sync: str = "last") -> tuple[str, ...
     return CELL, f"bits:{wrapper}:{world}:{sync}:calls:list:{loss}:two-samples:told:no-clip"
 
 
-FLUSH = "self._set(reduce=True, all_reduce=True, last=True)\n            with"
+FLUSH = "self._set(reduce=True, all_reduce=True, last=True)\n            # A model"
 ADD = "sums.add(terms_of(loss_fn(self.model, step.microbatch)), step)"
 AVERAGE = ADD.replace("sums.add(", "terms = ").replace(", step)", "") + (
     "\n                    "
