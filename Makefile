@@ -6,7 +6,7 @@ RECIPE ?= recipes/stdlib.toml
 JOBS ?= 2
 RUN := runs/$(basename $(notdir $(RECIPE)))-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: train test test-all check docs exact bench figures clean
+.PHONY: train test test-all check docs exact bench bench-quick figures clean
 
 train: $(VENV)/train.done  ## install, and run the main job on one process
 	$(BIN)/python -m megabatch train $(RECIPE) --run.folder=$(RUN) $(ARGS)
@@ -34,6 +34,9 @@ bench: $(VENV)/bench.done  ## time it beside its peers, and what grows with what
 	$(BIN)/python -m benchmarks.scaling
 	$(BIN)/python -m benchmarks.speed $(ARGS)
 	$(BIN)/python -m benchmarks.speed --table
+
+bench-quick: $(VENV)/bench.done  ## the headline of the speed tables, on one process; GSM8K=FILE adds its data set
+	$(BIN)/python -m benchmarks.speed --quick $(if $(GSM8K),--gsm8k $(GSM8K)) $(ARGS)
 
 figures: $(VENV)/dev.done  ## draw the README's figures from benchmarks/results; RUN=runs/NAME takes the screenshots of its page too
 	$(BIN)/python -m benchmarks.figures

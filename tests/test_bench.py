@@ -22,9 +22,10 @@ from benchmarks.speed.agreement import disagreeing
 from benchmarks.speed.contestants import CONTESTANTS
 
 ROOT = Path(__file__).parents[1]
-RUNS = {1: ["megabatch", "plain", "accelerate", "hf_rebalance"], 2: ["megabatch", "plain"]}  # of the extra dev
+RUNS = {1: ["megabatch", "plain", "accelerate", "hf_rebalance", "sorted"], 2: ["megabatch", "plain"]}  # of extra dev
 KEYS = {
-    "data", "ranks", "contestant", "same_samples", "weighs", "seconds_per_update", "repeats_seconds", "cpu_seconds",
+    "regime", "data", "ranks", "contestant", "same_samples", "weighs", "seconds_per_update", "repeats_seconds",
+    "cpu_seconds", "repeats_cpu_seconds", "micro_batch_size", "sweep_cpu_seconds",
     "real_tokens", "computed_tokens", "num_forwards", "peak_bytes", "start_bytes", "weights", "gradient_error",
     "weights_error", "proof_weights", "collectives", "load_before", "command", "commit", "versions", "machine", "cores",
 }  # fmt: skip
@@ -32,12 +33,13 @@ KEYS = {
 
 def ran(ranks: int, folder: Path) -> list[dict]:
     out = folder / f"{ranks}.json"
-    words = ["--quick", "--data", "stdlib", "--ranks", str(ranks), "--only", ",".join(RUNS[ranks]), "--out", str(out)]
+    words = ["--tiny", "--regimes", "launch", "--data", "stdlib", "--ranks", str(ranks), "--out", str(out)]
+    words += ["--only", ",".join(RUNS[ranks])]
     command = [sys.executable, "-m", "benchmarks.speed", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(out.read_text())
-    assert set(found) == {"claim", "setting", "rows", "left_out"}
+    assert set(found) == {"claim", "settings", "rows", "left_out"}
     return found["rows"]
 
 
@@ -56,7 +58,9 @@ def test_every_row_says_where_it_comes_from(rows):
     assert [(row["contestant"], row["ranks"]) for row in rows] == [(n, ranks) for ranks in RUNS for n in RUNS[ranks]]
     for row in rows:
         assert set(row) == KEYS
-        assert row["command"].startswith("python -m benchmarks.speed --quick")
+        assert row["command"].startswith("python -m benchmarks.speed --tiny")
+        assert (row["contestant"] == "megabatch") == (row["micro_batch_size"] is None)
+        assert row["cpu_seconds"] == min(row["sweep_cpu_seconds"].values())
         assert {"torch", "megabatch", *CONTESTANTS[row["contestant"]].libraries} <= set(row["versions"])
         assert min(row["seconds_per_update"], row["peak_bytes"], row["cores"]) > 0
         assert len(row["load_before"]) == len(row["repeats_seconds"]) == 1
@@ -76,7 +80,8 @@ def test_counts(by_name):
     assert len({row["real_tokens"] for row in by_name.values()}) == 1
     for ranks in RUNS:
         ours, plain = by_name["megabatch", ranks], by_name["plain", ranks]
-        assert ours["real_tokens"] <= ours["computed_tokens"] < plain["computed_tokens"]
+        assert ours["real_tokens"] <= ours["computed_tokens"]
+        assert plain["num_forwards"] == 16 / plain["micro_batch_size"] / ranks
     for name in ("megabatch", "plain"):
         assert by_name[name, 1]["collectives"] == {}
         assert by_name[name, 2]["collectives"]["all_reduce"] == 1
@@ -92,7 +97,7 @@ def test_the_table_has_a_line_for_each(rows):
 
 def test_the_table_says_how_far_runs_are_apart():
     runs = [[2.0, 2.2, 1.8], [1.0, 1.5, 1.0], [4.0, 4.0, 4.4]]
-    text = table.runs_text([{"repeats_seconds": each} for each in runs])
+    text = table.runs_text([{"repeats_seconds": each, "repeats_cpu_seconds": each} for each in runs])
     assert "3 runs" in text
     assert "20% (one row by 50%)" in text
     assert table.runs_text([{"repeats_seconds": [2.0]}]) == table.ONE_RUN
@@ -101,7 +106,8 @@ def test_the_table_says_how_far_runs_are_apart():
 def made(name: str, **values: object) -> dict:
     """A row by hand."""
     who = CONTESTANTS[name]
-    row = {"contestant": name, "data": "fixed", "ranks": 1, "same_samples": who.comparable, "weighs": who.weighs}
+    row = {"contestant": name, "data": "gsm8k", "regime": "launch", "ranks": 1, "same_samples": who.comparable}
+    row["weighs"] = who.weighs
     error = 0.5 if who.weighs == "microbatches" else 1e-14
     return row | {"weights_error": error, "gradient_error": error, "proof_weights": 600.0} | values
 
@@ -117,7 +123,7 @@ def made(name: str, **values: object) -> dict:
         (made("accelerate", proof_weights=600.001), True),
         (made("lightning", proof_weights=600.001), True),
         (made("lightning", proof_weights=600.001, ranks=2), False),  # deals samples, not microbatches
-        (made("rectangles", proof_weights=700.0), False),
+        (made("hf_group", weights_error=1e-5), True),
         (made("trl", weights_error=None), False),
     ],
 )
@@ -127,10 +133,10 @@ def test_who_makes_another_update_is_named(row, named):
 
 def test_what_is_not_there_is_left_out_and_said(capsys, monkeypatch):
     monkeypatch.setattr("benchmarks.result.version", lambda name: None if name == "lightning" else "1")
-    asked = argparse.Namespace(only=["megabatch", "lightning"], data=["gsm8k", "fixed"], gsm8k=Path("nowhere.jsonl"))
+    asked = argparse.Namespace(only=["megabatch", "lightning"], data=["gsm8k", "rollouts"], gsm8k=Path("nowhere.jsonl"))
     said = left_out(asked)
     assert said == {"lightning": "lightning not installed", "gsm8k": "no file of it; give one with --gsm8k"}
-    assert (asked.only, asked.data) == (["megabatch"], ["fixed"])
+    assert (asked.only, asked.data) == (["megabatch"], ["rollouts"])
     assert capsys.readouterr().out.count("left out") == 2
 
 

@@ -1,9 +1,10 @@
 """Seconds, padding, memory and gradients of megabatch and its peers, on the same samples.
 
     python -m benchmarks.speed                          # all; says how long it will take
+    python -m benchmarks.speed --quick                  # the headline: one process, six contestants, in minutes
     python -m benchmarks.speed --ranks 1 --repeats 3    # on one process, thrice, in turns
-    python -m benchmarks.speed --only megabatch,hf_rebalance --data gsm8k
-    python -m benchmarks.speed --table                  # the table of docs/benchmarks.md, from the newest result
+    python -m benchmarks.speed --only megabatch,hf_rebalance --data gsm8k --regimes launch
+    python -m benchmarks.speed --table                  # the tables of docs/benchmarks.md, from the newest result
 
 Each contestant runs in processes of its own, one after the other; repeats are interleaved, so that the machine's drift
 falls on all. A run of parts writes nothing unless ``--out`` says where.
@@ -26,19 +27,21 @@ from benchmarks import result
 from benchmarks.speed import data, table
 from benchmarks.speed.agreement import disagreeing
 from benchmarks.speed.contestants import CONTESTANTS, EVERYBODY
-from benchmarks.speed.setting import FULL, NUM_MEASURED, QUICK, Setting
+from benchmarks.speed.setting import NUM_MEASURED, REGIMES, TINY, Setting
 
 GSM8K = result.ROOT.parent / "shared" / "data" / "gsm8k_train.jsonl"
-CLAIM = "the same update in less time and memory than its peers take, with a gradient that is exact"
-START_SECONDS, TOKENS_PER_SECOND = 9, 8_000  # about, of one core; only to say how long all will take
+CLAIM = "the same update in less time and memory than its peers take at their best, with a gradient that is exact"
+HEADLINE = ["megabatch", "hf_rebalance", "hf", "accelerate", "plain", "sorted"]
+START_SECONDS, UPDATE_SECONDS = 9, 15  # about, of one core; only to say how long all will take
 TIMEOUT_SECONDS = 900
-Pools = dict[str, dict[str, list[list[int]]]]  # data set, then which samples
+Pools = dict[tuple[str, str], dict[str, list[list[int]]]]  # regime and data set, then which samples
 
 
 @dataclass
 class Cell:
-    """A contestant on a data set and a number of ranks, with what each repeat found."""
+    """A contestant in a regime, on a data set and a number of ranks, with what each repeat found."""
 
+    regime: str
     data: str
     ranks: int
     contestant: str
@@ -48,11 +51,8 @@ class Cell:
     found: list[list[dict[str, Any]]] = field(default_factory=list)  # by repeat, then by rank
 
     def expected_seconds(self) -> float:
-        """The warm-up costs an eighth as much again; in order of arrival samples are padded, and padding is masked."""
-        lengths, size = [self.setting.length(len(ids)) for ids in self.samples], self.setting.micro_batch_size
-        arrival = sum(size * max(lengths[start : start + size]) for start in range(0, len(lengths), size))
-        tokens = {"arrival": 1.2 * arrival, "packs": 2 * sum(lengths)}.get(EVERYBODY[self.contestant].cut, sum(lengths))
-        return START_SECONDS + 1.12 * tokens / self.ranks / TOKENS_PER_SECOND
+        """Return the seconds of a repeat, roughly."""
+        return START_SECONDS + UPDATE_SECONDS / self.ranks * (3 if EVERYBODY[self.contestant].counts else 1)
 
     @property
     def real_tokens(self) -> int:
@@ -71,13 +71,24 @@ class Cell:
             self.found.append([json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(self.ranks)])
         self.made_with.append(made_with)
 
+    def cpu_seconds(self, size: str) -> float:
+        """Return the CPU seconds of an update at a micro batch size, over all ranks. Infinite if not always run."""
+        if not all(size in rank["sizes"] for ranks in self.found for rank in ranks):
+            return float("inf")
+        took = [sum(mean(rank["sizes"][size], "cpu_seconds") for rank in ranks) for ranks in self.found]
+        return statistics.median(took)
+
     def row(self) -> dict[str, Any]:
-        """What is written of it: the slowest rank's time, the largest rank's memory, everybody's tokens."""
+        """Return the result at the best size: the slowest rank's time, the largest memory, all tokens."""
         who, proof = EVERYBODY[self.contestant], self.found[0][0]["proof"]
-        updates = [each for ranks in self.found[:1] for rank in ranks for each in rank["updates"]]
+        sweep = {size: self.cpu_seconds(size) for size in self.found[0][0]["sizes"]}
+        best = min(sweep, key=sweep.__getitem__)
+        found = [[rank["sizes"][best] for rank in ranks] for ranks in self.found]
+        updates = [each for ranks in found[:1] for rank in ranks for each in rank["updates"]]
         computed = sum(each["num_tokens"] for each in updates)
-        repeats = [max(mean(rank, "seconds") for rank in ranks) for ranks in self.found]
+        repeats = [max(mean(rank, "seconds") for rank in ranks) for ranks in found]
         return {
+            "regime": self.regime,
             "data": self.data,
             "ranks": self.ranks,
             "contestant": self.contestant,
@@ -85,13 +96,16 @@ class Cell:
             "weighs": who.weighs,
             "seconds_per_update": statistics.median(repeats),
             "repeats_seconds": repeats,
-            "cpu_seconds": statistics.median(sum(mean(rank, "cpu_seconds") for rank in ranks) for ranks in self.found),
+            "cpu_seconds": sweep[best],
+            "repeats_cpu_seconds": [sum(mean(rank, "cpu_seconds") for rank in ranks) for ranks in found],
+            "micro_batch_size": int(best) if who.counts else None,
+            "sweep_cpu_seconds": {size: took for size, took in sweep.items() if took < float("inf")},
             "real_tokens": self.real_tokens / NUM_MEASURED,
             "computed_tokens": computed / NUM_MEASURED,
             "num_forwards": sum(each["num_forwards"] for each in updates) / NUM_MEASURED / self.ranks,
-            "peak_bytes": statistics.median(max(rank["peak_bytes"] for rank in ranks) for ranks in self.found),
-            "start_bytes": self.found[0][0]["start_bytes"],
-            "weights": self.found[0][0]["weights"],
+            "peak_bytes": statistics.median(max(rank["peak_bytes"] for rank in ranks) for ranks in found),
+            "start_bytes": found[0][0]["start_bytes"],
+            "weights": found[0][0]["weights"],
             "gradient_error": proof["gradient_error"],
             "weights_error": None if who.cut == "packs" else proof["weights_error"],
             "proof_weights": proof["weights"],
@@ -117,27 +131,22 @@ def start(folder: Path, ranks: int) -> None:
         raise SystemExit(f"a contestant failed; its log ends:\n{(done.stdout + done.stderr)[-4000:]}")
 
 
-def pools(names: list[str], setting: Setting, gsm8k: Path) -> Pools:
-    """The samples of each data set, by which contestants take them."""
+def pools(asked: argparse.Namespace, regimes: dict[str, Setting]) -> Pools:
+    """Return the samples of each regime and data set, by which contestants take them."""
     found: Pools = {}
-    for name in names:
-        everything = data.pool(name, FULL.max_microbatch_tokens, gsm8k, quick=setting == QUICK)
-        drawn = data.drawn(everything, setting)
-        found[name] = {
-            "drawn": drawn,
-            "grouped": data.grouped(everything, setting),
-            "rectangles": data.rectangles(drawn),
-        }
+    for name in asked.data:
+        everything = data.pool(name, REGIMES["compute"].max_microbatch_tokens, asked.gsm8k, quick=asked.tiny)
+        for regime, setting in regimes.items():
+            drawn, grouped = data.drawn(everything, setting), data.grouped(everything, setting)
+            found[regime, name] = {"drawn": drawn, "grouped": grouped}
     return found
 
 
-def cells(asked: argparse.Namespace, setting: Setting, samples: Pools) -> Iterator[Cell]:
+def cells(asked: argparse.Namespace, regimes: dict[str, Setting], samples: Pools) -> Iterator[Cell]:
     for ranks in asked.ranks:
-        for name, kinds in samples.items():
+        for (regime, name), kinds in samples.items():
             for contestant in asked.only:
-                if name == "fixed" and EVERYBODY[contestant].samples != "drawn":
-                    continue  # rows of one length are in groups, and full, as they are
-                yield Cell(name, ranks, contestant, setting, kinds[EVERYBODY[contestant].samples])
+                yield Cell(regime, name, ranks, contestant, regimes[regime], kinds[EVERYBODY[contestant].samples])
 
 
 def left_out(asked: argparse.Namespace) -> dict[str, str]:
@@ -160,7 +169,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--data", type=partial(names, data.NAMES), default=list(data.NAMES))
     parser.add_argument("--ranks", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2])
     parser.add_argument("--gsm8k", type=Path, default=GSM8K, help="a JSON object a line: question, answer")
-    parser.add_argument("--quick", action="store_true", help="tiny, to see that it works; its times say nothing")
+    parser.add_argument("--regimes", type=partial(names, REGIMES), default=list(REGIMES))
+    parser.add_argument("--quick", action="store_true", help="the headline: one process and six contestants")
+    parser.add_argument("--tiny", action="store_true", help="to see that it works; its times say nothing")
     parser.add_argument("--out", type=Path, help="where the result is written")
     parser.add_argument(
         "--table", action="store_true", help="only write the table of docs/benchmarks.md, from the newest result"
@@ -181,11 +192,13 @@ def main() -> None:
     asked = arguments()
     if asked.table:
         return table.write()
-    setting = QUICK if asked.quick else FULL
-    whole = asked.only == list(CONTESTANTS) and asked.data == list(data.NAMES) and not asked.quick
+    if asked.quick:
+        asked.only, asked.ranks = list(HEADLINE), [1]
+    regimes = {name: (TINY if asked.tiny else REGIMES)[name] for name in asked.regimes}
+    whole = asked.only == list(CONTESTANTS) and asked.data == list(data.NAMES) and not asked.tiny
     path = asked.out or (result.dated("speed") if whole else None)
     reasons = left_out(asked)
-    everything = list(cells(asked, setting, pools(asked.data, setting, asked.gsm8k)))
+    everything = list(cells(asked, regimes, pools(asked, regimes)))
     minutes = asked.repeats * sum(cell.expected_seconds() for cell in everything) / 60
     print(
         f"{len(everything)} cells, {asked.repeats} times each: some {minutes:.0f} minutes on an idle machine",
@@ -197,7 +210,8 @@ def main() -> None:
             print(table.line(cell.row()), flush=True)
         if path:
             rows = [each.row() for each in everything]
-            result.write(path, {"claim": CLAIM, "setting": asdict(setting), "rows": rows, "left_out": reasons})
+            settings = {name: asdict(each) for name, each in regimes.items()}
+            result.write(path, {"claim": CLAIM, "settings": settings, "rows": rows, "left_out": reasons})
     print(path or "nothing written: a part of it, and no --out")
     wrong = disagreeing(each.row() for each in everything)
     return sys.exit("\n".join(wrong)) if wrong else None

@@ -16,13 +16,14 @@ def disagreeing(rows: Iterable[Row]) -> list[str]:
     are like nobody's.
     """
     rows = list(rows)
-    plain = {(row["data"], row["ranks"]): row for row in rows if row["contestant"] == "plain"}
+    plain = {(row["regime"], row["data"], row["ranks"]): row for row in rows if row["contestant"] == "plain"}
     found: list[str] = []
     for row in rows:
-        error = off(row, plain.get((row["data"], row["ranks"])))
+        error = off(row, plain.get((row["regime"], row["data"], row["ranks"])))
         if error is not None and error > (SAME if row["weighs"] == "microbatches" else EXACT):
             found.append(
-                f"{row['contestant']} on {row['data']}, {row['ranks']} ranks: its update is off by {error:.1e}"
+                f"{row['contestant']} on {row['data']} ({row['regime']}), {row['ranks']} ranks: its update is off by "
+                f"{error:.1e}"
             )
     return found
 

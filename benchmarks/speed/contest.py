@@ -1,7 +1,8 @@
 """A contestant in processes of its own: `torchrun -m benchmarks.speed.contest FOLDER`.
 
-The folder's job.json says who, and on what; each rank writes what it measured beside it. After the timed run, where
-asked, comes the proof: the same updates in small and in float64, beside uncut ones.
+The folder's job.json says who, and on what. Each rank writes beside it what it measured. A contestant that counts
+samples runs once for each micro batch size. Then, if asked, comes the proof: the same updates, small and in float64,
+beside uncut ones.
 """
 
 import ctypes
@@ -10,7 +11,7 @@ import importlib
 import json
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import torch.distributed as dist
 
 from benchmarks.speed.contestants import EVERYBODY
 from benchmarks.speed.model import Sample, build, causal_loss, collate, optimizer_of, sample_of
-from benchmarks.speed.setting import LEAST_TOKENS, Setting
+from benchmarks.speed.setting import LEAST_TOKENS, MICRO_BATCH_SIZES, SLOWER, Setting
 from benchmarks.speed.task import Meter, Task, Train
 from tests.comm.counting import Collectives
 from tests.memory.runs import memory_bytes
@@ -45,6 +46,23 @@ def task_of(drawn: list[list[int]], setting: Setting, rank: int, world: int) -> 
     return Task(model, optimizer, warmed(drawn, setting), setting, Meter(model, optimizer), rank, world)
 
 
+def search(train: Train, drawn: list[list[int]], setting: Setting, rank: int, world: int) -> dict[str, dict[str, Any]]:
+    """Return the measurements by micro batch size, until a size is clearly slower than the best before it."""
+    found: dict[str, dict[str, Any]] = {}
+    best = float("inf")
+    for size in MICRO_BATCH_SIZES:
+        if size * world > setting.update_size:
+            break
+        found[str(size)] = timed(train, drawn, replace(setting, micro_batch_size=size), rank, world)
+        took = torch.tensor([sum(each["cpu_seconds"] for each in found[str(size)]["updates"])])
+        if world > 1:
+            dist.all_reduce(took)  # so that all ranks stop at the same size
+        if took.item() > SLOWER * best:
+            break
+        best = min(best, took.item())
+    return found
+
+
 def timed(train: Train, drawn: list[list[int]], setting: Setting, rank: int, world: int) -> dict[str, Any]:
     """Each measured update's time and tokens on this rank, and the most memory above what was there before."""
     train(task_of(drawn, setting.dry(), rank, world))
@@ -62,6 +80,11 @@ def timed(train: Train, drawn: list[list[int]], setting: Setting, rank: int, wor
         "peak_bytes": memory_bytes("VmHWM") - start_bytes,
         "weights": sum(parameter.detach().double().abs().sum().item() for parameter in task.model.parameters()),
     }
+
+
+def alone(train: Train, drawn: list[list[int]], setting: Setting, rank: int, world: int) -> dict[str, dict[str, Any]]:
+    """Return the measurement of a contestant that counts tokens."""
+    return {"tokens": timed(train, drawn, setting, rank, world)}
 
 
 def proof(train: Train, drawn: list[list[int]], setting: Setting, rank: int, world: int) -> dict[str, Any]:
@@ -113,7 +136,8 @@ def main() -> None:
     train, setting = function_of(job["contestant"]), Setting(**job["setting"])
     for library in EVERYBODY[job["contestant"]].libraries:
         importlib.import_module({"lightning": "lightning.pytorch"}.get(library, library))
-    found = timed(train, job["samples"], setting, rank, world)
+    run = search if EVERYBODY[job["contestant"]].counts else alone
+    found: dict[str, Any] = {"sizes": run(train, job["samples"], setting, rank, world)}
     if job["proof"]:
         found["proof"] = proof(train, job["samples"], setting.proof(), rank, world)
     (folder / f"rank{rank}.json").write_text(json.dumps(found))

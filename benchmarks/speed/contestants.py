@@ -12,9 +12,10 @@ class Contestant:
     title: str
     function: str  # "module:name" below benchmarks.speed, called with a Task
     libraries: tuple[str, ...] = ()
-    samples: str = "drawn"  # "grouped": other samples share an update; "rectangles": other samples
+    samples: str = "drawn"  # "grouped": other samples share an update
     weighs: str = "targets"  # "microbatches": a mean of their means
     cut: str = "length"  # what shares a forward: samples of one length, "arrival": the next ones, "packs": full rows
+    counts: bool = True  # a forward has a number of samples, which is searched for; else a number of tokens
 
     @property
     def comparable(self) -> bool:
@@ -28,7 +29,7 @@ class Contestant:
 
 TRAINER = ("transformers", "accelerate")
 CONTESTANTS = {
-    "megabatch": Contestant("megabatch", "loops:megabatch"),
+    "megabatch": Contestant("megabatch", "loops:megabatch", counts=False),
     "hf_rebalance": Contestant('Trainer, `"batch_rebalance"`', "trainers:batch_rebalance", TRAINER),
     "hf": Contestant("Trainer, default", "trainers:hugging_face", TRAINER, cut="arrival"),
     "accelerate": Contestant(
@@ -37,14 +38,13 @@ CONTESTANTS = {
     "lightning": Contestant("Lightning", "trainers:lightning", ("lightning",), weighs="microbatches", cut="arrival"),
     "torchtune": Contestant("torchtune's loop, rewritten", "loops:torchtune", cut="arrival"),
     "plain": Contestant("plain loop, `loss / N`", "loops:plain", weighs="microbatches", cut="arrival"),
-    "one": Contestant("one sample a forward", "loops:one"),
+    "sorted": Contestant("plain loop over sorted samples", "loops:sorted_by_length"),
     "hf_group": Contestant('Trainer, `"group_by_length"`', "trainers:hugging_face", TRAINER, samples="grouped"),
-    "trl": Contestant("TRL, packing", "trainers:trl", ("trl", *TRAINER), cut="packs"),
-    "rectangles": Contestant("no padding at all", "loops:plain", samples="rectangles", weighs="microbatches"),
+    "trl": Contestant("TRL, packing", "trainers:trl", ("trl", *TRAINER), cut="packs", counts=False),
 }
 DROP_INS = {  # the same loops with exact updates in them; asked for by name
-    "hf_exact": Contestant("MegabatchTrainer", "dropins:trainer", TRAINER),
-    "accelerate_exact": Contestant("Accelerate, `learner`", "dropins:accelerate", ("accelerate",)),
-    "lightning_exact": Contestant("Lightning, `ExactUpdates`", "dropins:lightning", ("lightning",)),
+    "hf_exact": Contestant("MegabatchTrainer", "dropins:trainer", TRAINER, counts=False),
+    "accelerate_exact": Contestant("Accelerate, `learner`", "dropins:accelerate", ("accelerate",), counts=False),
+    "lightning_exact": Contestant("Lightning, `ExactUpdates`", "dropins:lightning", ("lightning",), counts=False),
 }
 EVERYBODY = CONTESTANTS | DROP_INS

@@ -1,4 +1,4 @@
-"""The samples of two updates, drawn once and given to every contestant; text is read as bytes."""
+"""The samples of two updates, drawn once and given to every contestant. Text is read as bytes."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -8,18 +8,24 @@ import numpy as np
 import torch
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from benchmarks.speed.setting import LENGTH_OF_FIXED, NUM_MEASURED, Setting
+from benchmarks.speed.setting import NUM_MEASURED, Setting
 from megabatch.train.data.stdlib import SKIPPED_FOLDERS, functions_of, stdlib_root
 
-NAMES = {"gsm8k": "GSM8K", "stdlib": "standard library", "fixed": f"{LENGTH_OF_FIXED} tokens each"}
+NAMES = {"gsm8k": "GSM8K", "stdlib": "standard library", "rollouts": "rollouts"}
 MIN_BYTES = 100
+ROLLOUTS, MEDIAN_TOKENS, SPREAD = 4096, 200, 0.9  # log-normal, a tenth of them over three times the median
 Ids = list[int]
 
 
 def pool(name: str, longest: int, gsm8k: Path, *, quick: bool = False) -> list[Ids]:
-    """All there is of a data set up to a length: questions with answers, Python functions, or rows of one length."""
-    if name == "fixed":
-        return np.random.default_rng(0).integers(3, 259, (256, LENGTH_OF_FIXED)).tolist()
+    """Return a data set up to a length: questions with answers, Python functions, or random tokens of rollout lengths.
+
+    The lengths of rollouts are log-normal with a long tail, cut at the longest, as those of reinforcement learning.
+    """
+    if name == "rollouts":
+        generator = np.random.default_rng(0)
+        lengths = np.exp(generator.normal(np.log(MEDIAN_TOKENS), SPREAD, ROLLOUTS)).clip(16, longest).astype(int)
+        return [generator.integers(3, 259, length).tolist() for length in lengths]
     if name == "gsm8k":
         rows = map(json.loads, gsm8k.read_text(encoding="utf-8").splitlines())
         texts = [f"{row['question']}\n{row['answer']}" for row in rows]
@@ -59,9 +65,3 @@ def grouped(samples: Sequence[Ids], setting: Setting) -> list[Ids]:
     num_updates = min(len(samples) // (4 * setting.update_size), 50) or 1
     starts = [num_updates * part // 4 * setting.update_size for part in (1, 3)]
     return [samples[index] for start in starts for index in order[start : start + setting.update_size]]
-
-
-def rectangles(samples: Sequence[Ids]) -> list[Ids]:
-    """As many samples, all of the mean length."""
-    mean = round(sum(map(len, samples)) / len(samples))
-    return np.random.default_rng(1).integers(3, 259, (len(samples), mean)).tolist()

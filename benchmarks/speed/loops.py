@@ -1,4 +1,4 @@
-"""Loops by hand: plain PyTorch, one sample a forward, and torchtune's; and megabatch's."""
+"""Loops by hand: plain PyTorch in order and sorted, and torchtune's; and megabatch's."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -40,18 +40,20 @@ def plain(task: Task) -> None:
     _train(task, run, task.setting.micro_batch_size)
 
 
-def one(task: Task) -> None:
-    """One sample a forward, no padding: a sum over the number of all targets."""
+def sorted_by_length(task: Task) -> None:
+    """Sort the samples of each update by length, which keeps the update: a sum over the number of all targets."""
     model = task.wrapped()
 
     def run(batches: Sequence[Sample]) -> None:
-        num_targets = _over_ranks(sum(batch["labels"].shape[1] - 1 for batch in batches), task.world)
+        num_here = sum(int((batch["labels"][:, 1:] != NO_TARGET).sum()) for batch in batches)
+        num_targets = _over_ranks(num_here, task.world)
         for batch in held_back(model, batches):
-            logits = model(input_ids=batch["input_ids"]).logits[:, :-1]  # [1, T - 1, V]
-            total = F.cross_entropy(logits.flatten(0, 1), batch["labels"][0, 1:], reduction="sum")
+            logits = model(input_ids=batch["input_ids"]).logits[:, :-1]  # [B, T - 1, V]
+            targets = batch["labels"][:, 1:]
+            total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET, reduction="sum")
             (total * task.world / num_targets).backward()
 
-    _train(task, run, 1)
+    _train(task, run, task.setting.micro_batch_size, sorts=True)
 
 
 def torchtune(task: Task) -> None:
@@ -77,9 +79,11 @@ def torchtune(task: Task) -> None:
     _train(task, run, task.setting.micro_batch_size)
 
 
-def _train(task: Task, run: Callable[[Sequence[Sample]], None], rows: int) -> None:
-    """Microbatches of ``rows`` samples, in the order of arrival, dealt to ranks by turns."""
+def _train(task: Task, run: Callable[[Sequence[Sample]], None], rows: int, *, sorts: bool = False) -> None:
+    """Microbatches of ``rows`` samples, in the order of arrival or of length, dealt to ranks by turns."""
     for update in task.updates():
+        if sorts:
+            update.sort(key=lambda sample: len(sample["input_ids"]))
         starts = range(task.rank * rows, len(update), task.world * rows)
         run([collate(update[start : start + rows]) for start in starts])
         task.optimizer.step()
