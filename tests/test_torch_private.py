@@ -29,6 +29,9 @@ print(len(new), *(name for name in new if name.startswith({(*SLOW, *OWN)!r})))
 """
 EXCEPTIONS = {  # names of torch's that a file uses itself, and why
     "engine.packing_check": ("_attn_implementation",),  # of transformers
+    "integrations.rollouts": (  # of TRL's GRPOTrainer and RLOOTrainer
+        "_buffered_inputs", "_entropy_bonus_enabled", "_metrics", "_prepare_inputs", "_step",
+    ),
     "integrations.update_metrics": ("_metrics", "_total_train_tokens"),  # of TRL's trainers
     "simulate.devices": (  # keys of tables: operations of ATen, whose names begin so
         "_reshape_alias", "_scaled_dot_product_flash_attention_for_cpu",
