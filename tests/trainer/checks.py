@@ -67,7 +67,7 @@ def numbers_are_those_of_the_samples(ranks: Ranks) -> None:
 @check()
 def every_sample_comes_once_an_epoch(ranks: Ranks) -> None:
     """None that is held out is trained on, and the rest of an epoch is an update of its own."""
-    run = good(ranks.train(run__max_steps=10))
+    run = good(ranks.train(update__tail="step", run__max_steps=10))
     held_out = run.evaluated()
     assert len(held_out) == NUM_HELD_OUT
     trained = set(range(own().NUM_SAMPLES)) - held_out
