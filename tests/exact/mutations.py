@@ -68,8 +68,8 @@ MUTATIONS = (
     Mutation("forget the missing factor", "engine/update.py",
              "factor = divisor / known if known else 0.0", "factor = 1.0 if known else 0.0"),
     Mutation("keep the gradients of the update before", "accumulator.py",
-             "        if self._open is None:\n            drop_gradients(wrapper.parameters)\n",
-             "        if self._open is None:\n"),
+             "            drop_gradients(wrapper.parameters)\n        if self._open is None:\n",
+             "            pass\n        if self._open is None:\n"),
     Mutation("leave zeros after an update without weight", "accumulator.py",
              "            drop_gradients(parameters)\n            return replace", "            return replace"),
 )  # fmt: skip

@@ -266,7 +266,7 @@ def test_a_folder_that_is_no_model_gets_its_line(tmp_path: Path, capfd: pytest.C
     (tmp_path / "config.json").write_text("{")
     assert refused({"name": str(tmp_path)}).startswith(f"cannot read the config of model.name = {str(tmp_path)!r} (")
     (tmp_path / "checkpoints").mkdir()
-    assert "a run of megabatch's; write its model into a folder with `megabatch export" in refused(
+    assert f"a run of megabatch's; begin with its weights by --run.init_from={tmp_path}" in refused(
         {"name": str(tmp_path)}
     )
     assert refused({"name": "./nowhere"}).startswith("model.name is './nowhere' and there is no such folder;")

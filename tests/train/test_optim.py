@@ -215,7 +215,10 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"options": {"differentiable": True}}, "torch's AdamW refuses its arguments (RuntimeError: "),
     ({"name": "SGD", "options": {"nesterov": True}}, "torch's SGD refuses its arguments (ValueError: Nesterov"),
     ({"function": f"{__name__}:own", "options": {"lr": 1.0}}, "optim.options.lr is not an option; set optim.lr"),
-    ({"function": f"{__name__}:own", "name": "SGD"}, f"optim.name is set and optim.function '{__name__}:own' is not "),
+    (
+        {"function": f"{__name__}:own", "name": "SGD"},
+        f"optim.name is set and is not passed to optim.function '{__name__}:own'; put",
+    ),
     ({"function": f"{__name__}:own"}, f"optim.function '{__name__}:own' raised TypeError: own() missing 1 required"),
     ({"function": f"{__name__}:broken"}, f"optim.function '{__name__}:broken' raised RuntimeError: no luck ("),
     ({"function": f"{__name__}:nothing"}, f"optim.function '{__name__}:nothing' returned a NoneType; return a torch."),

@@ -170,6 +170,8 @@ class Checkpoints:
             os.replace(path, unfinished_of(path))  # so that a half-deleted one never looks whole
         for unfinished in self._pointer.parent.glob(f"step-*{UNFINISHED}"):
             shutil.rmtree(unfinished, ignore_errors=True)
+        for unfinished in self._pointer.parent.glob(f".*{UNFINISHED}"):  # of a pointer
+            unfinished.unlink(missing_ok=True)
 
     def _read_on_main(self, read: Callable[[], Value], ranks: Ranks) -> Value:
         return ranks.on_main(read, str(self._pointer.parent), verb="read")
