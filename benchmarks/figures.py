@@ -41,7 +41,7 @@ SPEED_NAMES = {
     "accelerate": "Accelerate",
     "plain": "plain loop",
 }
-REGIMES = {"launch": "launch-bound, as on a GPU", "compute": "compute-bound, as on a CPU"}
+REGIMES = {"launch": "launch-bound", "compute": "compute-bound"}
 
 
 class Canvas:
