@@ -71,5 +71,5 @@ MUTATIONS = (
              "            drop_gradients(wrapper.parameters)\n        if self._open is None:\n",
              "            pass\n        if self._open is None:\n"),
     Mutation("leave zeros after an update without weight", "accumulator.py",
-             "            drop_gradients(parameters)\n            return replace", "            return replace"),
+             "            drop_gradients(parameters)\n            if opened", "            if opened"),
 )  # fmt: skip
