@@ -8,13 +8,16 @@ other language  the other wrappers: every precision x world size x sync x case o
 odd, refused    every cell
 """
 
+import ast
 import hashlib
+import io
 import json
 import platform
 import random
 import sys
 import tempfile
 import time
+import tokenize
 from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
@@ -85,8 +88,22 @@ def digest(names: Iterable[str]) -> str:
 
 
 def source_hashes() -> dict[str, str]:
-    """The library files that decide the numbers, as they are now."""
-    return {name: hashlib.sha256((LIBRARY / name).read_bytes()).hexdigest() for name in SOURCES}
+    """Return a hash of the code of each library file that decides the numbers, as it is now."""
+    return {name: hashlib.sha256(code_of((LIBRARY / name).read_text()).encode()).hexdigest() for name in SOURCES}
+
+
+def code_of(source: str) -> str:
+    """Return a source without comments, docstrings and blank lines, which decide no number."""
+    lines = source.splitlines()
+    for kind, _, (row, column), _, _ in tokenize.generate_tokens(io.StringIO(source).readline):
+        if kind == tokenize.COMMENT:
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(source)):
+        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        if documented and ast.get_docstring(node) is not None:
+            first = node.body[0]
+            lines[first.lineno - 1 : first.end_lineno] = [""] * (first.end_lineno - first.lineno + 1)
+    return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
 def run(table: list[Cell]) -> dict[str, list[Result]]:

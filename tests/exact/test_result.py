@@ -29,3 +29,10 @@ def test_every_cell_of_the_full_table_passed(result) -> None:
     assert result["failures"] == {}
     tolerances = {cell.name: cell.tolerance for cell in full.cells()}
     assert all(error <= tolerances[name] for name, error in result["errors"].items())
+
+
+def test_comments_and_docstrings_are_no_code() -> None:
+    source = '"""Module."""\n\n\ndef f(x):  # adds\n    """Add."""\n    return x + "#" + f"{x}"  # one\n'
+    assert full.code_of(source) == 'def f(x):\n    return x + "#" + f"{x}"'
+    assert full.code_of(source.replace("adds", "more").replace("Add.", "Add\n    it.")) == full.code_of(source)
+    assert full.code_of(source.replace("x +", "x -")) != full.code_of(source)
