@@ -91,11 +91,11 @@ class GradientAccumulator:
             FSDP1, with or without tensor parallelism. A list of such models is passed to the loss as a list. The
             gradients of a plain model on several ranks are summed once per update.
         mesh: Names the mesh axes if the model does not. None reads the wrapper's own mesh.
-        micro_batch_size: Samples per forward. Give this, or
-        max_microbatch_tokens: padded tokens per forward, a hard limit. "auto", or neither argument, chooses the largest
+        micro_batch_size: Samples per forward. Give this or ``max_microbatch_tokens``.
+        max_microbatch_tokens: Padded tokens per forward, a hard limit. "auto", or neither argument, chooses the largest
             limit that fits: the first `forward_backward` measures a few small updates, which leave nothing behind.
             The ``fit`` of another accumulator reuses its measured limit.
-        memory_bytes: Memory that this rank may use on its device, for "auto". None uses 90 % of the free memory.
+        memory_bytes: Bytes that this rank may use on its device, for "auto". None uses 90 % of the free memory.
         cost: Seconds and bytes of a microbatch, used to split samples and to predict the cost of a plan. None uses the
             measurements of "auto", or relative defaults if you give a limit.
         sync: "last" reduces gradients once per call, "every" with each microbatch. "replica_last" (for HSDP)
@@ -116,7 +116,8 @@ class GradientAccumulator:
         last_plan: The `Plan` of this rank's last call, as it ran. None before the first call.
         steps_in_backward: True after `step_in_backward`.
 
-    Raises `PlanError` for arguments, models and wrappers that cannot be planned or reduced exactly.
+    Raises:
+        PlanError: An argument, a model or a wrapper that cannot be planned or reduced exactly.
     """
 
     def __init__(
@@ -141,6 +142,7 @@ class GradientAccumulator:
         limits = check_limits(micro_batch_size, max_microbatch_tokens)
         check_cost(cost)
         self.model = model
+        # The wrapper knows how gradients are reduced; nothing below asks for DDP or FSDP by name.
         self._wrapper = detect_wrapper(model, mesh)
         new_planner, self._new_update, new_gradients = MicrobatchPlanner, OpenUpdate, WideGradients
         self._same_bits = same_bits
@@ -154,6 +156,7 @@ class GradientAccumulator:
         self._wrapper.accumulate_in(self._wide)
         self.ranks = ranks = self._wrapper.ranks  # the ranks that work on an update
         choice = choose_policy(self._wrapper, sync)
+        # Ranks with other models or settings would sum one parameter's gradient into another's.
         check_rank_agreement(self._wrapper, choice[0], accumulate_dtype)
         self._padding = Padding(self._wrapper.models, padding, names_collate=collate is not None)
         self._planner = new_planner(
@@ -166,6 +169,7 @@ class GradientAccumulator:
             self._tuner = MicrobatchTuner(model, self._wrapper, self._wide, memory_bytes)
         elif memory_bytes is not None:
             raise PlanError('memory_bytes is for max_microbatch_tokens="auto", and a bound is given; leave one out')
+        # A rank that runs out of memory inside a collective must tell those that wait for it.
         self._error_broadcast = None if ranks.is_alone else ErrorBroadcast(ranks, self._wrapper.device)
         self._is_packed = isinstance(collate, OneRow)
         if self._is_packed:
@@ -237,14 +241,28 @@ class GradientAccumulator:
             self._tuner.optimizer = optimizer
 
     def plan(self, batch: Batch) -> Plan:
-        """Return the plan by which this rank would split its samples. Run no model and contact no other rank."""
+        """Return the plan by which this rank would split its samples. Run no model and contact no other rank.
+
+        Args:
+            batch: This rank's samples, as for `forward_backward`.
+
+        Raises:
+            PlanError: An unusable batch, or a limit that is "auto" and not measured yet.
+        """
         return self._planner.plan(self._planner.samples(batch))
 
     def tune(self, batch: Batch, loss_fn: LossFunction | JointLoss) -> None:
         """Measure the limit for samples as long as the longest of this batch, if it is "auto" and not yet known.
 
         The first `forward_backward` calls this. Afterwards ``fit`` is the limit, and nothing else has changed.
-        Collective. Raises `PlanError` if memory cannot be measured, or if a single sample does not fit.
+        Collective.
+
+        Args:
+            batch: This rank's samples, as for `forward_backward`.
+            loss_fn: The loss that later calls use.
+
+        Raises:
+            PlanError: Memory cannot be measured, or a single sample does not fit.
         """
         if self._tuner is not None:
             with self._guarded():
@@ -273,6 +291,7 @@ class GradientAccumulator:
             LossContractError: A weight that is negative, not finite, or not a number.
             PlanError: An optimizer that steps in backward, or terms that differ between ranks.
         """
+        # An error of one rank is raised on all, since the others already wait for its message.
         failure: MegabatchError | None = None
         try:
             self._check_can_open()
@@ -284,6 +303,7 @@ class GradientAccumulator:
         if not all(each.is_integer() for each in told.values()):
             self._refuse_same_bits(f"open() was told weights that are no whole numbers, {told}")
         opened = self._begin()
+        # Several calls follow, so a reduction in the last backward of each would be repeated.
         opened.told, opened.is_held = told, True
 
     def _check_can_open(self) -> None:
@@ -337,6 +357,7 @@ class GradientAccumulator:
                 "forward() returns the output of each sample, and samples lie in one row or are cut over the mesh axis "
                 "'cp'; use an accumulator without"
             )
+        # No weight is counted: outputs are not divided.
         hooks = LossHooks(None, loss_hooks(fn).prepare)
         with self._guarded(), self._open_forwards("forward", batch, hooks, plan) as (prepared, steps):
             outputs = [(step.is_dummy, fn(self.model, step.microbatch)) for step in steps]
@@ -391,6 +412,7 @@ class GradientAccumulator:
         agreement = agree_on_call(wrapper, prepared, failure, hooks.weigh, lambda: None)
         assert prepared is not None  # else its failure was raised
         self.last_plan = with_dummies(prepared.plan, agreement.num_microbatches)
+        # With trains=False the wrapper prepares no reduction, which would wait for a backward.
         steps = iterate_steps(prepared, agreement, hooks.weigh, wrapper, trains=False)
         try:
             with contextlib.ExitStack() as stack:
@@ -400,17 +422,31 @@ class GradientAccumulator:
                 stack.enter_context(torch.no_grad())
                 yield prepared, stack.enter_context(contextlib.closing(steps))
         finally:
+            # FSDP frees gathered parameters in its backward, and there was none.
             wrapper.reshard()
 
     def forward_backward(
         self, batch: Batch, loss_fn: LossFunction | JointLoss, *, plan: Plan | None = None
     ) -> dict[str, Term]:
-        """Add the gradient of this rank's samples to the open update. Return this rank's sums of this call.
+        """Add the gradient of this rank's samples to the open update. Collective.
 
-        ``loss_fn(model, microbatch)`` returns ``(total, weight)`` or a mapping of names to such pairs. The first call
-        after `finalize` drops the old gradients. ``plan`` is the cut of an earlier call with samples of the same
-        lengths, ``last_plan``: the microbatches are then the same. Raises `PlanError` for an unusable batch or plan,
-        and `LossContractError` for an unusable loss.
+        The first call after `finalize` drops the old gradients.
+
+        Args:
+            batch: A mapping of tensors with samples in dim 0, or a list of samples, which are mappings of tensors of
+                any length. A rank may have no sample, ``[]``.
+            loss_fn: ``loss_fn(model, microbatch)`` returns ``(total, weight)``, scalars, or a mapping of names to such
+                pairs. It sums and counts, and never divides.
+            plan: The cut of an earlier call with samples of the same lengths, ``last_plan``. The microbatches are then
+                the same. None makes one.
+
+        Returns:
+            This rank's sums in this call, by name of the term, detached. A pair without a name is called "loss".
+
+        Raises:
+            PlanError: An unusable batch or plan.
+            LossContractError: A loss that breaks its contract.
+            MegabatchError: A call inside another one, or an update that was lost or changed by other code.
         """
         if self._tuner is not None and not (self._running or self._is_lost or self._loop):
             self.tune(batch, loss_fn)
@@ -491,7 +527,16 @@ class GradientAccumulator:
         return run_coupled_loss(loss_fn, self.model, call.prepared, call.agreement, self._wrapper, call.opened)
 
     def microbatches(self, batch: Batch, weigh: Weigh | None = None) -> Generator[Microbatch, None, None]:
-        """Yield each microbatch on the device, as an open loop. Call `backward` once in the body of the loop."""
+        """Yield each microbatch on the device, as an open loop. Call `backward` once in the body of the loop.
+
+        Args:
+            batch: This rank's samples, as for `forward_backward`.
+            weigh: Counts the weight of a microbatch from the data, as in `megabatch.loss`. Without it, gradients need
+                one more factor in `finalize`.
+
+        Yields:
+            The microbatch, collated and on the device. A dummy microbatch looks like any other.
+        """
         if isinstance(weigh, JointLoss):
             raise PlanError(
                 "microbatches() was given a JointLoss, which needs all samples at once; give it to forward_backward()"
@@ -627,6 +672,7 @@ class GradientAccumulator:
             agreement = fill_up_schedule(wrapper, prepared, agreement)
         if self._same_bits:
             cast(Any, self._planner).check_call(wrapper, prepared.plan)
+        # A later call may leave this rank without samples: it then repeats one of these, with weight 0.
         if not self.ranks.is_alone and len(prepared.samples):
             self._remembered.set(loss_fn, prepared.samples.copy_last().dummy)
             self._was_finite = True
@@ -713,9 +759,15 @@ class GradientAccumulator:
         return None if make is None else make()
 
     def backward(self, total: Tensor | Mapping[str, Any], weight: Tensor | float | None = None) -> None:
-        """Differentiate one microbatch of the open loop. You may omit ``weight`` if ``weigh`` counted it.
+        """Differentiate one microbatch of the open loop `microbatches`.
 
-        ``total`` may be a mapping of names to ``(total, weight)``.
+        Args:
+            total: Scalar tensor, the sum over the microbatch, or a mapping of names to ``(total, weight)``.
+            weight: The weight of the total. You may omit it if ``weigh`` counted it.
+
+        Raises:
+            MegabatchError: No microbatch waits for its backward.
+            LossContractError: A total or a weight that breaks the contract.
         """
         if self._step is None or self._open is None:
             raise MegabatchError(
@@ -731,12 +783,23 @@ class GradientAccumulator:
         self._step = None
 
     def finalize(self, *, max_norm: float | None = None, weight: float | None = None) -> Update:
-        """Close the update. ``p.grad`` is then its gradient, clipped to ``max_norm`` if that is given.
+        """Close the update. ``p.grad`` is then its gradient. Collective.
 
-        Without ``max_norm``, ``update.finite`` covers the losses and not the gradients. ``weight`` replaces the
-        divisor. An update without weight leaves every ``p.grad`` None. On a device and without ``weigh`` it leaves
-        zeros, since only the device knows the weight. If the counted and the returned weight differ, this raises
-        `LossContractError` on the CPU. On a device that check would wait, so ``update.finite`` is false instead.
+        An update without weight leaves every ``p.grad`` None. On a device and without ``weigh`` it leaves zeros, since
+        only the device knows the weight. The host does not wait for the device.
+
+        Args:
+            max_norm: Clip the gradient to this 2-norm. Without it, ``update.finite`` covers the losses and not the
+                gradients.
+            weight: Replaces the divisor of an update with one term.
+
+        Returns:
+            The update: its loss, terms, norm and counts. Step the optimizer only if ``update.finite`` is true.
+
+        Raises:
+            LossContractError: On the CPU, the counted and the returned weights differ, on any rank. On a device that
+                check would wait, so ``update.finite`` is false instead, and ``update.problem()`` names the fault.
+            MegabatchError: No update is open, or it was lost.
         """
         if self._is_lost:
             self.discard()
@@ -753,6 +816,7 @@ class GradientAccumulator:
             self._stepping.check_finalize(max_norm, weight)
         if weight is not None and self._open.told:
             raise PlanError(f"weight is {weight:.10g}, but open() was told the weight before; leave one of them out")
+        # If other code took the gradient of one rank, every rank must learn it before it steps.
         opened, taken = self._open, None
         try:
             self._ownership.check()
@@ -770,6 +834,7 @@ class GradientAccumulator:
         except MegabatchError as error:
             self._abandon()
             raise (taken or error) from None
+        # Gradients are rounded once, after the norm and the clip.
         self._wide.finish()
         self._was_finite, self._loop = update.finite, None
         return update
@@ -778,6 +843,7 @@ class GradientAccumulator:
         """Close an update: reduce its gradient, then apply the missing factor and the clip."""
         update, factor = opened.close(weight, max_norm)
         parameters, groups = self._wrapper.parameters, self._wrapper.norm_groups
+        # No weight on any rank: zeros would still let momentum and weight decay move the parameters.
         if isinstance(factor, float) and factor == 0.0:
             drop_gradients(parameters)
             if opened.is_held:
@@ -789,6 +855,7 @@ class GradientAccumulator:
             return update.with_norm(clip_gradients(parameters, max_norm * scale, factor, groups) / scale)
         if max_norm is not None:
             return update.with_norm(clip_gradients(parameters, max_norm, factor, groups, exactly=self._same_bits))
+        # The only pass over gradients, for a weight that was not known before the backward.
         if factor is not None:
             scale_gradients(parameters, factor)
         return update
@@ -796,7 +863,10 @@ class GradientAccumulator:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the open update on this rank, between two calls. Wait for the device.
 
-        The state is empty if no update is open. Raises `PlanError` for a wrapper that cannot save an open update.
+        The state is empty if no update is open.
+
+        Raises:
+            PlanError: The wrapper cannot save an open update.
         """
         if self._running or self._loop is not None:
             raise MegabatchError("state_dict() was called inside a call, where an update is half done; call it after")

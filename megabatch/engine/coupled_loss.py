@@ -108,6 +108,7 @@ def gather_encodings(
     """
     data = told[: ranks.degree]
     sizes = [each.num_samples for each in data]
+    # Mesh order may differ from the order of ranks, which users index by.
     order = sorted(range(len(data)), key=lambda number: data[number].rank)
     encoded_rows = [row for rows in cut for row in rows]
     places = sorted(range(len(encoded_rows)), key=encoded_rows.__getitem__)  # from the cut back to the batch's order
@@ -238,6 +239,7 @@ def _couple(
     terms = _loss_of_all(call, pytree.tree_unflatten(wholes, structure))
     names = differentiable(terms)
     _check_reach([terms[name].total for name in names], wholes)
+    # A weight on the host makes the divisor known before the second pass.
     weights = {name: weight for name in names if isinstance(weight := terms[name].weight, float)}
     if len(weights) < len(names):
         weights = {}  # only the device knows, and reading it would wait

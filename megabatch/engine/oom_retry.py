@@ -95,9 +95,11 @@ class OOMRetry:
     def _run_parts(self, step: MicrobatchStep, rows: Rows, before: Receipt, run: Run) -> list[dict[str, Term]]:
         if self._wrapper.device.type != "cpu":  # the failed graph left fragments that the halves cannot use
             torch.get_device_module(self._wrapper.device).empty_cache()
+        # Counts of experts and the like were added in the failed forward, and are added again.
         wanted, retold = self._take_back(before, step), self._added_elsewhere()
         if isinstance(step, PartStep):
             retold |= Counter(step.retold)
+        # Halves, so that a few retries find a size that fits.
         sums: list[dict[str, Term]] = []
         for half in split_in_halves(rows):
             sums += self._run_part(self._part(step, half, wanted, retold), half, run)
@@ -199,6 +201,7 @@ class OOMRetry:
     def _failure(self, step: MicrobatchStep, rows: Rows, why: str, error: Exception) -> MegabatchError:
         """Return the error for a microbatch that cannot run at all. It names the settings to start again with."""
         plan, who = self._prepared.plan, whoever_runs(self._wrapper.ranks.num_all)
+        # Half of what did not fit is the next setting to try.
         bound = plan.bound_of(split_in_halves(rows)) if len(rows) > 1 else None
         if bound is not None:
             tokens = f"{plan.tokens_of(rows)} tokens{' with padding' if plan.padded else ''}"

@@ -37,6 +37,7 @@ class Receipt(NamedTuple):
     @classmethod
     def of(cls, parameters: Sequence[nn.Parameter]) -> "Receipt":
         """Take a snapshot of the current gradients."""
+        # References keep the tensors alive, so that their identity cannot be reused.
         gradients = [each.grad for each in parameters]
         return cls(parameters, gradients, _num_writes(gradients))
 
@@ -52,6 +53,7 @@ class Receipt(NamedTuple):
             are_same = [each is None for each in self.gradients] == [each is None for each in now]
         if not are_same or accumulating is self.parameters:
             return are_same
+        # Parameters that FSDP2 has created since the snapshot may not hold a gradient either.
         known = set(map(id, self.parameters))
         return all(each.grad is None for each in accumulating if id(each) not in known)
 
@@ -109,6 +111,7 @@ class Ownership:
 
     def _check_passing(self) -> None:
         passing, self._passing = self._passing, []
+        # A tensor made inside the loss dies with its graph; one that lives on belongs to somebody.
         if any(_is_trained(each()) for each in passing):
             gc.collect()  # a cycle keeps a graph alive
         for leaf in (each() for each in passing):
@@ -152,6 +155,7 @@ class Ownership:
         Raises `LossContractError` for a function whose backward ignores the gradient that it is given.
         """
         functions = find_functions([terms[name].total for name in differentiable(terms)])
+        # A function type is tried once: its backward is code, which does not change.
         new = [node for node in functions if type(node) not in self._scaling]
         if not new or _takes_divisor(loss_fn):
             return False
@@ -175,6 +179,7 @@ class Ownership:
         Call this after the first forward of a loss. ``given`` is the microbatch and its batch, whose tensors may carry
         a gradient. Raises `LossContractError` for a loss that takes the divisor and reaches no parameter of the model.
         """
+        # Ids, since tensors compare by element.
         known, reached = set(map(id, self._wrapper.accumulating)), False
         for leaf in graph_leaves([terms[name].total for name in differentiable(terms)]):
             if id(leaf) in known or is_flat_parameter(leaf):

@@ -81,6 +81,7 @@ class SameBitsPlanner(MicrobatchPlanner):
         prepared = super().prepare(batch, hooks, given)
         if given is not None and list(filter(None, prepared.plan.microbatches)) != self._fill(prepared.plan.lengths):
             raise PlanError("same_bits=True and plan= is not the cut of these samples; leave plan= out")
+        # The divisor is a sum over ranks too, and must not depend on its order.
         weights = [{name: _rounded(each) for name, each in weights.items()} for weights in prepared.weights]
         sums = {name: sum(each[name] for each in weights) for name in prepared.weight_sums}
         return replace(prepared, weights=tuple(weights), weight_sums=sums)
@@ -100,7 +101,9 @@ class SameBitsPlanner(MicrobatchPlanner):
                 )
         limits = (self.micro_batch_size, self.max_microbatch_tokens)
         mine = [tuple(plan.lengths_of(rows)) for rows in plan.microbatches]
+        # Lengths tell the microbatches apart; samples of equal length are interchangeable for the cut.
         told: list[tuple[object, list[tuple[int, ...]]]] = wrapper.ranks.exchange_objects((limits, mine))
+        # The order of ranks and microbatches is free, so both sides are sorted.
         found = sorted(each for _, theirs in told for each in theirs)
         lengths = sorted(length for each in found for length in each)
         whole = [tuple(lengths[item] for item in group) for group in self._fill(lengths)]
@@ -139,6 +142,7 @@ class SameBitsUpdate(OpenUpdate):
                 "same_bits=True and the loss draws random numbers, which differ by the number of ranks; set dropout to "
                 "0, or leave same_bits out"
             )
+        # The sums of the parent stay, for messages; these parts give the update's numbers.
         detached = super().add(terms, step)
         for name, (total, weight) in {} if step.is_dummy else detached.items():
             parts = parts_of(torch.stack([self._scalar(total), self._scalar(weight)]))
@@ -147,6 +151,7 @@ class SameBitsUpdate(OpenUpdate):
 
     def sums_over_ranks(self, names: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Return the totals and weights of all ranks, exactly. Collective; the message has a fixed size."""
+        # A rank without a term sends zeros, so that all messages have one shape.
         mine = torch.zeros(MAX_TERMS, 2, len(GRIDS), dtype=self._dtype, device=self._device)
         for index, name in enumerate(names):
             if name in self._parts:

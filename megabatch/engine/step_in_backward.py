@@ -48,6 +48,7 @@ class StepInBackward:
         self._is_stepping = False
         self._received: set[int] | None = None  # ids of the parameters that have their gradient; None: no backward runs
         self._num_stepped = 0
+        # FSDP2 fires this hook after its reduction, with the sharded gradient.
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._receive)
 
@@ -114,6 +115,7 @@ class StepInBackward:
     def _step(self, parameter: Tensor) -> None:
         group = self._groups.get(id(parameter))
         gradient = parameter.grad
+        # The optimizer need not have every parameter of the model.
         if group is None or gradient is None:
             return
         parameter.grad = gradient.to(parameter.dtype)  # accumulate_dtype may be wider

@@ -42,18 +42,31 @@ KEPT = (*NUMBERS, "_divisors", "_announced", "_all_announced")  # attributes in 
 
 @dataclass(frozen=True)
 class Update:
-    """The result of an update, over all ranks. Tensors are scalars on the model's device."""
+    """The result of an update, over all ranks. Tensors are scalars on the model's device.
 
-    loss: Tensor  # sum of totals over sum of weights, added over the differentiable terms
-    terms: dict[str, Tensor]  # sum of totals over sum of weights, of each term and metric
-    weight: Tensor  # the divisor of the totals; with several differentiable terms, that of the first
+    Attributes:
+        loss: The quotient that was differentiated: the sum of totals over the sum of weights, added over the
+            differentiable terms.
+        terms: The quotient of each term and metric, by name.
+        weight: The divisor of the totals. With several differentiable terms, that of the first.
+        finite: Bool. True if the losses are finite (and with ``max_norm`` the gradients), all ranks agree, and there is
+            weight. Step the optimizer only then.
+        grad_norm: 2-norm of the gradient before clipping. None unless ``max_norm`` was given.
+        num_samples: Samples of all ranks.
+        num_tokens: Tokens of all ranks, without padding.
+        num_microbatches: Microbatches of each rank, with dummy microbatches.
+    """
+
+    loss: Tensor
+    terms: dict[str, Tensor]
+    weight: Tensor
     finite: (
         Tensor  # bool: losses (and with max_norm gradients) are finite, ranks agree, there is weight; step only then
     )
-    grad_norm: Tensor | None  # before clipping; None unless max_norm was given
+    grad_norm: Tensor | None
     num_samples: int
-    num_tokens: int  # without padding
-    num_microbatches: int  # of each rank
+    num_tokens: int
+    num_microbatches: int
     reports: Tensor = field(repr=False)  # [ranks, 4 + terms]: each rank's report, see OpenUpdate._report
     told: dict[str, tuple[float, Tensor]] = field(
         default_factory=dict[str, tuple[float, Tensor]], repr=False

@@ -132,6 +132,7 @@ class Pipeline(SelfWrapped):
         self.last_rank = 0 if self.kind.goes_back else ranks - 1  # along "pp", where the loss is computed
         self.failure: tuple[int, Exception] | None = None  # first error of the last step, with its stage
         self.structure: pytree.TreeSpec | None = None  # of the last stage's output
+        # By shape and number of microbatches, the last used at the end.
         self._schedules: OrderedDict[object, Any] = OrderedDict()
         self._loss: Loss | None = None
 
@@ -165,6 +166,7 @@ class Pipeline(SelfWrapped):
         """Return a wrapper that reduces each stage by its own wrapper, over the mesh without its axis "pp"."""
         if mesh is not None and mesh != self.mesh:
             raise PlanError("mesh= is another mesh than that of the Pipeline; leave mesh= out")
+        # A stage is reduced over the ranks that hold the same stage.
         rest = tuple(axis for axis in self.mesh.mesh_dim_names or () if axis != "pp")
         if rest:
             return PipelineWrapper(self, [wrapper_of_one(stage, self.mesh[rest]) for stage in self.stages])
@@ -213,6 +215,7 @@ class Pipeline(SelfWrapped):
                    ends[1] if index == self.num_stages - 1 else between)
             for module, index in zip(self.stages, self.indices, strict=True)
         ]  # fmt: skip
+        # torch's schedules of one stage take the stage itself.
         given = made[0] if self.kind.per_rank == 1 else made
         return self.kind.make(given, num_microbatches, loss_fn=self._ask, scale_grads=False), made
 
@@ -318,6 +321,7 @@ class PipelineWrapper(MultiModelWrapper):
         if self.ranks.context_degree > 1:
             raise PlanError("the mesh has both axes 'cp' and 'pp', which do not go together; give one of them")
         self.stage_ranks = pipeline.stage_ranks
+        # No DTensor describes the parameters of other stages.
         self.norm_groups = list(self.stage_ranks.pipeline_groups)
         self.pipeline = pipeline
 

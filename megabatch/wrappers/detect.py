@@ -103,6 +103,7 @@ def _root(mesh: DeviceMesh) -> DeviceMesh | None:
 
 def _ranks(groups: Sequence[dist.ProcessGroup], mesh: DeviceMesh | None, own: DeviceMesh | None) -> DataRanks:
     """Return the ranks of a wrapper that reduces over ``groups``, which must match the axes of the mesh."""
+    # Without known axis names, the ranks that the wrapper reduces over are all data ranks.
     if mesh is None and (own is None or not _agrees(groups, own)):
         return DataRanks(groups)
     mesh = mesh or own
@@ -121,6 +122,7 @@ def _agrees(groups: Sequence[dist.ProcessGroup], mesh: DeviceMesh) -> bool:
     coordinate = mesh.get_coordinate()
     assert coordinate is not None  # only its ranks come here
     names = mesh.mesh_dim_names or ()
+    # Weights are summed over data and context axes, and so are gradients.
     summed = [name in DATA_AXES + CONTEXT_AXES for name in names]
     along = mesh.mesh[tuple(slice(None) if each else at for each, at in zip(summed, coordinate, strict=True))]
     there = {rank for group in groups for rank in dist.get_process_group_ranks(group)}

@@ -63,6 +63,7 @@ class FSDP1Wrapper(Wrapper):
 
     @contextlib.contextmanager
     def microbatch(self, policy: str, *, last: bool) -> Generator[None]:
+        # no_sync keeps the unsharded gradient, as "last" of FSDP2 does.
         reduces = last or policy == "every"
         with (
             contextlib.nullcontext() if reduces else self._fsdp.no_sync(),
@@ -115,6 +116,7 @@ def reducing_groups(model: nn.Module, fsdp: FullyShardedDataParallel) -> list[di
         for state in states
     ):
         raise PlanError("FSDP1 shards parts of the model over different ranks or in different ways; use one for all")
+    # FSDP1 replaces parameters by flat ones; what it ignores stays as it was.
     managed = {id(each) for state in states for each in flat_parameters(state)}
     for name, each in model.named_parameters():
         if each.requires_grad and id(each) not in managed:

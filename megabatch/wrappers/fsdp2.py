@@ -39,6 +39,7 @@ class FSDP2Wrapper(Wrapper):
         self._modules = modules
         self._groups = param_groups(modules)
         self.device = self._groups[0].device
+        # FSDP2 fixes at wrapping which parameters it reduces.
         self._trained = [parameter.requires_grad for parameter in model.parameters()]
         self._has_shards = any(hasattr(group.mesh_info, "shard_process_group") for group in self._groups)
         self._has_replicas = any(hasattr(group.mesh_info, "replicate_process_group") for group in self._groups)
@@ -79,6 +80,7 @@ class FSDP2Wrapper(Wrapper):
             if policy == "every":
                 return "every", "as asked: replicate all-reduces the whole gradient with each microbatch"
             return "last", "replicas keep their whole gradient anyway: one all-reduce, in the last backward"
+        # The user trades memory for traffic.
         if policy == "last":
             return "last", "as asked: FSDP2 keeps the whole unsharded gradient until the last microbatch"
         if not self._has_replicas:
@@ -90,7 +92,9 @@ class FSDP2Wrapper(Wrapper):
 
     @contextlib.contextmanager
     def microbatch(self, policy: str, *, last: bool) -> Generator[None]:
+        # A held update has no last microbatch: finish_update reduces what all of them have left.
         last = last and not self.is_held
+        # FSDP2 reads these in the backward hooks of the microbatch.
         self._set(reduce=last or policy != "last", all_reduce=last or policy == "every", last=last)
         try:
             with self._reducing_wide(), noting_collectives(self._groups, self.meet):
@@ -129,6 +133,7 @@ class FSDP2Wrapper(Wrapper):
     def discard(self) -> None:
         self.is_held = False
         self.collective_order.reset()
+        # Sums of a failed update lie beside p.grad, where zero_grad does not reach them.
         drop_fsdp_gradients(self._modules)
 
     def _reducing_wide(self) -> contextlib.AbstractContextManager[None]:

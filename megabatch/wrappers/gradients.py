@@ -133,6 +133,7 @@ def no_float16_autocast(models: Sequence[nn.Module]) -> Generator[None]:
             if torch.is_autocast_enabled(device):
                 refuse_float16([("what torch.autocast computes in", torch.get_autocast_dtype(device))])
 
+    # autocast is entered inside the loss, so only a forward can see it.
     hooks = [each.register_forward_pre_hook(look) for each in models]
     try:
         yield
@@ -159,6 +160,7 @@ def separate_gradients(parameters: Sequence[nn.Parameter]) -> None:
 
     Autograd gives two parameters one gradient tensor if a model uses their sum: ``x + (pos[None] + kind[None])``.
     """
+    # Addresses, not storages: views of DDP's buckets share a storage and no element.
     starts: set[int] = set()
     for parameter in parameters:
         gradient = parameter.grad
@@ -174,6 +176,7 @@ def separate_gradients(parameters: Sequence[nn.Parameter]) -> None:
 
 def scale_gradients(parameters: Sequence[nn.Parameter], factor: float | Tensor) -> None:
     """Multiply every gradient by ``factor``, in one pass."""
+    # foreach takes tensors of one device, dtype and mesh.
     for group in _groups(parameters):
         own = factor
         if isinstance(factor, Tensor):  # foreach needs a scalar of matching precision: float64 only for float64
@@ -188,6 +191,7 @@ def total_norm(parameters: Sequence[nn.Parameter], groups: Sequence[dist.Process
     ``groups`` are process groups whose ranks hold further parts of the gradient that no DTensor describes.
     """
     norms = [_full(torch.nn.utils.get_total_norm(list(map(_values, group)))) for group in _groups(parameters)]
+    # Every rank of a group takes part in its all-reduce, with or without a gradient.
     if not norms and not groups:
         return torch.zeros((), device=parameters[0].device)
     if not norms:
@@ -225,6 +229,7 @@ def exact_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
         largest = torch.maximum(largest, most)
     largest = largest.clamp(min=LEAST)
     power = largest / torch.frexp(largest).mantissa  # the power of two above the largest; exact
+    # Adding and subtracting 1.5 * 2**n rounds to the last bit of 2**n, in any order of the sum.
     shifts = [power * power * (1.5 * 2.0**bits)]  # rounds to 2**(bits - 52) of the largest square
     while (53 - bits) * len(shifts) < bits + BITS_OF_NORM:
         shifts.append(shifts[-1] * 2.0 ** (bits - 53))
@@ -268,6 +273,7 @@ def clip_gradients(
     Clipping follows torch: ``g * min(1, max_norm / (norm + 1e-6))``. ``groups`` as in `total_norm`. ``exactly`` takes
     `exact_norm`.
     """
+    # The factor is applied to the norm instead of the gradients, which saves a pass.
     norm = exact_norm(parameters) if exactly else total_norm(parameters, groups)
     if factor is None:
         coefficient = torch.clamp(max_norm / (norm + CLIP_EPSILON), max=1.0)
@@ -334,6 +340,7 @@ def is_linear(node: Any) -> bool | None:
 
     The backward runs for two scales of the gradient, which uses up its graph.
     """
+    # Powers of two scale without rounding, so equal results mean that the scale was ignored.
     found: list[list[Tensor]] = []
     for scale in (2.0, 0.5):
         given = [torch.full(each.shape, scale, dtype=each.dtype, device=each.device) for each in inputs_of_node(node)]
@@ -350,6 +357,7 @@ def is_linear(node: Any) -> bool | None:
 def find_functions_beside(totals: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[str]:
     """Return the names of Python autograd functions that a backward for ``wanted`` alone does not run."""
     graph, ids = _graph(totals), set(map(id, wanted))
+    # Autograd's graph points from outputs to inputs; this is the other direction.
     users: dict[Any, list[Any]] = {}
     for node, inputs in graph.items():
         for each in inputs:

@@ -21,6 +21,7 @@ class MultiModelWrapper(Wrapper):
         self.parameters = [parameter for wrapper in wrappers for parameter in wrapper.parameters]
         if len({id(parameter) for parameter in self.parameters}) < len(self.parameters):
             raise PlanError("two of the models share a parameter, which would be reduced twice; give each to one model")
+        # One loss has one factor and one norm, so all models must be reduced alike.
         first = wrappers[0]
         if any(_kind(each) != _kind(first) for each in wrappers):
             kinds = ", ".join(each.kind_name for each in wrappers)
@@ -33,6 +34,7 @@ class MultiModelWrapper(Wrapper):
         self.replaces_gradients = any(each.replaces_gradients for each in wrappers)
         self.forwards_meet = any(each.forwards_meet for each in wrappers)
         self.models = [*(model for wrapper in wrappers for model in wrapper.models), *frozen]
+        # Their buckets are launched in the order of the backward over all models.
         self._ddps = [each.ddp for each in wrappers if isinstance(each, DDPWrapper)]
         self.collective_order, self.index = CollectiveOrder(), 0
         for index, wrapper in enumerate(wrappers):  # one hash, since the order between models matters too
@@ -46,6 +48,7 @@ class MultiModelWrapper(Wrapper):
     def check_unchanged(self) -> None:
         for wrapper in self.wrappers:
             wrapper.check_unchanged()
+        # A model that was unfrozen since would train without any reduction.
         if any(map(trainable, self._frozen)):
             raise PlanError(CHANGED)
 
@@ -66,6 +69,7 @@ class MultiModelWrapper(Wrapper):
         return all(wrapper.is_microbatch_local for wrapper in self.wrappers)
 
     def choose(self, policy: str) -> Choice:
+        # The reason of the last wrapper with a policy is shown for all of them.
         choices = dict(wrapper.choose(policy) for wrapper in self.wrappers)
         if len(choices) > 1:  # a plain model beside a sharded one: it is summed once, whatever the policy
             choices.pop("last", None)
