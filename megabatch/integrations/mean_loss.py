@@ -118,10 +118,16 @@ class LossTrial:
             self._check_sums()
         except NotFiniteError as error:
             take, _ = self._microbatches()
+            bad = {index for index in range(len(self.samples)) if not self._is_finite_alone(take((index,)))}
             for group in [] if self.one_row else make_groups(len(self.samples), self.size):
+                if bad.isdisjoint(group):
+                    continue
                 if self._count(together := take(group)) and self._gradient(together, 0).isfinite().all():
                     raise LossContractError(f"{error}, and is finite for several samples together; {GIVE}") from None
             raise
+
+    def _is_finite_alone(self, microbatch: Microbatch) -> bool:
+        return not self._count(microbatch) or bool(self._gradient(microbatch, 0).isfinite().all())
 
     def _check_sums(self) -> None:
         indices = range(len(self.samples))

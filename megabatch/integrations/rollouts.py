@@ -15,7 +15,8 @@ OVER_TOKENS = {"dapo", "bnpo", "cispo", "vespo"}
 PROMPT = {"prompt_ids", "prompt_mask"}
 BY_TOKEN = {"completion_ids", "completion_mask", "tool_mask", "old_per_token_logps", "ref_per_token_logps",
             "sampling_per_token_logps", "importance_sampling_ratio"}  # fmt: skip
-KNOWN = PROMPT | BY_TOKEN | {"advantages", "old_logps", "num_items_in_batch"}
+COUNT = "num_items_in_batch"
+KNOWN = PROMPT | BY_TOKEN | {"advantages", "old_logps", COUNT}
 
 
 def makes_rollouts(training_step_owner: type) -> bool:
@@ -78,35 +79,40 @@ class Rollouts:
 
     def _rows(self, inputs: Mapping[str, Any]) -> list[dict[str, Tensor]]:
         for key, value in inputs.items():
-            if not isinstance(value, Tensor) or key == "pixel_values":
+            if not isinstance(value, Tensor) or key == "pixel_values" or (value.ndim == 0 and key != COUNT):
                 raise PlanError(
                     f"MegabatchTrainer cannot split the {key!r} of a {self._name} rollout into rows; expected tensors "
                     f"with completions in dim 0, without images: train with {self._name}"
                 )
-        on_cpu = {key: value.detach().cpu() for key, value in inputs.items() if key != "num_items_in_batch"}
+        on_cpu = {key: value.detach().cpu() for key, value in inputs.items() if key != COUNT}
         mask = on_cpu["completion_mask"]
         if "tool_mask" in on_cpu:
             mask = mask * on_cpu["tool_mask"]
-        on_cpu["num_items_in_batch"] = mask.sum(1)  # of each row; TRL's is that of the generation
-        return [{key: value[row] for key, value in on_cpu.items()} for row in range(len(mask))]
+        on_cpu[COUNT] = mask.sum(1)  # of each row; TRL's is that of the generation
+        if any(len(value) != len(mask) for value in on_cpu.values()):
+            raise PlanError(
+                f"MegabatchTrainer cannot split a {self._name} rollout into rows, whose tensors have "
+                f"{sorted({len(value) for value in on_cpu.values()})} of them; train with {self._name}"
+            )
+        # Copies: a view keeps the whole generation in memory, and is sent whole to other ranks.
+        return [{key: value[row].clone() for key, value in on_cpu.items()} for row in range(len(mask))]
 
     def length(self, row: Mapping[str, Tensor]) -> int:
-        """Return the tokens of a row: the padded prompt, and the completion without padding."""
-        return len(row["prompt_ids"]) + _completion_length(row)
+        """Return the tokens of a row in a microbatch of its own: the padded prompt, and what `collate` leaves."""
+        return len(row["prompt_ids"]) + (_columns([row]) or len(row["completion_ids"]))
 
     def collate(self, rows: list[Any]) -> dict[str, Tensor]:
         """Return a microbatch of TRL's inputs."""
         stacked = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
         width = stacked["completion_ids"].shape[1]
-        longest = max(2, *map(_completion_length, rows))  # TRL's metrics take one column for one value a sequence
-        if stacked.keys() <= KNOWN:  # what a subclass adds may have any meaning
+        if longest := _columns(rows):
             stacked |= {key: each[:, :longest] for key, each in stacked.items()
-                        if key in BY_TOKEN and each.shape[1] == width}  # fmt: skip
-        return stacked | {"num_items_in_batch": stacked["num_items_in_batch"].sum()}
+                        if key in (*BY_TOKEN, "advantages") and each.ndim > 1 and each.shape[1] == width}  # fmt: skip
+        return stacked | {COUNT: stacked[COUNT].sum()}
 
     def count(self, microbatch: Any) -> Tensor:
         """Count what the loss is a mean over."""
-        tokens = microbatch["num_items_in_batch"]
+        tokens = microbatch[COUNT]
         return tokens if self._is_over_tokens else torch.tensor(len(microbatch["prompt_ids"]))
 
     def mean(self, model: Any, microbatch: Any) -> Tensor:
@@ -115,12 +121,15 @@ class Rollouts:
         shares = trainer.accelerator.num_processes * (
             trainer.args.steps_per_generation if trainer.model.training else 1
         )
-        return trainer.compute_loss(
-            model, {**microbatch, "num_items_in_batch": microbatch["num_items_in_batch"] * shares}
-        )
+        return trainer.compute_loss(model, {**microbatch, COUNT: microbatch[COUNT] * shares})
 
 
-def _completion_length(row: Mapping[str, Tensor]) -> int:
-    """Return the last position that is not masked, plus 1; at least 1."""
-    found = row["completion_mask"].nonzero()
-    return int(found[-1]) + 1 if len(found) else 1
+def _columns(rows: list[Any]) -> int | None:
+    """Return the columns of the completions of some rows, without padding. None: all, since a key may mean anything.
+
+    There are at least 2: TRL's metrics take one column for one value a sequence.
+    """
+    if not rows[0].keys() <= KNOWN:  # of a subclass
+        return None
+    positions = [row["completion_mask"].nonzero() for row in rows]
+    return max(2, *(int(each[-1]) + 1 for each in positions if len(each)), 0)

@@ -218,7 +218,9 @@ class MegabatchTrainer(Trainer):
         return super().floating_point_ops(cast(Any, inputs))
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Count tokens without padding, since the amount of padding depends on the microbatches."""
+        """Count tokens without padding, which depends on the microbatches. TRL counts those of its rollouts itself."""
+        if self._rollouts is not None:
+            return
         if self.args.include_num_input_tokens_seen != "no" and self.accelerator.sync_gradients and self._update:
             self.state.num_input_tokens_seen += self._update.num_tokens
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import megabatch
+from megabatch import PlanError
 from megabatch.integrations.rollouts import Rollouts
 from tests.exact.launch import Run, launch_all, of_ranks, values
 from tests.integrations.rollout_users import CASES
@@ -20,9 +21,8 @@ PAIRS = [(1, job) for job in CASES] + [(2, job) for job in ON_TWO]
 ALLOWED = 1e-5  # TRL computes log-probabilities in float32, and sums them over a sequence in RLOO
 PLANTED = {  # what is replaced, by what, and the case that shows it
     "tokens counted as rows": ("return tokens if self._is_over_tokens else", "return", "dapo"),
-    "TRL's own divisor": ('microbatch["num_items_in_batch"] * shares', 'microbatch["num_items_in_batch"]',
-                          "dapo, two generations"),
-    "short completions": ("int(found[-1]) + 1", "int(found[-1])", "grpo"),
+    "TRL's own divisor": ("microbatch[COUNT] * shares", "microbatch[COUNT]", "dapo, two generations"),
+    "short completions": ("int(each[-1]) + 1 for", "int(each[-1]) for", "grpo"),
 }  # fmt: skip
 
 results = of_ranks(
@@ -81,3 +81,25 @@ def test_a_rollout_with_images_is_refused():
     assert rows[0]["num_items_in_batch"] == 3
     with pytest.raises(megabatch.PlanError, match=r"cannot split the 'num_images' of a GRPOTrainer rollout into rows"):
         Rollouts(_Trainer(**rollout, num_images=[1, 1]), "GRPOTrainer").take([[{}]])
+
+
+@pytest.mark.parametrize("extra", [{}, {"token_type_ids": torch.ones(3, 9)}])
+def test_a_row_is_a_copy_as_long_as_its_microbatch(extra: dict[str, torch.Tensor]) -> None:
+    """A limit on tokens is a hard one: no microbatch has more columns than its longest row says."""
+    mask = (torch.arange(5) < torch.tensor([[4], [0], [1]])).long()
+    rollout = {"prompt_ids": torch.ones(3, 4).long(), "prompt_mask": torch.ones(3, 4).long(), "completion_ids": mask,
+               "completion_mask": mask, **extra}  # fmt: skip
+    rollouts = Rollouts(_Trainer(**rollout), "GRPOTrainer")
+    ((first, *rest),) = rollouts.take([[{}]])
+    for row in (first, *rest):
+        found = rollouts.collate([row])
+        assert rollouts.length(row) == found["prompt_ids"].shape[1] + found["completion_ids"].shape[1]
+    assert all(value.untyped_storage().nbytes() == value.nbytes for value in first.values())
+
+
+def test_a_rollout_that_has_no_rows_is_refused() -> None:
+    ids = torch.ones(2, 3, dtype=torch.long)
+    rollout = dict.fromkeys(("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"), ids)
+    for odd in (torch.tensor(0.5), torch.ones(3)):
+        with pytest.raises(PlanError, match="into rows"):
+            Rollouts(_Trainer(**rollout, odd=odd), "GRPOTrainer").take([[{}]])
