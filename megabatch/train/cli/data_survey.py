@@ -164,7 +164,8 @@ def add_row(found: Survey | None, measure: Callable[[Mapping[str, Any]], int] | 
     length = measure(row.fields)
     label = str(row.fields.get(found.keys.get("label_field", ""), "")).strip()
     if not length or ("label_field" in found.keys and not label):
-        return f"{row.name} has nothing in one of the fields {', '.join(found.keys.values())}"
+        fields = [field for key, field in found.keys.items() if key.endswith("_field")]
+        return f"{row.name} has nothing in one of the fields {', '.join(fields)}"
     found.lengths.append(length)
     if label and len(found.labels) <= MAX_LABELS:
         found.labels[label] += 1

@@ -181,13 +181,21 @@ def found_lines(found: Survey, size: Size) -> list[str]:
     lines = [f"{count:,} samples of {sum(lengths) / count:,.0f} bytes on average, {max(lengths):,} at most"]
     if "label_field" in found.keys:
         lines.append(f"labels: {', '.join(f'{label} ({number:,})' for label, number in found.labels.most_common(12))}")
+    if found.unread:
+        advice = f" ({len(found.labels)} values in {_count(count, 'row')}; --task classification trains on them)"
+        is_label = bool(found.labels) and "label_field" not in found.keys  # too few rows of each, or too many values
+        lines.append(f"not read: {', '.join(found.unread)}{advice if is_label else ''}")
     if found.num_broken:
-        lines.append(f"left out: {found.num_broken:,} rows, first {found.first_broken}")
+        lines.append(f"left out: {_count(found.num_broken, 'row')}, first {found.first_broken}")
     if size.num_long:
-        lines.append(f"left out: {size.num_long:,} samples of more than {MAX_SAMPLE_TOKENS:,} tokens")
+        lines.append(f"left out: {_count(size.num_long, 'sample')} of more than {MAX_SAMPLE_TOKENS:,} tokens")
     if found.lengths and count < 10:
         lines.append("no sample is held out of fewer than ten, so that nothing says how well others are predicted")
     return lines
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def recipe_text(file: str, model: str | None, found: Survey, size: Size, hardware: Hardware) -> str:
@@ -297,8 +305,8 @@ def next_commands(file: str, hardware: Hardware) -> str:
     device = "" if hardware.device == "gpu" else f" --device {hardware.device}"
     lines = {
         launch_command(file, hardware): "train",
-        f"{on_all}megabatch doctor": "versions, devices, and an update that is proved",
-        f"megabatch verify {shlex.quote(file)}": "cut against uncut",
+        f"{on_all}megabatch doctor": "versions, devices, and an update that is verified",
+        f"megabatch verify {shlex.quote(file)}": "the gradient of microbatches against that of the whole batch",
         f"megabatch plan {shlex.quote(file)} --world {hardware.per_node * hardware.num_nodes}{device}": "what fits",
     }
     width = min(60, max(map(len, lines)))

@@ -152,7 +152,9 @@ def _why_not(row: PlanRow, best: PlanRow) -> str:
     if slower >= 0.001:
         return f"{slower:.1%} slower, {sent}, bound by {row.bound}"
     more = row.reserved_bytes - best.reserved_bytes
-    return f"as fast, and takes {gib_text(more)} more" if more > 0 else "as fast, and takes as much"
+    if more == 0:
+        return "as fast, and takes as much"
+    return f"as fast, and takes {gib_text(abs(more))} {'more' if more > 0 else 'less'}"
 
 
 def keys_of(row: PlanRow, config: Config) -> Keys:

@@ -89,7 +89,7 @@ def one_line_for_damage(folder: Path) -> Generator[None]:
 def check_run(folder: Path, *, may_be_empty: bool) -> None:
     """Raise where the folder has no run, or a run without rows."""
     if not folder.is_dir():
-        raise MegabatchError(f"{folder} is no folder; give the folder of a run, runs/stdlib say")
+        raise MegabatchError(f"{folder} is no folder; give the folder of a run, for example runs/stdlib")
     has_rows = (folder / METRICS).is_file()
     if not has_rows and not (may_be_empty and (folder / CONFIG).is_file()):
         raise MegabatchError(f"{folder} has no {METRICS}; give the folder of a run that has begun")

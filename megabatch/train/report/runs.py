@@ -66,10 +66,10 @@ def print_runs(folder: Path, *, as_json: bool) -> None:
 def find_runs(folder: Path) -> list[Path]:
     """Return the runs in a folder, or the folder itself if it is one, in the order of their names."""
     if not folder.is_dir():
-        raise MegabatchError(f"{folder} is no folder; give the folder in which runs are, runs say")
+        raise MegabatchError(f"{folder} is no folder; give the folder that holds runs, for example runs")
     found = sorted(_runs_below(folder, MOST_LEVELS), key=lambda path: _natural(str(path)))
     if not found:
-        raise MegabatchError(f"{folder} has no run; give the folder in which runs are, runs say")
+        raise MegabatchError(f"{folder} has no run; give the folder that holds runs, for example runs")
     return found
 
 
