@@ -175,8 +175,8 @@ def test_runs_are_found_below_folders_and_a_run_is_its_own(tmp_path: Path) -> No
 
 def test_what_has_no_runs_is_one_line(tmp_path: Path, capsys) -> None:
     for arguments, line in [
-        ((tmp_path / "none",), "is no folder; give the folder in which runs are"),
-        ((tmp_path,), "has no run; give the folder in which runs are"),
+        ((tmp_path / "none",), "is no folder; give the folder that holds runs"),
+        ((tmp_path,), "has no run; give the folder that holds runs"),
         ((tmp_path, "--jsom"), "Unrecognized options: --jsom"),
     ]:
         status, text = said(capsys, *arguments)

@@ -93,7 +93,7 @@ def test_labels_make_a_classifier(folder: Path, capsys: pytest.CaptureFixture[st
     tables = init("mine.toml", "--data", "labels.csv", "--hardware", "cpu")
     out = capsys.readouterr().out
     assert "labels: yes (33), no (17)\n" in out
-    assert "left out: 1 rows, first labels.csv:51 has nothing in one of the fields" in out
+    assert "left out: 1 row, first labels.csv:51 has nothing in one of the fields" in out
     assert tables["model"]["options"]["labels"] == tables["data"]["options"]["labels"] == ["no", "yes"]
     samples = load_function(tables["data"]["function"], "data.function")(**tables["data"]["options"])
     assert [sample["labels"].item() for sample in samples] == [bool(number % 3) for number in range(50)]
