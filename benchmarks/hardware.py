@@ -8,7 +8,7 @@ import torch
 
 from megabatch.errors import PlanError
 from megabatch.simulate.devices import device_named
-from megabatch.train.cli.init import kind_of
+from megabatch.train.init.hardware import kind_of
 
 OTHER_RATES = ("pcie", "nvl", "laptop")  # slower than what devices.py lists under the name, but for the A100
 

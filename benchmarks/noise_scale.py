@@ -23,7 +23,7 @@ from megabatch.train.context import Callbacks, RunContext
 from megabatch.train.data.updates import NumUpdates
 from megabatch.train.loop import make_update
 from megabatch.train.model.build import ParallelModel
-from megabatch.train.model.wrap import Wrapper
+from megabatch.train.parallel.wrap import Wrapper
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.heartbeat import Heartbeat
 from megabatch.train.runtime.ranks import Ranks

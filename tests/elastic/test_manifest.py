@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megabatch.train.callbacks.update_logs import sum_of_hashes
 from megabatch.train.cli import commands as cli
+from megabatch.train.records.update_logs import sum_of_hashes
 from megabatch.train.runtime.files import MANIFEST as FILE_NAME
 from tests.train.conftest import NO_DROPOUT, Bench
 

@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from megabatch import MegabatchError
 from megabatch.train.callbacks.checkpointing import restore
-from megabatch.train.callbacks.metrics import MetricsFile
 from megabatch.train.checkpoints.retention import resumed_from
 from megabatch.train.config.parallel_layout import layout_of
 from megabatch.train.config.recipe import load_config
 from megabatch.train.context import Callback, Callbacks, RunContext
 from megabatch.train.loop import prepare_run, train
+from megabatch.train.records.metrics import MetricsFile
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.files import METRICS, read_rows
 from megabatch.train.runtime.heartbeat import Heartbeat

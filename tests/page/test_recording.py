@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import GradientAccumulator, Learner, Plan, losses, plan
 from megabatch.losses.contract import loss, loss_hooks
-from megabatch.train.callbacks.timing import RECORDED, Recording, Timeline, name_reductions, total_of
-from megabatch.train.callbacks.update_logs import MOST_MICROBATCHES, MOST_RANKS, MicrobatchLog, cut_of, row_of
 from megabatch.train.context import Callbacks, RunContext
 from megabatch.train.loop import make_update
+from megabatch.train.records.timing import RECORDED, Recording, Timeline, name_reductions, total_of
+from megabatch.train.records.update_logs import MOST_MICROBATCHES, MOST_RANKS, MicrobatchLog, cut_of, row_of
 from megabatch.train.runtime.ranks import Ranks
 from megabatch.wrappers.base import local
 from tests.train.conftest import Bench

@@ -22,7 +22,7 @@ from megabatch.train.config import Config, EvalConfig, ModelConfig, OptimConfig,
 from megabatch.train.data.updates import NumUpdates
 from megabatch.train.model.build import ParallelModel
 from megabatch.train.model.optimizer import build_learner
-from megabatch.train.model.wrap import Wrapper
+from megabatch.train.parallel.wrap import Wrapper
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
 

@@ -13,11 +13,12 @@ from transformers import AutoConfig
 from megabatch.errors import MegabatchError
 from megabatch.simulate.devices import device_named
 from megabatch.train.cli.arguments import Init, read_arguments
-from megabatch.train.cli.data_survey import Survey, size_of
-from megabatch.train.cli.init import DEVICES, Hardware, look, read_hardware, seen_hardware, write_recipe
 from megabatch.train.config import DataConfig, ModelConfig, SourceConfig
 from megabatch.train.config.recipe import load_config
 from megabatch.train.data.encode import Skipped, samples_of
+from megabatch.train.init.data_survey import Survey, size_of
+from megabatch.train.init.hardware import DEVICES, Hardware, read_hardware, seen_hardware
+from megabatch.train.init.recipe_text import look, write_recipe
 from megabatch.train.model.architecture import load_tokenizer
 from megabatch.train.runtime.plugins import load_function
 from tests.train.processes import Run
@@ -60,7 +61,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def init(*arguments: str) -> dict[str, object]:
     """The tables of the recipe that is written, which loads."""
-    write_recipe(read_arguments(Init, arguments))
+    write_recipe(**vars(read_arguments(Init, arguments)))
     path = Path(arguments[0])
     load_config(path, [])
     return tomllib.loads(path.read_text())
@@ -186,7 +187,7 @@ def test_a_bad_argument_is_one_line_and_nothing_is_written(folder: Path, words: 
     (folder / "empty").mkdir()
     before = sorted(folder.iterdir())
     with pytest.raises(MegabatchError) as raised:
-        write_recipe(read_arguments(Init, ["recipe.toml", *words.split()]))
+        write_recipe(**vars(read_arguments(Init, ["recipe.toml", *words.split()])))
     assert names(str(raised.value), REFUSED[words]), str(raised.value)
     assert "\n" not in str(raised.value)
     assert sorted(folder.iterdir()) == before
@@ -201,10 +202,10 @@ def test_a_folder_of_the_users_is_written_whole(folder: Path, monkeypatch: pytes
 def test_nothing_is_overwritten(folder: Path) -> None:
     (folder / "recipe.toml").write_text("mine")
     with pytest.raises(MegabatchError, match=r"^recipe\.toml is there already, and nothing is overwritten; give"):
-        write_recipe(Init())
+        write_recipe(**vars(Init()))
     assert (folder / "recipe.toml").read_text() == "mine"
     with pytest.raises(MegabatchError, match=r"^cannot write none/recipe\.toml \(No such file or directory\)"):
-        write_recipe(Init(Path("none/recipe.toml")))
+        write_recipe(**vars(Init(Path("none/recipe.toml"))))
 
 
 def test_hardware_is_read_as_it_is_said() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from megabatch import MegabatchError
 from megabatch.train.config import ParallelConfig
 from megabatch.train.config.parallel_layout import Layout, layout_of
-from megabatch.train.model.wrap import SHARD_FROM_PARAMETERS, choose_wrapper
+from megabatch.train.parallel.wrap import SHARD_FROM_PARAMETERS, choose_wrapper
 from megabatch.train.runtime.ranks import Ranks
 from tests.unit.failures.table import names
 

@@ -13,8 +13,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from megabatch import GradientAccumulator, MegabatchError, loss, losses
-from megabatch.train.callbacks.metrics import Metrics, MetricsFile, plan_sums, update_row
 from megabatch.train.context import Callbacks, RunContext, read_values
+from megabatch.train.records.metrics import Metrics, MetricsFile, plan_sums, update_row
 from megabatch.train.runtime.files import read_rows
 from megabatch.train.runtime.ranks import Ranks
 from tests.train.contexts import config_of, context_of

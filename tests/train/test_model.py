@@ -17,7 +17,7 @@ from megabatch import MegabatchError
 from megabatch.train.model.architecture import architecture_of, outline
 from megabatch.train.model.build import ParallelModel, build, choose_source, lay
 from megabatch.train.model.weights import plan_units, saved_weights
-from megabatch.train.model.wrap import Wrapper, blocks_of, choose_wrapper
+from megabatch.train.parallel.wrap import Wrapper, blocks_of, choose_wrapper
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
 from tests.train.model_recipes import FAMILIES, LLAMA, recipe

@@ -19,8 +19,8 @@ from megabatch.train.checkpoints.export import export
 from megabatch.train.config import Config, EvalConfig, ParallelConfig, UpdateConfig
 from megabatch.train.config.parallel_layout import Layout, layout_of
 from megabatch.train.model.build import ParallelModel, build, check_together
-from megabatch.train.model.pipeline_stages import deal_layers, parts_of, stages_of
-from megabatch.train.model.wrap import Wrapper
+from megabatch.train.parallel.pipeline_stages import deal_layers, parts_of, stages_of
+from megabatch.train.parallel.wrap import Wrapper
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
 from tests.exact.launch import launch
@@ -427,6 +427,6 @@ def test_what_does_not_go_with_stages_is_one_line(section: str, keys: dict[str, 
 
 def test_autocast_does_not_reach_stages() -> None:
     config = config_of("llama", "float32", pp=2)
-    mixed = config.model.model_copy(update={"compute_dtype": "bfloat16"})
+    model, mixed = model_of("llama"), config.model.model_copy(update={"compute_dtype": "bfloat16"})
     with pytest.raises(MegabatchError, match=r"^model.compute_dtype is 'bfloat16' and parallel.pp is 2, whose stages"):
-        stages_of(model_of("llama"), config.model_copy(update={"model": mixed}), Wrapper("plain", ""), TWO_STAGES)
+        stages_of(model, config.model_copy(update={"model": mixed}), Wrapper("plain", ""), TWO_STAGES, lambda: model)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from megabatch import GradientAccumulator, MegabatchError, loss, losses, verify
 from megabatch.losses.contract import weigh_of
 from megabatch.train.model.build import build, in_precision
-from megabatch.train.model.wrap import accumulation_of
+from megabatch.train.parallel.wrap import accumulation_of
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
 from tests.train.conftest import NO_DROPOUT, Bench

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from megabatch import GradientAccumulator, Learner, losses
-from megabatch.train.callbacks.timing import Profiler
 from megabatch.train.context import Callbacks, RunContext
 from megabatch.train.loop import make_update
+from megabatch.train.records.timing import Profiler
 from tests.train.contexts import config_of, context_of
 
 ROOT = Path(__file__).parents[2]

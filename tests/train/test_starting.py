@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from megabatch import MegabatchError
-from megabatch.train.callbacks.metrics import MetricsFile
 from megabatch.train.checkpoints import run_folder as folder
 from megabatch.train.checkpoints import run_lock as starting
 from megabatch.train.checkpoints.paths import path_of, recipe_of
 from megabatch.train.config import Config
 from megabatch.train.config.recipe import load_config
+from megabatch.train.records.metrics import MetricsFile
 from megabatch.train.runtime import files, oom_limit
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks

@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import GradientAccumulator, Learner, losses
 from megabatch.losses.contract import loss_hooks
-from megabatch.train.callbacks.timing import SLOW_IN, WINDOW, RankTiming, SlowRanks, Spans, slow_text
 from megabatch.train.context import Callbacks
 from megabatch.train.loop import make_update
+from megabatch.train.records.timing import SLOW_IN, WINDOW, RankTiming, SlowRanks, Spans, slow_text
 from megabatch.train.runtime.ranks import Ranks
 from tests.train.conftest import NO_DROPOUT, Bench
 from tests.train.contexts import context_of

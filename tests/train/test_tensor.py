@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megabatch import GradientAccumulator, MegabatchError, losses
 from megabatch.train.config.parallel_layout import Layout
 from megabatch.train.model.build import build
-from megabatch.train.model.tensor_parallel import check_divisible, plain_terms, plan_of, spread, style_of
-from megabatch.train.model.wrap import blocks_of
+from megabatch.train.parallel.tensor_parallel import check_divisible, plain_terms, plan_of, spread, style_of
+from megabatch.train.parallel.wrap import blocks_of
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
 from tests.exact.launch import launch

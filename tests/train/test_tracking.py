@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megabatch.train.callbacks.metrics import scalars_of
+from megabatch.train.records.metrics import scalars_of
 from tests.train.conftest import Bench
 from tests.train.processes import Run, overrides
 
@@ -164,7 +164,7 @@ def test_a_tracker_that_is_not_installed_is_one_line_before_the_run(bench: Bench
     script = tmp_path / "without.py"
     script.write_text(
         "import importlib.util as u, sys\n"
-        "import megabatch.train.callbacks.loggers as s\n"
+        "import megabatch.train.records.loggers as s\n"
         "s.find_spec = lambda name: None if name == 'wandb' else u.find_spec(name)\n"
         "from megabatch.train.cli.commands import main\n"
         "main()\n"

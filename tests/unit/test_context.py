@@ -193,7 +193,7 @@ MODELS = {  # config, its options, what the error names
 def test_a_model_that_is_refused(name):
     import transformers  # slow to import
 
-    from megabatch.train.model.wrap import check_attention_is_causal
+    from megabatch.train.parallel.wrap import check_attention_is_causal
 
     config, options, seen = MODELS[name]
     sizes = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2}
@@ -211,7 +211,7 @@ def test_a_model_that_is_refused(name):
 def test_a_layer_that_asks_for_something_else_is_refused(options, seen):
     from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM  # slow to import
 
-    from megabatch.train.model.wrap import attend_over
+    from megabatch.train.parallel.wrap import attend_over
 
     config = LlamaConfig(
         vocab_size=9, num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=8, use_cache=False

@@ -25,7 +25,7 @@ from megabatch.train.config.byte_sizes import GIB, gb_text, gib_text
 from megabatch.train.context import RunContext
 from megabatch.train.data.stream import Stream
 from megabatch.train.model.build_accumulator import build_accumulator, collate_of, memory_bytes_of
-from megabatch.train.model.wrap import accumulation_of
+from megabatch.train.parallel.wrap import accumulation_of
 from megabatch.train.runtime.oom_limit import OOM_LIMIT_FILE, load_oom_limit
 from megabatch.train.runtime.ranks import Ranks
 

@@ -24,7 +24,7 @@ from megabatch.train.data.updates import Updates
 from megabatch.train.model.build import ParallelModel
 from megabatch.train.model.frozen import TrainedOnly
 from megabatch.train.model.optimizer import decay_steps_of, settings_of
-from megabatch.train.model.wrap import is_pipeline
+from megabatch.train.parallel.wrap import is_pipeline
 
 LEARNED = "learned"  # key of a checkpoint's metadata: the microbatch limit, where memory has run out
 

@@ -10,7 +10,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from megabatch.errors import MegabatchError
 from megabatch.train.context import Callback, RunContext
-from megabatch.train.model.wrap import reshard
+from megabatch.train.parallel.wrap import reshard
 
 
 class MovingAverage(Callback):

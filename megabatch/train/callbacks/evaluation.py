@@ -22,7 +22,7 @@ from megabatch.train.config import HELD_OUT, EvalConfig, UpdateConfig
 from megabatch.train.context import BestEvaluation, Callback, RunContext
 from megabatch.train.data.load import OWN
 from megabatch.train.model.build import in_precision
-from megabatch.train.model.wrap import is_pipeline, reshard
+from megabatch.train.parallel.wrap import is_pipeline, reshard
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.files import Row
 from megabatch.train.runtime.plugins import Event, blamed, load_function

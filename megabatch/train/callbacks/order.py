@@ -7,14 +7,14 @@ from megabatch.errors import MegabatchError
 from megabatch.train.callbacks.checkpointing import Checkpointing
 from megabatch.train.callbacks.evaluation import EarlyStopping, Evaluation
 from megabatch.train.callbacks.messages import FinalMessages, MemoryCheck, PlanMessage
-from megabatch.train.callbacks.metrics import Metrics
-from megabatch.train.callbacks.timing import Profiler, RankTiming, Timeline
-from megabatch.train.callbacks.update_logs import Manifest, MicrobatchLog
 from megabatch.train.checkpoints.paths import OPEN, checkpoints_of
 from megabatch.train.config import RunConfig
 from megabatch.train.config.batch_size import sizes_of
 from megabatch.train.context import EVENTS, Callback, RunContext
 from megabatch.train.model.optimizer import follow, rate_factor
+from megabatch.train.records.metrics import Metrics
+from megabatch.train.records.timing import Profiler, RankTiming, Timeline
+from megabatch.train.records.update_logs import Manifest, MicrobatchLog
 from megabatch.train.runtime.plugins import blamed, load_function
 
 

@@ -28,7 +28,7 @@ from megabatch.train.model.adapters import ADAPTER, INSIDE, MARK, WHOLE, layers_
 from megabatch.train.model.architecture import architecture_of, construct, load_tokenizer, outline, quiet
 from megabatch.train.model.frozen import dequantize, described, kind_of, quantize, sealed
 from megabatch.train.model.weights import fill, fresh_source, load_whole, own_source, plan_units
-from megabatch.train.model.wrap import blocks_of, dtype_of
+from megabatch.train.parallel.wrap import blocks_of, dtype_of
 from megabatch.train.runtime.ranks import Ranks
 
 RECIPE = "config.toml"  # of a run's folder

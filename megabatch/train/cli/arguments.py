@@ -13,9 +13,9 @@ import tyro
 from tyro.conf import FlagCreatePairsOff, Positional
 
 from megabatch.errors import MegabatchError
+from megabatch.train.init.hardware import Device
 
 Arguments = TypeVar("Arguments")
-Device = Literal["cpu", "a100", "a100-40g", "a100-80g", "h100", "h100-80g", "h200", "b200", "l40s", "rtx4090"]
 
 
 @dataclass(frozen=True)

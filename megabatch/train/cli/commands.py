@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from megabatch.errors import MegabatchError
-from megabatch.train.callbacks.loggers import holds_the_end
 from megabatch.train.checkpoints.paths import recipe_of
 from megabatch.train.checkpoints.run_lock import resume_if_restarted
 from megabatch.train.cli.arguments import (
@@ -27,6 +26,7 @@ from megabatch.train.cli.arguments import (
 from megabatch.train.cli.front import answer
 from megabatch.train.cli.recipe_command import read_config
 from megabatch.train.config import Config
+from megabatch.train.records.loggers import holds_the_end
 from megabatch.train.runtime.console import CRASHED, FAILED, drop_output
 from megabatch.train.runtime.exit import FailedError, exit_together, fail
 from megabatch.train.runtime.heartbeat import heartbeat_of

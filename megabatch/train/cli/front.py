@@ -64,9 +64,9 @@ def answer(arguments: Sequence[str]) -> bool:
 
         print_help(name, rest)
     elif name == "init":
-        from megabatch.train.cli.init import write_recipe
+        from megabatch.train.init.recipe_text import write_recipe
 
-        write_recipe(read_arguments(Init, rest))
+        write_recipe(**vars(read_arguments(Init, rest)))
     elif name == "report":
         from megabatch.train.report.page import report
 
@@ -84,7 +84,7 @@ def answer(arguments: Sequence[str]) -> bool:
         asked = read_arguments(Runs, rest)
         print_runs(asked.folder, as_json=asked.json)
     elif name == "completion":
-        from megabatch.train.cli.completion import SCRIPTS, print_words
+        from megabatch.train.cli.help import SCRIPTS, print_words
 
         if rest[:1] == ["words"]:
             print_words(rest[1:])

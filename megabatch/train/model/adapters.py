@@ -20,7 +20,7 @@ from megabatch.train.config import Config, ModelConfig
 from megabatch.train.model.architecture import quiet
 from megabatch.train.model.frozen import shape_of, stored
 from megabatch.train.model.weights import Saved, Source, seeded
-from megabatch.train.model.wrap import dtype_of
+from megabatch.train.parallel.wrap import dtype_of
 from megabatch.train.runtime.ranks import Ranks
 
 ADAPTER = "default"  # peft's name of an only one

@@ -24,7 +24,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.config import Config, ModelConfig
 from megabatch.train.config.recipe_paths import check_model_folder, check_tokenizer_folder
-from megabatch.train.model.wrap import dtype_of
+from megabatch.train.parallel.wrap import dtype_of
 
 OWNED_KEYS = {  # of model.config, that the trainer sets
     "dtype": "set model.dtype",

@@ -30,8 +30,6 @@ from megabatch.train.model.architecture import (
     refused,
 )
 from megabatch.train.model.frozen import check_quantized, check_same_bits, described, quantized, sealed
-from megabatch.train.model.pipeline_stages import Stages, pipeline, stages_of, stages_text
-from megabatch.train.model.tensor_parallel import NO_BORDERS, plain_terms, spread
 from megabatch.train.model.weights import (
     Source,
     fill,
@@ -41,7 +39,9 @@ from megabatch.train.model.weights import (
     own_source,
     saved_source,
 )
-from megabatch.train.model.wrap import (
+from megabatch.train.parallel.pipeline_stages import Stages, pipeline, stages_of, stages_text
+from megabatch.train.parallel.tensor_parallel import NO_BORDERS, plain_terms, spread
+from megabatch.train.parallel.wrap import (
     Wrapper,
     accumulation_of,
     attend_over,
@@ -107,7 +107,7 @@ def build(config: Config, ranks: Ranks, console: Console, longest_tokens: int | 
     if config.model.lora is not None:
         source = begun(source, config.model, config.run.seed)
     identity, unsaved = identity_of(base), left_out(base, config.model)
-    stages = stages_of(base, config, wrapper, ranks)
+    stages = stages_of(base, config, wrapper, ranks, lambda: outline(config.model, cast(Any, base).config))
     laid_words, mesh = lay(source, config, wrapper, ranks, stages)
     words += laid_words
     identity = sealed(identity, base, unsaved, ranks)

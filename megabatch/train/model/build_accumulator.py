@@ -14,7 +14,7 @@ from megabatch.errors import PlanError
 from megabatch.planning import TunedLimit
 from megabatch.train.config import Config
 from megabatch.train.config.byte_sizes import read_bytes
-from megabatch.train.model.wrap import accumulation_of, computing
+from megabatch.train.parallel.wrap import accumulation_of, computing
 from megabatch.train.runtime.oom_limit import load_oom_limit
 
 KEYS = {  # the library's name of a setting → the recipe's

@@ -24,7 +24,7 @@ from megabatch.errors import MegabatchError, install_command
 from megabatch.train.config import Config, ModelConfig
 from megabatch.train.model.architecture import quiet
 from megabatch.train.model.weights import Source, fill
-from megabatch.train.model.wrap import Wrapper, dtype_of
+from megabatch.train.parallel.wrap import Wrapper, dtype_of
 from megabatch.train.runtime.ranks import Ranks
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number

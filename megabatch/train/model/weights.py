@@ -24,7 +24,7 @@ from transformers.utils.hub import cached_file
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.config import ModelConfig
 from megabatch.train.model.architecture import construct, quiet
-from megabatch.train.model.wrap import blocks_of, dtype_of
+from megabatch.train.parallel.wrap import blocks_of, dtype_of
 from megabatch.train.runtime.plugins import blamed, load_function
 
 INITIALIZED = "_is_hf_initialized"  # transformers' mark on a tensor that its rules leave as it is

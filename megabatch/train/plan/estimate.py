@@ -17,7 +17,7 @@ from megabatch.simulate import Device
 from megabatch.train.config import Config
 from megabatch.train.config.parallel_layout import Layout
 from megabatch.train.model.optimizer import build_optimizer
-from megabatch.train.model.wrap import accumulation_of, blocks_of, dtype_of, is_mixed
+from megabatch.train.parallel.wrap import accumulation_of, blocks_of, dtype_of, is_mixed
 from megabatch.train.plan.grid import Choice
 
 MIN_KEPT = 12  # numbers per token and hidden feature that a layer keeps for the backward; measured layers keep 22

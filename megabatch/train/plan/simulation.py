@@ -26,9 +26,9 @@ from megabatch.train.model.architecture import architecture_of, check_fit, load_
 from megabatch.train.model.build import check_keys, check_together, divide, prepare
 from megabatch.train.model.expert_balance import router_coefficient, with_router_loss
 from megabatch.train.model.optimizer import build_optimizer
-from megabatch.train.model.tensor_parallel import plain_terms
 from megabatch.train.model.weights import is_several, own_source
-from megabatch.train.model.wrap import Wrapper, accumulation_of, choose_wrapper, computing
+from megabatch.train.parallel.tensor_parallel import plain_terms
+from megabatch.train.parallel.wrap import Wrapper, accumulation_of, choose_wrapper, computing
 from megabatch.train.plan.estimate import ModelSizes, measure_sizes
 from megabatch.train.plan.grid import Choice, Grid, build_grid
 from megabatch.train.plan.request import PlanRequest

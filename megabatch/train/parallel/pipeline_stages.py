@@ -15,9 +15,8 @@ from transformers import PreTrainedModel
 
 from megabatch.errors import MegabatchError
 from megabatch.train.config import Config, ParallelConfig
-from megabatch.train.model.architecture import outline
-from megabatch.train.model.tensor_parallel import Borders
-from megabatch.train.model.wrap import Wrapper, boundary_dtype, is_mixed, replicate
+from megabatch.train.parallel.tensor_parallel import Borders
+from megabatch.train.parallel.wrap import Wrapper, boundary_dtype, is_mixed, replicate
 from megabatch.train.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -76,8 +75,13 @@ class NoPositions(nn.Module):
         return torch.zeros((), device=position_ids.device)
 
 
-def stages_of(model: nn.Module, config: Config, wrapper: Wrapper, ranks: Ranks) -> Stages | None:
-    """Return the stages of this rank, where the recipe has any; the model loses what they do not hold."""
+def stages_of(
+    model: nn.Module, config: Config, wrapper: Wrapper, ranks: Ranks, shell: Callable[[], PreTrainedModel]
+) -> Stages | None:
+    """Return the stages of this rank, where the recipe has any; the model loses what they do not hold.
+
+    ``shell`` makes another model of the same class, on the meta device.
+    """
     if ranks.layout.pp == 1:
         return None
     if is_mixed(config.model) and not wrapper.is_of_fsdp:
@@ -85,9 +89,7 @@ def stages_of(model: nn.Module, config: Config, wrapper: Wrapper, ranks: Ranks) 
             f"model.compute_dtype is {config.model.compute_dtype!r} and parallel.pp is {ranks.layout.pp}, whose stages "
             'autocast does not reach; set parallel.wrapper to "fsdp2" or "replicate", or leave compute_dtype out'
         )
-    parts = parts_of(model, config)
-    whole = cast(PreTrainedModel, model)
-    return cut(whole, parts, config, ranks.pp_rank, lambda: outline(config.model, whole.config))
+    return cut(cast(PreTrainedModel, model), parts_of(model, config), config, ranks.pp_rank, shell)
 
 
 def deal_layers(num_layers: int, num_stages: int) -> list[Part]:
@@ -157,7 +159,7 @@ def cut(
 ) -> Stages:
     """Return the stages of ``rank`` along pp; the model keeps what they hold and loses the rest.
 
-    ``shell`` makes another model of the same class, on the meta device, around each stage where there are several.
+    A ``shell`` is around each stage where there are several.
     """
     number = per_rank(config.parallel)
     from megabatch.pipeline import SCHEDULES

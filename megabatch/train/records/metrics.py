@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from megabatch import CostModel, Plan, Update
-from megabatch.train.callbacks.loggers import Logger, make_loggers
 from megabatch.train.context import Callback, RunContext
+from megabatch.train.records.loggers import Logger, make_loggers
 from megabatch.train.runtime.console import utc_now
 from megabatch.train.runtime.files import METRICS, JsonlFile, Row, is_evaluation
 from megabatch.train.runtime.ranks import Ranks

@@ -1,24 +1,19 @@
-"""Init: `megabatch init`, a recipe with a comment at every choice, written from a model, data and hardware."""
+"""The text of a recipe with a comment at every choice, written from a model, data and hardware."""
 
 import json
-import re
 import shlex
-import shutil
-import subprocess
-from typing import NamedTuple, get_args
+from pathlib import Path
 
 import tomli_w
 
 from megabatch.errors import MegabatchError
-from megabatch.train.cli.arguments import Device, Init
-from megabatch.train.cli.data_survey import MAX_SAMPLE_TOKENS, NUM_HELD_OUT, Size, Survey, size_of, survey
 from megabatch.train.config import SourceConfig
 from megabatch.train.data.sources import HUB_ID, expanded, place_of
+from megabatch.train.init.data_survey import MAX_SAMPLE_TOKENS, NUM_HELD_OUT, Size, Survey, size_of, survey
+from megabatch.train.init.hardware import Hardware, read_hardware, seen_hardware
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.files import write_new
 
-DEVICES = get_args(Device)[1:]  # the GPUs that plan knows
-HARDWARE = re.compile(r"(?:(\d+) *(?:nodes? +of|x) +)?(?:(\d+) +)?([a-z][\w-]*)", re.IGNORECASE)
 RECIPE = """\
 # {title}
 # {launch}
@@ -79,71 +74,27 @@ PARALLEL = """
 """
 
 
-class Hardware(NamedTuple):
-    """Processes that train together: so many on each of so many nodes."""
-
-    device: str  # "cpu", "gpu", or one of DEVICES
-    per_node: int = 1
-    num_nodes: int = 1
-
-
-def write_recipe(asked: Init) -> None:
-    """Write the recipe, and print what to do with it.
+def write_recipe(file: Path, model: str, data: str, task: str | None, hardware: str | None) -> None:
+    """Write a recipe for what `megabatch init` was asked for, and print what to do with it.
 
     Raises `MegabatchError`, with nothing written, for a bad argument and for a file that exists.
     """
-    if asked.file.exists():
-        raise MegabatchError(f"{asked.file} is there already, and nothing is overwritten; give another FILE")
-    hardware = read_hardware(asked.hardware or seen_hardware())
-    model, found = read_model(asked.model), look(asked.data, asked.task)
+    if file.exists():
+        raise MegabatchError(f"{file} is there already, and nothing is overwritten; give another FILE")
+    machine = read_hardware(hardware or seen_hardware())
+    name, found = read_model(model), look(data, task)
     size = Size()
     if found.lengths:
-        size = size_of(found, on_cpu=hardware.device == "cpu", bytes_per_token=1 if model is None else 4)
-    text = recipe_text(str(asked.file), model, found, size, hardware)
+        size = size_of(found, on_cpu=machine.device == "cpu", bytes_per_token=1 if name is None else 4)
+    text = recipe_text(str(file), name, found, size, machine)
     try:
-        write_new(asked.file, text)
+        write_new(file, text)
     except OSError as error:
-        raise MegabatchError(f"cannot write {asked.file} ({error.strerror or error}); give another FILE") from None
+        raise MegabatchError(f"cannot write {file} ({error.strerror or error}); give another FILE") from None
     except UnicodeError:
-        raise MegabatchError(
-            f"an answer has bytes that are no text, which {asked.file} cannot hold; rename it"
-        ) from None
-    for line in (*found_lines(found, size), next_commands(str(asked.file), hardware)):
+        raise MegabatchError(f"an answer has bytes that are no text, which {file} cannot hold; rename it") from None
+    for line in (*found_lines(found, size), next_commands(str(file), machine)):
         print(line)
-
-
-def read_hardware(text: str) -> Hardware:
-    """Read "cpu", "1 gpu", "8 gpus", "8 h100" or "2 nodes of 8 h100"."""
-    found = HARDWARE.fullmatch(text.strip())
-    word = "" if found is None else found[3].lower()
-    device = next((name for name in ("cpu", "gpu", *DEVICES) if word in (name, f"{name}s")), None)
-    num_nodes, per_node = (1, 1) if found is None else (int(found[1] or 1), int(found[2] or 1))
-    if device is None or not num_nodes or not per_node:
-        raise MegabatchError(
-            f'--hardware is {text!r}; write "cpu", "1 gpu", "8 gpus", "8 h100" or "2 nodes of 8 h100"; '
-            f"devices are {', '.join(DEVICES)}"
-        )
-    return Hardware(device, per_node, num_nodes)
-
-
-def seen_hardware() -> str:
-    """Return what this machine has, as `read_hardware` reads it; nvidia-smi says it without torch's seconds."""
-    program = shutil.which("nvidia-smi")
-    try:
-        done = program and subprocess.run([program, "-L"], capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        done = None
-    names = [line for line in done.stdout.splitlines() if line.startswith("GPU ")] if done else []
-    return f"{len(names)} {kind_of(names[0])}" if names else "cpu"
-
-
-def kind_of(name: str) -> str:
-    """Return the device that a line of nvidia-smi names, where plan knows it; "gpu" else."""
-    letters = name.partition("(UUID")[0].lower().replace(" ", "")
-    if "a100" in letters and "40gb" in letters:
-        return "a100-40g"
-    found = [device for device in DEVICES if device in letters]
-    return found[0] if found and "gh200" not in letters else "gpu"
 
 
 def read_model(text: str) -> str | None:

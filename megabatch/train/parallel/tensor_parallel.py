@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from megabatch.errors import MegabatchError
 from megabatch.losses import LossFunction
-from megabatch.train.model.wrap import blocks_of
+from megabatch.train.parallel.wrap import blocks_of
 from megabatch.train.runtime.plugins import in_place_of
 
 FAMILIES = ("gpt2", "llama", "qwen2", "qwen3")  # whose gradients are compared with the plain model's

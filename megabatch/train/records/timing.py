@@ -23,8 +23,8 @@ from torch.autograd import Variable
 from torch.profiler import ProfilerActivity, profile
 
 from megabatch import Plan
-from megabatch.train.callbacks.metrics import at_its_place, predict_seconds
 from megabatch.train.context import Callback, Callbacks, ForwardBackward, RunContext
+from megabatch.train.records.metrics import at_its_place, predict_seconds
 from megabatch.train.runtime.files import TIMELINE, JsonlFile, replace_text
 from megabatch.train.runtime.plugins import in_place_of
 from megabatch.train.runtime.ranks import Ranks

@@ -1,0 +1,1 @@
+"""Init: `megabatch init`, a recipe for data, a model and hardware."""
