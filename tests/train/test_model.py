@@ -68,6 +68,20 @@ def test_a_bad_config_gets_its_line(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize(
+    ("sizes", "key", "value"),
+    [
+        ({**LLAMA, "model_type": "qwen3_moe", "num_experts": 4}, "head_dim", 16),  # its layers read it, undeclared
+        ({**LLAMA, "model_type": "mixtral"}, "num_experts", 3),  # an alias
+        (LLAMA, "rope_theta", 5e5),  # the name of older versions
+    ],
+)
+def test_a_key_that_the_family_takes_undeclared_is_taken(sizes: dict[str, Any], key: str, value: object) -> None:
+    plain, given = (architecture_of(recipe({"config": each}).model) for each in (sizes, {**sizes, key: value}))
+    assert vars(given) != vars(plain)
+    assert refused({"config": {**sizes, f"{key}s": value}}).startswith(f"unknown key model.config.{key}s")
+
+
 def test_an_encoder_is_refused() -> None:
     sizes = {key: LLAMA[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
     config = {**sizes, "model_type": "bert", "intermediate_size": 24}

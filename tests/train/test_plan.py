@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
 from megabatch import MegabatchError
 from megabatch.train.config import Config
 from megabatch.train.config.byte_sizes import read_bytes, read_rate
 from megabatch.train.config.recipe import PLAN_OPTIONS, load_config, split_options
+from megabatch.train.config.recipe_paths import check_paths
 from megabatch.train.plan.estimate import estimate_cost
 from megabatch.train.plan.grid import Choice, build_grid
 from megabatch.train.plan.request import read_request
@@ -280,6 +282,16 @@ def test_the_chart_is_drawn_and_the_table_names_the_runner_up(recipe: Path, caps
     assert "\nbest: " in out
     assert "\nrunner-up: " in out
     assert "optimizer states" in chart.read_text()
+
+
+@pytest.mark.slow
+def test_a_folder_with_nothing_but_a_config_is_planned(recipe: Path, tmp_path: Path) -> None:
+    own = tomllib.loads(LLAMA)
+    (tmp_path / "config.json").write_text(json.dumps(own["model"]["config"]))
+    recipe.write_text(tomli_w.dumps({**own, "model": {"name": str(tmp_path), "tokenizer": "bytes"}}))
+    assert planned(recipe)[0].fits == YES
+    with pytest.raises(MegabatchError, match="a folder without weights"):
+        check_paths(load_config(recipe, []))
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ def check_paths(config: Config) -> None:
     """Raise `MegabatchError` for a model's folder or a Python file that is not there."""
     if config.model.name is not None:
         check_model_folder(config.model.name)
+        check_weights(config.model.name)
     tokenizer, key = config.model.tokenizer or config.model.name, "model.tokenizer" if config.model.tokenizer else ""
     if tokenizer is not None and Path(tokenizer).is_dir():
         check_tokenizer_folder(tokenizer, key or "model.name")
@@ -62,7 +63,12 @@ def check_model_folder(name: str) -> None:
             f"model.name is {name!r}, a folder without config.json ({files_text(folder)}); "
             "name a folder that save_pretrained has written"
         )
-    if not any(True for pattern in WEIGHTS for _ in folder.glob(pattern)):
+
+
+def check_weights(name: str) -> None:
+    """Raise where ``model.name`` is a folder without weights. A plan needs none."""
+    folder = Path(name)
+    if folder.is_dir() and not any(True for pattern in WEIGHTS for _ in folder.glob(pattern)):
         raise MegabatchError(
             f"model.name is {name!r}, a folder without weights, model.safetensors say ({files_text(folder)}); "
             "name one that has them, or write the keys of its config.json into model.config for fresh weights"

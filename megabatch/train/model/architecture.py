@@ -2,11 +2,15 @@
 
 import contextlib
 import difflib
+import inspect
 import json
+import re
 import warnings
 from collections.abc import Generator
+from copy import deepcopy
 from logging import CRITICAL, getLogger
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -18,6 +22,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
@@ -54,18 +59,32 @@ def new_architecture(config: ModelConfig) -> PreTrainedConfig:
     if not isinstance(model_type, str):
         raise MegabatchError('model.config has no model_type; add one, model_type = "llama" say')
     try:
-        known = AutoConfig.for_model(model_type).to_dict().keys()
+        default = AutoConfig.for_model(model_type)
     except ValueError:
         raise MegabatchError(f"model.config.model_type is {model_type!r}, which transformers does not know") from None
     for key in (key for key in keys if key in OWNED_KEYS):
         raise MegabatchError(f"model.config.{key} is not the recipe's to set; {OWNED_KEYS[key]}")
-    for key in (key for key in keys if key not in known):
-        near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
+    declared = default.to_dict().keys()
+    for key in (key for key in keys if key not in declared and not _is_read(key, keys[key], default)):
+        near = difflib.get_close_matches(key, declared, n=1, cutoff=0.0)[0]
         raise MegabatchError(f"unknown key model.config.{key} for model_type {model_type!r}; the nearest key is {near}")
     try:
         return AutoConfig.for_model(model_type, **keys)
     except Exception as error:  # its validation raises types of its dependencies
         raise refused(config, error) from None
+
+
+def _is_read(key: str, value: Any, default: PreTrainedConfig) -> bool:
+    """Return True for a key that the family takes undeclared: an alias, an older name, or one that its layers read."""
+    with contextlib.suppress(Exception):  # its validation raises types of its dependencies; the config is built again
+        given = AutoConfig.for_model(default.model_type, **{key: deepcopy(value)}).to_dict()
+        if {name: each for name, each in given.items() if name != key} != default.to_dict():
+            return True
+    try:
+        family = inspect.getmodule(MODEL_FOR_CAUSAL_LM_MAPPING[type(default)])
+    except KeyError:  # no causal language model, which is refused by its own words
+        return False
+    return bool(re.search(rf"\bconfig\.{key}\b|\(config, \"{key}\"", inspect.getsource(cast(ModuleType, family))))
 
 
 def saved_architecture(name: str) -> PreTrainedConfig:

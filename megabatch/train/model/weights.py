@@ -23,6 +23,7 @@ from transformers.utils.hub import cached_file
 
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.config import ModelConfig
+from megabatch.train.config.recipe_paths import check_weights
 from megabatch.train.model.architecture import construct, quiet
 from megabatch.train.parallel.wrap import blocks_of, dtype_of
 from megabatch.train.runtime.plugins import blamed, load_function
@@ -114,6 +115,7 @@ def saved_source(
     outline: PreTrainedModel, config: ModelConfig, architecture: PreTrainedConfig, seed: int, *, sharded: bool
 ) -> Source:
     """Return the outline, to be filled from its files by the shard, or the whole model."""
+    check_weights(cast(str, config.name))
     text = f"{type(outline).__name__}, weights of {config.name}"
     if not sharded:
         return Source(*load_whole(config, architecture, seed, text))
