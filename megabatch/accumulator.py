@@ -569,7 +569,8 @@ class GradientAccumulator:
         In the body, call ``part.scale(loss).backward()`` once, with the ``part`` that this yields (`LoopMicrobatch`).
         Without `LoopMicrobatch.scale`, `finalize` divides the gradient of a sum, in the pass that clips or in one of
         its own. Say what the loss is by ``sum_over``, ``mean_over``, ``update_weight`` or ``divided``. Every number is
-        this rank's own. After the last microbatch, call `finalize`. An error in the body drops the update.
+        this rank's own. After the last microbatch, call `finalize`. An error in the body drops the update, and the
+        other ranks raise a `MegabatchError` with its text, here or in `finalize`.
 
         Args:
             index: Number of the microbatch in the update, from 0.
@@ -594,18 +595,18 @@ class GradientAccumulator:
         try:
             request = read_request(of, sum_over, mean_over, update_weight, divided)
         except MegabatchError as error:
-            if self._loop is not None:
-                raise
             failure = error  # the other ranks must know
         if self._loop is None:
             self._open_loop(request, failure)
-        assert request is not None  # else its failure was raised
         loop: Any = self._loop
-        loop.check_next(index, request.of)
         try:
-            guarded = contextlib.nullcontext() if self.ranks.is_alone else self._guarded()
-            with guarded, loop.run(index, request) as part:
-                yield part
+            others = self._error_broadcast
+            with contextlib.nullcontext() if others is None else others.listening(f"microbatch {index} of {of}"):
+                if request is None:
+                    raise cast(Exception, failure)
+                loop.check_next(index, request.of)
+                with loop.run(index, request) as part:
+                    yield part
         except BaseException:
             if self._loop is loop:  # else the body has discarded the update
                 self._is_lost = index > 0
@@ -825,6 +826,8 @@ class GradientAccumulator:
         self._open = None
         self._ownership.release()
         try:
+            if self._loop is not None and self._error_broadcast is not None:
+                self._error_broadcast.check()
             with self._guarded():
                 update = self._close(opened, weight, max_norm)
                 if self._loop is not None:

@@ -1,10 +1,10 @@
-"""Broadcast of a rank's fatal error: a rank that others wait for sends them its error, and all raise it.
+"""Broadcast of a rank's error: a rank that others wait for sends them its error, and all raise it.
 
-Memory ran out, or DDP waits for a gradient that never comes.
+Memory ran out, DDP waits for a gradient that never comes, or the body of a user's own microbatch failed.
 
-A collective that one rank has left half-way cannot be canceled, so the update and the processes are lost. The message
-goes through the store with which the ranks started. The store's host may be gone or frozen, so only threads use it, and
-each wait for them has a time limit.
+A collective that one rank has left half-way cannot be canceled, so the update is lost, and the processes too if one of
+them waits there. The message goes through the store with which the ranks started. The store's host may be gone or
+frozen, so only threads use it, and each wait for them has a time limit.
 """
 
 import contextlib
@@ -46,6 +46,7 @@ class ErrorBroadcast:
     def __init__(self, ranks: DataRanks, device: torch.device) -> None:
         self._ranks, self._device = ranks, device
         self._heard: str | None = None  # the received message
+        self._num_outlived = 0  # errors of bodies that ranks have told each other, after which a program may go on
         self._own: Any = None  # a connection serves one call at a time, and the main thread's may take long
         number = 0.0
         with contextlib.suppress(*STORE_FAILS):
@@ -53,8 +54,11 @@ class ErrorBroadcast:
         (self._number,) = max(ranks.exchange_numbers([number]))  # the job has no other alarm of this number
 
     @contextlib.contextmanager
-    def listening(self) -> Generator[None]:
-        """Surround code that may wait for other ranks. Raise their `MegabatchError` in place of its consequences."""
+    def listening(self, body: str | None = None) -> Generator[None]:
+        """Surround code that may wait for other ranks. Raise their `MegabatchError` in place of its consequences.
+
+        ``body`` is the name of code of the user's: the other ranks are then told any error in it.
+        """
         ended = threading.Event()
         listener = threading.Thread(target=self._listen, args=(ended,), name="megabatch-alarm", daemon=True)
         listener.start()
@@ -62,7 +66,7 @@ class ErrorBroadcast:
             yield
         except Exception as error:
             ended.set()
-            if (cause := self._cause(error, answers=self._has_ended(listener))) is error:
+            if (cause := self._cause(error, body, answers=self._has_ended(listener))) is error:
                 raise
             raise cause from error
         finally:
@@ -72,22 +76,41 @@ class ErrorBroadcast:
         if self._heard is not None:
             raise self._leaving(self._heard)
 
-    def _cause(self, error: Exception, *, answers: bool) -> Exception:
+    def check(self) -> None:
+        """Raise the `MegabatchError` of another rank that has told its error by now."""
+        self._in_a_thread(self._look, SECONDS_TO_ANSWER)
+        if self._heard is not None:
+            raise self._leaving(self._heard)
+
+    def _cause(self, error: Exception, body: str | None, *, answers: bool) -> Exception:
         """Return the reason why this rank must stop. Send it to the other ranks if this rank is the first to know."""
         if is_out_of_memory(error):
             error = out_of_memory_error(error, self._ranks)
         if isinstance(error, MegabatchError) and (error.shortage is not None or error.strands_others):
             if self._heard is None:
                 who = "" if error.shortage else f"{whoever_runs(self._ranks.num_all)}: "
-                told = json.dumps([f"{who}{error}", error.shortage])
-                self._in_a_thread(lambda: self._tell(told), SECONDS_TO_HEAR + SECONDS_TO_ANSWER)
+                self._tell(f"{who}{error}", error.shortage)
                 _abort()  # nothing of this process keeps the others then
             return error
-        if self._heard is None and answers:
+        is_own = body is not None and not _is_of_message(error)
+        if self._heard is None and answers and not is_own:
             self._in_a_thread(self._look, SECONDS_TO_ANSWER)
-        return error if self._heard is None else self._leaving(self._heard)
+        if self._heard is not None and not is_own:
+            return self._leaving(self._heard)
+        if is_own:  # of all ranks perhaps, which then go on
+            if self._heard is None:
+                who = whoever_runs(self._ranks.num_all)
+                told = f"{who} failed in {body} ({in_one_line(error)}); mend that, and start the update again"
+                self._tell(told, None, is_of_body=True)
+            self._heard, self._num_outlived = None, self._num_outlived + 1
+        return error
 
-    def _tell(self, told: str) -> None:
+    def _tell(self, text: str, shortage: Shortage | None, *, is_of_body: bool = False) -> None:
+        """Tell the others, and wait for as long as they may need to hear."""
+        told = json.dumps([text, shortage, is_of_body])
+        self._in_a_thread(lambda: self._send(told), SECONDS_TO_HEAR + SECONDS_TO_ANSWER)
+
+    def _send(self, told: str) -> None:
         """Tell the others, and wait until they have heard."""
         store, heard = self._store(), self._key(HEARD)
         if store.compare_set(self._key(TOLD), "", told).decode() != told:  # another rank was faster
@@ -115,7 +138,9 @@ class ErrorBroadcast:
         """Return the received message as an error. Abort collectives that wait on a device."""
         if self._device.type != "cpu":
             _abort()
-        text, shortage = json.loads(told)
+        text, shortage, is_of_body = json.loads(told)
+        if is_of_body:
+            self._heard, self._num_outlived = None, self._num_outlived + 1
         heard = MegabatchError(text)
         if shortage is not None:
             rank, samples, bound = shortage
@@ -139,7 +164,7 @@ class ErrorBroadcast:
         return not thread.is_alive()
 
     def _key(self, name: str) -> str:
-        return f"{name} ({self._number:.0f})"
+        return f"{name} ({self._number:.0f}, {self._num_outlived})"
 
     def _store(self) -> Any:
         own = self._own
@@ -189,6 +214,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 def is_of_backend(error: BaseException) -> bool:
     """Return True for an error of a message between ranks, which may have been half sent."""
     return isinstance(_first_cause(error), dist.DistBackendError)
+
+
+def _is_of_message(error: BaseException) -> bool:
+    """Return True for an error of a message between ranks, which may be the consequence of another rank's error."""
+    first = _first_cause(error)
+    return isinstance(first, dist.DistError) or (isinstance(first, RuntimeError) and "gloo" in str(first))
 
 
 def _first_cause(error: BaseException) -> BaseException:

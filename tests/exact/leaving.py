@@ -43,6 +43,9 @@ class Job:
         if self.wrapper in ("unused", "passed-by"):
             self._unreduced()
             return
+        if self.wrapper == "body":
+            self._looped()
+            return
         wrapper = "plain" if self.wrapper.startswith("messages") else self.wrapper
         values = ("bits", wrapper, str(self.world), self.sync, "C1", "list", "weigh", "two-samples")
         this = SpikedRun(Cell.parse(":".join((*values, "forward_backward", "no-clip"))))
@@ -69,6 +72,17 @@ class Job:
 
         gradient = GradientAccumulator(model, micro_batch_size=1, sync=self.sync)
         gradient.forward_backward({"x": torch.ones(4, 3)}, loss_fn)
+        gradient.finalize()
+
+    def _looped(self) -> None:
+        """The body of a microbatch fails on one rank, and the others wait in DDP's reduction."""
+        torch.manual_seed(0)
+        gradient = GradientAccumulator(DistributedDataParallel(nn.Linear(3, 3)), sync=self.sync)
+        for index in range(2):
+            with gradient.microbatch(index, of=2, sum_over=1) as part:
+                if (index, dist.get_rank()) == (self.index, self.culprit):
+                    raise ValueError("a bad row")
+                part.scale(gradient.model(torch.ones(1, 3)).sum()).backward()
         gradient.finalize()
 
     def _pipelined(self, when: Any) -> None:

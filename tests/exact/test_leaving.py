@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.failures.memory import LEAVING
-from tests.unit.failures.table import check_error, check_ranks
+from tests.unit.failures.table import check_error, check_ranks, names
 from tests.unit.failures.two_ranks import UNUSED
 from tests.unit.failures.wrappers import DDP_PASSED_BY
 
@@ -21,13 +21,14 @@ UNREDUCED = {  # what DDP waits for, by the job of `tests.exact.leaving`
     "unused:3:last:1:backward:3:0": UNUSED,
     "passed-by:3:last:1:backward:3:1": DDP_PASSED_BY,
 }
+BODIES = ["body:2:last:1:forward:0:0", "body:3:last:1:forward:1:2", "body:2:every:1:forward:1:1"]
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("leaving")
-    (folder / "jobs.json").write_text(json.dumps([*LEAVING, *UNREDUCED]))
+    (folder / "jobs.json").write_text(json.dumps([*LEAVING, *UNREDUCED, *BODIES]))
     quiet = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "FATAL"}
     command = [sys.executable, "-m", "tests.exact.leaving", str(folder)]
     ran = subprocess.run(command, env=os.environ | quiet, cwd=ROOT, capture_output=True, text=True, timeout=600)
@@ -54,3 +55,14 @@ def test_what_one_rank_left_unreduced_is_said_on_all(results, job: str) -> None:
     expected = [UNREDUCED[job] if rank == culprit else heard for rank in range(world)]
     assert [each[::2] for each in told] == [["MegabatchError", None]] * world
     check_ranks([each[1] for each in told], expected)
+
+
+@pytest.mark.parametrize("job", BODIES)
+def test_an_error_in_the_body_of_one_rank_is_told_to_those_that_wait(results, job: str) -> None:
+    ended, told = results[job]["ended"], results[job]["told"]
+    assert ended, "a process was still there"
+    world, index, culprit = (int(job.split(":")[each]) for each in (1, 5, 6))
+    heard = f"rank {culprit} of {world} failed in microbatch {index} of 2 (ValueError: a bad row); mend … start"
+    for rank, (kind, text, _) in enumerate(told):
+        assert kind == ("ValueError" if rank == culprit else "MegabatchError"), text
+        assert rank == culprit or names(text, heard), text

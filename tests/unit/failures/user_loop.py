@@ -1,13 +1,16 @@
 """Misuse of microbatch(), the loop that is not megabatch's."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from megabatch import GradientAccumulator, JointLoss, LossContractError, MegabatchError, PlanError
+from megabatch.engine.error_broadcast import SECONDS_TO_LOOK
 from tests.unit.failures.table import SAMPLES, Failure, accumulator, here, squares, told, weighed_squares
 
 Work = Callable[[GradientAccumulator, Any], object]
@@ -350,6 +353,38 @@ def one_does_not_scale() -> str:
     return told(gradient.finalize)
 
 
+def one_fails_in_its_body() -> str:
+    """Both ranks are told, whoever fails; the next update is whole again."""
+    gradient, heard = accumulator(), list[str]()
+
+    def update(failing: set[int]) -> str:
+        def work(part: Any) -> None:
+            if dist.get_rank() in failing:
+                raise ZeroDivisionError("a bad row")
+            time.sleep(SECONDS_TO_LOOK * (1.5 if failing else 0.0))
+            scaled(gradient, part)
+
+        def run() -> None:
+            for index in range(2):
+                with gradient.microbatch(index, of=2, sum_over=1) as part:
+                    work(part)
+            gradient.finalize()
+
+        heard[:] = [told(run), ""]
+        dist.all_gather_object(heard, heard[0])
+        gradient.discard()
+        return heard[0]
+
+    assert update({0, 1}).startswith("ZeroDivisionError")
+    assert heard[0] == heard[1]
+    assert update({0}).startswith("ZeroDivisionError")
+    assert "rank 0 of 2 failed in microbatch 0 of 2 (ZeroDivisionError" in heard[1]
+    text = update({1})
+    assert heard[1] == "ZeroDivisionError: a bad row"
+    assert update(set()) == "nothing"
+    return text
+
+
 JOBS: dict[str, tuple[Callable[[], str], str]] = {
     "other numbers of microbatches in loops": (numbers_differ, "PlanError: of= is 3, 2 on data ranks 0 to 1"),
     "no microbatches on one rank": (one_has_none, "PlanError: of= is 3, 0 on data ranks 0 to 1"),
@@ -358,6 +393,10 @@ JOBS: dict[str, tuple[Callable[[], str], str]] = {
     "weights that do not add up on one rank": (
         one_miscounts,
         "LossContractError: update_weight is 3 … 1 on data rank 1 of 2",
+    ),
+    "an error in the body of one rank": (
+        one_fails_in_its_body,
+        "MegabatchError: rank 1 of 2 failed in microbatch 0 of 2 (ZeroDivisionError: a bad row)",
     ),
     "a loss that one rank does not scale": (one_does_not_scale, "LossContractError: … finalize()"),
 }
