@@ -1,19 +1,19 @@
 """Grid: the configurations of one update that a plan compares. All of them compute the same gradient."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 
 from megabatch.train.config import Config
 from megabatch.train.config.batch_size import sizes_of
 
 FUSED_ON_GPUS = ("Adam", "AdamW", "SGD")  # torch's other optimizers are fused on CPUs only
-SYNCS = {  # wrapping → policies worth simulating, and those that send more and save nothing
-    "plain": (("last",), ()),
-    "ddp": (("last",), ("every",)),
-    "replicate": (("last",), ("every",)),
-    "fsdp2": (("every", "last"), ()),
-    "hsdp": (("replica_last", "last"), ("every",)),
+SYNCS = {  # wrapping → policies, without those that send more and save nothing
+    "plain": ("last",),
+    "ddp": ("last",),
+    "replicate": ("last",),
+    "fsdp2": ("every", "last"),
+    "hsdp": ("replica_last", "last"),
 }
 
 
@@ -26,7 +26,7 @@ class Choice:
     sync: str
     reshard: bool  # FSDP2 frees what it gathered after each forward, and gathers again for the backward
     recompute: bool  # activations in the backward
-    fused: bool  # the optimizer
+    fused: bool  # the optimizer; the same in all choices of a plan
 
     def needs_as_much_as(self, other: "Choice") -> bool:
         """Return True if this needs at least the memory of ``other`` for any model.
@@ -38,7 +38,6 @@ class Choice:
             and (self.sync == other.sync or self.num_microbatches == 1)
             and self.reshard <= other.reshard
             and self.recompute <= other.recompute
-            and self.fused <= other.fused
         )
 
 
@@ -49,27 +48,20 @@ class Grid:
     samples_per_rank: int
     micro_batch_sizes: tuple[int, ...]
     syncs: tuple[str, ...]
-    costlier_syncs: tuple[str, ...]  # these send more and save nothing
     reshards: tuple[bool, ...]
     recomputes: tuple[bool, ...]
-    fuseds: tuple[bool, ...]
+    fused: bool
 
     def choices(self) -> list[Choice]:
-        """Return every choice, after those that may make its simulation unnecessary."""
-        syncs = self.syncs + self.costlier_syncs
-        axes = product(self.micro_batch_sizes, syncs, self.reshards, self.recomputes, self.fuseds)
-        return list(dict.fromkeys(self._choice(*values) for values in axes))
-
-    def _choice(self, size: int, sync: str, reshard: bool, recompute: bool, fused: bool) -> Choice:
-        num_microbatches = -(-self.samples_per_rank // size)
-        sync = self.syncs[0] if num_microbatches == 1 else sync  # a single microbatch is reduced at its end anyway
-        return Choice(size, num_microbatches, sync, reshard, recompute, fused)
-
-    def better(self, choice: Choice) -> Choice | None:
-        """Return the choice that costs less and needs no more memory for any model, if there is one."""
-        sync = self.syncs[0] if choice.sync in self.costlier_syncs else choice.sync
-        found = replace(choice, sync=sync, fused=self.fuseds[0])
-        return None if found == choice else found
+        """Return every choice, after the one that may make its simulation unnecessary."""
+        found: list[Choice] = []
+        for size, sync, reshard, recompute in product(
+            self.micro_batch_sizes, self.syncs, self.reshards, self.recomputes
+        ):
+            num_microbatches = -(-self.samples_per_rank // size)
+            sync = self.syncs[0] if num_microbatches == 1 else sync  # a single microbatch is reduced at its end anyway
+            found.append(Choice(size, num_microbatches, sync, reshard, recompute, self.fused))
+        return list(dict.fromkeys(found))
 
 
 def build_grid(
@@ -85,9 +77,9 @@ def build_grid(
         length_tokens: Of the longest sample.
     """
     samples_per_rank = -(-sizes_of(config.update).largest // dp_degree)
-    syncs, costlier = SYNCS[wrapped]
+    syncs = SYNCS[wrapped]
     if config.update.sync != "auto" and ("update.sync" in stated or config.update.sync not in syncs):
-        syncs, costlier = (config.update.sync,), ()
+        syncs = (config.update.sync,)
     sizes = _micro_batch_sizes(config, stated, samples_per_rank)
     cap = config.update.max_microbatch_tokens
     if "update.max_microbatch_tokens" in stated and isinstance(cap, int) and length_tokens is not None:
@@ -99,7 +91,7 @@ def build_grid(
     recomputes = (False, True)
     if "model.activation_checkpointing" in stated or config.model.function is not None:  # a module may not have it
         recomputes = (config.model.activation_checkpointing,)
-    return Grid(samples_per_rank, sizes, syncs, costlier, reshards, recomputes, _fused_values(config))
+    return Grid(samples_per_rank, sizes, syncs, reshards, recomputes, _is_fused(config))
 
 
 def _micro_batch_sizes(config: Config, stated: Collection[str], samples_per_rank: int) -> tuple[int, ...]:
@@ -111,8 +103,7 @@ def _micro_batch_sizes(config: Config, stated: Collection[str], samples_per_rank
     return tuple(sorted({size for size in (*powers, own or 1, samples_per_rank) if size <= samples_per_rank}))
 
 
-def _fused_values(config: Config) -> tuple[bool, ...]:
-    options, optim = config.optim.options, config.optim
-    if optim.function is not None or optim.name not in FUSED_ON_GPUS or "foreach" in options:
-        return (False,)
-    return (bool(options["fused"]),) if "fused" in options else (True, False)
+def _is_fused(config: Config) -> bool:
+    optim, options = config.optim, config.optim.options
+    can_be = optim.function is None and optim.name in FUSED_ON_GPUS and "foreach" not in options
+    return can_be and bool(options.get("fused", True))

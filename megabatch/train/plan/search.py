@@ -167,24 +167,19 @@ class _Search:
         """Make the rows that need no simulation; return the choices to simulate next."""
         wanted: list[Choice] = []
         for choice in (choice for choice in choices if choice not in self.rows):
+            kept = replace(choice, recompute=False)  # which takes less time
+            waits = kept != choice and kept in choices and kept not in self.rows
             estimate = self._estimate(choice)
-            row = self._too_large(choice, estimate) or self._derived(choice, estimate)
+            row = self._too_large(choice, estimate) or self._derived(choice, estimate, self.rows.get(kept))
             if row is not None:
                 self.rows[choice] = row
-            elif len(wanted) < AT_ONCE and all(each in self.rows for each in self._sources(choice)):
+            elif len(wanted) < AT_ONCE and not waits:
                 wanted.append(choice)
         return wanted
 
     def _estimate(self, choice: Choice) -> Estimate:
         simulator = self._simulator
         return estimate_cost(choice, simulator.sizes, simulator.sample.length_tokens, simulator.device)
-
-    def _sources(self, choice: Choice) -> list[Choice]:
-        """Return the choices from which this one might be derived."""
-        grid = self._simulator.grid
-        better, kept = grid.better(choice), replace(choice, recompute=False)
-        found = [] if better is None else [better]
-        return [*found, kept] if choice.recompute and False in grid.recomputes else found
 
     def _too_large(self, choice: Choice, estimate: Estimate) -> PlanRow | None:
         """Return the row of a choice whose estimate, or whose simulation with less, exceeds the limit."""
@@ -202,38 +197,27 @@ class _Search:
             choice, NO, why, peak, peak, estimate.sent_bytes, estimate.seconds, estimate.bound, CLOSED_FORM, tokens
         )
 
-    def _derived(self, choice: Choice, estimate: Estimate) -> PlanRow | None:
-        """Return the row of a choice that cannot be the best, since another costs less and fits as well."""
-        better = self._simulator.grid.better(choice)
-        near = None if better is None else self.rows.get(better)
-        if better is None and choice.recompute:  # a second forward without need
-            kept = self.rows.get(replace(choice, recompute=False))
-            near = kept if kept is not None and kept.fits == YES else None
-        if near is None:
+    def _derived(self, choice: Choice, estimate: Estimate, kept: PlanRow | None) -> PlanRow | None:
+        """Return the row of a choice that recomputes activations where they fit if they are kept.
+
+        It cannot be the best. Differences to the row with ``kept`` activations are those of the estimates.
+        """
+        if kept is None or kept.choice == choice or kept.fits != YES:
             return None
-        return _derive_row(choice, estimate, near, self._estimate(near.choice), self._limit_bytes)
-
-
-def _derive_row(
-    choice: Choice, estimate: Estimate, near: PlanRow, near_estimate: Estimate, limit_bytes: int
-) -> PlanRow:
-    """Return the row of a choice from a similar one's, by the difference of their estimates."""
-    is_alike = choice.recompute == near.choice.recompute  # the estimate counts kept activations too low
-    more_bytes = estimate.peak_bytes - (near_estimate.peak_bytes if is_alike else near.peak_bytes)
-    peak_bytes, reserved = near.peak_bytes + more_bytes, near.reserved_bytes + more_bytes
-    fits = YES if reserved <= limit_bytes else TIGHT if peak_bytes <= limit_bytes else NO
-    return PlanRow(
-        choice,
-        fits=max(fits, near.fits, key=FITS.index),
-        why=f"about {gib_text(reserved)} reserved of {gib_text(limit_bytes)}",
-        peak_bytes=peak_bytes,
-        reserved_bytes=reserved,
-        sent_bytes=near.sent_bytes + estimate.sent_bytes - near_estimate.sent_bytes,
-        seconds=near.seconds * estimate.seconds / near_estimate.seconds,
-        bound=estimate.bound,
-        by=CLOSED_FORM,
-        microbatch_tokens=near.microbatch_tokens,
-    )
+        limit_bytes, kept_estimate = self._limit_bytes, self._estimate(kept.choice)
+        reserved = kept.reserved_bytes + estimate.peak_bytes - kept.peak_bytes
+        return PlanRow(
+            choice,
+            fits=YES if reserved <= limit_bytes else TIGHT if estimate.peak_bytes <= limit_bytes else NO,
+            why=f"about {gib_text(reserved)} reserved of {gib_text(limit_bytes)}",
+            peak_bytes=estimate.peak_bytes,
+            reserved_bytes=reserved,
+            sent_bytes=kept.sent_bytes + estimate.sent_bytes - kept_estimate.sent_bytes,
+            seconds=kept.seconds * estimate.seconds / kept_estimate.seconds,
+            bound=estimate.bound,
+            by=CLOSED_FORM,
+            microbatch_tokens=kept.microbatch_tokens,
+        )
 
 
 def min_peak_bytes(choice: Choice, row: PlanRow, fixed_bytes: int = 0) -> int:
