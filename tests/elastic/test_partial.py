@@ -188,20 +188,6 @@ def test_what_a_forward_moves_is_as_in_a_run_never_stopped(
     assert timeless(bench.rows()) == timeless(bench.rows(whole))
 
 
-@pytest.mark.parametrize(
-    ("values", "line"),
-    [
-        (
-            {"update__on_nonfinite": "skip_update"},
-            'checkpoint.partial is true and update.on_nonfinite is "skip_update", which begins an update again from '
-            "where it began; leave one of them out",
-        ),
-    ],
-)
-def test_what_does_not_go_together_is_refused(refuse: Any, values: dict[str, Any], line: str) -> None:
-    assert refuse(checkpoint__partial="true", **values) == line
-
-
 def test_what_is_kept_is_small(bench: Bench, own: Path) -> None:
     """Of a gradient that is a part of a larger buffer, the part."""
     disturb(bench, place="within", step=1, signals=[signal.SIGTERM])

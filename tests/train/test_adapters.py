@@ -153,15 +153,6 @@ def test_without_peft_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPatc
     assert str(caught.value) == f"model.lora is set and peft is not installed; {install_command('peft')}"
 
 
-@pytest.mark.parametrize("axis", ["tp", "pp"])
-def test_a_model_that_is_cut_is_refused(bench: Bench, refuse: Callable[..., str], axis: str) -> None:
-    values = {"model__lora__r": 4, f"parallel__{axis}": 2}
-    assert refuse(ranks=2, **values) == (
-        f"model.lora is set and parallel.{axis} is 2, whose sharding plans have no rules for adapters; leave one out: "
-        'parallel.wrapper = "fsdp2" shards the base, too'
-    )
-
-
 RUN = {"model__lora__r": 4, "model__lora__target_modules": ["c_attn", "c_proj"], "model__lora__lora_dropout": 0.1}
 BESIDE = {"model__lora__modules_to_save": ["wpe"]}  # trained whole
 UNTIL_THREE = {"run__max_steps": 3}

@@ -57,6 +57,21 @@ OF_THE_COMMAND_LINE = {  # arguments -> what the error names
     "--=3": "'--=3'; write --section.key=value",
     "update.sync=last": "'update.sync=last'; write --section.key=value",
     "--update.micro_batch_size=2 --update.max_microbatch_tokens=64": "both update.micro_batch_size … on the command",
+    # keys that do not go together
+    "--model.function=a:b --model.attention=sdpa": "model.function … model.attention is 'sdpa', which a model of your",
+    "--model.function=a:b --parallel.cp=2": "model.function … parallel.cp is 2, and the attention … leave one of them",
+    "--model.lora.r=4 --parallel.tp=2": "model.lora is set and parallel.tp is 2, whose sharding plans … leave one of",
+    "--model.compute_dtype=bfloat16 --model.dtype=float64": "model.compute_dtype … 'float64', which autocast … leave",
+    "--model.compile --parallel.pp=2": "model.compile is true and parallel.pp is 2, which are not tested … leave one",
+    "--update.one_row --loss.function=a:b": "update.one_row is true and loss.function … one by one; leave one of them",
+    "--eval.function=a:b --parallel.pp=2": "eval.function is 'a:b' and parallel.pp is 2, where no rank … leave one of",
+    "--checkpoint.partial --update.on_nonfinite=skip_update": "checkpoint.partial … 'skip_update', which … leave one",
+    "--advice.every=2 --parallel.tp=2": "advice.every is 2 and parallel.tp is 2, whose ranks hold parts … leave one of",
+    "--advice.every=2 --model.dtype=bfloat16": "advice.every is 2 and model.dtype is 'bfloat16' … leave one",
+    "--data.look_ahead=1 --data.num_workers=2": "data.look_ahead is 1 and data.num_workers is 2 … leave one of them",
+    "--model.quantize=nf4": "model.quantize is 'nf4', which has no effect without model.lora; set that, or leave model",
+    "--model.options.size=5": "model.options is set, which has no effect without model.function; set that, or leave",
+    "--update.accumulate_dtype=float32": "'float32', which has no effect without model.dtype = bfloat16; set that, or",
 }
 OF_A_FILE = {  # what stands below [update] -> what the error names
     "global_batch_size = 8\nmemory = '80 bananas'\n": "update.memory is '80 bananas'; write a size",

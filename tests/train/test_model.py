@@ -166,8 +166,6 @@ def test_a_function_that_makes_none_gets_its_line(own: str) -> None:
     assert "unexpected keyword argument 'sise' (" in line
     assert line.endswith("); mend it, or model.options")
     assert refused({"function": f"{own}:text"}).endswith("returns a str; expected a torch module: return one")
-    assert "model.function chooses its own" in refused({"function": f"{own}:linear", "attention": "sdpa"})
-    assert refused({"options": {"size": 5}}).startswith("model.options is set and goes to model.function only")
     line = refused({"function": f"{own}:linear", "activation_checkpointing": True})
     assert line.startswith("model.activation_checkpointing is set and a Linear has no gradient_checkpointing_enable;")
 

@@ -311,17 +311,6 @@ def test_ranks_measure_what_one_does(bench: Bench, tmp_path: Path, ranks: int, w
 
 @pytest.mark.slow
 def test_what_cannot_be_measured_is_refused(bench: Bench, refuse: Refuse, tmp_path: Path) -> None:
-    said = "advice.every is 2 and {}; leave one of them out"
-    refusals = {
-        "checkpoint.partial is True, which makes the calls of an update itself": {"checkpoint__partial": "true"},
-        "update.on_nonfinite is skip_microbatch, which makes an update again of some of its samples": {
-            "update__on_nonfinite": "skip_microbatch"
-        },
-        "model.dtype is bfloat16, in which a norm has two digits": {"model__dtype": "bfloat16"},
-    }
-    for text, values in refusals.items():
-        assert refuse(advice__every=2, **values) == said.format(text)
-    assert "parallel.tp is 2, whose ranks hold" in refuse(ranks=2, advice__every=2, parallel__tp=2)
     (tmp_path / "terms.py").write_text(TWO_TERMS)
     finished = bench.finish(advice__every=2, loss__function=f"{tmp_path}/terms.py:loss")
     assert [(each.status, each.err) for each in finished] == [

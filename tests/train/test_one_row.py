@@ -63,13 +63,6 @@ def test_a_model_whose_samples_see_each_other_is_refused(refuse: Callable[..., s
     )
 
 
-def test_a_loss_of_ones_own_is_refused(refuse: Callable[..., str]) -> None:
-    assert refuse(update__one_row=True, loss__function="megabatch.losses:classification") == (
-        "update.one_row is true and loss.function is 'megabatch.losses:classification', which may look at samples one "
-        "by one; leave one of them out"
-    )
-
-
 def test_a_model_is_tried_as_it_computes() -> None:
     """Some attention runs in bfloat16 alone, as autocast gives it."""
     config = recipe(model={"compute_dtype": "bfloat16", "dtype": "float32"}, update={"one_row": True})

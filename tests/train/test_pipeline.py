@@ -18,7 +18,7 @@ from megabatch.train.callbacks.evaluation import build_terms, evaluate_set, spli
 from megabatch.train.checkpoints.export import export
 from megabatch.train.config import Config, EvalConfig, ParallelConfig, UpdateConfig
 from megabatch.train.config.parallel_layout import Layout, layout_of
-from megabatch.train.model.build import ParallelModel, build, check_together
+from megabatch.train.model.build import ParallelModel, build
 from megabatch.train.parallel.pipeline_stages import deal_layers, parts_of, stages_of
 from megabatch.train.parallel.wrap import Wrapper
 from megabatch.train.runtime.console import Console
@@ -407,22 +407,6 @@ def test_a_model_that_cannot_be_dealt_out_is_one_line(make: Any, keys: dict[str,
     with pytest.raises(MegabatchError) as caught:
         parts_of(make(), config_of("llama", "float32", pp=2, **keys))
     assert names(str(caught.value), seen), str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("section", "keys", "line"),
-    [
-        ("model", {"compile": True}, "model.compile is set and parallel.pp above 1, which are not tested together"),
-        ("eval", {"function": "a:b"}, "eval.function is set and parallel.pp is 2, where no rank has a whole model to"),
-        ("model", {"function": "a:b", "config": None}, "parallel.pp is 2 and model.function makes a model of its own"),
-    ],
-)
-def test_what_does_not_go_with_stages_is_one_line(section: str, keys: dict[str, Any], line: str) -> None:
-    config = config_of("llama", "float32", pp=2)
-    config = config.model_copy(update={section: getattr(config, section).model_copy(update=keys)})
-    with pytest.raises(MegabatchError) as caught:
-        check_together(config, TWO_STAGES)
-    assert str(caught.value).startswith(line)
 
 
 def test_autocast_does_not_reach_stages() -> None:

@@ -123,7 +123,7 @@ def test_the_closed_form_agrees_with_the_runs(recipe: Path, name: str) -> None:
 def test_what_a_run_says_of_larger_choices_is_never_too_much(recipe: Path) -> None:
     what = subject(recipe, 2, parallel__wrapper="fsdp2")
     with open_runner(what, 2**40) as run:
-        rows = run([choice for choice in what.grid.choices()])
+        rows = run(what.grid.choices())
     said = [(row, min_peak_bytes(row.choice, other)) for row, other in product(rows, rows)]
     assert sum(least > 0 for _, least in said) > len(rows)
     assert all(least <= row.peak_bytes for row, least in said)
@@ -239,7 +239,7 @@ def test_what_fits_is_what_the_allocator_takes(recipe: Path, device: str) -> Non
 @pytest.mark.slow
 def test_two_processes_find_what_one_finds(recipe: Path) -> None:
     what = subject(recipe, 2, parallel__wrapper="fsdp2")
-    choices = [choice for choice in what.grid.choices()][:2]
+    choices = what.grid.choices()[:2]
     large = replace(what, sizes=replace(what.sizes, num_layers=MIN_LAYERS))  # which says that one process will not do
     with open_runner(large, 2**40) as together, open_runner(what, 2**40) as alone:
         assert together(choices) == alone(choices)
@@ -473,7 +473,7 @@ __all__ = ["recipe"]
 def test_a_large_vocabulary_is_counted_by_the_chunks_that_are_there_at_once(recipe: Path) -> None:
     what = subject(recipe, 2, parallel__wrapper="fsdp2", model__config__vocab_size=2**16)
     with open_runner(what, 2**40) as run:
-        rows = run([choice for choice in what.grid.choices()])
+        rows = run(what.grid.choices())
     for row in rows:
         guess = estimate_cost(row.choice, what.sizes, what.sample.length_tokens, what.device)
         assert guess.peak_bytes * CERTAIN <= row.peak_bytes

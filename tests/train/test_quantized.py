@@ -86,20 +86,6 @@ KINDS = {
 }
 BATCH = [{"input_ids": ids, "labels": ids} for ids in SAMPLES]
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "all weights": ({"lora": None}, "model.quantize is 'nf4' and model.lora is not set: four bits are not "),
-    "its scales alone": (
-        {"quantize": None, "double_quantization": False},
-        "model.double_quantization is set and model.quantize is not; leave it out",
-    ),
-    "a function's own": (
-        {"config": None, "function": "torch.nn:Identity"},
-        "model.quantize is set and model.function makes a model of its own, which may use its weights other than ",
-    ),
-    "a compiler": ({"compile": True}, "model.quantize and model.compile are set, which are not tested together"),
-    "float64": (
-        {"dtype": "float64"},
-        "model.quantize is 'nf4' and model.dtype 'float64', in which bits",
-    ),
     "other layers": (
         {"config": GPT2},
         "model.quantize is 'nf4' and the layers of a GPT2LMHeadModel are not torch's linear ones; leave quantize out",

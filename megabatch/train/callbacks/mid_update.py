@@ -28,7 +28,6 @@ from megabatch.train.checkpoints.metadata import (
     hash_written_files,
 )
 from megabatch.train.checkpoints.paths import OPEN, UNFINISHED, checkpoints_of
-from megabatch.train.config import Config
 from megabatch.train.context import Callback, ForwardBackward, RunContext, UpdatePausedError, check_whole
 from megabatch.train.data.updates import part_of
 from megabatch.train.runtime.files import DIGEST, digest_of, sealed_text, write_synced
@@ -77,8 +76,6 @@ class MidUpdateCheckpoint(Callback):
 
     def __init__(self, context: RunContext) -> None:
         self._is_used = context.config.checkpoint.partial
-        if self._is_used:
-            check_config(context.config)
         self._identity = {**context.identity["settings"], **{part: context.identity[part] for part in PARTS}}
         self._folder = checkpoints_of(context.folder) / OPEN
         self._left: dict[str, Any] = {}  # of the update that a former start of the run has left open
@@ -211,20 +208,6 @@ def forget(folder: Path, ranks: Ranks) -> None:
 def calls_text(calls: Calls) -> str:
     """Format how many calls of an update were made."""
     return f"{calls.num_made} of {len(calls.parts)} parts"
-
-
-def check_config(config: Config) -> None:
-    """Raise `MegabatchError` for what does not go together with an update in several calls."""
-    if config.parallel.pp > 1:
-        raise MegabatchError(
-            f"checkpoint.partial is true and parallel.pp is {config.parallel.pp}; an open update of a pipeline cannot "
-            "be saved: leave one of them out"
-        )
-    if config.update.on_nonfinite != "raise":
-        raise MegabatchError(
-            f'checkpoint.partial is true and update.on_nonfinite is "{config.update.on_nonfinite}", which begins an '
-            "update again from where it began; leave one of them out"
-        )
 
 
 def calls_of(plan: Plan, ranks: Ranks) -> Calls:

@@ -35,7 +35,6 @@ from torch.distributed.tensor import DTensor
 from megabatch import MegabatchError
 from megabatch.losses import loss_hooks
 from megabatch.train.callbacks.mid_update import Calls
-from megabatch.train.config import Config
 from megabatch.train.context import Callback, ForwardBackward, RunContext, check_whole
 from megabatch.train.model.optimizer import LARGEST_NORM
 from megabatch.train.runtime.files import METRICS, read_rows
@@ -66,7 +65,6 @@ class NoiseScale(Callback):
     splits_updates = True
 
     def __init__(self, context: RunContext) -> None:
-        check_config(context.config)
         learner = context.learner
         self._every, self._seed = context.config.advice.every or 1, context.config.run.seed
         self._max_norm = learner.max_norm
@@ -167,27 +165,6 @@ def halves(ids: Sequence[int | str], seed: int, step: int) -> list[list[int]]:
     """
     coins = [hashlib.sha256(f"{seed} {step} {each}".encode("utf-8", "surrogateescape")).digest()[0] & 1 for each in ids]
     return [[place for place, coin in enumerate(coins) if coin == half] for half in (0, 1)]
-
-
-def check_config(config: Config) -> None:
-    """Raise `MegabatchError` for what does not go together with measured updates."""
-    given = {
-        "parallel.tp": (config.parallel.tp > 1, "whose ranks hold parts of one gradient"),
-        "parallel.cp": (config.parallel.cp > 1, "whose ranks hold stretches of one sample"),
-        "parallel.pp": (config.parallel.pp > 1, "whose stages have a gradient each"),
-        "checkpoint.partial": (config.checkpoint.partial, "which makes the calls of an update itself"),
-        "update.on_nonfinite": (
-            config.update.on_nonfinite == "skip_microbatch", "which makes an update again of some of its samples"
-        ),
-        "model.dtype": (config.model.dtype == "bfloat16", "in which a norm has two digits"),
-    }  # fmt: skip
-    for key, (is_given, why) in given.items():
-        if is_given:
-            section, _, name = key.partition(".")
-            raise MegabatchError(
-                f"advice.every is {config.advice.every} and {key} is {getattr(getattr(config, section), name)}, {why}; "
-                "leave one of them out"
-            )
 
 
 def measure_noise(part: Sum, whole: Sum, num_samples: int) -> Measured | None:

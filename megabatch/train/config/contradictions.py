@@ -1,16 +1,51 @@
 """Settings that contradict each other, found before anything is read."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from megabatch.errors import MegabatchError
-from megabatch.train.config import HELD_OUT, OWN, Config, DataConfig, SourceConfig
+from megabatch.train.config import HELD_OUT, OWN, Config, SourceConfig
 
-SOURCE_KEYS = [key for key in SourceConfig.model_fields if key != "weight"]
-TEXT_KEYS = [*SOURCE_KEYS, "mixture", "streaming", "pack_tokens", "max_sample_tokens", "broken_rows"]
+SOURCE_KEYS = [f"data.{key}" for key in SourceConfig.model_fields if key != "weight"]
+TEXT_KEYS = [
+    *SOURCE_KEYS,
+    *(f"data.{key}" for key in ("mixture", "streaming", "pack_tokens", "max_sample_tokens", "broken_rows")),
+]
+EXCLUDING = (  # a key, others that do not go with it, and why; key=value: that value alone
+    ("model.function", ["model.attention"], "which a model of your own chooses itself"),
+    ("model.function", ["model.quantize"], "and a model of your own may read weights other than by its layers"),
+    ("model.function", ["parallel.cp"], "and the attention of a model of your own is not cut over ranks"),
+    ("model.function", ["parallel.pp"], "and a model of your own is not cut into stages"),
+    ("model.lora", ["parallel.tp", "parallel.pp"], "whose sharding plans have no rules for adapters"),
+    ("model.quantize", ["model.dtype=float64"], "in which bitsandbytes does not compute"),
+    ("model.compute_dtype", ["model.dtype=float64"], "which autocast does not convert"),
+    ("model.compile", ["model.quantize", "parallel.tp", "parallel.pp"], "which are not tested together"),
+    ("update.one_row", ["loss.function"], "which may look at samples one by one"),
+    ("eval.function", ["parallel.pp"], "where no rank has a whole model to give it"),
+    ("checkpoint.partial", ["parallel.pp"], "of which an open update cannot be saved"),
+    ("checkpoint.partial", ["update.on_nonfinite"], "which begins an update again from where it began"),
+    ("advice.every", ["parallel.tp"], "whose ranks hold parts of one gradient"),
+    ("advice.every", ["parallel.cp"], "whose ranks hold stretches of one sample"),
+    ("advice.every", ["parallel.pp"], "whose stages have a gradient each"),
+    ("advice.every", ["checkpoint.partial"], "which makes the calls of an update itself"),
+    ("advice.every", ["update.on_nonfinite=skip_microbatch"], "which makes an update again of some of its samples"),
+    ("advice.every", ["model.dtype=bfloat16"], "in which a norm has two digits"),
+    ("data.function", TEXT_KEYS, "and what the function returns is taken as it is"),
+    ("data.mixture", SOURCE_KEYS, "which each [data.mixture.NAME] has for itself"),
+    ("data.look_ahead", ["data.streaming"], "whose samples are read to be counted"),
+    ("data.look_ahead", ["data.num_workers"], "which load an update whole"),
+)
+NEEDING = (  # a key, and another without which it has no effect
+    ("model.options", "model.function"),
+    ("model.quantize", "model.lora"),
+    ("model.double_quantization", "model.quantize"),
+    ("data.options", "data.function"),
+    ("update.accumulate_dtype", "model.dtype=bfloat16"),
+)
 
 
 def check_config(config: Config) -> None:
-    """Raise `MegabatchError` where settings of data would be ignored or cannot be together."""
+    """Raise `MegabatchError` where settings would be ignored or cannot be together."""
     problem = next(problems(config), None)
     if problem is not None:
         raise MegabatchError(problem)
@@ -18,15 +53,19 @@ def check_config(config: Config) -> None:
 
 def problems(config: Config) -> Iterator[str]:
     """Yield every contradiction, in one line each."""
+    for key, others, why in EXCLUDING:
+        for other in given(config, others if is_given(config, key) else ()):
+            yield f"{said(config, key)} and {other}, {why}; leave one of them out"
+    for key, needed in NEEDING:
+        if is_given(config, key) and not is_given(config, needed):
+            wanted = needed.replace("=", " = ")
+            yield f"{said(config, key)}, which has no effect without {wanted}; set that, or leave {key} out"
+    yield from data_problems(config)
+
+
+def data_problems(config: Config) -> Iterator[str]:
+    """Yield the contradictions of data and evaluation sets that are more than two keys."""
     data, mixture = config.data, config.data.mixture
-    if data.function is not None:
-        for key in changed(data, TEXT_KEYS):
-            yield f"data.function and data.{key} are both set; what the function returns is taken as it is: remove one"
-    elif data.options:
-        yield "data.options is set and data.function is not; name the function that takes them, or remove them"
-    if mixture:
-        for key in changed(data, SOURCE_KEYS):
-            yield f"data.mixture and data.{key} are both set; set {key} in each [data.mixture.NAME] instead"
     with_weight = [name for name, source in mixture.items() if source.weight is not None]
     without = [name for name in mixture if name not in with_weight]
     if with_weight and without:
@@ -36,8 +75,11 @@ def problems(config: Config) -> Iterator[str]:
         )
     if data.weight is not None:
         yield "data.weight is set, and a weight is for a source of a mixture; set it in [data.mixture.NAME]"
-    if data.look_ahead is not None:
-        yield from look_ahead_problems(data)
+    if data.function is not None and data.look_ahead:
+        yield (
+            f"data.look_ahead is {data.look_ahead} and samples of data.function may draw random numbers, which they "
+            "must not beside the model; set it to 0"
+        )
     if data.pack_tokens == 1:
         yield "data.pack_tokens is 1, and in a row of one token there is nothing to predict; set at least 2"
     for name, source in config.eval.sets.items():
@@ -52,20 +94,27 @@ def problems(config: Config) -> Iterator[str]:
         )
 
 
-def look_ahead_problems(data: DataConfig) -> Iterator[str]:
-    if data.streaming:
-        yield "data.look_ahead and data.streaming are both set; a stream's samples are read to be counted: remove one"
-    if data.num_workers:
-        yield "data.look_ahead and data.num_workers are both set; workers load an update whole: remove one"
-    if data.function is not None and data.look_ahead:
-        yield (
-            f"data.look_ahead is {data.look_ahead} and samples of data.function may draw random numbers, which they "
-            "must not beside the model; set it to 0"
-        )
+def given(config: Config, keys: Iterable[str]) -> Iterator[str]:
+    """Yield "key is value" for each of the keys that `is_given`."""
+    return (said(config, key) for key in keys if is_given(config, key))
 
 
-def changed(data: DataConfig, keys: list[str]) -> list[str]:
-    """Return those of the keys that the recipe has set to something else than their default."""
-    return [
-        key for key in keys if getattr(data, key) != DataConfig.model_fields[key].get_default(call_default_factory=True)
-    ]
+def is_given(config: Config, key: str) -> bool:
+    """Return True if a key has another value than its default, or that value where ``key`` is "key=value"."""
+    name, _, value = key.partition("=")
+    section, _, field = name.partition(".")
+    default = type(getattr(config, section)).model_fields[field].get_default(call_default_factory=True)
+    return value_of(config, key) == value if value else value_of(config, key) != default
+
+
+def said(config: Config, key: str) -> str:
+    """Return "key is value"; of a table, that it is set."""
+    value = value_of(config, key)
+    shown = str(value).lower() if isinstance(value, bool) else "set" if isinstance(value, dict) else repr(value)
+    return f"{key.partition('=')[0]} is {shown}"
+
+
+def value_of(config: Config, key: str) -> Any:
+    """Return the value of a dotted key."""
+    section, _, field = key.partition("=")[0].partition(".")
+    return getattr(getattr(config, section), field)

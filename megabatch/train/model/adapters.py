@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from megabatch.errors import MegabatchError, in_one_line, install_command
-from megabatch.train.config import Config, ModelConfig
+from megabatch.train.config import ModelConfig
 from megabatch.train.model.architecture import quiet
 from megabatch.train.model.frozen import shape_of, stored
 from megabatch.train.model.weights import Saved, Source, seeded
 from megabatch.train.parallel.wrap import dtype_of
-from megabatch.train.runtime.ranks import Ranks
 
 ADAPTER = "default"  # peft's name of an only one
 MARK = ".lora_"  # in the names of an adapter's own parameters
@@ -33,16 +32,6 @@ TAKEN = (
     "modules_to_save",
 )  # fmt: skip
 WHOLE = "modules_to_save"  # peft's key of modules that are trained whole; it trains copies of them, this themselves
-
-
-def check_layout(config: Config, ranks: Ranks) -> None:
-    """Raise where adapters do not go with how the model is cut."""
-    for axis in ("tp", "pp") if config.model.lora is not None else ():
-        if (degree := getattr(ranks.layout, axis)) > 1:
-            raise MegabatchError(
-                f"model.lora is set and parallel.{axis} is {degree}, whose sharding plans have no rules for adapters; "
-                'leave one out: parallel.wrapper = "fsdp2" shards the base, too'
-            )
 
 
 def choose_trained(model: nn.Module, config: ModelConfig) -> list[str]:

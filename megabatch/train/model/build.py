@@ -18,8 +18,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from megabatch import JointLoss
 from megabatch.engine import check_packing_isolation, equal_but_rounding
 from megabatch.errors import MegabatchError, in_one_line
-from megabatch.train.config import Config, LossConfig, ModelConfig
-from megabatch.train.model.adapters import begun, check_layout, choose_trained, left_out
+from megabatch.train.config import Config, ModelConfig
+from megabatch.train.config.contradictions import check_config, given
+from megabatch.train.model.adapters import begun, choose_trained, left_out
 from megabatch.train.model.architecture import (
     architecture_of,
     check_attention,
@@ -29,7 +30,7 @@ from megabatch.train.model.architecture import (
     quiet,
     refused,
 )
-from megabatch.train.model.frozen import check_quantized, check_same_bits, described, quantized, sealed
+from megabatch.train.model.frozen import bitsandbytes, check_same_bits, described, quantized, sealed
 from megabatch.train.model.weights import (
     Source,
     fill,
@@ -96,8 +97,9 @@ def build(config: Config, ranks: Ranks, console: Console, longest_tokens: int | 
     Raises `MegabatchError`, on every rank, where it cannot be made, or does not fit the tokenizer or the longest
     sample.
     """
-    check_keys(config.model)
-    check_together(config, ranks)
+    check_config(config)
+    if config.model.quantize is not None:
+        bitsandbytes()  # or one line that it is not installed
     check_attention(config.model, ranks.device)
     source, wrapper = choose_source(config, ranks, longest_tokens, tokenizer)
     source = quantized(source, config, wrapper)
@@ -215,17 +217,14 @@ def check_loss(loss_fn: object, config: Config, *, has_sets: bool) -> None:
     """Raise for a joint loss and what it cannot go with: whatever cuts samples or calls, which changes the loss."""
     if not isinstance(loss_fn, JointLoss):
         return
-    others = {
-        **{f"parallel.{axis}": getattr(config.parallel, axis) > 1 for axis in ("cp", "tp", "pp")},
-        "optim.in_backward": config.optim.in_backward,
-        "checkpoint.partial": config.checkpoint.partial,
-        "advice.every": config.advice.every is not None,
-        'update.on_nonfinite = "skip_microbatch"': config.update.on_nonfinite == "skip_microbatch",
-    }
-    for key in (key for key, is_set in others.items() if is_set):
+    others = (
+        "parallel.cp", "parallel.tp", "parallel.pp", "optim.in_backward", "checkpoint.partial", "advice.every",
+        "update.on_nonfinite=skip_microbatch",
+    )  # fmt: skip
+    for other in given(config, others):
         raise MegabatchError(
-            f"loss.function is a JointLoss, which needs all samples of an update at once, and {key} is set; leave one "
-            "of them out"
+            f"loss.function is a JointLoss, which needs all samples of an update at once, and {other}; leave one of "
+            "them out"
         )
     if has_sets:
         raise MegabatchError(
@@ -249,51 +248,6 @@ def in_precision(loss_fn: Any, config: ModelConfig, laid: ParallelModel, device:
             return loss_fn(container if isinstance(model, list) else model, microbatch, **divisor)
 
     return in_place_of(loss_fn, computed)
-
-
-def check_keys(config: ModelConfig) -> None:
-    """Raise for keys that do not go together."""
-    check_quantized(config)
-    if config.function is None and config.options:
-        raise MegabatchError("model.options is set and goes to model.function only; remove it, or name a function")
-    if config.dtype == "float64" and config.compute_dtype is not None:
-        raise MegabatchError(
-            f"model.compute_dtype is {config.compute_dtype!r} and model.dtype 'float64', which autocast does "
-            "not convert; set model.dtype to float32, or leave compute_dtype out"
-        )
-    if config.function is not None and config.attention is not None:
-        raise MegabatchError("model.attention is set and model.function chooses its own; remove model.attention")
-
-
-def check_together(config: Config, ranks: Ranks) -> None:
-    """Raise for keys of the model that do not go with those of another section."""
-    check_layout(config, ranks)
-    if config.model.dtype != "bfloat16" and config.update.accumulate_dtype is not None:
-        raise MegabatchError(
-            f"update.accumulate_dtype is {config.update.accumulate_dtype!r} and model.dtype {config.model.dtype!r}, "
-            "whose gradients are already as precise; leave accumulate_dtype out"
-        )
-    if config.update.one_row and config.loss.function != LossConfig().function:
-        raise MegabatchError(
-            f"update.one_row is true and loss.function is {config.loss.function!r}, which may look at samples one by "
-            "one; leave one of them out"
-        )
-    for axis, why in {"cp": "whose attention is not cut over ranks", "pp": "which is not cut into stages"}.items():
-        if config.model.function is not None and (degree := getattr(ranks.layout, axis)) > 1:
-            raise MegabatchError(
-                f"parallel.{axis} is {degree} and model.function makes a model of its own, {why}; leave "
-                f"parallel.{axis} out, or name a model by model.name or model.config"
-            )
-    for axis in ("tp", "pp"):
-        if config.model.compile and getattr(ranks.layout, axis) > 1:
-            raise MegabatchError(
-                f"model.compile is set and parallel.{axis} above 1, which are not tested together; leave one out"
-            )
-    if config.eval.function is not None and ranks.layout.pp > 1:
-        raise MegabatchError(
-            f"eval.function is set and parallel.pp is {ranks.layout.pp}, where no rank has a whole model to give it; "
-            "leave one of them out"
-        )
 
 
 def prepare(model: nn.Module, config: ModelConfig) -> list[str]:

@@ -14,8 +14,11 @@ from megabatch import GradientAccumulator, losses
 from megabatch.errors import MegabatchError
 from megabatch.losses import LossFunction
 from megabatch.train.config import Config, ExpertsConfig, LossConfig
+from megabatch.train.config.contradictions import given
 from megabatch.train.data.updates import Updates
 from megabatch.train.model.build import ParallelModel
+
+AXES = ("parallel.cp", "parallel.tp", "parallel.pp")  # over which a sample, or the model, is cut
 
 
 def experts_of(config: Config) -> ExpertsConfig:
@@ -70,14 +73,9 @@ def check_bias(experts: ExpertsConfig, config: Config, model: nn.Module) -> None
             f"{said} and no module of the model has a tensor {experts.bias_name!r}; set model.experts.bias_name, or "
             "leave bias_rate out"
         )
-    others = {
-        "checkpoint.partial": config.checkpoint.partial,  # in which counts are not
-        "data.pack_tokens": config.data.pack_tokens is not None,  # whose rows have no mask
-        "optim.in_backward": config.optim.in_backward,
-        **{f"parallel.{axis}": getattr(config.parallel, axis) > 1 for axis in ("cp", "tp", "pp")},
-    }
-    for key in (key for key, is_set in others.items() if is_set):
-        raise MegabatchError(f"{said} and {key} is set, which does not count tokens; leave one of them out")
+    others = ("checkpoint.partial", "data.pack_tokens", "optim.in_backward", *AXES)  # packed rows have no mask
+    for other in given(config, others):
+        raise MegabatchError(f"{said} and {other}, which does not count tokens; leave one of them out")
 
 
 def router_coefficient(config: Config, model: nn.Module, loss_fn: object) -> float | None:
@@ -94,13 +92,8 @@ def router_coefficient(config: Config, model: nn.Module, loss_fn: object) -> flo
         )
     if not names_experts(model):
         raise MegabatchError(f"{said} and the model has no experts; leave it out")
-    others = {
-        "update.one_row": config.update.one_row,  # whose rows are no sequences
-        "checkpoint.partial": config.checkpoint.partial,  # in which an update is several calls
-        **{f"parallel.{axis}": getattr(config.parallel, axis) > 1 for axis in ("cp", "tp", "pp")},
-    }
-    for other in (other for other, is_set in others.items() if is_set):
-        raise MegabatchError(f"{said} and {other} is set, with which it is not computed; leave one of them out")
+    for other in given(config, ("update.one_row", "checkpoint.partial", *AXES)):  # no sequences, and several calls
+        raise MegabatchError(f"{said} and {other}, with which it is not computed; leave one of them out")
     from megabatch.experts import config_coefficient
 
     coefficient = config_coefficient(model) if asked == "auto" else asked

@@ -31,33 +31,6 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by byt
 SLICE = 2**22  # numbers that are summed at a time, each in a copy of eight bytes
 
 
-def check_quantized(config: ModelConfig) -> None:
-    """Raise for keys that do not go with a base in four bits, or where bitsandbytes is not installed."""
-    kind = config.quantize
-    if kind is None:
-        if not config.double_quantization:
-            raise MegabatchError("model.double_quantization is set and model.quantize is not; leave it out")
-        return
-    if config.lora is None:
-        raise MegabatchError(
-            f"model.quantize is {kind!r} and model.lora is not set: four bits are not trained; set model.lora as well, "
-            "or leave quantize out"
-        )
-    if config.function is not None:
-        raise MegabatchError(
-            "model.quantize is set and model.function makes a model of its own, which may use its weights other than "
-            "by its layers; leave quantize out, or name a model by model.name or model.config"
-        )
-    if config.compile:
-        raise MegabatchError("model.quantize and model.compile are set, which are not tested together; leave one out")
-    if config.dtype == "float64":
-        raise MegabatchError(
-            f"model.quantize is {kind!r} and model.dtype 'float64', in which bitsandbytes does not compute; set "
-            'model.dtype to "float32", or leave quantize out'
-        )
-    bitsandbytes()
-
-
 def bitsandbytes() -> Any:
     """Import the package. Raises `MegabatchError` where it is not installed."""
     try:

@@ -23,7 +23,7 @@ from megabatch.train.config.parallel_layout import Layout, layout_of
 from megabatch.train.data.load import load_data
 from megabatch.train.model.adapters import choose_trained
 from megabatch.train.model.architecture import architecture_of, check_fit, load_tokenizer, outline
-from megabatch.train.model.build import check_keys, check_together, divide, prepare
+from megabatch.train.model.build import divide, prepare
 from megabatch.train.model.expert_balance import router_coefficient, with_router_loss
 from megabatch.train.model.optimizer import build_optimizer
 from megabatch.train.model.weights import is_several, own_source
@@ -45,8 +45,6 @@ def build_simulator(config: Config, request: PlanRequest, console: Console) -> "
     """Prepare a recipe for simulation. Raises `MegabatchError` for keys that exclude each other or the plan."""
     layout = layout_of(config.parallel, request.world)
     check_planned(config, request.world)
-    check_keys(config.model)
-    check_together(config, Ranks(0, request.world, CPU, layout))
     sample = find_longest_sample(config, request.length_tokens, console)
     model = _bare_model(config, sample.length_tokens)
     wrapper = choose_wrapper(config.parallel.wrapper, request.world, model, layout)
