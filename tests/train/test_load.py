@@ -277,7 +277,7 @@ def test_two_processes(tmp_path):
 SOURCE = {"path": "x.jsonl"}
 REFUSED = {  # [data], [eval] -> what the error names
     "function and path": ({"function": "FILE:samples", "path": "x"}, {}, "data.function … data.path … leave one"),
-    "function and streaming": ({"function": "FILE:samples", "streaming": True}, {}, "data.function … data.streaming is"),
+    "function and streaming": ({"function": "FILE:samples", "streaming": True}, {}, "data.function … data.streaming"),
     "function and packing": ({"function": "FILE:samples", "pack_tokens": 8}, {}, "data.function … data.pack_tokens"),
     "options of nothing": ({"options": {"a": 1}}, {}, "data.options … data.function; set that"),
     "mixture and path": ({"mixture": {"a": SOURCE}, "path": "x"}, {}, "data.mixture … data.path … [data.mixture.NAME]"),
