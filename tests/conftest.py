@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # transformers is imported later, by the tests that need it
+STATE = tempfile.TemporaryDirectory(prefix="megabatch-state-")  # no test writes into the home of whoever runs it
+os.environ["XDG_STATE_HOME"] = STATE.name
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -19,8 +19,10 @@ from torch.distributed.checkpoint import filesystem, metadata
 
 from megabatch.train.checkpoints.tensor_files import SafeReader
 from megabatch.train.cli import commands as cli
+from megabatch.train.cli import front
 from megabatch.train.config import RunConfig
 from megabatch.train.runtime.files import replace_text, write_synced
+from megabatch.train.trust import reason_to_ask
 from tests.elastic.conftest import OWN
 from tests.train.conftest import Bench, states_of, timeless
 from tests.train.processes import Run, overrides
@@ -325,6 +327,81 @@ def secret_in_recipe(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
     (refused,) = bench.finish(recipe=bench.folder)
     assert refused.status == 2
     return refused.err + bench.train(recipe=bench.folder, run__max_steps=2, **secrets)
+
+
+OWN_LOSS = (
+    "from megabatch import losses\n\ndef loss(model, microbatch):\n    return losses.next_token(model, microbatch)\n"
+)
+
+
+def with_loss(bench: Bench, function: str) -> Path:
+    """Return a recipe whose file names this loss."""
+    recipe = bench.path / "with-loss.toml"
+    recipe.write_text(f'{bench.recipe.read_text()}\n[loss]\nfunction = "{function}"\n')
+    return recipe
+
+
+@case("a recipe names a function that may be somebody else's")
+def foreign_function(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
+    recipe = with_loss(bench, "os:system")
+    capsys.readouterr()
+    assert [front.run([name, str(recipe)]) for name in ("train", "plan", "verify")] == [2, 2, 2]
+    refused = capsys.readouterr().err
+    ways = (["--trust"], ["--loss.function=os:system"])  # what is typed is nobody else's
+    assert [front.run(["train", str(recipe), *way]) for way in ways] == [None, None]  # nothing is wrong so far
+    return refused
+
+
+@case("a run's folder comes from somebody else")
+def foreign_run(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
+    (bench.path / "own.py").write_text(OWN_LOSS)
+    bench.train(recipe=with_loss(bench, f"{bench.path}/own.py:loss"), run__max_steps=2)
+    moved = bench.folder.rename(bench.path / "moved")
+    assert "resumed from" in bench.train(recipe=moved, run__max_steps=3)
+    path = moved / "config.toml"
+    path.write_text(path.read_text().replace("lr = 0.01", "lr = 0.02"))
+    commands = [["train", str(moved)], ["plan", str(moved)], ["export", str(moved), "--to", str(bench.path / "model")]]
+    capsys.readouterr()
+    assert [cli.run(command) for command in commands] == [2, 2, 2]
+    refused = capsys.readouterr().err
+    assert cli.run([*commands[2], "--trust"]) == 0
+    return refused
+
+
+OTHERS: dict[str, Callable[[Path], object]] = {  # what somebody else may have done to a function of yours → why
+    "": lambda file: None,
+    "own.py belongs to another user": lambda file: os.chown(file, 12345, -1),
+    "everybody may write to": lambda file: file.parent.chmod(0o777),
+    "which is neither below": lambda file: file.rename(file.parents[1] / file.name),
+}
+
+
+@pytest.mark.parametrize(("reason", "change"), OTHERS.items())
+def test_a_function_of_yours_is_one_that_only_you_can_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str, change: Callable[[Path], object]
+) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "own.py").touch()
+    (folder / "recipe.toml").touch()
+    if "another user" in reason and os.geteuid():
+        pytest.skip("only root can give a file away")
+    monkeypatch.chdir(folder)
+    change(folder / "own.py")
+    found = reason_to_ask(str(next(tmp_path.rglob("own.py"))), folder / "recipe.toml", is_run=False)
+    assert reason in found
+    assert bool(found) == bool(reason)
+
+
+@pytest.mark.parametrize("name", ["os", "torch.hub", "megabatch.train.runtime.plugins"])
+def test_a_module_that_is_installed_is_not_yours_whatever_lies_in_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path.joinpath(*name.split(".")).with_suffix(".py")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    assert "neither below" in reason_to_ask(name, tmp_path / "recipe.toml", is_run=False)
 
 
 @pytest.mark.parametrize("path", ["../outside.distcp", "/etc/passwd", "a/b"])

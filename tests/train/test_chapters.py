@@ -5,8 +5,8 @@ import pytest
 from tests.test_imports import TRAINER, at_the_top, edges
 
 CHAPTERS = [
-    "config", "runtime", "data", "parallel", "model", "classification", "context", "checkpoints", "autotune", "records",
-    "callbacks", "plan", "report", "loop", "init", "cli",
+    "config", "trust", "runtime", "data", "parallel", "model", "classification", "context", "checkpoints", "autotune",
+    "records", "callbacks", "plan", "report", "loop", "init", "cli",
 ]  # fmt: skip
 MODULES = [module for module in TRAINER if module != "train"]
 

@@ -22,6 +22,7 @@ from megabatch.train.model.architecture import architecture_of, load_tokenizer
 from megabatch.train.model.build import build
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
+from megabatch.train.trust import sealed
 from tests.train.model_recipes import recipe
 from tests.train.on_ranks import on_ranks
 from tests.train.test_checkpoint import reseal
@@ -43,7 +44,7 @@ def train(ranks: Ranks, config: Config, folder: Path, *, average: bool = False) 
         state["average"] = mean
     if ranks.is_main:
         folder.mkdir(exist_ok=True)
-        (folder / "config.toml").write_text(recipe_text(config))
+        (folder / "config.toml").write_text(sealed(recipe_text(config)))
     ranks.barrier()
     for step in (1, 2):
         learner.forward_backward([{"input_ids": row, "labels": row} for row in TOKENS], losses.next_token)
@@ -225,7 +226,7 @@ def test_a_function_s_model_is_exported_if_it_can_be_saved(tmp_path: Path) -> No
     assert all(torch.equal(weights[name], exported[name]) for name in exported)
     assert not (tmp_path / "out" / "tokenizer_config.json").exists()
     text = (tmp_path / "run" / "config.toml").read_text().replace("own.py:llama", "own.py:linear")
-    (tmp_path / "run" / "config.toml").write_text(text)
+    (tmp_path / "run" / "config.toml").write_text(sealed(text))
     assert "makes a Linear, which has no save_pretrained to export it with;" in refused(
         tmp_path / "run", tmp_path / "no"
     )

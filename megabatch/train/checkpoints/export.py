@@ -30,6 +30,7 @@ from megabatch.train.model.frozen import dequantize, described, kind_of, quantiz
 from megabatch.train.model.weights import fill, fresh_source, load_whole, own_source, plan_units
 from megabatch.train.parallel.wrap import blocks_of, dtype_of
 from megabatch.train.runtime.ranks import Ranks
+from megabatch.train.trust import check_trust
 
 RECIPE = "config.toml"  # of a run's folder
 MODEL, AVERAGE = "learner.model.", "average."  # where a checkpoint has the weights, and their average
@@ -49,17 +50,21 @@ class Checkpointed:
         return found if found is None or rows is None else found[rows]
 
 
-def export(run_folder: Path, to: Path, *, step: int | str | None, merged: bool = False) -> str:
+def export(
+    run_folder: Path, to: Path, *, step: int | str | None, merged: bool = False, is_trusted: bool = False
+) -> str:
     """Write the model of a run's checkpoint and its tokenizer into a new folder; says what was written.
 
     ``step`` is a checkpoint's number, "best" or "latest"; None: the best where one is kept, else the latest. With
     optim.ema_decay it is the average of the weights. Of a run with model.lora it is the folder of an adapter, as peft
     reads it; ``merged``: the whole model, with the adapters in its weights.
 
+    ``is_trusted``: run a model.function although the run's folder may be somebody else's.
+
     Raises `MegabatchError`, and leaves nothing behind, where that cannot be done.
     """
     check_target(to)
-    config = config_of(run_folder)
+    config = config_of(run_folder, is_trusted=is_trusted)
     chosen = find_checkpoint(run_folder, step)
     checkpoint = chosen.path
     weights = read_weights(checkpoint)
@@ -115,10 +120,12 @@ def check_target(to: Path) -> None:
         raise MegabatchError(f"--to is {to}, which {kind}; name a folder that is new or empty")
 
 
-def config_of(run_folder: Path) -> Config:
-    """Return the recipe of a run."""
+def config_of(run_folder: Path, *, is_trusted: bool) -> Config:
+    """Return the recipe of a run whose functions may run."""
     if not (run_folder / RECIPE).is_file():
         raise MegabatchError(f"{run_folder} has no {RECIPE}, so it is no run of megabatch's; name the folder of a run")
+    if not is_trusted:
+        check_trust(run_folder / RECIPE, is_run=True)
     return load_config(run_folder / RECIPE, [])
 
 

@@ -41,6 +41,7 @@ from megabatch.train.runtime.files import (
 from megabatch.train.runtime.oom_limit import has_oom_limit, wait_for_oom_limit
 from megabatch.train.runtime.ranks import Ranks
 from megabatch.train.runtime.rendezvous import Job
+from megabatch.train.trust import sealed
 
 SECONDS_BETWEEN_TRIES = 0.2  # to lock the run
 SAVED = re.compile(rb"  saved .*(step-\d+)$")  # a line of the log
@@ -79,7 +80,7 @@ def open_run_folder(folder: Path, config: Config, ranks: Ranks, console: Console
 
     ``is_new``: the run starts at update 0 instead of resuming from a checkpoint.
     """
-    recipe, start = recipe_text(config), describe_start(ranks)
+    recipe, start = sealed(recipe_text(config)), describe_start(ranks)
     ranks.on_main(lambda: folder.mkdir(parents=True, exist_ok=True), str(folder))
     _check_shared_disk(folder, ranks)
 

@@ -40,6 +40,8 @@ class Recipe:
 
     recipe: Positional[Path]
     """A TOML file, or the folder of a run."""
+    trust: FlagCreatePairsOff[bool] = False
+    """Run functions that the recipe names and that may be somebody else's: read them first."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,8 @@ class Export:
     """The checkpoint. None: the best where one is kept, else the latest."""
     merged: FlagCreatePairsOff[bool] = False
     """With model.lora: write the whole model with the adapters in it."""
+    trust: FlagCreatePairsOff[bool] = False
+    """Run a model.function of a run that you have not started: read it first."""
 
 
 @dataclass(frozen=True)

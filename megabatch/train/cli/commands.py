@@ -120,7 +120,7 @@ def run_other(name: str, arguments: Sequence[str], met: Rendezvous) -> None:
         from megabatch.train.checkpoints.export import export
 
         asked = read_arguments(Export, arguments)
-        print(export(asked.run, asked.to, step=asked.step, merged=asked.merged))
+        print(export(asked.run, asked.to, step=asked.step, merged=asked.merged, is_trusted=asked.trust))
     elif name == "audit":
         from megabatch.train.cli.audited_command import run_audited
 

@@ -9,6 +9,7 @@ from megabatch.train.config import Config, SourceConfig
 from megabatch.train.config.recipe import PLAN_OPTIONS, load_config, split_options
 from megabatch.train.config.recipe_paths import check_paths, near
 from megabatch.train.data.sources import KINDS, ending_of, place_of
+from megabatch.train.trust import FLAG, check_trust
 
 
 def read_config(name: str, arguments: Sequence[str], *, is_new: bool = True) -> Config:
@@ -24,12 +25,18 @@ def read_config(name: str, arguments: Sequence[str], *, is_new: bool = True) -> 
         raise MegabatchError(f"{recipe} is data, not a recipe; write a recipe for it: megabatch init --data {recipe}")
     if name == "train" and any(word.partition("=")[0] == "--sweep" for word in overrides):
         raise MegabatchError("--sweep makes one run after the other; under torchrun start each run by itself")
-    is_run = recipe.is_dir()
+    is_run, is_trusted = recipe.is_dir(), FLAG in overrides
     path = recipe_of(recipe) if is_run else recipe
+    overrides = [word for word in overrides if word != FLAG]
     if name == "plan":
-        return load_config(path, split_options(overrides, *PLAN_OPTIONS)[1])
-    resumed = [f"--run.folder={recipe}", "--run.resume=true"] if is_run else []  # the folder may have been moved
-    config = load_config(path, [*resumed, *overrides])
+        overrides = split_options(overrides, *PLAN_OPTIONS)[1]
+    elif is_run:  # the folder may have been moved
+        overrides = [f"--run.folder={recipe}", "--run.resume=true", *overrides]
+    config = load_config(path, overrides)
+    if not is_trusted:
+        check_trust(path, overrides, is_run=is_run)
+    if name == "plan":
+        return config
     check_paths(config)
     for key, source in named_sources(config).items():
         place_of(source, key)

@@ -14,7 +14,8 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
-Function = Annotated[str, Field(pattern=r"^[^:]+:[^:]+$")]
+FUNCTION = r"^[^:]+:[^:]+$"
+Function = Annotated[str, Field(pattern=FUNCTION)]
 Options = dict[str, object]
 
 
