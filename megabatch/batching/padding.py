@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megabatch.batching.samples import IGNORED_LABEL, Microbatch, gather_columns, stack_padded
+from megabatch.batching.samples import IGNORED_LABEL, SHAPE, Microbatch, gather_columns, stack_padded
 from megabatch.errors import LossContractError, PlanError
 from megabatch.torch_private import is_fake, original_of
 
@@ -68,7 +68,7 @@ class Padding:
         for name in self._fills:
             if name not in columns:
                 raise PlanError(f"padding= names {name!r} and the samples have the keys {list(samples[0])}")
-        ragged = {name for name, values in columns.items() if len({each.shape for each in values}) > 1}
+        ragged = {name for name, values in columns.items() if len(set(map(SHAPE, values))) > 1}
         made: dict[str, Tensor] = {}
         for name, values in columns.items():
             fill = self._fills.get(name)

@@ -14,10 +14,12 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from numbers import Real
+from operator import attrgetter, itemgetter
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megabatch.batching.tree import clone, each_leaf
@@ -31,6 +33,7 @@ Length = Callable[[Any], int]
 
 IGNORED_LABEL = -100
 """The label of a position without a target: the default ``ignore_index`` of torch's cross-entropy."""
+DTYPE, SHAPE = attrgetter("dtype"), attrgetter("shape")
 _PADDED_NUMBERS = WeakTensorKeyDictionary()
 LABELS = re.compile(r"(^|_)(labels?|label_ids)(_|$)")  # keys of labels: labels, shift_labels, label_ids, chosen_labels
 
@@ -228,6 +231,8 @@ class Samples:
         """
         if not self.is_shared:
             return moved
+        if moved is microbatch:
+            return clone(moved)
         kept: set[int] = set()
         each_leaf(microbatch, lambda leaf: kept.add(id(leaf)) or leaf)
         return each_leaf(moved, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) and id(leaf) in kept else leaf)
@@ -273,12 +278,15 @@ def sample_length(sample: Any) -> int:
     This is the default ``length`` of a `GradientAccumulator`. Raises `PlanError` for a sample that is no mapping of
     tensors.
     """
-    if not isinstance(sample, Mapping) or not sample:
+    if (type(sample) is not dict and not isinstance(sample, Mapping)) or not sample:  # isinstance alone is slow
         raise _no_mapping(sample)
     name, value = next(iter(cast(Mapping[str, Any], sample).items()))
-    is_dense = type(value) is Tensor and value.layout == torch.strided and not value.is_nested
-    first = value if is_dense else to_dense_tensor(name, value)
-    return first.shape[0] if first.ndim else 1
+    first = value if _is_dense(value) else to_dense_tensor(name, value)
+    return first.size(0) if first.ndim else 1
+
+
+def _is_dense(value: Any) -> bool:
+    return type(value) is Tensor and value.layout == torch.strided and not value.is_nested
 
 
 def pad_right(samples: list[Mapping[str, Any]]) -> dict[str, Tensor]:
@@ -294,14 +302,17 @@ def pad_right(samples: list[Mapping[str, Any]]) -> dict[str, Tensor]:
 
 def gather_columns(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Tensor]]:
     """Return the tensors of each key, one per sample. Raises `PlanError` unless all samples have the same keys."""
+    names: Any = samples[0].keys() if isinstance(cast(Any, samples[0]), Mapping) else ()
     for sample in samples:
-        if not isinstance(cast(Any, sample), Mapping) or not sample:
+        if (type(cast(Any, sample)) is not dict and not isinstance(cast(Any, sample), Mapping)) or not sample:
             raise _no_mapping(sample)
-        if sample.keys() != samples[0].keys():
-            raise PlanError(
-                f"samples of one batch have the keys {list(samples[0])} and {list(sample)}; give all the same"
-            )
-    return {name: [to_dense_tensor(name, sample[name]) for sample in samples] for name in samples[0]}
+        if sample.keys() != names:
+            raise PlanError(f"samples of one batch have the keys {list(names)} and {list(sample)}; give all the same")
+    columns = {name: list(map(itemgetter(name), samples)) for name in names}
+    return {
+        name: values if all(map(_is_dense, values)) else [to_dense_tensor(name, value) for value in values]
+        for name, values in columns.items()
+    }
 
 
 def to_dense_tensor(name: str, value: Any) -> Tensor:
@@ -318,15 +329,15 @@ def to_dense_tensor(name: str, value: Any) -> Tensor:
 def stack_padded(name: str, values: list[Tensor], fill: float | None = None) -> Tensor:
     """Stack one key of samples as [B, longest, ...], padded with ``fill``; None: with -100 for labels, else with 0."""
     first = values[0]
-    if any(value.dtype != first.dtype for value in values):
-        raise PlanError(
-            f"{name!r} has the types {sorted({str(value.dtype) for value in values})}; give one to all samples"
-        )
-    if all(value.shape == first.shape for value in values):
+    dtypes, shapes = set(map(DTYPE, values)), set(map(SHAPE, values))
+    if len(dtypes) > 1:
+        raise PlanError(f"{name!r} has the types {sorted(map(str, dtypes))}; give one to all samples")
+    if len(shapes) == 1:
         return torch.stack(values)
-    if any(value.shape[1:] != first.shape[1:] or value.ndim != first.ndim for value in values):
-        shapes = sorted({tuple(value.shape) for value in values})
-        raise PlanError(f"{name!r} has the shapes {shapes}; only dim 0 is padded, the others must agree")
+    if len({each[1:] for each in shapes}) > 1 or len(set(map(len, shapes))) > 1:
+        raise PlanError(
+            f"{name!r} has the shapes {sorted(map(tuple, shapes))}; only dim 0 is padded, the others must agree"
+        )
     is_class = name == "labels" or (_is_label(name) and not first.is_floating_point())  # soft labels have no such value
     fill = (IGNORED_LABEL if is_class else 0) if fill is None else fill
     if not _can_hold(first.dtype, fill):
@@ -334,9 +345,7 @@ def stack_padded(name: str, values: list[Tensor], fill: float | None = None) -> 
             f"{name!r} has samples of unequal lengths and the dtype {first.dtype}, which cannot hold the padding value "
             f"{fill}; give it as torch.long, say, or another value in padding="
         )
-    padded = first.new_full((len(values), max(len(value) for value in values), *first.shape[1:]), fill)
-    for row, value in zip(padded, values, strict=True):
-        row[: len(value)] = value
+    padded = pad_sequence(values, batch_first=True, padding_value=fill)
     if name == "labels":
         _PADDED_NUMBERS[padded] = True
     return padded
@@ -356,7 +365,7 @@ def _can_hold(dtype: torch.dtype, number: float) -> bool:
     if dtype.is_floating_point or dtype.is_complex:
         return abs(number) <= torch.finfo(dtype).max or not math.isfinite(number)
     info = torch.iinfo(dtype)
-    return info.min <= number <= info.max and number == int(number)
+    return info.min <= number <= info.max and number == int(number) == float(number)
 
 
 def has_padded_numbers(labels: Tensor) -> bool:
@@ -397,9 +406,11 @@ def _checked_rows(batch: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _take_rows(batch: Mapping[str, Tensor], indices: Sequence[int]) -> dict[str, Tensor]:
-    rows: slice | Tensor = torch.tensor(indices, device="cpu")
-    if list(indices) == list(range(indices[0], indices[0] + len(indices))):
-        rows = slice(indices[0], indices[0] + len(indices))  # a view, where a copy would say the same
+    first = indices[0]
+    if list(indices) == list(range(first, first + len(indices))):
+        rows = slice(first, first + len(indices))  # a view, where a copy would say the same
+    else:
+        rows = torch.tensor(indices, device="cpu")
     return {name: tensor[rows] for name, tensor in batch.items()}
 
 

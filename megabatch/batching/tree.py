@@ -63,6 +63,8 @@ def each_leaf(value: Any, function: Callable[[Any], Any]) -> Any:
 
     Mappings that torch's pytree does not know, as transformers' tokenizers return them, are no leaves.
     """
+    if type(value) is dict and all(type(each) is Tensor for each in value.values()):
+        return {name: function(leaf) for name, leaf in value.items()}  # a tenth of pytree's time
 
     def apply(leaf: Any) -> Any:
         if not isinstance(leaf, MutableMapping):

@@ -17,9 +17,10 @@ from megabatch.batching.tree import each_leaf
 from megabatch.errors import LossContractError, MegabatchError
 from megabatch.losses.contract import Term, differentiable, takes_divisor
 from megabatch.torch_private import count_writes, is_flat_parameter
-from megabatch.wrappers.base import Wrapper
+from megabatch.wrappers.base import REQUIRES_GRAD, Wrapper
 from megabatch.wrappers.gradients import find_functions, graph_leaves, is_linear, name_of_function
 
+GRAD = operator.attrgetter("grad")  # of many parameters in every call
 Value = TypeVar("Value")
 DIVIDE = (
     "Return the sum itself, or take the divisor, loss(model, microbatch, divisor), and divide by it before that "
@@ -38,7 +39,7 @@ class Receipt(NamedTuple):
     def of(cls, parameters: Sequence[nn.Parameter]) -> "Receipt":
         """Take a snapshot of the current gradients."""
         # References keep the tensors alive, so that their identity cannot be reused.
-        gradients = [each.grad for each in parameters]
+        gradients = list(map(GRAD, parameters))
         return cls(parameters, gradients, _num_writes(gradients))
 
     def holds(self, accumulating: Sequence[nn.Parameter], *, exact: bool) -> bool:
@@ -46,7 +47,7 @@ class Receipt(NamedTuple):
 
         Without ``exact``, check only which are None. FSDP2 creates some parameters in the first forward.
         """
-        now = [each.grad for each in self.parameters]
+        now = list(map(GRAD, self.parameters))
         if exact:
             are_same = all(map(operator.is_, self.gradients, now)) and self.writes == _num_writes(now)
         else:
@@ -106,7 +107,7 @@ class Ownership:
             self.tried.set(self._trying, takes_divisor(self._trying))
             self._trying = None
         parameters = self._wrapper.parameters
-        trained = [each.requires_grad for each in parameters]
+        trained = list(map(REQUIRES_GRAD, parameters))
         self._left = Leftover(Receipt.of(parameters), _num_writes(parameters), trained)
 
     def _check_passing(self) -> None:
@@ -129,7 +130,7 @@ class Ownership:
         if left is None:
             return
         parameters, what = self._wrapper.parameters, None
-        if left.are_trained != [each.requires_grad for each in parameters]:
+        if left.are_trained != list(map(REQUIRES_GRAD, parameters)):
             what = "parameters were frozen or unfrozen"
         elif self._is_exact and left.parameter_writes != _num_writes(parameters):
             what = "parameters were written to, as optimizer.step() does,"

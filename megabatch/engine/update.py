@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch.batching.tree import clone
@@ -118,8 +119,9 @@ class Update:
                     f"open() was told the weight {told:.10g} of {name!r} and the calls of the update returned "
                     f"{float(returned):.10g}, over all ranks; give every sample that was counted, and each once"
                 )
-        for name, total in zip(self.terms, self.reports[:, 4:].sum(0).tolist(), strict=False):
-            if self.reports.shape[1] > 5 and math.isinf(float(self.terms[name])):
+        num_own = self.reports.shape[1] - 4  # differentiable terms, which come first
+        for name, total in zip(self.terms, self.reports[:, 4:].sum(0).tolist() if num_own > 1 else (), strict=False):
+            if math.isinf(float(self.terms[name])):
                 return LossContractError(
                     f"the term {name!r} has the weight 0 in this update and the total {total:.6g}, which nothing "
                     "divides; return a total of 0 where there is nothing to count, or count what it sums"
@@ -401,20 +403,26 @@ class OpenUpdate:
             weights = torch.cat([torch.full_like(weights[:1], weight), weights[1:]])
         num_own = len(own)  # differentiable terms come first, then the metrics
         quotients = totals / weights
-        has_weight = weights[:num_own] > 0
-        loss = torch.where(has_weight, quotients[:num_own], 0.0).sum() / has_weight.any()  # 0 / 0 without any weight
-        agree = ~rows[:, 0].any() & (rows[:, 3] == rows[0, 3]).all()
-        if num_own > 1:
-            agree = agree & ~torch.isinf(quotients[:num_own]).any()  # a total without a weight
-        told = {name: (each, _returned(name, names, weights)) for name, each in self.told.items()}
-        for each, returned in told.values():
-            agree = agree & ~_differs(returned, each)
+        each = quotients.unbind()
+        agree = ~rows[:, 0].any()
+        if len(rows) > 1:
+            agree = agree & (rows[:, 3] == rows[0, 3]).all()
+        if num_own == 1:
+            loss = each[0]
+        else:
+            has_weight = weights[:num_own] > 0
+            loss = torch.where(has_weight, quotients[:num_own], 0.0).sum() / has_weight.any()  # NaN without any weight
+            # A total that is not finite and has no weight, and a total without a weight.
+            agree = agree & torch.isfinite(totals[:num_own]).all() & ~torch.isinf(quotients[:num_own]).any()
+        told = {name: (known, _returned(name, names, weights)) for name, known in self.told.items()}
+        for known, returned in told.values():
+            agree = agree & ~_differs(returned, known)
         whole = weights[0] if num_own else torch.zeros_like(loss)
         update = Update(
             loss=loss,
-            terms=dict(zip(names, quotients.unbind(), strict=True)),
+            terms=dict(zip(names, each, strict=True)),
             weight=whole,
-            finite=torch.isfinite(loss) & torch.isfinite(totals[:num_own]).all() & agree,
+            finite=torch.isfinite(loss) & agree,
             grad_norm=None,
             num_samples=self.num_samples,
             num_tokens=self.num_tokens,
@@ -490,12 +498,10 @@ class OpenUpdate:
             float(zlib.crc32("\n".join([*names, rest]).encode())),
         ]
         totals, weights = [self._sums[name].total for name in names], [self._sums[name].weight for name in names]
-        return self._vector([*head, *totals, *weights, *[0.0] * (2 * (MAX_TERMS - len(names)))])
-
-    def _vector(self, values: list[float | Tensor]) -> Tensor:
+        values, num_zeros = [*head, *totals, *weights], 2 * (MAX_TERMS - len(names))
         if self._device.type == "cpu":
-            return torch.tensor([float(value) for value in values], dtype=self._dtype, device="cpu")
-        return torch.stack([self._scalar(value) for value in values])
+            return torch.tensor([*map(float, values), *[0.0] * num_zeros], dtype=self._dtype, device="cpu")
+        return F.pad(torch.stack([self._scalar(value) for value in values]), (0, num_zeros))
 
     def _scalar(self, value: float | Tensor) -> Tensor:
         # torch.full, since copying a number from the host would wait for the device.

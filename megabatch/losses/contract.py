@@ -194,7 +194,7 @@ def terms_of(returned: Any) -> dict[str, Term]:
             weight = weight.reshape(()).to(accumulation_dtype(weight.device))
         else:
             weight = _as_number(f"the weight of {source}", weight)
-        terms[name] = Term(total.reshape(()), weight)
+        terms[name] = Term(total.reshape(()) if total.ndim else total, weight)
     return terms
 
 

@@ -4,9 +4,6 @@ All are pure and deterministic: every rank computes the same answer from the sam
 """
 
 import heapq
-import math
-from bisect import bisect_left
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -137,19 +134,28 @@ def split(
 
     A microbatch of ``rows`` items whose longest is ``longest`` holds ``tokens = rows * longest`` padded tokens, at most
     ``max_tokens``, and at most ``max_rows`` items. An item that is longer than the cap goes alone. The price is
-    ``seconds(rows, longest)``, a launch and a rate per token that does not fall with the length (`CostModel`). Some
-    cheapest grouping then takes neighbors in the order of length, which is a shortest path over the sorted items:
-    O(items log rows), by `_shortest_path`.
+    ``seconds(rows, longest)``: a launch, and a rate per row that does not fall with the length (`CostModel`). Some
+    cheapest grouping then takes neighbors in the order of length, which is a shortest path over the sorted items, in
+    O(items), by `_shortest_path`.
 
     With ``max_rows`` alone the number of microbatches is the smallest possible, as a user who counts samples expects.
     """
-    order = sorted(range(len(lengths)), key=lambda item: (-lengths[item], item))
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)  # equals stay in their order
+    if not order:
+        return []
     longest = [max(1, lengths[item]) for item in order]
     most = len(order) if max_rows is None else max_rows
-    limits = [max(1, most if max_tokens is None else min(most, max_tokens // length)) for length in longest]
+    if longest[0] == longest[-1]:  # the fewest are the cheapest
+        rows = most if max_tokens is None else max(1, min(most, max_tokens // longest[0]))
+        return [tuple(order[max(0, end - rows) : end]) for end in range(len(order), 0, -rows)][::-1]
     # A fee per microbatch that exceeds any other saving makes their number the smallest.
-    fee = len(order) * seconds(1, longest[0]) if max_tokens is None and order else 0.0
-    starts = _shortest_path(limits, lambda start, rows: fee + seconds(rows, longest[start]))
+    fee = len(order) * seconds(1, longest[0]) if max_tokens is None else 0.0
+    lines: dict[int, tuple[float, float, int]] = {}  # by length: the price of a launch and of a row, and the most rows
+    for length in dict.fromkeys(longest):
+        one, two = seconds(1, length), seconds(2, length)
+        rows = most if max_tokens is None else min(most, max_tokens // length)
+        lines[length] = (fee + 2 * one - two, two - one, max(1, rows))
+    starts = _shortest_path([lines[length] for length in longest])
     groups: list[tuple[int, ...]] = []
     end = len(order)
     while end:
@@ -158,39 +164,40 @@ def split(
     return groups[::-1]
 
 
-def _shortest_path(limits: Sequence[int], price: Callable[[int, int], float]) -> list[int]:
+def _shortest_path(lines: Sequence[tuple[float, float, int]]) -> list[int]:
     """Return where the last group begins in the cheapest grouping of the first ``end`` items, for each ``end``.
 
-    Groups are neighbors, ``price(start, rows)`` is that of one group, and ``limits[start]`` its most rows. The price
-    of a later start grows more slowly with the end, and a later start may go further before its limit. So once it is
-    the cheaper of two it stays so, and the cheapest starts for the ends ahead are a queue, each from some end on (the
-    one-dimensional dynamic programming of Galil and Park, 1992, of the concave kind).
+    Groups are neighbors. ``lines[start]`` has the price of a group's launch and of each of its rows, and its most rows.
+    The cheapest grouping whose last group begins at ``start`` is a line over the ends. A later line is less steep and
+    may go further before its limit. So once it is the cheaper of two it stays so, and the cheapest starts for the ends
+    ahead are a queue, each from some end on (the lower envelope of lines that come by falling slope).
     """
-    num, best, starts = len(limits), [0.0], [0]
-    queue: deque[tuple[int, int]] = deque()  # (start, first end for which it is the cheapest of those that came before)
-
-    def cost(start: int, end: int) -> float:
-        rows = end - start
-        return best[start] + price(start, rows) if rows <= limits[start] else math.inf
-
-    for end in range(1, num + 1):
-        start = end - 1  # it comes in now
+    num, best, starts = len(lines), 0.0, [0]
+    # The lines of the queue: start, height at end 0, slope, last end, and the first end at which each is the cheapest.
+    queue: list[tuple[int, float, float, int, int]] = []
+    head = 0
+    for start, (launch, slope, rows) in enumerate(lines):
+        end = start + 1
+        height, last = best + launch - start * slope, min(num, start + rows)
         since = end
-        while queue:
-            other, first = queue[-1]
-            since = max(first, end)
-            if cost(start, since) < cost(other, since):
-                queue.pop()
-                continue
-            ends = range(since, min(num, other + limits[other]) + 1)
-            since += bisect_left(ends, True, key=lambda later: cost(start, later) < cost(other, later))
-            break
+        while len(queue) > head:
+            _, other, steeper, other_last, first = queue[-1]
+            if steeper > slope:
+                crossing = (height - other) / (steeper - slope)
+                since = end if crossing < end else int(crossing) + 1 if crossing < other_last else other_last + 1
+            else:
+                since = end if height < other else other_last + 1
+            if since > max(first, end):
+                break
+            queue.pop()
+            since = end
         if since <= num:
-            queue.append((start, since))
-        while len(queue) > 1 and queue[1][1] <= end:
-            queue.popleft()
-        starts.append(queue[0][0])
-        best.append(cost(starts[end], end))
+            queue.append((start, height, slope, last, since))
+        while len(queue) - head > 1 and queue[head + 1][4] <= end:
+            head += 1
+        cheapest, height, slope, _, _ = queue[head]
+        starts.append(cheapest)
+        best = height + end * slope
     return starts
 
 

@@ -206,15 +206,7 @@ def plan_share(
     if cost is not None and type(cost) is not CostModel:
         check_cost(cost)
     price = cost or CostModel(seconds_per_microbatch=(max_microbatch_tokens or 0) / LAUNCH_SHARE)
-    launch, rate, growth = price.seconds_per_microbatch, price.seconds_per_token, price.seconds_per_pair
-    # `CostModel.seconds` without a call for each of many groups; a subclass may have another price.
-    is_plain = type(price) is CostModel
-    microbatches = split(
-        lengths,
-        (lambda rows, longest: launch + rows * longest * (rate + longest * growth)) if is_plain else price.seconds,
-        max_rows=micro_batch_size,
-        max_tokens=max_microbatch_tokens,
-    )
+    microbatches = split(lengths, price.seconds, max_rows=micro_batch_size, max_tokens=max_microbatch_tokens)
     return Plan(tuple(microbatches), tuple(lengths), tuple(range(len(lengths))))
 
 

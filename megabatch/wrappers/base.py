@@ -31,6 +31,7 @@ from megabatch.torch_private import (
 from megabatch.wrappers.gradients import WideGradients, refuse_float16
 from megabatch.wrappers.mesh import DataRanks
 
+DTYPE, REQUIRES_GRAD = attrgetter("dtype"), attrgetter("requires_grad")
 Choice = tuple[str, str]  # a policy, "last", "every" or "replica_last", and why
 END = -1  # in place of the number of a collective
 NO_GRADIENT, DENSE = range(2)  # layouts of a gradient
@@ -133,10 +134,11 @@ class Wrapper:
         is_known = len(members) == len(self._members) and all(map(is_, members, self._members))
         if not is_known or any(self._empty_dicts) or self._walked_by != id(self):
             self._walk()
-        now = self.parameters if self.shows_gathered else [each for each in self._all_parameters if each.requires_grad]
+        every = self._all_parameters
+        now = self.parameters if self.shows_gathered else list(compress(every, map(REQUIRES_GRAD, every)))
         if len(now) != len(self.parameters) or not all(map(is_, now, self.parameters)):
             raise PlanError(CHANGED)
-        dtypes = [each.dtype for each in self.parameters]
+        dtypes = list(map(DTYPE, self.parameters))
         if dtypes != self._dtypes:
             was, now = next((was, now) for was, now in zip(self._dtypes, dtypes, strict=True) if was != now)
             raise PlanError(

@@ -290,7 +290,7 @@ def _groups(parameters: Sequence[nn.Parameter]) -> list[list[Tensor]]:
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is not None:
-            mesh = gradient.device_mesh if is_dtensor(gradient) else None
+            mesh = gradient.device_mesh if type(gradient) is not Tensor and is_dtensor(gradient) else None
             groups.setdefault((mesh, gradient.device, gradient.dtype), []).append(gradient)
     return list(groups.values())
 

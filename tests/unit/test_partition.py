@@ -149,6 +149,24 @@ def key_of(groups, lengths, bound) -> tuple[int, float] | None:
     return (0 if "max_tokens" in bound else len(groups), sum(price(*shape) for shape in shapes))
 
 
+def by_neighbors(lengths, bound) -> float:
+    """The price of the cheapest cut of the sorted items, by all ends of all groups."""
+    longest = sorted((max(1, length) for length in lengths), reverse=True)
+    best = [0.0]
+    for end in range(1, len(longest) + 1):
+        shapes = [(end - start, longest[start]) for start in range(end)]
+        allowed = [rows <= bound.get("max_rows", rows) and rows * size <= bound["max_tokens"] for rows, size in shapes]
+        prices = zip(best, shapes, allowed, strict=True)
+        best.append(min(before + price(*shape) for before, shape, is_allowed in prices if is_allowed))
+    return best[-1]
+
+
+@given(st.lists(st.integers(0, 64), max_size=80), st.integers(64, 900), st.integers(1, 30))
+def test_no_cut_of_many_neighbors_is_cheaper(lengths, max_tokens, max_rows):
+    bound = {"max_tokens": max_tokens, "max_rows": max_rows}
+    assert key_of(split(lengths, **bound), lengths, bound)[1] == pytest.approx(by_neighbors(lengths, bound), rel=1e-12)
+
+
 @settings(max_examples=60)
 @given(few_lengths, bounds)
 def test_no_other_grouping_is_cheaper(lengths, bound):
