@@ -60,6 +60,7 @@ from megabatch.wrappers.gradients import (
 from megabatch.wrappers.mesh import num_collectives
 
 MAX_COMPARED_CALLS = 8  # in which ranks compare each collective; a loss that is made anew for each call is always new
+MAX_RUNS = 3  # of an update with same_bits="proved"; the second is always exact where kernels are deterministic
 LOST = "an update was lost when one of its calls failed or its gradient was taken, with what its other calls had given"
 
 
@@ -109,7 +110,9 @@ class GradientAccumulator:
         same_bits: Give gradients, norms, losses and metrics the same bits on any number of data ranks. This needs one
             of the two limits as a number, shares of ``UpdateSampler(same_bits=True)`` and, with FSDP2,
             ``MixedPrecisionPolicy(reduce_dtype=torch.float64)``. Gradients are added in float64, and a parameter that
-            no sample uses has a gradient of zeros.
+            no sample uses has a gradient of zeros. "proved" also rounds each microbatch's gradient to a grid on which
+            float64 sums are exact for any input. The first update, and one whose gradient has grown a lot, then runs
+            twice.
 
     Attributes:
         fit: The measured limit, a `TunedLimit`. None before the measurement, and if you give a limit.
@@ -134,7 +137,7 @@ class GradientAccumulator:
         length: Length | None = None,
         padding: Mapping[str, float] | None = None,
         accumulate_dtype: torch.dtype | None = None,
-        same_bits: bool = False,
+        same_bits: bool | str = False,
     ) -> None:
         fit = None
         if isinstance(max_microbatch_tokens, TunedLimit):
@@ -145,14 +148,19 @@ class GradientAccumulator:
         # The wrapper knows how gradients are reduced; nothing below asks for DDP or FSDP by name.
         self._wrapper = detect_wrapper(model, mesh)
         new_planner, self._new_update, new_gradients = MicrobatchPlanner, OpenUpdate, WideGradients
-        self._same_bits = same_bits
+        self._same_bits = bool(same_bits)
+        self._proof: Any = None  # a ProvedGradients, with same_bits="proved"
+        # With it, the calls of the open update, which may have to run again: arguments, and the sums returned.
+        self._calls: list[tuple[Batch, LossFunction | JointLoss, Plan | None, dict[str, Term]]] = []
         if same_bits:
             from megabatch.engine import same_bits as exact
 
-            accumulate_dtype = exact.check_settings(self._wrapper, limits, collate, accumulate_dtype)
+            accumulate_dtype = exact.check_settings(self._wrapper, limits, collate, accumulate_dtype, same_bits)
             new_planner, self._new_update = exact.SameBitsPlanner, exact.SameBitsUpdate
             new_gradients = ExactGradients
         self._wide = new_gradients(self._wrapper.parameters, accumulate_dtype)
+        if same_bits == "proved":
+            self._wide = self._proof = exact.ProvedGradients(self._wrapper, accumulate_dtype)
         self._wrapper.accumulate_in(self._wide)
         self.ranks = ranks = self._wrapper.ranks  # the ranks that work on an update
         choice = choose_policy(self._wrapper, sync)
@@ -229,14 +237,12 @@ class GradientAccumulator:
         """Reserve memory for the states of ``optimizer`` when "auto" chooses the limit.
 
         Without this call, "auto" reserves two states for each trained element. `Learner` calls this. Raises `PlanError`
-        for ``same_bits`` with a fused optimizer on a CPU.
+        for ``same_bits`` with an optimizer that steps shards to other bits than whole parameters.
         """
-        if (
-            self._same_bits
-            and self._wrapper.device.type == "cpu"
-            and any(each.get("fused") for each in optimizer.param_groups)
-        ):
-            self._refuse_same_bits("a fused optimizer on a CPU, whose bits depend on the size of its shard")
+        if self._same_bits:
+            from megabatch.engine.same_bits import check_optimizer
+
+            check_optimizer(self._wrapper, optimizer)
         if self._tuner is not None:
             self._tuner.optimizer = optimizer
 
@@ -463,7 +469,10 @@ class GradientAccumulator:
                         for part in self._run_step(step, loss_fn, call):
                             add_terms(sums, part)
                         del step  # with its microbatch, before the next is made
-        return {name: Term(total, torch.as_tensor(weight, dtype=total.dtype)) for name, (total, weight) in sums.items()}
+        told = {name: Term(total, torch.as_tensor(weight, dtype=total.dtype)) for name, (total, weight) in sums.items()}
+        if self._proof is not None:
+            self._calls.append((batch, loss_fn, plan, told))
+        return told
 
     def _run_step(self, step: MicrobatchStep, loss_fn: LossFunction, call: "_Call") -> list[dict[str, Term]]:
         """Run one microbatch. If it does not fit in memory, run it again in parts. Return the sums of each part."""
@@ -544,6 +553,11 @@ class GradientAccumulator:
         if self._wrapper.is_pipeline:
             raise PlanError(
                 "a pipeline runs the microbatches of a call together; use forward_backward, not an open loop"
+            )
+        if self._proof is not None:
+            raise PlanError(
+                'same_bits="proved" and microbatches(), whose loop cannot run again; use forward_backward, or '
+                "same_bits=True"
             )
         body = GradientAccumulator.microbatches if weigh is None else weigh  # the body of the loop has no name
         with self._guarded(), self._open_call(batch, body, LossHooks(weigh)) as call:
@@ -817,6 +831,8 @@ class GradientAccumulator:
             self._stepping.check_finalize(max_norm, weight)
         if weight is not None and self._open.told:
             raise PlanError(f"weight is {weight:.10g}, but open() was told the weight before; leave one of them out")
+        if self._proof is not None:
+            self._run_until_proved()
         # If other code took the gradient of one rank, every rank must learn it before it steps.
         opened, taken = self._open, None
         try:
@@ -839,8 +855,35 @@ class GradientAccumulator:
             raise (taken or error) from None
         # Gradients are rounded once, after the norm and the clip.
         self._wide.finish()
-        self._was_finite, self._loop = update.finite, None
+        self._was_finite, self._loop, self._calls = update.finite, None, []
         return update
+
+    def _run_until_proved(self) -> None:
+        """Run the calls of the open update again until float64 has rounded no sum of their gradients. Collective."""
+        for _ in range(MAX_RUNS):
+            assert self._open is not None
+            with self._guarded():
+                if self._proof.agree_on_units(self.ranks):
+                    return
+            calls, told, is_held = self._calls, self._open.told, self._open.is_held
+            self.discard()
+            if is_held:  # open() was called
+                opened = self._begin()
+                opened.told, opened.is_held = told, True
+            for batch, loss_fn, plan, _ in calls:
+                self.forward_backward(batch, loss_fn, plan=plan)
+            differ = any(
+                not torch.equal(torch.stack(before[name]), torch.stack(after[name]))
+                for (*_, before), (*_, after) in zip(calls, self._calls, strict=True)
+                for name in before
+            )
+            if any(row[0] for row in self.ranks.exchange_numbers([differ])):
+                break
+        self._abandon()
+        raise MegabatchError(
+            'same_bits="proved" has run the update again and its loss has other bits; leave the batch as it is until '
+            "finalize(), and use deterministic kernels"
+        )
 
     def _close(self, opened: OpenUpdate, weight: float | None, max_norm: float | None) -> Update:
         """Close an update: reduce its gradient, then apply the missing factor and the clip."""
@@ -866,18 +909,26 @@ class GradientAccumulator:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the open update on this rank, between two calls. Wait for the device.
 
-        The state is empty if no update is open.
+        The state is empty if no update is open. With ``same_bits="proved"`` it has the unit of each parameter, which
+        the next update needs, the same on every rank; save it with each checkpoint.
 
         Raises:
             PlanError: The wrapper cannot save an open update.
         """
         if self._running or self._loop is not None:
             raise MegabatchError("state_dict() was called inside a call, where an update is half done; call it after")
+        if self._proof is not None:
+            if self._open is not None:
+                raise PlanError('same_bits="proved" and state_dict() of an open update; finalize() it before')
+            return {"units": [*self._proof.units]}
         return open_update_state.save_open_update(self._open, self._wrapper)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue a saved update in place of the open one. Raises `PlanError` if its ranks or parameters differ."""
         self.discard()
+        if self._proof is not None:
+            self._proof.load_units(state.get("units", []))
+            return
         self._open = open_update_state.restore_open_update(
             state, self._wrapper, self._wide, self._new_update(self._wrapper, self._stepping)
         )
@@ -906,6 +957,7 @@ class GradientAccumulator:
 
     def _abandon(self) -> None:
         """Drop the open update and its gradient: an update is never applied in part."""
+        self._calls = []
         self._open, self._step, self._before, self._given, self._running = None, None, None, None, False
         if self._loop is not None:
             self._loop.is_dropped, self._loop = True, None

@@ -9,7 +9,7 @@ import copy
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,52 @@ def check_optimizer(optimizer: Optimizer) -> None:
         raise PlanError(
             f"{name} {cause}, so that it cannot step parameter by parameter; take another optimizer, {LEAVE_OUT}"
         )
+
+
+def depends_on_shards(optimizer: Optimizer) -> bool:
+    """Return True if a copy moves parts of small parameters to other bits than whole ones. Raises `PlanError`."""
+    failure: Exception | None = None
+    for with_state in (False, True):  # some make their state when they are made, and miss it in a step
+        try:
+            whole, parts = (_stepped_in_parts(optimizer, num_rows, with_state) for num_rows in (SIZE, 1))
+            return not all(map(torch.equal, whole, parts))
+        except Exception as error:  # whatever a step raises
+            failure = error
+    raise PlanError(
+        f"{type(optimizer).__name__} failed when a copy was tried on small parameters and on parts of them "
+        f"({in_one_line(cast(Exception, failure))}); take another optimizer, or leave same_bits out"
+    ) from failure
+
+
+def _stepped_in_parts(optimizer: Optimizer, num_rows: int, with_state: bool) -> list[Tensor]:
+    """Return small parameters after some steps of a copy that has each in two parts, the first of so many rows."""
+    generator = torch.Generator().manual_seed(0)
+    groups, states, instead = _small_groups(optimizer, generator)
+
+    def parts_of(tensor: Tensor) -> list[Tensor]:
+        is_whole = tensor.ndim == 0 or len(tensor) <= num_rows
+        return [tensor] if is_whole else [tensor[:num_rows], tensor[num_rows:]]
+
+    whole = [each for group in groups for each in group["params"]]
+    parts = {each: [nn.Parameter(part.clone()) for part in parts_of(each.detach())] for each in whole}
+    of_parts: dict[Tensor, Any] = {}
+    for each, own in parts.items():
+        for index, part in enumerate(own):
+            of_parts[part] = {
+                name: parts_of(value)[index].clone() if isinstance(value, Tensor) and value.ndim else value
+                for name, value in states[each].items()
+            }
+    cut = [group | {"params": [part for each in group["params"] for part in parts[each]]} for group in groups]
+    made = _copy(optimizer, cut, of_parts if with_state else {}, instead)
+    with random_state.replay(random_state.note(whole[0].device)), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what it has to say, it says in its own step
+        for _ in range(NUM_STEPS):
+            for each in whole:
+                gradient = _gradient(optimizer, each, generator)
+                for index, part in enumerate(parts[each]):
+                    part.grad = None if gradient is None else parts_of(gradient)[index].clone()
+            made.step()
+    return [torch.cat([part.detach().flatten() for part in own]) for own in parts.values()]
 
 
 def step_alone(optimizer: Optimizer, group: Group, parameter: Tensor) -> None:

@@ -7,7 +7,7 @@ the wrapper's own division. Gradients are therefore sums over data and context r
 import contextlib
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress
 from operator import attrgetter, is_
@@ -124,6 +124,10 @@ class Wrapper:
     def accumulate_in(self, wide: WideGradients) -> None:
         """Add gradients in a wider dtype. Raises `PlanError` if the wrapper would round them before."""
         self._wide = wide
+
+    def leaves(self) -> Sequence[nn.Parameter]:
+        """Return the tensor of each parameter whose gradient autograd computes, always the same. May be collective."""
+        return self.parameters
 
     def check_unchanged(self) -> None:
         """Raise `PlanError` if parameters were frozen, unfrozen, added, replaced or cast since the constructor.

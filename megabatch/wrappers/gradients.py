@@ -100,8 +100,8 @@ class ExactGradients(WideGradients):
     def finish(self) -> None:
         super().finish()
         if any(each.grad is not None for each in self._parameters):  # else the update has no weight
-            for each in self._parameters:
-                each.grad = torch.zeros_like(each) if each.grad is None else each.grad
+            for each in self._parameters:  # a sum of zeros has a sign that depends on the dummy microbatches
+                each.grad = torch.zeros_like(each) if each.grad is None else each.grad.add_(0.0)
 
 
 def check_reduction(

@@ -9,14 +9,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from megabatch import CostModel, GradientAccumulator, UpdateSampler, loss
+from megabatch import CostModel, GradientAccumulator, PlanError, UpdateSampler, loss
+from megabatch.engine.optimizer_trial import depends_on_shards
 from megabatch.engine.same_bits import parts_of
+from megabatch.optim import LowBits
 from megabatch.planning.partition import fill
 from megabatch.wrappers.gradients import exact_norm, total_norm
 from tests.exact.launch import of_ranks
 from tests.exact.same_bits import samples_of
 
+POLICY = MixedPrecisionPolicy(reduce_dtype=torch.float64)
 some_lengths = st.lists(st.integers(0, 40), min_size=1, max_size=30)
 some_limits = st.one_of(
     st.fixed_dictionaries({"max_rows": st.integers(1, 6)}),
@@ -108,8 +112,104 @@ def test_parts_add_up_in_any_order(values, random) -> None:
     assert math.isclose(float(sums.sum()), math.fsum(values), rel_tol=1e-15, abs_tol=len(values) * 2.0**-88)
 
 
+@loss(weigh=lambda each: float(each["x"].numel()))
+def linear(model: nn.Module, microbatch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    return model(microbatch["x"]).sum(), microbatch["x"].numel()
+
+
+def proved() -> tuple[nn.Linear, GradientAccumulator]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2, bias=False)
+    return model, GradientAccumulator(model, micro_batch_size=1, same_bits="proved")
+
+
+def count_forwards(model: nn.Module) -> list[object]:
+    forwards: list[object] = []
+    model.register_forward_hook(lambda *_: forwards.append(None))
+    return forwards
+
+
+def test_proved_sums_are_exact_up_to_their_unit_and_run_again_where_it_does_not_fit() -> None:
+    model, gradient = proved()
+    forwards, made = count_forwards(model), torch.Generator().manual_seed(0)
+    gradient.forward_backward({"x": torch.ones(5, 3)}, linear)  # the loss is tried
+    gradient.discard()
+    # 2**6 and 2**-10 of the largest gradient of the update before fit.
+    for scale, num_runs in ((1.0, 2), (16.0, 1), (2.0**-5, 1), (2.0**20, 2), (2.0**19, 1), (2.0**-30, 2), (0.0, 1)):
+        x = torch.randn(5, 3, generator=made) * 2.0 ** torch.tensor([[0], [-9], [-30], [-20], [-1]]) * scale
+        forwards.clear()
+        for part in (x[:2], x[2:]):
+            gradient.forward_backward({"x": part}, linear)
+        gradient.finalize()
+        assert len(forwards) == num_runs * len(x), scale
+        # A weight's gradient is the sum of its inputs over their number, which is divided in float32 with each.
+        terms = (x.double() / 15).T.tolist()
+        for row in model.weight.grad.tolist():
+            for found, of_column in zip(row, terms, strict=True):
+                assert abs(found - math.fsum(of_column)) <= 1e-6 * max(map(abs, of_column))
+
+
+def test_proved_units_are_saved_and_their_sums_have_no_order() -> None:
+    model, gradient = proved()
+    x = torch.tensor([[2.0**40, 1.0, 2.0**-9], [1.25, 2.0**-30, 3.0], [-(2.0**40), 1.0, 2.0**-11]])
+    found = []
+    for order in ([0, 1, 2], [2, 1, 0], [0, 2, 1]):
+        gradient.forward_backward({"x": x[order]}, linear)
+        gradient.finalize()
+        found.append(model.weight.grad.clone())
+    assert all(torch.equal(each, found[0]) for each in found)
+    other, resumed = proved()
+    resumed.load_state_dict(gradient.state_dict())
+    forwards = count_forwards(other)
+    resumed.forward_backward({"x": x}, linear)
+    num_tried = len(forwards)
+    resumed.finalize()
+    assert len(forwards) == num_tried, "it knows the units"
+    assert torch.equal(other.weight.grad, found[0])
+
+
+class Lamb(torch.optim.Optimizer):
+    """Steps by the norm of each parameter."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # a closure is never given here
+        for each in self.param_groups[0]["params"]:
+            each.sub_(each.grad / each.grad.norm(), alpha=0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (torch.optim.SGD, False), (torch.optim.AdamW, False), (torch.optim.NAdam, False), (torch.optim.Adagrad, False),
+        (torch.optim.RMSprop, False), (torch.optim.Adafactor, True), (Lamb, True),
+        (lambda parameters: torch.optim.Muon([each for each in parameters if each.ndim == 2]), True),
+        (lambda parameters: torch.optim.AdamW(parameters, foreach=True), False),
+    ],
+)  # fmt: skip
+def test_an_optimizer_that_depends_on_shards_is_found(make: Any, expected: bool) -> None:
+    model = nn.Sequential(nn.Linear(7, 9), nn.LayerNorm(9))
+    assert depends_on_shards(make(model.parameters())) == expected
+
+
+def test_an_optimizer_that_cannot_be_tried_is_refused() -> None:
+    broken = torch.optim.SGD([torch.ones(2, requires_grad=True)])
+    broken.param_groups[0]["weight_decay"] = "none"
+    with pytest.raises(PlanError, match="SGD failed when a copy was tried on small parameters and on parts of them"):
+        depends_on_shards(broken)
+
+
+def test_low_bits_do_not_depend_on_shards() -> None:
+    low = LowBits(torch.optim.AdamW(nn.Linear(7, 9).to(torch.bfloat16).parameters()))
+    assert not depends_on_shards(low.optimizer)
+
+
 REFUSED = {
-    "dropout": "the loss draws random numbers",
+    "dropout": "Dropout(p=0.1) draws its mask by rank",
+    "functional": "the loss draws random numbers",
+    "adafactor": "Adafactor steps a shard to other bits",
     "batch-norm": "BatchNorm1d keeps statistics",
     "usual-sampler": "the ranks hold 4 microbatches that are not the 4 of the whole update",
     "other-limit": "the ranks hold 4 microbatches that are not the 4 of the whole update",
@@ -120,8 +220,8 @@ def run_job(name: str) -> str:
     """The error of a job "kind:world:"."""
     torch.manual_seed(0)
     kind = name.split(":")[0]
-    extra = {"dropout": nn.Dropout(0.1), "batch-norm": nn.BatchNorm1d(5)}.get(kind, nn.Identity())
-    model = nn.Sequential(nn.Linear(5, 5), extra)
+    extra = {"dropout": nn.Dropout(0.1), "batch-norm": nn.BatchNorm1d(5), "functional": nn.RReLU()}
+    model = nn.Sequential(nn.Linear(5, 5), extra.get(kind, nn.Identity()))
     rank = torch.distributed.get_rank()
     samples = samples_of("branched")
     lengths = [len(each["x"]) for each in samples]
@@ -135,6 +235,10 @@ def run_job(name: str) -> str:
         lambda model, each: (model(each["x"].flatten(0, 1)).sum(), each["x"].numel())
     )
     try:
+        if kind == "adafactor":
+            GradientAccumulator(fully_shard(model, mp_policy=POLICY), same_bits=True, **cut).reserve_for(
+                torch.optim.Adafactor(model.parameters())
+            )
         gradient.forward_backward([samples[each] for each in share], flat)
     except Exception as error:
         return str(error)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megabatch import GradientAccumulator, JointLoss, Learner, PlanError, UpdateSampler
+from megabatch import GradientAccumulator, JointLoss, Learner, MegabatchError, PlanError, UpdateSampler
 from megabatch.batching.packed_row import OneRow
 from megabatch.errors import MicrobatchLimit
 from tests.unit.failures.table import Failure
@@ -30,6 +30,30 @@ def step_in_backward(gradient: GradientAccumulator) -> None:
 
 def step_fused(gradient: GradientAccumulator) -> None:
     Learner(gradient.model, torch.optim.AdamW(gradient.model.parameters(), fused=True), gradient)
+
+
+def run(model: nn.Module) -> None:
+    add(made(model, micro_batch_size=2), torch.ones(3, 2))
+
+
+def proved() -> GradientAccumulator:
+    return GradientAccumulator(nn.Linear(2, 2), micro_batch_size=2, same_bits="proved")
+
+
+def add(gradient: GradientAccumulator, x: torch.Tensor) -> None:
+    gradient.forward_backward({"x": x}, lambda model, each: (model(each["x"]).sum(), len(each["x"])))
+
+
+def save_open(gradient: GradientAccumulator) -> None:
+    add(gradient, torch.ones(3, 2))
+    gradient.state_dict()
+
+
+def change_batch(gradient: GradientAccumulator) -> None:
+    x = torch.ones(3, 2)
+    add(gradient, x)
+    x.zero_()
+    gradient.finalize()
 
 
 def couple(gradient: GradientAccumulator) -> None:
@@ -59,7 +83,13 @@ REFUSED: dict[str, tuple[str, Callable[[], object]]] = {
     "same_bits of sparse gradients": (
         "sparse gradients", lambda: made(nn.Embedding(4, 4, sparse=True), micro_batch_size=2),
     ),
-    "same_bits of a fused optimizer": ("a fused optimizer", of_an_accumulator(step_fused)),
+    "same_bits of a fused optimizer": ("AdamW is fused on a CPU", of_an_accumulator(step_fused)),
+    "same_bits of a dropout": (
+        "Dropout(p=0.5) draws its mask", lambda: run(nn.Sequential(nn.Linear(2, 2), nn.Dropout())),
+    ),
+    "same_bits of running statistics": (
+        "BatchNorm1d keeps statistics", lambda: run(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))),
+    ),
     "same_bits with another plan": ("plan=", of_an_accumulator(give_a_plan)),
     "same_bits of a JointLoss": ("JointLoss", of_an_accumulator(couple)),
     "same_bits in a loop of one's own": ("microbatch()", of_an_accumulator(enter_microbatch)),
@@ -70,6 +100,31 @@ REFUSED: dict[str, tuple[str, Callable[[], object]]] = {
 }  # fmt: skip
 FAILURES = {name: Failure(PlanError, f"same_bits=True and … {seen}", each) for name, (seen, each) in REFUSED.items()}
 FAILURES |= {
+    "another same_bits": Failure(
+        PlanError,
+        'same_bits is … exact … expected True, False or "proved"',
+        lambda: GradientAccumulator(nn.Linear(2, 2), micro_batch_size=2, same_bits="exact"),
+    ),
+    "proved in an open loop": Failure(
+        PlanError,
+        'same_bits="proved" and microbatches()',
+        lambda: next(proved().microbatches({})),
+    ),
+    "proved and an open update that is saved": Failure(
+        PlanError,
+        'same_bits="proved" and state_dict()',
+        lambda: save_open(proved()),
+    ),
+    "proved with the state of another model": Failure(
+        PlanError,
+        "a state of 1 parameters, but the model trains 2",
+        lambda: proved().load_state_dict({"units": [1.0]}),
+    ),
+    "proved with a batch that has changed": Failure(
+        MegabatchError,
+        'same_bits="proved" has run the update again … other bits',
+        lambda: change_batch(proved()),
+    ),
     "a sampler with a limit": Failure(PlanError, "without same_bits=True", lambda: sampler(micro_batch_size=2)),
     "a sampler with same_bits alone": Failure(
         PlanError, "neither of micro_batch_size", lambda: sampler(same_bits=True)
