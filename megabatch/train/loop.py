@@ -12,7 +12,7 @@ from megabatch.train.autotune.choices import choose_rest, saved_choices
 from megabatch.train.callbacks.checkpointing import identity_of, restore
 from megabatch.train.callbacks.order import load_callbacks, make_callbacks
 from megabatch.train.checkpoints.retention import resumed_from
-from megabatch.train.checkpoints.run_lock import check_run_folder, open_run_folder
+from megabatch.train.checkpoints.run_folder import check_run_folder, open_run_folder
 from megabatch.train.config import Config
 from megabatch.train.context import Callback, Callbacks, ForwardBackward, RunContext, UpdatePausedError, read_values
 from megabatch.train.data.load import load_data
@@ -138,7 +138,7 @@ def prepare_run(config: Config, ranks: Ranks, stop: StopSignal, heartbeat: Heart
     updates = Updates(data, config, ranks)
     model = build(config, ranks, console, data.longest_tokens, tokenizer)
     if config.run.init_from is not None and checkpoint is None:
-        from megabatch.train.checkpoints.initial_weights import load_initial_weights  # imports what exports need
+        from megabatch.train.checkpoints.export import load_initial_weights  # imports what exports need
 
         console.say(load_initial_weights(Path(config.run.init_from), model.base, model.left_out, ranks))
     check_loss(loss_fn, config, has_sets=bool(data.sets))

@@ -164,6 +164,10 @@ def test_an_entry_that_is_damaged_is_made_again_and_that_is_said(
         damage()
         assert once(config(tmp_path)).fingerprint == first.fingerprint
         assert f"the tokenized data in {file.parent} is damaged (" in capsys.readouterr().out
+    summary = json.loads((file.parent / "summary.json").read_text())
+    (file.parent / "summary.json").write_text(json.dumps({key: summary[key] for key in ("fingerprint", "skipped")}))
+    assert once(config(tmp_path)).fingerprint == first.fingerprint
+    assert capsys.readouterr().out == f"the tokenized data in {file.parent} is of an earlier version; it is made anew\n"
     assert entries(tmp_path) == [entry]
 
 

@@ -15,12 +15,13 @@ from megabatch import MegabatchError, losses
 from megabatch.batching.samples import pad_right
 from megabatch.train.callbacks.evaluation import (
     MOST_LOGITS,
+    Terms,
     build_terms,
     evaluate,
     evaluate_set,
     most_tokens,
     next_token_terms,
-    perplexity_of,
+    row_of,
     split_set,
 )
 from megabatch.train.config import EvalConfig, UpdateConfig
@@ -212,9 +213,11 @@ def test_a_loss_that_is_no_number_is_told_as_it_is() -> None:
 
 
 def test_a_perplexity_too_large_for_a_number_is_none() -> None:
-    assert perplexity_of(2.0) == math.exp(2.0)
-    assert [perplexity_of(loss) for loss in (None, math.nan, math.inf, 710.0)] == [None] * 4
-    assert perplexity_of(709.0) == math.exp(709.0)
+    terms = Terms(losses.next_token, of_tokens=True)
+    numbers = {2.0: math.exp(2.0), 709.0: math.exp(709.0), 710.0: None, math.inf: None, math.nan: None}
+    for loss, expected in numbers.items():
+        assert row_of("a", terms, {"loss": (loss, 1.0)}, set())["eval_perplexity"] == expected
+    assert row_of("a", terms, {"loss": (0.0, 0.0)}, set())["eval_perplexity"] is None
 
 
 def own(event: Event) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from megabatch import MegabatchError
 from megabatch.train.checkpoints import tensor_files as checkpoint
 from megabatch.train.checkpoints.retention import Checkpoints
 from megabatch.train.checkpoints.run_folder import write_if_room
-from megabatch.train.checkpoints.writer import Retry
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.files import RetryingAppender, read_rows, replace_text
 from megabatch.train.runtime.ranks import Ranks
@@ -128,14 +127,6 @@ def test_rows_wait_for_room(tmp_path: Path) -> None:
     on_ranks(1, tmp_path, write_rows, tmp_path / "run")
     assert [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
     assert events(tmp_path / "run")["eval/a/loss"][0][0] == 1
-
-
-def test_what_fails_is_tried_again_at_growing_distances() -> None:
-    retry = Retry()
-    assert [retry.failed(step) for step in (10, 11, 13, 17)] == [11, 13, 17, 25]
-    retry.succeeded()
-    assert retry.step is None
-    assert retry.failed(40) == 41
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from torch import nn
 
 from megabatch import GradientAccumulator, MegabatchError, loss, losses
 from megabatch.train.context import Callbacks, RunContext, read_values
-from megabatch.train.records.metrics import Metrics, MetricsFile, plan_sums, update_row
+from megabatch.train.records.metrics import Metrics, MetricsFile, Sums, update_row
 from megabatch.train.runtime.files import read_rows
 from megabatch.train.runtime.ranks import Ranks
 from tests.train.contexts import config_of, context_of
@@ -177,7 +177,8 @@ def one_update(loss_fn: Any, samples: list[dict[str, torch.Tensor]], **options: 
     done = accumulator.finalize(max_norm=1.0)
     assert accumulator.last_plan is not None
     options = {"counts_tokens": True, **options}
-    return update_row(done, read_values(done), plan_sums(accumulator.last_plan), 0.5, **options)
+    sums = Sums(accumulator.last_plan.padded_tokens, accumulator.last_plan.num_split)
+    return update_row(done, read_values(done), sums, 0.5, **options)
 
 
 SAMPLES = [{"inputs": torch.ones(2), "labels": torch.zeros(2)} for _ in range(3)]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megabatch import MegabatchError
-from megabatch.train.checkpoints import run_lock as starting
+from megabatch.train.checkpoints import run_folder as starting
 from megabatch.train.config import Config, ModelConfig, RunConfig, UpdateConfig
 from megabatch.train.runtime import files
 from megabatch.train.runtime.console import Console

@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from megabatch import MegabatchError
-from megabatch.train.checkpoints import run_folder as folder
-from megabatch.train.checkpoints import run_lock as starting
+from megabatch.train.checkpoints import run_folder as starting
 from megabatch.train.checkpoints.paths import path_of, recipe_of
 from megabatch.train.config import Config
 from megabatch.train.config.recipe import load_config
@@ -331,7 +330,7 @@ def test_the_environment_says_what_ran_where_and_a_second_start_is_added(recipe:
 
 
 def test_the_commit_is_that_of_the_working_folder_and_no_hook_runs(tmp_path: Path) -> None:
-    assert folder.git_commit(tmp_path) is None
+    assert starting.git_commit(tmp_path) is None
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", f"core.hooksPath={tmp_path}/none"]
     for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "a"]):
         subprocess.run([*git, *command], cwd=tmp_path, check=True)
@@ -341,7 +340,7 @@ def test_the_commit_is_that_of_the_working_folder_and_no_hook_runs(tmp_path: Pat
         hook.chmod(0o755)
     subprocess.run(["git", "config", "core.fsmonitor", ".git/hooks/fsmonitor"], cwd=tmp_path, check=True)
     head = (tmp_path / ".git" / (tmp_path / ".git" / "HEAD").read_text().split()[1]).read_text().strip()
-    assert folder.git_commit(tmp_path) == head
+    assert starting.git_commit(tmp_path) == head
     assert not (tmp_path / "ran").exists()
 
 
@@ -350,7 +349,7 @@ def test_the_plan_and_all_that_was_said_stand_in_the_folder(recipe: Path, tmp_pa
     console.say("before the folder\nwas there")
     begin(tmp_path / "run", load_config(recipe, []), console)
     console.warn("of something")
-    folder.write_plan(tmp_path / "run", "plan  a\nplan  b", ALONE, console)
+    starting.write_plan(tmp_path / "run", "plan  a\nplan  b", ALONE, console)
     assert (tmp_path / "run" / "plan.txt").read_text() == "plan  a\nplan  b\n"
     said = (tmp_path / "run" / "log.txt").read_text().splitlines()
     assert [line.partition("  ")[2] for line in said] == ["before the folder", "was there", "warning: of something"]

@@ -67,7 +67,7 @@ class Checkpointing(Callback):
         elif is_turn or self._writer.is_due(step):
             self._writer.write(self._request(context))
             self._wait_for_next()
-        elif self._is_best(context):
+        elif self._keeps_best and context.best.step == step:
             self._writer.write(self._request(context, in_turn=False))
         self._look_at_next()
 
@@ -87,9 +87,6 @@ class Checkpointing(Callback):
         looks = self._keeps_best or self._writer.is_busy or self._minutes is not None
         self.every = 1 if looks else self._save_every
 
-    def _is_best(self, context: RunContext) -> bool:
-        return self._keeps_best and context.best.step == context.step
-
     def _request(self, context: RunContext, *, in_turn: bool = True) -> Request:
         """Return the checkpoint to write: its state, and what it says of itself. Collective."""
         check_weights(context)
@@ -102,7 +99,8 @@ class Checkpointing(Callback):
             LEARNED: gradient.oom_limit,
             BEST_ONLY: not in_turn,
         }
-        return Request(context.step, states, meta, self._is_best(context), in_turn)
+        is_best = self._keeps_best and context.best.step == context.step
+        return Request(context.step, states, meta, is_best, in_turn)
 
 
 def restore(context: RunContext, checkpoint: Path) -> None:

@@ -273,14 +273,10 @@ def row_of(name: str, terms: Terms, sums: Sums, loss_names: Collection[str]) -> 
     parts = [quotient for quotient in map(quotients.get, of_loss) if quotient is not None]
     row: Row = {"set": name, "eval_loss": sum(parts) if parts else None}
     if terms.of_tokens:
-        row["eval_perplexity"] = perplexity_of(row["eval_loss"])
+        loss = row["eval_loss"]
+        row["eval_perplexity"] = math.exp(loss) if loss is not None and loss <= LARGEST_EXPONENT else None
         row["num_target_tokens"] = int(sums[PAIR_NAME][1]) if sums else 0
     return row | {f"eval_{term}": quotient for term, quotient in quotients.items() if term != PAIR_NAME}
-
-
-def perplexity_of(loss: float | None) -> float | None:
-    """Return e to the loss, or None if no float64 is as large."""
-    return None if loss is None or not loss <= LARGEST_EXPONENT else math.exp(loss)
 
 
 def own_values(own: Callable[..., Any], event: Event) -> Row:

@@ -238,7 +238,11 @@ class FinalMessages(Callback):
             if "seconds" in context.row:
                 context.console.say(f"{count(context.step, 'update')} in {duration_text(context.row['seconds'])}")
             write_page(context.folder, context.console)
-            context.console.say(next_text(context.folder))
+            folder, model = (shlex.quote(str(each)) for each in (context.folder, f"{context.folder}-model"))
+            others = shlex.quote(str(context.folder.parent))
+            context.console.say(
+                f"next: megabatch export {folder} --to {model}, or megabatch runs {others} to compare runs"
+            )
 
     def _show_completion(self, context: RunContext) -> None:
         """Print what the model makes of a held-out prompt. Collective."""
@@ -250,18 +254,8 @@ class FinalMessages(Callback):
             model, device = context.model.run, context.ranks.device
             prompt, completion = sample_completion(model, samples, context.tokenizer, device, wanted)
         if prompt:
-            context.console.say(completion_text(prompt, completion))
-
-
-def next_text(folder: Path) -> str:
-    """Return the commands that come next."""
-    model, others = shlex.quote(f"{folder}-model"), shlex.quote(str(folder.parent))
-    return f"next: megabatch export {shlex.quote(str(folder))} --to {model}, or megabatch runs {others} to compare runs"
-
-
-def completion_text(prompt: str, completion: str) -> str:
-    """Return a prompt of the held-out set and what the model makes of it."""
-    return "\n".join([rule("a held-out prompt"), shown(prompt), rule("its completion"), shown(completion), rule("")])
+            parts = [rule("a held-out prompt"), shown(prompt), rule("its completion"), shown(completion), rule("")]
+            context.console.say("\n".join(parts))
 
 
 def shown(text: str) -> str:
@@ -301,26 +295,23 @@ def choose_prompt(samples: Sequence[Any]) -> Tensor | None:
 
 
 def prompt_of(sample: Any) -> Tensor:
-    """Return the beginning of a sample: all before the first label, or a third of a text of which all is learned."""
+    """Return the beginning of a sample: all before the first label, or a third of a text of which all is learned.
+
+    Of a packed row the first document counts.
+    """
+    nothing = torch.tensor([], dtype=torch.int64)
     if not isinstance(sample, Mapping) or not {"input_ids", "labels"} <= sample.keys():
-        return torch.tensor([], dtype=torch.int64)
-    if torch.as_tensor(sample["labels"]).shape != torch.as_tensor(sample["input_ids"]).shape:  # a class, say
-        return torch.tensor([], dtype=torch.int64)
-    tokens, labels = first_document(cast(Mapping[str, Any], sample))  # [T], [T]
+        return nothing
+    named = cast(Mapping[str, Any], sample)
+    tokens, labels = torch.as_tensor(named["input_ids"]), torch.as_tensor(named["labels"])  # [T], [T]
+    if labels.shape != tokens.shape:  # a class, say
+        return nothing
+    positions = torch.as_tensor(named.get("position_ids", range(len(tokens))))  # [T]
+    starts = [*(positions == 0).nonzero().flatten().tolist(), len(tokens), len(tokens)]
+    tokens, labels = tokens[: starts[1]], labels[: starts[1]]
     learned = (labels != IGNORED_LABEL).nonzero()
     num_given = int(learned[0]) if len(learned) else len(tokens)
-    if num_given > 1:
-        return tokens[:num_given]
-    return tokens[: min(-(-len(tokens) // 3), PROMPT_TOKENS)]  # [T]
-
-
-def first_document(sample: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return tokens and labels of a sample, or of the first document of a packed row."""
-    tokens, labels = torch.as_tensor(sample["input_ids"]), torch.as_tensor(sample["labels"])  # [T], [T]
-    positions = torch.as_tensor(sample.get("position_ids", range(len(tokens))))  # [T]
-    starts = (positions == 0).nonzero().flatten().tolist()
-    end = starts[1] if len(starts) > 1 else len(tokens)
-    return tokens[:end], labels[:end]
+    return tokens[:num_given] if num_given > 1 else tokens[: min(-(-len(tokens) // 3), PROMPT_TOKENS)]  # [T]
 
 
 def complete(

@@ -59,11 +59,6 @@ class Calls:
         self.num_split += plan.num_split
         self.num_made += 1
 
-    @property
-    def is_whole(self) -> bool:
-        """True once every call was made."""
-        return self.num_made == len(self.parts)
-
     def as_run(self, plan: Plan) -> Plan:
         """Return the plan of the whole update, as it was run."""
         return replace(plan, microbatches=tuple(map(tuple, self.ran)), num_split=self.num_split)
@@ -112,7 +107,7 @@ class MidUpdateCheckpoint(Callback):
             context.num_calls = number
             forward_backward(part)
             calls.note(context.plan)
-            if not calls.is_whole and context.stop.agree(context.ranks):
+            if calls.num_made < len(calls.parts) and context.stop.agree(context.ranks):
                 self._pause(context)
         context.plan = calls.as_run(plan)
 
@@ -136,8 +131,7 @@ class MidUpdateCheckpoint(Callback):
 
     def _problem(self, context: RunContext) -> str | None:
         """Return why nothing can be resumed, "" if nothing was left open, None if it can be resumed."""
-        told = context.ranks.gather(json.dumps(read_meta(self._folder / META)))
-        problem, meta = json.loads(told[0])
+        problem, meta = context.ranks.broadcast(read_meta(self._folder / META))
         if not problem and meta and not (self._is_used and meta["step"] == context.step):
             forget(self._folder, context.ranks)  # of another update: it would be taken for one of this number later on
             meta = {}
@@ -159,8 +153,12 @@ class MidUpdateCheckpoint(Callback):
         return json.loads(json.dumps({**here, DEALT: context.updates.even_tokens, **self._identity}))
 
     def _save(self, context: RunContext) -> None:
-        ranks, gradient = context.ranks, compact(context.learner.gradient.state_dict())
-        state = {"update": gradient, "calls": asdict(self._calls), "buffers": dict(own_buffers(context))}
+        ranks, update = context.ranks, context.learner.gradient.state_dict()
+        update["gradients"] = {  # a file would hold all of the larger tensor that one is a part of
+            name: each if each.untyped_storage().nbytes() == each.nbytes else each.clone()
+            for name, each in update["gradients"].items()
+        }
+        state = {"update": update, "calls": asdict(self._calls), "buffers": dict(own_buffers(context))}
         here, made_for = self._folder.with_name(OPEN + UNFINISHED), self._made_for(context)
 
         def begin() -> None:
@@ -217,17 +215,8 @@ def calls_of(plan: Plan, ranks: Ranks) -> Calls:
         [row for rows in cut[first : first + MICROBATCHES_A_CALL] for row in rows]
         for first in range(0, len(cut), MICROBATCHES_A_CALL)
     ]
-    most = max(map(int, ranks.gather(str(len(parts)))))
+    most = max(ranks.gather(len(parts)))
     return Calls(parts + [[] for _ in range(most - len(parts))])
-
-
-def compact(state: dict[str, Any]) -> dict[str, Any]:
-    """Copy tensors that are a part of a larger one, all of which a file would hold."""
-    gradients = {
-        name: each if each.untyped_storage().nbytes() == each.nbytes else each.clone()
-        for name, each in state["gradients"].items()
-    }
-    return {**state, "gradients": gradients}
 
 
 def file_of(ranks: Ranks) -> str:

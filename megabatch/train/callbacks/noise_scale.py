@@ -22,7 +22,6 @@ chance leave an error of the order of one over the number of samples. A microbat
 """
 
 import hashlib
-import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -79,7 +78,7 @@ class NoiseScale(Callback):
         rows = read_rows(context.folder / METRICS) if context.ranks.is_main else []
         mine = [[row[NOISE], row[SIGNAL]] for row in rows if NOISE in row]
         self._scale, self._size = Scale(), context.updates.size
-        for noise, signal in json.loads(context.ranks.gather(json.dumps(mine))[0]):
+        for noise, signal in context.ranks.broadcast(mine):
             self._scale.add(Measured(noise, signal))
 
     def around_backward(self, context: RunContext, batch: Sequence[Any], forward_backward: ForwardBackward) -> None:
@@ -129,7 +128,8 @@ class NoiseScale(Callback):
         opened = context.learner.gradient.open_update
         sums = {} if opened is None else opened.state_dict()["sums"]
         (weight,) = context.ranks.sum_of_data([float(sums[name][1]) for name in self._names(context)[:1]] or [0.0])
-        norm = norm_of(self._parameters)
+        total = nn.utils.get_total_norm([each.grad for each in self._parameters if each.grad is not None])
+        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)  # over all shards
         divided = loss_hooks(context.loss_fn).weigh is not None  # before the backward, by the weight of the call
         return Sum((norm if divided else norm / weight) ** 2 if weight else 0.0, weight)
 
@@ -149,12 +149,6 @@ class NoiseScale(Callback):
         """Return the terms that have carried a gradient. Waits for the device."""
         opened = context.learner.gradient.open_update
         return [] if opened is None else opened.state_dict()["differentiable"]
-
-
-def norm_of(parameters: Sequence[nn.Parameter]) -> float:
-    """Return the norm of the gradients, over all shards. Waits for the device."""
-    norm = nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def halves(ids: Sequence[int | str], seed: int, step: int) -> list[list[int]]:

@@ -4,7 +4,6 @@ Group testing finds those: an update of some of the samples says if any of them 
 samples, so neither their microbatches nor their ranks matter.
 """
 
-import json
 import math
 from collections.abc import Callable, Generator, Sequence
 from itertools import islice
@@ -128,8 +127,7 @@ class Asked:
 
     def _of_data_ranks(self, value: Any) -> dict[int, Any]:
         """Return the value of each data rank."""
-        told = [json.loads(text) for text in self._ranks.gather(json.dumps([self._ranks.dp_rank, value]))]
-        return dict(sorted(dict(told).items()))
+        return dict(sorted(dict(self._ranks.gather((self._ranks.dp_rank, value))).items()))
 
 
 def rest_of(

@@ -46,7 +46,8 @@ def make_callbacks(context: RunContext, own: Sequence[Callback]) -> list[Callbac
         from megabatch.train.callbacks.noise_scale import NoiseScale
 
         made.append(NoiseScale(context))
-    if is_mid_update_saved(context):
+    is_left = ranks.is_main and (checkpoints_of(context.folder) / OPEN).exists()  # an open update, of an earlier start
+    if config.checkpoint.partial or any(ranks.sum([float(is_left)])):
         from megabatch.train.callbacks.mid_update import MidUpdateCheckpoint
 
         made.append(MidUpdateCheckpoint(context))
@@ -58,12 +59,6 @@ def make_callbacks(context: RunContext, own: Sequence[Callback]) -> list[Callbac
         made.append(Timeline(context))
     made += [EarlyStopping(context), PlanMessage(), *own, Evaluation(context), Checkpointing(context), FinalMessages()]
     return made
-
-
-def is_mid_update_saved(context: RunContext) -> bool:
-    """Return True if the recipe asks for it, or the main rank finds an open update of an earlier start. Collective."""
-    left = context.ranks.is_main and (checkpoints_of(context.folder) / OPEN).exists()
-    return context.config.checkpoint.partial or any(context.ranks.sum([float(left)]))
 
 
 def load_callbacks(run: RunConfig) -> list[Callback]:

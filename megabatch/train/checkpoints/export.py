@@ -1,24 +1,26 @@
-"""Export: a run's model as a folder that transformers' from_pretrained reads, whole or not there."""
+"""Export: the weights of a run's checkpoint, as a folder that transformers' from_pretrained reads or for a new run."""
 
 import contextlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from transformers import GenerationConfig
 
 from megabatch.errors import MegabatchError, in_one_line
-from megabatch.train.checkpoints.metadata import first_difference, read_meta
+from megabatch.train.checkpoints.metadata import DamagedError, first_difference, read_meta
 from megabatch.train.checkpoints.paths import BEST, POINTER, checkpoints_of, named_by, path_of, step_of, steps_of
 from megabatch.train.checkpoints.retention import Checkpoints, ValidCheckpoint
 from megabatch.train.checkpoints.tensor_files import SafePlanner, SafeReader, reason_of, without_group_warning
@@ -349,3 +351,54 @@ def writing(to: Path) -> Generator[Path, None, None]:
         ) from None
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+
+
+def load_initial_weights(run: Path, model: nn.Module, left_out: Collection[str], ranks: Ranks) -> str:
+    """Read the weights of a run's best checkpoint, else of its latest, into a model; of `optim.ema_decay` the average.
+
+    The optimizer, the schedule and the position in the data stay new. Collective.
+
+    Args:
+        run: Folder of the run.
+        model: The model without its DDP wrapper, in whatever layout.
+        left_out: Names of the parameters that checkpoints do not have: the base of adapters.
+        ranks: Of which the main one chooses the checkpoint.
+
+    Returns:
+        What was read, in words.
+
+    Raises:
+        MegabatchError: The run has no whole checkpoint, or its model has other parameters.
+    """
+    checkpoint = Path(ranks.on_main(lambda: str(find_checkpoint(run, None).path), str(run), verb="read"))
+    described = SafeReader(checkpoint).read_metadata().state_dict_metadata
+    state = get_model_state_dict(model)
+    wanted: dict[str, Tensor] = {}
+    first_names: dict[int, str] = {}  # of each parameter: an average has a tied one once
+    tied = {
+        name: first_names.setdefault(id(parameter), name)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+    for name, tensor in state.items():
+        if name in left_out or not isinstance(tensor, Tensor):
+            continue
+        average = f"{AVERAGE}{tied.get(name, name)}"
+        key = average if average in described else f"{MODEL}{name}"
+        saved = described.get(key)
+        if not isinstance(saved, TensorStorageMetadata) or saved.size != tensor.shape:
+            there = list(saved.size) if isinstance(saved, TensorStorageMetadata) else "missing"
+            raise MegabatchError(
+                f"run.init_from is {run}, and its model is another: {name} is {there} there and {list(tensor.shape)} "
+                f"here; take the section [model] of {run}/config.toml, or leave run.init_from out"
+            )
+        wanted[key] = tensor
+    try:
+        with without_group_warning():
+            load_state(
+                wanted, storage_reader=SafeReader(checkpoint), planner=SafePlanner(), no_dist=not dist.is_initialized()
+            )
+    except CheckpointException as error:
+        raise DamagedError(checkpoint, reason_of(error)) from None
+    set_model_state_dict(model, state)
+    which = "the average of the weights" if any(key.startswith(AVERAGE) for key in wanted) else "the weights"
+    return f"begins with {which} of {checkpoint}"

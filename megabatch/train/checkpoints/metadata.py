@@ -5,7 +5,6 @@ takes half the time of BLAKE2 on processors with instructions for it. ``meta.jso
 edited one counts as damaged.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -17,7 +16,7 @@ from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.checkpoints.paths import META, POINTER, step_of
 from megabatch.train.config import Config
 from megabatch.train.config.secrets import mask
-from megabatch.train.runtime.files import DIGEST, digest_of, sealed_text, write_synced
+from megabatch.train.runtime.files import DIGEST, digest_of, sealed_text, sha256_of_file, write_synced
 from megabatch.train.runtime.ranks import Ranks
 
 Meta = dict[str, Any]
@@ -60,9 +59,7 @@ Digests = dict[str, FileDigest]  # by file name
 
 def hash_file(path: Path) -> FileDigest:
     """Return the digest of a file as it is now."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return FileDigest(file.tell(), digest)
+    return FileDigest(path.stat().st_size, sha256_of_file(path))
 
 
 def hash_written_files(checkpoint: Path, ranks: Ranks) -> Digests:
@@ -91,22 +88,21 @@ def find_changed_file(checkpoint: Path, digests: Digests, ranks: Ranks) -> str |
     problem = next((each for each in problems if each), None)
     if problem is None:
         own = names[ranks.rank :: ranks.size]
-        problem = next((each for name in own if (each := _content_problem(checkpoint / name, digests[name]))), None)
+        problem = next((each for name in own if (each := content_problem(checkpoint / name, digests[name]))), None)
     return ranks.first_problem(problem)
 
 
-def size_problem(path: Path, num_bytes: int, *, at_least: bool = False) -> str | None:
+def size_problem(path: Path, num_bytes: int) -> str | None:
     """Return what is wrong with a file's size, if anything."""
     try:
         size = path.stat().st_size
     except (OSError, ValueError) as error:
         return f"{path.name} is not there" if isinstance(error, FileNotFoundError) else in_one_line(error)
-    if size == num_bytes or (at_least and size > num_bytes):
-        return None
-    return f"{path.name} has {size:,} bytes of {num_bytes:,}"
+    return None if size == num_bytes else f"{path.name} has {size:,} bytes of {num_bytes:,}"
 
 
-def _content_problem(path: Path, expected: FileDigest) -> str | None:
+def content_problem(path: Path, expected: FileDigest) -> str | None:
+    """Return what is wrong with a file's content, if anything."""
     try:
         return None if hash_file(path) == expected else f"{path.name} is not what was written: its SHA-256 is another"
     except OSError as error:
@@ -130,17 +126,12 @@ def read_meta(checkpoint: Path) -> Meta:
     return {key: value for key, value in meta.items() if key not in (FILES, DIGEST)}
 
 
-def read_digests(checkpoint: Path) -> Digests | None:
-    """Return the digests of a checkpoint's files; None if an earlier version of megabatch wrote it without any.
-
-    Raises `DamagedError` if ``meta.json`` is damaged.
-    """
+def read_digests(checkpoint: Path) -> Digests:
+    """Return the digests of a checkpoint's files. Raises `DamagedError` if ``meta.json`` is damaged."""
     meta = _read_verified(checkpoint)
-    if FILES not in meta:
-        return None
     try:
         return {name: FileDigest(**each) for name, each in meta[FILES].items()}
-    except (AttributeError, TypeError) as error:  # written by a later version
+    except (KeyError, AttributeError, TypeError) as error:  # written by a later version
         raise DamagedError(checkpoint / META, in_one_line(error)) from None
 
 
@@ -155,7 +146,7 @@ def _read_verified(checkpoint: Path) -> Meta:
     if not isinstance(meta, dict):
         raise DamagedError(path, "it is no table")
     meta = cast(Meta, meta)
-    if (FILES in meta or DIGEST in meta) and meta.get(DIGEST) != digest_of(meta):
+    if meta.get(DIGEST) != digest_of(meta):
         raise DamagedError(path, "it is not what was written: its SHA-256 is another")
     if meta.get("step") != step_of(checkpoint.name):
         raise DamagedError(path, f"it is of step {shorten(meta.get('step'))}")

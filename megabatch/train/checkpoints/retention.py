@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from megabatch.errors import MegabatchError, in_one_line
+from megabatch.errors import MegabatchError
 from megabatch.train.checkpoints.metadata import (
     BEST_ONLY,
     DamagedError,
+    Digests,
     find_changed_file,
     read_digests,
     read_meta,
     shorten,
-    size_problem,
 )
 from megabatch.train.checkpoints.paths import (
     BEST,
@@ -34,7 +34,6 @@ from megabatch.train.checkpoints.paths import (
     steps_of,
     unfinished_of,
 )
-from megabatch.train.checkpoints.tensor_files import SafeReader
 from megabatch.train.config import RunConfig
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.files import replace_text
@@ -104,8 +103,6 @@ class Checkpoints:
         lines = [f"{line}; the run resumes from {path.name}" for line in lines]
         if beyond := [each for each in steps if each > step and each not in damages]:
             lines.append(f"{path_of(self._folder, beyond[-1])} lies beyond {path.name}, from which the run resumes")
-        if read_digests(path) is None:
-            lines.append(f"{path} has no checksums, as of an earlier version: only that its files are there is known")
         return tuple(lines)
 
     def _none_valid_text(self, damages: dict[int, str], beyond: Sequence[int]) -> str:
@@ -189,31 +186,12 @@ def find_damage(checkpoint: Path, ranks: Ranks) -> str | None:
 
     Only ``meta.json`` is parsed before the bytes of all files are known to be those that were written.
     """
-    problem, digests = None, None
+    problem, digests = None, Digests()
     try:
         digests = read_digests(checkpoint)
-        if digests is None:
-            problem = _find_missing_bytes(checkpoint)
     except DamagedError as error:
         problem = error.reason
-    problem = ranks.first_problem(problem)
-    return problem if problem or digests is None else find_changed_file(checkpoint, digests, ranks)
-
-
-def _find_missing_bytes(checkpoint: Path) -> str | None:
-    """Return which file of a checkpoint without digests is missing or too short, if any."""
-    try:
-        read_meta(checkpoint)
-        stored = SafeReader(checkpoint).read_metadata().storage_data
-        sizes: dict[str, int] = {}
-        for each in stored.values():
-            sizes[each.relative_path] = max(sizes.get(each.relative_path, 0), each.offset + each.length)
-    except DamagedError as error:
-        return error.reason
-    except Exception as error:  # a damaged pickle can raise anything
-        return in_one_line(error)
-    problems = (size_problem(checkpoint / name, size, at_least=True) for name, size in sizes.items())
-    return next((problem for problem in problems if problem), None)
+    return ranks.first_problem(problem) or find_changed_file(checkpoint, digests, ranks)
 
 
 def point_to_best(folder: Path, step: int, ranks: Ranks) -> None:

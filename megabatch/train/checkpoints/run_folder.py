@@ -1,4 +1,7 @@
-"""Run folder: the files that say what was run, with which software, on which devices, and what was printed.
+"""Run folder: decide if a run may start there, start over or resume, keep other processes out, and say what was run.
+
+A run without a checkpoint starts over at update 0 and drops the rows of its earlier updates. A run with a checkpoint
+never does. The main rank holds ``.lock`` until its process ends.
 
 ``config.toml`` is the whole recipe, ready to run again. ``environment.json`` lists every start of the run, ``plan.txt``
 the derived settings, ``log.txt`` every line that was printed. ``metrics.jsonl`` has a row for each update and each
@@ -6,9 +9,16 @@ evaluation, ``tracking.json`` the run's names in trackers.
 """
 
 import contextlib
+import fcntl
+import json
+import os
 import platform
+import re
+import socket
 import subprocess
 import sys
+import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,17 +27,214 @@ import tomli_w
 import torch
 
 from megabatch.errors import MegabatchError
-from megabatch.train.checkpoints.metadata import installed_version
+from megabatch.train.checkpoints.metadata import first_difference, installed_version
+from megabatch.train.checkpoints.paths import checkpoints_of, has_checkpoint, holds_a_run, recipe_of
 from megabatch.train.config import Config, Section
+from megabatch.train.config.recipe import load_config
 from megabatch.train.config.secrets import mask, mask_command
-from megabatch.train.runtime.console import Console, utc_now
-from megabatch.train.runtime.files import CONFIG, PLAN, replace_text
+from megabatch.train.model.optimizer import settings_of
+from megabatch.train.runtime.console import Console, count, utc_now
+from megabatch.train.runtime.files import (
+    CONFIG,
+    ENVIRONMENT,
+    LOCK,
+    LOG,
+    METRICS,
+    PLAN,
+    UNFINISHED,
+    UNKNOWN,
+    find_rows,
+    is_evaluation,
+    is_writable,
+    move_aside,
+    read_starts,
+    replace_text,
+)
+from megabatch.train.runtime.oom_limit import has_oom_limit, wait_for_oom_limit
 from megabatch.train.runtime.ranks import Ranks
+from megabatch.train.runtime.rendezvous import Job
+from megabatch.train.trust import sealed
 
+SECONDS_BETWEEN_TRIES = 0.2  # to lock the run
+SAVED = re.compile(rb"  saved .*(step-\d+)$")  # a line of the log
+DATA_KEYS = ("path", "source", "mixture", "function", "options", "pack_tokens")
 PACKAGES = ("megabatch", "torch", "transformers", "datasets", "numpy")
 TRACKING = "tracking.json"  # the id of the run at each tracker
 NONE = "none"  # stands for None, which TOML lacks
 SECONDS_FOR_GIT = 5.0
+
+
+def resume_if_restarted(config: Config, ranks: Ranks) -> Config:
+    """Set ``run.resume`` if torchrun has restarted this command and the run has a checkpoint. Collective."""
+    folder = Path(config.run.folder)
+
+    def is_resumed() -> bool:
+        starts = read_starts(folder)
+        return has_checkpoint(folder) and bool(starts) and ranks.job.has_started(starts[-1])
+
+    resume = config.run.resume or ranks.on_main(is_resumed, str(folder))
+    return config.model_copy(update={"run": config.run.model_copy(update={"resume": resume})})
+
+
+def check_run_folder(folder: Path, config: Config, ranks: Ranks) -> None:
+    """Raise `MegabatchError` on every rank if the run can neither resume in its folder nor start there. Collective.
+
+    Locks an existing run; a new one is locked by `open_run_folder`.
+    """
+
+    def check() -> None:
+        if (folder / LOCK).exists():
+            lock_run(folder, config.run.answer_within_seconds)
+        _check_can_start(folder, config, ranks.job)
+
+    ranks.on_main(check, str(folder))
+    wait_for_oom_limit(config.run, ranks)
+
+
+def open_run_folder(folder: Path, config: Config, ranks: Ranks, console: Console, *, is_new: bool) -> None:
+    """Create and lock the run's folder, write the recipe, record this start, and log from here on. Collective.
+
+    ``is_new``: the run starts at update 0 instead of resuming from a checkpoint.
+    """
+    recipe, start = sealed(recipe_text(config)), describe_start(ranks)
+    ranks.on_main(lambda: folder.mkdir(parents=True, exist_ok=True), str(folder))
+    _check_shared_disk(folder, ranks)
+
+    def write() -> None:
+        lock_run(folder, config.run.answer_within_seconds)
+        for place in (folder, checkpoints_of(folder)):
+            for left in place.glob(f".*{UNFINISHED}"):  # of killed processes
+                left.unlink(missing_ok=True)
+        if is_new and has_checkpoint(folder):  # another process was faster
+            raise holds_a_run(folder)
+        _check_can_start(folder, config, ranks.job)
+        if (starts := read_starts(folder)) == UNKNOWN:
+            aside, starts = move_aside(folder / ENVIRONMENT), []
+            console.warn(f"{folder / ENVIRONMENT} is damaged; it is kept as {aside.name}, and begun anew")
+        if is_new and (starts or config.run.resume):
+            if (folder / CONFIG).is_file() and (folder / CONFIG).read_text("utf-8", errors="replace") != recipe:
+                (folder / TRACKING).unlink(missing_ok=True)  # trackers keep the recipe of the run they know
+            made = _count_updates(folder)
+            again = f", and makes {count(made, 'update')} again" if made else ""
+            console.say(f"nothing was saved yet: the run begins at update 0{again}")
+        replace_text(folder / ENVIRONMENT, json.dumps({"starts": [*starts, start]}, indent=1) + "\n")
+        replace_text(folder / CONFIG, recipe)
+        console.log_to(folder / LOG)
+
+    ranks.on_main(write, str(folder))
+
+
+def lock_run(folder: Path, within_seconds: float | None) -> None:
+    """Keep other processes from writing to the run until this one ends. Raises `MegabatchError` if one does.
+
+    The processes of a job whose launcher was killed are still about to leave, so it waits ``within_seconds`` for them.
+
+    A POSIX lock belongs to the process, so a worker that outlives a killed run does not hold it. Closing the file would
+    release it, so the descriptor stays open.
+    """
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    deadline = time.monotonic() + (within_seconds or 0.0)
+    while True:
+        try:
+            return fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # PermissionError: on some systems
+            if time.monotonic() > deadline:
+                raise MegabatchError(
+                    f"another process is writing to the run in {folder}; wait for it, or choose another run.folder"
+                ) from None
+            time.sleep(SECONDS_BETWEEN_TRIES)
+        except OSError:  # a file system without locks
+            return None
+
+
+def _check_can_start(folder: Path, config: Config, job: Job) -> None:
+    """Raise if the run can neither resume nor start.
+
+    A run without a checkpoint starts over if it is asked to, has made no update, ran out of memory, or belongs to this
+    job of torchrun.
+    """
+    if has_checkpoint(folder):
+        if not config.run.resume:
+            raise holds_a_run(folder)
+        return
+    _check_no_lost_checkpoint(folder)
+    starts = read_starts(folder)
+    if not starts:
+        _check_unused(folder)
+    elif made := _count_updates(folder):
+        if not (config.run.resume or has_oom_limit(folder) or job.has_started(starts[-1])):
+            raise MegabatchError(
+                f"{folder} holds a run that has made {count(made, 'update')} and saved none; begin it again with "
+                "--run.resume=true, or choose another run.folder"
+            )
+        _check_same_recipe(folder, config, made)
+
+
+def _check_no_lost_checkpoint(folder: Path) -> None:
+    """Raise if the log says that a checkpoint was saved, and there is none: the user may still have a copy."""
+    lines = (folder / LOG).read_bytes().splitlines() if (folder / LOG).is_file() else []
+    saved = [found[1].decode() for line in lines if (found := SAVED.search(line))]
+    if saved:
+        raise MegabatchError(
+            f"{folder} has no checkpoint any more, and its run has saved {saved[-1]}; put {checkpoints_of(folder)} "
+            "back, or choose another run.folder"
+        )
+
+
+def _check_unused(folder: Path) -> None:
+    """Raise if the folder has files of an unknown run, or cannot be created."""
+    for path in (checkpoints_of(folder), folder / METRICS, folder / CONFIG):
+        if path.exists():
+            raise MegabatchError(
+                f"{folder} has {path.name} of a run that {ENVIRONMENT} does not know; choose another run.folder, or "
+                "delete it"
+            )
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir() or not is_writable(nearest):
+        raise MegabatchError(
+            f"run.folder is {folder} and {nearest} is no folder to write to; choose another run.folder"
+        )
+
+
+def _count_updates(folder: Path) -> int:
+    return max((row["step"] for row in find_rows(folder / METRICS)[0] if not is_evaluation(row)), default=0)
+
+
+def _check_same_recipe(folder: Path, config: Config, made: int) -> None:
+    """Raise if another recipe made the updates that would be made again."""
+    difference = first_difference(_identity(load_config(recipe_of(folder), [], may_be_masked=True)), _identity(config))
+    if difference is not None:
+        key, there, now = difference
+        raise MegabatchError(
+            f"{folder} holds a run of another recipe, which has made {count(made, 'update')} and saved none: {key} is "
+            f"{there} there and {now} here; begin that again with `megabatch train {folder}`, or choose another "
+            "run.folder"
+        )
+
+
+def _identity(config: Config) -> dict[str, Any]:
+    model = {f"model.{key}": getattr(config.model, key) for key in ("name", "config")}
+    data = {f"data.{key}": getattr(config.data, key) for key in DATA_KEYS}
+    start = {"run.init_from": config.run.init_from}
+    return mask(json.loads(json.dumps({**settings_of(config), **model, **data, **start}, default=str)))
+
+
+def _check_shared_disk(folder: Path, ranks: Ranks) -> None:
+    """Raise on every rank if one does not see what the main rank writes; a checkpoint has files of every rank.
+
+    The file has a fresh name: a client of a network disk caches that a file was missing.
+    """
+    if ranks.size == 1:
+        return
+    mark = folder / f".seen-{ranks.broadcast(uuid.uuid4().hex)}"
+    ranks.on_main(mark.touch, str(folder))
+    blind = ranks.first_problem(None if mark.exists() else f"rank {ranks.rank} on {socket.gethostname()}")
+    ranks.on_main(lambda: mark.unlink(missing_ok=True), str(folder))
+    if blind:
+        raise MegabatchError(
+            f"run.folder is {folder}, where {blind} does not see what rank 0 writes, and a checkpoint has files of "
+            "every rank; name a folder on a disk that all hosts share"
+        )
 
 
 def recipe_text(config: Config) -> str:

@@ -44,23 +44,6 @@ class Request:
     in_turn: bool  # what cannot be written is tried again; the best one has gone by then
 
 
-class Retry:
-    """The updates at which a failed write is tried again: after 1 update, then 2, 4, 8, ... until it is written."""
-
-    def __init__(self) -> None:
-        self.step: int | None = None
-        self._gap = 1
-
-    def failed(self, step: int) -> int:
-        """Return the step to try again at."""
-        self.step, self._gap = step + self._gap, 2 * self._gap
-        return self.step
-
-    def succeeded(self) -> None:
-        """Note that nothing is left to try again."""
-        self.step, self._gap = None, 1
-
-
 class Beside(threading.Thread):
     """A thread beside the run. A daemon: a thread that waits for a lost rank keeps no process from ending."""
 
@@ -93,7 +76,9 @@ class Writer:
     def __init__(self, config: Config, ranks: Ranks, console: Console, flush: Callable[[], None]) -> None:
         self._folder, self._keep_last = Path(config.run.folder), config.run.keep_last
         self._ranks, self._console, self._flush = ranks, console, flush
-        self._shelf, self._retry = Checkpoints(self._folder), Retry()
+        self._shelf = Checkpoints(self._folder)
+        self._retry_step: int | None = None  # the update at which a failed write is tried again
+        self._retry_gap = 1  # after 1 update, then 2, 4, 8, ... until it is written
         self._apart = ranks_apart(ranks) if in_background(config, ranks) else None
         self._on_its_way: tuple[Request, Beside] | None = None
         self.written_step: int | None = None
@@ -106,11 +91,11 @@ class Writer:
     @property
     def is_busy(self) -> bool:
         """True while a checkpoint is on its way, or waits to be tried again."""
-        return self._on_its_way is not None or self._retry.step is not None
+        return self._on_its_way is not None or self._retry_step is not None
 
     def is_due(self, step: int) -> bool:
         """Return True if a checkpoint that could not be written is to be tried again."""
-        return self._retry.step is not None and step >= self._retry.step
+        return self._retry_step is not None and step >= self._retry_step
 
     def write(self, request: Request) -> None:
         """Write a checkpoint, or begin to, and delete those that it makes superfluous.
@@ -119,7 +104,7 @@ class Writer:
         """
         self.wait()
         try:
-            self._with_room(lambda: self._ranks.on_main(self._flush, str(self._folder)), self._ranks)
+            self._flush_logs()
             if self._apart is None or not self._begin(request, self._apart):
                 self._store(request, self._ranks)
                 self._succeed(request)
@@ -132,7 +117,7 @@ class Writer:
         for number, seconds in enumerate(chain((0.0, *SECONDS_BETWEEN_TRIES), repeat(SECONDS_BETWEEN_LATE_TRIES))):
             time.sleep(seconds)
             try:
-                self._with_room(lambda: self._ranks.on_main(self._flush, str(self._folder)), self._ranks)
+                self._flush_logs()
                 self._store(request, self._ranks)
                 return self._succeed(request)
             except MegabatchError as error:
@@ -201,6 +186,9 @@ class Writer:
                 point_to_best(self._folder, request.step, ranks)
             self._shelf.prune(self._keep_last, ranks)
 
+    def _flush_logs(self) -> None:
+        self._with_room(lambda: self._ranks.on_main(self._flush, str(self._folder)), self._ranks)
+
     def _with_room(self, write: Callable[[], object], ranks: Ranks) -> None:
         """Write; where that fails for want of room, let the oldest of several checkpoints go and try once more."""
         try:
@@ -212,13 +200,14 @@ class Writer:
 
     def _succeed(self, request: Request) -> None:
         self.written_step = request.step
-        self._retry.succeeded()
+        self._retry_step, self._retry_gap = None, 1
         self._console.say(f"saved {path_of(self._folder, request.step)}")
 
     def _fail(self, request: Request, error: MegabatchError) -> None:
         after = "is not the best one that is kept"
         if request.in_turn:
-            after = f"is tried again after update {self._retry.failed(request.step)}"
+            self._retry_step, self._retry_gap = request.step + self._retry_gap, 2 * self._retry_gap
+            after = f"is tried again after update {self._retry_step}"
         self._console.warn(f"{error}; the run continues, and step-{request.step} {after}")
 
 

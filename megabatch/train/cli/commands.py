@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from megabatch.errors import MegabatchError
 from megabatch.train.checkpoints.paths import recipe_of
-from megabatch.train.checkpoints.run_lock import resume_if_restarted
+from megabatch.train.checkpoints.run_folder import resume_if_restarted
 from megabatch.train.cli.arguments import (
     ALONE,
     COMMANDS,

@@ -3,7 +3,6 @@
 Each stage has a deadline: a rank that does not come, or a network that does not carry, is named instead of waited for.
 """
 
-import json
 import platform
 import shutil
 import socket
@@ -67,7 +66,7 @@ def findings(met: Rendezvous, deadline: "Deadline") -> Iterator[Finding]:
     with deadline.of("taking a device and joining the others"):
         ranks = init_ranks(met, EXAMPLE.model_copy(update={"parallel": ParallelConfig(wrapper="ddp")}))
     with deadline.of("telling each other what is here"):
-        facts = [json.loads(text) for text in ranks.gather(json.dumps(facts_of(ranks.device)))]
+        facts = ranks.gather(facts_of(ranks.device))
     yield version_finding(facts)
     yield device_finding(facts, ranks.device)
     for name, wrap in (WRAPPERS if ranks.size > 1 else {"plain": nn.Sequential}).items():

@@ -34,12 +34,13 @@ from megabatch.train.data.encode import Named, Sample, Skipped, Tokens, samples_
 from megabatch.train.data.samples import View
 from megabatch.train.data.sources import expanded, hub_builder, place_of
 from megabatch.train.runtime.console import Console
-from megabatch.train.runtime.files import DIGEST, digest_of, sealed_text
+from megabatch.train.runtime.files import DIGEST, digest_of, sealed_text, sha256_of_file
 from megabatch.train.runtime.ranks import Ranks
 
 FORMAT = 3  # raise it where the same rows give other samples
 SECONDS_OF_WRITING = 7 * 24 * 3600.0  # after which an unfinished entry is one that a killed run has left
 TABLE, SUMMARY = "samples.arrow", "summary.json"
+EARLIER = "of an earlier version"  # in place of damage: an entry without a digest
 FEATURES = Features(
     {"input_ids": List(Value("int32")), "labels": List(Value("int32")), "length": Value("int64"),
      "num_targets": Value("int64"), "name": Value("string")}
@@ -88,11 +89,13 @@ class ListColumn:
 def find_damage(folder: Path) -> str | None:
     """Return what is wrong with an entry, of which every byte is read, about 1 GB/s; None for a whole one."""
     try:
-        if (sealed := json.loads((folder / SUMMARY).read_text())).get(DIGEST) != digest_of(sealed):
+        sealed = json.loads((folder / SUMMARY).read_text())
+        if isinstance(sealed, dict) and DIGEST not in sealed:
+            return EARLIER
+        if sealed.get(DIGEST) != digest_of(sealed):
             return f"{SUMMARY} is not what was written"
-        with (folder / TABLE).open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != sealed["table_sha256"]:
-                return f"{TABLE} is not what was written: its SHA-256 is another"
+        if sha256_of_file(folder / TABLE) != sealed["table_sha256"]:
+            return f"{TABLE} is not what was written: its SHA-256 is another"
         TokenizedSamples(folder)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # pyarrow's errors are some of these
         return in_one_line(error)
@@ -211,7 +214,8 @@ def put(request: Request, console: Console) -> None:
 def remove_left_over(folder: Path, console: Console) -> None:
     """Remove an entry that is damaged, and what runs that were killed have left of it."""
     if folder.exists() and (damage := find_damage(folder)):  # asked anew: another run may have made it meanwhile
-        console.warn(f"the tokenized data in {folder} is damaged ({damage}); it is made anew")
+        tell, what = (console.say, damage) if damage == EARLIER else (console.warn, f"damaged ({damage})")
+        tell(f"the tokenized data in {folder} is {what}; it is made anew")
         shutil.rmtree(folder, ignore_errors=True)
     for left in folder.parent.glob(f"{folder.name}.*.unfinished"):
         with contextlib.suppress(FileNotFoundError):  # another run is as far, or has made it whole
@@ -237,9 +241,11 @@ def write_samples(folder: Path, named: Iterator[Named], skipped: Skipped) -> Non
             row = {"input_ids": ids, "labels": labels, "length": len(ids), "num_targets": num_targets, "name": name}
             writer.write(row)
         writer.finalize()
-    with (folder / TABLE).open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    summary = {"table_sha256": digest, "fingerprint": content.hexdigest(), "skipped": asdict(skipped)}
+    summary = {
+        "table_sha256": sha256_of_file(folder / TABLE),
+        "fingerprint": content.hexdigest(),
+        "skipped": asdict(skipped),
+    }
     (folder / SUMMARY).write_text(sealed_text(summary))
 
 

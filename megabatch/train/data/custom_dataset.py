@@ -84,8 +84,8 @@ def own_samples(config: Config, ranks: Ranks, console: Console, vocabulary: int 
             f'data.function {name} returned a mapping of {sorted(map(str, sets))}; name what is trained on "{TRAIN}"'
         )
     found = {str(each): measured(samples, str(each), config, console, vocabulary) for each, samples in sets.items()}
-    told = ranks.gather(repr([(key, samples.fingerprint) for key, samples in sorted(found.items())]))
-    if len(set(told)) > 1:
+    told = ranks.gather({key: samples.fingerprint for key, samples in found.items()})
+    if any(each != told[0] for each in told):
         raise MegabatchError(
             f"data.function {name} does not return the same samples on every process; draw with a seed of its own"
         )

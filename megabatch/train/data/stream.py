@@ -25,18 +25,23 @@ DRAW, SHUFFLE = 2, 3  # what a random number is for; `Mixture` has others
 
 def check_fit(name: str, length_tokens: int, config: Config, positions: int | None = None) -> None:
     """Raise `MegabatchError` where a sample fits into no microbatch, or not into the model's ``positions``."""
-    if positions is not None and length_tokens > positions:
-        raise MegabatchError(
-            f"the sample {name} has {length_tokens} tokens and the model {positions} positions; raise the positions in "
-            "model.config (max_position_embeddings or n_positions), or leave such samples out with "
-            "data.max_sample_tokens"
-        )
+    check_positions(f"the sample {name}", length_tokens, positions)
     cap, row_tokens = config.update.max_microbatch_tokens, config.data.pack_tokens
     if isinstance(cap, int) and length_tokens > cap:
         other = "leave such samples out with data.max_sample_tokens" if row_tokens is None else "lower data.pack_tokens"
         raise MegabatchError(
             f"the sample {name} has {length_tokens} tokens, more than update.max_microbatch_tokens={cap}; "
             f"raise it to {length_tokens} or {other}"
+        )
+
+
+def check_positions(sample: str, length_tokens: int, positions: int | None) -> None:
+    """Raise `MegabatchError` where a sample has more tokens than the model positions."""
+    if positions is not None and length_tokens > positions:
+        raise MegabatchError(
+            f"{sample} has {length_tokens} tokens and the model {positions} positions; raise the positions in "
+            "model.config (max_position_embeddings or n_positions), or leave such samples out with "
+            "data.max_sample_tokens"
         )
 
 

@@ -29,6 +29,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.config import Config, ModelConfig
 from megabatch.train.config.recipe_paths import check_model_folder, check_tokenizer_folder
+from megabatch.train.data.stream import check_positions
 from megabatch.train.parallel.wrap import dtype_of
 
 OWNED_KEYS = {  # of model.config, that the trainer sets
@@ -136,19 +137,11 @@ def vocabulary_for_own(config: Config) -> int | None:
     return architecture_of(config.model).get_text_config().vocab_size
 
 
-def too_long(sample: str, num_tokens: int, positions: int) -> MegabatchError:
-    """Return the error for a sample that is longer than the model's positions."""
-    return MegabatchError(
-        f"{sample} has {num_tokens} tokens and the model {positions} positions; raise the positions in model.config "
-        "(max_position_embeddings or n_positions), or leave such samples out with data.max_sample_tokens"
-    )
-
-
 def check_fit(architecture: PreTrainedConfig, longest_tokens: int | None, tokenizer: Any) -> None:
     """Raise where the model has no embedding for a token or a position of the data."""
     text, positions = architecture.get_text_config(), positions_of(architecture)
-    if positions is not None and longest_tokens is not None and longest_tokens > positions:
-        raise too_long("a sample", longest_tokens, positions)
+    if longest_tokens is not None:
+        check_positions("a sample", longest_tokens, positions)
     num_tokens = 0 if tokenizer is None else len(tokenizer)
     if num_tokens > text.vocab_size:
         raise MegabatchError(

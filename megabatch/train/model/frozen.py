@@ -5,7 +5,6 @@ had it, and a checksum over the bits of each weight says that it is the same.
 """
 
 import importlib
-import json
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -163,7 +162,7 @@ def stored(weight: Tensor) -> list[Tensor]:
 def sealed(identity: dict[str, Any], model: nn.Module, names: Collection[str], ranks: Ranks) -> dict[str, Any]:
     """Return a model's identity with a checksum beside the shape of each of these weights. Collective."""
     own = {name: sum_of_bits(each, ranks) for name, each in model.named_parameters() if name in names}
-    told: list[dict[str, int]] = [json.loads(text) for text in ranks.gather(json.dumps(own))] if names else []
+    told = ranks.gather(own) if names else []
     parameters = identity["parameters"]
     added = {
         name: [*parameters[name], f"{sum(each[name] for each in told) % 2**64:016x}"] for name in (own if told else ())
@@ -173,20 +172,15 @@ def sealed(identity: dict[str, Any], model: nn.Module, names: Collection[str], r
 
 @torch.no_grad()
 def sum_of_bits(weight: Tensor, ranks: Ranks) -> int:
-    """Return this rank's part of a checksum: the sum of a weight's numbers, each read as an integer."""
-    if not is_counted(weight, ranks):
-        return 0
-    return sum_of([weight.to_local()] if isinstance(weight, DTensor) else stored(weight))
+    """Return this rank's part of a checksum: the sum of a weight's numbers, each read as an integer.
 
-
-def is_counted(weight: Tensor, ranks: Ranks) -> bool:
-    """Return True on the first of the ranks that hold the same numbers of a weight."""
+    Of the ranks that hold the same numbers the first one counts.
+    """
     if not isinstance(weight, DTensor):
-        return ranks.is_main
-    mesh = weight.device_mesh
-    return all(
-        mesh.get_local_rank(axis) == 0 for axis, placement in enumerate(weight.placements) if placement.is_replicate()
-    )
+        return sum_of(stored(weight)) if ranks.is_main else 0
+    mesh, placements = weight.device_mesh, enumerate(weight.placements)
+    is_first = all(mesh.get_local_rank(axis) == 0 for axis, placement in placements if placement.is_replicate())
+    return sum_of([weight.to_local()]) if is_first else 0
 
 
 def sum_of(tensors: Iterable[Tensor]) -> int:
@@ -198,7 +192,7 @@ def sum_of(tensors: Iterable[Tensor]) -> int:
 def check_same_bits(model: nn.Module, ranks: Ranks) -> None:
     """Raise where ranks have made other bits of the same base, as processors of another kind may. Collective."""
     own = {name: sum_of(stored(layer.weight)) for name, layer in four_bits(model)}
-    told: list[dict[str, int]] = [json.loads(text) for text in ranks.gather(json.dumps(own))] if own else []
+    told = ranks.gather(own) if own else []
     name = next((name for name in own if len({each[name] for each in told}) > 1), None)
     if name is not None:
         raise MegabatchError(

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from importlib import import_module
@@ -23,7 +23,7 @@ from megabatch.train.checkpoints.run_folder import TRACKING
 from megabatch.train.config import Config
 from megabatch.train.config.secrets import mask
 from megabatch.train.runtime.console import Console
-from megabatch.train.runtime.files import replace_text
+from megabatch.train.runtime.files import flat, replace_text
 from megabatch.train.runtime.ranks import Ranks
 
 PACKAGES = {"wandb": "wandb", "mlflow": "mlflow-skinny", "trackio": "trackio"}  # tracker and its module -> its package
@@ -192,7 +192,8 @@ class Mlflow(Tracker):
         self._last_steps: dict[str, int] = {}  # of each tag, that MLflow has from earlier starts
         self._module.set_experiment(config.tracking.project)
         self._id = str(self._module.start_run(run_id=self._saved, run_name=self._name).info.run_id)
-        parameters = [] if self._saved else list(flat(mask(config.model_dump(mode="json"))))
+        table = {} if self._saved else dict(flat(mask(config.model_dump(mode="json"))))
+        parameters = [(key, str(value)[:MAX_CHARACTERS]) for key, value in table.items()]
         for start in range(0, len(parameters), PARAMETERS_AT_ONCE):
             self._module.log_params(dict(parameters[start : start + PARAMETERS_AT_ONCE]))
         return self._id
@@ -224,12 +225,3 @@ def read_ids(path: Path) -> dict[str, str]:
     except (OSError, ValueError):
         return {}
     return cast(dict[str, str], found) if isinstance(found, dict) else {}
-
-
-def flat(table: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the dotted keys of a table and of the tables in it, with their values as text."""
-    for key, value in table.items():
-        if isinstance(value, dict) and value:
-            yield from flat(cast(dict[str, Any], value), f"{above}{key}.")
-        else:
-            yield f"{above}{key}", str(value)[:MAX_CHARACTERS]

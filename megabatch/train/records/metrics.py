@@ -69,7 +69,8 @@ class Metrics(Callback):
     def _row(self, context: RunContext) -> Row:
         update, plan, now = context.update, context.plan, time.perf_counter()
         assert update is not None
-        sums = plan_sums(plan) if self._dp_degree == 1 else gather_sums(plan, context.ranks)
+        is_alone = self._dp_degree == 1
+        sums = Sums(plan.padded_tokens, plan.num_split) if is_alone else gather_sums(plan, context.ranks)
         row = update_row(update, context.values, sums, now - context.started, counts_tokens=self._counts_tokens)
         epoch = {} if context.epoch is None else {"epoch": context.epoch}
         memory = {"memory_gib": memory_gib(context.ranks.device)}
@@ -137,11 +138,6 @@ class Sums(NamedTuple):
     predicted: Sequence[float] = ()  # seconds of each data rank's microbatches, in the units of `CostModel`
 
 
-def plan_sums(plan: Plan) -> Sums:
-    """Return the numbers of a plan on the only data rank."""
-    return Sums(plan.padded_tokens, plan.num_split)
-
-
 def gather_sums(plan: Plan, ranks: Ranks) -> Sums:
     """Add up the numbers of the plans of all data ranks. Collective."""
     seconds = at_its_place(predict_seconds(plan), ranks)
@@ -176,7 +172,8 @@ def update_row(update: Update, values: Mapping[str, float], sums: Sums, seconds:
             padding, and a whole weight is the number of target tokens. Otherwise the throughput is that of samples.
     """
     row: Row = {"loss": values["loss"] if values["weight"] else None, "grad_norm": values.get("grad_norm")}
-    row |= {key: none_if_nan(value) for key, value in values.items() if key.startswith("loss_")}
+    terms = {key: value for key, value in values.items() if key.startswith("loss_")}
+    row |= {key: None if math.isnan(value) else value for key, value in terms.items()}  # 0 / 0: one without weight
     row["weight"] = values["weight"]
     row["num_samples"], row["num_microbatches"] = update.num_samples, update.num_microbatches
     if sums.num_split:
@@ -192,11 +189,6 @@ def update_row(update: Update, values: Mapping[str, float], sums: Sums, seconds:
     if any(sums.predicted):
         row["slowest_over_mean"] = max(sums.predicted) * len(sums.predicted) / sum(sums.predicted)
     return row
-
-
-def none_if_nan(value: float) -> float | None:
-    """Return the value of a term; None for one without weight, which is 0 / 0."""
-    return None if math.isnan(value) else value
 
 
 def none_if_nonfinite(value: Any) -> Any:

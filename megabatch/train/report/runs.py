@@ -5,18 +5,18 @@ import math
 import re
 import shutil
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.config import HELD_OUT
 from megabatch.train.report.data import last_step, plan_of, planned_of, seconds_of, started_at, state_of
 from megabatch.train.runtime.console import duration_text
-from megabatch.train.runtime.files import CONFIG, ENVIRONMENT, METRICS, Row, is_evaluation, read_rows
+from megabatch.train.runtime.files import CONFIG, ENVIRONMENT, METRICS, Row, flat, is_evaluation, read_rows
 
 RUN_FILES = (CONFIG, METRICS, ENVIRONMENT)  # a folder with any of them is a run
 MOST_LEVELS = 3  # of folders in which runs are looked for
@@ -104,15 +104,10 @@ def summarize(folder: Path, name: str) -> RunSummary:
 
 def read_recipe(path: Path) -> dict[str, Any]:
     """Return the values of a run's recipe by their dotted keys; none where it has not been written."""
-    return dict(_flat("", tomllib.loads(path.read_text(encoding="utf-8")))) if path.is_file() else {}
-
-
-def _flat(prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from _flat(f"{prefix}{key}.", value)
-        else:
-            yield f"{prefix}{key}", value
+    if not path.is_file():
+        return {}
+    values = flat(tomllib.loads(path.read_text(encoding="utf-8")))
+    return {key: value for key, value in values if value != {}}
 
 
 def _median(rows: Sequence[Row], key: str) -> float | None:
@@ -140,7 +135,7 @@ def differing_keys(summaries: Sequence[RunSummary]) -> list[str]:
 def best_run(summaries: Sequence[RunSummary]) -> RunSummary | None:
     """Return the run with the lowest held-out loss; None if fewer than two have one."""
     evaluated = [each for each in summaries if each.best_loss is not None]
-    return min(evaluated, key=lambda each: each.best_loss or 0.0) if len(evaluated) > 1 else None
+    return min(evaluated, key=lambda each: cast(float, each.best_loss)) if len(evaluated) > 1 else None
 
 
 def runs_text(summaries: Sequence[RunSummary]) -> str:
@@ -161,9 +156,9 @@ def notes(summaries: Sequence[RunSummary], keys: Sequence[str], num_shown: int) 
         lines.append(f"best: {best.name}, loss {best.best_loss:.4f} on {best.set} after update {best.best_step}")
         reasons = [key for key in keys if key.startswith(COMPARABLE)]
         if reasons or len({each.set for each in summaries if each.set}) > 1:
-            lines.append(
-                f"the losses may be of different samples or tokens: {', '.join(reasons) or 'eval.watch'} differs"
-            )
+            verb = "differ" if len(reasons) > 1 else "differs"
+            said = ", ".join(reasons) or "eval.watch"
+            lines.append(f"the losses may be of different samples or tokens: {said} {verb}")
     return lines
 
 

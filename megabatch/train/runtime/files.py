@@ -8,7 +8,7 @@ import os
 import tempfile
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
@@ -76,6 +76,12 @@ def digest_of(table: dict[str, Any]) -> str:
     """Return the SHA-256 of a table without its own digest."""
     rest = {key: value for key, value in table.items() if key != DIGEST}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def sha256_of_file(path: Path) -> str:
+    """Return the SHA-256 of a file's content, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_new(path: Path, text: str) -> None:
@@ -216,6 +222,15 @@ def row_of(line: bytes) -> Row | None:
     except (ValueError, RecursionError):
         return None
     return cast(Row, row) if isinstance(row, dict) and type(cast(Row, row).get("step")) is int else None
+
+
+def flat(table: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted keys of a table and of the tables in it, with their values."""
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            yield from flat(cast(dict[str, Any], value), f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
