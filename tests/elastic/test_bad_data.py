@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import re
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
@@ -106,6 +107,15 @@ def byte_order_mark(folder: Path) -> Keys:
 @kind("a prompt without a response")
 def prompt_only(folder: Path) -> Keys:
     return lines(folder / "a.jsonl", [{"prompt": "p", "response": part} for part in ("r", "", "s", "t")])
+
+
+@kind("a line of 300 MB")
+def long_line(folder: Path) -> Keys:
+    with (folder / "a.jsonl").open("wb") as file:
+        file.write(b'{"text": "one"}\n{"text": "two"}\n')
+        file.seek(300_000_000, os.SEEK_CUR)  # no disk holds it
+        file.write(b'\n{"text": "three"}\n')
+    return {"path": str(folder / "a.jsonl")}
 
 
 @kind("a sample that is far too long")

@@ -5,10 +5,14 @@ import os
 import pickle
 import re
 import shutil
+import socket
 import subprocess
 import sys
+import threading
 import time
+import urllib.request
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,6 +25,7 @@ from megabatch.train.checkpoints.tensor_files import SafeReader
 from megabatch.train.cli import commands as cli
 from megabatch.train.cli import front
 from megabatch.train.config import RunConfig
+from megabatch.train.report.server import Server
 from megabatch.train.runtime.files import replace_text, write_synced
 from megabatch.train.trust import reason_to_ask
 from tests.elastic.conftest import OWN
@@ -301,6 +306,25 @@ def room_for_two(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
         values = {"run__save_every": 2, "run__keep_last": 2, "run__max_steps": 6, "run__tensorboard": False}
         said = bench.train(run__folder=disk / "run", run__after_update=after, **values)
         assert sorted(path.name for path in (disk / "run" / "checkpoints").glob("step-*")) == ["step-4", "step-6"]
+    return said
+
+
+# A page that is watched
+
+
+@case("a run is watched, and 40 connections ask for nothing")
+def watched(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
+    bench.train(run__max_steps=2)
+    with Server(bench.folder, 0) as server, ExitStack() as open_connections:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        for _ in range(40):
+            open_connections.enter_context(socket.create_connection(server.server_address)).sendall(b"GET / HT")
+        bench.train(recipe=bench.folder, run__max_steps=4)
+        with urllib.request.urlopen(f"{server.address}data", timeout=10) as answer:
+            said = answer.read().decode()
+        server.shutdown()
+        thread.join()
     return said
 
 

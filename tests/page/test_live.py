@@ -13,9 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from megabatch.errors import MegabatchError
 from megabatch.train.cli import commands as cli
 from megabatch.train.cli.arguments import Watch, read_arguments
-from megabatch.train.report.server import HOST, Server, is_here
+from megabatch.train.report.data import AddedRows
+from megabatch.train.report.server import HOST, Handler, Server, is_here
+from megabatch.train.runtime.files import replace_text
 from tests.page.browsers import a_browser, needs_chromium, opened
 from tests.page.made_runs import cut, evaluations, lines, update, whole_run
 
@@ -83,6 +86,56 @@ def test_data_that_were_seen_are_not_sent_again(server: Server, run: Path) -> No
     (run / "cuts.jsonl").write_text('{"step": 1}\n')
     answer, text = get(server, "/data")
     assert (answer.status, b"cuts.jsonl is damaged" in text) == (503, True)
+
+
+def num_bytes_read() -> int:
+    """Bytes that this process has read of files so far."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def test_a_look_reads_what_was_added(server: Server, run: Path) -> None:
+    add(run, *range(13, 3000))
+    before = num_bytes_read()
+    assert server.data()["runs"][0]["num_updates"] == 2999
+    assert num_bytes_read() - before > (run / "metrics.jsonl").stat().st_size
+    add(run, 3000)
+    before = num_bytes_read()
+    assert server.data()["runs"][0]["updates"]["step"][-1] == 3000
+    assert num_bytes_read() - before < 20_000
+
+
+def test_a_file_that_was_replaced_or_cut_is_read_anew(tmp_path: Path) -> None:
+    path, rows = tmp_path / "metrics.jsonl", AddedRows()
+    assert rows(path) == []
+    path.write_text(lines([update(1), update(2), update(3)])[:-2])
+    assert [row["step"] for row in rows(path)] == [1, 2]  # the third is still being written
+    path.write_text(lines([update(1), update(2), update(3)]))
+    assert [row["step"] for row in rows(path)] == [1, 2, 3]
+    replace_text(path, lines([update(1), update(4), update(5), update(6)]))  # as a run that resumes from update 1
+    assert [row["step"] for row in rows(path)] == [1, 4, 5, 6]
+    path.write_text(lines([update(7)]))
+    assert [row["step"] for row in rows(path)] == [7]
+    path.write_text(lines([update(7)]) + "no row\n" + lines([update(8)]))
+    for _ in range(2):
+        with pytest.raises(MegabatchError, match=r"metrics\.jsonl is damaged \(line 2 is no row\)"):
+            rows(path)
+
+
+def test_a_long_run_is_looked_at_now_and_then(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megabatch.train.report.server.SECONDS_AT_ONCE", 0.0)
+    monkeypatch.setattr("megabatch.train.report.server.SHARE", 1e9)
+    with Server(run, 0) as server:
+        mark = server.data()["mark"]
+        add(run, 13)
+        assert server.data()["mark"] == mark
+
+
+def test_a_connection_that_asks_for_nothing_is_closed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Handler, "timeout", 0.1)
+    with socket.create_connection(server.server_address, timeout=10) as connection:
+        connection.sendall(b"GET / HT")
+        assert connection.recv(1) == b""
+    assert get(server, "/")[0].status == 200
 
 
 def test_what_cannot_be_watched_is_one_line(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import ByT5Tokenizer
 from megabatch.errors import MegabatchError
 from megabatch.train.data.custom_dataset import drawing
 from megabatch.train.data.load import load_data
+from megabatch.train.data.sources import MAX_LINE_BYTES
 from megabatch.train.data.stream import Stream
 from megabatch.train.data.updates import Updates
 from megabatch.train.runtime.console import Console
@@ -315,3 +317,23 @@ def test_refused(name, tmp_path, own):
     assert names(str(raised.value), seen.replace("FILE", file)), str(raised.value)
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_line_that_is_too_long_is_never_held_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And it is a sample that is too long, where such are left out."""
+    path = tmp_path / "a.jsonl"
+    with path.open("wb") as file:
+        file.write(b'{"text": "one"}\n')
+        file.seek(300_000_000, os.SEEK_CUR)
+        file.write(b'\n{"text": "two"}\n')
+    tracemalloc.start()
+    try:
+        keys = {"path": str(path), "max_sample_tokens": 256, "cache": str(tmp_path / "cache")}
+        data = load_data(
+            recipe(tmp_path, data=keys), ByT5Tokenizer(), Ranks(0, 1, CPU), Console(enabled=True, loss_digits=4)
+        )
+        assert tracemalloc.get_traced_memory()[1] < 3 * MAX_LINE_BYTES  # joined from pieces
+    finally:
+        tracemalloc.stop()
+    assert len(data.train) == 2
+    assert "data: left out 1 samples longer than data.max_sample_tokens" in capsys.readouterr().out

@@ -24,7 +24,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from megabatch.batching import IGNORED_LABEL
 from megabatch.errors import MegabatchError
 from megabatch.train.config import DataConfig, SourceConfig
-from megabatch.train.data.sources import BrokenRowError, Row, Rows, rows_of
+from megabatch.train.data.sources import BrokenRowError, LongRowError, Row, Rows, rows_of
 
 Sample = dict[str, Tensor]  # {"input_ids": [T], "labels": [T]}, int64, IGNORED_LABEL where nothing is learned
 Named = tuple[str, Sample]  # with the name of its row
@@ -88,7 +88,9 @@ def encoded_rows(
         if kind is None and first is not None:
             kind = find_kind(first)
         for name, encoded in encode_chunk(chunk, kind):
-            if isinstance(encoded, BrokenRowError):
+            if isinstance(encoded, LongRowError) and data.max_sample_tokens is not None:
+                skipped.long += 1
+            elif isinstance(encoded, BrokenRowError):
                 if data.broken_rows == "stop":
                     raise MegabatchError(f'{encoded}; mend it, or leave such rows out with data.broken_rows = "skip"')
                 skipped.broken += 1

@@ -43,6 +43,7 @@ SAVED_FILES = ("dataset_info.json", "dataset_dict.json")  # what save_to_disk wr
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 ESCAPED = re.compile("[\udc80-\udcff]")  # what Python makes of a byte that is not UTF-8
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+MAX_LINE_BYTES, PIECE_BYTES = 64 << 20, 1 << 20  # a line takes about 34 times its bytes of memory until it is tokens
 MAX_CELL_BYTES = 2**31 - 1  # of csv; Python's own limit, 128 KiB, is less than many a text has
 
 
@@ -72,6 +73,10 @@ class Row:
 
 class BrokenRowError(MegabatchError):
     """A row that cannot be used; the text names the row and the reason."""
+
+
+class LongRowError(BrokenRowError):
+    """A row too long to be read, which is left out with the samples that are too long."""
 
 
 Rows = Iterator[Row | BrokenRowError]
@@ -276,7 +281,10 @@ def text_rows(path: str, file: IO[bytes]) -> Rows:
 
 def line_rows(path: str, file: IO[bytes], read: Callable[[str], Any]) -> Rows:
     """Yield the lines that are not blank. Only newlines end them: JSON strings may hold U+2028."""
-    for number, line in enumerate(file, start=1):
+    for number, line in enumerate(short_lines(file), start=1):
+        if line is None:
+            yield LongRowError(f"{path}:{number} has a line of more than {MAX_LINE_BYTES >> 20} MiB")
+            continue
         line, name = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line, f"{path}:{number}"
         if not line.strip():
             continue
@@ -288,6 +296,17 @@ def line_rows(path: str, file: IO[bytes], read: Callable[[str], Any]) -> Rows:
             yield BrokenRowError(f"{name} is not JSON ({error.msg}, at its character {error.pos + 1})")
         except (ValueError, RecursionError):  # Python's own limits
             yield BrokenRowError(f"{name} has a number of thousands of digits, or is nested too deeply")
+
+
+def short_lines(file: IO[bytes]) -> Iterator[bytes | None]:
+    """Yield each line; None for one that is too long, which is read in pieces and never held whole."""
+    while line := file.readline(MAX_LINE_BYTES):
+        if len(line) < MAX_LINE_BYTES or line.endswith(b"\n"):
+            yield line
+            continue
+        while line and not line.endswith(b"\n"):
+            line = file.readline(PIECE_BYTES)
+        yield None
 
 
 def row_of(name: str, fields: Any) -> Row | BrokenRowError:

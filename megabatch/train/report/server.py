@@ -5,6 +5,8 @@ is told that there is nothing.
 """
 
 import hashlib
+import threading
+import time
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -13,13 +15,16 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from megabatch.errors import MegabatchError
-from megabatch.train.report.data import is_running, read_run
+from megabatch.train.report.data import AddedRows, is_running, read_run
 from megabatch.train.report.html import html_of, json_of
 from megabatch.train.runtime.files import CUTS, METRICS, SKIPPED, TIMELINE
 
 HOST = "127.0.0.1"
 NAMES = {HOST, "localhost"}  # by which a browser may ask: a page of elsewhere, whose name leads here, may not
 PAGE, DATA = "/", "/data"
+SECONDS_TO_ASK = 10.0
+SECONDS_AT_ONCE, SHARE = 0.2, 20  # data that take longer are made once in so many times that time
+MOST_LIVE_UPDATES = 4_000
 READ = (METRICS, SKIPPED, CUTS, TIMELINE, "log.txt", "plan.txt", "environment.json")
 
 
@@ -31,7 +36,9 @@ class Server(ThreadingTCPServer):
 
     def __init__(self, folder: Path, port: int) -> None:
         self.folder = folder
-        read_run(folder, may_be_empty=True)
+        self._rows, self._reading = AddedRows(), threading.Lock()
+        self._known, self._known_until = dict[str, Any](), 0.0
+        self.data()
         try:
             super().__init__((HOST, port), Handler)
         except OSError as error:
@@ -44,9 +51,18 @@ class Server(ThreadingTCPServer):
         return f"http://{HOST}:{self.server_address[1]}/"
 
     def data(self) -> dict[str, Any]:
-        """Return the page's data as they are now, with a mark that changes when they do."""
-        mark = mark_of(self.folder)  # before it is read: what comes meanwhile is news
-        return {"runs": [read_run(self.folder, may_be_empty=True)], "is_live": True, "mark": mark}
+        """Return the page's data, with a mark that changes when they do.
+
+        They are those of now, or of seconds ago where a run is long: `watch` takes a twentieth of a core at most, for
+        all who look.
+        """
+        with self._reading:
+            started, mark = time.monotonic(), mark_of(self.folder)  # before it is read: what comes meanwhile is news
+            if mark != self._known.get("mark") and started >= self._known_until:
+                story = read_run(self.folder, may_be_empty=True, read=self._rows, most_updates=MOST_LIVE_UPDATES)
+                self._known, seconds = {"runs": [story], "is_live": True, "mark": mark}, time.monotonic() - started
+                self._known_until = started + (SHARE * seconds if seconds > SECONDS_AT_ONCE else 0.0)
+            return self._known
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore a browser that leaves before it has its answer."""
@@ -56,6 +72,7 @@ class Handler(BaseHTTPRequestHandler):
     """Handler of requests for the page and for its data."""
 
     server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
+    timeout = SECONDS_TO_ASK  # of a connection that asks for nothing
 
     def version_string(self) -> str:
         """Return the server's name, without versions."""
@@ -66,12 +83,12 @@ class Handler(BaseHTTPRequestHandler):
         asked = urlsplit(self.path)
         if not is_here(self.headers.get("Host", "")) or asked.path not in (PAGE, DATA):
             return self._send(HTTPStatus.NOT_FOUND, "text/plain", "there is a page at / and nothing else\n")
-        if asked.path == DATA and parse_qs(asked.query).get("seen") == [mark_of(self.server.folder)]:
-            return self._send(HTTPStatus.NO_CONTENT, "application/json", "")
         try:
             data = self.server.data()
         except MegabatchError as error:
             return self._send(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", f"{error}\n")
+        if asked.path == DATA and parse_qs(asked.query).get("seen") == [data["mark"]]:
+            return self._send(HTTPStatus.NO_CONTENT, "application/json", "")
         if asked.path == DATA:
             return self._send(HTTPStatus.OK, "application/json", json_of(data))
         return self._send(HTTPStatus.OK, "text/html", html_of(data))
