@@ -20,15 +20,11 @@ EXACT = 1e-6  # titan's model computes its rotations in float32
 UNITS = 4  # of FSDP: two layers, the embedding, and the norm with the head
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Results that titan_runs.py writes."""
-    if subprocess.run([TITAN_PYTHON, "-c", "import torchtitan"], capture_output=True, check=False).returncode:
-        pytest.skip(NO_TITAN)
-    folder = tmp_path_factory.mktemp("titan")
+def run_titan(folder: Path, *mode: str) -> dict[str, Any]:
+    """Return what titan_runs.py writes on two ranks."""
     environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DUMP_FOLDER": str(folder)}
     environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20_000 + os.getpid() % 20_000)}
-    command = [TITAN_PYTHON, "-m", "tests.integrations.titan_runs", str(folder / "runs.json")]
+    command = [TITAN_PYTHON, "-m", "tests.integrations.titan_runs", str(folder / "runs.json"), *mode]
     with (folder / "log").open("w") as log:
         ranks = [
             subprocess.Popen(
@@ -39,6 +35,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         codes = [rank.wait(600) for rank in ranks]
     assert codes == [0, 0], (folder / "log").read_text()[-4000:]
     return json.loads((folder / "runs.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    if subprocess.run([TITAN_PYTHON, "-c", "import torchtitan"], capture_output=True, check=False).returncode:
+        pytest.skip(NO_TITAN)
+    return run_titan(tmp_path_factory.mktemp("titan"))
 
 
 @pytest.mark.parametrize("name", ["titan", "auto", "last", "last, no chunks", "titan, HSDP", "HSDP"])

@@ -30,18 +30,24 @@ def patched(recipe: Path, folder: Path) -> Path:
     return folder / RECIPE
 
 
-def test_the_lines_of_the_page_make_the_recipe_exact(tmp_path: Path) -> None:
-    found = subprocess.run([TUNE_PYTHON, "-c", FIND], cwd=tmp_path, capture_output=True, text=True, check=False)
+def find_recipe(folder: Path) -> Path:
+    found = subprocess.run([TUNE_PYTHON, "-c", FIND], cwd=folder, capture_output=True, text=True, check=False)
     if found.returncode:
         pytest.skip(NO_TUNE)
-    recipe = Path(found.stdout.strip()) / RECIPE
-    told: list[dict[str, Any]] = []
-    for each in (recipe, patched(recipe, tmp_path)):
-        command = [TUNE_PYTHON, "-m", "tests.integrations.tune_runs", str(each), str(tmp_path / "out.json")]
-        environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        subprocess.run(command, cwd=ROOT, env=environ, check=True, capture_output=True)
-        told.append(json.loads((tmp_path / "out.json").read_text()))
-    theirs, ours = told
+    return Path(found.stdout.strip()) / RECIPE
+
+
+def run_tune(recipe: Path, folder: Path, *mode: str) -> dict[str, Any]:
+    """Return what tune_runs.py writes."""
+    command = [TUNE_PYTHON, "-m", "tests.integrations.tune_runs", str(recipe), str(folder / "out.json"), *mode]
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, cwd=ROOT, env=environ, check=True, capture_output=True)
+    return json.loads((folder / "out.json").read_text())
+
+
+def test_the_lines_of_the_page_make_the_recipe_exact(tmp_path: Path) -> None:
+    recipe = find_recipe(tmp_path)
+    theirs, ours = (run_tune(each, tmp_path) for each in (recipe, patched(recipe, tmp_path)))
     assert len(theirs["errors"]) == 1  # the tail is left out
     assert theirs["errors"][0] > 0.1  # labels are counted before the shift
     assert len(ours["errors"]) == 2

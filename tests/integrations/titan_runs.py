@@ -1,13 +1,15 @@
-"""Runs of torchtitan's own Trainer, and of ExactTrainer, on gloo ranks: `python -m tests.integrations.titan_runs OUT`.
+"""Runs of torchtitan's own Trainer and ExactTrainer, on gloo ranks: `python -m tests.integrations.titan_runs OUT`.
 
-torchtitan 0.3.0 is made for GPUs and for a newer torch. The lines under "A CPU" stand for what a CPU or torch 2.13
-lacks; model, loss, FSDP2, data path, clipping, optimizer and schedule are torchtitan's.
+With `seconds` after OUT, they are timed. torchtitan 0.3.0 is made for GPUs and for a newer torch. The lines under "A
+CPU" stand for what a CPU or torch 2.13 lacks; model, loss, FSDP2, data path, clipping, optimizer and schedule are
+torchtitan's.
 """
 
 import json
 import math
 import os
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -176,6 +178,39 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return max(float((found[name] - each).norm() / each.norm()) for name, each in expected.items())
 
 
+def times(rows: int, exact: bool) -> list[tuple[float, float]]:
+    """The CPU time of this rank, and the time, at each of six updates of 16 rows a rank."""
+    rank, num_updates, of_rank = int(os.environ["RANK"]), 6, 16
+    batches = [[batch(each, number, rows=rows) for number in range(num_updates * of_rank // rows)] for each in (0, 1)]
+    made = config(batches, steps=num_updates)
+    made.training.local_batch_size, made.training.global_batch_size = rows, of_rank * dist_size()
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+    trainer, found = (exact_config(made, sync="last") if exact else made).build(), []
+    for module in trainer.model_parts[0].modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply while it reduces
+    step = trainer.optimizers.step
+
+    def note(*given: Any, **named: Any) -> None:
+        found.append((time.process_time(), time.perf_counter()))
+        step(*given, **named)
+
+    trainer.optimizers.step = note
+    trainer.train()
+    trainer.close()
+    dist.destroy_process_group()
+    assert len(found) == num_updates, rank
+    return found
+
+
+def write_times(out: Path) -> None:
+    """Write the times of titan and of ExactTrainer at each number of rows in a microbatch, from rank 0."""
+    torch.set_num_threads(1)
+    found = {name: {rows: times(rows, name == "last") for rows in (1, 2, 4, 8)} for name in ("titan", "last")}
+    if os.environ["RANK"] == "0":
+        out.write_text(json.dumps(found))
+
+
 def main(out: Path) -> None:
     """Write what the runs gave, from rank 0."""
     world, rank = dist_size(), int(os.environ["RANK"])
@@ -245,4 +280,4 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    (write_times if sys.argv[2:] == ["seconds"] else main)(Path(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""A torchtune recipe's training loop on a tiny Llama: `python -m tests.integrations.tune_runs RECIPE OUT`.
+"""A torchtune recipe's training loop on a tiny Llama: `python -m tests.integrations.tune_runs RECIPE OUT [seconds]`.
 
 The recipe's `setup` reads a checkpoint and a tokenizer of the hub, so its attributes are given here instead.
 `train` and `_loss_step` are the recipe's.
@@ -8,6 +8,7 @@ import contextlib
 import importlib.util
 import json
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,24 +34,31 @@ def padded(samples: list[list[int]]) -> Batch:
     return {"tokens": tokens, "labels": labels}
 
 
-def run(path: Path, batches: list[Batch], loss: Any) -> tuple[list[list[Tensor]], Any]:
-    """Train for an epoch. Return the gradient of each update, and the recipe."""
+def run(
+    path: Path, batches: list[Batch], loss: Any, *, steps: int = STEPS, width: int = 16, at_step: Any = None
+) -> tuple[list[list[Tensor]], Any]:
+    """Train for an epoch. Return the gradient of each update, and the recipe; ``at_step`` is called in its place."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     torch.manual_seed(0)
-    model = llama3(vocab_size=64, num_layers=2, num_heads=2, num_kv_heads=2, embed_dim=16, max_seq_len=64)
-    model.double().set_num_output_chunks(loss.num_output_chunks)
+    model = llama3(vocab_size=64, num_layers=2, num_heads=2, num_kv_heads=2, embed_dim=width, max_seq_len=256)
+    model.to(torch.float64 if at_step is None else torch.float32).set_num_output_chunks(loss.num_output_chunks)
     optimizer, gradients = torch.optim.SGD(model.parameters(), lr=0.0), []
-    optimizer.register_step_pre_hook(lambda *_: gradients.append([each.grad.clone() for each in model.parameters()]))
+
+    def note(*_: Any) -> None:
+        gradients.append([each.grad.clone() for each in model.parameters()])
+
+    optimizer.register_step_pre_hook(at_step or note)
     loader = DataLoader(batches, batch_size=None, sampler=DistributedSampler(batches, 1, 0, shuffle=False))
     recipe = object.__new__(module.FullFinetuneRecipeSingleDevice)
     vars(recipe).update(
         _model=model, _optimizer=optimizer, _dataloader=loader, _loss_fn=loss, _device=torch.device("cpu"),
-        _gradient_accumulation_steps=STEPS, _clip_grad_norm=None, _optimizer_in_bwd=False, _compile=False,
+        _gradient_accumulation_steps=steps, _clip_grad_norm=None, _optimizer_in_bwd=False, _compile=False,
         _lr_scheduler=None, _profiler=SimpleNamespace(start=int, step=int, stop=int), _log_every_n_steps=1,
         _log_peak_memory_stats=False, _metric_logger=SimpleNamespace(log_dict=lambda *_, **__: None), epochs_run=0,
-        total_epochs=1, _steps_per_epoch=2, max_steps_per_epoch=None, global_step=0, profiler_profile_memory=False,
+        total_epochs=1, _steps_per_epoch=len(batches) // steps,
+        max_steps_per_epoch=None, global_step=0, profiler_profile_memory=False,
         activations_handling_ctx=contextlib.nullcontext(), ignore_labels_cache=torch.full((8, 1), IGNORED),
         save_checkpoint=lambda epoch: None,
     )  # fmt: skip
@@ -80,6 +88,19 @@ class InDouble(CEWithChunkedOutputLoss):
         return torch.nn.functional.cross_entropy(logits, labels, ignore_index=self.ignore_index, reduction="sum")
 
 
+def times(path: Path, rows: int) -> list[tuple[float, float]]:
+    """The CPU time, and the time, at each of six updates of 32 samples of 2 to 200 tokens."""
+    generator, num_updates, of_update = torch.Generator().manual_seed(1), 6, 32
+    lengths = torch.empty(num_updates * of_update).log_normal_(3.0, 1.0, generator=generator).clamp(2, 200).int()
+    samples = [torch.randint(1, 64, (int(length),), generator=generator).tolist() for length in lengths]
+    batches = [padded(samples[first : first + rows]) for first in range(0, len(samples), rows)]
+    found = []
+    run(path, batches, CEWithChunkedOutputLoss(), steps=of_update // rows, width=96,
+        at_step=lambda *_: found.append((time.process_time(), time.perf_counter())))  # fmt: skip
+    assert len(found) == num_updates
+    return found
+
+
 def main(path: Path, out: Path) -> None:
     """Write the errors of both updates: one of four microbatches, and an epoch's tail of two."""
     torch.manual_seed(1)
@@ -101,4 +122,8 @@ def main(path: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    if sys.argv[3:] == ["seconds"]:
+        torch.set_num_threads(1)
+        Path(sys.argv[2]).write_text(json.dumps({rows: times(Path(sys.argv[1]), rows) for rows in (1, 2, 4, 8)}))
+    else:
+        main(Path(sys.argv[1]), Path(sys.argv[2]))
