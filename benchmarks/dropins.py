@@ -6,9 +6,12 @@
 
 Errors: a small GPT-2 in float64 on samples of uneven length, 4 microbatches of 4 samples an update, a learning rate of
 zero. The reference is plain torch, or TRL's own loss, with all samples of the update at once. The error is the largest
-of all updates. Seconds: a wider GPT-2 in float32, 32 samples an update, one thread; the median time between optimizer steps. The microbatches
-of each loop have 1, 2, 4 or 8 samples, whichever needs the least CPU time, or 512 tokens where megabatch cuts them. torchtitan and torchtune run in environments of their own (TITAN_PYTHON, TUNE_PYTHON), on the
-data and the models of `tests.integrations.titan_runs` and `tune_runs`.
+of all updates.
+
+Seconds: a wider GPT-2 in float32, 32 samples an update, one thread; the median time between optimizer steps. The
+microbatches of each loop have 1, 2, 4 or 8 samples, whichever needs the least CPU time, or 512 tokens where megabatch
+cuts them. torchtitan and torchtune run in environments of their own (TITAN_PYTHON, TUNE_PYTHON), on the data and the
+models of `tests.integrations.titan_runs` and `tune_runs`.
 """
 
 import argparse
