@@ -186,6 +186,7 @@ class _Recorder:
         self._current: _Forward | None = None
         self._before_clip: Tensor | None = None
         self._clips_values = self._is_finalized = False
+        self._clip_factor: Tensor | None = None  # of megabatch's clip
         self._num_clips = 0
         self._notes: dict[str, None] = {}
         self._steppers: set[int] = set()
@@ -304,16 +305,21 @@ class _Recorder:
                 self._undo.append(head.register_forward_hook(_UnsavedHook(self._see_head)).remove)
 
     def _watch_accumulators(self, kind: type) -> None:
-        """Note that an update is megabatch's: its `finalize` may have clipped the gradient."""
+        """Note that an update is megabatch's, and by what its `finalize` clips the gradient."""
         if id(kind) not in self._known:
             self._known.add(id(kind))
             self._replace(kind, "finalize", self._wrap_finalize)
 
     def _wrap_finalize(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        from megabatch.wrappers.gradients import CLIP_EPSILON
+
         @functools.wraps(own)
-        def finalize(*args: Any, **kwargs: Any) -> Any:
+        def finalize(*args: Any, max_norm: float | None = None, **kwargs: Any) -> Any:
             self._is_finalized = True
-            return own(*args, **kwargs)
+            update = own(*args, max_norm=max_norm, **kwargs)
+            if max_norm is not None and update.grad_norm is not None:  # None without weight
+                self._clip_factor = torch.clamp(max_norm / (update.grad_norm + CLIP_EPSILON), max=1.0)
+            return update
 
         return finalize
 
@@ -505,6 +511,8 @@ class _Recorder:
         elif self._before_clip is not None:
             self.note("what changed the gradient between the clip and the step")
             self._before_clip = None
+        if self._clip_factor is not None and gradient is not None:
+            gradient = gradient / self._clip_factor.to(gradient)
         scale = getattr(optimizer, "grad_scale", None)
         if isinstance(scale, Tensor) and gradient is not None and self._before_clip is None:
             gradient = gradient / scale.to(gradient)
@@ -527,6 +535,7 @@ class _Recorder:
         self._write(record)
         self._microbatches, self._forwards, self._before_clip, self._num_clips = [], [], None, 0
         self._clips_values, self._is_finalized, self._awaits_schedulers = False, False, True
+        self._clip_factor = None
 
     def _checksum(self, parameters: Sequence[Tensor]) -> int:
         total = None

@@ -200,8 +200,8 @@ class Audit:
 
     @property
     def is_length_known(self) -> bool:
-        """False if something unknown scales a gradient before the step. megabatch's own clip is known."""
-        return all(each.is_length_known or each.loop == MEGABATCH for each in self.updates)
+        """False if something unknown scales a gradient before the step. The clips of torch and megabatch are known."""
+        return all(each.is_length_known for each in self.updates)
 
     @property
     def may_be_mean_of_means(self) -> bool:
@@ -451,8 +451,11 @@ def _weights_text(updates: Sequence[UpdateFindings]) -> str:
     shown = ", ".join(f"{each:.2f}" for each in means[:8]) + (", ..." if len(means) > 8 else "")
     smooth = max(each.smoothing for _, each in worst.microbatches)
     extra = f"; label smoothing {smooth:.2g}" if smooth else ""
+    least, most = f"{float(flat.min()):.2f}", f"{float(flat.max()):.2f}"
+    if least == most:
+        return f"a target token weighs {least} of its share in the token mean (update {worst.number}){extra}"
     return (
-        f"a target token weighs {float(flat.min()):.2f} to {float(flat.max()):.2f} of its share in the token mean "
+        f"a target token weighs {least} to {most} of its share in the token mean "
         f"(update {worst.number}; by microbatch {shown}){extra}"
     )
 

@@ -415,6 +415,7 @@ def test_a_microbatch_without_targets_is_no_alarm() -> None:
             gradient.finalize(max_norm=0.1)
             optimizer.step()
     assert found.ok, str(found)
+    assert "weighs 1.00 of its share" in str(found)  # before the clip
     assert "2 microbatches had no target" in str(found)
 
 
