@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import is_fake as is_fake
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules import module as of_every_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import _muon
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
@@ -47,6 +48,8 @@ NEEDED: tuple[tuple[object, str, str], ...] = (  # what has it, its name, and wh
     (DistributedDataParallel, "_get_ddp_logging_data", "DDP"),
     (DistributedDataParallel, "_check_reducer_finalized", "DDP"),
     (DeviceMesh, "_get_root_mesh", "device meshes"),
+    (_muon, "_zeropower_via_newtonschulz", "Muon"),
+    (_muon, "_adjust_lr", "Muon"),
     (dist.distributed_c10d, "_world", "process groups"),
     (dist.ProcessGroup, "_get_backend", "process groups"),
 )
@@ -305,6 +308,21 @@ def global_step_hooks() -> tuple[Mapping[int, Callable[..., Any]], ...]:
     """``_global_optimizer_pre_hooks`` and ``_post_hooks``: those of every optimizer's step."""
     hooks = cast(Any, sys.modules[torch.optim.Optimizer.__module__])
     return hooks._global_optimizer_pre_hooks, hooks._global_optimizer_post_hooks
+
+
+def unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
+    """``step.__wrapped__``: a class's step without the hooks of every optimizer, which run in the outer one's step."""
+    return cast(Any, step).__wrapped__ if getattr(step, "hooked", False) else step
+
+
+def newton_schulz(matrix: Tensor, coefficients: Sequence[float], num_steps: int, eps: float) -> Tensor:
+    """``torch.optim._muon._zeropower_via_newtonschulz``: orthogonalize a matrix in bfloat16, in place where it is."""
+    return cast(Any, _muon)._zeropower_via_newtonschulz(matrix, coefficients, num_steps, eps)
+
+
+def adjusted_muon_rate(lr: float, kind: str | None, shape: Sequence[int]) -> float:
+    """``torch.optim._muon._adjust_lr``: the learning rate for the shape of a matrix."""
+    return cast(Any, _muon)._adjust_lr(lr, kind, shape)
 
 
 def is_in_backward() -> bool:

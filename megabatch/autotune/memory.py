@@ -18,7 +18,7 @@ import torch
 from torch import optim
 
 from megabatch.errors import PlanError
-from megabatch.optim import LowBits
+from megabatch.optim import LowBits, Muon
 from megabatch.torch_private import start_profiler, stop_profiler
 from megabatch.wrappers.base import local
 from megabatch.wrappers.mesh import DataRanks
@@ -202,6 +202,8 @@ def estimate_state_bytes(optimizer: optim.Optimizer | None, parameters: list[tor
 
 def _num_states(optimizer: optim.Optimizer, group: dict[str, Any]) -> int:
     """Return the number of states of a parameter's size; two for an unknown class."""
+    if isinstance(optimizer, Muon) and optimizer.others is not None and not optimizer.orthogonalizes(group):
+        optimizer = optimizer.others
     for kind, (always, asked_for) in STATES.items():
         if isinstance(optimizer, kind):
             return always + sum(bool(group.get(key)) for key in asked_for)

@@ -7,12 +7,14 @@ from megabatch.lazy import export_lazily
 if TYPE_CHECKING:
     from megabatch.optim.low_bits import LowBits as LowBits
     from megabatch.optim.low_bits import keep_state_dtypes as keep_state_dtypes
-    from megabatch.optim.low_bits import refusal as refusal
+    from megabatch.optim.muon import Muon as Muon
+    from megabatch.optim.muon import split_parameters as split_parameters
 else:
     _HOME = {  # public name → its module
         "LowBits": "low_bits",
+        "Muon": "muon",
         "keep_state_dtypes": "low_bits",
-        "refusal": "low_bits",
+        "split_parameters": "muon",
     }
     __all__ = list(_HOME)
     __getattr__, __dir__ = export_lazily(__name__, _HOME)

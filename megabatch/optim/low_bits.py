@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from megabatch.errors import PlanError
-from megabatch.torch_private import count_writes, is_dtensor, step_hooks
+from megabatch.optim.muon import Muon
+from megabatch.torch_private import count_writes, is_dtensor, step_hooks, unhooked
 
 Group = dict[str, Any]  # "params", and their options
 
@@ -27,18 +28,10 @@ REFUSED = {  # class → the reason
     "Adafactor": "its states are those of whole rows and columns",
     "LBFGS": "it runs the loss many times a step",
     "LowBits": "it keeps low bits already",
-    "Muon": "its step is one of whole matrices",
+    "Muon": "its step is one of whole matrices (megabatch.optim.Muon can)",
     "SparseAdam": "it takes sparse gradients",
 }
 BLOCKWISE = ("8bit", "4bit", "Fp8")  # in the names of optimizers whose states are scaled by block
-
-
-def refusal(kind: Callable[..., Optimizer]) -> str | None:
-    """Return the reason why `LowBits` refuses a class of optimizers, or None if it takes them."""
-    names = [each.__name__ for each in getattr(kind, "__mro__", ())]
-    if any(part in name for name in names for part in BLOCKWISE):
-        return "its states are scaled by block"
-    return next((REFUSED[name] for name in names if name in REFUSED), None)
 
 
 class LowBits(Optimizer):
@@ -65,15 +58,15 @@ class LowBits(Optimizer):
     model computes, and move the next step by less than half a bfloat16 step.
 
     Args:
-        optimizer: Any elementwise optimizer over at least one bfloat16 parameter: AdamW, Adam, SGD, NAdam, Lion, ...
-            States that it has already are taken over.
+        optimizer: Any elementwise optimizer over at least one bfloat16 parameter (AdamW, Adam, SGD, NAdam, Lion, ...),
+            or `Muon`. States that it has already are taken over.
         state_dtype: torch.float32, or torch.bfloat16 for 4 bytes a weight less of AdamW's states. These are then
             rounded after each step, as they are without low bits, and weights have no longer the bits of float32.
 
     Raises:
-        PlanError: The optimizer is not elementwise (Adafactor, Muon, LBFGS, SparseAdam, states in blocks), has step
-            hooks, or has no bfloat16 parameter. `step` raises it, before any such weight has moved, for an optimizer
-            that keeps states of other shapes than the parameter's or writes to its parameter groups.
+        PlanError: The optimizer is not elementwise (Adafactor, torch's Muon, LBFGS, SparseAdam, states in blocks), has
+            step hooks, or has no bfloat16 parameter. `step` raises it, before any such weight has moved, for an
+            optimizer that keeps states of other shapes than the parameter's or writes to its parameter groups.
     """
 
     optimizer: Optimizer  # the wrapped one
@@ -81,7 +74,7 @@ class LowBits(Optimizer):
 
     def __init__(self, optimizer: Optimizer, *, state_dtype: torch.dtype = torch.float32) -> None:
         name = type(optimizer).__name__
-        reason = refusal(type(optimizer))
+        reason = _reason_against(type(optimizer))
         if reason is not None:
             raise PlanError(f"{name} cannot keep low bits: {reason}; use an elementwise optimizer, such as AdamW")
         if not any(_is_narrow(each) for group in optimizer.param_groups for each in group["params"]):
@@ -96,6 +89,11 @@ class LowBits(Optimizer):
         for each, state in self.state.items():  # Adagrad makes them before the first step
             if _is_narrow(each):
                 self.state[each] = {**_in_dtype(state_dtype, state), LOW: self._low_bits(each)}
+
+    @staticmethod
+    def supports(kind: Callable[..., Optimizer]) -> bool:
+        """Return True for a class of optimizers that can keep low bits, as far as its name tells."""
+        return _reason_against(kind) is None
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -116,7 +114,9 @@ class LowBits(Optimizer):
         with torch.no_grad():
             limit = self._largest()
             for group in self.param_groups:
-                for parameters in _divided(group["params"], limit):
+                inner = self.optimizer
+                is_in_rounds = isinstance(inner, Muon) and inner.orthogonalizes(group)
+                for parameters in Muon.rounds(group) if is_in_rounds else _divided(group["params"], limit):
                     self._step_few(group, parameters)
         return loss
 
@@ -178,7 +178,7 @@ class LowBits(Optimizer):
         before = _marks(lent)
         inner.param_groups, inner.state = [lent], defaultdict(dict, states)
         try:
-            _unhooked(type(inner).step)(inner)
+            unhooked(type(inner).step)(inner)
             after = inner.state
         finally:
             inner.param_groups, inner.state = self.param_groups, self.state
@@ -221,6 +221,16 @@ class _Written:
     def is_last(self, values: Tensor) -> bool:
         """Return True if nobody has written since."""
         return self._tensor() is values and count_writes(values) == self._num_writes
+
+
+def _reason_against(kind: Callable[..., Optimizer]) -> str | None:
+    """Return the reason why a class of optimizers cannot keep low bits, or None if it can."""
+    if isinstance(kind, type) and issubclass(kind, Muon):
+        return None
+    names = [each.__name__ for each in getattr(kind, "__mro__", ())]
+    if any(part in name for name in names for part in BLOCKWISE):
+        return "its states are scaled by block"
+    return next((REFUSED[name] for name in names if name in REFUSED), None)
 
 
 def keep_state_dtypes(optimizer: Optimizer) -> None:
@@ -351,8 +361,3 @@ def _marks(group: Group) -> dict[str, object]:
     return {
         name: (id(value), count_writes(value) if isinstance(value, Tensor) else None) for name, value in group.items()
     }
-
-
-def _unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a class's step without hooks: those of every optimizer run once, in `LowBits`."""
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # pyright: ignore[reportFunctionMemberAccess]

@@ -41,6 +41,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "ASGD": {},
     "Adafactor": {},
     "Rprop": {},
+    "Muon": {"adamw_lr": 1e-3, "betas": (0.8, 0.9)},
 }
 WHOLE_ONLY = ("Adafactor", "Rprop")  # whose steps torch cannot make on shards
 

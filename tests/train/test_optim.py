@@ -19,7 +19,13 @@ from megabatch.train.callbacks.ema import Average
 from megabatch.train.config import OptimConfig
 from megabatch.train.data.updates import NumUpdates
 from megabatch.train.model.build_accumulator import use_recipe_keys
-from megabatch.train.model.optimizer import build_optimizer, decay_steps_of, groups_of, lr_factor, settings_of
+from megabatch.train.model.optimizer import (
+    build_optimizer,
+    decay_steps_of,
+    groups_of,
+    lr_factor,
+    settings_of,
+)
 from tests.exact.launch import Run, launch, launch_all
 from tests.train.conftest import Bench
 from tests.train.jobs import (
@@ -106,7 +112,7 @@ def test_settings_are_json_and_without_what_is_derived() -> None:
 def test_matrices_decay_vectors_do_not_and_frozen_parameters_are_nowhere() -> None:
     model = Tiny()
     model.embed.requires_grad_(False)
-    decaying, others = groups_of(model, 0.3)
+    decaying, others = groups_of(model.parameters(), 0.3)
     assert {id(each) for each in decaying["params"]} == {id(model.head.weight), id(model.unused.weight)}
     assert decaying["weight_decay"] == 0.3
     assert {id(each) for each in others["params"]} == {
@@ -203,7 +209,12 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"name": "Optimizer"}, "optim.name is 'Optimizer', which torch.optim does not have; the nearest name is "),
     ({"name": "LBFGS"}, "optim.name is 'LBFGS', which cannot be used: it runs the loss many times a step;"),
     ({"name": "SparseAdam"}, "optim.name is 'SparseAdam', which cannot be used: it takes sparse gradients"),
-    ({"name": "Muon"}, "optim.name is 'Muon', which cannot be used: it takes matrices alone"),
+    ({"name": "muon"}, "optim.name is 'muon', which torch.optim does not have; the nearest name is Muon"),
+    (
+        {"name": "Muon", "options": {"ns_step": 4}},
+        "unknown key optim.options.ns_step for Muon; the nearest key is ns_s",
+    ),
+    ({"name": "Muon", "options": {"momentum": -1.0}}, "torch's Muon refuses its arguments (ValueError: momentum"),
     ({"name": "SGD", "betas": (0.8, 0.9)}, "optim.betas is set and SGD has none; leave optim.betas out"),
     ({"name": "Rprop", "weight_decay": 0.2}, "optim.weight_decay is set and Rprop has none; leave"),
     ({"options": {"epsilon": 1e-9}}, "unknown key optim.options.epsilon for AdamW; the nearest key is eps"),
@@ -238,6 +249,27 @@ def test_a_mistake_is_one_line(optim: dict[str, Any], line: str) -> None:
 def test_defaults_that_an_optimizer_does_not_take_are_left_out() -> None:
     group = build_optimizer(Tiny(), OptimConfig(name="Rprop")).param_groups[0]
     assert not {"betas", "weight_decay"} & set(group)
+
+
+def test_muon_has_hidden_matrices_and_adamw_the_rest() -> None:
+    model = Tiny()  # its last matrix counts as the head
+    config = OptimConfig(name="Muon", lr=0.5, adamw_lr=0.25, betas=(0.8, 0.9), weight_decay=0.2)
+    matrices, decaying, vectors = build_optimizer(model, config).param_groups
+    assert [id(each) for each in matrices["params"]] == [id(model.head.weight)]
+    assert [id(each) for each in decaying["params"]] == [id(model.embed.weight), id(model.unused.weight)]
+    assert len(vectors["params"]) == 3
+    assert [group["lr"] for group in (matrices, decaying, vectors)] == [0.5, 0.25, 0.25]
+    assert [group["weight_decay"] for group in (matrices, decaying, vectors)] == [0.2, 0.2, 0.0]
+    assert decaying["betas"] == vectors["betas"] == (0.8, 0.9)
+    rate = build_optimizer(model, OptimConfig(name="Muon", lr=0.5)).param_groups[1]["lr"]
+    assert rate == 0.5  # the sizes of updates are alike
+
+
+def test_a_model_without_a_hidden_matrix_is_no_model_for_muon() -> None:
+    model = Tiny()
+    model.head.requires_grad_(False)
+    with pytest.raises(MegabatchError, match=r"^optim.name is .Muon. and the model trains no matrix of a hidden layer"):
+        build_optimizer(model, OptimConfig(name="Muon"))
 
 
 def test_a_model_without_a_parameter_to_train_is_refused() -> None:

@@ -1,5 +1,6 @@
 """What an optimizer will keep, and what a device can give, before either is there."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -10,18 +11,26 @@ from torch import Tensor, nn, optim
 
 from megabatch.autotune import memory
 from megabatch.autotune.memory import device_text, estimate_state_bytes
+from megabatch.optim import Muon
 
-KEPT: list[tuple[type[optim.Optimizer], dict[str, Any]]] = [
+
+def muon_and_adamw(parameters: list[nn.Parameter]) -> Muon:
+    matrix = nn.Parameter(torch.ones(8, 5))
+    matrix.grad = torch.ones(8, 5)
+    return Muon([matrix], optim.AdamW(parameters))
+
+
+KEPT: list[tuple[Callable[..., optim.Optimizer], dict[str, Any]]] = [
     (optim.SGD, {}), (optim.SGD, {"momentum": 0.9}), (optim.AdamW, {}), (optim.AdamW, {"amsgrad": True}),
     (optim.Adam, {"amsgrad": True}), (optim.NAdam, {}), (optim.RAdam, {}), (optim.Adamax, {}), (optim.Adadelta, {}),
     (optim.RMSprop, {}), (optim.RMSprop, {"momentum": 0.9, "centered": True}), (optim.Adagrad, {}), (optim.ASGD, {}),
-    (optim.Rprop, {}), (optim.Muon, {}),
+    (optim.Rprop, {}), (optim.Muon, {}), (muon_and_adamw, {}),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "options"), KEPT)
 def test_what_an_optimizer_will_keep_is_known_before_its_first_step(
-    kind: type[optim.Optimizer], options: dict[str, Any]
+    kind: Callable[..., optim.Optimizer], options: dict[str, Any]
 ) -> None:
     parameter = nn.Parameter(torch.ones(60, 50))
     parameter.grad = torch.ones(60, 50)

@@ -21,6 +21,8 @@ EXCLUDING = (  # a key, others that do not go with it, and why; key=value: that 
     ("model.compute_dtype", ["model.dtype=float64"], "which autocast does not convert"),
     ("model.compile", ["model.quantize", "parallel.tp", "parallel.pp"], "which are not tested together"),
     ("update.one_row", ["loss.function"], "which may look at samples one by one"),
+    ("optim.name=Muon", ["parallel.tp"], "which cuts over a second axis the matrices that Muon needs whole"),
+    ("optim.name=Muon", ["optim.in_backward"], "where parameters are stepped one by one, and ranks share out matrices"),
     ("eval.function", ["parallel.pp"], "where no rank has a whole model to give it"),
     ("checkpoint.partial", ["parallel.pp"], "of which an open update cannot be saved"),
     ("checkpoint.partial", ["update.on_nonfinite"], "which begins an update again from where it began"),
@@ -40,6 +42,7 @@ NEEDING = (  # a key, and another without which it has no effect
     ("model.quantize", "model.lora"),
     ("model.double_quantization", "model.quantize"),
     ("data.options", "data.function"),
+    ("optim.adamw_lr", "optim.name=Muon"),
     ("update.accumulate_dtype", "model.dtype=bfloat16"),
 )
 

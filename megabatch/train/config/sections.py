@@ -183,7 +183,8 @@ class OptimConfig(Section):
     """The optimizer and its learning rate. Everything counts updates."""
 
     name: str = "AdamW"
-    """An optimizer of torch.optim: "AdamW", "SGD", "Adafactor", ..."""
+    """An optimizer of torch.optim: "AdamW", "SGD", "Adafactor", ... "Muon" is for the matrices of hidden layers, with
+    AdamW for embeddings, the head and vectors."""
     function: Function | None = None
     """"module:function" that makes the optimizer in place of name; called with the parameter groups, lr and options."""
     options: Options = {}
@@ -199,8 +200,11 @@ class OptimConfig(Section):
     process and FSDP2, with update.max_norm = "none"."""
     lr: Rate = 1e-3
     """Peak learning rate."""
+    adamw_lr: Rate | None = None
+    """With Muon: peak learning rate of the parameters that AdamW steps. None: lr, since Muon's steps are scaled to the
+    size of AdamW's, unless options.adjust_lr_fn = "original"."""
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)
-    """Decay of the two moments, of an optimizer that has them."""
+    """Decay of the two moments, of an optimizer that has them; with Muon: of its AdamW."""
     weight_decay: Rate = 0.1
     """Weight decay of matrices; vectors (norms, biases) have none."""
     warmup_steps: Step = 0

@@ -4,7 +4,7 @@ import difflib
 import inspect
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from megabatch import Learner
 from megabatch.errors import MegabatchError, PlanError, in_one_line
-from megabatch.optim import LowBits, keep_state_dtypes, refusal
+from megabatch.optim import LowBits, Muon, keep_state_dtypes, split_parameters
 from megabatch.planning import TunedLimit
 from megabatch.train.config import Config, OptimConfig, UpdateConfig
 from megabatch.train.config.batch_size import Sizes
@@ -30,7 +30,6 @@ COOLDOWN_SHARE = 10  # wsd falls over a tenth of its updates
 REFUSED = {
     "LBFGS": "it runs the loss many times a step",
     "SparseAdam": "it takes sparse gradients, and a model's are dense",
-    "Muon": "it takes matrices alone, and a model has vectors too; an optim.function can return one that takes both",
 }
 LARGEST_NORM = sys.float_info.max  # a finite gradient is never clipped to it
 NUM_LOOKED_AT = 2**18  # weights of a rank, for their median
@@ -45,6 +44,7 @@ def build_learner(
     gradient = build_accumulator(laid.model, config, fit, sync)
     decay_steps = decay_steps_of(config, num_updates)
     optimizer = build_optimizer(laid.base, config.optim)
+    laid.words.extend(words_of_muon(optimizer))
     if isinstance(optimizer, LowBits):
         laid.words.append("steps: in float32, by 16 low bits beside each bfloat16 weight")
     else:
@@ -71,6 +71,22 @@ def check_in_backward(config: Config) -> None:
             f"optim.in_backward is true and {key} is set, which needs the whole gradient before the first parameter is "
             f"stepped; {instead or f'leave {key} out'}, or leave optim.in_backward out"
         )
+
+
+def words_of_muon(optimizer: optim.Optimizer) -> list[str]:
+    """Return the line that says what Muon steps, if anything."""
+    inner = optimizer.optimizer if isinstance(optimizer, LowBits) else optimizer
+    if not isinstance(inner, Muon):
+        return []
+    sizes = [[each.numel() for each in group["params"]] for group in inner.param_groups]
+    matrices = [
+        each
+        for group, own in zip(inner.param_groups, sizes, strict=True)
+        if inner.orthogonalizes(group)
+        for each in own
+    ]
+    share = sum(matrices) / sum(map(sum, sizes))
+    return [f"Muon: {len(matrices)} matrices of hidden layers, {share:.0%} of the trained weights; AdamW: the rest"]
 
 
 def max_norm_of(update: UpdateConfig) -> float | None:
@@ -158,10 +174,15 @@ def follow(optimizer: optim.Optimizer, scheduler: LRScheduler, factor: float) ->
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> optim.Optimizer:
     """Return the recipe's optimizer over the trainable parameters; only matrices decay. Raises `MegabatchError`."""
-    groups = groups_of(model, config.weight_decay)
+    groups = groups_of(model.parameters(), config.weight_decay)
     if not groups:
         raise MegabatchError("the model has no parameter to train; free some from model.freeze, or give another model")
-    optimizer = torch_optimizer(groups, config) if config.function is None else own_optimizer(groups, config)
+    if config.function is not None:
+        optimizer = own_optimizer(groups, config)
+    elif config.name == "Muon":
+        optimizer = muon_optimizer(model, config)
+    else:
+        optimizer = torch_optimizer(groups, config)
     is_bfloat16 = any(each.dtype == torch.bfloat16 for group in groups for each in group["params"])
     if keeps_low_bits(config, is_bfloat16=is_bfloat16):
         optimizer = with_low_bits(optimizer, config)
@@ -180,7 +201,11 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> optim.Optimizer:
 def keeps_low_bits(config: OptimConfig, *, is_bfloat16: bool) -> bool:
     """Return True if the recipe asks for low bits, or leaves it open and they suit the parameters and optim.name."""
     if config.master == "auto":
-        return is_bfloat16 and config.function is None and refusal(kind_of(config.name)) is None
+        return (
+            is_bfloat16
+            and config.function is None
+            and LowBits.supports(Muon if config.name == "Muon" else kind_of(config.name))
+        )
     return config.master == "low_bits"
 
 
@@ -205,16 +230,16 @@ def too_small_steps(optimizer: optim.Optimizer, config: OptimConfig) -> list[str
     if config.lr >= half_step:
         return []
     reason = 'optim.master is "none"' if config.master is None else f"optim.name is {config.name!r}"
-    change = "leave optim.master out" if refusal(type(optimizer)) is None else "choose AdamW"
+    change = "leave optim.master out" if LowBits.supports(type(optimizer)) else "choose AdamW"
     return [
         f"{reason} and optim.lr is {config.lr:g}, below half a bfloat16 step of the median weight ({half_step:.1e}): "
         f"most weights will not move; {change}, or raise optim.lr"
     ]
 
 
-def groups_of(model: nn.Module, weight_decay: float) -> list[Group]:
-    """Trainable parameters: matrices, and vectors (norms, biases), which do not decay."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+def groups_of(parameters: Iterable[Tensor], weight_decay: float) -> list[Group]:
+    """Return the trainable parameters: matrices, and vectors (norms, biases), which do not decay."""
+    parameters = [parameter for parameter in parameters if parameter.requires_grad]
     groups: list[Group] = [
         {"params": [parameter for parameter in parameters if parameter.ndim >= 2], "weight_decay": weight_decay},
         {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
@@ -228,6 +253,22 @@ def torch_optimizer(groups: list[Group], config: OptimConfig) -> optim.Optimizer
     arguments = arguments_of(kind, config)
     taken = [group if takes(kind, "weight_decay") else {"params": group["params"]} for group in groups]
     return kind(taken, **tried(kind, arguments, groups))
+
+
+def muon_optimizer(model: nn.Module, config: OptimConfig) -> Muon:
+    """Return Muon for the matrices of hidden layers, with AdamW for the rest."""
+    matrices, rest = split_parameters(model)
+    if not matrices:
+        raise MegabatchError(
+            'optim.name is "Muon" and the model trains no matrix of a hidden layer (embeddings and the head are not); '
+            "choose AdamW, or free some from model.freeze"
+        )
+    groups: list[Group] = [{"params": matrices, "weight_decay": config.weight_decay}]
+    arguments = tried(Muon, arguments_of(optim.Muon, config), groups)
+    rate = config.lr if config.adamw_lr is None else config.adamw_lr
+    of_rest = config.model_copy(update={"name": "AdamW", "lr": rate, "options": {}})
+    others = groups_of(rest, config.weight_decay)
+    return Muon(groups, torch_optimizer(others, of_rest) if others else None, **arguments)
 
 
 def kind_of(name: str) -> Callable[..., optim.Optimizer]:
@@ -253,7 +294,7 @@ def takes(kind: Callable[..., optim.Optimizer], argument: str) -> bool:
 def arguments_of(kind: Callable[..., optim.Optimizer], config: OptimConfig) -> dict[str, Any]:
     """Keyword arguments from the recipe; one that the class does not take is an error if the user has set it."""
     for key in ("betas", "weight_decay"):
-        if not takes(kind, key) and is_set(config, key):
+        if not takes(kind, key) and is_set(config, key) and kind is not optim.Muon:  # betas are those of its AdamW
             raise MegabatchError(f"optim.{key} is set and {config.name} has none; leave optim.{key} out")
     known = [key for key in inspect.signature(kind).parameters if key not in OWNED_OPTIONS]
     for key in config.options:

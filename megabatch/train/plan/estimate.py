@@ -5,6 +5,7 @@ than any layer keeps, so that it never rejects a choice that fits. Traffic is ex
 and train something in each layer.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from megabatch.optim import LowBits
+from megabatch.optim import LowBits, split_parameters
 from megabatch.simulate import Device
 from megabatch.train.config import Config
 from megabatch.train.config.parallel_layout import Layout
@@ -126,7 +127,7 @@ def measure_sizes(model: nn.Module, config: Config, layout: Layout, wrapped: str
         parameter_bytes=dtype.itemsize,
         compute_bytes=computed.itemsize,
         reduce_bytes=(accumulation_of(config.update) or trained_dtype).itemsize,
-        state_bytes=_state_bytes(config, optimizer),
+        state_bytes=_state_bytes(config, optimizer, model),
         num_widened=max(widened, default=0) // tp // num_shards,
         dtype=computed,
         wrapped=wrapped,
@@ -142,20 +143,26 @@ def _count_parameters(module: nn.Module) -> tuple[int, int]:
 
 
 def _stepped_optimizer(config: Config, dtype: torch.dtype) -> Optimizer:
-    """Return the recipe's optimizer over a small matrix, after a step."""
-    like = nn.Linear(64, 64, bias=False, dtype=dtype)
-    like.weight.grad = torch.zeros_like(like.weight)
+    """Return the recipe's optimizer over two small matrices, of a hidden layer and of the head, after a step."""
+    like = nn.Sequential(*(nn.Linear(64, 64, bias=False, dtype=dtype) for _ in range(2)))
+    for each in like.parameters():
+        each.grad = torch.zeros_like(each)
     optimizer = build_optimizer(like, config.optim)
     optimizer.step()
     return optimizer
 
 
-def _state_bytes(config: Config, optimizer: Optimizer) -> float:
-    """Return the bytes of optimizer state and of EMA per parameter, measured by a step of a small matrix."""
-    (weight,) = optimizer.param_groups[0]["params"]
-    kept = [value.nbytes for value in optimizer.state[weight].values() if isinstance(value, Tensor) and value.ndim]
-    average = 0 if config.optim.ema_decay is None else max(weight.dtype.itemsize, torch.float32.itemsize)
-    return sum(kept) / weight.numel() + average
+def _state_bytes(config: Config, optimizer: Optimizer, model: nn.Module) -> float:
+    """Return the bytes of optimizer state and of EMA per trained parameter, measured by a step of small matrices."""
+    hidden, *_, head = [each for group in optimizer.param_groups for each in group["params"]]
+    matrices, rest = (sum(each.numel() for each in part) for part in split_parameters(model))
+    average = 0 if config.optim.ema_decay is None else max(head.dtype.itemsize, torch.float32.itemsize)
+    kept = matrices * _bytes_of(optimizer.state[hidden]) + rest * _bytes_of(optimizer.state[head])
+    return kept / head.numel() / max(1, matrices + rest) + average
+
+
+def _bytes_of(state: Mapping[str, object]) -> int:
+    return sum(value.nbytes for value in state.values() if isinstance(value, Tensor) and value.ndim)
 
 
 def estimate_cost(choice: Choice, sizes: ModelSizes, length_tokens: int, device: Device) -> Estimate:
