@@ -24,7 +24,7 @@ from megabatch.engine.step_in_backward import StepInBackward
 from megabatch.engine.update import MAX_TERMS, OpenUpdate
 from megabatch.errors import MegabatchError, MicrobatchLimit, PlanError
 from megabatch.losses.contract import LossHooks, Term
-from megabatch.optim import refusal
+from megabatch.optim import LowBits, Muon
 from megabatch.planning.partition import fill
 from megabatch.planning.plan import Plan, check_lengths, priced
 from megabatch.torch_private import is_dtensor
@@ -70,12 +70,13 @@ def check_settings(
 def check_optimizer(wrapper: Wrapper, optimizer: torch.optim.Optimizer) -> None:
     """Raise `PlanError` for an optimizer whose step has other bits if it is given other shards."""
     inner = getattr(optimizer, "optimizer", optimizer)  # of LowBits and of Accelerate's wrapper
-    name, reason = type(inner).__name__, None
+    others = inner.others if isinstance(inner, Muon) else inner  # Muon gathers its own matrices
+    name, reason = type(others or inner).__name__, None
     if wrapper.device.type == "cpu" and any(each.get("fused") for each in inner.param_groups):
         reason = "is fused on a CPU, where its bits depend on the size of a shard; give fused=False"
-    elif not any(is_dtensor(each) and each.placements[-1].is_shard() for each in wrapper.parameters):
+    elif others is None or not any(is_dtensor(each) and each.placements[-1].is_shard() for each in wrapper.parameters):
         return
-    elif refusal(type(inner)) is not None or depends_on_shards(inner):
+    elif not LowBits.supports(type(others)) or depends_on_shards(others):
         reason = (
             "steps a shard to other bits than a whole parameter; use an elementwise optimizer, such as AdamW, or DDP"
         )

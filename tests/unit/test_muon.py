@@ -18,13 +18,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel, LlamaConfig
 
+from megabatch import GradientAccumulator
 from megabatch.errors import PlanError
 from megabatch.optim import LowBits, Muon, muon, split_parameters
 from tests.exact.launch import of_ranks
@@ -183,6 +184,18 @@ def test_what_it_cannot_step_is_refused() -> None:
         check_error(str(caught.value), seen)
     one_axis = distribute_tensor(matrix.detach(), mesh, [Replicate(), Shard(0)])
     assert Muon([nn.Parameter(one_axis)])
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_the_same_bits_on_any_number_of_ranks_go_with_it() -> None:
+    model = Deep()
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64))
+    gradient = GradientAccumulator(model, micro_batch_size=1, same_bits=True)
+    gradient.reserve_for(ours(model, {}))
+    gradient.reserve_for(Muon(divided(model)[0]))
+    for refused in (optim.Muon(divided(model)[0]), Muon(divided(model)[0], optim.Adafactor(divided(model)[1]))):
+        with pytest.raises(PlanError, match=r"^same_bits=True and \w+ steps a shard to other bits"):
+            gradient.reserve_for(refused)
 
 
 def test_rounds_have_matrices_of_like_cost() -> None:
