@@ -5,8 +5,8 @@
 
 Two processes on gloo, a small Llama in DDP, updates of samples as long as those of GSM8K. Timed are the message by
 which ranks agree on a call and the collating and weighing before it, inside of real updates; and the message alone, on
-more processes too. Where loads take time, by sleeping, the update's time says which of them ran while a forward or
-backward did.
+more processes too. Of lists in memory, the CPU time of one rank before the first forward. Where loads take time, by
+sleeping, the update's time says which of them ran while a forward or backward did.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from benchmarks import result
 from megabatch import GradientAccumulator, UpdateSampler, losses
 from megabatch.batching.samples import Deferred
 from megabatch.engine import call as engine_call
-from megabatch.losses.contract import loss
+from megabatch.losses.contract import loss, loss_hooks
 from megabatch.train.runtime.ranks import Ranks
 from megabatch.wrappers.mesh import DataRanks
 from tests.train.on_ranks import on_ranks
@@ -34,6 +35,7 @@ from tests.train.on_ranks import on_ranks
 CLAIM = "the message before an update's first forward is a thousandth of a small update, and less of any other"
 NUM_RANKS, CAP_TOKENS = 2, 4096
 SIZES = (8, 32)  # samples of an update
+IN_MEMORY = (64, 8192)  # samples of a rank
 GROUPS = (2, 4, 8)  # processes that send the message alone
 NUM_UPDATES, NUM_MESSAGES = 8, 500
 LOAD_SECONDS, RUN_SECONDS, NUM_LOADED = 0.01, 0.02, 16  # of a sample; of a microbatch; samples, two to a microbatch
@@ -75,7 +77,7 @@ def build() -> nn.Module:
 def updates(ranks: Ranks, size: int, number: int) -> Row:
     """Milliseconds of this rank's updates, and of what comes before their first forward."""
     message, collated = Timed(DataRanks, "exchange"), Timed(engine_call, "collate_planned")
-    lengths = np.random.default_rng(0).lognormal(np.log(485), 0.4, 2000).clip(50, 1692).astype(np.int64)
+    lengths = lengths_of(2000)
     sampler = UpdateSampler(lengths, global_batch_size=size, dp_rank=ranks.rank, dp_degree=ranks.size)
     gradient = GradientAccumulator(build(), max_microbatch_tokens=CAP_TOKENS)
     rows: list[list[float]] = []
@@ -101,6 +103,31 @@ def messages(ranks: Ranks, number: int) -> float:
         group.exchange_numbers([0.0] * 15)
         found.append(1000 * (time.perf_counter() - start))
     return statistics.median(found[number // 10 :])
+
+
+def in_memory(size: int) -> Row:
+    """CPU milliseconds of one rank before the first forward of a list of samples."""
+    gradient = GradientAccumulator(nn.Embedding(384, 8), max_microbatch_tokens=2 * CAP_TOKENS)
+    texts = [torch.zeros(int(length), dtype=torch.long) for length in lengths_of(size)]
+    samples = [{"input_ids": each, "labels": each} for each in texts]
+    planner, hooks = gradient._planner, loss_hooks(losses.next_token)  # the methods that forward_backward calls first
+    rows: list[list[float]] = []
+    for _ in range(NUM_UPDATES):
+        times = [time.thread_time()]
+        measured = planner.samples(samples, hooks.prepare)
+        times.append(time.thread_time())
+        plan = planner.plan(measured)
+        times.append(time.thread_time())
+        engine_call.collate_planned(measured, plan, hooks.weigh)
+        times.append(time.thread_time())
+        rows.append([1000 * (after - before) for before, after in pairwise(times)])
+    found = [round(statistics.median(column), 3) for column in zip(*rows, strict=True)]
+    return {"samples": size, **dict(zip(("measured_ms", "split_ms", "collated_and_weighed_ms"), found, strict=True))}
+
+
+def lengths_of(size: int) -> np.ndarray:
+    """Lengths as those of GSM8K."""
+    return np.random.default_rng(0).lognormal(np.log(485), 0.4, size).clip(50, 1692).astype(np.int64)
 
 
 def asleep(seconds: float, value: Any) -> Any:
@@ -157,6 +184,8 @@ def main() -> None:
             "message_of_the_last_to_come_ms": round(statistics.median(last), 3),
         })  # fmt: skip
         print(rows[-1], flush=True)
+    in_lists = [in_memory(size) for size in ((64,) if quick else IN_MEMORY)]
+    print(*in_lists, sep="\n", flush=True)
     alone = {size: round(max(of_processes(size, messages, num_messages)), 3) for size in GROUPS}
     print(f"the message alone, by processes: {alone} ms", flush=True)
     ways = {"without weigh": (False, False), "weighed, weights told": (True, True), "weighed": (True, False)}
@@ -166,9 +195,12 @@ def main() -> None:
     if not quick:
         serial = {"loads_s": NUM_LOADED * LOAD_SECONDS, "microbatches_s": NUM_LOADED / 2 * RUN_SECONDS}
         whole = {"claim": CLAIM, **made_with, "threads": 1, "ranks": NUM_RANKS, "message_alone_ms_by_processes": alone,
-                 "rows": rows, "loading": {"asleep": serial, "update_s": loads}}  # fmt: skip
+                 "rows": rows, "lists_in_memory": in_lists,
+                 "loading": {"asleep": serial, "update_s": loads}}  # fmt: skip
         print(result.write(result.dated("before_forward"), whole))
 
 
 if __name__ == "__main__":
-    main()
+    from benchmarks.before_forward import main as run  # processes find its functions by the module's name
+
+    run()

@@ -51,9 +51,9 @@ def make_update(context: RunContext, batch: Sequence[Any]) -> None:
     for callback in context.callbacks.before_update:
         callback.before_update(context)
     if context.callbacks.around_backward:
-        surround_backward(context, batch)
+        surround_backward(context, context.batch)
     else:
-        context.forward_backward(batch)
+        context.forward_backward(context.batch)
     context.update = context.learner.optim_step()
     context.values = read_values(context.update)
     context.heartbeat.made = time.monotonic()  # what follows may take any time

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megabatch.batching import Deferred
 from megabatch.train.cli import commands as cli
-from megabatch.train.records.update_logs import sum_of_hashes
+from megabatch.train.records.update_logs import noting_hashes, sum_of_hashes
 from megabatch.train.runtime.files import MANIFEST as FILE_NAME
 from tests.train.conftest import NO_DROPOUT, Bench
 
@@ -107,6 +108,14 @@ def test_a_hash_is_of_all_content_and_knows_no_order(other: dict[str, object]):
     assert sum_of_hashes([one, other]) == sum_of_hashes([other]) + sum_of_hashes([sample([1, 2])])
     assert sum_of_hashes([one]) != sum_of_hashes([other])
     assert sum_of_hashes([one, one]) not in (sum_of_hashes([one, other]), sum_of_hashes([one]))
+
+
+def test_a_deferred_sample_is_hashed_where_it_is_loaded_and_once():
+    samples, loads, hashes = [sample([1, 2]), sample([3])], [], {}
+    batch = noting_hashes(Deferred(lambda index: loads.append(index) or samples[index], [2, 1]), hashes)
+    assert [batch[1], batch[0], batch[0]] == [samples[1], samples[0], samples[0]]
+    assert loads == [1, 0, 0]
+    assert hashes == {index: sum_of_hashes([each]) for index, each in enumerate(samples)}
 
 
 @pytest.mark.full

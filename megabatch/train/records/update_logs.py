@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megabatch import Plan
+from megabatch.batching import Deferred
 from megabatch.train.context import Callback, RunContext
 from megabatch.train.runtime.files import CLOSE, CUTS, MANIFEST, Row
 from megabatch.train.runtime.oom_limit import report_split
@@ -69,23 +70,49 @@ class Manifest(Callback):
     def __init__(self, context: RunContext) -> None:
         self._file = context.open_log(MANIFEST)
         self._file.has_every_update = True
+        self._hashes: dict[int, int] = {}  # of the samples of a `Deferred` batch that are loaded, by their index
+
+    def before_update(self, context: RunContext) -> None:
+        """Hash the samples of a `Deferred` batch where they are loaded."""
+        if isinstance(context.batch, Deferred):
+            self._hashes = {}
+            context.batch = noting_hashes(context.batch, self._hashes)
 
     def after_update(self, context: RunContext) -> None:
         """Add the line of the update."""
-        samples = hash_of_all(context.batch, context.ranks)
+        batch = context.batch
+        if isinstance(batch, Deferred):
+            for index in set(range(len(batch))) - self._hashes.keys():  # left out of the update
+                batch[index]
+            own = sum(self._hashes.values())
+        else:
+            own = sum_of_hashes(batch)
+        samples = sum_over_ranks(own, context.ranks)
         numbers = {key: context.row[key] for key in ("num_samples", "weight", "lr", *CLOSE)}
         self._file.append({"step": context.step, "samples": samples, **numbers})
 
 
-def hash_of_all(batch: Sequence[Any], ranks: Ranks) -> str:
+def noting_hashes(batch: Deferred, hashes: dict[int, int]) -> Deferred:
+    """Return the batch. The first load of each sample puts its hash into ``hashes``."""
+
+    def load(index: int) -> Any:
+        sample = batch[index]
+        if index not in hashes:
+            hashes[index] = sum_of_hashes([sample])
+        return sample
+
+    return Deferred(load, batch.lengths, batch.weights, look_ahead=batch.look_ahead, measured=batch.measured)
+
+
+def sum_over_ranks(own: int, ranks: Ranks) -> str:
     """Return one hash of the content of the update's samples: the same on any number of ranks, in any order."""
-    told = ranks.gather((ranks.dp_rank, sum_of_hashes(batch)))
+    told = ranks.gather((ranks.dp_rank, own))
     total = sum(dict(told).values()) % 2 ** (8 * BYTES)  # ranks along cp, tp and pp have the same samples
     return f"{total:0{2 * BYTES}x}"
 
 
 def sum_of_hashes(batch: Sequence[Any]) -> int:
-    """Return the sum of the hashes of the samples, which has no order. A `Deferred` batch is loaded once more."""
+    """Return the sum of the hashes of the samples, which has no order."""
     return sum(int.from_bytes(hash_sample(sample), "big") for sample in batch)
 
 
