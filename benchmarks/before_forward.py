@@ -76,7 +76,7 @@ def build() -> nn.Module:
 
 def updates(ranks: Ranks, size: int, number: int) -> Row:
     """Milliseconds of this rank's updates, and of what comes before their first forward."""
-    message, collated = Timed(DataRanks, "exchange"), Timed(engine_call, "collate_planned")
+    message, collated = Timed(DataRanks, "exchange_numbers"), Timed(engine_call, "collate_planned")
     lengths = lengths_of(2000)
     sampler = UpdateSampler(lengths, global_batch_size=size, dp_rank=ranks.rank, dp_degree=ranks.size)
     gradient = GradientAccumulator(build(), max_microbatch_tokens=CAP_TOKENS)
