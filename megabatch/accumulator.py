@@ -101,7 +101,9 @@ class GradientAccumulator:
             measurements of "auto", or relative defaults if you give a limit.
         sync: "last" reduces gradients once per call, "every" with each microbatch. "replica_last" (for HSDP)
             reduce-scatters with each microbatch and all-reduces once per call. "auto" chooses by the wrapper. After
-            `open`, "once per call" is once per update.
+            `open`, "once per call" is once per update. "gather_once" (for FSDP2 and HSDP) reduces as "auto" does, and
+            gathers parameters once per call instead of twice per microbatch. It keeps them gathered until the call's
+            last backward.
         collate: Makes a microbatch of a list of samples. The default pads on the right. `OneRow` does not pad.
         padding: Padding values of the default collate, ``{key: value}``. They override the choices of `Padding`.
         length: Returns the number of tokens of a sample. The default is the size of dim 0 of its first tensor.

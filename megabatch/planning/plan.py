@@ -64,7 +64,8 @@ class Plan:
         lengths: Tokens of each of this rank's samples.
         samples: Index of each of these samples among all that were planned.
         sync: "last" reduces gradients with the last microbatch, "every" with each, and "replica_last" (HSDP)
-            reduce-scatters with each and all-reduces with the last.
+            reduce-scatters with each and all-reduces with the last. "gather_once" (FSDP2) reduces as the wrapper's
+            default does, and gathers parameters with the first microbatch only.
         reason: The reason for this ``sync``, in words.
         seconds: Predicted seconds of all microbatches. None without a cost model.
         peak_bytes: Predicted peak memory, in bytes. None without a cost model.

@@ -32,7 +32,7 @@ from megabatch.wrappers.gradients import WideGradients, refuse_float16
 from megabatch.wrappers.mesh import DataRanks
 
 DTYPE, REQUIRES_GRAD = attrgetter("dtype"), attrgetter("requires_grad")
-Choice = tuple[str, str]  # a policy, "last", "every" or "replica_last", and why
+Choice = tuple[str, str]  # a policy, "last", "every", "gather_once" or "replica_last", and why
 END = -1  # in place of the number of a collective
 NO_GRADIENT, DENSE = range(2)  # layouts of a gradient
 CHANGED = (
@@ -163,7 +163,7 @@ class Wrapper:
 
     def choose(self, policy: str) -> Choice:
         """Return the sync policy and its reason. Raises `PlanError` for a policy that this wrapper does not support."""
-        self._refuse_replica_last(policy)
+        self._refuse_sharded_policy(policy)
         if self.ranks.num_weighing == 1:
             return "last", "one rank, nothing to reduce"
         return "last", "no wrapper: every rank keeps its whole gradient, summed once per update"
@@ -224,11 +224,16 @@ class Wrapper:
             elif parameter.grad is not None and parameter.grad.layout != torch.strided and not sparse_dims:
                 parameter.grad = parameter.grad.to_dense()
 
-    def _refuse_replica_last(self, policy: str) -> None:
+    def _refuse_sharded_policy(self, policy: str) -> None:
         if policy == "replica_last":
             raise PlanError(
                 f"sync is 'replica_last', which is for HSDP, and the model has {self.kind_name}; leave sync out, or "
                 "shard with fully_shard over a mesh of two axes (dp_replicate, dp_shard)"
+            )
+        if policy == "gather_once":
+            raise PlanError(
+                f"sync is 'gather_once', which is for FSDP2, and the model has {self.kind_name}; leave sync out, or "
+                "shard with fully_shard"
             )
 
 

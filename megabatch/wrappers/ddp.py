@@ -88,7 +88,7 @@ class DDPWrapper(Wrapper):
         return not (self._is_reducing or self._is_preparing) and super().is_microbatch_local
 
     def choose(self, policy: str) -> Choice:
-        self._refuse_replica_last(policy)
+        self._refuse_sharded_policy(policy)
         if self._is_local:
             return "last", "DDP reduces in the parameters' dtype: the wider gradient is summed once per update"
         if policy == "every":

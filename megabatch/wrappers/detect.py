@@ -3,6 +3,7 @@
 "last"          reduce once per call, with the last microbatch
 "every"         reduce with each microbatch
 "replica_last"  HSDP: reduce-scatter with each microbatch, all-reduce once per call
+"gather_once"   FSDP2: gather parameters once per call, reduce-scatter with each microbatch; HSDP: all-reduce once
 "auto"          the policy that suits the wrapper
 """
 
@@ -23,7 +24,7 @@ from megabatch.wrappers.ddp import DDPWrapper
 from megabatch.wrappers.mesh import AXES, CONTEXT_AXES, DATA_AXES, DataRanks, check_axes
 from megabatch.wrappers.multi_model import MultiModelWrapper
 
-POLICIES = ("auto", "last", "every", "replica_last")
+POLICIES = ("auto", "last", "every", "gather_once", "replica_last")
 Models = nn.Module | Sequence[nn.Module]
 
 

@@ -54,7 +54,7 @@ class FSDP1Wrapper(Wrapper):
         return False  # every forward gathers parameters
 
     def choose(self, policy: str) -> Choice:
-        self._refuse_replica_last(policy)
+        self._refuse_sharded_policy(policy)
         if policy == "last":
             return "last", "as asked: FSDP1 keeps the whole unsharded gradient until the last microbatch"
         if policy == "auto" and not self._is_sharded:

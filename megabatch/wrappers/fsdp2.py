@@ -14,6 +14,7 @@ from megabatch.errors import PlanError
 from megabatch.torch_private import (
     drop_fsdp_gradients,
     holds_fsdp_gradients,
+    keeping_gathered,
     name_of_group,
     noting_collectives,
     param_groups,
@@ -26,6 +27,8 @@ from megabatch.wrappers.base import CHANGED, END, Choice, Wrapper
 from megabatch.wrappers.checks import check_precision, check_wide
 from megabatch.wrappers.gradients import WideGradients
 from megabatch.wrappers.mesh import DataRanks
+
+GATHER_ONCE = "gather_once"
 
 
 class FSDP2Wrapper(Wrapper):
@@ -87,15 +90,17 @@ class FSDP2Wrapper(Wrapper):
 
     def choose(self, policy: str) -> Choice:
         if not self._has_shards:
-            self._refuse_replica_last(policy)
+            self._refuse_sharded_policy(policy)
             if policy == "every":
                 return "every", "as asked: replicate all-reduces the whole gradient with each microbatch"
             return "last", "replicas keep their whole gradient anyway: one all-reduce, in the last backward"
         # The user trades memory for traffic.
         if policy == "last":
             return "last", "as asked: FSDP2 keeps the whole unsharded gradient until the last microbatch"
+        if policy == GATHER_ONCE:
+            return policy, "as asked: FSDP2 gathers parameters once per call, and keeps them until its last backward"
         if not self._has_replicas:
-            self._refuse_replica_last(policy)
+            self._refuse_sharded_policy(policy)
             return "every", "FSDP2 reduce-scatters each microbatch, so that only a shard of the gradient is kept"
         if policy == "every":
             return "every", "as asked: HSDP reduce-scatters and all-reduces with each microbatch"
@@ -103,16 +108,20 @@ class FSDP2Wrapper(Wrapper):
 
     @contextlib.contextmanager
     def microbatch(self, policy: str, *, last: bool) -> Generator[None]:
+        gathers_once, ends_call = policy == GATHER_ONCE, last
+        keeping = keeping_gathered(self._modules, frees=ends_call) if gathers_once else contextlib.nullcontext()
         # A held update has no last microbatch: finish_update reduces what all of them have left.
         last = last and not self.is_held
         # FSDP2 reads these in the backward hooks of the microbatch.
         self._set(reduce=last or policy != "last", all_reduce=last or policy == "every", last=last)
         try:
-            with self._reducing_wide(), noting_collectives(self._groups, self.meet):
+            with keeping, self._reducing_wide(), noting_collectives(self._groups, self.meet):
                 yield
             self.meet(END)
         finally:
             self._set(reduce=True, all_reduce=True, last=True)
+            if gathers_once and ends_call:  # a module that this microbatch has not used is gathered still
+                self.reshard()
 
     @property
     def may_pause(self) -> bool:
@@ -120,7 +129,7 @@ class FSDP2Wrapper(Wrapper):
 
     def hold_reduction(self, policy: str) -> None:
         """Keep unsharded gradients, or the sums over a shard's ranks, until `finish_update`."""
-        self.is_held = policy != "every"
+        self.is_held = policy in ("last", "replica_last") or (policy == GATHER_ONCE and self._has_replicas)
 
     def reshard(self) -> None:
         for module in self._modules:

@@ -144,6 +144,8 @@ def held(model: Wrapped) -> list[Tensor]:
             kept += [group._partial_reduce_output]
             kept += [parameter.unsharded_accumulated_grad for parameter in group.fsdp_params]
             kept += [getattr(parameter, "_unsharded_param", parameter).grad for parameter in group.fsdp_params]
+            if not group.is_sharded:  # the model shows other parameters
+                kept += [parameter.sharded_param.grad for parameter in group.fsdp_params]
     return [local(gradient) for gradient in kept if gradient is not None]
 
 

@@ -135,6 +135,8 @@ JOBS = [f"{disturbance}:{wrapper}:{world}:{sync}" for wrapper in MAIN for world 
 JOBS += [f"{disturbance}:{wrapper}:{max(WRAPPERS[wrapper].worlds)}:{sync}" for wrapper in OTHERS
          for disturbance in ("interrupted", "left_early")
          for sync in ("last", "every", "replica_last") if sync not in WRAPPERS[wrapper].refused]  # fmt: skip
+JOBS += [f"{disturbance}:{wrapper}:gather_once" for wrapper in ("fsdp2:2", "hsdp:4")
+         for disturbance in ("interrupted", "left_early")]  # fmt: skip
 results = of_ranks("tests.exact.test_disturbed:run_job", JOBS)
 
 

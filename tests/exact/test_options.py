@@ -15,6 +15,7 @@ from tests.tiers import some
 OPTIONS = {  # with the wrappers that have them
     "keep_unsharded": ("fsdp2", "hsdp"),
     "cpu_offload": ("fsdp2", "hsdp"),
+    "gather_once": ("fsdp2", "hsdp", "fsdp2-tp"),
     "mesh_told": ("ddp", "hsdp", "fsdp1-hybrid"),
     "mesh_untold": ("tp", "fsdp2-tp"),
     "frozen": ("plain", "ddp", "fsdp2", "hsdp", "replicate", "fsdp1", "several", "tp", "fsdp2-tp"),
@@ -65,7 +66,7 @@ JOBS = [
     for option, wrappers in OPTIONS.items()
     for wrapper in wrappers
     for case in CASES
-    for sync in ("last", "every")
+    for sync in (("last", "every") if option != "gather_once" else ("gather_once",))
 ]
 results = of_ranks("tests.exact.test_options:run_job", JOBS)
 

@@ -37,7 +37,9 @@ OF_THE_COMMAND_LINE = {  # arguments -> what the error names
     "--update.global_batch_size=2.5": "update.global_batch_size is '2.5'; it must be a whole number",
     "--update.micro_batch_size=-1": "update.micro_batch_size is -1; it must be at least 1",
     "--update.max_microbatch_tokens=0": "update.max_microbatch_tokens is 0; it must be at least 1",
-    "--update.sync=never": "update.sync is 'never'; it must be 'auto', 'last', 'every' or 'replica_last'",
+    "--update.sync=never": (
+        "update.sync is 'never'; it must be 'auto', 'last', 'every', 'gather_once' or 'replica_last'"
+    ),
     "--update.tail=keep": "update.tail is 'keep'; it must be 'step', 'drop' or 'carry'",
     "--update.max_norm=0": "update.max_norm is 0.0; it must be greater than 0",
     "--parallel.wrapper=deepspeed": "parallel.wrapper is 'deepspeed'; it must be 'ddp', 'fsdp2' or 'replicate'",

@@ -24,7 +24,7 @@ class CommGroup:
     def sent_bytes(self, sync: str, num_microbatches: int, num_calls: int) -> float:
         """Return the bytes that a rank sends in rings for an update of several microbatches and calls."""
         inside, across = ((ranks - 1) / ranks for ranks in (self.num_shards, self.num_copies))
-        gathers = num_microbatches * (2 if self.reshards else 1)
+        gathers = num_calls if sync == "gather_once" else num_microbatches * (2 if self.reshards else 1)
         scatters = num_calls if sync == "last" else num_microbatches
         sums = num_microbatches if sync == "every" else num_calls
         within = inside * (gathers * self.gathered_bytes + scatters * self.reduced_bytes)

@@ -162,7 +162,7 @@ class UpdateConfig(Section):
     """Lay the samples of a microbatch in one row, one after another, so that nothing is padded: with model.attention =
     "flash_attention_2" or "flex_attention". Others compute the whole row against itself, which takes longer than
     padding does."""
-    sync: Literal["auto", "last", "every", "replica_last"] = "auto"
+    sync: Literal["auto", "last", "every", "gather_once", "replica_last"] = "auto"
     """The moment at which ranks sum gradients: with the last microbatch, with every one, across replicas with the last
     one only (hsdp). "auto": the one that sends least of those that fit in memory, chosen before the first update and
     kept with the checkpoint."""

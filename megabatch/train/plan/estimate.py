@@ -187,7 +187,8 @@ def _peak_bytes(choice: Choice, sizes: ModelSizes, tokens: int) -> float:
     base = (P * sizes.parameter_bytes + T * (sizes.wider_bytes + sizes.state_bytes)) / sizes.num_shards
     base += shard if sizes.wrapped == "ddp" else 0  # in buckets
     held = T * b_r if sizes.is_sharded and choice.sync == "last" and accumulates else shard
-    held += shard if choice.sync == "replica_last" and accumulates else 0
+    keeps_sums = choice.sync == "replica_last" or (choice.sync == "gather_once" and sizes.num_copies > 1)
+    held += shard if keeps_sums and accumulates else 0
     layers = sizes.num_gathered * u if choice.reshard else sizes.num_backward
     gathered = (r + layers) * b_c if sizes.is_sharded else 0
     reducing = sizes.num_trained_root * b_c + sizes.num_trained_unit * b_r if sizes.is_sharded else 0
@@ -215,7 +216,8 @@ def _sent_bytes(choice: Choice, sizes: ModelSizes) -> int:
     if not sizes.is_sharded:
         return int(2 * across * T * sizes.reduce_bytes * reductions)
     twice = choice.reshard  # but for the root, which stays gathered until its backward
-    gathers = n * (P + (P - sizes.num_root if twice else 0))
-    wider = n * (T + (T - sizes.num_trained_root if twice else 0)) * sizes.wider_bytes
+    times = 1 if choice.sync == "gather_once" else n
+    gathers = times * (P + (P - sizes.num_root if twice else 0))
+    wider = times * (T + (T - sizes.num_trained_root if twice else 0)) * sizes.wider_bytes
     within = inside * (gathers * sizes.compute_bytes + wider + T * reductions * sizes.reduce_bytes)
     return int(within + 2 * across * T / sizes.num_shards * sizes.reduce_bytes * (n if choice.sync == "every" else 1))

@@ -12,8 +12,8 @@ SYNCS = {  # wrapping → policies, without those that send more and save nothin
     "plain": ("last",),
     "ddp": ("last",),
     "replicate": ("last",),
-    "fsdp2": ("every", "last"),
-    "hsdp": ("replica_last", "last"),
+    "fsdp2": ("every", "last", "gather_once"),
+    "hsdp": ("replica_last", "last", "gather_once"),
 }
 
 
@@ -60,6 +60,7 @@ class Grid:
         ):
             num_microbatches = -(-self.samples_per_rank // size)
             sync = self.syncs[0] if num_microbatches == 1 else sync  # a single microbatch is reduced at its end anyway
+            reshard = reshard and sync != "gather_once"
             found.append(Choice(size, num_microbatches, sync, reshard, recompute, self.fused))
         return list(dict.fromkeys(found))
 

@@ -103,6 +103,7 @@ FAILURES = {
     "an order of other data": Failure(PlanError, "(0) … id 10", lambda: sampler(order=lambda epoch: range(11))),
     "no model": Failure(PlanError, "is a list", lambda: accumulator(model=[linear(), None])),
     "an unknown sync": Failure(PlanError, "'never'", lambda: accumulator(sync="never")),
+    "gather_once without shards": Failure(PlanError, "'gather_once'", lambda: accumulator(sync="gather_once")),
     "replica_last without replicas": Failure(PlanError, "'replica_last'", lambda: accumulator(sync="replica_last")),
     "a parameter of two models": Failure(
         PlanError, "share a parameter", lambda: accumulator(model=[(model := linear()), model])
