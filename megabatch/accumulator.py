@@ -16,6 +16,7 @@ from megabatch.batching.packed_row import OneRow
 from megabatch.batching.padding import Padding
 from megabatch.batching.sample_outputs import split_outputs
 from megabatch.batching.samples import Batch, Collate, Length, Microbatch
+from megabatch.batching.shared_prefix import SharedPrefix
 from megabatch.engine import open_update_state, random_state
 from megabatch.engine.call import (
     CallAgreement,
@@ -105,6 +106,7 @@ class GradientAccumulator:
             gathers parameters once per call instead of twice per microbatch. It keeps them gathered until the call's
             last backward.
         collate: Makes a microbatch of a list of samples. The default pads on the right. `OneRow` does not pad.
+            `SharedPrefix` computes the tokens that samples begin with in common once.
         padding: Padding values of the default collate, ``{key: value}``. They override the choices of `Padding`.
         length: Returns the number of tokens of a sample. The default is the size of dim 0 of its first tensor.
         accumulate_dtype: The dtype in which gradients are added, such as torch.float32 for bfloat16 parameters.
@@ -182,9 +184,10 @@ class GradientAccumulator:
         # A rank that runs out of memory inside a collective must tell those that wait for it.
         self._error_broadcast = None if ranks.is_alone else ErrorBroadcast(ranks, self._wrapper.device)
         self._is_packed = isinstance(collate, OneRow)
-        if self._is_packed:
+        self._sharing = collate if isinstance(collate, SharedPrefix) else None
+        if isinstance(collate, OneRow | SharedPrefix):
             with self._guarded():
-                check_packing(self._wrapper)
+                check_packing(self._wrapper, collate, limits)
         self._ownership = Ownership(self._wrapper)
         self._remembered: ByLoss[Callable[[], Microbatch | None]] = ByLoss()  # make a dummy microbatch, by loss
         self._was_finite: Tensor | bool = True  # whether that earlier update was finite
@@ -426,6 +429,8 @@ class GradientAccumulator:
             with contextlib.ExitStack() as stack:
                 if self._padding.takes_mask:
                     stack.enter_context(self._padding.watched())
+                if self._sharing is not None and prepared.plan.shared:
+                    stack.enter_context(self._sharing.computing(self.model))
                 stack.enter_context(random_state.replay(random_state.note(wrapper.device)))
                 stack.enter_context(torch.no_grad())
                 yield prepared, stack.enter_context(contextlib.closing(steps))
@@ -717,6 +722,8 @@ class GradientAccumulator:
                     watching.enter_context(self._padding.watched())
                 if self._is_packed:
                     watching.enter_context(watched(self.model, agreement.num_microbatches))
+                if self._sharing is not None and prepared.plan.shared:
+                    watching.enter_context(self._sharing.computing(self.model))
                 divides = takes_divisor(cast(Any, loss_fn)) if tried is None else tried
                 yield _Call(prepared, agreement, self._open, hooks, divides, is_new=tried is None)
             ownership.leave()

@@ -1,9 +1,10 @@
-"""Batches as samples, and samples as microbatches: padding, masks, packed rows, context parallelism."""
+"""Batches as samples, and samples as microbatches: padding, masks, rows, shared prefixes, context parallelism."""
 
 from megabatch.batching import context_parallel
 from megabatch.batching.packed_row import OneRow
 from megabatch.batching.padding import Padding
 from megabatch.batching.samples import IGNORED_LABEL, Deferred, pad_right, sample_length
+from megabatch.batching.shared_prefix import SharedPrefix
 from megabatch.batching.tree import to_device
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "Deferred",
     "OneRow",
     "Padding",
+    "SharedPrefix",
     "context_parallel",
     "pad_right",
     "sample_length",

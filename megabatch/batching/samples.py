@@ -124,6 +124,7 @@ class Samples:
         self.is_collated_by_user = collate is not None
         self.is_shared = self._rows is not None or collate is not None  # microbatches may be the caller's own tensors
         self.expect: Callable[[Microbatch], None] | None = None  # is told the microbatch to run next; set by `take`
+        self.shared: Sequence[int] = ()  # `Plan.shared`, which a `SharedPrefix` lays out
         if self._rows is not None:
             lengths = _row_lengths(self._rows, length)
         elif self.deferred is not None:
@@ -162,7 +163,20 @@ class Samples:
                 self._pad.check(made)
             if self._pad is not None and self._pad.takes_mask:
                 self.expect = self._pad.expect
+        if self.shared:
+            lengths, shared = ([each[index] for index in indices] for each in (self.lengths, self.shared))
+            cast(Any, self._collate).lay_out(made, lengths, shared)
         return made if self._part is None else self._part(made)
+
+    def column(self, name: str) -> list[Tensor]:
+        """Return one tensor of each sample. Raises `PlanError` for samples without it, and for a deferred batch."""
+        if self.deferred is not None:
+            raise PlanError(f"{name!r} of samples is compared, and Deferred loads samples later; give a list of them")
+        if self._rows is not None and name in self._rows:
+            return list(self._rows[name])
+        if self._rows is not None or any(name not in sample for sample in self._list):
+            raise PlanError(f"a sample has no {name!r}, by which samples are compared; give it to all")
+        return [to_dense_tensor(name, sample[name]) for sample in self._list]
 
     def _load(self, index: int) -> Any:
         """Load a sample of a deferred batch and compare it with its given length."""
@@ -235,7 +249,10 @@ class Samples:
             return clone(moved)
         kept: set[int] = set()
         each_leaf(microbatch, lambda leaf: kept.add(id(leaf)) or leaf)
-        return each_leaf(moved, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) and id(leaf) in kept else leaf)
+        made = each_leaf(moved, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) and id(leaf) in kept else leaf)
+        if self.shared:
+            cast(Any, self._collate).follow(microbatch, made)
+        return made
 
     def held(self) -> object:
         """Return the batch, as far as it is in memory."""

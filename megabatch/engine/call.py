@@ -18,6 +18,7 @@ from megabatch.batching.packed_row import OneRow
 from megabatch.batching.pad_to_shape import equal_rows
 from megabatch.batching.padding import Padding, note_padding
 from megabatch.batching.samples import Batch, Collate, Length, Microbatch, Samples
+from megabatch.batching.shared_prefix import SharedPrefix
 from megabatch.batching.tree import clone, memory_of, to_device
 from megabatch.engine.error_broadcast import is_out_of_memory
 from megabatch.errors import LossContractError, MegabatchError, MicrobatchLimit, PlanError
@@ -139,7 +140,11 @@ class MicrobatchPlanner:
             tokens = max(min(tokens, self.learned.tokens), 1)
             lengths = [min(each, tokens) for each in lengths]  # a sample that is longer goes alone
         cost = self.cost or (self.fit and self.fit.cost)
-        plan = plan_share(lengths, rows, tokens, cost)
+        if isinstance(self.collate, SharedPrefix):
+            assert tokens is not None  # or the accumulator was not made
+            plan = self.collate.plan(samples, tokens, cost)
+        else:
+            plan = plan_share(lengths, rows, tokens, cost)
         if isinstance(self.collate, OneRow):
             plan = without_padding(lengths, plan, tokens)
         sync, reason = self.choice
@@ -180,6 +185,10 @@ class MicrobatchPlanner:
             raise PlanError(
                 "plan is of samples that lie in one row, or that are padded, and these are not; make another"
             )
+        if plan.shared and not isinstance(self.collate, SharedPrefix):
+            raise PlanError("plan is of samples that share prefixes, and these do not; make another")
+        if plan.shared:
+            cast(SharedPrefix, self.collate).check(samples, plan)
         sync, reason = self.choice
         return replace(plan, microbatches=cut, sync=sync, reason=reason, num_split=0, one_shape=self.one_shape)
 
@@ -191,6 +200,7 @@ class MicrobatchPlanner:
             self._check_stretches(batch, samples, plan, hooks)
         if isinstance(self.collate, OneRow) and plan.microbatches:
             _check_rows(samples, plan, hooks.weigh)
+        samples.shared = plan.shared
         return collate_planned(samples, plan, hooks.weigh)
 
     def _check_stretches(self, batch: Batch, samples: Samples, plan: Plan, hooks: LossHooks) -> None:

@@ -225,10 +225,11 @@ def _encode(call: CoupledCall) -> list[Encoded]:
     with torch.no_grad(), contextlib.closing(call.microbatches()) as microbatches:
         for microbatch in microbatches:
             random = random_state.note(call.wrapper.device)
-            encodings.append(
-                keep_encoding(call.joint.encode(call.model, to_device(microbatch, call.wrapper.device)), random)
-            )
-            del microbatch  # before the next is made
+            moved = to_device(microbatch, call.wrapper.device)
+            if call.prepared.samples.shared:
+                moved = call.prepared.samples.owned(microbatch, moved)
+            encodings.append(keep_encoding(call.joint.encode(call.model, moved), random))
+            del microbatch, moved  # before the next is made
     return encodings
 
 

@@ -1,18 +1,21 @@
-"""Check that samples packed into one row do not see each other, by a trial: no config says it."""
+"""Check that samples of one row, packed or branches of a tree, do not see each other, by a trial: no config says it."""
 
 import contextlib
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from megabatch.batching.padding import with_config
+from megabatch.batching.packed_row import OneRow
+from megabatch.batching.padding import IDS, POSITIONS, is_causal, with_config
+from megabatch.batching.shared_prefix import Layout, SharedPrefix, is_eager
+from megabatch.batching.tree import to_device
 from megabatch.engine.call import first_failure
 from megabatch.engine.error_broadcast import is_out_of_memory
 from megabatch.engine.step_in_backward import StepInBackward
 from megabatch.errors import LossContractError, MegabatchError, PlanError, in_one_line
-from megabatch.torch_private import hooks_after_grad, is_dtensor, is_fsdp2
+from megabatch.torch_private import hooks_after_grad, is_compiled, is_dtensor, is_fsdp2, original_of
 from megabatch.wrappers.base import Wrapper
 from megabatch.wrappers.mesh import DataRanks
 
@@ -20,18 +23,27 @@ NUM_FIRST, NUM_SECOND = 5, 6  # tokens of the two samples of a trial
 LEAST_SHARE = 1 / 1000  # of the effect of a sample on the next one where nothing keeps them apart
 # Attention that goes by the place in a row, with an effect after thousands of tokens only.
 BY_PLACE = ("attention_chunk_size", "attn_temperature_tuning")
+WINDOWS = ("window", "window_size")  # ends of the names of windows in configs
 Logits = Callable[..., Tensor]  # (tokens [B, T], position_ids=[B, T]) -> [B, T, V]
 
 
-def check_packing(wrapper: Wrapper) -> None:
-    """Raise `PlanError` where the model does not keep the samples of a row apart; collective."""
-    ranks = wrapper.ranks
+def check_packing(wrapper: Wrapper, collate: OneRow | SharedPrefix, limits: Sequence[int | None]) -> None:
+    """Raise `PlanError` where the model does not keep the samples of a row apart; collective.
+
+    ``limits`` are samples and tokens of a microbatch, each None where it is not given.
+    """
+    ranks, name = wrapper.ranks, type(collate).__name__
     if len(wrapper.models) > 1 or ranks.context_degree > 1 or ranks.pipeline_groups:
         raise PlanError(
-            "OneRow is for one model whose sequences are whole and which is no Pipeline; give one model, or leave the "
-            "cp and pp axes or OneRow out"
+            f"{name} is for one model whose sequences are whole and which is no Pipeline; give one model, or leave the "
+            f"cp and pp axes or {name} out"
         )
-    _check_on_all_ranks(wrapper.models[0], wrapper.device, ranks)
+    if isinstance(collate, SharedPrefix) and limits[1] is None:
+        raise PlanError(
+            "SharedPrefix is given without max_microbatch_tokens, by which trees are cut; give it as a number, not "
+            '"auto"'
+        )
+    _check_on_all_ranks(wrapper.models[0], wrapper.device, ranks, collate)
 
 
 @contextlib.contextmanager
@@ -87,19 +99,24 @@ def equal_but_rounding(a: Tensor, b: Tensor) -> bool:
     return _distance(a, b) <= eps**0.5 * scale
 
 
-def _check_on_all_ranks(model: nn.Module, device: torch.device, ranks: DataRanks) -> None:
+def _check_on_all_ranks(
+    model: nn.Module, device: torch.device, ranks: DataRanks, collate: OneRow | SharedPrefix
+) -> None:
     """Run the trial; what it raises on one rank is raised on all."""
-    failure = None
+    failure, name = None, type(collate).__name__
     try:
-        _check_isolated(model, device)
+        if isinstance(collate, SharedPrefix):
+            _check_branches(model, device, collate)
+        else:
+            _check_isolated(model, device)
     except Exception as error:  # the model may raise anything
         if is_out_of_memory(error):  # error_broadcast tells the other ranks
             raise
         failure = error
         if not isinstance(error, MegabatchError):
             failure = PlanError(
-                f"OneRow tries the model on input_ids and position_ids, and it does not run ({in_one_line(error)}); "
-                "mend that, or leave OneRow out"
+                f"{name} tries the model on input_ids and position_ids, and it does not run ({in_one_line(error)}); "
+                f"mend that, or leave {name} out"
             )
             failure.__cause__ = error
     if any(failed for (failed,) in ranks.exchange_numbers([float(failure is not None)])):
@@ -113,7 +130,7 @@ def _check_isolated(model: nn.Module, device: torch.device) -> None:
     the two apart. All rows have one shape, so that rounding is the same. Every rank runs the model equally often,
     since ranks may wait for each other inside it.
     """
-    logits, vocab_size = _logits(model), _vocab_size(model)
+    logits, vocab_size = _logits(model), _vocab_size(model, "OneRow")
     row = _trial_tokens(1, vocab_size, device)  # [1, T]
     other = torch.cat([(row[:, :NUM_FIRST] + 1) % vocab_size, row[:, NUM_FIRST:]], dim=1)  # another first sample
     running = torch.arange(NUM_FIRST + NUM_SECOND, device=device)[None]  # [1, T]
@@ -131,6 +148,49 @@ def _check_isolated(model: nn.Module, device: torch.device) -> None:
             "OneRow is given and the model's attention crosses samples: those in one row see each other; choose an "
             "attention that goes by position_ids (with use_cache = False, in transformers), or leave OneRow out"
         )
+
+
+def _check_branches(model: nn.Module, device: torch.device, collate: SharedPrefix) -> None:
+    """Raise `PlanError` where a tree of two samples has not their logits, and note the model's sliding window."""
+    if original_of(model) is not model or is_compiled(model):
+        raise PlanError("SharedPrefix is given a compiled model; compile its layers instead, or leave SharedPrefix out")
+    logits, vocab_size, is_additive = _logits(model), _vocab_size(model, "SharedPrefix"), is_eager(model)
+    if not is_causal(model):
+        raise PlanError(
+            "SharedPrefix is given a model that is not known to be causal, or one with experts; leave SharedPrefix out"
+        )
+    length = NUM_FIRST + NUM_SECOND
+    layout = to_device(Layout.of([length, length], [0, NUM_FIRST], length), device)
+
+    def tree(ids: Tensor, **other: Tensor) -> Tensor:
+        inputs = layout.inputs(ids, additive=is_additive) | other
+        return layout.gather(logits(inputs.pop(IDS), **inputs))
+
+    rows = _trial_tokens(2, vocab_size, device)  # [2, T]
+    rows[1, :NUM_FIRST] = rows[0, :NUM_FIRST]
+    other_branch, other_prefix = rows.clone(), rows.clone()
+    other_branch[0, NUM_FIRST:] += 1
+    other_prefix[:, :NUM_FIRST] += 1
+    running = torch.arange(layout.source.shape[1], device=device)[None]  # positions by the place in the row
+    apart, together = logits(rows), tree(rows)
+    # Each difference is that of the second branch, [NUM_SECOND, V].
+    full_effect = _distance(*(each[1, NUM_FIRST:] for each in (apart, logits(other_prefix % vocab_size))))
+    effect = _distance(together[1], tree(other_branch % vocab_size)[1])
+    moved = _distance(together[1], tree(rows, **{POSITIONS: running})[1])
+    if not full_effect > 0 or not moved > 0:
+        raise PlanError(
+            "SharedPrefix tries the model, whose output does not depend on earlier tokens or on position_ids, so that "
+            "it says nothing; leave SharedPrefix out"
+        )
+    rounding = torch.finfo(apart.dtype).eps ** 0.5 / 10
+    if effect > max(LEAST_SHARE, rounding) * full_effect or not equal_but_rounding(apart, together):
+        raise PlanError(
+            "SharedPrefix is given and the model has other logits for samples with one prefix than for each alone (a "
+            "window, a state, or positions by place, perhaps); leave SharedPrefix out"
+        )
+    windows = [value for each in _configs(model) for name, value in vars(each).items() if name.endswith(WINDOWS)]
+    windows += [collate.longest_tree]  # another model's
+    collate.longest_tree = min((each for each in windows if type(each) is int), default=None)
 
 
 def _trial_tokens(num_rows: int, vocab_size: int, device: torch.device) -> Tensor:
@@ -153,16 +213,16 @@ def _distance(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max())
 
 
-def _vocab_size(model: nn.Module) -> int:
+def _vocab_size(model: nn.Module, collate: str) -> int:
     """Return the size of the vocabulary. Raise `PlanError` for a model that fails without a trial."""
     configs = _configs(model)
     if not configs:
-        raise PlanError("OneRow is given a model that is not one of transformers; leave it out")
+        raise PlanError(f"{collate} is given a model that is not one of transformers; leave it out")
     for name in BY_PLACE:
         if any(getattr(each, name, None) for each in configs):
             raise PlanError(
-                f"OneRow is given and the model's config has {name}, by which attention goes by the place in a row and "
-                "not by position_ids; leave OneRow out"
+                f"{collate} is given and the model's config has {name}, by which attention goes by the place in a row "
+                f"and not by position_ids; leave {collate} out"
             )
     return int(configs[-1].vocab_size)
 

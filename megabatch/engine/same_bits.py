@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from megabatch.batching.packed_row import OneRow
 from megabatch.batching.samples import Batch, Collate, Samples
+from megabatch.batching.shared_prefix import SharedPrefix
 from megabatch.engine import random_state
 from megabatch.engine.call import CallAgreement, MicrobatchPlanner, MicrobatchStep, PreparedBatch
 from megabatch.engine.optimizer_trial import depends_on_shards
@@ -54,8 +55,8 @@ def check_settings(
         problem = "no fixed limit is given; give micro_batch_size= or max_microbatch_tokens=, a number"
     elif wrapper.is_pipeline or ranks.num_all > ranks.degree:
         problem = "the model is split over ranks (tp, cp or pp), which changes its sums; use data ranks alone"
-    elif isinstance(collate, OneRow):
-        problem = "OneRow packs the samples of a rank together; leave collate= out"
+    elif isinstance(collate, OneRow | SharedPrefix):
+        problem = f"{type(collate).__name__} computes the samples of a rank together; leave collate= out"
     elif accumulate_dtype not in (None, torch.float64):
         problem = f"accumulate_dtype is {accumulate_dtype}, whose sums depend on their order; leave it out"
     elif dtypes:

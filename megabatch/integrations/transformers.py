@@ -15,6 +15,7 @@ from megabatch import losses
 from megabatch.accumulator import GradientAccumulator
 from megabatch.batching.packed_row import OneRow
 from megabatch.batching.samples import Length, Microbatch
+from megabatch.batching.shared_prefix import SharedPrefix
 from megabatch.engine.update import Update
 from megabatch.errors import LossContractError, MegabatchError, PlanError, in_one_line
 from megabatch.integrations import mean_loss
@@ -98,10 +99,10 @@ class MegabatchTrainer(Trainer):
     def train(self, *positional: Any, **named: Any) -> Any:
         """Train as Trainer does, after a check of the settings."""
         check_arguments(self.args, self.accelerator)
-        if isinstance(self.data_collator, OneRow):
+        if isinstance(self.data_collator, OneRow | SharedPrefix):
             raise PlanError(
-                "MegabatchTrainer cannot keep data_collator=OneRow(), with which Trainer evaluates too; leave it "
-                "out, or use GradientAccumulator"
+                f"MegabatchTrainer cannot keep data_collator={type(self.data_collator).__name__}(), with which Trainer "
+                "evaluates too; leave it out, or use GradientAccumulator"
             )
         owner = _defining_class(super().training_step)
         if makes_rollouts(owner):

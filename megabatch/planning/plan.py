@@ -72,6 +72,8 @@ class Plan:
         num_split: Microbatches that did not fit in memory and ran in parts.
         one_shape: True if every microbatch is padded to one shape, as a pipeline needs.
         padded: True if samples are padded to the longest of their microbatch.
+        shared: Leading tokens of each sample that are computed in an earlier sample of its microbatch, whose row it
+            shares. 0 for a sample that begins a row. Empty if no sample shares a prefix.
     """
 
     microbatches: tuple[tuple[int, ...], ...]
@@ -84,6 +86,7 @@ class Plan:
     num_split: int = 0
     one_shape: bool = False
     padded: bool = True
+    shared: tuple[int, ...] = ()
 
     @property
     def num_microbatches(self) -> int:
@@ -106,12 +109,26 @@ class Plan:
     @property
     def padding(self) -> float:
         """Fraction of the processed tokens that are padding, in [0, 1)."""
-        return 1 - self.num_tokens / self.padded_tokens if self.num_tokens else 0.0
+        return 1 - (self.num_tokens - sum(self.shared)) / self.padded_tokens if self.num_tokens else 0.0
 
     def tokens_of(self, rows: Sequence[int]) -> int:
         """Return the tokens of samples that share a microbatch, with padding."""
-        lengths = self.lengths_of(rows)
+        lengths = self.row_lengths(rows) if self.shared else self.lengths_of(rows)
         return len(lengths) * max(lengths, default=0) if self.padded else sum(lengths)
+
+    def firsts_of(self, rows: Sequence[int]) -> list[int]:
+        """Return the sample that begins the row of each of the samples that share a microbatch."""
+        firsts: list[int] = []
+        for row in rows:
+            firsts.append(firsts[-1] if firsts and self.shared and self.shared[row] else row)
+        return firsts
+
+    def row_lengths(self, rows: Sequence[int]) -> list[int]:
+        """Return the tokens of each row of a microbatch, where samples that share a prefix have one row."""
+        lengths = dict.fromkeys(self.firsts_of(rows), 0)
+        for row, first in zip(rows, self.firsts_of(rows), strict=True):
+            lengths[first] += self.lengths[row] - (self.shared[row] if row != first else 0)
+        return list(lengths.values())
 
     def lengths_of(self, rows: Sequence[int]) -> list[int]:
         """Return the tokens of each of some samples, without padding."""
@@ -136,7 +153,8 @@ class Plan:
         lines = [
             f"{samples} in {microbatches} of {spread}"
             + (f", {dummies} of them dummy microbatches of no weight" if dummies else ""),
-            f"{self.num_tokens:,} real tokens, {self.padded_tokens:,} computed: {self.padding:.1%} padding",
+            f"{self.num_tokens:,} real tokens, {self.padded_tokens:,} computed: {self.padding:.1%} padding"
+            + (f", {sum(self.shared):,} shared" if self.shared else ""),
             f"sync {self.sync}" + (f": {self.reason}" if self.reason else ""),
         ]
         if self.num_split:
@@ -293,7 +311,7 @@ def priced(plan: Plan, cost: CostModel) -> Plan:
     cut = [rows for rows in plan.microbatches if rows]
     return replace(
         plan,
-        seconds=sum(_seconds(plan.lengths_of(rows), cost, padded=plan.padded) for rows in cut),
+        seconds=sum(_seconds(plan.row_lengths(rows), cost, padded=plan.padded) for rows in cut),
         peak_bytes=max((cost.peak_bytes(1, plan.tokens_of(rows)) for rows in cut), default=0.0),
     )
 

@@ -93,6 +93,7 @@ CHAPTERS = (
     "inputs_models",
     "inputs_windows",
     "inputs_opened",
+    "inputs_prefix",
 )  # the files that add rows
 ROWS: dict[str, Row] = {}
 

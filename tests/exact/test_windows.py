@@ -1,4 +1,4 @@
-"""Bugs that are planted in updates of several calls, and in forwards without a backward, are seen."""
+"""Bugs that are planted in updates of several calls, forwards without a backward, and shared prefixes are seen."""
 
 from pathlib import Path
 
@@ -48,6 +48,28 @@ PLANTED = {  # bugs, and the jobs that see each
              "found[row] = ", "found[found.index(None)] = "): (ROW, "outputs_of_samples:1"),
     Mutation("leave parameters gathered", "accumulator.py",
              "            wrapper.reshard()\n", "            pass\n"): (ROW, "forwards_in_an_open_update-fsdp2:2"),
+    Mutation("let branches see each other", "batching/shared_prefix.py",
+             "(own == other) | (other == 0)", "other >= 0"): (ROW, "attention_that_adds_its_mask-sdpa:1"),
+    Mutation("go on with positions over branches", "batching/shared_prefix.py",
+             "source % longest, target", "np.arange(source.size).reshape(source.shape) % width, target"):
+        (ROW, "prompts_with_targets-llama:1"),
+    Mutation("gather the token before", "batching/shared_prefix.py",
+             "number * width + np.arange(start, end)\n                target",
+             "number * width + np.arange(start, end) - 1\n                target"): (ROW, "a_batch_of_one_length:1"),
+    Mutation("share one token more", "batching/shared_prefix.py",
+             "return int(differs.argmax()) if", "return int(differs.argmax()) + 1 if"):
+        (ROW, "prompts_with_targets-gpt2:1"),
+    Mutation("trees beyond the window", "batching/shared_prefix.py",
+             "min(max_tokens, self.longest_tree or max_tokens)", "max_tokens"): (ROW, "a_window_that_bounds_trees:1"),
+    Mutation("try no rows beside the tree", "engine/packing_check.py",
+             "full_effect or not equal_but_rounding(apart, together)", "full_effect"):
+        (ROW, "models_whose_branches_may_see_each_other-window:1"),
+    Mutation("share with dropout", "batching/shared_prefix.py",
+             "        _refuse_dropout(model)\n", ""):
+        (ROW, "models_whose_branches_may_see_each_other-dropout:1"),
+    Mutation("take the plan of other tokens", "engine/call.py",
+             "cast(SharedPrefix, self.collate).check(samples, plan)", "pass"):
+        (ROW, "a_plan_of_samples_that_begin_otherwise:1"),
     Mutation("draw numbers for good", "accumulator.py", RANDOM, "pass"): (ROW, "forwards_in_an_open_update-plain:2"),
 }  # fmt: skip
 
