@@ -34,7 +34,7 @@ from megabatch.train.plan.search import (
     reserved_bytes,
 )
 from megabatch.train.plan.simulation import Simulator, build_simulator
-from megabatch.train.plan.table import command_line, keys_of, launcher_words, override_words, plan_recipe, toml_text
+from megabatch.train.plan.table import command_line, keys_of, launcher_words, override_words, plan_recipe
 from megabatch.train.runtime.console import Console
 from tests.train.conftest import Bench
 from tests.train.processes import Run
@@ -252,7 +252,7 @@ def test_the_lines_that_are_printed_load_and_train(
 ) -> None:
     bench.recipe.write_text(bench.recipe.read_text().replace("max_microbatch_tokens = 256", f"{bound} = 160"))
     best, *_ = plan_recipe(bench.recipe, ["--length=160", "--update.global_batch_size=2"])
-    lines = toml_text(keys_of(best, load_config(bench.recipe, [])))
+    lines = tomli_w.dumps(keys_of(best, load_config(bench.recipe, []))).rstrip()
     out = capsys.readouterr().out
     assert lines in out
     tables = tomllib.loads(lines)

@@ -128,7 +128,7 @@ def _conclusion(rows: Sequence[PlanRow], config: Config, request: PlanRequest, r
     if others:
         lines.append(f"runner-up: {_name(others[0])}: {_why_not(others[0], best)}")
     keys = keys_of(best, config)
-    return "\n".join([*lines, "", toml_text(keys), "", f"or: {command_line(keys, recipe, request)}"])
+    return "\n".join([*lines, "", tomli_w.dumps(keys).rstrip(), "", f"or: {command_line(keys, recipe, request)}"])
 
 
 def _name(row: PlanRow) -> str:
@@ -168,11 +168,6 @@ def keys_of(row: PlanRow, config: Config) -> Keys:
         "model": {"activation_checkpointing": choice.recompute},
     }
     return keys if choice.reshard else {**keys, "parallel": {"reshard_after_forward": False}}
-
-
-def toml_text(keys: Keys) -> str:
-    """Return the keys as TOML tables."""
-    return tomli_w.dumps(keys).rstrip()
 
 
 def command_line(keys: Keys, recipe: Path, request: PlanRequest) -> str:

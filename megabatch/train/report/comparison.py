@@ -35,16 +35,12 @@ def compare(one: Path, other: Path, within: float) -> Comparison:
     lines = [f"{len(steps)} updates compared, of {len(ours)} in {one} and {len(theirs)} in {other}"]
     lines += [f"{key:<10} {first_text(key, first[key], pairs)}" for key in SAME]
     far = [key for key in CLOSE if any(relative_difference(a[key], b[key]) > within for a, b in pairs.values())]
-    lines += [f"{key:<10} {largest_text(key, pairs)}{beyond_text(key, far, within)}" for key in CLOSE]
+    beyond = {key: f", more than {within:g}" if key in far else "" for key in CLOSE}
+    lines += [f"{key:<10} {largest_text(key, pairs)}{beyond[key]}" for key in CLOSE]
     odd = wrong + other_wrong
     if not odd and len(ours) != len(theirs):
         odd = [f"{one if len(ours) < len(theirs) else other} ends after update {steps[-1]}"]
     return Comparison("\n".join([*lines, *odd]), is_same=not (any(first.values()) or far or odd))
-
-
-def beyond_text(key: str, far: list[str], within: float) -> str:
-    """Return the bound that a number is beyond, as text."""
-    return f", more than {within:g}" if key in far else ""
 
 
 def read_manifest(folder: Path) -> tuple[dict[int, Row], list[str]]:

@@ -51,9 +51,13 @@ def evaluations_of(rows: Sequence[Row]) -> dict[str, dict[str, Column]]:
 def cuts_of(rows: Sequence[Row], path: object) -> dict[str, Any]:
     """Return the microbatches of all updates as flat lists; ``counts`` has their number by update and rank.
 
+    Of more than `MOST_MICROBATCHES` those of every n-th update are kept; ``every`` is n.
+
     Raises `MegabatchError` where a row is no cut.
     """
-    kept, every = thinned_by_size(rows)
+    ranks = rows[-1].get("cut") if rows else None
+    a_row = sum(len(cut[0]) for cut in ranks if cut) if isinstance(ranks, list) else 1
+    kept, every = thinned(rows, max(1, MOST_MICROBATCHES // max(1, a_row)))
     found: dict[str, Any] = {"step": [], "counts": [], "left_out": [], "samples": [], "real": [], "padding": []}
     for row in kept:
         try:
@@ -61,13 +65,6 @@ def cuts_of(rows: Sequence[Row], path: object) -> dict[str, Any]:
         except (KeyError, TypeError, ValueError):
             raise MegabatchError(f"{path} is damaged (update {row['step']} has no cut); delete that line") from None
     return {**found, "every": every}
-
-
-def thinned_by_size(rows: Sequence[Row]) -> tuple[list[Row], int]:
-    """Return every n-th row, and n, so that the page has at most `MOST_MICROBATCHES`."""
-    ranks = rows[-1].get("cut") if rows else None
-    a_row = sum(len(cut[0]) for cut in ranks if cut) if isinstance(ranks, list) else 1
-    return thinned(rows, max(1, MOST_MICROBATCHES // max(1, a_row)))
 
 
 def add_cut(found: dict[str, Any], row: Mapping[str, Any]) -> None:
@@ -84,19 +81,18 @@ def add_cut(found: dict[str, Any], row: Mapping[str, Any]) -> None:
 
 def timelines_of(rows: Sequence[Row], path: object) -> list[dict[str, Any]]:
     """Return the recorded updates. Raises `MegabatchError` where a row is no timeline."""
+    found: list[dict[str, Any]] = []
     try:
-        return [timeline_of(row) for row in rows]
+        for row in rows:
+            spans = [(list(map(str, each["kinds"])), list(map(float, each["ms"]))) for each in row["ranks"]]
+            if any(len(ms) != len(kinds) + 1 for kinds, ms in spans):
+                raise ValueError("a span has a beginning and an end")
+            texts = {name: str(row[name]) for name in ("device", "sync")}
+            ranks = [{"kinds": kinds, "ms": ms} for kinds, ms in spans]
+            found.append({"step": row["step"], "num_ranks": int(row["num_ranks"]), **texts, "ranks": ranks})
     except (KeyError, TypeError, ValueError):
         raise MegabatchError(f"{path} is damaged (a line is no timeline); delete that line") from None
-
-
-def timeline_of(row: Row) -> dict[str, Any]:
-    """Return one recorded update, checked."""
-    ranks = [{"kinds": list(map(str, each["kinds"])), "ms": list(map(float, each["ms"]))} for each in row["ranks"]]
-    if any(len(each["ms"]) != len(each["kinds"]) + 1 for each in ranks):
-        raise ValueError("a span has a beginning and an end")
-    texts = {name: str(row[name]) for name in ("device", "sync")}
-    return {"step": row["step"], "num_ranks": int(row["num_ranks"]), **texts, "ranks": ranks}
+    return found
 
 
 def skipped_of(rows: Sequence[Row]) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megabatch.errors import MegabatchError
 from megabatch.train.report.comparison import WITHIN, compare
@@ -49,11 +48,14 @@ def report(runs: Sequence[Path], to: Path | None, *, is_comparison: bool, within
         text, is_same, lines = manifests.text, manifests.is_same, [manifests.text]
     else:
         folders = folders_of(runs)
-        to = shared_folder(folders) / COMPARISON if to is None else to
+        are_together = len({folder.absolute().parent for folder in folders}) == 1
+        to = (folders[0].parent if are_together else Path()) / COMPARISON if to is None else to
         text, is_same = manifests_text(folders), True
         lines = [runs_text(summaries_of(folders)), *([text] if text else [])]
     if to is not None:
-        write_html(to, comparison_page(folders, text))
+        summaries, most_updates = summaries_of(folders), MOST_UPDATES // len(folders)
+        curves = [read_curves(folder, each.name, most_updates) for folder, each in zip(folders, summaries, strict=True)]
+        write_html(to, {"runs": curves, "comparison": {**comparison_of(summaries), "text": text}})
         lines.append(f"a page to look at: {to}")
     print("\n".join(lines))
     return is_same
@@ -77,22 +79,9 @@ def folders_of(runs: Sequence[Path]) -> list[Path]:
     return folders
 
 
-def shared_folder(folders: Sequence[Path]) -> Path:
-    """Return the folder in which all of the runs are, or this one."""
-    above = {folder.absolute().parent for folder in folders}
-    return folders[0].parent if len(above) == 1 else Path()
-
-
 def summaries_of(folders: Sequence[Path]) -> list[RunSummary]:
     """Return a summary of each run."""
     return [summarize(folder, name) for folder, name in zip(folders, names_of(folders), strict=True)]
-
-
-def comparison_page(folders: Sequence[Path], text: str) -> dict[str, Any]:
-    """Return the data of a page of several runs; ``text``: their manifests compared."""
-    summaries, most_updates = summaries_of(folders), MOST_UPDATES // len(folders)
-    curves = [read_curves(folder, each.name, most_updates) for folder, each in zip(folders, summaries, strict=True)]
-    return {"runs": curves, "comparison": {**comparison_of(summaries), "text": text}}
 
 
 def write_page(folder: Path, console: Console) -> None:
