@@ -68,7 +68,7 @@ def load_limit(config: Config, ranks: Ranks, checkpoint: Path | None) -> ChosenL
         return ChosenLimit(None, here, (f"the bound is chosen anew: {key} was {there} and is {now}",))
     fit = _parse_limit(saved["fit"])
     text = _kept_text(fit.max_microbatch_tokens, load_oom_limit(config.run))
-    return ChosenLimit(fit, here, (text,), saved.get(EVEN))  # without EVEN an earlier version balanced by length
+    return ChosenLimit(fit, here, (text,), saved[EVEN])
 
 
 def _parse_limit(saved: Mapping[str, Any]) -> TunedLimit:

@@ -69,9 +69,7 @@ def load_policy(config: Config, ranks: Ranks, limit: ChosenLimit | None, checkpo
         return ChosenSync(config.update.sync, here, is_asked=True)
     if checkpoint is None or load_oom_limit(config.run) is not None:
         return ChosenSync(None, here)
-    saved: dict[str, Any] | None = read_meta(checkpoint).get(KEY)
-    if saved is None:  # of a version that left it to the wrapper
-        return ChosenSync(AUTO, here)
+    saved: dict[str, Any] = read_meta(checkpoint)[KEY]
     if (difference := first_difference(saved["made_for"], here)) is not None:
         key, there, now = difference
         return ChosenSync(None, here, (f"update.sync is chosen anew: {key} was {there} and is {now}",))

@@ -208,7 +208,7 @@ class HighWater:
             (PROCESS / "clear_refs").write_text("5")
 
     def bytes(self) -> float:
-        """On a GPU what was reserved; on the CPU what was resident, without files. 0 where nobody can tell."""
+        """Return the memory that was reserved on a GPU, or resident on the CPU without files. 0: nobody can tell."""
         if self._is_gpu:
             return float(torch.cuda.max_memory_reserved(self._device))
         try:  # lines such as "VmHWM:   123 kB"

@@ -7,18 +7,17 @@ accelerate launch need nothing else.
 
 import atexit
 import os
-import signal
 import socket
-import subprocess
 import sys
-from collections.abc import Generator, Iterable
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.cli.arguments import Audit as Arguments
+from megabatch.train.cli.sweep import run_process
 from megabatch.train.runtime.console import CRASHED
 
 FOLDER, UPDATES = "MEGABATCH_AUDIT_FOLDER", "MEGABATCH_AUDIT_UPDATES"  # environment of the audited processes
@@ -147,32 +146,17 @@ def run_watched(command: tuple[str, ...], folder: Path, updates: int) -> int:
         paths = [hooks, *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {FOLDER: str(folder), UPDATES: str(updates), "PYTHONPATH": os.pathsep.join(paths)}
         try:
-            process = subprocess.Popen(command, env=os.environ | environment)
+            status, _ = run_process(command, os.environ | environment)  # it decides what a signal does
         except OSError as error:
             folder.rmdir()
             raise MegabatchError(f"{command[0]} cannot be started: {in_one_line(error)}; see that it runs") from None
-        with passing_signals(process):
-            status = process.wait()
-    return status if status >= 0 else 128 - status
-
-
-@contextmanager
-def passing_signals(process: subprocess.Popen[bytes]) -> Generator[None]:
-    """Let the command decide what a signal does: the findings are said in any case."""
-    before = {
-        signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),  # a terminal sends it to both
-        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number)),
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return status
 
 
 def report(asked: Arguments, folder: Path, status: int) -> int:
     """Print the findings in a folder and write its page; return the exit status."""
-    found, others = read_findings(folder, title_of(asked.command))
+    program, *rest = asked.command or ("",)
+    found, others = read_findings(folder, " ".join([Path(program).name, *rest]))
     sys.stdout.flush()
     print(found)
     if others:
@@ -190,11 +174,6 @@ def report(asked: Arguments, folder: Path, status: int) -> int:
     problems = f"; {'; '.join(found.problems)}" if found.problems else ""
     print(f"--fail-over {asked.fail_over:g}: {'passed' if is_fine else 'FAILED'}, {measured}{problems}")
     return status or (0 if is_fine else CRASHED)
-
-
-def title_of(command: tuple[str, ...]) -> str:
-    """Return the command as a title shows it: without the folder of its program."""
-    return " ".join([Path(command[0]).name, *command[1:]]) if command else ""
 
 
 def read_findings(folder: Path, command: str) -> tuple[Any, int]:

@@ -1,4 +1,4 @@
-"""What needs no torch: help, `init`, `report`, `runs`, `watch`, `completion`, and checks of a recipe before the others.
+"""Commands without torch: help, `init`, `report`, `runs`, `watch`, `completion`, and the check of a recipe.
 
 A module is imported here when its command is asked for: torch and transformers take seconds.
 """

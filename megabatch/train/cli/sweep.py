@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from types import FrameType
@@ -31,7 +31,11 @@ def run_sweep(arguments: Sequence[str], sweeps: Sequence[str]) -> int:
     """
     combinations = list(dict.fromkeys(product(*map(read_values, sweeps))))
     parent = Path(f"{read_config('train', arguments, is_new=False).run.folder}-sweep")
-    commands = {words: command_of(arguments, words, parent) for words in combinations}
+    commands: dict[Words, list[str]] = {}
+    for words in combinations:
+        names = [re.sub(r"^[^=]*\.(?=[^=]*=)", "", word) for word in words]  # "lr=1e-3"
+        folder = parent / re.sub(r"[^\w.+=,-]", "_", ",".join(names))
+        commands[words] = [*arguments, *(f"--{word}" for word in words), f"--run.folder={folder}"]
     for command in commands.values():
         read_config("train", command)
     failed: dict[Words, int] = {}
@@ -61,20 +65,13 @@ def read_values(sweep: str) -> list[str]:
     return [f"{key.removeprefix('--')}={value}" for value in found]
 
 
-def command_of(arguments: Sequence[str], words: Words, parent: Path) -> list[str]:
-    """Return the arguments of one run, in a folder that its values name."""
-    names = [re.sub(r"^[^=]*\.(?=[^=]*=)", "", word) for word in words]  # "lr=1e-3"
-    folder = parent / re.sub(r"[^\w.+=,-]", "_", ",".join(names))
-    return [*arguments, *(f"--{word}" for word in words), f"--run.folder={folder}"]
-
-
-def run_process(command: Sequence[str]) -> tuple[int, bool]:
+def run_process(command: Sequence[str], environment: Mapping[str, str] | None = None) -> tuple[int, bool]:
     """Run a command to its end; return its status, and True if a signal asked this process to stop meanwhile.
 
     A terminal sends Ctrl-C to both processes. SIGTERM comes to this one alone, and is passed on.
     """
     stopped_by: list[int] = []
-    process = subprocess.Popen(command)
+    process = subprocess.Popen(command, env=environment)
 
     def stop(number: int, frame: FrameType | None) -> None:
         stopped_by.append(number)

@@ -101,22 +101,24 @@ def encoded_rows(
                 num_samples += 1
                 yield name, {"input_ids": torch.from_numpy(encoded[0]), "labels": torch.from_numpy(encoded[1])}
     if num_samples == 0:
-        raise MegabatchError(none_left(key, skipped))
-
-
-def none_left(key: str, skipped: Skipped) -> str:
-    if skipped.broken == skipped.long == 0:
-        return f"{key}.path names a source without rows; give at least one sample"
-    reasons = [f"{skipped.broken} rows are broken (first: {skipped.first})"] * bool(skipped.broken)
-    reasons += [f"{skipped.long} are longer than data.max_sample_tokens"] * bool(skipped.long)
-    return f"no row of {key} can be used: {', '.join(reasons)}; set {key}.path, its fields, or data.max_sample_tokens"
+        reasons = [f"{skipped.broken} rows are broken (first: {skipped.first})"] * bool(skipped.broken)
+        reasons += [f"{skipped.long} are longer than data.max_sample_tokens"] * bool(skipped.long)
+        if not reasons:
+            raise MegabatchError(f"{key}.path names a source without rows; give at least one sample")
+        change = f"set {key}.path, its fields, or data.max_sample_tokens"
+        raise MegabatchError(f"no row of {key} can be used: {', '.join(reasons)}; {change}")
 
 
 def encode_chunk(
     chunk: list[Row | BrokenRowError], kind: "RowKind | None"
 ) -> Iterator[tuple[str, Encoded | BrokenRowError]]:
     """Yield what became of each row, in their order; without a kind there is no good row."""
-    read = [row if isinstance(row, BrokenRowError) or kind is None else read_row(row, kind) for row in chunk]
+    read: list[Any] = []
+    for row in chunk:
+        try:
+            read.append(row if isinstance(row, BrokenRowError) or kind is None else kind.read(row))
+        except BrokenRowError as error:
+            read.append(error)
     good = [content for content in read if not isinstance(content, BrokenRowError)]
     encoded = iter(kind.encode(good) if kind is not None and good else [])
     for row, content in zip(chunk, read, strict=True):
@@ -127,13 +129,6 @@ def encode_chunk(
         ):  # nothing predicts the first
             found = BrokenRowError(f"{name} has no token to learn")
         yield name, found
-
-
-def read_row(row: Row, kind: "RowKind") -> Any:
-    try:
-        return kind.read(row)
-    except BrokenRowError as error:
-        return error
 
 
 def kind_of_rows(source: SourceConfig, key: str, tokens: "Tokens", first: Row) -> "RowKind":

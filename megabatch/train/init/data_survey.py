@@ -32,7 +32,7 @@ NUM_HELD_OUT = 64  # eval.num_samples; at most a tenth of the data
 
 @dataclass
 class Survey:
-    """What was found in the data."""
+    """Findings in the data: fields, lengths and labels."""
 
     keys: dict[str, str]  # of [data]: path, its kind and the fields
     unread: list[str] = field(default_factory=list[str])  # other fields of the first row
@@ -67,7 +67,7 @@ def survey(path: str, task: str | None, advance: Callable[[int], None]) -> Surve
         advance: Called with a number of rows that were read.
     """
     place = place_of(SourceConfig(path=path), "data")
-    rows = rows_of(source_of(path, place), "data")
+    rows = rows_of(SourceConfig.model_validate(source_keys(path, place)), "data")  # as the recipe will name it
     found, measure, num_broken, first_broken = None, None, 0, ""
     while chunk := list(islice(rows, ROWS_AT_ONCE)):
         advance(len(chunk))
@@ -86,14 +86,10 @@ def survey(path: str, task: str | None, advance: Callable[[int], None]) -> Surve
             "at least one"
         )
     found.num_broken, found.first_broken = num_broken, first_broken
-    if "label_field" in found.keys and task is None and not are_classes(found):
+    are_classes = 2 <= len(found.labels) <= min(MAX_LABELS, len(found.lengths) // 5)  # of several rows on average
+    if "label_field" in found.keys and task is None and not are_classes:
         found.unread.append(found.keys.pop("label_field"))
     return found
-
-
-def source_of(path: str, place: Place) -> SourceConfig:
-    """Return the source as the recipe will name it."""
-    return SourceConfig.model_validate(source_keys(path, place))
 
 
 def source_keys(path: str, place: Place) -> dict[str, str]:
@@ -170,11 +166,6 @@ def add_row(found: Survey | None, measure: Callable[[Mapping[str, Any]], int] | 
     if label and len(found.labels) <= MAX_LABELS:
         found.labels[label] += 1
     return ""
-
-
-def are_classes(found: Survey) -> bool:
-    """Return True if each label has several rows on average."""
-    return 2 <= len(found.labels) <= min(MAX_LABELS, len(found.lengths) // 5)
 
 
 def size_of(found: Survey, *, on_cpu: bool, bytes_per_token: float = 1.0) -> Size:

@@ -140,7 +140,7 @@ def found_lines(found: Survey, size: Size) -> list[str]:
         lines.append(f"left out: {_count(found.num_broken, 'row')}, first {found.first_broken}")
     if size.num_long:
         lines.append(f"left out: {_count(size.num_long, 'sample')} of more than {MAX_SAMPLE_TOKENS:,} tokens")
-    if found.lengths and count < 10:
+    if count < 10:
         lines.append("no sample is held out of fewer than ten, so that nothing says how well others are predicted")
     return lines
 
@@ -165,11 +165,12 @@ def recipe_text(file: str, model: str | None, found: Survey, size: Size, hardwar
             f"max_steps = {size.max_steps} # a first look: leave it and optim.decay_steps out to see all of the data\n"
         )
         decay = f"decay_steps = {size.max_steps}\n"
+    named_model = f"[model]\n{tomli_w.dumps({'name': model})}{'' if is_cpu else GPU_KEYS}"
     text = RECIPE.format(
         title=" ".join(f"{what} on {found.keys.get('path', 'stdlib')}.".split()),
         launch=launch_command(file, hardware),
         file=shlex.quote(file),
-        model=classifier_text(model, found) if is_classifier else model_text(model, is_cpu=is_cpu),
+        model=classifier_text(model, found) if is_classifier else SMALL_MODEL if model is None else named_model,
         data=labeled_text(model, found) if is_classifier else data_text(model, found, size),
         batch=size.global_batch_size,
         unit="samples" if size.pack_tokens is None else f"rows of {size.pack_tokens} tokens",
@@ -186,11 +187,6 @@ def recipe_text(file: str, model: str | None, found: Survey, size: Size, hardwar
         save=size.share(4, 20, 500) if size.num_updates else 100,
     )
     return text + (PARALLEL if hardware.per_node * hardware.num_nodes > 1 else "")
-
-
-def model_text(model: str | None, *, is_cpu: bool) -> str:
-    """Return the lines of [model]."""
-    return SMALL_MODEL if model is None else f"[model]\n{tomli_w.dumps({'name': model})}{'' if is_cpu else GPU_KEYS}"
 
 
 def data_text(model: str | None, found: Survey, size: Size) -> str:

@@ -78,7 +78,9 @@ def left_out(model: nn.Module, config: ModelConfig) -> frozenset[str]:
 def adapt(model: nn.Module, config: ModelConfig) -> str:
     """Put adapters into the model and freeze the rest; what was done, in words. Raises `MegabatchError`."""
     lora, modules = lora_config(config), dict(model.named_modules())
-    check_targets(lora.target_modules, modules)
+    targets = lora.target_modules
+    for target in targets if isinstance(targets, list | set | tuple) else ():  # peft ignores one if there are others
+        named("target_modules", target, modules)
     is_outline = any(parameter.is_meta for parameter in model.parameters())
     try:
         with quiet():
@@ -132,12 +134,6 @@ def peft() -> Any:
         raise MegabatchError(
             f"model.lora is set and {error.name} is not installed; {install_command('peft')}"
         ) from None
-
-
-def check_targets(targets: Any, modules: Mapping[str, nn.Module]) -> None:
-    """Raise for a target that is no module of the model. peft ignores one if there are others."""
-    for target in targets if isinstance(targets, list | set | tuple) else ():
-        named("target_modules", target, modules)
 
 
 def whole_of(model: nn.Module, config: ModelConfig) -> list[str]:

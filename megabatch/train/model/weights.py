@@ -233,7 +233,8 @@ def fill(model: nn.Module, units: list[Unit], seed: int, device: torch.device, s
             with seeded(seed, unit.name):
                 initialize(unit)
         for tensor in list(wholes):
-            pending.settle(tensor, wholes.pop(tensor))
+            whole = wholes.pop(tensor).detach()
+            pending.settle(tensor, whole[region_of(tensor)].clone() if isinstance(tensor, DTensor) else whole)
     for tensor in (*model.parameters(), *model.buffers()):
         if hasattr(tensor, INITIALIZED):
             delattr(tensor, INITIALIZED)
@@ -255,12 +256,6 @@ class Pending:
         """Put a whole tensor of zeros on the CPU where the one without memory stands."""
         return self._put(tensor, torch.zeros(tensor.shape, dtype=tensor.dtype))
 
-    def settle(self, tensor: Tensor, whole: Tensor) -> None:
-        """Put into its place what stays of a whole tensor: all of it, or this rank's part."""
-        self._settle(
-            tensor, whole.detach()[region_of(tensor)].clone() if isinstance(tensor, DTensor) else whole.detach()
-        )
-
     def settle_saved(self, tensor: Tensor, names: list[str], saved: Saved) -> None:
         """Put into its place what is saved of a tensor, if it is."""
         if not isinstance(tensor, DTensor):
@@ -270,12 +265,15 @@ class Pending:
             part = saved.read(names, rows)
             part = None if part is None else part[(slice(None), *others)].contiguous()
         if part is not None:
-            self._settle(tensor, part)
+            self.settle(tensor, part)
 
-    def _settle(self, tensor: Tensor, values: Tensor) -> None:
+    def settle(self, tensor: Tensor, values: Tensor) -> None:
+        """Put values into their place: all of a tensor, or this rank's part."""
         values = values.to(self._device, tensor.dtype)
-        final = shard_like(tensor, values) if isinstance(tensor, DTensor) else values
-        setattr(self._put(tensor, final), INITIALIZED, True)
+        if isinstance(tensor, DTensor):
+            mesh, placements, sizes = tensor.device_mesh, tensor.placements, (tensor.shape, tensor.stride())
+            values = DTensor.from_local(values, mesh, placements, run_check=False, shape=sizes[0], stride=sizes[1])
+        setattr(self._put(tensor, values), INITIALIZED, True)
         del self.names[tensor], self._places[tensor]
 
     def _put(self, tensor: Tensor, new: Tensor) -> Tensor:
@@ -304,13 +302,6 @@ def region_of(tensor: Tensor) -> tuple[slice, ...]:
     local = cast(Any, laid)._local_tensor.shape
     assert tuple(sizes) == tuple(local), f"{sizes} of {tuple(laid.shape)} as {laid.placements}, and {local} is there"
     return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
-
-
-def shard_like(tensor: DTensor, local: Tensor) -> DTensor:
-    """Return this rank's shard as a DTensor, placed as the tensor without memory."""
-    return DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
