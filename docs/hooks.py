@@ -1,4 +1,4 @@
-"""What mkdocs does not do by itself: every decision is in the navigation, and links out of docs/ lead to a copy."""
+"""Hooks of mkdocs: every decision is in the navigation, and links out of docs/ lead to a copy."""
 
 import re
 from pathlib import Path

@@ -63,7 +63,7 @@ def images_and_digits() -> tuple[Tensor, Tensor]:
 
 
 def data(num_draws: int) -> dict[str, Draws]:
-    """What is trained on, and a held-out set of other images."""
+    """Return the training set, and a held-out set of other images."""
     images, digits = images_and_digits()
     held_out = Draws(images[:NUM_HELD_OUT], digits[:NUM_HELD_OUT], 4)
     return {"train": Draws(images[NUM_HELD_OUT:], digits[NUM_HELD_OUT:], num_draws), "held-out": held_out}

@@ -17,7 +17,7 @@ ABBREVIATIONS = r"\b(e\.g|i\.e|vs|etc|cf|al)\."
 
 
 class Score(NamedTuple):
-    """How a text reads."""
+    """Measures of how a text reads."""
 
     words: int
     mean: float  # words in a sentence

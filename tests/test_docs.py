@@ -62,7 +62,7 @@ class Routed(SparseLM):
 
 
 def given() -> dict[str, Any]:
-    """What pages take for granted: a model, its optimizer, data and loss."""
+    """The names that pages take for granted: a model, its optimizer, data and loss."""
     torch.manual_seed(0)
     model = Routed()
     texts = [torch.arange(length) % VOCABULARY for length in (3, 5, 8, 13, 4)]

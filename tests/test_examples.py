@@ -41,7 +41,7 @@ SECONDS = 300  # for one example, on a machine that is busy with others
 
 @cache
 def printed(*arguments: str) -> str:
-    """What Python prints when run with these arguments in the repository's folder, to a good end without a warning."""
+    """Run Python with these arguments in the repository's folder, without a failure or warning; return its output."""
     steady = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, *arguments]
     ran = subprocess.run(command, cwd=ROOT, env=os.environ | steady, capture_output=True, text=True, timeout=SECONDS)
@@ -56,7 +56,7 @@ def good(end: Finished) -> str:
 
 @cache
 def example(name: str, ranks: int = 1) -> str:
-    """What an example prints, in processes that are forked from one that has imported torch; on rank 0."""
+    """Run an example in processes that are forked from one that has imported torch; return the output of rank 0."""
     with TemporaryDirectory() as logs:
         ends = Run([], Path(logs), ranks, EXAMPLES / f"{name}.py").wait(SECONDS)
     first, *_ = map(good, ends)

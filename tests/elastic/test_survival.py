@@ -299,7 +299,7 @@ def by_the_clock(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
 def room_for_two(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
     with small_disk(bench.path / "disk") as (disk, mounted):
         if not mounted:
-            pytest.skip("a disk of its own cannot be mounted here")
+            pytest.skip("needs root, who mounts a small disk")
         after = filling(bench.path / "own.py", disk, mounted=mounted, full=5, empty=99)
         own, full = bench.path / "own.py", "        except OSError:\n            "
         own.write_text(own.read_text().replace(f"{full}return", f"{full}return file.truncate(file.tell() - 2**17)"))

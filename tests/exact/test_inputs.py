@@ -1,4 +1,4 @@
-"""What users do wrong or oddly is right or is refused, in one line and on every rank."""
+"""Mistakes and odd input of users are right or refused, in one line and on every rank."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def test_right_or_refused(results, job: str) -> None:
 
 
 def check(job: str, values: list[dict[str, Any]]) -> None:
-    """What each rank of a job found or was told."""
+    """The findings and errors of each rank of a job."""
     row = ROWS[job.rsplit(":", 1)[0]]
     for rank, value in enumerate(values):
         where = f"on rank {rank}"

@@ -36,7 +36,7 @@ class Recording:
         self.taken: list[dict[str, Tensor]] = []
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        inputs = super()._prepare_inputs(generation_batch)  # type: ignore[misc]
+        inputs = super()._prepare_inputs(generation_batch)  # type: ignore[misc]  # of the trainer it is mixed into
         self.taken.append({name: each.clone() for name, each in inputs.items()})
         return inputs
 
@@ -180,7 +180,7 @@ def uncut(case: Case, model: nn.Module, taken: list[dict[str, Tensor]]) -> dict[
     """The gradient of the rollouts of an update. Each is a batch of its own, as its padding may be another."""
     model.zero_grad()
     found = [sums(case, model, each) for each in taken]
-    (sum(total for total, _ in found) / max(sum(count for _, count in found), 1)).backward()  # type: ignore[union-attr]
+    (sum(total for total, _ in found) / max(sum(count for _, count in found), 1)).backward()  # type: ignore[union-attr]  # sum() may be the int 0
     return {name: each.grad for name, each in model.named_parameters()}
 
 

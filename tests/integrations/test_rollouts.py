@@ -62,7 +62,7 @@ def test_a_planted_bug_is_caught(name, tmp_path):
 
 
 class _Trainer:
-    """What `Rollouts` reads of a trainer, for a batch that TRL would hand on."""
+    """The attributes of a trainer that `Rollouts` reads, for a batch that TRL would hand on."""
 
     loss_type = "dapo"
 

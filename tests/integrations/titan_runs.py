@@ -31,7 +31,7 @@ torch.cpu.reset_peak_memory_stats = torch.cpu.empty_cache = lambda *_: None
 if not hasattr(dist, "set_timeout"):
     dist.set_timeout = dist.distributed_c10d._set_pg_timeout
 
-# torchtitan asks for the device when it is imported, so its imports follow the stand-ins.
+# E402: torchtitan asks for the device when it is imported, so these imports follow the stand-ins.
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
 from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402

@@ -104,7 +104,7 @@ def found(table: Any, key: str) -> list[dict[str, Any]]:
 
 
 def written(job: dict[str, Any]) -> list[str]:
-    """What a TrainJob's command reads and writes."""
+    """The volumes and variables that a TrainJob's command reads and writes."""
     trainer = job["spec"]["trainer"]
     return [each for each in [*trainer["command"], *trainer["args"]] if "recipe" in each]
 

@@ -66,7 +66,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def overrides(bench: Bench) -> list[str]:
-    """Of the recipe, by which a run is disturbed."""
+    """The overrides of the recipe by which a run is disturbed."""
     (bench.path / "own.py").write_text(OWN)
     return arguments_of({**KEYS, "run__after_update": "own.py:after_update", "data__cache": "cache"})
 
@@ -104,7 +104,7 @@ def wait_until(reached: Callable[[], bool], process: subprocess.Popen[str]) -> N
 
 
 def check(bench: Bench, whole: list[dict[str, Any]], *, begun: int, resumed: list[int]) -> None:
-    """That the run has the rows of one that was never disturbed, begun and gone on with so often."""
+    """Assert that the run has the rows of one that was never disturbed, begun and gone on with so often."""
     folder = bench.path / "runs/recipe"
     assert timeless(bench.rows(folder)) == timeless(whole), said(bench)
     log = [line.partition("  ")[2] for line in (folder / "log.txt").read_text().splitlines()]
@@ -139,7 +139,7 @@ def test_several_machines_start_again_by_themselves(
 
 @pytest.fixture
 def slurm(bench: Bench) -> dict[str, str]:
-    """What stands in for Slurm, and what it tells a job."""
+    """A stand-in for Slurm, and the environment that it gives a job."""
     (bench.path / "bin").mkdir()
     for name, text in SLURM.items():
         (bench.path / "bin" / name).write_text(f"#!/usr/bin/env bash\n{text}")

@@ -30,7 +30,7 @@ def needed(requirements: list[str], extras: set[str], found: dict[str, Distribut
 
 
 def places(named: Distribution) -> Iterator[Path]:
-    """What a distribution has put at the top of site-packages."""
+    """The names of a distribution at the top of site-packages."""
     folder = Path(str(named.locate_file(""))).resolve()
     tops = {file.parts[0] for file in named.files or () if file.parts[0] not in ("..", "__pycache__")}
     return (folder / top for top in sorted(tops) if (folder / top).exists())

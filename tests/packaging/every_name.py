@@ -49,7 +49,7 @@ def spread(rows: Tensor) -> tuple[Tensor, int]:  # [N, 2]
 
 
 def lines() -> list[str]:
-    """What each part says of itself."""
+    """The `__all__` of each part."""
     model = nn.Linear(3, 2).double()
     batch: Microbatch = {"inputs": torch.randn(5, 3).double(), "labels": torch.randn(5, 2).double()}
     proof: Verification = verify(model, squared, batch)

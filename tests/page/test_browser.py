@@ -42,7 +42,7 @@ def written(*folders: Path, **more: Any) -> Path:
 
 
 def points(page: Page) -> list[int]:
-    """How many each chart was given."""
+    """The number of points of each chart."""
     return page.eval_on_selector_all(".plot", "each => each.map(plot => plot.dataset.points * 1)")
 
 
@@ -52,7 +52,7 @@ def bars(page: Page) -> list[float]:
 
 
 def contrast(page: Page, name: str) -> float:
-    """Of a color of the page against its ground."""
+    """The contrast of a color of the page with its ground."""
     script = """name => {
       const style = getComputedStyle(document.documentElement);
       const light = hex => [1, 3, 5].map(at => parseInt(hex.slice(at, at + 2), 16) / 255)

@@ -48,7 +48,7 @@ def get(server: Server, path: str, method: str = "GET", **headers: str) -> tuple
 
 
 def add(run: Path, *steps: int) -> None:
-    """What a run writes of its next updates."""
+    """Write the rows of the next updates, as a run does."""
     for name, rows in (
         ("metrics.jsonl", [update(step) for step in steps]), ("cuts.jsonl", [cut(step) for step in steps]),
     ):  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a run records for its page: every cut and one timeline; and that nothing learned depends on it."""
+"""The records of a run for its page: every cut and one timeline; nothing learned depends on them."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a page is made of: a run's folder, whatever is in it; and what is no run is one line, with nothing written."""
+"""A page is made of a run's folder, whatever is in it; a folder without a run is one line, with nothing written."""
 
 import json
 import math
@@ -23,7 +23,7 @@ def report(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int,
 
 
 def data_of(path: Path) -> dict[str, Any]:
-    """What a page has in it."""
+    """The data of a page."""
     text = path.read_text().partition('<script type="application/json" id="data">')[2]
     return json.loads(text.partition("</script>")[0])
 
@@ -195,7 +195,7 @@ def test_no_name_ends_the_element_that_it_stands_in(tmp_path: Path) -> None:
 
 
 def test_a_page_stays_small(tmp_path: Path) -> None:
-    """Of many updates every so manieth, and always the last; of many bars, too."""
+    """Many updates are thinned and the last one stays; so are many bars."""
     rows = [update(step) for step in range(1, columns.MOST_UPDATES * 2 + 2)]
     kept, every = columns.thinned(rows, columns.MOST_UPDATES)
     assert (every, kept[1]["step"], kept[-1]["step"]) == (3, 4, columns.MOST_UPDATES * 2 + 1)

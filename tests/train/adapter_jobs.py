@@ -1,4 +1,4 @@
-"""What ranks do in the tests of adapters: three updates of a recipe's model, as the trainer lays it out."""
+"""Jobs of the tests of adapters: three updates of a recipe's model, as the trainer lays it out."""
 
 import contextlib
 from dataclasses import replace

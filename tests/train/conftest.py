@@ -72,7 +72,7 @@ class Bench:
 
     @property
     def folder(self) -> Path:
-        """Where the recipe writes its run unless told otherwise."""
+        """The folder of the recipe's run unless told otherwise."""
         return self.path / "run"
 
     def start(self, *, ranks: int = 1, recipe: Path | None = None, **values: Any) -> Run:

@@ -52,7 +52,7 @@ def updates_of(config: Config, rank: int = 0, num_ranks: int = 1, data: Data | N
 
 
 def ids_of(samples: list[dict[str, Any]]) -> list[Ids]:
-    """What tells samples apart."""
+    """The ids of samples, which tell them apart."""
     return [tuple(sample["input_ids"].tolist()) for sample in samples]
 
 

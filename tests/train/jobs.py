@@ -1,4 +1,4 @@
-"""What every rank of a group does in the tests of optimizer, average and evaluation; see exact/launch.py."""
+"""Jobs of a group of ranks in the tests of optimizer, average and evaluation; see exact/launch.py."""
 
 import shutil
 import tempfile
@@ -119,7 +119,7 @@ def folder_for_all() -> Path:
 
 
 def through_a_checkpoint(state: dict[str, Any], template: dict[str, Any]) -> dict[str, Any]:
-    """What is read from a checkpoint of ``state``."""
+    """Save ``state`` and return what is read of it."""
     folder = folder_for_all()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -132,7 +132,7 @@ def through_a_checkpoint(state: dict[str, Any], template: dict[str, Any]) -> dic
 
 
 def resumes(wrapper: str, dtype: torch.dtype, **optim: Any) -> bool:
-    """Whether a learner that was saved after three updates and loaded goes on bit for bit, with an average too."""
+    """Return True if a learner saved after three updates goes on bit for bit when loaded, with an average too."""
     learner, other = (learner_of(wrapper, dtype, **optim) for _ in range(2))
     average, other_average = (Average(each.model, 0.9) for each in (learner, other))
     for step in range(3):

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def on_ranks(num_ranks: int, folder: Path, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What ``function(ranks, *arguments)`` returns on each rank; its module is imported there, so it is no closure."""
+    """Call ``function(ranks, *arguments)`` on each rank; its module is imported there, so it is no closure."""
     job = Path(tempfile.mkdtemp(dir=folder)).resolve()
     torch.save((function, arguments), job / "call.pt")
     found = launch(num_ranks, f"{__name__}:run_rank", [str(job)], job / "ranks")

@@ -1,4 +1,4 @@
-"""What every rank does in the tests of the policy that a run chooses; see on_ranks.py."""
+"""Jobs of the ranks in the tests of the policy that a run chooses; see on_ranks.py."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -61,21 +61,21 @@ class Steady(SyncChooser):
 
 
 def choosing_of(context: RunContext) -> Steady:
-    """What chooses by measuring, whatever the trainer has chosen."""
+    """The chooser that measures, whatever the trainer has chosen."""
     learner, batch = context.learner, context.updates.peek()
     learner.gradient = build_accumulator(context.model.model, context.config, learner.gradient.fit)
     return Steady(learner.gradient.plan(batch).sync, replace(context, config=capped(context.config, CAP)), batch)
 
 
 def least_of(choosing: Steady, ranks: Ranks) -> float:
-    """What a microbatch of one sample comes to under the wrapper's own policy."""
+    """The memory of a microbatch of one sample under the wrapper's own policy."""
     choosing.budget = choosing._measure(choosing._own, 1, None).budget
     peaks = [choosing._measure(choosing._own, 1, None).peak_bytes for _ in range(NUM_MEASURED)]
     return max_over_ranks([min(peaks)], ranks)[0]
 
 
 def under_caps(ranks: Ranks, recipe: Path, overrides: Sequence[str]) -> dict[str, SyncDecision | None]:
-    """What is chosen where there is room for half of what "last" keeps more, and for all of it."""
+    """The choices with room for half of what "last" keeps more, and for all of it."""
     choosing = choosing_of(context_of(ranks, recipe, overrides))
     least, found = least_of(choosing, ranks), dict[str, SyncDecision | None]()
     for name, share in CAPS.items():
@@ -87,7 +87,7 @@ def under_caps(ranks: Ranks, recipe: Path, overrides: Sequence[str]) -> dict[str
 
 
 def with_bounds(ranks: Ranks, recipe: Path, overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """What is chosen beside a bound that has so much room left for the whole gradient, and what goes on with it."""
+    """The choice beside a limit with so much room left for the whole gradient, and the limit that goes with it."""
     context = context_of(ranks, recipe, overrides)
     more, learner, laid = choosing_of(context)._more_bytes, context.learner, context.model
     config = context.config = capped(context.config, CAP, micro_batch_size=None, max_microbatch_tokens="auto")
@@ -120,7 +120,7 @@ class Scripted(SyncChooser):
 
 
 def measured_over(ranks: Ranks, recipe: Path, overrides: Sequence[str]) -> dict[str, SyncDecision | None]:
-    """What is chosen beside a bound where "last" is measured to need more than it should, once or twice."""
+    """The choice beside a limit if "last" is measured to need more than it should, once or twice."""
     context = context_of(ranks, recipe, overrides)
     model, learner, batch = context.model.model, context.learner, context.updates.peek()
     config = capped(context.config, CAP, micro_batch_size=None, max_microbatch_tokens="auto")

@@ -29,7 +29,7 @@ CONTEXT.set_forkserver_preload([
 
 @dataclass(frozen=True)
 class Finished:
-    """What is left of a process."""
+    """The status and the output of a process."""
 
     status: int | None
     out: str
@@ -82,7 +82,7 @@ class Run:
 
 
 def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """What torchrun tells a rank."""
+    """The environment that torchrun gives a rank."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

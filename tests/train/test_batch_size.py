@@ -104,7 +104,7 @@ def test_a_rate_is_multiplied_once(rate: Any) -> None:
 
 
 def walked(seen: list[tuple[int, int]], sizes: Sizes) -> list[int]:
-    """What each update should have, by the samples and tokens of those before it."""
+    """The size that each update should have, by the samples and tokens of those before it."""
     sums = [Consumed(n, sum(a for a, _ in seen[:n]), sum(b for _, b in seen[:n])) for n in range(len(seen))]
     return [sizes(each) for each in sums]
 

@@ -2,16 +2,11 @@
 
 import json
 import re
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 
-from megabatch import CostModel
-from megabatch.errors import MicrobatchLimit
-from megabatch.planning.limits import MeasuredMicrobatch, TunedLimit
-from megabatch.train.autotune import microbatch_limit as bound
 from megabatch.train.checkpoints import metadata
 from megabatch.train.checkpoints.metadata import first_difference, read_meta
 from megabatch.train.checkpoints.retention import Checkpoints
@@ -55,7 +50,7 @@ def test_too_little_memory_is_one_line_and_keeps_no_folder_from_a_run_with_more(
 
 
 def test_a_stream_goes_on_with_longer_samples(bench: Bench) -> None:
-    """What was chosen for the first ones is no cap that anybody has set; what is chosen later is kept."""
+    """The limit chosen for the first samples is no cap that anybody has set; the later one is kept."""
     lengths = [*range(10, 34), *range(100, 124)]
     write_pairs(bench.path / "data.jsonl", [("count: ", "a" * length) for length in lengths])
     values = {**AUTO, "data__streaming": True, "data__shuffle_window": 1, "optim__schedule": "constant", **NO_DROPOUT}
@@ -121,17 +116,3 @@ def test_what_changes_a_microbatch_changes_the_bound() -> None:
         {"update": {"sync": "every"}},
     ):
         assert first_difference(kept, circumstances(**values)) is not None
-
-
-def test_a_fit_is_kept_as_it_is() -> None:
-    fit = TunedLimit(
-        428, CostModel(1.0, 2.0), 100, (MeasuredMicrobatch(1, 70.0), MeasuredMicrobatch(4, 280.0)), 2.0**31, 300.0, 4
-    )
-    assert bound._parse_limit(json.loads(json.dumps(asdict(fit)))) == fit
-
-
-def test_the_words_tell_of_what_was_learned() -> None:
-    text = "update.max_microbatch_tokens 1,000: the checkpoint's, so that sums are rounded the same"
-    assert bound._kept_text(1000, None) == bound._kept_text(1000, MicrobatchLimit(1, 1000)) == text
-    learned = "since a microbatch did not fit in memory, one holds at most 300 (microbatch.json)"
-    assert bound._kept_text(1000, MicrobatchLimit(3, 300)) == f"{text}; {learned}"

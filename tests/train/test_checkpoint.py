@@ -276,14 +276,6 @@ def test_another_run_is_refused_by_what_says_most(tmp_path: Path, parts: dict[st
     )
 
 
-def test_a_schedule_that_follows_from_the_data_is_said_to(tmp_path: Path) -> None:
-    assert line_of(meta.check_same_run, tmp_path, here(), here(derived={"optim.decay_steps": 240})) == (
-        f"{tmp_path} is of another recipe: optim.decay_steps is 120 there and 240 here; the learning rate follows "
-        "run.max_epochs: add --optim.decay_steps=120 to keep its course, or begin a new one with these weights: "
-        f"--run.init_from={tmp_path.parents[1]} --run.folder=NEW"
-    )
-
-
 def test_what_json_cannot_keep_is_compared_as_it_will_be_read() -> None:
     described = here(settings={"optim.betas": (0.9, 0.95), "data.path": Path("a")})
     assert json.loads(json.dumps(described)) == described
@@ -426,7 +418,7 @@ def test_a_file_that_cannot_be_written_through_leaves_the_old_one_and_no_part(tm
 
 
 def chosen_by(ranks: Ranks, run: Path) -> list[str]:
-    """What a rank goes on from; with a file that only the second rank's share of the sums finds damaged."""
+    """The checkpoint that a rank resumes from; only the second rank's share of the sums finds one damaged."""
     told = [str(resumed_from(RunConfig(folder=str(run), resume=True), ranks, Console(enabled=False, loss_digits=4)))]
     ranks.barrier()
     if ranks.is_main:

@@ -1,8 +1,6 @@
 """The command line as a user meets it: exit statuses, one line on stderr, nothing half-written."""
 
-import contextlib
 import os
-import pty
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +10,7 @@ import pytest
 
 from megabatch.errors import install_command
 from megabatch.train.config.keys import known_keys
-from tests.train.conftest import NO_DROPOUT, Bench, write_pairs
+from tests.train.conftest import NO_DROPOUT, Bench
 from tests.train.processes import Run
 
 Refuse = Callable[..., str]
@@ -28,18 +26,6 @@ def python(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False
     )
-
-
-@pytest.mark.slow
-def test_a_bad_recipe_ends_with_status_2_and_one_line(bench: Bench) -> None:
-    (done,) = bench.finish(update__batch_size=3)
-    assert done.status == 2
-    assert done.err == (
-        "megabatch: unknown key update.batch_size on the command line; here it is update.global_batch_size (samples "
-        "of an update; update.micro_batch_size are those of a forward)\n"
-    )
-    assert done.out == ""
-    assert not bench.folder.exists()
 
 
 def test_a_mistake_in_a_recipe_is_told_before_torch_is_imported(bench: Bench) -> None:
@@ -115,25 +101,6 @@ def test_help_names_every_key_with_its_meaning(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_on_a_terminal_a_bar_shows_how_far_it_is(bench: Bench) -> None:
-    terminal, end = pty.openpty()
-    command = [sys.executable, "-m", "megabatch", "train", str(bench.recipe), "--run.max_steps=2"]
-    with os.fdopen(terminal, "rb", closefd=True) as shown:
-        process = subprocess.Popen(
-            command, cwd=bench.path, env=ENVIRONMENT | {"COLUMNS": "160"}, stdout=end, stderr=end
-        )
-        os.close(end)
-        text = b""
-        with contextlib.suppress(OSError):  # what reading a terminal ends with, when nobody writes to it any more
-            while piece := os.read(shown.fileno(), 65536):
-                text += piece
-    assert process.wait(timeout=60) == 0, text.decode()
-    assert b"2/2" in text
-    assert b"held-out loss" in text
-    assert b"Traceback" not in text
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["pydantic", "rich"])
 def test_without_the_extra_one_line_says_what_to_install(bench: Bench, name: str) -> None:
     script = f"import sys; sys.modules[{name!r}] = None; import megabatch.__main__ as m; m.main()"
@@ -151,59 +118,6 @@ def test_a_path_that_cannot_even_be_looked_at_gets_its_line(bench: Bench, key: s
     assert end.err.count("\n") == 1, end.err
     assert "File name too long" in end.err
     assert not bench.folder.exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (
-            ["trane"],
-            "unknown command 'trane'; the commands are init, train, plan, verify, export, report, watch, doctor, "
-            "audit, completion: see megabatch --help",
-        ),
-        (["train"], "no recipe; give the path of a TOML file first: megabatch train recipe.toml"),
-        (
-            ["train", "--run.seed=1"],
-            "no recipe; give the path of a TOML file first: megabatch train recipe.toml",
-        ),
-    ],
-)
-def test_a_bad_command_line_gets_its_line(tmp_path: Path, arguments: list[str], line: str) -> None:
-    for ranks in (1, 2):
-        finished = Run(arguments, tmp_path / f"{ranks}", ranks).wait()
-        assert [each.status for each in finished] == [2] * ranks
-        assert "".join(each.err for each in finished) == f"megabatch: {line}\n"
-
-
-@pytest.mark.slow
-def test_a_missing_data_file(bench: Bench, refuse: Refuse) -> None:
-    missing = bench.path / "dat.jsonl"
-    assert refuse(data__path=missing) == (
-        f"data.path is '{missing}', and there is no such file ({bench.path}/data.jsonl comes nearest); "
-        "set it to what is to be read"
-    )
-
-
-@pytest.mark.slow
-def test_a_sample_longer_than_the_cap(bench: Bench, refuse: Refuse) -> None:
-    data = write_pairs(bench.path / "long.jsonl", [("a", "b"), ("a", "b" * 300)])
-    assert refuse(data__path=data, ranks=2) == (
-        f"the sample {data}:2 has 302 tokens, more than update.max_microbatch_tokens=256; "
-        "raise it to 302 or leave such samples out with data.max_sample_tokens"
-    )
-
-
-@pytest.mark.slow
-def test_a_folder_that_holds_a_run_and_a_folder_that_cannot_be(bench: Bench, refuse: Refuse) -> None:
-    bench.train(run__max_steps=1)
-    assert refuse(ranks=2) == (
-        f"{bench.folder} already holds a run; resume it with --run.resume=true, or choose another run.folder"
-    )
-    within_a_file = bench.recipe / "run"
-    assert refuse(run__folder=within_a_file) == (
-        f"run.folder is {within_a_file} and {bench.recipe} is no folder to write to; choose another run.folder"
-    )
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What a person sees: a bar on a terminal, lines elsewhere; the log; only the main rank speaks."""
+"""The console: a bar on a terminal, lines elsewhere; the log; only the main rank speaks."""
 
 import contextlib
 import os
@@ -55,7 +55,7 @@ def run_in_small(shown: str, log: Path, environment: dict[str, str]) -> None:
 
 
 def on_terminal(log: Path, width: int) -> str:
-    """What a terminal is shown, escape sequences and all."""
+    """The bytes that a terminal is shown, escape sequences and all."""
     terminal, end = pty.openpty()
     environment = {"COLUMNS": str(width), "TERM": "xterm"}
     process = CONTEXT.Process(target=run_in_small, args=(os.ttyname(end), log, environment))

@@ -1,4 +1,4 @@
-"""What the guide says: its recipes have known keys and its list of own parts is whole."""
+"""The guide: its recipes have known keys and its list of own parts is whole."""
 
 import re
 import tomllib

@@ -51,7 +51,7 @@ def wrong_on_one(model: nn.Module) -> nn.Module:
 
 
 def proved(ranks: Ranks) -> list[str]:
-    """What is said where all is right, and where a rank computes what is wrong."""
+    """The lines if all is right, and if a rank computes something wrong."""
     return [str(proof_finding("ddp", wrap, ranks)) for wrap in (WRAPPERS["ddp"], wrong_on_one)]
 
 

@@ -86,7 +86,7 @@ def close(expected: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def expected_row(name: str) -> dict[str, Any]:
-    """What a job must find, and that it leaves no trace."""
+    """Check the findings of a job, and that it leaves no trace."""
     loss, _, samples, _ = name.split()
     numbers = plain_count(SETS[samples]) if loss == "next_token" else plain_squares(SETS[samples])
     if samples == "empty":

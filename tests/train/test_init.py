@@ -50,7 +50,7 @@ SEEN = {
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a person stands, with data of each kind and a model's folder."""
+    """A working folder, with data of each kind and a model's folder."""
     for name, row in ROWS.items():
         text = row if isinstance(row, str) else json.dumps([row] if name.endswith(".json") else row)
         (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())

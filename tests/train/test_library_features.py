@@ -1,4 +1,4 @@
-"""What of the library a recipe asks for by a key: the weights are those of an uncut run on one process."""
+"""Features of the library that a recipe asks for by a key: the weights are those of an uncut run on one process."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What people do wrong in the first hour: each gets one line with what was seen, what was expected and what to change.
+"""Mistakes of the first hour: each gets one line with what was seen, what was expected and what to change.
 
 The table is read by people, too: the mistake, and the words that it gets. Status 2, no traceback, nothing written.
 """

@@ -122,7 +122,7 @@ def many(draw: Draw, num_updates: int) -> tuple[list[Measured], list[Measured]]:
 
 
 def sum_of(samples: list[Sample]) -> Sum:
-    """Of some samples, by hand."""
+    """The gradient of some samples, by hand."""
     x, y = (torch.cat([sample[key] for sample in samples]) for key in ("x", "y"))
     gradient = ((x.sum(1) * OFF - y)[:, None] * x).sum(0) / len(y)  # [features]
     return Sum(float(gradient.square().sum()), len(y))
@@ -175,7 +175,7 @@ def test_the_gradient_is_that_of_the_whole_update(loss_fn: LossFunction, max_nor
 
 
 def test_two_norms_give_both_unknowns() -> None:
-    """Of parts that are just as the expectation says: |G|^2 is 3 and a target's noise 10."""
+    """Parts are just as the expectation says: |G|^2 is 3 and a target's noise 10."""
     part, whole = (Sum(3 + 10 / weight, weight) for weight in (3.0, 12.0))
     assert measure_noise(part, whole, 4) == pytest.approx((10 * 4 / 12, 3))
 

@@ -378,7 +378,7 @@ def test_an_average_of_another_model_is_refused() -> None:
 
 
 def plain_logits() -> dict[str, list[float]]:
-    """What the job must find, on one process: a model without a wrapper, whose average is kept by hand."""
+    """The expected logits, on one process: a model without a wrapper, whose average is kept by hand."""
     learner = learner_of("plain")
     averages = whole(learner.model.parameters())
     for step in range(3):

@@ -103,7 +103,7 @@ def run(updates: Updates, update: Any, model: nn.Module) -> list[tuple[Any, Any,
 
 @pytest.mark.parametrize("way", WAYS)
 def test_told_lengths_are_what_is_counted(way: str, tmp_path: Path) -> None:
-    """Of 16, 32 and 48 patches each, where the images' first dim is 3."""
+    """Samples of 16, 32 and 48 patches, where the images' first dim is 3."""
     config = config_of(tmp_path, "patches", CAP, **WAYS[way])
     updates = updates_of(config)
     found = run(updates, config.update, Linear())
@@ -192,7 +192,7 @@ def test_sets_to_evaluate_on_draw_the_same_whenever_they_are_read(tmp_path: Path
 
 
 def drawn_of(samples: Any) -> list[tuple[float, ...]]:
-    """What each sample drew: by torch, numpy and random."""
+    """The numbers that each sample drew: by torch, numpy and random."""
     return [tuple(sample["x"].tolist()) for sample in samples]
 
 

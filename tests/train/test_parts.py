@@ -1,14 +1,11 @@
 """Parts of a recipe put together in real runs: one's own functions, evaluation and what is kept, verify and export."""
 
 import json
-import tomllib
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
-from tests.train.conftest import NO_DROPOUT, Bench, states_of
+from tests.train.conftest import Bench
 from tests.train.processes import Run
 
 pytestmark = pytest.mark.slow
@@ -141,60 +138,6 @@ def test_a_run_stops_early_and_keeps_its_best_and_its_last(own: Bench) -> None:
     steps = [row["step"] for row in own.rows(worse) if row.get("set") == "near"]
     assert steps[-1] < 15
     assert f"stopped after update {steps[-1]}: the watched loss has not fallen for 2 evaluations" in said
-
-
-def test_an_average_of_the_weights_is_evaluated_resumed_and_exported(bench: Bench, tmp_path: Path) -> None:
-    """What is exported is what was evaluated, and not the weights that were trained."""
-    values = {"optim__ema_decay": 0.9, "model__dtype": "float32", **NO_DROPOUT}
-    whole = tmp_path / "whole"
-    bench.train(run__folder=whole, **values)
-    bench.train(run__max_steps=3, **values)
-    resumed = Run(["train", str(bench.folder), "--run.max_steps=none"], bench.path / "logs-resume", 1).wait()[0]
-    assert resumed.status == 0, resumed.err
-    rows = [[row["eval_loss"] for row in bench.rows(folder) if "set" in row] for folder in (bench.folder, whole)]
-    assert rows[0] == rows[1]
-    done = Run(["export", str(bench.folder), "--to", str(tmp_path / "model")], bench.path / "logs-export", 1).wait()[0]
-    assert done.status == 0, done.err
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    again = bench.train(
-        model__name=tmp_path / "model",
-        run__folder=tmp_path / "b",
-        run__max_steps=1,
-        optim__lr=0.0,
-        model__dtype="float32",
-    )
-    assert "fresh weights" not in again
-    first = next(row["eval_loss"] for row in bench.rows(tmp_path / "b") if "set" in row)
-    assert first == pytest.approx(rows[0][-1], rel=1e-6)  # the same held-out samples: the same seed and data
-    trained = states_of(bench.folder / "checkpoints" / "step-6", tmp_path / "trained.pt")
-    embedding = trained[".learner.model.transformer.wte.weight"]
-    assert not torch.equal(model.get_input_embeddings().weight, embedding)
-
-
-def test_the_run_folder_holds_a_recipe_that_makes_the_same_run(bench: Bench, tmp_path: Path) -> None:
-    bench.train(run__max_steps=3, optim__lr=0.02, **NO_DROPOUT)
-    recipe = bench.folder / "config.toml"
-    assert tomllib.loads(recipe.read_text())["optim"]["lr"] == 0.02
-    bench.train(recipe=recipe, run__folder=tmp_path / "again")
-    assert bench.losses(tmp_path / "again") == bench.losses()
-    starts = json.loads((bench.folder / "environment.json").read_text())["starts"]
-    assert starts[0]["torch"] == torch.__version__
-    said = (bench.folder / "log.txt").read_text()
-    for line in (bench.folder / "plan.txt").read_text().splitlines():
-        assert line in said
-
-
-@pytest.mark.parametrize(("ranks", "wrapper"), [(1, None), (2, "ddp"), (2, "fsdp2")])
-def test_computing_in_bfloat16_trains_and_says_so(
-    bench: Bench, tmp_path: Path, ranks: int, wrapper: str | None
-) -> None:
-    exact, mixed = tmp_path / "exact", tmp_path / "mixed"
-    values = {"model__dtype": "float32", "ranks": ranks, "parallel__wrapper": wrapper, **NO_DROPOUT}
-    bench.train(run__folder=exact, **values)
-    said = bench.train(run__folder=mixed, model__compute_dtype="bfloat16", **values)
-    assert "computed in bfloat16" in said
-    assert bench.losses(mixed) == pytest.approx(bench.losses(exact), rel=2e-2)
-    assert bench.losses(mixed) != bench.losses(exact)
 
 
 def test_a_model_of_ones_own_may_leave_parameters_out_of_a_microbatch(own: Bench) -> None:

@@ -73,7 +73,7 @@ def with_exact_norms(laid: ParallelModel) -> ParallelModel:
 
 
 def of_all_stages(laid: ParallelModel, values: dict[str, Any]) -> dict[str, Any]:
-    """What every stage has, by the names of the whole model."""
+    """The tensors of every stage, by the names of the whole model."""
     model: Any = laid.model
     return {name: each for own in model.stage_ranks.exchange_objects(values) for name, each in own.items()}
 
@@ -87,7 +87,7 @@ def run_job(name: str) -> Any:
 
 
 def gradient_job(name: str) -> dict[str, Any]:
-    """What is wrong with "family schedule wrapper tp stream dtype": weights, evaluations, gradient and its norm."""
+    """The errors of "family schedule wrapper tp stream dtype": weights, evaluations, gradient and its norm."""
     family, schedule, wrapper, tp, stream, dtype = name.split()
     laid, ranks = laid_of(
         config_of(
@@ -129,7 +129,7 @@ def gradient_job(name: str) -> dict[str, Any]:
 
 
 def tokens_embedded(model: nn.Module) -> list[int]:
-    """What goes through the embedding of tokens from here on, forward by forward; nothing where it is elsewhere."""
+    """Tokens that go through the embedding from here on, forward by forward; none if it is elsewhere."""
     seen: list[int] = []
     for name, module in model.named_modules():
         if name.endswith(("wte", "embed_tokens")):
@@ -144,7 +144,7 @@ def tokens_with_stand_ins(plan: Plan) -> int:
 
 
 def groups_job(_: str) -> str:
-    """What is said where one stage has vectors to train and the other has none."""
+    """The error if one stage has vectors to train and the other has none."""
     config = config_of("gpt2", "float32", pp=2, freeze=["*.bias", "*.h.0.ln*", "*.h.1.ln*", "*.h.2.ln*"])
     laid = laid_of(config)[0]
     kinds = [[each for each in laid.base.parameters() if each.requires_grad and (each.ndim > 1) == matrix]

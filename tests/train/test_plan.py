@@ -13,11 +13,10 @@ import tomli_w
 
 from megabatch import MegabatchError
 from megabatch.train.config import Config
-from megabatch.train.config.byte_sizes import read_bytes, read_rate
 from megabatch.train.config.recipe import PLAN_OPTIONS, load_config, split_options
 from megabatch.train.config.recipe_paths import check_paths
 from megabatch.train.plan.estimate import estimate_cost
-from megabatch.train.plan.grid import Choice, build_grid
+from megabatch.train.plan.grid import build_grid
 from megabatch.train.plan.request import read_request
 from megabatch.train.plan.search import (
     CERTAIN,
@@ -37,7 +36,6 @@ from megabatch.train.plan.simulation import Simulator, build_simulator
 from megabatch.train.plan.table import command_line, keys_of, launcher_words, override_words, plan_recipe
 from megabatch.train.runtime.console import Console
 from tests.train.conftest import Bench
-from tests.train.processes import Run
 
 LLAMA = """
 [model.config]
@@ -301,22 +299,6 @@ def test_without_a_length_the_data_are_read(bench: Bench) -> None:
     assert {row.microbatch_tokens // row.choice.micro_batch_size for row in rows} == {136}
 
 
-@pytest.mark.slow
-def test_the_command_line_ends_as_it_should(recipe: Path, tmp_path: Path) -> None:
-    refused = Run(["plan", str(recipe), "--memory", "80 bananas"], tmp_path / "refused", 1).wait()[0]
-    assert (refused.status, refused.out) == (2, "")
-    assert refused.err == "megabatch: --memory is '80 bananas'; write a size with its unit, 80GiB say\n"
-    for rank in Run(["plan", str(recipe)], tmp_path / "two", 2).wait():
-        assert rank.status == 2
-    asked = Run(["plan", "--help"], tmp_path / "asked", 1).wait()[0]
-    assert (asked.status, asked.err) == (0, "")
-    assert "--bandwidth" in asked.out
-    assert "--update.global" in asked.out
-    done = Run(["plan", str(recipe), "--json"], tmp_path / "done", 1).wait()[0]
-    assert (done.status, done.err) == (0, "")
-    assert json.loads(done.out)[0]["fits"] == YES
-
-
 def config(**update: Any) -> Config:
     return Config.model_validate({"model": {"config": {}}, "update": update, "run": {"folder": "unused"}})
 
@@ -373,13 +355,6 @@ def test_the_command_starts_as_many_processes(world: int, words: str) -> None:
     assert " ".join(found).startswith(words)
 
 
-def test_sizes_are_read_with_their_units() -> None:
-    assert read_bytes("--memory", "80GiB") == 80 * 2**30
-    assert read_bytes("--memory", "1.5 gb") == 1_500_000_000
-    assert read_rate("--bandwidth", "235GB/s") == 235e9
-    assert read_rate("--bandwidth", "400Gbit/s") == 50e9
-
-
 @pytest.mark.parametrize(
     ("given", "line"),
     [
@@ -417,16 +392,6 @@ def test_bad_input_is_one_line(recipe: Path, given: Sequence[str], line: str) ->
 def test_without_data_the_line_says_how_to_do_without(recipe: Path) -> None:
     with pytest.raises(MegabatchError, match=r"; or give --length N, the tokens of the longest sample"):
         plan_recipe(recipe, ["--data.max_sample_tokens=none"])
-
-
-def test_a_choice_needs_as_much_as_one_with_less() -> None:
-    small = Choice(1, 4, "every", reshard=True, recompute=True, fused=True)
-    larger = [
-        replace(small, micro_batch_size=2), replace(small, recompute=False),
-        replace(small, reshard=False), replace(small, micro_batch_size=4, num_microbatches=1),
-    ]  # fmt: skip
-    assert all(each.needs_as_much_as(small) for each in larger)
-    assert not any(small.needs_as_much_as(each) for each in larger)
 
 
 def test_a_key_that_is_chosen_is_said_once() -> None:

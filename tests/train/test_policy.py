@@ -1,4 +1,4 @@
-"""When ranks sum is chosen by what fits and what is sent: alike on all ranks, said, kept, and chosen anew elsewhere."""
+"""The sync policy is chosen by memory and traffic: alike on all ranks, said, kept, and chosen anew elsewhere."""
 
 import json
 import re
@@ -21,6 +21,7 @@ from megabatch.train.config.byte_sizes import gb_text
 from megabatch.train.plan.grid import Choice
 from megabatch.train.plan.search import NO, SIMULATION, TIGHT, YES, PlanRow, sort_rows
 from megabatch.train.plan.table import plan_recipe
+from megabatch.train.runtime.files import sealed_text
 from megabatch.train.runtime.oom_limit import lowered_settings
 from megabatch.train.runtime.ranks import Ranks
 from tests.train import policy_jobs
@@ -44,7 +45,7 @@ GOING_ON = {**SHARDED, "run__resume": True}
 
 @pytest.fixture
 def ask(bench: Bench, tmp_path: Path) -> Callable[..., list[Any]]:
-    """What a job of policy_jobs returns on each rank, of the bench's recipe with these keys."""
+    """Run a job of policy_jobs on each rank, with the bench's recipe and these keys."""
 
     def asked(job: Callable[..., Any], ranks: int, *values: dict[str, Any]) -> list[Any]:
         cache = {"data__cache": bench.path / "cache"}
@@ -287,16 +288,15 @@ def config_of(**update: Any) -> Config:
     )  # fmt: skip
 
 
-def test_a_checkpoint_of_an_earlier_version_is_left_to_its_wrapper(tmp_path: Path) -> None:
+def test_a_policy_is_kept_with_the_checkpoint(tmp_path: Path) -> None:
     def saved(meta: dict[str, Any], config: Config) -> ChosenSync:
         (tmp_path / "step-1").mkdir(exist_ok=True)
         parts = {key: {} for key in (*IDENTITY, *POSITIONS)}
-        (tmp_path / "step-1" / "meta.json").write_text(json.dumps({**parts, "step": 1, **meta}))
+        (tmp_path / "step-1" / "meta.json").write_text(sealed_text({**parts, "step": 1, **meta}))
         return load_policy(config, ALONE, None, tmp_path / "step-1")
 
     config = config_of(micro_batch_size=2)
-    here = saved({}, config)
-    assert (here.sync, here.words) == (AUTO, ())
+    here = load_policy(config, ALONE, None, None)
     kept = saved(json.loads(json.dumps(replace(here, sync=LAST).meta)), config)
     assert (kept.sync, len(kept.words)) == (LAST, 1)
     anew = saved(json.loads(json.dumps(replace(here, sync=LAST).meta)), config_of(micro_batch_size=4))

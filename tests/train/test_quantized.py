@@ -64,7 +64,7 @@ def on_ddp(ranks: Ranks) -> dict[str, Any]:
 
 
 def said_of_other_scales(model: nn.Module, ranks: Ranks) -> str | None:
-    """What is raised where a rank has another scale."""
+    """The error of a rank that has another scale."""
     check_same_bits(model, ranks)
     _, layer = next(four_bits(model))
     cast(Any, layer.weight).quant_state.state2.absmax[0] += ranks.rank

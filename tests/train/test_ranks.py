@@ -1,4 +1,4 @@
-"""What ranks say and do where one of them, some of them or all of them fail."""
+"""Ranks of which one, some or all fail: their lines and their ends."""
 
 import errno
 import os
@@ -179,7 +179,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
 
 
 def write_in_turn(met: Rendezvous, path: str) -> None:
-    """What each rank gathers, and that a file is there after it was written on the main rank, on all or none."""
+    """Gather on each rank, and look for a file that the main rank has written: all see it, or none."""
     joined = init_ranks(met, CONFIG)
     assert joined.gather(f"rank {joined.rank}") == [f"rank {rank}" for rank in range(joined.size)]
     joined.on_main(lambda: Path(path).write_text(f"by {joined.rank}"), "it")

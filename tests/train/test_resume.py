@@ -88,22 +88,11 @@ def test_a_checkpoint_of_another_model_is_refused(bench: Bench, refuse: Refuse) 
         )
     meta = json.loads((checkpoint / "meta.json").read_text())
     meta["parameters"]["transformer.wte.weight"] = ["float64", 400, 16]
-    (checkpoint / "meta.json").write_text(
-        json.dumps({key: meta[key] for key in meta if key not in ("files", "sha256")})
-    )
+    (checkpoint / "meta.json").write_text(json.dumps(meta))
+    reseal(checkpoint)
     assert refuse(run__resume=True).startswith(
         f"{checkpoint} is of another model: the parameter transformer.wte.weight is ['float64', 400, 16] there and "
     )
-
-
-def test_a_checkpoint_of_other_data_or_another_seed_is_refused(bench: Bench, refuse: Refuse, tmp_path: Path) -> None:
-    bench.train(run__max_steps=2)
-    data = write_pairs(tmp_path / "other.jsonl", [("a", "b")] * 9)
-    assert refuse(run__resume=True, data__path=data) == (
-        f"{bench.folder}/checkpoints/step-2 is of another data set: data: num_samples is 45 there and 9 here; "
-        "resume with the recipe it was made with, or start in a new run.folder"
-    )
-    assert "is of another recipe: run.seed is 0 there and 1 here; " in refuse(run__resume=True, run__seed=1)
 
 
 @pytest.mark.full
@@ -132,18 +121,6 @@ def test_more_epochs_ask_for_the_course_of_the_learning_rate(bench: Bench, refus
     assert f" with these weights: --run.init_from={bench.folder} --run.folder=NEW" in line
     bench.train(run__max_epochs=2, run__resume=True, optim__decay_steps=6)
     assert bench.rows()[-1]["step"] == 12
-
-
-def test_settings_that_a_run_has_begun_with_are_refused_where_they_differ(bench: Bench, refuse: Refuse) -> None:
-    """The last one left less than one update of the epoch, of which there is no next one."""
-    bench.train(run__max_steps=5)
-    for key, values in (("optim.lr", "0.01 there and 0.02"), ("update.global_batch_size", "8 there and 15")):
-        changed = {key.replace(".", "__"): values.split()[-1], "run__resume": True}
-        assert refuse(**changed) == (
-            f"{bench.folder}/checkpoints/step-5 is of another recipe: {key} is {values} here; "
-            "resume with the recipe it was made with, or start in a new run.folder"
-        )
-    assert "update.tail is step there and drop here; " in refuse(run__resume=True, update__tail="drop")
 
 
 def test_a_checkpoint_has_what_was_learned_and_the_recipe_it_was_made_with(bench: Bench) -> None:

@@ -146,7 +146,7 @@ def test_a_turn_that_begins_with_a_space(tmp_path: Path, chatty: dict[bool, Any]
 
 @pytest.mark.parametrize("marks", [True, False])
 def test_a_chat_is_the_same_on_every_day(tmp_path: Path, chatty: dict[bool, Any], marks: bool) -> None:
-    """Of a template that asks for the date."""
+    """The template asks for the date."""
     tokenizer = AutoTokenizer.from_pretrained(chatty[marks].name_or_path)
     tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}\n" + chatty[marks].chat_template
     (sample,) = samples(write(tmp_path / "a.jsonl", [{"messages": CHAT}]), tokenizer)

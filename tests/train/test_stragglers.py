@@ -61,7 +61,7 @@ class Alike(Ranks):
 
 
 def said(*updates: Update) -> list[list[str]]:
-    """What is said after each of the updates, again and again."""
+    """The lines after each of the updates, again and again."""
     seen, found = SlowRanks(Alike(0, len(updates[0][0]), ALONE.device)), []
     for number in range(2 * WINDOW):
         predicted, measured = updates[number % len(updates)]

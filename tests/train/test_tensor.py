@@ -100,7 +100,7 @@ def run_job(name: str) -> Any:
 
 
 def gradient_job(name: str) -> dict[str, Any]:
-    """What is wrong with the gradient of "family wrapper stream logits dtype sync"."""
+    """The error of the gradient of "family wrapper stream logits dtype sync"."""
     family, wrapper, sequence, cut, dtype, sync = name.split()
     axes = ("dp_shard" if wrapper == "fsdp2" else "dp_replicate", "tp")
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=axes)
@@ -146,7 +146,7 @@ def whole(tensor: Any) -> Any:
 
 
 def placed_alike(parameter: Any) -> bool:
-    """Whether a gradient lies as its parameter does, so that an optimizer sends nothing."""
+    """Return True if a gradient lies as its parameter does, so that an optimizer sends nothing."""
     return isinstance(parameter, DTensor) and parameter.grad.placements == parameter.placements
 
 
@@ -185,7 +185,7 @@ def distribute_like(tensor: Tensor, parameter: Any) -> Tensor:
 
 
 def weights_job(name: str) -> list[str]:
-    """Which tensors of "family wrapper dp_replicate dp_shard tp" do not have the bits of the plain model's."""
+    """The tensors of "family wrapper dp_replicate dp_shard tp" that do not have the bits of the plain model's."""
     family, wrapper, dp_replicate, dp_shard, tp = name.rsplit(maxsplit=4)
     layout = Layout(int(dp_replicate), int(dp_shard), tp=int(tp))
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), layout)

@@ -26,7 +26,7 @@ Told = dict[str, dict[int, float]]  # number of each step, of each tag
 
 
 def expected(rows: list[dict[str, Any]]) -> Told:
-    """What is told of a run's rows, in float64."""
+    """The numbers of a run's rows, in float64."""
     told: Told = {}
     for row in rows:
         for tag, number in scalars_of(row).items():

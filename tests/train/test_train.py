@@ -1,7 +1,5 @@
 """A run to its end: what it writes, what it says, what becomes of the last samples."""
 
-import json
-import math
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
@@ -56,33 +54,6 @@ def test_a_run_writes_its_metrics_its_checkpoint_and_its_report(bench: Bench) ->
         assert text in said
 
 
-def test_questions_and_answers_are_learned_by_naming_their_fields(bench: Bench, tmp_path: Path) -> None:
-    """Functions of the standard library: what an epoch learns is every byte of every answer, and its end."""
-    pairs = [pair for pair in islice(stdlib_functions(stdlib_root()), 400) if len(pair.prompt + pair.response) < 700]
-    data = tmp_path / "questions.jsonl"
-    rows = [{"question": pair.prompt, "answer": pair.response} for pair in pairs[:60]]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    values = {"data__path": data, "data__prompt_field": "question", "data__response_field": "answer"}
-    sizes = {"model__config__n_positions": 1024, "update__max_microbatch_tokens": 2048, "eval__num_samples": 0}
-    losses: list[list[float]] = []
-    for ranks in (1, 2, 3):
-        bench.train(ranks=ranks, run__folder=tmp_path / f"{ranks}", **values, **sizes, **NO_DROPOUT)
-        updates = bench.rows(tmp_path / f"{ranks}")
-        assert sum(row["num_target_tokens"] for row in updates) == sum(len(row["answer"].encode()) + 1 for row in rows)
-        losses.append([row["loss"] for row in updates])
-    assert losses[0][-1] < losses[0][0] - 0.5
-    assert losses[1] == pytest.approx(losses[0], rel=1e-10)
-    assert losses[2] == pytest.approx(losses[0], rel=1e-10)
-
-
-def test_the_plan_is_said_before_the_first_update(bench: Bench) -> None:
-    said = bench.train(run__max_steps=1, ranks=2)
-    assert said.index("plan  wrapper ddp: ") < said.index("gradient accumulation steps (derived): ")
-    assert said.index("gradient accumulation steps (derived): ") < said.index("update    1  loss ")
-    assert "real tokens/s" in said
-    assert "data ranks" not in said
-
-
 def test_the_screen_has_a_short_plan_and_the_folder_the_whole_one(bench: Bench) -> None:
     said = bench.train(run__max_steps=2, run__verbose="false", update__one_row="true", eval__num_samples=0)
     lines = said.splitlines()
@@ -98,46 +69,23 @@ def test_the_screen_has_a_short_plan_and_the_folder_the_whole_one(bench: Bench) 
     assert lines[-1].startswith(f"next: megabatch export {bench.folder} --to {bench.folder}-model, or megabatch runs ")
 
 
-def test_ranks_without_a_sample_are_spoken_of(bench: Bench) -> None:
-    said = bench.train(run__max_steps=1, ranks=3, update__global_batch_size=2)
-    assert "plan  an update of 2 samples has none for some of the 3 data ranks, which only wait" in said
-
-
 def test_only_the_main_rank_speaks(bench: Bench) -> None:
     main, other = bench.finish(ranks=2, run__max_steps=2)
     assert main.out.count("update    2  loss ") == 1
     assert (other.status, other.out, other.err) == (0, "", "")
 
 
-def test_tail_step_steps_the_short_update_and_says_so(bench: Bench) -> None:
-    said = bench.train()
-    assert "the epoch's data ran out: its last update was stepped exactly: 5 of 8 samples" in said
-    assert bench.rows()[-2]["num_samples"] == 5
-
-
-def test_tail_drop_drops_the_samples_and_says_so(bench: Bench) -> None:
-    said = bench.train(update__tail="drop")
-    assert "the data ran out: dropped 5 samples of each epoch, too few for an update of 8" in said
-    assert [row["num_samples"] for row in bench.rows() if "loss" in row] == [8] * 5
-
-
-def test_tail_carry_fills_updates_over_epochs(bench: Bench) -> None:
-    said = bench.train(update__tail="carry", run__max_epochs=2)
-    assert "the data ran out: 2 samples were left, too few for an update of 8" in said
-    assert [row["num_samples"] for row in bench.rows() if "loss" in row] == [8] * 11
-
-
-def test_the_logged_loss_is_the_loss_of_the_update_before_it_was_stepped(bench: Bench, tmp_path: Path) -> None:
-    """With every sample in the one update, held out or not is all that differs: the untrained model's loss, ln 384."""
-    bench.train(run__max_steps=1, update__global_batch_size=45, **NO_DROPOUT)
-    (update,) = [row for row in bench.rows() if "loss" in row]
-    assert update["loss"] == pytest.approx(math.log(384), abs=0.1)
-    assert update["num_samples"] == 45
-    bench.train(run__max_steps=1, run__folder=tmp_path / "b", update__global_batch_size=45, ranks=3, **NO_DROPOUT)
-    (split,) = [row for row in bench.rows(tmp_path / "b") if "loss" in row]
-    assert split["loss"] == pytest.approx(update["loss"], rel=1e-12)
-    for key in ("num_tokens", "num_target_tokens", "num_samples", "lr"):
-        assert split[key] == update[key]
+@pytest.mark.parametrize(
+    ("tail", "epochs", "words", "sizes"),
+    [
+        ("step", 1, "its last update was stepped exactly: 5 of 8 samples", [*[8] * 5, 5]),
+        ("drop", 1, "the data ran out: dropped 5 samples of each epoch, too few for an update of 8", [8] * 5),
+        ("carry", 2, "the data ran out: 2 samples were left, too few for an update of 8", [8] * 11),
+    ],
+)
+def test_a_tail_is_as_asked_and_said(bench: Bench, tail: str, epochs: int, words: str, sizes: list[int]) -> None:
+    assert words in bench.train(update__tail=tail, run__max_epochs=epochs)
+    assert [row["num_samples"] for row in bench.rows() if "loss" in row] == sizes
 
 
 def test_fewer_samples_than_ranks(bench: Bench, tmp_path: Path) -> None:
@@ -165,16 +113,6 @@ def test_an_update_without_a_target_is_logged_and_not_stepped(bench: Bench, tmp_
     assert learned == pytest.approx([0.01 / 3, 0.02 / 3])  # the schedule counts updates that were stepped
 
 
-def test_the_held_out_loss_is_the_same_where_a_rank_has_less_to_evaluate(bench: Bench, tmp_path: Path) -> None:
-    """Five samples on three ranks, one by one: the last rank runs a dummy microbatch, which is not counted."""
-    values = {"update__micro_batch_size": 1, "run__max_steps": 2, **NO_DROPOUT}
-    bench.train(run__folder=tmp_path / "alone", **values)
-    bench.train(ranks=3, parallel__wrapper="fsdp2", **values)
-    alone, split = ([row for row in bench.rows(folder) if "eval_loss" in row] for folder in (tmp_path / "alone", None))
-    assert [row["eval_loss"] for row in split] == pytest.approx([row["eval_loss"] for row in alone], rel=1e-12)
-    assert [row["num_target_tokens"] for row in split] == [row["num_target_tokens"] for row in alone]
-
-
 def test_a_number_of_updates_that_the_data_do_not_have_is_said(bench: Bench) -> None:
     said = bench.train(run__max_steps=9)
     assert "the data ran out after 1 epoch" in said
@@ -185,7 +123,6 @@ def test_a_number_of_updates_that_the_data_do_not_have_is_said(bench: Bench) -> 
 RECIPES = Path(__file__).parents[2] / "recipes"
 MAX_BYTES, NUM_SAMPLES, NUM_HELD_OUT = 450, 213, 4  # 209 to train on: 29 updates of 7, and one of 6
 FLOAT64 = {"eval__num_samples": NUM_HELD_OUT, "model__config__n_embd": 16, "model__config__n_head": 1}
-FLOAT32 = {"eval__num_samples": NUM_HELD_OUT, "model__config__hidden_size": 32, "run__max_steps": 10}
 CELLS: list[tuple[int, str | None]] = [(1, None), (2, "ddp"), (3, "fsdp2"), (4, "fsdp2")]
 
 
@@ -212,12 +149,3 @@ def test_float64_agrees_to_ten_digits_for_thirty_updates(bench: Bench, short_fun
     assert reference[-1] < reference[0] - 1
     for cell, same in found.items():
         assert same == pytest.approx(reference, rel=1e-10), cell
-
-
-def test_float32_agrees_to_four_digits_for_ten_updates(bench: Bench, short_functions: Path) -> None:
-    cells: list[tuple[int, str | None]] = [(1, None), (2, "ddp"), (3, "fsdp2")]
-    data = {"data__source": "jsonl", "data__path": short_functions, "data__max_sample_tokens": None}
-    found = {cell: losses(bench, "stdlib", *cell, **data, **FLOAT32) for cell in cells}
-    assert len(found[1, None]) >= 10 + 2
-    for cell, same in found.items():
-        assert same == pytest.approx(found[1, None], rel=1e-4), cell

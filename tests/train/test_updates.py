@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megabatch.errors import MegabatchError, PlanError
-from megabatch.planning.partition import Spaces, best_fit
+from megabatch.planning.partition import best_fit
 from megabatch.train.config import EvalConfig
-from megabatch.train.data.samples import Joined, Mixture, PackedSamples, Part, counts_of, pack_samples, split_off
+from megabatch.train.data.samples import Joined, Mixture, PackedSamples, counts_of, split_off
 from megabatch.train.data.updates import NumUpdates
 from tests.train.data_for_tests import Ids, ids_of, load, recipe, texts, updates_of, whole_updates, write_texts
 
@@ -355,11 +355,6 @@ def test_borders(lengths, row_tokens):
         assert bool((row["input_ids"].diff()[~first[1:]] == 1).all())  # a piece is one run of its document
 
 
-def test_prompts_stay_unlearned():
-    (row,) = PackedSamples(Documents([5, 4], num_prompt=3), 10)
-    assert row["labels"].tolist() == [IGNORED, IGNORED, IGNORED, 3, 4, IGNORED, IGNORED, IGNORED, 8]
-
-
 def first_fit_rows(lengths, row_tokens):
     """Best-fit decreasing as the textbook has it: look at every row."""
     rooms, rows = [], []
@@ -392,40 +387,11 @@ def test_rows_are_as_full_as_the_textbook_fills_them(drawn):
     assert sorted(row_tokens - sum(lengths[item] for item in row) for row in rows) == sorted(rooms)
 
 
-@given(st.lists(st.integers(1, 5000), max_size=40), st.integers(1, 5000), st.data())
-def test_spaces_find_the_least_that_is_enough(numbers, least, data):
-    spaces, kept = Spaces(5000), set(numbers)
-    for number in kept:
-        spaces.add(number)
-    gone = set(data.draw(st.lists(st.sampled_from(sorted(kept)), unique=True))) if kept else set()
-    for number in gone:
-        spaces.remove(number)
-    assert spaces.at_least(least) == min((number for number in kept - gone if number >= least), default=None)
-
-
 def test_a_row_each_where_documents_are_not_to_lie_together():
     rows = PackedSamples(Documents([5, 12, 3]), 10, together=False)
     assert rows.lengths.tolist() == [5, 10, 2, 3]
     assert [rows.name(index) for index in range(4)] == ["document 0", "document 1", "document 1", "document 2"]
     assert "position_ids" in rows[0]
-
-
-def test_names_of_rows():
-    rows = PackedSamples(Documents([6, 4, 9]), 10)
-    assert [rows.name(index) for index in range(len(rows))] == ["document 2", "document 0 and 1 more"]
-
-
-def test_rows_in_memory_are_the_same():
-    documents = Documents([5, 12, 3, 8, 8])
-    for row, again in zip(PackedSamples(documents, 10), pack_samples(documents, 10), strict=True):
-        assert row.keys() == again.keys()
-        assert all(torch.equal(row[key], again[key]) for key in row)
-
-
-def test_a_part_is_some_of_them() -> None:
-    part = Part(Documents([5, 12, 3, 8]), np.array([0, 2, 3]))
-    assert part.lengths.tolist() == [len(sample["input_ids"]) for sample in part] == [5, 3, 8]
-    assert [part.name(index) for index in range(len(part))] == ["document 0", "document 2", "document 3"]
 
 
 def test_joined_sources_are_one_after_another():
@@ -439,24 +405,9 @@ def test_joined_sources_are_one_after_another():
         joined[3]
 
 
-COUNTS = {  # sizes, weights -> samples of an epoch
-    ((100, 100), (1, 1)): (100, 100),
-    ((100, 50), (1, 1)): (50, 50),
-    ((100, 50), (3, 1)): (100, 33),
-    ((100, 50), (0.1, 0.2)): (25, 50),
-    ((3, 30, 300), (0.1, 0.3, 0.6)): (3, 9, 18),
-    ((1000, 10), (1000, 1)): (1000, 1),
-    ((10, 10), (1e-9, 1)): (1, 10),  # at least one
-    ((7,), (2.5,)): (7,),
-}
 mixtures = st.lists(st.tuples(st.integers(1, 40), st.sampled_from([0.1, 0.25, 1.0, 3.0])), min_size=1, max_size=4).map(
     lambda sources: ([size for size, _ in sources], [weight for _, weight in sources])
 )
-
-
-@pytest.mark.parametrize(("sizes", "weights"), COUNTS)
-def test_counts_of_an_epoch(sizes, weights):
-    assert counts_of(sizes, weights) == COUNTS[sizes, weights]
 
 
 @given(mixtures)
@@ -515,19 +466,6 @@ def test_at_most_a_tenth_of_each_source_is_held_out(sizes, num_samples, seed):
         assert np.array_equal(ids, np.sort(ids))
         assert all(0 <= sample < size for sample in ids)
     assert all(map(np.array_equal, held_out, split_off(sizes, num_samples, seed)))
-
-
-def test_fewer_held_out_samples_are_some_of_those_that_more_would_be():
-    few, many = (split_off([1000, 3000], num_samples, 0) for num_samples in (40, 80))
-    assert all(set(some) < set(more) for some, more in zip(few, many, strict=True))
-    assert 3 < len(few[0]) < 20  # as many of each source as its size would have it
-    assert set(few[0]) != set(split_off([1000, 3000], 40, 1)[0])
-
-
-def test_samples_are_held_out_of_millions_at_once():
-    start = time.monotonic()
-    assert sum(map(len, split_off([3_000_000, 2_000_000], 1000, 0))) == 1000
-    assert time.monotonic() - start < 4
 
 
 @pytest.mark.parametrize("kind", [{}, {"streaming": True}])

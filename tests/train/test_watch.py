@@ -1,4 +1,4 @@
-"""Which evaluation was best, when to stop, and that a resumed run decides as one that was never stopped."""
+"""Early stopping: the best evaluation, the end, and a resumed run that decides as one that was never stopped."""
 
 import json
 from typing import Any
@@ -13,7 +13,7 @@ from megabatch.train.config import EvalConfig
 
 
 def seen(losses: list[float | None], **config: Any) -> tuple[list[bool], list[bool]]:
-    """Whether each evaluation, one an update, is the best, and whether to stop after it."""
+    """For each evaluation, one an update: True if it is the best, and True if the run stops after it."""
     watch = Watch(EvalConfig(every=1, **config), ["held-out"])
     best, stop = [], []
     for step, loss in enumerate(losses):

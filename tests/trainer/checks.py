@@ -1,4 +1,4 @@
-"""What a run of the trainer must do, each said of runs whose every step is noted. A check raises where it does not."""
+"""Checks of the trainer, by runs whose every step is noted. A check raises where a run is wrong."""
 
 import math
 from collections import Counter
@@ -88,7 +88,7 @@ def tails_are_as_asked(ranks: Ranks) -> None:
 
 @check()
 def seeds_decide_the_order(ranks: Ranks) -> None:
-    """Of all samples: which are held out depends on the seed too."""
+    """All samples are trained on, since those held out depend on the seed too."""
     values = {"eval__num_samples": 0, "run__max_steps": 3}
     first, again, other = (good(ranks.train(run__seed=seed, **values)).updates() for seed in (0, 0, 1))
     assert first == again

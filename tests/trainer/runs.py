@@ -52,7 +52,7 @@ Rows = list[dict[str, Any]]
 
 @dataclass
 class Run:
-    """What a run of the trainer left behind."""
+    """The files that a run of the trainer left behind."""
 
     folder: Path
     status: list[int]
@@ -79,7 +79,7 @@ class Run:
         return {number for note in forwards for number in note["numbers"]}
 
     def rows(self) -> Rows:
-        """Of updates."""
+        """The rows of updates."""
         return [row for row in self._all() if "loss" in row]
 
     def evaluations(self) -> Rows:
@@ -139,7 +139,7 @@ class Ranks:
         return [int(each) for each in self._told("status", str(status))]
 
     def _told(self, key: str, mine: str) -> list[str]:
-        """What each rank says."""
+        """The notes of each rank."""
         self._store.set(f"{key}{self._runs}/{self.rank}", mine)
         return [self._store.get(f"{key}{self._runs}/{rank}").decode() for rank in range(self.size)]
 

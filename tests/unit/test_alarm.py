@@ -1,4 +1,4 @@
-"""Which errors say that memory ran out, by their types and the words of the libraries that raise them."""
+"""Errors that say that memory ran out, by their types and the words of the libraries that raise them."""
 
 import pytest
 import torch

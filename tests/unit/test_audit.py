@@ -195,7 +195,7 @@ def test_the_token_mean_is_exact() -> None:
 
 
 def true_errors() -> list[float]:
-    """Of a mean of means, against the token mean: each window's gradient in float64, at the weights of the loop."""
+    """The error of a mean of means against the token mean: each window's gradient in float64, at the loop's weights."""
     model, errors = LM().double(), list[float]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for window in windows():
@@ -588,7 +588,7 @@ def all_on_rank(ranks: Ranks) -> dict[str, tuple[str, dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, dict[str, Any]]]:
-    """What the first of two ranks says of each kind of loop."""
+    """The findings of the first of two ranks, by kind of loop."""
     found = on_ranks(2, tmp_path_factory.mktemp("audit"), all_on_rank)
     for first, second in pairwise(found):
         assert {kind: text for kind, (text, _) in first.items()} == {kind: text for kind, (text, _) in second.items()}

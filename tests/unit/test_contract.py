@@ -1,4 +1,4 @@
-"""What a loss may return; what it may not is in tests/test_errors.py."""
+"""Values that a loss may return; tests/test_errors.py has those that it may not."""
 
 import pytest
 import torch

@@ -13,7 +13,7 @@ from tests.train.on_ranks import on_ranks
 
 
 def verified(ranks: Ranks) -> tuple[bool, list[float]]:
-    """Of the model, and the gradient of its copy after one of its own."""
+    """The gradient of the model, and that of its copy after an update of its own."""
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(3, 2).double())
     gradient = GradientAccumulator(model, micro_batch_size=1)

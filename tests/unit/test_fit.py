@@ -54,7 +54,7 @@ def test_the_bound_is_the_largest_within_a_tenth(name: str, allowed: float) -> N
 @pytest.mark.parametrize("allowed", [3500.0, 9000.0, 50_000.0])
 @pytest.mark.parametrize("name", GROWING)
 def test_nothing_is_measured_that_may_not_be_there(name: str, allowed: float) -> None:
-    """Where nothing is free beyond what is allowed, no line is trusted that a steeper one could break."""
+    """No line is trusted that a steeper one could break, if nothing is free beyond the allowed memory."""
     measured = searched(GROWING[name], MemoryRoom(allowed, allowed))
     assert all(each.num_bytes <= 1.1 * allowed for each in measured)
 

@@ -211,7 +211,7 @@ def test_representations_keep_their_dtype() -> None:
 
 
 def test_one_microbatch_of_activations_at_a_time() -> None:
-    """What autograd saves in encode is gone before the next microbatch is encoded."""
+    """Tensors that autograd saves in encode are gone before the next microbatch is encoded."""
     alive, most = [0], [0]
 
     class Saved:

@@ -1,4 +1,4 @@
-"""What an optimizer will keep, and what a device can give, before either is there."""
+"""Memory of an optimizer and of a device, known before either is there."""
 
 from collections.abc import Callable
 from pathlib import Path

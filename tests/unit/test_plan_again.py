@@ -24,7 +24,7 @@ def batch() -> list[dict[str, Tensor]]:
 
 
 def log_probs(model, microbatch) -> Tensor:
-    """Of each token after the first: [B, T - 1]."""
+    """Return the log-probability of each token after the first: [B, T - 1]."""
     ids = microbatch["input_ids"]
     logits = model(ids).logits[:, :-1].float()
     return logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]

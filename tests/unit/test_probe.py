@@ -119,7 +119,7 @@ def test_samples_of_another_kind_are_as_long_as_their_batch_says() -> None:
 
 
 def test_the_longest_sample_is_kept_for_calls_with_more() -> None:
-    """Of shorter ones, which must not choose the bound; and none is chosen for more that fit as it is."""
+    """Shorter samples must not choose the limit; and none is chosen for more samples that fit."""
     lengths = {"long": [9], "more": [3] * 20, "few": [3] * 5}
     batches = {name: [{"x": torch.ones(each, 1).double()} for each in all_of] for name, all_of in lengths.items()}
     gradient = GradientAccumulator(nn.Linear(1, 1).double())
@@ -136,7 +136,7 @@ def test_the_longest_sample_is_kept_for_calls_with_more() -> None:
 
 @pytest.mark.parametrize("is_watched", [True, False])
 def test_what_watches_a_loss_is_no_other_loss(is_watched: bool) -> None:
-    """What a bound was chosen with is known to it, and to no other one."""
+    """A limit remembers the samples that it was chosen with, and no others."""
 
     def watched(model: nn.Module, microbatch: Any) -> Any:
         return weighed_squares(model, microbatch)

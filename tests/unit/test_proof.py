@@ -295,7 +295,7 @@ class Centred(Own):
 
 @pytest.mark.parametrize("make", [Own, Centred])
 def test_batches_with_a_mask(make):
-    """Which a loss looks at beforehand: what it notes is for itself alone."""
+    """A module that a loss looks at beforehand notes things for itself alone."""
     samples = [{**each, "attention_mask": torch.ones_like(each["input_ids"])} for each in text()]
     verification = verify(make(), losses.next_token, samples)
     assert verification.ok == (make is Own), str(verification)
@@ -474,7 +474,7 @@ def test_a_loss_that_takes_the_divisor():
 
 
 def with_a_metric(model, batch):
-    """Which it detaches."""
+    """A loss that detaches its input."""
     error = (model(batch["x"]) - batch["labels"]).square().sum()
     return {"loss": (error, len(batch["x"])), "twice": (error.detach() * 2, 1)}
 
@@ -625,7 +625,7 @@ def masked_text():
 
 
 def test_the_models_own_loss_is_another():
-    """Where a mask is left out although masked positions have labels; right, or named."""
+    """A mask is left out although masked positions have labels; right, or named."""
     verification = verify(llama(), losses.next_token, masked_text())
     assert verification.ok or "and the model's own" in verification.causes[0]
 

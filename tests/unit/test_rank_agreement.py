@@ -157,7 +157,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 
 def run_job(name: str) -> str:
-    """What this rank is told when it makes its accumulator."""
+    """The error of this rank when it makes its accumulator."""
     made = MODELS[name]()
     settings = made if isinstance(made, dict) else {"model": made}
     try:

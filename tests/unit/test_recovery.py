@@ -1,4 +1,4 @@
-"""What is learned from microbatches that did not fit, and what else must not be counted twice; on one process."""
+"""Limits learned from microbatches that did not fit, and numbers that must not be counted twice; on one process."""
 
 import weakref
 from typing import Any
@@ -194,7 +194,7 @@ def test_experts_are_counted_once():
 
 @pytest.mark.parametrize("collate", [None, list], ids=["a mapping", "samples"])
 def test_a_loss_that_writes_to_its_microbatch_runs_again_in_parts(collate: Any) -> None:
-    """What it is given is its own, so that the parts see the batch as it was."""
+    """It is given a copy, so that the parts see the batch as it was."""
 
     def doubling(model: nn.Module, microbatch: Any) -> tuple[Tensor, int]:
         for each in microbatch if isinstance(microbatch, list) else [microbatch]:

@@ -1,4 +1,4 @@
-"""What an update was: its loss, its terms and metrics, each with a divisor of its own."""
+"""The result of an update: its loss, its terms and metrics, each with a divisor of its own."""
 
 import pytest
 import torch

@@ -51,7 +51,7 @@ TOUCHING = ("cohere", "gemma2", "granite")  # logits are scaled or capped after 
 
 
 class Sizes(TorchDispatchMode):
-    """How many numbers the tensors have that are made."""
+    """Count the numbers of the tensors that are made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ def test_bfloat16_is_no_coarser_than_logits_would_be(family, tokens_at_once, mon
 
 
 def test_the_softmax_is_no_coarser_than_float32():
-    """Of logits that bfloat16 holds."""
+    """Logits that bfloat16 holds give the same softmax."""
     generator = torch.Generator().manual_seed(2)
     hidden, weight = (torch.randint(-1, 2, shape, generator=generator).double() for shape in ((B, T, D), (V, D)))
     targets = microbatch()["labels"][:, 1:]

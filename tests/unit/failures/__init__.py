@@ -1,1 +1,1 @@
-"""What the library refuses, by what is wrong: each row an error, its text, and a call that provokes it."""
+"""Errors of the library, by what is wrong: each row has the error, its text, and a call that provokes it."""

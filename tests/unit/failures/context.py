@@ -1,4 +1,4 @@
-"""What context parallelism refuses."""
+"""Errors of context parallelism."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What mixtures of experts refuse."""
+"""Errors of mixtures of experts."""
 
 from collections.abc import Callable
 from types import SimpleNamespace

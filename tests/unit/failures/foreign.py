@@ -21,7 +21,7 @@ def of_library(module: str, name: str, *, own: bool = False) -> nn.Module:
 
 
 def with_hook_of(module: str, *, on_parameter: bool) -> nn.Module:
-    """What DeepSpeed leaves on the model inside of its engine, with ZeRO and without."""
+    """The attributes that DeepSpeed leaves on the model inside of its engine, with ZeRO and without."""
 
     def hook(*_: object) -> None:
         pass

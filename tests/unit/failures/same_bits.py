@@ -1,4 +1,4 @@
-"""What would give other bits on another number of ranks."""
+"""Errors for what would give other bits on another number of ranks."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What two ranks of a cp axis are told, each of which sees stretches of all samples."""
+"""Errors on two ranks of a cp axis, each of which sees stretches of all samples."""
 
 from collections.abc import Callable
 

@@ -25,7 +25,7 @@ CHANGE = re.compile(
 
 
 def names(text: str, seen: str) -> bool:
-    """Whether a text has all pieces of what was seen, in their order; anything may follow a colon."""
+    """Return True if a text has all pieces of ``seen``, in their order; anything may follow a colon."""
     return re.search(".*".join(map(re.escape, re.split(r" … |(?<=:) ", seen))), text) is not None
 
 
@@ -79,7 +79,7 @@ def here(mine: Any, others: Any) -> Any:
 
 
 def told(work: Callable[[], Any]) -> str:
-    """What this rank is told where ``work`` fails."""
+    """Return the error of ``work`` on this rank, or "nothing"."""
     try:
         work()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What two ranks are told: a fault of one is heard by both, in the same words, and none waits for the other."""
+"""Errors on two ranks: a fault of one is heard by both, in the same words, and none waits for the other."""
 
 import itertools
 from collections.abc import Callable

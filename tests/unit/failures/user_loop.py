@@ -120,7 +120,7 @@ def of_changes() -> None:
 
 
 def changed(*said: dict[str, Any]) -> Callable[[], None]:
-    """What the update is told, by microbatch."""
+    """The weights that the update is told, by microbatch."""
 
     def run() -> None:
         gradient = accumulator()

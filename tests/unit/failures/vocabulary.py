@@ -1,4 +1,4 @@
-"""What the summed loss of a head does not give."""
+"""Errors of the summed loss of a head."""
 
 from types import SimpleNamespace
 from unittest.mock import patch
