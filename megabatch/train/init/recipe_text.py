@@ -165,12 +165,14 @@ def recipe_text(file: str, model: str | None, found: Survey, size: Size, hardwar
             f"max_steps = {size.max_steps} # a first look: leave it and optim.decay_steps out to see all of the data\n"
         )
         decay = f"decay_steps = {size.max_steps}\n"
-    named_model = f"[model]\n{tomli_w.dumps({'name': model})}{'' if is_cpu else GPU_KEYS}"
+    model_lines = SMALL_MODEL
+    if model is not None:
+        model_lines = f"[model]\n{tomli_w.dumps({'name': model})}{'' if is_cpu else GPU_KEYS}"
     text = RECIPE.format(
         title=" ".join(f"{what} on {found.keys.get('path', 'stdlib')}.".split()),
         launch=launch_command(file, hardware),
         file=shlex.quote(file),
-        model=classifier_text(model, found) if is_classifier else SMALL_MODEL if model is None else named_model,
+        model=classifier_text(model, found) if is_classifier else model_lines,
         data=labeled_text(model, found) if is_classifier else data_text(model, found, size),
         batch=size.global_batch_size,
         unit="samples" if size.pack_tokens is None else f"rows of {size.pack_tokens} tokens",
