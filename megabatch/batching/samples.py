@@ -246,10 +246,13 @@ class Samples:
         if not self.is_shared:
             return moved
         if moved is microbatch:
-            return clone(moved)
-        kept: set[int] = set()
-        each_leaf(microbatch, lambda leaf: kept.add(id(leaf)) or leaf)
-        made = each_leaf(moved, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) and id(leaf) in kept else leaf)
+            made = clone(moved)
+        else:
+            kept: set[int] = set()
+            each_leaf(microbatch, lambda leaf: kept.add(id(leaf)) or leaf)
+            made = each_leaf(
+                moved, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) and id(leaf) in kept else leaf
+            )
         if self.shared:
             cast(Any, self._collate).follow(microbatch, made)
         return made
