@@ -7,6 +7,7 @@ the kernel that of the process and the host. No other module of the library read
 import contextlib
 import ctypes
 import gc
+import resource
 import socket
 import time
 from collections.abc import Generator
@@ -88,8 +89,10 @@ def measure_budget(device: torch.device, cap_bytes: float | None, ranks: DataRan
         used, free = float(torch.cuda.memory_reserved(device)), free_on(device)
     else:
         used, free = resident_bytes(), free_on(device) / hosts.count(socket.gethostname())
-    limit = used + free * (1 - KEPT_FREE)
-    return Budget(used, limit if cap_bytes is None else min(limit, cap_bytes), used + free)
+    limit, there = used + free * (1 - KEPT_FREE), used + free
+    if cap_bytes is not None:  # other work may need the rest, even while this is measured
+        limit = there = min(limit, cap_bytes)
+    return Budget(used, limit, there)
 
 
 def free_on(device: torch.device) -> float:
@@ -220,12 +223,17 @@ def resident_bytes() -> float:
 
 
 def free_bytes() -> float:
-    """Return the free bytes of this host, or of the control group that limits this process."""
+    """Return the free bytes of this host, or of what limits this process: a control group, or ``ulimit -v``."""
     try:
         free = _parse_table(PROC / "meminfo")["MemAvailable"]
     except UNREADABLE:
         raise PlanError(f'this system does not say what memory is free, for "auto"; {GIVE_A_BOUND}') from None
-    return max(0.0, min([free, *(limit - used for limit, used in _limits())]))
+    limits = _limits()
+    with contextlib.suppress(*UNREADABLE):
+        addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if addresses != resource.RLIM_INFINITY:
+            limits.append((addresses, _parse_table(PROC / "self/status")["VmSize"]))
+    return max(0.0, min([free, *(limit - used for limit, used in limits)]))
 
 
 def _limits() -> list[tuple[float, float]]:

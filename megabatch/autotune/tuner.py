@@ -1,6 +1,7 @@
 """Tuning of the microbatch limit, and the memory of a policy, by small updates that leave no trace."""
 
 import contextlib
+import math
 import random
 import weakref
 from collections.abc import Callable, Generator, Sequence
@@ -185,7 +186,7 @@ class MicrobatchTuner:
         return longest, usual
 
     def _tune(self, measurer: MicrobatchMeasurer, longest: LongestSample, most_rows: int) -> TunedLimit:
-        measured = search(measurer.measure, lambda: measurer.space, most_rows)
+        measured = search(lambda rows: self._measure(measurer, rows), lambda: measurer.space, most_rows)
         tokens = bound_tokens(measured, measurer.space, longest.num_tokens)
         largest = largest_fitting(measured, measurer.space)
         if tokens is None or largest is None:
@@ -200,11 +201,22 @@ class MicrobatchTuner:
             *measurer.measure_seconds(longest.sample, timed_rows),
             *measurer.measure_seconds(longest.usual, timed_rows),
         ]
+        measured = [each for each in measured if math.isfinite(each.num_bytes)]
         cost = cost_of(measured, measurer.space, measurer.stays_bytes, longest.num_tokens, timed)
         return TunedLimit(
             tokens, cost, longest.num_tokens, tuple(measured), measurer.limit_bytes, measurer.allowed_bytes,
             outgrown_rows=longest.most_rows if largest.rows == longest.most_rows else None,
         )  # fmt: skip
+
+    def _measure(self, measurer: MicrobatchMeasurer, rows: int) -> MeasuredMicrobatch:
+        """Measure a microbatch. One that runs out of memory does not fit, where no other rank waits for this one."""
+        try:
+            return measurer.measure(rows)
+        except MegabatchError as error:
+            if rows == 1 or error.shortage is None or not self.wrapper.ranks.is_alone:
+                raise
+        self._subject.discard()
+        return MeasuredMicrobatch(rows, math.inf)
 
     @contextlib.contextmanager
     def _restoring(self, opened: OpenUpdate | None) -> Generator[None]:

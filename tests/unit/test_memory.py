@@ -1,5 +1,7 @@
 """Memory of an optimizer and of a device, known before either is there."""
 
+import re
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,9 @@ import torch
 from torch import Tensor, nn, optim
 
 from megabatch.autotune import memory
-from megabatch.autotune.memory import device_text, estimate_state_bytes
+from megabatch.autotune.memory import device_text, estimate_state_bytes, measure_budget
 from megabatch.optim import Muon
+from megabatch.wrappers.mesh import DataRanks
 
 
 def muon_and_adamw(parameters: list[nn.Parameter]) -> Muon:
@@ -46,6 +49,24 @@ def held(optimizer: optim.Optimizer) -> int:
     """Bytes of the states as large as the parameter."""
     tensors = [each for state in optimizer.state.values() for each in state.values() if isinstance(each, Tensor)]
     return sum(each.nbytes for each in tensors if each.ndim)
+
+
+def test_the_limit_of_addresses_bounds_what_is_free() -> None:
+    own, most = resource.getrlimit(resource.RLIMIT_AS)
+    used = 1024 * int(re.search(r"VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])  # pyright: ignore
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (used + 2**26, most))
+        assert 0 <= memory.free_bytes() <= 2**26
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (own, most))
+    assert memory.free_bytes() > 2**26
+
+
+def test_a_cap_holds_while_it_is_measured_too() -> None:
+    cpu = torch.device("cpu")
+    free, capped = (measure_budget(cpu, cap, DataRanks()) for cap in (None, memory.resident_bytes() + 2**26))
+    assert free.there > free.limit
+    assert capped.there == capped.limit < free.limit
 
 
 def test_a_container_with_another_limit_is_another_device(tmp_path: Path) -> None:
