@@ -3,10 +3,12 @@
 Data sheets of NVIDIA (A100, H100, H200, HGX B200, L40S, RTX 4090): dense rates without sparsity, float32 without TF32,
 memory as the driver reports it. NVLink and PCIe reach about four fifths of the printed rate, which is the rate here.
 
-An operation takes as long as its arithmetic, or as reading and writing its memory, whichever is longer. Launches, the
-host and overlap are left out, so small models are slower in practice than predicted.
+An operation takes as long as its arithmetic, as reading and writing its memory, or as its host takes to launch it,
+whichever is longest. `Device.efficiency` is fitted to published runs (benchmarks/published.py); the latencies of
+collectives are those by which NCCL chooses its algorithms (its src/graph/tuning.cc: LL128, ring and tree).
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,6 +22,9 @@ from megabatch.torch_private import packet_of
 
 MIB, GIB, GIGA, TERA = 2**20, 2**30, 10**9, 10**12
 LINK_SHARE = 0.8  # of the printed rate; NCCL's ring on eight A100 moves 235 of 300 GB/s
+START_SECONDS = 14e-6  # of a collective
+LINK_SECONDS, NETWORK_SECONDS = 1.9e-6, 4e-6  # of a message from rank to rank, inside of a node and between nodes
+LAUNCH_SECONDS = 6e-6  # of an operation that torch runs eagerly, on the host
 
 
 @dataclass(frozen=True)
@@ -33,8 +38,9 @@ class Device:
     link_bytes_per_second: float  # from a rank to the ranks of its node
     network_bytes_per_second: float = 25 * GIGA  # from a rank to another node: 200 Gbit/s
     ranks_per_node: int = 8
-    efficiency: float = 0.5  # fraction of ``flops`` that the matrix products of a large model reach
+    efficiency: float = 0.6  # fraction of ``flops`` that the matrix products of a large model reach
     overhead_bytes: int = 2 * GIB  # outside of tensors: context, NCCL's buffers, cuBLAS's workspaces
+    is_asynchronous: bool = True  # its host launches operations and goes on; collectives have a latency
 
     def flops_per_second(self, dtype: torch.dtype) -> float:
         """Return the rate that matrix products of a dtype reach."""
@@ -46,6 +52,20 @@ class Device:
         if here == len(ranks):
             return self.link_bytes_per_second
         return min(self.link_bytes_per_second, here * self.network_bytes_per_second)
+
+    def latency_seconds(self, ranks: list[int], rounds: int) -> float:
+        """Return the latency of a collective: of a ring over the ranks, or, for an all-reduce, of a tree over nodes."""
+        if not self.is_asynchronous or len(ranks) == 1:
+            return 0.0
+        nodes = len({rank // self.ranks_per_node for rank in ranks})
+        ring = (len(ranks) - nodes) * LINK_SECONDS + (nodes - 1) * NETWORK_SECONDS
+        tree = (len(ranks) / nodes - 1) * LINK_SECONDS + math.ceil(math.log2(nodes)) * NETWORK_SECONDS
+        return START_SECONDS + rounds * (min(ring, tree) if rounds == 2 else ring)
+
+    @property
+    def launch_seconds(self) -> float:
+        """Seconds of the host per operation; 0 where the host computes itself."""
+        return LAUNCH_SECONDS if self.is_asynchronous else 0.0
 
 
 def _rates(bfloat16: float, float32: float, float64: float) -> dict[torch.dtype, float]:
@@ -68,15 +88,18 @@ _A100, _H100 = _rates(312, 19.5, 19.5), _rates(989, 67, 67)
 DEVICES = {
     device.name: device
     for device in (
-        Device("a100-40g", 40_960 * MIB, _A100, 1555 * GIGA, _link(300)),
-        Device("a100-80g", 81_920 * MIB, _A100, 2039 * GIGA, _link(300)),
-        Device("h100-80g", 81_559 * MIB, _H100, 3350 * GIGA, _link(450), 50 * GIGA),
-        Device("h200", 143_771 * MIB, _H100, 4800 * GIGA, _link(450), 50 * GIGA),
+        Device("a100-40g", 40_960 * MIB, _A100, 1555 * GIGA, _link(300), efficiency=0.8),
+        Device("a100-80g", 81_920 * MIB, _A100, 2039 * GIGA, _link(300), efficiency=0.8),
+        Device("h100-80g", 81_559 * MIB, _H100, 3350 * GIGA, _link(450), 50 * GIGA, efficiency=0.65),
+        Device("h200", 143_771 * MIB, _H100, 4800 * GIGA, _link(450), 50 * GIGA, efficiency=0.75),
         Device("b200", 183_359 * MIB, _rates(2250, 75, 37), 8000 * GIGA, _link(900), 50 * GIGA),
         Device("l40s", 46_068 * MIB, _rates(362, 91.6, 1.4), 864 * GIGA, _link(32)),
         Device("rtx4090", 24_564 * MIB, _rates(165, 82.6, 1.3), 1008 * GIGA, _link(32)),
         # A core of a server: nothing is measured, it is a placeholder for CPU runs.
-        Device("cpu", 64 * GIB, _rates(0.1, 0.1, 0.05), 20 * GIGA, 5 * GIGA, 1 * GIGA, overhead_bytes=0),
+        Device(
+            "cpu", 64 * GIB, _rates(0.1, 0.1, 0.05), 20 * GIGA, 5 * GIGA, 1 * GIGA,
+            efficiency=0.5, overhead_bytes=0, is_asynchronous=False,
+        ),  # fmt: skip
     )
 }
 """The devices that are known by name, with numbers of their data sheets."""

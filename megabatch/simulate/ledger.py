@@ -58,6 +58,8 @@ class Phase:
     flops: int = 0
     compute_seconds: float = 0.0
     arithmetic_seconds: float = 0.0  # of those, in operations that arithmetic limits and not memory
+    host_seconds: float = 0.0  # to launch the operations
+    awaited_seconds: float = 0.0  # of collectives that computing waits for
     sent: dict[Key, Sent] = field(default_factory=dict)
 
     @property
@@ -72,8 +74,18 @@ class Phase:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the phase; traffic overlaps with computing."""
-        return max(self.compute_seconds, self.traffic_seconds)
+        """Seconds of the phase; traffic overlaps with computing, except for what computing waits for."""
+        overlapped = self.traffic_seconds - self.awaited_seconds
+        return max(self.compute_seconds, self.host_seconds, overlapped) + self.awaited_seconds
+
+    @property
+    def bound(self) -> str:
+        """The limit of the speed: "compute", "memory bandwidth", "launches" or "traffic"."""
+        if self.traffic_seconds > max(self.compute_seconds, self.host_seconds):
+            return "traffic"
+        if self.host_seconds > self.compute_seconds:
+            return "launches"
+        return "compute" if 2 * self.arithmetic_seconds >= self.compute_seconds else "memory bandwidth"
 
 
 @dataclass(frozen=True)
@@ -192,6 +204,7 @@ class Ledger(UncompiledMode, TorchDispatchMode):
         self._record.flops += cost.flops
         self._record.compute_seconds += cost.seconds
         self._record.arithmetic_seconds += cost.seconds if cost.is_arithmetic else 0.0
+        self._record.host_seconds += self.device.launch_seconds if cost.seconds else 0.0
         self._seconds += cost.seconds
         return result
 
@@ -199,6 +212,7 @@ class Ledger(UncompiledMode, TorchDispatchMode):
         sent = count_traffic(collective, self.axes, self.device)
         key = (sent.collective, sent.axis, sent.num_ranks)
         self._record.sent[key] = sent + self._record.sent[key] if key in self._record.sent else sent
+        self._record.awaited_seconds += sent.seconds if collective.is_awaited else 0.0
         if collective.kind in ("all_gather", "reduce_scatter"):
             self.tag(collective.tensors, "communication")
 

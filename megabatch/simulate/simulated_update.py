@@ -16,6 +16,7 @@
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -94,7 +95,7 @@ class Simulated:
 
     @property
     def seconds(self) -> float:
-        """Seconds of computing and sending, which overlap within a phase and not between phases."""
+        """Seconds of the phases, one after the other."""
         return sum(self.times[name] * phase.seconds for name, phase in self.phases.items())
 
     @property
@@ -107,13 +108,10 @@ class Simulated:
 
     @property
     def bound(self) -> str:
-        """The limit that takes most of the time: "compute", "memory bandwidth" or "traffic"."""
-        sums = dict.fromkeys(("compute", "memory bandwidth", "traffic"), 0.0)
+        """The limit that takes most of the time, as in `Phase.bound`."""
+        sums: Counter[str] = Counter()
         for name, phase in self.phases.items():
-            memory_seconds = phase.compute_seconds - phase.arithmetic_seconds
-            kind = "compute" if phase.arithmetic_seconds >= memory_seconds else "memory bandwidth"
-            kind = "traffic" if phase.traffic_seconds > phase.compute_seconds else kind
-            sums[kind] += self.times[name] * phase.seconds
+            sums[phase.bound] += self.times[name] * phase.seconds
         return max(sums, key=sums.__getitem__)
 
     def at(self, num_microbatches: int) -> "Simulated":

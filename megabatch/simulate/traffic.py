@@ -11,7 +11,8 @@ from torch import Tensor
 from megabatch.simulate.devices import Device
 from megabatch.torch_private import group_named, is_boxed_group, name_of_operation
 
-NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+OVERLAPPED = "c10d"  # namespace of the collectives of DDP and FSDP2, which run beside computing
+NAMESPACES = (OVERLAPPED, "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 KINDS = {  # by the start of torch's name without underscores: our name, and how often each part of a buffer is sent
     "allgather": ("all_gather", 1),
     "allreduce": ("all_reduce", 2),
@@ -69,6 +70,7 @@ class Collective(NamedTuple):
     tensors: list[Tensor]
     buffer_bytes: int
     group: dist.ProcessGroup
+    is_awaited: bool  # computing waits for it: it belongs to a layer, as those of tensor parallelism do
 
 
 def parse_collective(func: Any, args: Any, kwargs: Any, result: Any) -> Collective | None:
@@ -82,7 +84,8 @@ def parse_collective(func: Any, args: Any, kwargs: Any, result: Any) -> Collecti
         return None
     sides = [side for value in (*args, *kwargs.values(), result) if (side := _side(value))]
     tensors = [tensor for side in sides for tensor in side]
-    return Collective(*found, tensors, max((sum(each.nbytes for each in side) for side in sides), default=0), group)
+    buffer_bytes = max((sum(each.nbytes for each in side) for side in sides), default=0)
+    return Collective(*found, tensors, buffer_bytes, group, func.namespace != OVERLAPPED)
 
 
 def count_traffic(collective: Collective, axes: Mapping[str, int], device: Device) -> Sent:
@@ -91,7 +94,7 @@ def count_traffic(collective: Collective, axes: Mapping[str, int], device: Devic
     num = len(ranks)
     part = -(-collective.buffer_bytes // num)
     sent = collective.rounds * (num - 1) * part
-    seconds = sent / device.sending_bytes_per_second(ranks)
+    seconds = device.latency_seconds(ranks, collective.rounds) + sent / device.sending_bytes_per_second(ranks)
     return Sent(collective.kind, find_axis(ranks, axes), num, 1, collective.buffer_bytes, sent, seconds)
 
 

@@ -134,13 +134,29 @@ def test_a_ring_sends_each_part_once_or_twice() -> None:
         ({"link_bytes_per_second": 1.0}, "traffic"),
         ({"memory_bytes_per_second": 1.0}, "memory bandwidth"),
         ({"efficiency": 1e-9}, "compute"),
+        ({"is_asynchronous": True}, "launches"),
     ],
 )
-def test_what_bounds_an_update(slow: dict[str, float], bound: str) -> None:
-    fast = {"link_bytes_per_second": 1e12, "memory_bytes_per_second": 1e12, "efficiency": 1.0}
+def test_what_bounds_an_update(slow: dict[str, Any], bound: str) -> None:
+    fast = {"link_bytes_per_second": 1e12, "memory_bytes_per_second": 1e12, "efficiency": 1.0, "flops": FAST}
     found = predicted(TOY, device=replace(DEVICES["cpu"], **fast | slow))
     assert found.bound == bound
-    assert found.seconds == pytest.approx(found.traffic_seconds if bound == "traffic" else found.compute_seconds)
+    parts = {"traffic": found.traffic_seconds, "launches": sum(each.host_seconds for each in found.phases.values())}
+    assert found.seconds == pytest.approx(parts.get(bound, found.compute_seconds), rel=1e-3)
+
+
+def test_computing_waits_for_the_collectives_of_a_layer_and_not_for_those_of_parameters() -> None:
+    device = replace(DEVICES["cpu"], link_bytes_per_second=1e9)
+    sharded, layered = (predicted(Run("toy", wrapper, 2, 16, 1), device=device) for wrapper in ("fsdp2", "tp"))
+    for found, is_awaited in ((sharded, False), (layered, True)):
+        forward = found.phases["forward 1"]
+        assert forward.traffic_seconds > 0
+        assert forward.awaited_seconds == (forward.traffic_seconds if is_awaited else 0)
+        assert forward.seconds == pytest.approx(
+            forward.compute_seconds + forward.traffic_seconds
+            if is_awaited
+            else max(forward.compute_seconds, forward.traffic_seconds)
+        )
 
 
 def rounded(model: nn.Module, itemsize: int, share: int = 1) -> int:

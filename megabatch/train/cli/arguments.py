@@ -58,6 +58,8 @@ class Plan(Recipe):
 
     world: int = 1
     """Processes, as torchrun would start them."""
+    ranks_per_node: int = 8
+    """Processes of a node; between nodes the network is slower."""
     device: Device = "a100-80g"
     """The device of a rank."""
     memory: str | None = None

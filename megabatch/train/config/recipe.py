@@ -35,7 +35,9 @@ from megabatch.train.config.secrets import check_unmasked
 
 Layer = dict[str, Any]
 
-PLAN_OPTIONS = ("world", "memory", "device", "bandwidth", "length", "chart"), ("json", "trust")  # with a value, without
+PLAN_OPTIONS = (  # with a value, without
+    ("world", "ranks-per-node", "memory", "device", "bandwidth", "length", "chart"), ("json", "trust"),
+)  # fmt: skip
 
 EXPECTED = {  # where pydantic's own words do not say what to write
     "optim.betas": "it must be two numbers of at least 0 and below 1, 0.9,0.95 say",

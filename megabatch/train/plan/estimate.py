@@ -173,9 +173,18 @@ def estimate_cost(choice: Choice, sizes: ModelSizes, length_tokens: int, device:
         RECOMPUTE_FLOPS if choice.recompute else PLAIN_FLOPS
     ) * sizes.num_parameters + GRADIENT_FLOPS * sizes.num_trained
     flops = per_token * tokens * choice.num_microbatches
-    rate = device.sending_bytes_per_second(list(range(sizes.num_shards * sizes.num_copies)))
+    ranks = list(range(sizes.num_shards * sizes.num_copies))
+    traffic_seconds = sent_bytes / device.sending_bytes_per_second(ranks)
+    if sizes.is_sharded:
+        traffic_seconds += _num_collectives(choice, sizes) * device.latency_seconds(ranks[: sizes.num_shards], 1)
     compute_seconds = flops / device.flops_per_second(sizes.dtype)
-    return Estimate(int(_peak_bytes(choice, sizes, tokens)), sent_bytes, compute_seconds, sent_bytes / rate)
+    return Estimate(int(_peak_bytes(choice, sizes, tokens)), sent_bytes, compute_seconds, traffic_seconds)
+
+
+def _num_collectives(choice: Choice, sizes: ModelSizes) -> int:
+    """Return the all-gathers and reduce-scatters of an update; the root is gathered once a microbatch."""
+    gathers = choice.num_microbatches * (sizes.num_layers * (2 if choice.reshard else 1) + 1)
+    return gathers + (sizes.num_layers + 1) * (1 if choice.sync == "last" else choice.num_microbatches)
 
 
 def _peak_bytes(choice: Choice, sizes: ModelSizes, tokens: int) -> float:

@@ -45,6 +45,8 @@ def read_request(arguments: Sequence[str]) -> PlanRequest:
         rate = read_rate("--bandwidth", values["bandwidth"])
         network = min(device.network_bytes_per_second, rate)
         device = replace(device, link_bytes_per_second=rate, network_bytes_per_second=network)
+    if "ranks-per-node" in values:
+        device = replace(device, ranks_per_node=_read_count("ranks-per-node", values["ranks-per-node"]))
     request = PlanRequest(
         world=_read_count("world", values.get("world", "1")),
         device=device,
