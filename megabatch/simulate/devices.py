@@ -88,18 +88,25 @@ _A100, _H100 = _rates(312, 19.5, 19.5), _rates(989, 67, 67)
 DEVICES = {
     device.name: device
     for device in (
-        Device("a100-40g", 40_960 * MIB, _A100, 1555 * GIGA, _link(300), efficiency=0.8),
-        Device("a100-80g", 81_920 * MIB, _A100, 2039 * GIGA, _link(300), efficiency=0.8),
-        Device("h100-80g", 81_559 * MIB, _H100, 3350 * GIGA, _link(450), 50 * GIGA, efficiency=0.65),
+        Device("a100-40g", 40_960 * MIB, _A100, 1555 * GIGA, _link(300), efficiency=0.7),
+        Device("a100-80g", 81_920 * MIB, _A100, 2039 * GIGA, _link(300), efficiency=0.7),
+        Device("h100-80g", 81_559 * MIB, _H100, 3350 * GIGA, _link(450), 50 * GIGA, efficiency=0.6),
         Device("h200", 143_771 * MIB, _H100, 4800 * GIGA, _link(450), 50 * GIGA, efficiency=0.75),
         Device("b200", 183_359 * MIB, _rates(2250, 75, 37), 8000 * GIGA, _link(900), 50 * GIGA),
         Device("l40s", 46_068 * MIB, _rates(362, 91.6, 1.4), 864 * GIGA, _link(32)),
         Device("rtx4090", 24_564 * MIB, _rates(165, 82.6, 1.3), 1008 * GIGA, _link(32)),
         # A core of a server: nothing is measured, it is a placeholder for CPU runs.
         Device(
-            "cpu", 64 * GIB, _rates(0.1, 0.1, 0.05), 20 * GIGA, 5 * GIGA, 1 * GIGA,
-            efficiency=0.5, overhead_bytes=0, is_asynchronous=False,
-        ),  # fmt: skip
+            "cpu",
+            64 * GIB,
+            _rates(0.1, 0.1, 0.05),
+            20 * GIGA,
+            5 * GIGA,
+            1 * GIGA,
+            efficiency=0.5,
+            overhead_bytes=0,
+            is_asynchronous=False,
+        ),
     )
 }
 """The devices that are known by name, with numbers of their data sheets."""

@@ -16,7 +16,7 @@
 """
 
 import contextlib
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -109,7 +109,7 @@ class Simulated:
     @property
     def bound(self) -> str:
         """The limit that takes most of the time, as in `Phase.bound`."""
-        sums: Counter[str] = Counter()
+        sums: defaultdict[str, float] = defaultdict(float)
         for name, phase in self.phases.items():
             sums[phase.bound] += self.times[name] * phase.seconds
         return max(sums, key=sums.__getitem__)

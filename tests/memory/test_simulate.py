@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from megabatch import losses
 from megabatch.simulate import DEVICES, Replica, Simulated, simulate
@@ -28,6 +29,10 @@ REPLICAS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 SIMULATED = [each for each in POLICIES if not each.wrapper.startswith("fsdp1") and each.wrapper != "ddp-static-graph"]
 TOY = Run("toy", "fsdp2", 2, 16, 2)
+MLP = "model.layers.*.mlp."
+MLP_OVER_RANKS = {
+    **{f"{MLP}{name}_proj": ColwiseParallel() for name in ("gate", "up")}, f"{MLP}down_proj": RowwiseParallel(),
+}  # fmt: skip
 
 
 def axes_of(wrapper: str) -> dict[str, int]:
@@ -133,30 +138,33 @@ def test_a_ring_sends_each_part_once_or_twice() -> None:
     [
         ({"link_bytes_per_second": 1.0}, "traffic"),
         ({"memory_bytes_per_second": 1.0}, "memory bandwidth"),
-        ({"efficiency": 1e-9}, "compute"),
+        ({"efficiency": 1e-12}, "compute"),
         ({"is_asynchronous": True}, "launches"),
     ],
 )
 def test_what_bounds_an_update(slow: dict[str, Any], bound: str) -> None:
-    fast = {"link_bytes_per_second": 1e12, "memory_bytes_per_second": 1e12, "efficiency": 1.0, "flops": FAST}
+    fast = {"link_bytes_per_second": 1e15, "memory_bytes_per_second": 1e15, "flops": {torch.float32: 1e18}}
     found = predicted(TOY, device=replace(DEVICES["cpu"], **fast | slow))
     assert found.bound == bound
     parts = {"traffic": found.traffic_seconds, "launches": sum(each.host_seconds for each in found.phases.values())}
-    assert found.seconds == pytest.approx(parts.get(bound, found.compute_seconds), rel=1e-3)
+    assert found.seconds == pytest.approx(parts.get(bound, found.compute_seconds), rel=1e-2)
 
 
 def test_computing_waits_for_the_collectives_of_a_layer_and_not_for_those_of_parameters() -> None:
-    device = replace(DEVICES["cpu"], link_bytes_per_second=1e9)
-    sharded, layered = (predicted(Run("toy", wrapper, 2, 16, 1), device=device) for wrapper in ("fsdp2", "tp"))
-    for found, is_awaited in ((sharded, False), (layered, True)):
-        forward = found.phases["forward 1"]
-        assert forward.traffic_seconds > 0
-        assert forward.awaited_seconds == (forward.traffic_seconds if is_awaited else 0)
-        assert forward.seconds == pytest.approx(
-            forward.compute_seconds + forward.traffic_seconds
-            if is_awaited
-            else max(forward.compute_seconds, forward.traffic_seconds)
-        )
+    sharded = predicted(TOY).phases["forward 1"]
+    assert sharded.traffic_seconds > 0 == sharded.awaited_seconds
+    assert sharded.seconds == max(sharded.compute_seconds, sharded.traffic_seconds)
+
+    def in_rows(mesh: DeviceMesh) -> nn.Module:
+        with torch.device("meta"):
+            model = llama(TOY)
+        return parallelize_module(model, mesh, MLP_OVER_RANKS)
+
+    layered = simulate(
+        in_rows, sgd, lambda: batch_of(TOY, 1), losses.next_token, axes={"tp": 2}, device="cpu"
+    ).phases["forward 1"]  # fmt: skip
+    assert layered.awaited_seconds == layered.traffic_seconds > 0
+    assert layered.seconds == layered.compute_seconds + layered.traffic_seconds
 
 
 def rounded(model: nn.Module, itemsize: int, share: int = 1) -> int:

@@ -13,10 +13,12 @@ import tomli_w
 
 from megabatch import MegabatchError
 from megabatch.train.config import Config
+from megabatch.train.config.parallel_layout import layout_of
 from megabatch.train.config.recipe import PLAN_OPTIONS, load_config, split_options
 from megabatch.train.config.recipe_paths import check_paths
 from megabatch.train.plan.estimate import estimate_cost
 from megabatch.train.plan.grid import build_grid
+from megabatch.train.plan.published import RUNS, SOURCES, predict, recipe_of, summary
 from megabatch.train.plan.request import read_request
 from megabatch.train.plan.search import (
     CERTAIN,
@@ -392,6 +394,25 @@ def test_bad_input_is_one_line(recipe: Path, given: Sequence[str], line: str) ->
 def test_without_data_the_line_says_how_to_do_without(recipe: Path) -> None:
     with pytest.raises(MegabatchError, match=r"; or give --length N, the tokens of the longest sample"):
         plan_recipe(recipe, ["--data.max_sample_tokens=none"])
+
+
+def test_every_published_run_is_a_recipe_whose_layout_the_trainer_has() -> None:
+    for run in RUNS:
+        found = recipe_of(run)
+        layout = layout_of(found.parallel, run.world)
+        per_rank = run.micro_batch_size * run.num_microbatches
+        assert layout.dp_degree(run.world) * per_rank == found.update.global_batch_size
+    assert {run.source for run in RUNS} == SOURCES.keys()
+    assert sum(run.is_fitted for run in RUNS) < sum(run.tokens_per_second is not None for run in RUNS) / 2
+
+
+@pytest.mark.full
+def test_a_published_run_is_predicted() -> None:
+    small = next(run for run in RUNS if run.model == "MPT 350M")
+    row = predict(small)
+    assert row.fits == YES
+    assert row.speed_ratio == pytest.approx(1, abs=0.2)
+    assert summary([row, replace(row, run=replace(small, is_fitted=True, gib=row.gib))])[0].startswith("memory: 1 runs")
 
 
 def test_a_key_that_is_chosen_is_said_once() -> None:

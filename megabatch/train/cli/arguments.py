@@ -72,6 +72,8 @@ class Plan(Recipe):
     """Print every choice, as a list of objects."""
     chart: Path | None = None
     """Draw memory over one update of the best choice, as .png, .svg or .pdf; needs matplotlib."""
+    published: FlagCreatePairsOff[bool] = False
+    """Without a recipe: simulate published runs of others and print both numbers, in about five minutes."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from megabatch.train.cli.arguments import (
     read_arguments,
 )  # fmt: skip
 from megabatch.train.cli.front import answer
-from megabatch.train.cli.recipe_command import read_config
+from megabatch.train.cli.recipe_command import is_published, read_config
 from megabatch.train.config import Config
 from megabatch.train.records.loggers import holds_the_end
 from megabatch.train.runtime.console import CRASHED, FAILED, drop_output
@@ -80,6 +80,11 @@ def run_recipe(name: str, arguments: Sequence[str], met: Rendezvous) -> None:
     """Read the recipe, and train with it, plan it or verify it."""
     if name == "plan" and met.size > 1:
         raise MegabatchError(f"plan runs in one process and was started in {met.size}; say --world {met.size} instead")
+    if is_published(name, arguments):
+        from megabatch.train.plan.published import print_published
+
+        print_published(as_json="--json" in arguments)
+        return
     config = read_config(name, arguments)
     if name == "train":
         train(config, met)

@@ -51,6 +51,15 @@ def read_config(name: str, arguments: Sequence[str], *, is_new: bool = True) -> 
     return config
 
 
+def is_published(name: str, arguments: Sequence[str]) -> bool:
+    """Return True for `plan --published`, which takes no recipe. Raises `MegabatchError` for anything beside it."""
+    if name != "plan" or "--published" not in arguments:
+        return False
+    if others := [word for word in arguments if word not in ("--published", "--json")]:
+        raise MegabatchError(f"--published plans runs of others, and {others[0]!r} is given too; leave one of them out")
+    return True
+
+
 def named_sources(config: Config) -> dict[str, SourceConfig]:
     """Return the places of text that a recipe names, by the key of their table."""
     sets = {f"eval.sets.{name}": source for name, source in config.eval.sets.items()}

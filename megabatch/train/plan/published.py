@@ -1,0 +1,389 @@
+"""Published runs of others, beside what the plan says of them: `megabatch plan --published`.
+
+Each run states its model, devices, sharding and microbatches, so that the plan can simulate it. What a source does not
+state is assumed, and `SOURCES` says what. The plan knows nothing of a run beyond these settings; `Device.efficiency`
+alone is fitted, to the runs that are marked.
+"""
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
+from statistics import median
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console as RichConsole
+from rich.table import Table
+from torch import Tensor, nn, optim
+
+from megabatch import Term
+from megabatch.simulate import Simulated, device_named
+from megabatch.train.config import Config
+from megabatch.train.config.byte_sizes import GIB
+from megabatch.train.model.architecture import quiet
+from megabatch.train.plan.grid import Choice
+from megabatch.train.plan.request import PlanRequest
+from megabatch.train.plan.search import NO, judge_memory, reserved_bytes
+from megabatch.train.plan.simulation import build_simulator
+from megabatch.train.runtime.console import Console
+
+PROCESSES = 2  # each takes a core and half a GiB
+OUT_OF_MEMORY = "out of memory"
+BLOCK = 256  # numbers that share a scale in an optimizer of eight bits
+
+
+@dataclass(frozen=True)
+class Source:
+    """A publication, and what it does not state."""
+
+    name: str
+    url: str
+    assumed: str = "nothing"
+    is_reserved: bool = False  # it states the memory that torch's allocator holds, not what tensors take
+
+
+SOURCES = {
+    "kempner": Source(
+        "KempnerForge, mfu_scaling of 2026-04 (four H200 a node)",
+        "https://github.com/KempnerInstitute/KempnerForge/blob/main/benchmarks/mfu_scaling/mfu_scaling.md",
+        "layers as transformers computes them, which are compiled there but for 13B with FSDP 8",
+    ),
+    "mpt": Source(
+        "LLM Foundry, MPT training benchmarks",
+        "https://github.com/mosaicml/llm-foundry/blob/main/scripts/train/benchmarking/README.md",
+        "GPT-2's layers in MPT's sizes",
+    ),
+    "fms": Source(
+        "IBM and Meta, Maximizing training throughput using PyTorch FSDP, 2024-03",
+        "https://pytorch.org/blog/maximizing-training/",
+        "layers as transformers computes them, which are compiled there",
+    ),
+    "titan": Source(
+        "torchtitan, Llama 2 on 64 A100, 2024",
+        "https://github.com/pytorch/torchtitan/blob/main/docs/performance.md",
+        "layers as transformers computes them, which are compiled there",
+    ),
+    "29425": Source(
+        "transformers issue 29425 and accelerate's Gradient synchronization, 2024-03",
+        "https://github.com/huggingface/transformers/issues/29425",
+        "2,048 tokens, recomputed activations, bfloat16 states, foreach AdamW",
+        is_reserved=True,
+    ),
+}
+
+
+def _llama(hidden: int, layers: int, heads: int, kv_heads: int, mlp: int, vocabulary: int = 128256) -> dict[str, Any]:
+    return {
+        "model_type": "llama", "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "intermediate_size": mlp, "vocab_size": vocabulary,
+    }  # fmt: skip
+
+
+def _mpt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
+    return {
+        "model_type": "gpt2", "n_embd": hidden, "n_layer": layers, "n_head": heads, "vocab_size": 50368,
+        "activation_function": "gelu", "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+    }  # fmt: skip
+
+
+MODELS = {
+    "Llama 3 8B": _llama(4096, 32, 32, 8, 14336),
+    "Llama 3 13B": _llama(5120, 40, 40, 8, 17920),
+    "Llama 3 70B": _llama(8192, 80, 64, 8, 28672),
+    "Llama 2 7B": _llama(4096, 32, 32, 32, 11008, 32000),
+    "Llama 2 13B": _llama(5120, 40, 40, 40, 13824, 32000),
+    "CodeLlama 34B": _llama(8192, 48, 64, 8, 22016, 32000),
+    "Mixtral 8x7B": {
+        **_llama(4096, 32, 32, 8, 14336, 32000), "model_type": "mixtral", "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "MPT 125M": _mpt(768, 12, 12),
+    "MPT 350M": _mpt(1024, 24, 16),
+    "MPT 760M": _mpt(1536, 24, 12),
+    "MPT 1B": _mpt(2048, 24, 16),
+    "MPT 3B": _mpt(2560, 32, 20),
+    "MPT 7B": _mpt(4096, 32, 32),
+    "MPT 13B": _mpt(5120, 40, 40),
+    "MPT 30B": _mpt(7168, 48, 56),
+    "MPT 70B": _mpt(8192, 80, 64),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Published:
+    """One run: its settings, and what was measured."""
+
+    source: str
+    model: str
+    device: str
+    world: int
+    length_tokens: int
+    micro_batch_size: int
+    num_microbatches: int
+    gib: float | str | None = None  # of a GPU, or `OUT_OF_MEMORY`
+    tokens_per_second: float | None = None  # of a GPU
+    recompute: bool = True
+    sync: str = "every"
+    dtype: str = "mixed"  # float32 weights and bfloat16 layers, or "bfloat16"
+    tp: int = 1
+    replicas: int = 1
+    ranks_per_node: int = 8
+    has_whole_logits: bool = False  # the loss takes the logits of a microbatch at once
+    eight_bit: bool = False  # states of the optimizer
+    is_fitted: bool = False  # `Device.efficiency` was chosen by it
+
+
+def _kempner(
+    model: str, world: int, tp: int, size: int, number: int, gib: float, step: float, *, is_fitted: bool = False
+) -> Published:
+    """Return a run of KempnerForge, whose table has seconds per update."""
+    return Published(
+        "kempner", model, "h200", world, 4096, size, number, gib, size * number * 4096 / tp / step, sync="last", tp=tp,
+        dtype="bfloat16", ranks_per_node=4, has_whole_logits=True, is_fitted=is_fitted,
+    )  # fmt: skip
+
+
+def _mpt_run(
+    model: str, device: str, world: int, length: int, size: int, number: int, rate: float, recompute: bool, **more: Any
+) -> Published:
+    return Published(
+        "mpt", f"MPT {model}", device, world, length, size, number, None, rate, recompute=recompute, **more
+    )
+
+
+def _report(model: str, number: int, sync: str, gib: float | str, **more: Any) -> Published:
+    return Published("29425", model, "a100-80g", 8, 2048, 1, number, gib, sync=sync, dtype="bfloat16", **more)
+
+
+RUNS = (
+    _kempner("Llama 3 8B", 1, 1, 2, 4, 80.7, 3.13, is_fitted=True),
+    _kempner("Llama 3 8B", 2, 1, 2, 4, 62.4, 3.50, is_fitted=True),
+    _kempner("Llama 3 8B", 4, 1, 4, 2, 61.1, 3.36),
+    _kempner("Llama 3 13B", 8, 1, 4, 4, 88.5, 14.81),
+    _kempner("Llama 3 8B", 2, 2, 4, 2, 57.8, 2.49),
+    _kempner("Llama 3 8B", 4, 4, 4, 2, 39.4, 1.30, is_fitted=True),
+    _kempner("Llama 3 8B", 4, 2, 4, 2, 45.9, 2.52),
+    _kempner("Llama 3 8B", 8, 4, 4, 2, 32.7, 1.48),
+    _kempner("Llama 3 13B", 8, 4, 4, 4, 45.1, 4.79),
+    _kempner("Llama 3 70B", 32, 4, 2, 4, 93.2, 14.85),
+    _mpt_run("125M", "a100-80g", 8, 2048, 40, 2, 142830, False, is_fitted=True),
+    _mpt_run("350M", "a100-80g", 8, 2048, 32, 2, 58782, False),
+    _mpt_run("760M", "a100-80g", 8, 16384, 3, 2, 14274, False),
+    _mpt_run("1B", "a100-80g", 8, 2048, 14, 4, 20513, False),
+    _mpt_run("7B", "a100-80g", 8, 2048, 6, 2, 4641, False, is_fitted=True),
+    _mpt_run("7B", "a100-80g", 8, 8192, 8, 2, 3206, True),
+    _mpt_run("13B", "a100-80g", 8, 1024, 40, 3, 2330, True, is_fitted=True),
+    _mpt_run("30B", "a100-80g", 8, 2048, 3, 21, 916, True),
+    _mpt_run("1B", "a100-40g", 128, 2048, 10, 1, 18647, False, dtype="bfloat16"),
+    _mpt_run("70B", "a100-40g", 64, 2048, 2, 1, 276, True, dtype="bfloat16"),
+    _mpt_run("3B", "a100-40g", 128, 2048, 6, 1, 9538, False, dtype="bfloat16"),
+    _mpt_run("1B", "h100-80g", 64, 2048, 20, 1, 44402, False, is_fitted=True),
+    _mpt_run("3B", "h100-80g", 64, 2048, 6, 3, 22525, False),
+    _mpt_run("7B", "h100-80g", 8, 4096, 16, 2, 8611, True, is_fitted=True),
+    _mpt_run("13B", "h100-80g", 64, 2048, 2, 1, 4800, False),
+    _mpt_run("30B", "h100-80g", 32, 2048, 14, 3, 2308, True),
+    Published("fms", "Llama 2 7B", "a100-80g", 128, 4096, 2, 1, None, 3700, recompute=False, replicas=16),
+    Published("fms", "CodeLlama 34B", "a100-80g", 128, 4096, 2, 1, None, 700),
+    Published("titan", "Llama 2 13B", "a100-80g", 64, 4096, 2, 1, None, 2162, recompute=False),
+    _report("CodeLlama 34B", 1, "every", 55),
+    _report("CodeLlama 34B", 2, "last", OUT_OF_MEMORY),
+    _report("CodeLlama 34B", 16, "every", 55),
+    _report("Mixtral 8x7B", 1, "every", 69),
+    _report("Mixtral 8x7B", 2, "last", OUT_OF_MEMORY),
+    _report("Mixtral 8x7B", 16, "every", 69),
+    _report("Mixtral 8x7B", 16, "every", 66, eight_bit=True),
+)  # fmt: skip
+
+
+def whole_logits(model: nn.Module, microbatch: Mapping[str, Tensor]) -> Term:
+    """Return the cross-entropy of all logits at once, as most published trainers compute it."""
+    logits, labels = model(input_ids=microbatch["input_ids"]).logits, microbatch["labels"]
+    total = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+    return Term(total, (labels[:, 1:] != -100).sum())
+
+
+class EightBit(optim.Optimizer):
+    """An optimizer that keeps what an AdamW of eight bits does: two bytes a number, and two scales a block."""
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] - no closure
+        for parameter in (each for group in self.param_groups for each in group["params"] if each.grad is not None):
+            weight, gradient = (_local(each) for each in (parameter, parameter.grad))
+            if not self.state[parameter]:
+                self.state[parameter] = {
+                    **{name: torch.zeros_like(weight, dtype=torch.uint8) for name in ("first", "second")},
+                    "scales": weight.new_zeros(2 * -(-weight.numel() // BLOCK), dtype=torch.float32),
+                }
+            weight.add_(gradient, alpha=-1.0)
+
+
+def _local(tensor: Any) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def eight_bit(groups: list[dict[str, Any]], lr: float) -> EightBit:
+    """Return the optimizer, as ``optim.function`` has it."""
+    return EightBit(groups, {"lr": lr})
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """One run, as the plan predicts it."""
+
+    run: Published
+    fits: str
+    gib: float  # as the source counts it
+    tokens_per_second: float
+    bound: str
+
+    @property
+    def memory_ratio(self) -> float | None:
+        """Predicted memory over published."""
+        return self.gib / self.run.gib if isinstance(self.run.gib, float | int) else None
+
+    @property
+    def speed_ratio(self) -> float | None:
+        """Predicted tokens per second over published."""
+        published = self.run.tokens_per_second
+        return None if published is None else self.tokens_per_second / published
+
+
+def predict(run: Published) -> Predicted:
+    """Simulate a run. Takes 5 to 60 seconds of a core."""
+    with quiet():
+        found, limit_bytes = simulate_published(run)
+        fits, _ = judge_memory(found, limit_bytes)
+        num_bytes = reserved_bytes(found) if SOURCES[run.source].is_reserved else found.peak_bytes
+    tokens = run.micro_batch_size * run.num_microbatches * run.length_tokens / run.tp
+    return Predicted(run, fits, num_bytes / GIB, tokens / found.seconds, found.bound)
+
+
+def simulate_published(run: Published) -> tuple[Simulated, int]:
+    """Return the simulation of a run, and the bytes that a GPU has for it."""
+    device = replace(device_named(run.device), ranks_per_node=run.ranks_per_node)
+    request = PlanRequest(run.world, device, device.memory_bytes)
+    simulator = build_simulator(recipe_of(run), request, Console(enabled=False, loss_digits=4))
+    is_fused = run.source != "29425"
+    choice = Choice(
+        run.micro_batch_size, run.num_microbatches, run.sync, reshard=True, recompute=run.recompute, fused=is_fused
+    )
+    return simulator.simulate(choice), request.limit_bytes
+
+
+def recipe_of(run: Published) -> Config:
+    """Return the recipe of a run."""
+    is_mixed = run.dtype == "mixed"
+    model: dict[str, Any] = {
+        "config": {**MODELS[run.model], **_positions(run)},
+        "dtype": "float32" if is_mixed else run.dtype,
+        **({"compute_dtype": "bfloat16"} if is_mixed else {}),
+    }
+    own = {"function": f"{__name__}:eight_bit"} if run.eight_bit else {}
+    keys: dict[str, Any] = {
+        "model": model,
+        "data": {"path": "none", "pack_tokens": run.length_tokens},
+        "update": {
+            "global_batch_size": run.micro_batch_size * run.num_microbatches * run.world // run.tp,
+            "micro_batch_size": run.micro_batch_size,
+            **({} if is_mixed or SOURCES[run.source].is_reserved else {"accumulate_dtype": "float32"}),
+        },
+        "optim": own if is_mixed else {"master": None, "state_dtype": None, **own},
+        "parallel": {
+            **({"wrapper": "fsdp2"} if run.world > 1 else {}),
+            **({"tp": run.tp, "sequence_parallel": True} if run.tp > 1 else {}),
+            **({"dp_replicate": run.replicas, "dp_shard": run.world // run.replicas} if run.replicas > 1 else {}),
+        },
+        "loss": {"function": f"{__name__}:whole_logits"} if run.has_whole_logits else {},
+        "run": {"folder": "none"},
+    }
+    return Config.model_validate(keys)
+
+
+def _positions(run: Published) -> dict[str, int]:
+    key = "n_positions" if MODELS[run.model]["model_type"] == "gpt2" else "max_position_embeddings"
+    return {key: run.length_tokens}
+
+
+def predict_all(runs: Iterable[Published] = RUNS) -> Iterator[Predicted]:
+    """Yield every run, in order, as it is done."""
+    with ProcessPoolExecutor(PROCESSES, get_context("spawn")) as processes:
+        yield from processes.map(predict, runs)
+
+
+def print_published(*, as_json: bool = False) -> None:
+    """Simulate the published runs and print predicted numbers beside published ones. Takes about five minutes."""
+    rows: list[Predicted] = []
+    console = Console(enabled=not as_json, loss_digits=4)
+    with console.progress("simulating", len(RUNS), "published runs") as advance:
+        for row in predict_all():
+            rows.append(row)
+            advance(1)
+    if as_json:
+        print(json.dumps([as_dict(row) for row in rows], indent=2))
+        return
+    rich = RichConsole(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
+    rich.print(_table(rows), soft_wrap=False)
+    for line in summary(rows):
+        rich.print(line, markup=False)
+    for source in SOURCES.values():
+        rich.print(f"{source.name}: {source.url} (assumed: {source.assumed})", markup=False)
+
+
+def as_dict(row: Predicted) -> dict[str, Any]:
+    """Return a row with its ratios, for JSON."""
+    return {**asdict(row), "memory_ratio": row.memory_ratio, "speed_ratio": row.speed_ratio}
+
+
+def _table(rows: Iterable[Predicted]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for name in ("run", "GPUs", "layout", "GiB", "published", "ratio", "tokens/s", "published", "ratio", "bound by"):
+        table.add_column(name, justify="left" if name in ("run", "layout", "bound by") else "right", no_wrap=True)
+    for row in rows:
+        run = row.run
+        published = "" if run.gib is None else run.gib if isinstance(run.gib, str) else f"{run.gib:,.1f}"
+        rate = "" if run.tokens_per_second is None else f"{run.tokens_per_second:,.0f}"
+        gib = OUT_OF_MEMORY if row.fits == NO else f"{row.gib:,.1f}"
+        mark = " *" if run.is_fitted else ""
+        table.add_row(
+            f"{run.source} {run.model}{mark}", f"{run.world} {run.device}", layout_of(run), gib, published,
+            _ratio(row.memory_ratio), f"{row.tokens_per_second:,.0f}", rate, _ratio(row.speed_ratio), row.bound,
+        )  # fmt: skip
+    return table
+
+
+def layout_of(run: Published) -> str:
+    """Return how a run is sharded and cut, in words."""
+    degrees = {"replicas": run.replicas, "fsdp": run.world // run.tp // run.replicas, "tp": run.tp}
+    mesh = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1) or "1 rank"
+    recompute = ", recomputed" if run.recompute else ""
+    return f"{mesh}, {run.num_microbatches} x ({run.micro_batch_size} x {run.length_tokens}){recompute}"
+
+
+def _ratio(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f}"
+
+
+def summary(rows: list[Predicted]) -> list[str]:
+    """Return the lines that sum up the ratios; fitted runs are counted apart."""
+    speeds = {fitted: [row.speed_ratio for row in rows if row.run.is_fitted == fitted] for fitted in (True, False)}
+    lines = [
+        f"{name}: {_spread([each for each in ratios if each is not None])}"
+        for name, ratios in (
+            ("memory", [row.memory_ratio for row in rows]),
+            ("tokens/s, runs that efficiencies are fitted to (*)", speeds[True]),
+            ("tokens/s, the other runs", speeds[False]),
+        )
+    ]
+    verdicts = [(row.run.gib == OUT_OF_MEMORY) == (row.fits == NO) for row in rows]
+    return [*lines, f"fits or not: right in {sum(verdicts)} of {len(verdicts)}"]
+
+
+def _spread(ratios: list[float]) -> str:
+    if not ratios:
+        return "no run"
+    spread = f"{min(ratios):.2f} to {max(ratios):.2f}, median {median(ratios):.2f}"
+    return f"{len(ratios)} runs, predicted over published {spread}"
