@@ -90,8 +90,8 @@ def text_at(row: Row, field: str, option: str) -> str:
     return str(value) if option == "text_field" else str(value).strip()
 
 
-def correct(model: nn.Module, microbatch: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
+def accuracy(model: nn.Module, microbatch: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
     """Return the number of samples whose likeliest class is right, and their number."""
     inputs = {name: value for name, value in microbatch.items() if name != "labels"}
     right = model(**inputs).logits.argmax(-1) == microbatch["labels"]  # [B]
-    return {"correct": (right.sum(), len(right))}
+    return {"accuracy": (right.sum(), len(right))}

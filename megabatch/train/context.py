@@ -105,7 +105,8 @@ class RunContext:
     @property
     def is_over(self) -> bool:
         """True after the last update, unless a signal comes before."""
-        return self.should_stop or self.learner.step == self.updates.num_updates.of_run
+        planned = self.updates.num_updates.of_run
+        return self.should_stop or (planned is not None and self.learner.step >= planned)
 
     def forward_backward(self, samples: Sequence[Any]) -> Mapping[str, Term]:
         """Add samples of this rank to the open update and return this rank's sums of the call. Collective.

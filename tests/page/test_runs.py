@@ -160,6 +160,21 @@ def test_a_key_that_one_recipe_lacks_differs_and_the_best_of_one_is_none() -> No
     assert best_run([one, RunSummary("c", "ended", best_loss=-1.0)]).name == "c"
 
 
+def test_runs_of_two_losses_have_a_best_of_each_and_options_come_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [
+        RunSummary(
+            name, "ended", {"model.options.n": name, "loss.function": loss, "optim.lr": value}, 1, "held-out", value
+        )
+        for name, loss, value in (("a", "text", 2.0), ("b", "text", 1.0), ("c", "labels", 0.5))
+    ]
+    assert differing_keys(runs) == ["optim.lr", "loss.function", "model.options.n"]
+    assert best_run(runs) is None
+    assert runs_text(runs).splitlines()[-2:] == [
+        "loss.function differs, so the losses are of different tasks: text, labels",
+        "best: b, loss 1.0000 on held-out after update None",
+    ]
+
+
 def test_runs_are_found_below_folders_and_a_run_is_its_own(tmp_path: Path) -> None:
     for name in ("sweep/run-10", "sweep/run-9", "alone"):
         recipe(tmp_path / name, "")

@@ -94,7 +94,7 @@ def test_labels_make_a_classifier(folder: Path, capsys: pytest.CaptureFixture[st
     tables = init("mine.toml", "--data", "labels.csv", "--hardware", "cpu")
     out = capsys.readouterr().out
     assert "labels: yes (33), no (17)\n" in out
-    assert "left out: 1 row, first labels.csv:51 has nothing in one of the fields" in out
+    assert "left out: 1 row, first labels.csv:52 has nothing in one of the fields" in out
     assert tables["model"]["options"]["labels"] == tables["data"]["options"]["labels"] == ["no", "yes"]
     samples = load_function(tables["data"]["function"], "data.function")(**tables["data"]["options"])
     assert [sample["labels"].item() for sample in samples] == [bool(number % 3) for number in range(50)]
@@ -102,7 +102,7 @@ def test_labels_make_a_classifier(folder: Path, capsys: pytest.CaptureFixture[st
     assert model(input_ids=samples[0]["input_ids"][None]).logits.shape == (1, 2)
     assert model.config.id2label == {0: "no", 1: "yes"}
     del tables["data"]["options"]["broken_rows"]
-    with pytest.raises(MegabatchError, match=r"labels.csv:51: the field 'text' is empty, .* mend it, or leave such"):
+    with pytest.raises(MegabatchError, match=r"labels.csv:52: the field 'text' is empty, .* mend it, or leave such"):
         load_function(tables["data"]["function"], "data.function")(**tables["data"]["options"])
     text = init("text.toml", "--data", "labels.csv", "--task", "language", "--hardware", "cpu")
     assert (text["data"]["text_field"], "function" in text["data"]) == ("text", False)
@@ -170,6 +170,7 @@ REFUSED = {  # arguments -> what the error names
     "--model small --data stdlib --hardware abacus": "--hardware is 'abacus'; write … devices are",
     "--model small --data none.jsonl --hardware cpu": "'none.jsonl' … (odd.jsonl comes nearest); set",
     "--model a:b --data stdlib --hardware cpu": "--model is 'a:b'; write small",
+    "--model smal --data stdlib --hardware cpu": "--model is 'smal' … write small",
     "--model empty --data stdlib --hardware cpu": "'empty' … config.json; name one of save_pretrained",
     "--model small --data odd.jsonl --hardware cpu": "odd.jsonl:1 has the fields 'a', 'b', 'c' … rename them",
     "--model small --data broken.jsonl --hardware cpu": "broken.jsonl has no row that can be read (first: … name data",

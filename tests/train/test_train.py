@@ -117,6 +117,11 @@ def test_a_number_of_updates_that_the_data_do_not_have_is_said(bench: Bench) -> 
     said = bench.train(run__max_steps=9)
     assert "the data ran out after 1 epoch" in said
     assert "run.max_steps = 9 is not reached: raise run.max_epochs, which is 1\n" in said
+    resumed = bench.train(run__max_steps=9, run__resume=True)
+    assert "finished at update 6: raise run.max_epochs, which is 1, to train on\n" in resumed
+    assert "finished at update 6: raise run.max_steps, which is 2, to" in bench.train(
+        run__max_steps=2, run__resume=True
+    )
     assert "is not reached" not in bench.train(run__folder=bench.path / "two", run__max_steps=2)
 
 

@@ -32,7 +32,7 @@ Microbatch = Any  # what a collate function returns
 Sums = dict[str, tuple[float, float]]  # name of a term → its total and its weight over a set
 
 PAIR_NAME = "loss"  # of the term that a loss returns by itself
-TAKEN = (PAIR_NAME, "accuracy", "perplexity")  # names that a metric cannot have: the rows have them already
+OF_TOKENS = ("accuracy", "perplexity")  # names that a metric cannot have where the rows of token losses have them
 PER_STAGE = 4  # microbatches that a pipeline runs at once: its stages wait for a fifth of the time at most
 MOST_LOGITS = 2**28  # of a microbatch: half a GiB in bfloat16, two and a half with what is computed of them
 LARGEST_EXPONENT = 709  # of which float64 has the power of e
@@ -94,7 +94,7 @@ class Terms:
 
     def __call__(self, model: Any, microbatch: Microbatch) -> dict[str, Term]:
         terms = terms_of(self.loss(model, microbatch))
-        return {**terms, **self._metrics(model, microbatch, [*TAKEN, *terms])}
+        return {**terms, **self._metrics(model, microbatch, terms)}
 
     def of_all(self, model: nn.Module, microbatches: Sequence[Microbatch]) -> list[dict[str, Term]]:
         """Return the terms of each microbatch. A pipeline runs several at once, the loss and the metrics apart."""
@@ -105,7 +105,7 @@ class Terms:
         found = evaluate_pipeline(model, microbatches, self.loss)
         if self.metrics is None:
             return found
-        metrics = partial(self._metrics, taken=[*TAKEN, *found[0]])
+        metrics = partial(self._metrics, taken=found[0])
         try:
             added = evaluate_pipeline(model, microbatches, metrics)
         except (PlanError, LossContractError) as error:  # in the words of losses
@@ -120,6 +120,7 @@ class Terms:
                 metrics = terms_of(self.metrics(model, microbatch))
         except LossContractError as error:
             raise MegabatchError(f"{self.title}: {str(error).replace('the loss', 'what it returns')}") from None
+        taken = {PAIR_NAME, *(OF_TOKENS if self.of_tokens else ()), *taken}
         for name in (name for name in metrics if name in taken):
             raise MegabatchError(f"{self.title} returns {name!r}, which is there already; give it another name")
         return metrics

@@ -68,9 +68,12 @@ def plan_lines(context: RunContext) -> list[tuple[str, str]]:
         *(("note", line) for line in more),
         ("parallel", f"wrapper {context.model.wrapper.name}: {context.model.wrapper.reason}"),
         *titled("limit", choices),
-        ("microbatches", f"the next update{' on rank 0' if ranks.size > 1 else ''}: {split}"),
+        (
+            "microbatches",
+            f"the next update{' on rank 0' if ranks.size > 1 else ''}: {split} (others may have more or fewer)",
+        ),
         *(("", line) for line in others),
-        ("", f"gradient accumulation steps (derived): {context.plan.num_microbatches}"),
+        ("", f"gradient accumulation steps (derived, for this update): {context.plan.num_microbatches}"),
     ]
 
 
@@ -100,7 +103,10 @@ def notes(config: Config, num_updates: NumUpdates, data: Data, dp_degree: int) -
     if optim.warmup_steps and num_updates.of_run is not None and optim.warmup_steps >= num_updates.of_run:
         lines.append(f"the warmup of {optim.warmup_steps} updates is longer than the run (optim.warmup_steps)")
     if data.epoch_size is not None and sizes.largest > data.epoch_size:
-        lines.append(f"an epoch has {count(data.epoch_size, 'sample')}, fewer than an update should have")
+        lines.append(
+            f"an epoch has {count(data.epoch_size, 'sample')}, fewer than the {sizes.largest} of an update: lower "
+            "update.global_batch_size to make more than one update of an epoch"
+        )
     if not data.sets:
         lines.append("no sample is held out, and nothing is evaluated (eval.num_samples: at most a tenth of the data)")
     if config.update.one_row and config.model.attention not in ATTENTION_BY_ROWS:
@@ -131,6 +137,9 @@ def end_text(context: RunContext) -> str:
     step, best, run = context.step, context.best, context.config.run
     if (signal := context.stop.agreed) is not None:
         return f"stopped by {signal.name} after update {step}; `megabatch train {context.folder}` resumes it"
+    if context.update is None and context.checkpoint is not None:
+        key = "max_steps" if run.max_steps is not None and step >= run.max_steps else "max_epochs"
+        return f"finished at update {step}: raise run.{key}, which is {getattr(run, key)}, to train on"
     why = why_ended(context)
     if run.max_steps is not None and step < run.max_steps and not context.should_stop:
         why = f"{why}\nrun.max_steps = {run.max_steps} is not reached: raise run.max_epochs, which is {run.max_epochs}"

@@ -131,7 +131,10 @@ class Loader:
             "lengths of samples": whole.fingerprint,
         }
         sets, told = self._checked(train, held_out, others)
-        return Data(train, None, sets, {**identity, **told}, [], is_told=whole.is_told)
+        words = [
+            f"{len(train):,} samples of {config.data.function}; the longest has length {int(train.lengths.max()):,}"
+        ]
+        return Data(train, None, sets, {**identity, **told}, words, is_told=whole.is_told)
 
     def of_stream(self, positions: int | None) -> Data:
         """Return text that is read while training."""

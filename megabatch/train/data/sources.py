@@ -334,14 +334,14 @@ def csv_rows(path: str, file: Any) -> Rows:
     """
     csv.field_size_limit(MAX_CELL_BYTES)
     with io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="\n") as text:
-        line, number = text.readline(), 0
+        line = text.readline()
         delimiter = "\t" if ending_of(path) == ".tsv" else next((each for each in DELIMITERS if each in line), ",")
         records = csv.reader(chain([line], text), delimiter=delimiter, strict=True)
         header = [field.strip() for field in next(records, [])]
         if not header or len(set(header)) < len(header):
             raise MegabatchError(f"the first line of {path} must name its fields, each once, and is {header}; add it")
         while True:
-            record, problem = list[str](), ""
+            record, problem, name = list[str](), "", f"{path}:{records.line_num + 1}"  # the first line of the record
             try:
                 record = next(records)
             except StopIteration:
@@ -355,7 +355,6 @@ def csv_rows(path: str, file: Any) -> Rows:
             text_of_record = "".join(record)
             if not text_of_record.isascii() and (escaped := ESCAPED.search(text_of_record)):
                 problem = f"is not text in UTF-8 (byte 0x{ord(escaped[0]) - 0xDC00:02x}), so save the file as UTF-8"
-            name, number = f"{path}:{number + 1}", number + 1
             yield BrokenRowError(f"{name} {problem}") if problem else Row(name, dict(zip(header, record, strict=True)))
 
 

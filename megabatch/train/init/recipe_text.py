@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from difflib import get_close_matches
 from pathlib import Path
 
 import tomli_w
@@ -106,6 +107,8 @@ def read_model(text: str) -> str | None:
         if not (folder / "config.json").is_file():
             raise MegabatchError(f"--model is the folder {text!r}, without a config.json; name one of save_pretrained")
         return str(folder)  # a recipe's name is no shell's: it has no ~
+    if "/" not in text and get_close_matches(text.lower(), ["small"], cutoff=0.7):
+        raise MegabatchError(f"--model is {text!r}, which is neither a folder nor small; write small, or name a folder")
     if not HUB_ID.fullmatch(text):
         raise MegabatchError(
             f"--model is {text!r}; write small, a name of the hub (Qwen/Qwen3-0.6B), or a folder that "
@@ -182,7 +185,7 @@ def recipe_text(file: str, model: str | None, found: Survey, size: Size, hardwar
         decay=decay,
         every=size.share(10, 5, 100),
         held_out=NUM_HELD_OUT,
-        metrics='metrics = "megabatch.train.classification:correct"\n' if is_classifier else "",
+        metrics='metrics = "megabatch.train.classification:accuracy"\n' if is_classifier else "",
         epochs=size.max_epochs,
         updates=updates,
         steps=steps,

@@ -31,6 +31,7 @@ COMPARABLE = (
     "model.tokenizer",
     "run.seed",
 )
+LOSS = "loss.function"  # the task of a run
 MOST_CHARACTERS = 24  # of a value in the table
 LEAST_KEYS = 3  # that have a column, however narrow the terminal is
 WIDTH = 160  # of a table that goes to no terminal
@@ -126,16 +127,18 @@ def best_of(rows: Sequence[Row], watch: str | None) -> tuple[str | None, float |
 
 
 def differing_keys(summaries: Sequence[RunSummary]) -> list[str]:
-    """Return the keys whose values differ between the recipes, in the order of the recipe."""
+    """Return the keys whose values differ between the recipes: of optim and update first, options of functions last."""
     recipes = [each.recipe for each in summaries if each.recipe]
     keys = dict.fromkeys(key for recipe in recipes for key in recipe if key not in PLACES)
-    return [key for key in keys if len({json.dumps(recipe.get(key)) for recipe in recipes}) > 1]
+    differing = [key for key in keys if len({json.dumps(recipe.get(key)) for recipe in recipes}) > 1]
+    return sorted(differing, key=lambda key: (".options." in key, not key.startswith(("optim.", "update."))))
 
 
 def best_run(summaries: Sequence[RunSummary]) -> RunSummary | None:
-    """Return the run with the lowest held-out loss; None if fewer than two have one."""
+    """Return the run with the lowest held-out loss; None if fewer than two have one, or if they are of two losses."""
     evaluated = [each for each in summaries if each.best_loss is not None]
-    return min(evaluated, key=lambda each: cast(float, each.best_loss)) if len(evaluated) > 1 else None
+    is_one_task = len({each.recipe.get(LOSS) for each in evaluated}) == 1
+    return min(evaluated, key=lambda each: cast(float, each.best_loss)) if len(evaluated) > 1 and is_one_task else None
 
 
 def runs_text(summaries: Sequence[RunSummary]) -> str:
@@ -151,14 +154,18 @@ def runs_text(summaries: Sequence[RunSummary]) -> str:
 def notes(summaries: Sequence[RunSummary], keys: Sequence[str], num_shown: int) -> list[str]:
     """Return the lines below a table: keys without a column, and the best run with what makes it doubtful."""
     lines = [f"also different (--json has the values): {', '.join(keys[num_shown:])}"] if num_shown < len(keys) else []
-    best = best_run(summaries)
-    if best is not None:
+    if len(tasks := dict.fromkeys(each.recipe.get(LOSS) for each in summaries if each.best_loss is not None)) > 1:
+        lines.append(f"{LOSS} differs, so the losses are of different tasks: {', '.join(map(str, tasks))}")
+    for task in tasks:
+        best = best_run([each for each in summaries if each.recipe.get(LOSS) == task])
+        if best is None:
+            continue
         lines.append(f"best: {best.name}, loss {best.best_loss:.4f} on {best.set} after update {best.best_step}")
-        reasons = [key for key in keys if key.startswith(COMPARABLE)]
-        if reasons or len({each.set for each in summaries if each.set}) > 1:
-            verb = "differ" if len(reasons) > 1 else "differs"
-            said = ", ".join(reasons) or "eval.watch"
-            lines.append(f"the losses may be of different samples or tokens: {said} {verb}")
+    reasons = [key for key in keys if key.startswith(COMPARABLE)]
+    if len(tasks) == 1 and best_run(summaries) and (reasons or len({each.set for each in summaries if each.set}) > 1):
+        verb = "differ" if len(reasons) > 1 else "differs"
+        said = ", ".join(reasons) or "eval.watch"
+        lines.append(f"the losses may be of different samples or tokens: {said} {verb}")
     return lines
 
 

@@ -249,7 +249,7 @@ def update_words(row: Mapping[str, Any], loss_digits: int) -> str:
     )
     return (
         f"loss {row['loss']:.{loss_digits}f}{norm}  lr {row['lr']:.2e}  "
-        f"{row['num_samples']} samples in {row['num_microbatches']} microbatches  {speed}"
+        f"{count(row['num_samples'], 'sample')} in {count(row['num_microbatches'], 'microbatch')}  {speed}"
     )
 
 
@@ -269,7 +269,7 @@ def evaluation_words(row: Mapping[str, Any], loss_digits: int) -> str:
 
 def count(number: int, noun: str) -> str:
     """Return a number with its noun."""
-    return f"{number} {noun}" + ("" if number == 1 else "s")
+    return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("batch") else "s")
 
 
 def utc_now() -> str:
