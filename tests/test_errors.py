@@ -49,6 +49,8 @@ ELSEWHERE = {  # parts of errors that other tests provoke
     "failed when a copy was tried on small parameters and on": "tests/unit/test_same_bits.py",
     "same_bits=True and the ranks hold": "tests/unit/test_same_bits.py",
     "a matrix is also a parameter of": "tests/unit/test_muon.py",
+    "has no parameter of the model; give": "tests/unit/test_step_check.py",
+    "; verify_step steps copies": "tests/unit/test_step_check.py",
     "cannot keep low bits:": "tests/unit/test_low_bits.py",
     "has no bfloat16 parameter; leave": "tests/unit/test_low_bits.py",
     "state_dtype is ": "tests/unit/test_low_bits.py",

@@ -32,15 +32,39 @@ def test_what_works_is_said_once_and_the_status_is_0(tmp_path: Path, num_ranks: 
     assert [each.err for each in finished] == [""] * num_ranks
     lines = [re.split(r" +", line, maxsplit=2) for line in finished[0].out.splitlines()]
     proofs = ["plain"] if num_ranks == 1 else ["ddp", "fsdp2"]
-    assert [subject for _, subject, _ in lines] == ["versions", "devices", *proofs]
+    steps = [] if num_ranks == 1 else ["step"]
+    assert [subject for _, subject, _ in lines] == ["versions", "devices", *proofs, *steps]
     assert {level for level, _, _ in lines} == {"ok"}
-    for _, _, text in lines[2:]:
+    for _, _, text in lines[2 : 2 + len(proofs)]:
         found = re.fullmatch(
             rf"{2 * num_ranks + 3} uneven samples on {num_ranks} ranks?: gradient (\S+) from plain torch's, in float64",
             text,
         )
         assert found is not None, text
         assert 0 < float(found[1]) <= 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "expected"), [
+    ([], "exact: 3 optimizer steps are bit-equal to one process"),
+    (["--optim.options.fused=true"], "NOT exact: "),
+    (["--optim.name=Muon"], "exact: 3 optimizer steps are bit-equal to one process"),
+])  # fmt: skip
+def test_verify_compares_the_steps_of_a_recipe(tmp_path: Path, options: list[str], expected: str) -> None:
+    """Rows of 37 leave a rest of vectors of 8, which a fused optimizer rounds in another way."""
+    command = [
+        "verify",
+        "recipes/stdlib.toml",
+        "--step",
+        "--parallel.wrapper=fsdp2",
+        "--model.config.intermediate_size=37",
+        *options,
+    ]
+    finished = Run(command, tmp_path / "logs", 3).wait()
+    assert [each.status for each in finished] == [int(expected.startswith("NOT"))] * 3, finished[0].err
+    assert [each.out for each in finished[1:]] == ["", ""]
+    line = next(line for line in finished[0].out.splitlines() if "optimizer steps" in line)
+    assert line.startswith(expected)
 
 
 def wrong_on_one(model: nn.Module) -> nn.Module:

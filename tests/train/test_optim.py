@@ -159,9 +159,10 @@ def test_adamw_is_fused_wherever_it_can_be(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("group_of_one")
-def test_adamw_is_fused_on_shards_and_sgd_which_cannot_be_is_not() -> None:
+def test_adamw_is_fused_but_not_on_shards_of_a_cpu_whose_sizes_would_decide_its_bits() -> None:
+    assert build_optimizer(Tiny(), OptimConfig()).param_groups[0]["fused"] is True
     model = lay(Tiny(), "fsdp2")
-    assert build_optimizer(model, OptimConfig()).param_groups[0]["fused"] is True
+    assert not build_optimizer(model, OptimConfig()).param_groups[0]["fused"]
     assert not build_optimizer(model, OptimConfig(name="SGD")).param_groups[0]["fused"]
     for name in WHOLE_ONLY:
         with pytest.raises(MegabatchError, match=f"^optim.name is '{name}', and torch's .* parallel.wrapper = \"ddp\""):

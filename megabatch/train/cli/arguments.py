@@ -80,6 +80,9 @@ class Plan(Recipe):
 class Verify(Recipe):
     """Compare the cut gradient with the uncut one, on the recipe's model, loss and data."""
 
+    step: FlagCreatePairsOff[bool] = False
+    """Compare steps of the recipe's optimizer on its wrapper with those of one process instead; under torchrun."""
+
 
 @dataclass(frozen=True)
 class Export:

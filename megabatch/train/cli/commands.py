@@ -24,7 +24,7 @@ from megabatch.train.cli.arguments import (
     read_arguments,
 )  # fmt: skip
 from megabatch.train.cli.front import answer
-from megabatch.train.cli.recipe_command import is_published, read_config
+from megabatch.train.cli.recipe_command import STEP_FLAG, is_published, read_config
 from megabatch.train.config import Config
 from megabatch.train.records.loggers import holds_the_end
 from megabatch.train.runtime.console import CRASHED, FAILED, drop_output
@@ -64,7 +64,7 @@ def run_command(arguments: Sequence[str], met: Rendezvous) -> None:
     if not arguments:
         fail(met, f"megabatch: no command; {overview()}", FAILED)
     name, *rest = arguments
-    if name in ALONE and met.size > 1:
+    if name in ALONE and met.size > 1 and not (name == "verify" and STEP_FLAG in rest):
         raise MegabatchError(f"{name} runs in one process and was started in {met.size}; start it without torchrun")
     if answer(arguments):
         return
@@ -89,7 +89,7 @@ def run_recipe(name: str, arguments: Sequence[str], met: Rendezvous) -> None:
     if name == "train":
         train(config, met)
     elif name == "verify":
-        verify(config, met)
+        verify(config, met, of_step=STEP_FLAG in arguments)
     else:
         from megabatch.train.plan.table import plan_recipe
 
@@ -110,12 +110,16 @@ def train(config: Config, met: Rendezvous) -> None:
         raise FailedError(config.run.stopped_status)
 
 
-def verify(config: Config, met: Rendezvous) -> None:
-    """Print the verification of a recipe; status 1 where the gradient depends on the cut."""
-    from megabatch.train.cli.verification import plain_config, verify_recipe
+def verify(config: Config, met: Rendezvous, *, of_step: bool) -> None:
+    """Print the verification of a recipe; status 1 where the gradient depends on the cut, or the step on shards."""
+    from megabatch.train.cli.verification import plain_config, verify_recipe, verify_recipe_step
 
-    plain = plain_config(config)
-    if not verify_recipe(plain, init_ranks(met, plain)).ok:
+    if of_step:
+        is_ok = verify_recipe_step(config, init_ranks(met, config)).ok
+    else:
+        plain = plain_config(config)
+        is_ok = verify_recipe(plain, init_ranks(met, plain)).ok
+    if not is_ok:
         raise FailedError(CRASHED)
 
 

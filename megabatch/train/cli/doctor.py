@@ -1,4 +1,4 @@
-"""Doctor: versions and devices of all ranks, and an update whose gradient is proved. Nothing hangs.
+"""Doctor: versions and devices of all ranks, a gradient and a step that are proved. Nothing hangs.
 
 Each stage has a deadline: a rank that does not come, or a network that does not carry, is named instead of waited for.
 """
@@ -20,10 +20,12 @@ from torch.cuda import nccl
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
 
 import megabatch
 from megabatch import losses, verify
 from megabatch.errors import MegabatchError, in_one_line
+from megabatch.optim import Muon, verify_step
 from megabatch.train.checkpoints.metadata import installed_version
 from megabatch.train.checkpoints.run_folder import device_name
 from megabatch.train.cli.help import EXAMPLE
@@ -72,6 +74,10 @@ def findings(met: Rendezvous, deadline: "Deadline") -> Iterator[Finding]:
     for name, wrap in (WRAPPERS if ranks.size > 1 else {"plain": nn.Sequential}).items():
         with deadline.of(f"an update through {name}"):
             finding = proof_finding(name, wrap, ranks)
+        yield finding
+    if ranks.size > 1:
+        with deadline.of("a step of sharded optimizers"):
+            finding = step_finding(ranks)
         yield finding
 
 
@@ -178,11 +184,30 @@ class TinyModel(nn.Module):
 WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {"ddp": DistributedDataParallel, "fsdp2": fully_shard}
 
 
-def proof_finding(name: str, wrap: Callable[[nn.Module], Any], ranks: Ranks) -> Finding:
-    """Compare the gradient of an uneven update over all ranks with that of plain torch on the whole. Collective."""
+def tiny_model(ranks: Ranks, wrap: Callable[[nn.Module], Any]) -> Any:
+    """Return the same model on every rank."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = wrap(TinyModel().to(ranks.device))  # the same on every rank
+        return wrap(TinyModel().to(ranks.device))
+
+
+def step_finding(ranks: Ranks) -> Finding:
+    """Compare steps of sharded AdamW and Muon with those of one process. Collective."""
+    model = tiny_model(ranks, fully_shard)
+    matrix, *others = sorted(model.parameters(), key=lambda each: each is not model.head.weight)
+    for optimizer in (AdamW(model.parameters()), Muon([matrix], AdamW(others))):
+        found = verify_step(model, optimizer)
+        if not found.ok:
+            return Finding(False, "step", f"do not train here: {'; '.join(found.causes)}")
+    text = f"AdamW and Muon on shards of {ranks.size} ranks: the same bits as in one process, on every rank"
+    return Finding(True, "step", text)
+
+
+def proof_finding(name: str, wrap: Callable[[nn.Module], Any], ranks: Ranks) -> Finding:
+    """Compare the gradient of an uneven update over all ranks with that of plain torch on the whole. Collective."""
+    model = tiny_model(ranks, wrap)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
         ids = [torch.randint(VOCABULARY, (3 + 4 * number % 10,)) for number in range(2 * ranks.size + 3)]  # [T]
     samples = [{"input_ids": each, "labels": torch.where(torch.arange(len(each)) < 1, -100, each)} for each in ids]
     with warnings.catch_warnings():

@@ -11,6 +11,8 @@ from megabatch.train.config.recipe_paths import check_paths, near
 from megabatch.train.data.sources import KINDS, ending_of, place_of
 from megabatch.train.trust import FLAG, check_trust
 
+STEP_FLAG = "--step"  # of verify
+
 
 def read_config(name: str, arguments: Sequence[str], *, is_new: bool = True) -> Config:
     """Return the recipe of a command with its overrides; a run's folder stands for its own recipe, resumed.
@@ -27,7 +29,7 @@ def read_config(name: str, arguments: Sequence[str], *, is_new: bool = True) -> 
         raise MegabatchError("--sweep makes one run after the other; under torchrun start each run by itself")
     is_run, is_trusted = recipe.is_dir(), FLAG in overrides
     path = recipe_of(recipe) if is_run else recipe
-    overrides = [word for word in overrides if word != FLAG]
+    overrides = [word for word in overrides if word != FLAG and (name, word) != ("verify", STEP_FLAG)]
     if name == "plan":
         overrides = split_options(overrides, *PLAN_OPTIONS)[1]
     elif is_run:  # the folder may have been moved

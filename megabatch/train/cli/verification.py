@@ -1,4 +1,4 @@
-"""`megabatch verify`: the cut gradient against the uncut one, on a recipe's model, loss and data."""
+"""`megabatch verify`: the cut gradient against the uncut one, and an optimizer's step against that of one process."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,6 +8,7 @@ from torch import nn
 
 from megabatch import Verification, verify
 from megabatch.errors import MegabatchError
+from megabatch.optim import StepVerification, verify_step
 from megabatch.train.config import Config, ParallelConfig
 from megabatch.train.data.load import load_data
 from megabatch.train.data.updates import Updates
@@ -16,6 +17,7 @@ from megabatch.train.model.architecture import load_tokenizer, positions_for_str
 from megabatch.train.model.build import build
 from megabatch.train.model.expert_balance import train_with_router
 from megabatch.train.model.frozen import dequantize
+from megabatch.train.model.optimizer import build_optimizer
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.plugins import load_function
 from megabatch.train.runtime.ranks import Ranks
@@ -48,6 +50,23 @@ def verify_recipe(config: Config, ranks: Ranks) -> Verification:
     verification = verify(laid.base, loss_fn, updates.peek()[:MAX_SAMPLES])
     console.say(words_of_verification(verification))
     return verification
+
+
+def verify_recipe_step(config: Config, ranks: Ranks) -> StepVerification:
+    """Compare steps of a recipe's optimizer on its wrapper with those of one process, and print the result. Collective.
+
+    The gradients are random numbers, the same for both.
+    """
+    console = Console(enabled=ranks.rank == 0, loss_digits=4)
+    laid = build(config, ranks, console, None, load_tokenizer(config.model))
+    optimizer = build_optimizer(laid.base, config.optim)
+    found = verify_step(laid.base, optimizer)
+    size, kind = ranks.size, config.optim.function or config.optim.name
+    console.say(f"{kind} on {size} rank{'' if size == 1 else 's'}: {laid.wrapper.name}")
+    if size == 1:
+        console.say("one process has no shards; start it as torchrun --nproc-per-node 3 -m megabatch verify ... --step")
+    console.say(str(found))
+    return found
 
 
 def plain_config(config: Config) -> Config:

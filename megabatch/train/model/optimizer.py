@@ -321,7 +321,9 @@ def refuse_owned(key: str) -> None:
 def tried(kind: Callable[..., optim.Optimizer], arguments: dict[str, Any], groups: Sequence[Group]) -> dict[str, Any]:
     """Return the arguments, fused if that works, which a step on one tensor of zeros of each kind shows."""
     likes = kinds_of_tensors([parameter for group in groups for parameter in group["params"]])
-    fusable = takes(kind, "fused") and "fused" not in arguments
+    # Fused on a CPU, the last elements of a tensor are rounded in another way, so that bits depend on the shards.
+    depends_on_shards = any(isinstance(like, DTensor) and like.device.type == "cpu" for like in likes)
+    fusable = takes(kind, "fused") and "fused" not in arguments and not depends_on_shards
     if fusable and problem_of(kind, {**arguments, "fused": True}, likes) is None:
         return {**arguments, "fused": True}
     problem = problem_of(kind, arguments, likes)
