@@ -1,7 +1,6 @@
 """The optimizer is the one that was asked for, its schedule is the formula's, and it resumes bit for bit."""
 
 import contextlib
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,6 @@ from megabatch.train.model.optimizer import (
     decay_steps_of,
     groups_of,
     lr_factor,
-    settings_of,
 )
 from tests.exact.launch import Run, launch, launch_all
 from tests.train.conftest import Bench
@@ -91,22 +89,11 @@ def test_a_stream_needs_decay_steps_for_a_schedule_with_an_end(schedule: str) ->
         decay_steps_of(config_of(schedule=schedule), endless)
 
 
-def test_constant_needs_no_end() -> None:
-    assert decay_steps_of(config_of(schedule="constant"), NumUpdates(None, None)) is None
-
-
 def test_a_fall_that_has_no_place_is_refused() -> None:
     with pytest.raises(MegabatchError, match=r'^optim.cooldown_steps is set and optim.schedule is "cosine"'):
         decay_steps_of(config_of(cooldown_steps=5), NumUpdates(9, 9))
     with pytest.raises(MegabatchError, match=r"^optim.cooldown_steps is 10 and .* after 9 updates"):
         decay_steps_of(config_of(schedule="wsd", cooldown_steps=10), NumUpdates(9, 9))
-
-
-def test_settings_are_json_and_without_what_is_derived() -> None:
-    settings = settings_of(config_of(name="SGD", options={"momentum": 0.9}, decay_steps=5))
-    assert json.loads(json.dumps(settings))["optim.options"] == {"momentum": 0.9}
-    assert "optim.decay_steps" not in settings
-    assert {"run.seed", "update.global_batch_size", "loss.function", "model.freeze", "optim.ema_decay"} <= set(settings)
 
 
 def test_matrices_decay_vectors_do_not_and_frozen_parameters_are_nowhere() -> None:
@@ -245,11 +232,6 @@ def test_a_mistake_is_one_line(optim: dict[str, Any], line: str) -> None:
         build_optimizer(Tiny(), OptimConfig(**optim))
     assert str(caught.value).startswith(line)
     assert "\n" not in str(caught.value)
-
-
-def test_defaults_that_an_optimizer_does_not_take_are_left_out() -> None:
-    group = build_optimizer(Tiny(), OptimConfig(name="Rprop")).param_groups[0]
-    assert not {"betas", "weight_decay"} & set(group)
 
 
 def test_muon_has_hidden_matrices_and_adamw_the_rest() -> None:

@@ -111,12 +111,6 @@ def test_text_is_a_line_a_row_and_blank_lines_are_none(tmp_path: Path) -> None:
         ]
 
 
-def test_line_numbers_count_blank_lines(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "a"}\r\n\n{"text": "b"}')
-    assert [row.name for row in rows(path)] == [f"{path}:1", f"{path}:3"]
-
-
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
@@ -234,14 +228,6 @@ def test_a_file_of_documents_is_one_document(tmp_path: Path) -> None:
     assert found["b.txt", None] == found["a.md", "text"] == [{"text": "# a title"}, {"text": "and more"}]
 
 
-def test_a_split_of_files_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("a\n")
-    with pytest.raises(
-        MegabatchError, match=r"data\.split or data\.subset is set, and data\.path is text, which has none"
-    ):
-        rows_of(SourceConfig(path=str(tmp_path / "a.txt"), split="test"), "data")
-
-
 def test_globs_are_sorted_and_lists_keep_their_order(tmp_path: Path) -> None:
     for name in ("b/2", "b/10", "a"):
         write_jsonl(tmp_path / f"{name}.jsonl", [{"text": name}])
@@ -308,3 +294,5 @@ def test_a_split_that_is_not_there_is_refused(tmp_path: Path) -> None:
     saved = written(tmp_path)["e"]
     assert [row.fields for row in rows(saved, split="other")] == FIELDS[1:]
     assert refusal(saved, split="test") == f"{saved} has no split 'test', only other, train; set eval.sets.x.split"
+    (tmp_path / "a.txt").write_text("a\n")
+    assert "eval.sets.x.path is text, which has none" in refusal(tmp_path / "a.txt", split="test")

@@ -71,11 +71,6 @@ def test_the_prompt_is_given_and_the_response_and_the_end_are_learned(tmp_path: 
     assert {tensor.dtype for tensor in (*first.values(), *second.values())} == {torch.int64}
 
 
-def test_plain_text_is_learned_whole_with_its_end(tmp_path: Path) -> None:
-    (sample,) = samples(write(tmp_path / "a.jsonl", [{"text": "ab"}]), ByT5Tokenizer())
-    assert sample["labels"].tolist() == sample["input_ids"].tolist() == [ord("a") + 3, ord("b") + 3, 1]
-
-
 def test_the_beginning_that_a_tokenizer_adds_is_given(tmp_path: Path, chatty: dict[bool, Any]) -> None:
     tokenizer = chatty[False]
     ids = {text: tokenizer(text)["input_ids"] for text in ("one", "two")}
@@ -239,11 +234,6 @@ def test_bytes_are_what_a_fresh_model_reads() -> None:
         assert tokenizer("ab")["input_ids"] == [100, 101, 1]
 
 
-def test_a_function_has_no_tokenizer_but_the_one_it_names() -> None:
-    assert load_tokenizer(ModelConfig(function="a:b")) is None
-    assert isinstance(load_tokenizer(ModelConfig(function="a:b", tokenizer="bytes")), ByT5Tokenizer)
-
-
 def test_a_folder_has_its_own(tmp_path: Path) -> None:
     folder = str(chat_tokenizer(tmp_path / "chat", generation_markers=False))
     for config in (ModelConfig(name=folder), ModelConfig(config=CONFIG, tokenizer=folder)):
@@ -258,16 +248,6 @@ def refused(config: ModelConfig, capfd: pytest.CaptureFixture[str]) -> str:
     assert capfd.readouterr() == ("", "")
     assert "\n" not in str(caught.value)
     return str(caught.value)
-
-
-def test_a_folder_without_one_gets_its_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    line = (
-        f"model.name is {str(tmp_path)!r}, a folder without tokenizer files (tokenizer.json, say); set model.tokenizer"
-    )
-    assert refused(ModelConfig(name=str(tmp_path)), capfd).startswith(line)
-    line = f"model.tokenizer is {str(tmp_path)!r}, a folder without"
-    assert refused(ModelConfig(config=CONFIG, tokenizer=str(tmp_path)), capfd).startswith(line)
 
 
 def test_a_damaged_one_gets_its_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -366,12 +346,6 @@ def test_long_samples_are_left_out_and_counted(tmp_path: Path) -> None:
     skipped = Skipped()
     assert [len(each["input_ids"]) for each in samples(path, ByT5Tokenizer(), cap=5, skipped=skipped)] == [4, 5]
     assert skipped == Skipped(long=2)
-
-
-def test_no_more_rows_are_read_than_asked_for(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [{"text": "a"}, "{oops", {"text": "b"}, {"text": "c"}])
-    values: dict[str, Any] = {"max_samples": 3, "broken_rows": "skip"}
-    assert [name for name, _ in named(path, ByT5Tokenizer(), **values)] == [f"{path}:1", f"{path}:3"]
 
 
 def test_a_source_without_a_good_row_is_refused(tmp_path: Path) -> None:

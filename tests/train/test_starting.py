@@ -9,7 +9,6 @@ import socket
 import subprocess
 import threading
 import time
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -306,15 +305,6 @@ def test_the_recipe_that_is_written_is_the_recipe_that_was_run(
     assert again == config.model_copy(update={"run": config.run.model_copy(update={"resume": False})})
 
 
-def test_it_has_every_key_with_a_value_and_nothing_else(recipe: Path, tmp_path: Path) -> None:
-    begin(tmp_path / "run", load_config(recipe, []))
-    written = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
-    assert list(written) == list(Config.model_fields)
-    assert written["optim"]["weight_decay"] == 0.1  # a default
-    assert "max_steps" not in written["run"]
-    assert "none" not in (tmp_path / "run" / "config.toml").read_text()
-
-
 def test_the_environment_says_what_ran_where_and_a_second_start_is_added(recipe: Path, tmp_path: Path) -> None:
     begin(tmp_path / "run", load_config(recipe, []))
     point_to_checkpoint(tmp_path / "run")
@@ -378,9 +368,3 @@ def test_a_name_that_is_no_text_is_refused_before_anything_is_written(recipe: Pa
     assert line.startswith("config.toml cannot hold")
     assert "caf\\udce9é.jsonl" in line
     assert not (tmp_path / "run").exists()
-
-
-def test_a_folder_without_a_run_is_no_recipe(tmp_path: Path) -> None:
-    assert line_of(recipe_of, tmp_path) == (
-        f"{tmp_path} is a folder without config.toml, so no run to resume; give the path of a TOML file"
-    )
