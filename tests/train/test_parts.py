@@ -62,6 +62,7 @@ function = "{own}:loss"
 [update]
 global_batch_size = 8
 micro_batch_size = 3
+tail = "step"
 [optim]
 function = "{own}:optimizer"
 options = {{ momentum = 0.5 }}

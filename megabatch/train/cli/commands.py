@@ -29,7 +29,7 @@ from megabatch.train.config import Config
 from megabatch.train.records.loggers import holds_the_end
 from megabatch.train.runtime.console import CRASHED, FAILED, drop_output
 from megabatch.train.runtime.exit import FailedError, exit_together, fail
-from megabatch.train.runtime.heartbeat import heartbeat_of
+from megabatch.train.runtime.heartbeat import Heartbeat
 from megabatch.train.runtime.oom_limit import saving_oom_limit
 from megabatch.train.runtime.ranks import init_ranks
 from megabatch.train.runtime.rendezvous import Rendezvous
@@ -101,11 +101,12 @@ def train(config: Config, met: Rendezvous) -> None:
     """Train to the end, or until a signal stops the run between two updates; then with the status asked for."""
     from megabatch.train import loop
 
-    stop, pulse = StopSignal(speaks=met.rank == 0), heartbeat_of(met, config.run)
+    run, stop = config.run, StopSignal(speaks=met.rank == 0)
+    heartbeat = Heartbeat(met, run.answer_within_seconds, run.stuck_after, Path(run.folder))
     with stop.handling():
         ranks = init_ranks(met, config)
-        with saving_oom_limit(config.run, ranks), pulse.running():
-            loop.train(loop.prepare_run(resume_if_restarted(config, ranks), ranks, stop, pulse))
+        with saving_oom_limit(run, ranks), heartbeat.running():
+            loop.train(loop.prepare_run(resume_if_restarted(config, ranks), ranks, stop, heartbeat))
     if stop.agreed is not None and config.run.stopped_status:
         raise FailedError(config.run.stopped_status)
 

@@ -1,10 +1,6 @@
 """`megabatch verify`: the cut gradient against the uncut one, and an optimizer's step against that of one process."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
-from torch import nn
 
 from megabatch import Verification, verify
 from megabatch.errors import MegabatchError
@@ -44,7 +40,11 @@ def verify_recipe(config: Config, ranks: Ranks) -> Verification:
     if config.model.quantize is not None:
         dequantize(laid.base, torch.float32)
         console.say("four bits are compared as the numbers that they stand for")
-    console.say(words_of_batch(batch, laid.base))
+    num_parameters = sum(parameter.numel() for parameter in laid.base.parameters() if parameter.requires_grad)
+    console.say(
+        f"comparing the gradient of {len(batch)} samples whole with that of the same samples cut in several ways, "
+        f"over {num_parameters:,} parameters in float64, dropout off"
+    )
     torch.manual_seed(config.run.seed)
     loss_fn = train_with_router(load_function(config.loss.function, "loss.function"), config, laid, updates)
     verification = verify(laid.base, loss_fn, updates.peek()[:MAX_SAMPLES])
@@ -75,15 +75,6 @@ def plain_config(config: Config) -> Config:
         update={"dtype": "float32", "compute_dtype": None, "compile": False, "activation_checkpointing": False}
     )
     return config.model_copy(update={"model": model, "parallel": ParallelConfig()})
-
-
-def words_of_batch(batch: Sequence[Any], model: nn.Module) -> str:
-    """Return the line that says what is compared."""
-    num_parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return (
-        f"comparing the gradient of {len(batch)} samples whole with that of the same samples cut in several ways, "
-        f"over {num_parameters:,} parameters in float64, dropout off"
-    )
 
 
 def words_of_verification(verification: Verification) -> str:

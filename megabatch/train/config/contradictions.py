@@ -32,6 +32,10 @@ EXCLUDING = (  # a key, others that do not go with it, and why; key=value: that 
     ("advice.every", ["checkpoint.partial"], "which makes the calls of an update itself"),
     ("advice.every", ["update.on_nonfinite=skip_microbatch"], "which makes an update again of some of its samples"),
     ("advice.every", ["model.dtype=bfloat16"], "in which a norm has two digits"),
+    ("parallel.cp", ["parallel.pp"], "which are not made together"),
+    ("parallel.loss_parallel", ["parallel.pp"], "where logits that are cut do not leave their stage"),
+    ("parallel.tp", ["parallel.wrapper=ddp"], 'which cannot have it and "replicate" and "fsdp2" can'),
+    ("parallel.cp", ["parallel.wrapper=ddp"], 'which cannot have it and "replicate" and "fsdp2" can'),
     ("data.function", TEXT_KEYS, "and what the function returns is taken as it is"),
     ("data.mixture", SOURCE_KEYS, "which each [data.mixture.NAME] has for itself"),
     ("data.look_ahead", ["data.streaming"], "whose samples are read to be counted"),
@@ -44,6 +48,10 @@ NEEDING = (  # a key, and another without which it has no effect
     ("data.options", "data.function"),
     ("optim.adamw_lr", "optim.name=Muon"),
     ("update.accumulate_dtype", "model.dtype=bfloat16"),
+    ("update.memory", "update.max_microbatch_tokens=auto"),
+    ("parallel.sequence_parallel", "parallel.tp"),
+    ("parallel.loss_parallel", "parallel.tp"),
+    ("parallel.schedule", "parallel.pp"),
 )
 
 

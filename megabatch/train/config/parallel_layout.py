@@ -77,7 +77,8 @@ def layout_of(parallel: ParallelConfig, num_ranks: int) -> Layout:
     """Return the layout of a recipe. Raises `MegabatchError` for degrees that do not fit processes or wrapper."""
     check_product(parallel, num_ranks)
     layout = Layout(parallel.dp_replicate, parallel.dp_shard, parallel.cp, parallel.tp, parallel.pp)
-    check_supported(parallel)
+    if parallel.wrapper == "ddp" and parallel.pp > 1:
+        check_schedule(parallel)
     if parallel.wrapper is not None:
         check_wrapper(parallel.wrapper, *layout.data_degrees(parallel.wrapper, num_ranks))
     return layout
@@ -100,38 +101,11 @@ def check_product(parallel: ParallelConfig, num_ranks: int) -> None:
     )
 
 
-def check_supported(parallel: ParallelConfig) -> None:
-    """Raise for degrees and keys that do not go together."""
-    for key in ("sequence_parallel", "loss_parallel"):
-        if getattr(parallel, key) and parallel.tp == 1:
-            raise MegabatchError(f"parallel.{key} is set and parallel.tp is 1; set tp higher, or leave {key} out")
-    if parallel.pp > 1:
-        check_pipeline(parallel)
-    elif parallel.schedule != ParallelConfig().schedule:
-        raise MegabatchError("parallel.schedule is set and parallel.pp is 1; set pp higher, or leave schedule out")
-    for axis in ("tp", "cp"):
-        if parallel.wrapper == "ddp" and getattr(parallel, axis) > 1:
-            raise MegabatchError(
-                f'parallel.wrapper is "ddp" and parallel.{axis} is {getattr(parallel, axis)}, which DDP cannot have; '
-                'set the wrapper to "fsdp2", or to "replicate" for copies'
-            )
-
-
-def check_pipeline(parallel: ParallelConfig) -> None:
-    """Raise for keys that do not go with pp."""
-    if parallel.cp > 1:
-        raise MegabatchError(
-            f"parallel.cp is {parallel.cp} and parallel.pp {parallel.pp}, which do not go together; set one of them "
-            "to 1"
-        )
-    if parallel.loss_parallel:
-        raise MegabatchError(
-            f"parallel.loss_parallel is set and parallel.pp is {parallel.pp}, where logits that are cut do not leave "
-            "their stage; leave loss_parallel out"
-        )
+def check_schedule(parallel: ParallelConfig) -> None:
+    """Raise for a pipeline's schedule that DDP cannot have."""
     from megabatch.pipeline import SCHEDULES  # takes a second
 
-    if parallel.wrapper == "ddp" and SCHEDULES[parallel.schedule].splits:
+    if SCHEDULES[parallel.schedule].splits:
         raise MegabatchError(
             f'parallel.wrapper is "ddp" and parallel.schedule "{parallel.schedule}", which computes gradients without '
             'the hooks by which DDP reduces; set the wrapper to "replicate", or the schedule to "1F1B"'

@@ -205,7 +205,8 @@ def load_config(path: Path, arguments: list[str], *, may_be_masked: bool = False
     if not may_be_masked:
         check_unmasked(merged, str(path))
     config = with_auto(check(merged, path, overrides))
-    check_memory(config)
+    if config.update.memory is not None:
+        read_bytes("update.memory", config.update.memory)
     check_batch_size(config)
     check_config(config)
     given = [key for key in MODELS if getattr(config.model, key) is not None]
@@ -223,17 +224,6 @@ def with_auto(config: Config) -> Config:
         return config
     update = config.update.model_copy(update={"max_microbatch_tokens": "auto"})
     return config.model_copy(update={"update": update})
-
-
-def check_memory(config: Config) -> None:
-    """Raise where update.memory is no size or has no effect."""
-    if config.update.memory is None:
-        return
-    read_bytes("update.memory", config.update.memory)
-    if config.update.max_microbatch_tokens != "auto":
-        raise MegabatchError(
-            'update.memory is set and so is a bound; it is for update.max_microbatch_tokens = "auto": leave one out'
-        )
 
 
 def check_one_bound(layer: Layer, where: str) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from megabatch import JointLoss
@@ -54,7 +55,6 @@ from megabatch.train.parallel.wrap import (
     is_pipeline,
     policy_of,
     precision_text,
-    replicate,
     reshard,
 )
 from megabatch.train.runtime.console import Console
@@ -128,8 +128,8 @@ def build(config: Config, ranks: Ranks, console: Console, longest_tokens: int | 
         attend_over(cast(PreTrainedModel, base), mesh.get_group("cp"))
     container = None
     if wrapper.name == "ddp" and stages is None:
-        # A model of one's own may leave parameters out of a microbatch.
-        run = replicated(base) if is_several(base) else replicate(base, find_unused=config.model.function is not None)
+        unused = config.model.function is not None  # a model of one's own may leave parameters out of a microbatch
+        run = replicated(base) if is_several(base) else DistributedDataParallel(base, find_unused_parameters=unused)
     if is_several(run):
         container = run
     model = run if container is None else models_of(container)
@@ -140,8 +140,9 @@ def build(config: Config, ranks: Ranks, console: Console, longest_tokens: int | 
 def replicated(several: nn.Module) -> nn.Module:
     """Return a container of the same kind with each model that is trained in DDP of its own. Collective."""
     wrapped = {
-        name: replicate(each, find_unused=True) if any(part.requires_grad for part in each.parameters()) else each
+        name: DistributedDataParallel(each, find_unused_parameters=True) if is_trained else each
         for name, each in several.named_children()
+        for is_trained in [any(part.requires_grad for part in each.parameters())]
     }
     return nn.ModuleDict(wrapped) if isinstance(several, nn.ModuleDict) else nn.ModuleList(wrapped.values())
 

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from megabatch.errors import MegabatchError
 from megabatch.train.config import Config, ParallelConfig
 from megabatch.train.parallel.tensor_parallel import Borders
-from megabatch.train.parallel.wrap import Wrapper, boundary_dtype, is_mixed, replicate
+from megabatch.train.parallel.wrap import Wrapper, boundary_dtype, is_mixed
 from megabatch.train.runtime.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -217,7 +218,8 @@ def pipeline(stages: Stages, config: Config, wrapper: Wrapper, mesh: DeviceMesh)
     """Return the stages, as a pipeline of the recipe's schedule."""
     modules: list[nn.Module] = list(stages.modules)
     if wrapper.name == "ddp":
-        modules = [replicate(each, find_unused=False, group=mesh.get_group("dp_replicate")) for each in modules]
+        group = mesh.get_group("dp_replicate")
+        modules = [DistributedDataParallel(each, process_group=group) for each in modules]
     architecture, dtype = stages.model.config, boundary_dtype(config.model)
     from megabatch.pipeline import Pipeline
 

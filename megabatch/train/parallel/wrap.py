@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed._composable import replicate_with_fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from transformers import AttentionInterface, PreTrainedModel
 
 from megabatch.batching import context_parallel
@@ -124,14 +123,6 @@ def reduced_mesh(wrapper: Wrapper, mesh: DeviceMesh) -> DeviceMesh:
         return mesh[tuple(axes)]
     joined = mesh[axes[-1], "cp"]._flatten(f"{axes[-1]}_cp")  # pyright: ignore[reportPrivateUsage]
     return joined if len(axes) == 1 else mesh[axes[0], f"{axes[-1]}_cp"]
-
-
-def replicate(model: nn.Module, *, find_unused: bool, group: dist.ProcessGroup | None = None) -> nn.Module:
-    """Return the model in DDP. Collective over the group, or all ranks.
-
-    With ``find_unused``, DDP looks for parameters that a microbatch leaves out.
-    """
-    return DistributedDataParallel(model, find_unused_parameters=find_unused, process_group=group)
 
 
 def reshard(model: nn.Module) -> None:

@@ -49,7 +49,8 @@ class Metrics(Callback):
         """Make the row, together with the columns that other callbacks have added. Collective."""
         context.row = self._row(context) | context.row
         if "skipped_samples" in context.row:  # of an update that was not finite
-            context.row = {key: none_if_nonfinite(value) for key, value in context.row.items()}
+            row = context.row.items()
+            context.row = {k: None if isinstance(each, float) and not math.isfinite(each) else each for k, each in row}
         self._file.append(context.row)
         context.console.update(context.row)
         num_samples = context.row["num_samples"] + context.row.get("skipped_samples", 0)
@@ -189,11 +190,6 @@ def update_row(update: Update, values: Mapping[str, float], sums: Sums, seconds:
     if any(sums.predicted):
         row["slowest_over_mean"] = max(sums.predicted) * len(sums.predicted) / sum(sums.predicted)
     return row
-
-
-def none_if_nonfinite(value: Any) -> Any:
-    """Return the value of a column; None for a float that is not finite."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def memory_gib(device: torch.device) -> float:

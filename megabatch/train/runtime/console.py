@@ -137,7 +137,10 @@ class Console:
             if self._updates is None or self._is_verbose:
                 self._print(line)
         if self._updates is not None and (is_due or step == self._num_updates):
-            words, counted = bar_words(row, self._loss_digits), self._counted(step)
+            loss = "not stepped" if row["loss"] is None else f"loss {row['loss']:.{self._loss_digits}f}"
+            unit, digits = ("tokens", 0) if "tokens_per_second" in row else ("samples", 1)
+            words = f"{loss}  {row[f'{unit}_per_second']:,.{digits}f} {unit}/s"
+            counted = self._counted(step)
             self._progress.update(self._updates, completed=self._work(step), words=words, counted=counted)
         if is_due:
             self._log.write()
@@ -228,13 +231,6 @@ def progress_words(task: Task, unit: str) -> str:
     of = "" if task.total is None else f" of {task.total:,}"
     counted = f"{task.completed:,.0f}{of} {unit}, " if task.total is not None or task.completed else ""
     return f"{task.description}: {counted}{task.elapsed or 0.0:.0f} s"
-
-
-def bar_words(row: Mapping[str, Any], loss_digits: int) -> str:
-    """Return what the bar says of an update."""
-    loss = "not stepped" if row["loss"] is None else f"loss {row['loss']:.{loss_digits}f}"
-    unit = "tokens" if "tokens_per_second" in row else "samples"
-    return f"{loss}  {row[f'{unit}_per_second']:,.{0 if unit == 'tokens' else 1}f} {unit}/s"
 
 
 def update_words(row: Mapping[str, Any], loss_digits: int) -> str:

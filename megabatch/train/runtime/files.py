@@ -121,21 +121,16 @@ class RetryingAppender:
         if not self.pending or self.path is None:
             return
         descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        size, left = os.fstat(descriptor).st_size, memoryview("".join(self.pending).encode())
         try:
-            _append_all_or_nothing(descriptor, "".join(self.pending).encode())
+            while left:
+                left = left[os.write(descriptor, left) :]
+        except OSError:
+            os.ftruncate(descriptor, size)
+            raise
         finally:
             os.close(descriptor)
         self.pending.clear()
-
-
-def _append_all_or_nothing(descriptor: int, data: bytes) -> None:
-    size, left = os.fstat(descriptor).st_size, memoryview(data)
-    try:
-        while left:
-            left = left[os.write(descriptor, left) :]
-    except OSError:
-        os.ftruncate(descriptor, size)
-        raise
 
 
 class JsonlFile(RetryingAppender):

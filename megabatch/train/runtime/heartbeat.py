@@ -23,7 +23,6 @@ from typing import Any, NamedTuple, NoReturn, cast
 import torch
 from torch.distributed.distributed_c10d import Store
 
-from megabatch.train.config import RunConfig
 from megabatch.train.runtime.console import CRASHED
 from megabatch.train.runtime.exit import FAILURE, SECONDS_TO_NOTICE, leave_now
 from megabatch.train.runtime.rendezvous import SECONDS_TO_ARRIVE, STORE_ERRORS, Rendezvous
@@ -244,11 +243,6 @@ class Heartbeat:
 
 def _key_of(rank: int) -> str:
     return f"heartbeat of rank {rank}"
-
-
-def heartbeat_of(rendezvous: Rendezvous, run: RunConfig) -> Heartbeat:
-    """Return the heartbeat that a recipe asks for."""
-    return Heartbeat(rendezvous, run.answer_within_seconds, run.stuck_after, Path(run.folder))
 
 
 def frames_of_main() -> Iterator[str]:
