@@ -29,7 +29,7 @@ from megabatch.train.report.server import Server
 from megabatch.train.runtime.files import replace_text, write_synced
 from megabatch.train.trust import reason_to_ask
 from tests.elastic.conftest import OWN
-from tests.train.conftest import Bench, states_of, timeless
+from tests.train.conftest import NO_DROPOUT, Bench, states_of, timeless
 from tests.train.processes import Run, overrides
 from tests.train.test_full_disk import filling, small_disk
 
@@ -281,6 +281,51 @@ def stuck_rank(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
     assert not (bench.folder / "stuck" / "rank-0.txt").exists()
     (line,) = [line for end in ends for line in end.err.splitlines()]
     return line
+
+
+# Hardware
+
+
+def computing_wrong(bench: Bench) -> dict[str, Any]:
+    """Return the keys of a run whose rank 1 computes a little more than it should from update 4 on."""
+    own = bench.path / "own.py"
+    own.write_text(
+        "import os\n\nfrom megabatch import loss, losses\n\nstep = 0\n\n"
+        "def after_update(event):\n    global step\n    step = event.step\n\n"
+        "@loss(weigh=losses.next_token.weigh)\ndef wrong(model, microbatch):\n"
+        "    total, weight = losses.next_token(model, microbatch)\n"
+        "    return total * (1 + 1e-6 * (step >= 3 and os.environ['RANK'] == '1')), weight\n"
+    )
+    values = {"run__after_update": f"{own}:after_update", "loss__function": f"{own}:wrong", "eval__num_samples": 0}
+    return {**values, **NO_DROPOUT, "run__check_hardware_every": 2}
+
+
+@case("a device computes wrong, with `run.check_hardware_every`", pytest.mark.full)
+def wrong_device(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
+    said = said_by(bench.finish(ranks=3, **computing_wrong(bench)), 1)
+    assert len(bench.rows()) == 3
+    return said
+
+
+@pytest.mark.full
+def test_a_fault_among_shards_is_found(bench: Bench) -> None:
+    said = said_by(bench.finish(ranks=2, parallel__wrapper="fsdp2", **computing_wrong(bench)), 1)
+    assert "a fault of the hardware at a rank that is not known, found in update 4:" in said
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_a_check_of_the_hardware_changes_nothing(bench: Bench, wrapper: str) -> None:
+    values = {"parallel__wrapper": wrapper, **NO_DROPOUT}
+    bench.train(ranks=2, run__folder=bench.path / "plain", **values)
+    bench.train(ranks=2, run__check_hardware_every=2, **values)
+    assert timeless(bench.rows()) == timeless(bench.rows(bench.path / "plain"))
+
+
+@pytest.mark.full
+def test_random_numbers_by_rank_are_refused(bench: Bench) -> None:
+    said = said_by(bench.finish(ranks=2, run__check_hardware_every=1), 2)
+    assert "the model draws random numbers by rank (dropout)" in said
 
 
 # Room

@@ -57,6 +57,10 @@ def make_callbacks(context: RunContext, own: Sequence[Callback]) -> list[Callbac
     made.append(MicrobatchLog(context))
     if ranks.layout.pp == 1 and not is_joint and not config.optim.in_backward:  # where a step is there to be marked
         made.append(Timeline(context))
+    if config.run.check_hardware_every is not None:
+        from megabatch.train.callbacks.hardware_check import HardwareCheck
+
+        made.append(HardwareCheck(context))
     made += [EarlyStopping(context), PlanMessage(), *own, Evaluation(context), Checkpointing(context), FinalMessages()]
     return made
 

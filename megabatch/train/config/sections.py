@@ -285,6 +285,9 @@ class RunConfig(Section):
     """A rank whose update takes so many times the median of the last ones, and no less than answer_within_seconds, in
     your own code or waiting for samples, is stuck: stuck/rank-N.txt has the stacks of its threads, it is named, and all
     end. Evaluations, checkpoints and compilations may take any time. 10, say. None: nobody looks."""
+    check_hardware_every: Count | None = None
+    """Make the gradient of every so many updates a second time, on other ranks and in another cut, and compare. A
+    difference beyond rounding names the rank and ends the run with status 1, before the step. 100, say. None: never."""
     stopped_status: Annotated[int, Field(ge=0, le=255)] = 0
     """Exit status of a run that a signal has stopped before its end, when it is saved. Not 0, 143 say, where only what
     has failed is started again, as Kubernetes does."""

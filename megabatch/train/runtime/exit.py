@@ -43,6 +43,10 @@ class StoppedError(KeyboardInterrupt):
         self.number = number
 
 
+class CrashedError(MegabatchError):
+    """A failure that is none of what the user gave: the exit status is 1, and torchrun may start the run again."""
+
+
 @contextlib.contextmanager
 def exit_together() -> Generator[Rendezvous, None, None]:
     """Find the other ranks, run the block, and end together with them. Raises `FailedError` for any failure."""
@@ -60,7 +64,7 @@ def exit_together() -> Generator[Rendezvous, None, None]:
     except FailedError:
         raise
     except MegabatchError as error:
-        fail(rendezvous, f"megabatch: {error}", FAILED)
+        fail(rendezvous, f"megabatch: {error}", CRASHED if isinstance(error, CrashedError) else FAILED)
     except KeyboardInterrupt as error:
         number = error.number if isinstance(error, StoppedError) else int(signal.SIGINT)
         fail(rendezvous, interruption_text(number), 128 + number)

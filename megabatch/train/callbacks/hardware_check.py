@@ -1,0 +1,189 @@
+"""Hardware check: the gradient of every n-th update is made twice, on other ranks and in another cut.
+
+A gradient is a sum over samples, so neither the cut nor the rank of a sample matters. Two gradients that differ by more
+than rounding have met a fault: of a device, its memory or a link. Four comparisons find it, before the step:
+
+1. Weights that each rank holds whole have the same bits on all. The rank that differs from most is named.
+2. Each rank's own gradient of some samples, before ranks add theirs, has the same sum of elements as on the rank before
+   it. Where it has not, a third rank makes it too, and the one of three that differs is named.
+3. The gradient of the update has the same bits on all ranks that hold it whole, as the weights have.
+4. The gradient that is about to be stepped is the one that was made on the other ranks. This finds what is left. Under
+   FSDP2 no rank has a gradient of its own: the fault is found here, and its rank is not known.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megabatch import JointLoss, MegabatchError, Plan
+from megabatch.autotune import ModuleSnapshot
+from megabatch.train.context import Callback, ForwardBackward, RunContext, check_whole
+from megabatch.train.runtime.exit import CrashedError
+
+TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.05, "float16": 0.05}  # of rounding, relative to the norm
+LEAST_SHARE = 0.1  # a parameter's norm counts as so much of the gradient's at least: that of a bias may be all rounding
+WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of an element -> the same bits
+Sums = list[list[float]]  # of the elements of this rank's own gradient of each parameter, and of their squares
+EVERYWHERE = "the gradient is not the one that other ranks make of its samples"
+
+
+class HardwareCheck(Callback):
+    """Compare two gradients of every n-th update (``run.check_hardware_every``). Collective.
+
+    Raises:
+        MegabatchError: A loss over coupled samples, or a model that draws random numbers by rank.
+        CrashedError: Two gradients differ, or the weights of ranks that hold them whole. No step is made.
+    """
+
+    def __init__(self, context: RunContext) -> None:
+        config = context.config
+        if isinstance(context.loss_fn, JointLoss):
+            raise MegabatchError(
+                "run.check_hardware_every is set and the loss couples the samples of all ranks; leave the key out"
+            )
+        self._context, self._ranks, self._every = context, context.ranks, config.run.check_hardware_every or 1
+        self._tolerance = TOLERANCES[config.model.compute_dtype or config.model.dtype]
+        self._weights = dict(context.model.base.named_parameters())
+        self._trained = {name: each for name, each in self._weights.items() if each.requires_grad}
+        self._are_whole = not any(isinstance(each, DTensor) for each in self._weights.values())
+        self._shows_sum = context.model.wrapper.name == "ddp" and config.update.accumulate_dtype is None
+        self._second: list[Tensor] = []  # gradient of the update that is being made, from the other ranks
+        context.learner.optimizer.register_step_pre_hook(self._compare_gradients)
+
+    def around_backward(self, context: RunContext, batch: Sequence[Any], forward_backward: ForwardBackward) -> None:
+        """Make the gradient on other ranks first, in an update that is checked."""
+        self._second = []
+        if (context.step + 1) % self._every:
+            return forward_backward(batch)
+        check_whole(context)
+        if self._are_whole:
+            self._compare_bits("weights", self._weights.items())
+        shares = self._ranks.gather(list(batch))
+        self._second, others = self._gradient_of(shares, 1)
+        with added_up(list(self._trained.values())) as sums:
+            forward_backward(batch)
+        self._compare_own(sums.tolist(), others, shares)
+        if self._shows_sum and self._ranks.size > 2:
+            self._compare_bits("gradient", zip(self._trained, self._gradient(), strict=True))
+        return None
+
+    def _gradient_of(self, shares: list[list[Any]], shift: int) -> tuple[list[Tensor], Sums]:
+        """Return the gradient of the update if each rank has the samples of the ``shift``-th after it, and its sums."""
+        learner, device = self._context.learner, self._ranks.device
+        samples = shares[(self._ranks.rank + shift) % self._ranks.size]
+        kept, drawn = [ModuleSnapshot(each) for each in self._context.model.base.modules()], generators(device)
+        with self._context.model.losses(), added_up(list(self._trained.values())) as sums:
+            plan = halved(learner.gradient.plan(samples))
+            learner.gradient.forward_backward(samples, self._context.loss_fn, plan=plan)
+        learner.gradient.finalize(max_norm=learner.max_norm)
+        if any(self._ranks.gather(not all(map(torch.equal, drawn, generators(device))))):
+            raise MegabatchError(
+                "run.check_hardware_every is set and the model draws random numbers by rank (dropout), so no other "
+                "rank can make its gradient; set the model's dropout to 0, or leave the key out"
+            )
+        for each in kept:
+            each.put_back()
+        return [each.clone() for each in self._gradient()], sums.tolist()
+
+    def _gradient(self) -> list[Tensor]:
+        """Return this rank's part of the gradient of the update."""
+        found = (torch.zeros_like(each) if each.grad is None else each.grad for each in self._trained.values())
+        return [(each.to_local() if isinstance(each, DTensor) else each).detach() for each in found]
+
+    def _compare_bits(self, what: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Raise where a tensor that each rank holds whole has other bits on some rank."""
+        named = {name: each.detach().view(WHOLE[each.element_size()]) for name, each in tensors}
+        sums = torch.stack([each.sum(dtype=torch.int64) for each in named.values()]).tolist()  # one bit changes a sum
+        for name, *found in zip(named, *self._ranks.gather(sums), strict=True):
+            most, number = Counter(found).most_common(1)[0]
+            if number < len(found):
+                odd = {rank for rank, each in enumerate(found) if each != most or 2 * number <= len(found)}
+                self._fail(odd, f"{what} of {name} with other bits than elsewhere")
+
+    def _compare_own(self, sums: Sums, others: Sums, shares: list[list[Any]]) -> None:
+        """Raise where a rank's own gradient is not what its neighbor made of the same samples."""
+        if not self._odd_ranks([sums, others]):
+            return
+        self._context.learner.gradient.discard()
+        thrice = [sums, others, self._gradient_of(shares, 2)[1]]
+        self._fail(self._odd_ranks(thrice) if self._ranks.size > 1 else {0}, EVERYWHERE)
+
+    def _odd_ranks(self, mine: list[Sums]) -> set[int]:
+        """Return the ranks whose own gradient of a rank's samples is not what the others made; ``mine``: by shift."""
+        made, size, odd = self._ranks.gather(mine), self._ranks.size, set[int]()
+        for owner in range(size):
+            makers = [(owner - shift) % size for shift in range(len(mine))]
+            of_makers = [made[maker][shift] for shift, maker in enumerate(makers)]
+            norms = norms_of([min(each) for each in zip(*(squares for _, squares in of_makers), strict=True)])
+            for norm, *found in zip(norms, *(sums for sums, _ in of_makers), strict=True):
+                for maker, each in zip(makers, found, strict=True):
+                    near = sorted(abs(each - other) for other in found)[1]  # itself is the nearest
+                    odd |= set() if near <= self._tolerance * norm else {maker}
+        return odd
+
+    def _compare_gradients(self, *_: object) -> None:
+        """Raise where the gradient that is about to be stepped is not the one that other ranks have made."""
+        second, self._second = self._second, []
+        if not second:  # not an update that is checked
+            return
+        pairs = [(one.double(), two.double()) for one, two in zip(self._gradient(), second, strict=True)]
+        squares = [[float(each.square().sum()) for each in (one - two, two)] for one, two in pairs]
+        if not self._are_whole:
+            summed = self._ranks.sum([number for pair in squares for number in pair])
+            squares = [summed[place : place + 2] for place in range(0, len(summed), 2)]
+        norms = norms_of([square for _, square in squares])
+        is_wrong = any(not math.sqrt(each) <= self._tolerance * norm
+                       for (each, _), norm in zip(squares, norms, strict=True))  # fmt: skip
+        wrong = {rank for rank, each in enumerate(self._ranks.gather(is_wrong)) if each}
+        if wrong:
+            self._fail(wrong if len(wrong) < self._ranks.size else set(), EVERYWHERE)
+
+    def _fail(self, odd: set[int], reason: str) -> None:
+        """Raise the error on all ranks, with the ranks at fault where they are known."""
+        who = " or ".join(f"rank {rank} of {self._ranks.size}" for rank in sorted(odd)) or "a rank that is not known"
+        raise CrashedError(
+            f"a fault of the hardware at {who}, found in update {self._context.step + 1}: {reason}; no step was "
+            "made: look at its device, and resume from the last checkpoint"
+        )
+
+
+def norms_of(squares: Sequence[float]) -> list[float]:
+    """Return the norm by which the difference of each parameter is judged, of squared norms."""
+    least = LEAST_SHARE * math.sqrt(sum(squares))
+    return [max(math.sqrt(square), least) for square in squares]
+
+
+def halved(plan: Plan) -> Plan:
+    """Return the plan with each microbatch in two, the last one first."""
+    halves = [half for rows in reversed(plan.microbatches) for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :])]
+    return replace(plan, microbatches=tuple(half for half in halves if half))
+
+
+def generators(device: torch.device) -> list[Tensor]:
+    """Return the states of the generators that a forward may draw from."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+@contextmanager
+def added_up(parameters: Sequence[nn.Parameter]) -> Generator[Tensor]:
+    """Add up the elements of this rank's own gradient of each parameter, and their squares: [2, parameters]."""
+    sums = torch.zeros(2, len(parameters), dtype=torch.float64, device=parameters[0].device)
+
+    def add(gradient: Tensor, index: int) -> None:
+        sums[0, index] += gradient.sum(dtype=torch.float64)
+        sums[1, index] += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+
+    hooks = [each.register_hook(partial(add, index=index)) for index, each in enumerate(parameters)]
+    try:
+        yield sums
+    finally:
+        for hook in hooks:
+            hook.remove()
