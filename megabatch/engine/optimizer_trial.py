@@ -9,7 +9,7 @@ import copy
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -70,9 +70,10 @@ def depends_on_shards(optimizer: Optimizer) -> bool:
             return not all(map(torch.equal, whole, parts))
         except Exception as error:  # whatever a step raises
             failure = error
+    assert failure is not None
     raise PlanError(
         f"{type(optimizer).__name__} failed when a copy was tried on small parameters and on parts of them "
-        f"({in_one_line(cast(Exception, failure))}); take another optimizer, or leave same_bits out"
+        f"({in_one_line(failure)}); take another optimizer, or leave same_bits out"
     ) from failure
 
 

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from megabatch.planning.limits import TunedLimit as TunedLimit
     from megabatch.planning.partition import balance as balance
     from megabatch.planning.partition import best_fit as best_fit
+    from megabatch.planning.partition import deal_microbatches as deal_microbatches
     from megabatch.planning.sampler import Consumed as Consumed
 else:
     _HOME = {  # public name → its module
@@ -17,6 +18,7 @@ else:
         "TunedLimit": "limits",
         "balance": "partition",
         "best_fit": "partition",
+        "deal_microbatches": "partition",
     }
     __all__ = list(_HOME)
     __getattr__, __dir__ = export_lazily(__name__, _HOME)

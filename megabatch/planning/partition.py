@@ -123,6 +123,31 @@ def fill(
     return [*groups, tuple(group)] if group else groups
 
 
+def deal_microbatches(
+    lengths: Sequence[int],
+    num_bins: int,
+    price: Callable[[int, int], float],
+    *,
+    max_rows: int | None = None,
+    max_tokens: int | None = None,
+) -> list[list[tuple[int, ...]]]:
+    """Cut samples into microbatches whatever the number of ranks, and deal whole microbatches over ranks.
+
+    Args:
+        lengths: Tokens of each sample.
+        num_bins: Number of ranks.
+        price: Cost of a microbatch by its number of samples and the tokens of its longest, which is balanced.
+        max_rows: Samples of a microbatch. This or
+        max_tokens: padded tokens of a microbatch.
+
+    Returns:
+        The microbatches of each rank, as indices of samples. A rank may have none.
+    """
+    microbatches = fill(lengths, max_rows=max_rows, max_tokens=max_tokens)
+    prices = [price(len(each), lengths[each[-1]]) for each in microbatches]  # the longest is the last
+    return [[microbatches[index] for index in mine] for mine in balance(prices, num_bins)]
+
+
 def split(
     lengths: Sequence[int],
     seconds: Callable[[int, int], float],

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megabatch.errors import PlanError, require_count
-from megabatch.planning.partition import balance, balance_lengths, fill
+from megabatch.planning.partition import balance_lengths, deal_microbatches
 from megabatch.planning.plan import CostModel, check_cost, check_lengths, require_one_limit
 
 TAILS = ("step", "drop", "carry")
@@ -183,12 +183,10 @@ class UpdateSampler(torch.utils.data.Sampler[list[int]]):
 
     def _ranks_of_microbatches(self, lengths: list[int], rows: int | None, tokens: int | None) -> np.ndarray:
         """Return the rank of each sample where ranks are dealt whole microbatches, which no rank decides."""
-        microbatches = fill(lengths, max_rows=rows, max_tokens=tokens)
-        cost, ranks = self.cost or CostModel(), np.zeros(len(lengths), dtype=np.int64)
-        prices = [cost.seconds(len(each), lengths[each[-1]]) for each in microbatches]  # the longest is the last
-        for rank, mine in enumerate(balance(prices, self._dp_degree)):
-            for index in mine:
-                ranks[list(microbatches[index])] = rank
+        price, ranks = (self.cost or CostModel()).seconds, np.zeros(len(lengths), dtype=np.int64)
+        dealt = deal_microbatches(lengths, self._dp_degree, price, max_rows=rows, max_tokens=tokens)
+        for rank, microbatches in enumerate(dealt):
+            ranks[[index for each in microbatches for index in each]] = rank
         return ranks
 
     @property

@@ -1,6 +1,7 @@
 """A run is killed again and again, at updates and inside saves, one rank or all, and ends as one that never was.
 
-`python -m tests.elastic.kills` does it a hundred times and writes kills.json.
+`python -m tests.elastic.kills` does it a hundred times and writes kills.json. `python -m tests.elastic.kills same-bits`
+does it twenty times on ever other ranks, with update.same_bits, and writes kills_same_bits.json.
 """
 
 import json
@@ -23,6 +24,9 @@ from tests.train.conftest import NO_DROPOUT, RECIPE, some_pairs, states_of, time
 from tests.train.processes import Run, overrides
 
 RESULT = Path(__file__).with_name("kills.json")
+SAME_BITS_RESULT = Path(__file__).with_name("kills_same_bits.json")
+SAME_BITS = {"model__dtype": "float32", "update__same_bits": "proved", "update__max_norm": 0.3, "optim__ema_decay": 0.9}
+OF_RANKS = ("num_microbatches", "slowest_over_mean")  # of a row: what follows from the number of ranks
 NUM_UPDATES, SAVE_EVERY = 30, 3
 SECONDS = 60.0  # for a place to be reached, and for ranks that have lost one to end
 LAID: dict[int, str | None] = {1: None, 2: "ddp", 3: "fsdp2", 4: "fsdp2"}  # number of ranks → wrapper
@@ -56,8 +60,8 @@ class Outcome:
 class Runs:
     """Runs of one small model, in folders of a place."""
 
-    def __init__(self, place: Path) -> None:
-        self.place, self._number = place, 0
+    def __init__(self, place: Path, given: dict[str, Any]) -> None:
+        self.place, self._number, self._given = place, 0, given
         self.data = write_pairs(place / "data.jsonl", some_pairs())
 
     def start(self, folder: Path, size: int, *, dropout: bool) -> Run:
@@ -67,7 +71,7 @@ class Runs:
         recipe.write_text(RECIPE.format(data=self.data, folder=folder))
         values = {"run__max_epochs": 5, "run__save_every": SAVE_EVERY, "eval__every": 10, "run__resume": True}
         values |= {"parallel__wrapper": LAID[size], "run__tensorboard": False, "data__cache": self.place / "cache"}
-        values |= {} if dropout else NO_DROPOUT
+        values |= ({} if dropout else NO_DROPOUT) | self._given
         return Run(["train", str(recipe), *overrides(values)], self.place / f"logs{self._number}", size)
 
     def finish(self, folder: Path, size: int, *, dropout: bool) -> None:
@@ -102,13 +106,14 @@ class Runs:
         assert one.keys() == other.keys()
         return Outcome(
             sizes, len(kills), inside, sum(kill.in_save for kill in kills) - inside,
-            sum(kill.rank is not None for kill in kills), timeless(rows(whole)) == timeless(rows(folder)),
+            sum(kill.rank is not None for kill in kills), rows(whole) == rows(folder),
             max(float((one[name].double() - other[name].double()).abs().max()) for name in one if one[name].numel()),
         )  # fmt: skip
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: row[key] for key in row if key not in OF_RANKS} for row in timeless(found)]
 
 
 def last_step(said: Path) -> int:
@@ -144,9 +149,11 @@ def killed(runs: Runs, whole: Path, sizes: tuple[int, ...], num: int, seed: int)
     return outcome
 
 
-def series(place: Path, num_runs: dict[tuple[int, ...], int], kills_per_run: int) -> list[Outcome]:
+def series(
+    place: Path, num_runs: dict[tuple[int, ...], int], kills_per_run: int, given: dict[str, Any] | None = None
+) -> list[Outcome]:
     """So many runs on each kind of ranks, every one beside the run on its ranks that was never killed."""
-    runs, outcomes = Runs(place), list[Outcome]()
+    runs, outcomes = Runs(place, given or {}), list[Outcome]()
     for sizes, number in num_runs.items():
         whole = place / f"whole{'-'.join(map(str, sizes))}"
         runs.finish(whole, sizes[-1], dropout=len(sizes) == 1)
@@ -164,7 +171,23 @@ def check(outcomes: list[Outcome]) -> None:
         assert each.same_rows or len(each.sizes) > 1, each
 
 
+def check_same_bits(outcomes: list[Outcome]) -> None:
+    """Bit for bit on any ranks."""
+    assert all(each.difference == 0 and each.same_rows for each in outcomes), outcomes
+
+
+def main_same_bits() -> None:
+    with tempfile.TemporaryDirectory() as place:
+        outcomes = series(Path(place), {SIZES: 3, (1, 4, 3, 2): 3, (3, 1, 2): 1}, 0, SAME_BITS)
+    check_same_bits(outcomes)
+    head = {"command": "python -m tests.elastic.kills same-bits", "torch": torch.__version__}
+    result = {**head, "kills": sum(each.kills for each in outcomes), "runs": [asdict(each) for each in outcomes]}
+    SAME_BITS_RESULT.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def main() -> None:
+    if sys.argv[1:] == ["same-bits"]:
+        return main_same_bits()
     with tempfile.TemporaryDirectory() as place:
         outcomes = series(Path(place), {(1,): 6, (2,): 6, (3,): 6, SIZES: 4}, kills_per_run=5)
     check(outcomes)

@@ -16,6 +16,18 @@ def test_a_run_that_is_killed_ends_as_one_that_never_was(tmp_path: Path) -> None
     assert sum(each.kills for each in outcomes) == 6
 
 
+def test_a_run_with_same_bits_is_the_same_through_kills_and_other_ranks(tmp_path: Path) -> None:
+    outcomes = kills.series(tmp_path, {(3, 1, 2): 1}, 0, kills.SAME_BITS)
+    kills.check_same_bits(outcomes)
+    assert sum(each.kills for each in outcomes) == 2
+
+
+def test_the_result_of_same_bits_is_of_twenty_kills() -> None:
+    result = json.loads(kills.SAME_BITS_RESULT.read_text())
+    assert result["kills"] >= 20
+    assert all(each["difference"] == 0 and each["same_rows"] for each in result["runs"])
+
+
 def test_the_result_is_of_a_hundred_kills() -> None:
     result = json.loads(kills.RESULT.read_text())
     assert result["kills"] >= 100

@@ -45,6 +45,7 @@ def report(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int,
 @pytest.mark.parametrize(
     ("other", "status", "line"),
     [
+        (ROWS, 0, "bits       equal in every number of every update"),
         (ROWS, 0, "grad_norm  equal"),
         (ROWS[:2], 1, "two ends after update 2"),
         ([ROWS[0], ROWS[2]], 1, "manifest.jsonl lacks 1 updates, first 2"),
@@ -86,6 +87,14 @@ def test_bad_input_is_one_line(tmp_path, capsys):
         assert status == 2
         assert line in text
         assert len(text.splitlines()) == 1
+
+
+def test_what_the_bits_depend_on_is_said(tmp_path, capsys):
+    folders = write(tmp_path / "one", ROWS), write(tmp_path / "two", changed(2, loss=2.001))
+    for folder, threads in zip(folders, ([1], [2]), strict=True):
+        (folder / "environment.json").write_text(json.dumps({"starts": [{"threads": threads, "devices": {"cpu": 1}}]}))
+    _, text = report(capsys, "--compare", "--same", *folders)
+    assert text.splitlines()[-1] == "bits       threads was [1] and is [2]"
 
 
 def sample(ids: list[int], **values: object) -> dict[str, object]:

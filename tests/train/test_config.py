@@ -79,6 +79,21 @@ OF_THE_COMMAND_LINE = {  # arguments -> what the error names
     "--parallel.wrapper=ddp --parallel.tp=2": "parallel.tp is 2 and parallel.wrapper is 'ddp' … \"fsdp2\" can; leave",
     "--parallel.schedule=GPipe": "'GPipe', which has no effect without parallel.pp; set that, or leave parallel.sched",
     "--parallel.loss_parallel": "true, which has no effect without parallel.tp; set that, or leave parallel.loss_par",
+    **{
+        f"--update.micro_batch_size=2 --update.same_bits=true {other}": f"update.same_bits is true and {seen} … leave"
+        for other, seen in {
+            "--parallel.tp=2": "parallel.tp is 2, which cuts sums of the model",
+            "--parallel.cp=2": "parallel.cp is 2, which cuts sums of the model",
+            "--parallel.pp=2": "parallel.pp is 2, which cuts sums of the model",
+            "--update.one_row": "update.one_row is true, whose rows",
+            "--model.dtype=float64": "model.dtype is 'float64', whose sums float64 rounds",
+            "--checkpoint.partial": "checkpoint.partial is true, which makes an update in several calls",
+            "--model.compute_dtype=bfloat16": "model.compute_dtype is 'bfloat16', to which FSDP2 casts",
+            "--run.device=cpu --optim.options.fused=true": "optim.options.fused is true, whose bits",
+        }.items()
+    },
+    "--update.max_microbatch_tokens=auto --update.same_bits=proved": "'proved' and … 'auto', which … leave",
+    "--update.same_bits=exact": "update.same_bits is 'exact'; it must be",
     "--model.quantize=nf4": "model.quantize is 'nf4', which has no effect without model.lora; set that, or leave model",
     "--model.options.size=5": "model.options is set, which has no effect without model.function; set that, or leave",
     "--update.accumulate_dtype=float32": "'float32', which has no effect without model.dtype = bfloat16; set that, or",

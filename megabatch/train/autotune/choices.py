@@ -70,9 +70,10 @@ def choose_rest(context: RunContext) -> TunedChoices:
     if found is None:
         return TunedChoices(bound, replace(chosen.policy, sync=AUTO, words=()))
     if found.sync == LAST:
-        learned = learner.gradient.oom_limit
+        learned, state = learner.gradient.oom_limit, learner.gradient.state_dict()
         learner.gradient = build_accumulator(model.model, context.config, found.fit, LAST)
         learner.gradient.lower_limit(learned)
+        learner.gradient.load_state_dict(state)
         learner.gradient.reserve_for(learner.optimizer)
         if bound is not None:
             with model.losses():

@@ -37,6 +37,8 @@ class Checkpointing(Callback):
         whole = StagedLearner(learner, model) if is_pipeline(model.model) else learner
         context.saved["learner"] = TrainedOnly(learner, model.left_out) if model.left_out else whole
         context.positions["updates"] = context.updates
+        if config.update.same_bits == "proved":
+            context.positions["gradient"] = GradientState(learner)
         self._save_every, keep_best = config.run.save_every, config.run.keep_best
         self._minutes = config.run.save_every_minutes if self._save_every is None else None
         self._stop = context.stop
@@ -126,6 +128,21 @@ def check_weights(context: RunContext) -> None:
             f"weights are not finite after update {context.step}, and are not saved: with update.max_norm = none no "
             "gradient is checked; set it, or lower optim.lr, and resume from the last checkpoint"
         )
+
+
+class GradientState:
+    """The state that an accumulator has between two updates. A learner may get another accumulator."""
+
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, as JSON: the same on every rank, and for any number of them."""
+        return self._learner.gradient.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        self._learner.gradient.load_state_dict(state)
 
 
 class StagedLearner:

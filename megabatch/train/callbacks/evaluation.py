@@ -4,7 +4,7 @@ import contextlib
 import difflib
 import math
 import zlib
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from megabatch import Plan, Term, losses, plan
+from megabatch import CostModel, Plan, Term, losses, plan
 from megabatch.batching import Padding, context_parallel, sample_length, to_device
 from megabatch.errors import LossContractError, MegabatchError, PlanError
 from megabatch.losses import LossFunction, loss_hooks, terms_of
+from megabatch.planning import deal_microbatches
 from megabatch.train.config import HELD_OUT, EvalConfig, UpdateConfig
 from megabatch.train.context import BestEvaluation, Callback, RunContext
 from megabatch.train.data.load import OWN
@@ -224,7 +225,7 @@ def sum_terms(
     Every rank runs the same number of forwards, as a sharded model must: where the plan has a dummy microbatch, any
     sample goes through the model and is not counted.
     """
-    sums: dict[str, Tensor] = {}
+    found_of: dict[str, list[Tensor]] = {}
     loss_names: set[str] = set()
     prepare, pad, cp = loss_hooks(terms.loss).prepare, Padding([model]), ranks.layout.cp
     at_once = PER_STAGE * model.num_stages if is_pipeline(model) else 1
@@ -242,29 +243,38 @@ def sum_terms(
                 found = terms.of_all(model, microbatches)
             for rows, each in zip(several, found, strict=True):
                 loss_names |= {term for term, (total, _) in each.items() if total.requires_grad}
-                add(sums, each, counted=bool(rows), device=ranks.device)
+                add(found_of, each, counted=bool(rows), device=ranks.device)
                 advance(len(rows))
-    return gather(sums, loss_names, ranks)
+    return gather(found_of, loss_names, ranks)
 
 
-def add(sums: dict[str, Tensor], terms: Mapping[str, Term], *, counted: bool, device: torch.device) -> None:
-    """Add a microbatch's totals and weights on the device, which is not waited for."""
+def add(found_of: dict[str, list[Tensor]], terms: Mapping[str, Term], *, counted: bool, device: torch.device) -> None:
+    """Append a microbatch's totals and weights, on the device, which is not waited for."""
     dtype = torch.float32 if device.type == "mps" else torch.float64  # which mps has not
     for name, (total, weight) in terms.items():
         pair = [total.detach().to(device, dtype), torch.as_tensor(weight, device=device, dtype=dtype)]
-        before = sums.get(name, torch.zeros(2, device=device, dtype=dtype))  # [total, weight]
-        sums[name] = before + torch.stack(pair) if counted else before
+        found_of.setdefault(name, []).extend([torch.stack(pair)] if counted else [])  # [total, weight]
 
 
-def gather(sums: Mapping[str, Tensor], loss_names: set[str], ranks: Ranks) -> tuple[Sums, set[str]]:
-    """Return the sums over all ranks that work on different tokens, the same on each. Collective."""
-    told = ranks.gather(({name: pair.tolist() for name, pair in sums.items() if ranks.is_counted}, loss_names))
-    added: Sums = {}
-    for pairs, _ in told:
-        for name, (total, weight) in pairs.items():
-            before = added.get(name, (0.0, 0.0))
-            added[name] = (before[0] + total, before[1] + weight)
-    return added, set[str]().union(*(names for _, names in told))
+def gather(found_of: Mapping[str, list[Tensor]], loss_names: set[str], ranks: Ranks) -> tuple[Sums, set[str]]:
+    """Return the sums over all ranks that work on different tokens, the same on each and in any order. Collective."""
+    counted = found_of if ranks.is_counted else {}
+    told = ranks.gather(
+        ({name: torch.stack(pairs).tolist() if pairs else [] for name, pairs in counted.items()}, loss_names)
+    )
+    every = {name: [pair for pairs, _ in told for pair in pairs.get(name, [])] for pairs, _ in told for name in pairs}
+    sums = {name: (rounded_sum(total for total, _ in pairs), rounded_sum(weight for _, weight in pairs))
+            for name, pairs in every.items()}  # fmt: skip
+    return sums, set[str]().union(*(names for _, names in told))
+
+
+def rounded_sum(values: Iterable[float]) -> float:
+    """Return the sum, rounded once, so that it does not depend on the order of the values."""
+    numbers = list(values)
+    try:
+        return math.fsum(numbers)
+    except (ValueError, OverflowError):  # infinities of both signs, or a sum beyond float64
+        return sum(numbers)
 
 
 def row_of(name: str, terms: Terms, sums: Sums, loss_names: Collection[str]) -> Row:
@@ -317,6 +327,14 @@ def split_set(
     if ranks.layout.pp > 1 and tokens is not None:
         plan(lengths, max_microbatch_tokens=tokens)  # refuses a sample that is longer
         rows, tokens = tokens // max(1, *lengths, 1), None
+    if update.same_bits:
+        dealt = deal_microbatches(lengths, ranks.dp_degree, CostModel().seconds, max_rows=rows, max_tokens=tokens)
+        mine = dealt[ranks.dp_rank]
+        samples = [index for each in mine for index in each]
+        places = {index: place for place, index in enumerate(samples)}
+        own = [tuple(places[index] for index in each) for each in mine]
+        own += [()] * (max(map(len, dealt)) - len(own))
+        return Plan(tuple(own), tuple(lengths[index] for index in samples), tuple(samples))
     plans = plan(lengths, dp_degree=ranks.dp_degree, micro_batch_size=rows, max_microbatch_tokens=tokens)
     return plans[ranks.dp_rank]
 

@@ -43,6 +43,7 @@ from megabatch.train.runtime.files import (
     PLAN,
     UNFINISHED,
     UNKNOWN,
+    differing_conditions,
     find_rows,
     is_evaluation,
     is_writable,
@@ -111,6 +112,9 @@ def open_run_folder(folder: Path, config: Config, ranks: Ranks, console: Console
         if (starts := read_starts(folder)) == UNKNOWN:
             aside, starts = move_aside(folder / ENVIRONMENT), []
             console.warn(f"{folder / ENVIRONMENT} is damaged; it is kept as {aside.name}, and begun anew")
+        if config.update.same_bits and starts:
+            for difference in differing_conditions(starts[-1], start):
+                console.warn(f"{difference}: microbatches may have other bits from here on, whatever update.same_bits")
         if is_new and (starts or config.run.resume):
             if (folder / CONFIG).is_file() and (folder / CONFIG).read_text("utf-8", errors="replace") != recipe:
                 (folder / TRACKING).unlink(missing_ok=True)  # trackers keep the recipe of the run they know
@@ -284,6 +288,9 @@ def describe_start(ranks: Ranks) -> dict[str, Any]:
         "python": platform.python_version(),
         **{package: installed_version(package) for package in PACKAGES},
         "cuda": torch.version.cuda,
+        "torch_build": torch.version.git_version,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": sorted(set(ranks.gather(torch.get_num_threads()))),
         "num_ranks": ranks.size,
         **ranks.job.to_json(),
         "devices": {name: devices.count(name) for name in devices},

@@ -23,6 +23,15 @@ EXCLUDING = (  # a key, others that do not go with it, and why; key=value: that 
     ("update.one_row", ["loss.function"], "which may look at samples one by one"),
     ("optim.name=Muon", ["parallel.tp"], "which cuts over a second axis the matrices that Muon needs whole"),
     ("optim.name=Muon", ["optim.in_backward"], "where parameters are stepped one by one, and ranks share out matrices"),
+    ("update.same_bits", ["parallel.tp", "parallel.cp", "parallel.pp"], "which cuts sums of the model over ranks"),
+    ("update.same_bits", ["update.max_microbatch_tokens=auto"], "which depends on the machine's memory"),
+    ("update.same_bits", ["update.one_row"], "whose rows depend on the ranks"),
+    ("update.same_bits", ["update.accumulate_dtype"], "where gradients are added in float64"),
+    ("update.same_bits", ["update.on_nonfinite=skip_microbatch"], "which makes updates of another cut"),
+    ("update.same_bits", ["checkpoint.partial", "advice.every"], "which makes an update in several calls"),
+    ("update.same_bits", ["optim.in_backward"], "where gradients are gone before their norm is known"),
+    ("update.same_bits", ["model.dtype=float64"], "whose sums float64 rounds"),
+    ("update.same_bits", ["model.experts"], "which is not tested with it"),
     ("eval.function", ["parallel.pp"], "where no rank has a whole model to give it"),
     ("checkpoint.partial", ["parallel.pp"], "of which an open update cannot be saved"),
     ("checkpoint.partial", ["update.on_nonfinite"], "which begins an update again from where it began"),
@@ -74,7 +83,24 @@ def problems(config: Config) -> Iterator[str]:
         if is_given(config, key) and not is_given(config, needed):
             wanted = needed.replace("=", " = ")
             yield f"{said(config, key)}, which has no effect without {wanted}; set that, or leave {key} out"
+    yield from same_bits_problems(config)
     yield from data_problems(config)
+
+
+def same_bits_problems(config: Config) -> Iterator[str]:
+    """Yield the contradictions of update.same_bits that are more than two keys."""
+    if not config.update.same_bits:
+        return
+    if config.model.compute_dtype is not None and config.parallel.wrapper != "ddp":
+        yield (
+            f"{said(config, 'update.same_bits')} and {said(config, 'model.compute_dtype')}, to which FSDP2 casts at "
+            'other places than DDP; set parallel.wrapper = "ddp", or leave one of them out'
+        )
+    if config.run.device == "cpu" and config.optim.options.get("fused") is True:
+        yield (
+            f"{said(config, 'update.same_bits')} and optim.options.fused is true, whose bits depend on the size of a "
+            "shard on a CPU; leave one of them out"
+        )
 
 
 def data_problems(config: Config) -> Iterator[str]:

@@ -22,7 +22,7 @@ from megabatch import CostModel, UpdateSampler
 from megabatch.batching import Deferred
 from megabatch.errors import MegabatchError, PlanError
 from megabatch.planning import Consumed
-from megabatch.train.config import Config
+from megabatch.train.config import Config, UpdateConfig
 from megabatch.train.config.batch_size import sizes_of
 from megabatch.train.data.custom_dataset import drawing
 from megabatch.train.data.encode import Skipped
@@ -290,7 +290,8 @@ class Streamed(IterableDataset[Delivery]):
         return str(id)
 
     def _delivery(self, update: StreamUpdate, after: State) -> Delivery:
-        mine = update.share(self._ranks.dp_rank, self._ranks.dp_degree, self._cost)
+        limits = tuple(limits_of(self._stream.config.update).values())
+        mine = update.share(self._ranks.dp_rank, self._ranks.dp_degree, self._cost, limits)
         return Delivery([sample for _, sample in mine], after, ids=[name for name, _ in mine])
 
 
@@ -299,11 +300,19 @@ def seen_of(state: State) -> Consumed:
     return Consumed(*state.get("seen", (state["updates"],)))
 
 
+def limits_of(update: UpdateConfig) -> dict[str, Any]:
+    """Return the limits of the microbatches that ranks are dealt whole. Empty: they are dealt samples."""
+    keys = ("micro_batch_size", "max_microbatch_tokens") if update.same_bits else ()
+    return {key: getattr(update, key) for key in keys}
+
+
 def sampler_of(data: Data, config: Config, ranks: Ranks) -> UpdateSampler:
     """Return what deals the samples that can be had by number."""
-    size = config.update.global_batch_size
+    size, limits = config.update.global_batch_size, limits_of(config.update)
     return UpdateSampler(
         cast(View, data.train).lengths.tolist(),
+        same_bits=bool(limits),
+        **limits,
         global_batch_size=size if isinstance(size, int) else sizes_of(config.update),
         seed=config.run.seed,
         dp_rank=ranks.dp_rank,

@@ -220,7 +220,7 @@ def check_loss(loss_fn: object, config: Config, *, has_sets: bool) -> None:
         return
     others = (
         "parallel.cp", "parallel.tp", "parallel.pp", "optim.in_backward", "checkpoint.partial", "advice.every",
-        "update.on_nonfinite=skip_microbatch",
+        "update.on_nonfinite=skip_microbatch", "update.same_bits",
     )  # fmt: skip
     for other in given(config, others):
         raise MegabatchError(

@@ -21,7 +21,10 @@ KEYS = {  # the library's name of a setting → the recipe's
     "memory_bytes": "update.memory",
     "OneRow": "update.one_row",
     "step_in_backward()": "optim.in_backward",
-    **{name: f"update.{name}" for name in ("sync", "micro_batch_size", "max_microbatch_tokens", "accumulate_dtype")},
+    **{
+        name: f"update.{name}"
+        for name in ("sync", "micro_batch_size", "max_microbatch_tokens", "accumulate_dtype", "same_bits")
+    },
 }
 NAMED = re.compile(rf"(?<![\w.])({'|'.join(map(re.escape, KEYS))})(?!\w)")
 
@@ -48,6 +51,7 @@ def build_accumulator(
             memory_bytes=memory_bytes_of(config),
             sync=sync or config.update.sync,
             accumulate_dtype=accumulation_of(config.update),
+            same_bits=config.update.same_bits,
             collate=collate_of(config),
         )
     gradient.lower_limit(load_oom_limit(config.run))

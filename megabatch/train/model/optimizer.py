@@ -43,7 +43,8 @@ def build_learner(
     check_in_backward(config)
     gradient = build_accumulator(laid.model, config, fit, sync)
     decay_steps = decay_steps_of(config, num_updates)
-    optimizer = build_optimizer(laid.base, config.optim)
+    device = next(laid.base.parameters()).device
+    optimizer = build_optimizer(laid.base, optim_of(config, device))
     laid.words.extend(words_of_muon(optimizer))
     if isinstance(optimizer, LowBits):
         laid.words.append("steps: in float32, by 16 low bits beside each bfloat16 weight")
@@ -54,7 +55,17 @@ def build_learner(
             gradient.step_in_backward(optimizer)
     move_biases(gradient, optimizer, config)
     scheduler = LambdaLR(optimizer, lambda step: lr_factor(step, config.optim, decay_steps))
-    return Learner(laid.base, optimizer, gradient, scheduler=scheduler, max_norm=max_norm_of(config.update))
+    with use_recipe_keys():
+        return Learner(laid.base, optimizer, gradient, scheduler=scheduler, max_norm=max_norm_of(config.update))
+
+
+def optim_of(config: Config, device: torch.device) -> OptimConfig:
+    """Return the settings of the optimizer. With update.same_bits on a CPU it is fused only if the recipe says so."""
+    optim = config.optim
+    if not config.update.same_bits or device.type != "cpu" or optim.function is not None:
+        return optim
+    plain = {"fused": False} if takes(kind_of(optim.name), "fused") else {}
+    return optim.model_copy(update={"options": plain | optim.options})
 
 
 def check_in_backward(config: Config) -> None:
@@ -101,6 +112,8 @@ def max_norm_of(update: UpdateConfig) -> float | None:
 def settings_of(config: Config) -> dict[str, object]:
     """Return the settings besides data and model that decide what a run learns, by key. A resumed run has the same."""
     optim = config.optim.model_dump(exclude={"decay_steps", "in_backward"})  # see decay_steps_of; the same bits
+    update = config.update
+    cut = (update.same_bits, update.micro_batch_size, update.max_microbatch_tokens) if update.same_bits else None
     optim["master"] = "low_bits" if keeps_low_bits(config.optim, is_bfloat16=config.model.dtype == "bfloat16") else None
     return {
         "run.seed": config.run.seed,
@@ -112,6 +125,7 @@ def settings_of(config: Config) -> dict[str, object]:
         "model.experts": config.model.experts,
         "loss.function": config.loss.function,
         "loss.router_loss": None if config.loss.router_loss == "auto" else config.loss.router_loss,
+        "update.same_bits": cut,  # with another one, microbatches have other bits
         **{
             f"update.{key}": getattr(config.update, key)
             for key in ("global_batch_size", "tail", "max_norm", "accumulate_dtype")

@@ -144,6 +144,8 @@ def is_mixed(config: ModelConfig) -> bool:
 
 def accumulation_of(config: UpdateConfig) -> torch.dtype | None:
     """Return the dtype in which gradients are added, or None for the parameters' own."""
+    if config.same_bits:
+        return torch.float64
     return None if config.accumulate_dtype is None else getattr(torch, config.accumulate_dtype)
 
 

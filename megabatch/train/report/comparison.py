@@ -5,7 +5,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megabatch.errors import MegabatchError
-from megabatch.train.runtime.files import CLOSE, MANIFEST, SAME, Row, irregular_steps, read_rows
+from megabatch.train.runtime.files import (
+    CLOSE,
+    MANIFEST,
+    SAME,
+    Row,
+    differing_conditions,
+    irregular_steps,
+    read_rows,
+    read_starts,
+)
 
 WITHIN = 1e-3  # relative difference of losses and norms, of float32 after thousands of updates on other ranks
 KEYS = (*SAME, "num_samples", *CLOSE)
@@ -40,7 +49,18 @@ def compare(one: Path, other: Path, within: float) -> Comparison:
     odd = wrong + other_wrong
     if not odd and len(ours) != len(theirs):
         odd = [f"{one if len(ours) < len(theirs) else other} ends after update {steps[-1]}"]
+    differs = any(first.values()) or any(a[key] != b[key] for key in CLOSE for a, b in pairs.values())
+    if not (differs or odd):
+        lines.append("bits       equal in every number of every update")
+    elif differs:
+        lines += differing_starts(one, other)
     return Comparison("\n".join([*lines, *odd]), is_same=not (any(first.values()) or far or odd))
+
+
+def differing_starts(one: Path, other: Path) -> list[str]:
+    """Return what the bits of a microbatch depend on and differs between the last starts of two runs."""
+    starts = [read_starts(folder)[-1:] for folder in (one, other)]
+    return [f"bits       {each}" for a, b in zip(*starts, strict=False) for each in differing_conditions(a, b)]
 
 
 def read_manifest(folder: Path) -> tuple[dict[int, Row], list[str]]:

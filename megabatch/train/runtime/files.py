@@ -20,6 +20,7 @@ METRICS, CUTS, TIMELINE = "metrics.jsonl", "cuts.jsonl", "timeline.jsonl"  # fil
 SKIPPED, MANIFEST = "skipped.jsonl", "manifest.jsonl"
 SAME, CLOSE = ("samples", "weight", "lr"), ("loss", "grad_norm")  # of a manifest: equal in the same run; up to rounding
 CONFIG, ENVIRONMENT, PLAN, LOG, LOCK = "config.toml", "environment.json", "plan.txt", "log.txt", ".lock"
+CONDITIONS = ("threads", "devices", "cpu_capability", "torch", "torch_build", "cuda")  # of a microbatch's bits
 DIGEST = "sha256"  # key of a sealed table: the digest of everything else in it
 UNFINISHED = ".tmp"  # ending of a name until what it names is whole
 Row = dict[str, Any]
@@ -238,6 +239,15 @@ def read_starts(folder: Path) -> list[dict[str, Any]]:
         if all(isinstance(start, dict) for start in starts):
             return starts
     return UNKNOWN
+
+
+def differing_conditions(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return which of the `CONDITIONS` differ between two starts, in words; the number of devices does not matter."""
+    shown = [
+        {key: sorted(value) if key == "devices" else value for key, value in each.items()} for each in (one, other)
+    ]
+    there, here = ({key: each[key] for key in CONDITIONS if key in each} for each in shown)
+    return [f"{key} was {there[key]} and is {here[key]}" for key in there if key in here and there[key] != here[key]]
 
 
 def is_evaluation(row: Mapping[str, Any]) -> bool:
