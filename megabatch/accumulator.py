@@ -164,7 +164,9 @@ class GradientAccumulator:
             new_gradients = ExactGradients
         self._wide = new_gradients(self._wrapper.parameters, accumulate_dtype)
         if same_bits == "proved":
-            self._wide = self._proof = exact.ProvedGradients(self._wrapper, accumulate_dtype)
+            from megabatch.engine.same_bits import ProvedGradients
+
+            self._wide = self._proof = ProvedGradients(self._wrapper, accumulate_dtype)
         self._wrapper.accumulate_in(self._wide)
         self.ranks = ranks = self._wrapper.ranks  # the ranks that work on an update
         choice = choose_policy(self._wrapper, sync)
