@@ -186,8 +186,6 @@ def main_same_bits() -> None:
 
 
 def main() -> None:
-    if sys.argv[1:] == ["same-bits"]:
-        return main_same_bits()
     with tempfile.TemporaryDirectory() as place:
         outcomes = series(Path(place), {(1,): 6, (2,): 6, (3,): 6, SIZES: 4}, kills_per_run=5)
     check(outcomes)
@@ -206,4 +204,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main_same_bits() if sys.argv[1:] == ["same-bits"] else main()
