@@ -32,7 +32,7 @@ from megabatch.train.runtime.ranks import Ranks
 from megabatch.wrappers.mesh import DataRanks
 from tests.train.on_ranks import on_ranks
 
-CLAIM = "the message before an update's first forward is a thousandth of a small update, and less of any other"
+CLAIM = "the message before an update's first forward is a few thousandths of a small update, and less of any other"
 NUM_RANKS, CAP_TOKENS = 2, 4096
 SIZES = (8, 32)  # samples of an update
 IN_MEMORY = (64, 8192)  # samples of a rank
