@@ -30,15 +30,33 @@ class OneRow:
     known, and nothing is looked at. The model is tried when the accumulator is made, without gradients,
     and refused where samples would see each other. A model of transformers goes by positions where it makes no cache:
     ``model.config.use_cache = False``. Where the loss is computed under autocast, make the accumulator under it too.
+
+    Args:
+        flash_attn_kwargs: Add what transformers' flash attention computes from ``position_ids`` otherwise, in every
+            layer, while the host waits for the device: ``cu_seq_lens_q`` and ``cu_seq_lens_k``, int32 [n + 1], the ends
+            of the n sequences of the row behind a 0, and the numbers ``max_length_q`` and ``max_length_k``. The
+            model's forward must take these names, and the loss hand them on.
     """
 
-    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    def __init__(self, *, flash_attn_kwargs: bool = False) -> None:
+        self._adds_lengths = flash_attn_kwargs
+
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Concatenate the samples. Raises `PlanError` for samples that cannot lie in a row."""
         columns = gather_columns(samples)
         rows = [_row(dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)]
         for row in rows:
             _check_alike(row, rows[0])
-        return {name: torch.cat([row[name] for row in rows])[None] for name in rows[0]}
+        made: dict[str, Any] = {name: torch.cat([row[name] for row in rows])[None] for name in rows[0]}
+        return made | _ends_of_sequences(made["position_ids"][0]) if self._adds_lengths else made
+
+
+def _ends_of_sequences(positions: Tensor) -> dict[str, Any]:
+    """Return the ends of sequences, and the longest, from positions [S] that begin with 0 in each."""
+    starts = (positions == 0).nonzero().flatten()
+    ends = torch.cat([starts, starts.new_tensor([len(positions)])]).to(torch.int32)  # [sequences + 1]
+    longest = int(ends.diff().max()) if len(starts) else 0
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
 
 def _row(row: dict[str, Tensor]) -> dict[str, Tensor]:

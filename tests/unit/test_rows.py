@@ -1,5 +1,6 @@
 """Samples in one row: what is in it, which models keep them apart, and the gradient, which is that of samples apart."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from megabatch import GradientAccumulator, LossContractError, PlanError, loss, losses, plan
 from megabatch.batching.packed_row import OneRow
@@ -20,6 +22,7 @@ TOLERANCE = {"gpt2": 1e-12, "gpt_neox": 1e-12, "phi": 1e-12}  # others have norm
 LENGTHS = (3, 7, 5, 1, 2, 6)
 NO_TARGET = -100
 NUM_TRIALS = 5  # forwards of a trial
+SEEN: list[int] = []  # sequences that each call of `attend_by_ends` was told of
 
 
 def model_of(family: str, attention: str = "sdpa", **more: Any) -> Any:
@@ -79,6 +82,46 @@ def test_what_runs_along_the_tokens_lies_in_the_row_too() -> None:
     assert row["weights"].shape == (1, 4, 2)
     packed = OneRow()([{"input_ids": ones, "position_ids": torch.tensor([0, 0])}] * 2)
     assert packed["position_ids"].tolist() == [[0, 0, 0, 0]]  # of documents that were packed before
+
+
+def test_a_row_says_where_its_sequences_end() -> None:
+    packed = {"input_ids": torch.ones(4, dtype=torch.long), "position_ids": torch.tensor([0, 1, 0, 1])}  # two documents
+    row = OneRow(flash_attn_kwargs=True)([packed])
+    assert row["cu_seq_lens_q"].tolist() == [0, 2, 4]
+    row = OneRow(flash_attn_kwargs=True)(samples())
+    ends = [0, 3, 10, 15, 16, 18, 24]
+    for name in ("q", "k"):
+        assert (row[f"cu_seq_lens_{name}"].tolist(), row[f"max_length_{name}"]) == (ends, 7)
+        assert row[f"cu_seq_lens_{name}"].dtype == torch.int32
+
+
+def attend_by_ends(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _: Any, **given: Any) -> Any:
+    """Attention of each sequence by itself, from the ends that the model is given; [1, heads, S, D]."""
+    ends = given.get("cu_seq_lens_q")
+    if ends is None:  # the trial of the accumulator gives positions alone
+        ends = torch.cat([(given["position_ids"][0] == 0).nonzero().flatten(), torch.tensor([query.shape[2]])])
+    else:
+        assert (given["max_length_q"], given["max_length_k"]) == (int(ends.diff().max()),) * 2
+        SEEN.append(len(ends) - 1)
+    parts = [
+        nn.functional.scaled_dot_product_attention(
+            *(each[:, :, start:end] for each in (query, key, value)), is_causal=True
+        )
+        for start, end in pairwise(ends.tolist())
+    ]
+    return torch.cat(parts, dim=2).transpose(1, 2), None
+
+
+def test_attention_by_ends_has_the_gradient_of_samples_apart() -> None:
+    ALL_ATTENTION_FUNCTIONS.register("by_ends", attend_by_ends)
+    expected = uncut(model_of("gpt_neox"), samples())
+    model = model_of("gpt_neox", "by_ends")
+    gradient = GradientAccumulator(model, max_microbatch_tokens=12, collate=OneRow(flash_attn_kwargs=True))
+    SEEN.clear()
+    gradient.forward_backward(samples(), losses.next_token)
+    gradient.finalize()
+    assert sum(SEEN) == len(LENGTHS) * model.config.num_hidden_layers
+    assert error(taken(model), expected) <= 1e-12
 
 
 def test_targets_that_are_shifted_stay() -> None:
