@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import GradientAccumulator
@@ -43,7 +44,7 @@ class Job:
         if self.wrapper in ("unused", "passed-by"):
             self._unreduced()
             return
-        if self.wrapper == "body":
+        if self.wrapper.startswith("body"):
             self._looped()
             return
         wrapper = "plain" if self.wrapper.startswith("messages") else self.wrapper
@@ -75,9 +76,10 @@ class Job:
         gradient.finalize()
 
     def _looped(self) -> None:
-        """The body of a microbatch fails on one rank, and the others wait in DDP's reduction."""
+        """The body of a microbatch fails on one rank, and the others wait in DDP's reduction or FSDP2's gather."""
         torch.manual_seed(0)
-        gradient = GradientAccumulator(DistributedDataParallel(nn.Linear(3, 3)), sync=self.sync)
+        wrap = {"body": DistributedDataParallel, "body-fsdp2": fully_shard}[self.wrapper]
+        gradient = GradientAccumulator(wrap(nn.Linear(3, 3)), sync=self.sync)
         for index in range(2):
             with gradient.microbatch(index, of=2, sum_over=1) as part:
                 if (index, dist.get_rank()) == (self.index, self.culprit):

@@ -21,7 +21,8 @@ UNREDUCED = {  # what DDP waits for, by the job of `tests.exact.leaving`
     "unused:3:last:1:backward:3:0": UNUSED,
     "passed-by:3:last:1:backward:3:1": DDP_PASSED_BY,
 }
-BODIES = ["body:2:last:1:forward:0:0", "body:3:last:1:forward:1:2", "body:2:every:1:forward:1:1"]
+BODIES = ["body:2:last:1:forward:0:0", "body:3:last:1:forward:1:2", "body:2:every:1:forward:1:1",
+          "body-fsdp2:2:every:1:forward:1:0"]  # fmt: skip
 ROOT = Path(__file__).parents[2]
 
 
