@@ -148,6 +148,7 @@ def losses(bench: Bench, recipe: str, ranks: int, wrapper: str | None, **values:
 
 def test_float64_agrees_to_ten_digits_for_thirty_updates(bench: Bench, short_functions: Path) -> None:
     data = {"data__source": "jsonl", "data__path": short_functions, "data__max_sample_tokens": None}
+    data["update__tail"] = "step"
     found = {cell: losses(bench, "gpt2-float64", *cell, **data, **FLOAT64) for cell in CELLS}
     reference = found[1, None]
     assert len(reference) == 30 + 3  # updates, and evaluations at 0, 15 and 30
