@@ -264,7 +264,7 @@ def test_runs_of_a_joint_loss_and_of_several_models(
     bench.train(run__folder=bench.path / "of samples", optim__ema_decay=0.5, **several)
     assert sum("eval_loss" in row for row in bench.rows(bench.path / "of samples")) >= 2
     refused_line = refuse(ranks=2, run__folder=bench.path / "no", parallel__pp=2, **values)
-    assert refused_line.startswith("parallel.pp is 2 and model.function makes a model of its own")
+    assert "parallel.pp is 2, and a model of your own is not cut into stages" in refused_line
 
 
 @pytest.mark.parametrize("kind", ["named", "listed"])

@@ -171,8 +171,8 @@ def test_the_config_asks_for_it_or_the_recipe(
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no experts": ({"model": {"config": FAMILIES["llama"]}}, "the model has no experts; leave it out"),
     "another loss": ({"loss": {"function": "megabatch.losses:classification"}}, "has the terms that it returns"),
-    "one row": ({"update": {"one_row": True}}, "update.one_row is set, with which it is not computed; leave one"),
-    "partial": ({"checkpoint": {"partial": True}}, "checkpoint.partial is set, with which it is not computed"),
+    "one row": ({"update": {"one_row": True}}, "update.one_row is true, with which it is not computed; leave one"),
+    "partial": ({"checkpoint": {"partial": True}}, "checkpoint.partial is true, with which it is not computed"),
 }
 
 

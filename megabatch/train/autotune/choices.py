@@ -50,18 +50,17 @@ def saved_choices(config: Config, ranks: Ranks, checkpoint: Path | None) -> Tune
     return TunedChoices(bound, load_policy(config, ranks, bound, checkpoint))
 
 
-def may_be_replaced(context: RunContext) -> bool:
-    """Return True if another accumulator can take the place of the learner's, with another sync policy."""
-    config, model = context.config, context.model.model
-    keeps = config.optim.in_backward or "bias_rate" in (config.model.experts or {})
-    return not (keeps or isinstance(context.loss_fn, JointLoss) or isinstance(model, list))
-
-
 def choose_rest(context: RunContext) -> TunedChoices:
     """Choose what is still open. The learner follows it from here on; measuring leaves nothing behind. Collective."""
     chosen, learner, model = context.choices, context.learner, context.model
     bound = choose_limit(chosen.bound, context)
-    if chosen.policy.sync is not None or not may_be_replaced(context):
+    keeps_gradient = (  # no other accumulator, with another sync policy, can take the place of the learner's
+        context.config.optim.in_backward
+        or "bias_rate" in (context.config.model.experts or {})
+        or isinstance(context.loss_fn, JointLoss)
+        or isinstance(model.model, list)
+    )
+    if chosen.policy.sync is not None or keeps_gradient:
         return TunedChoices(bound, chosen.policy)
     batch, found = context.updates.peek(), None
     own = learner.gradient.plan(batch).sync

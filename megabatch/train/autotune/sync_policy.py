@@ -195,7 +195,8 @@ class SyncChooser:
 
     def _free(self) -> tuple[float, str]:
         """Return the least free memory of a rank, and why nothing can be measured, if so; the same on every rank."""
-        free, problem, num_sharing = 0.0, "", self._num_sharing
+        free, problem, hosts = 0.0, "", self._ranks.gather(socket.gethostname())
+        num_sharing = hosts.count(socket.gethostname()) if self._ranks.device.type == "cpu" else 1  # a host's memory
         try:
             free = free_on(self._ranks.device) / num_sharing
             check_measurable(self._ranks.device)
@@ -204,12 +205,6 @@ class SyncChooser:
         if isinstance(self._data.train, Stream) and self._config.data.pack_tokens is None:
             problem = "the longest sample of a stream is not known"
         return min(self._ranks.gather(free)), self._ranks.first_problem(problem) or ""
-
-    @property
-    def _num_sharing(self) -> int:
-        """Ranks that share this one's memory: on a CPU those of its host."""
-        hosts = self._ranks.gather(socket.gethostname())
-        return hosts.count(socket.gethostname()) if self._ranks.device.type == "cpu" else 1
 
     def _num_microbatches(self, gradient: GradientAccumulator) -> int:
         """Count the microbatches of an update of the largest size, on the rank with the most."""

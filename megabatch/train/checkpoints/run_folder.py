@@ -51,7 +51,7 @@ from megabatch.train.runtime.files import (
     read_starts,
     replace_text,
 )
-from megabatch.train.runtime.oom_limit import has_oom_limit, wait_for_oom_limit
+from megabatch.train.runtime.oom_limit import OOM_LIMIT_FILE, wait_for_oom_limit
 from megabatch.train.runtime.ranks import Ranks
 from megabatch.train.runtime.rendezvous import Job
 from megabatch.train.trust import sealed
@@ -166,7 +166,7 @@ def _check_can_start(folder: Path, config: Config, job: Job) -> None:
     if not starts:
         _check_unused(folder)
     elif made := _count_updates(folder):
-        if not (config.run.resume or has_oom_limit(folder) or job.has_started(starts[-1])):
+        if not (config.run.resume or (folder / OOM_LIMIT_FILE).exists() or job.has_started(starts[-1])):
             raise MegabatchError(
                 f"{folder} holds a run that has made {count(made, 'update')} and saved none; begin it again with "
                 "--run.resume=true, or choose another run.folder"

@@ -112,18 +112,13 @@ def check_named(key: str, sources: Any, path: Path) -> None:
 def read_overrides(arguments: list[str]) -> Layer:
     """Return the layer of `--section.key=value` and `--section.key value`; a bare `--section.key` means true."""
     layer: Layer = {}
-    waiting = list(arguments)
-    while waiting:
-        argument = waiting.pop(0)
+    for argument in split_options(arguments, ())[1]:
         if not argument.startswith("--") or argument.startswith("--="):
             raise MegabatchError(f"cannot read the argument {argument!r}; write --section.key=value")
         name, given, text = argument[2:].partition("=")
-        if not given:
-            follows = bool(waiting) and not waiting[0].startswith("--")
-            if not follows and type_of(name.replace("-", "_")) not in (None, bool):
-                raise MegabatchError(f"{argument} has no value; write {argument}=VALUE")
-            text = waiting.pop(0) if follows else "true"
-        set_override(layer, name if is_named(name) else name.replace("-", "_"), text)
+        if not given and type_of(name.replace("-", "_")) not in (None, bool):
+            raise MegabatchError(f"{argument} has no value; write {argument}=VALUE")
+        set_override(layer, name if is_named(name) else name.replace("-", "_"), text if given else "true")
     return layer
 
 
@@ -173,7 +168,9 @@ def read_value(text: str, annotation: Any) -> object:
         return whole if isinstance(whole, list) else read_value(text, get_args(annotation)[0])
     if "list[" in kind:
         whole = read_toml_value(text)
-        return whole if isinstance(whole, list) else text if "str |" in kind else read_words(text, kind)
+        if isinstance(whole, list) or "str |" in kind:
+            return whole if isinstance(whole, list) else text
+        return [word if "list[str]" in kind else read_toml_value(word) for word in text.split(",") if word]
     spelled = {"true": "True", "false": "False", "none": "None", "null": "None"}.get(text.lower(), text)
     words = spelled.strip("[]()").replace(",", " ").split() if "tuple" in kind else [spelled]
     try:
@@ -181,11 +178,6 @@ def read_value(text: str, annotation: Any) -> object:
             return tyro.cli(annotation, args=words, console_outputs=False)
     except SystemExit:
         return text
-
-
-def read_words(text: str, kind: str) -> list[object]:
-    """Return the parts of "a,b,c" as words, or as TOML reads them."""
-    return [word if "list[str]" in kind else read_toml_value(word) for word in text.split(",") if word]
 
 
 def read_toml_value(text: str) -> object:

@@ -174,12 +174,12 @@ class Mixture:
         """Return what the epoch takes of a source: of one pass, or of the end of one and the beginning of the next."""
         size, count = self.sizes[source], self.counts[source]
         start, stop = epoch * count, (epoch + 1) * count
-        passes = [self._pass(source, number) for number in range(start // size, (stop - 1) // size + 1)]
+        passes = [
+            np.random.default_rng([self.seed, number, source + 1, ORDER]).permutation(size)
+            for number in range(start // size, (stop - 1) // size + 1)
+        ]
         first = start // size * size
         return np.concatenate(passes)[start - first : stop - first]
-
-    def _pass(self, source: int, number: int) -> np.ndarray:
-        return np.random.default_rng([self.seed, number, source + 1, ORDER]).permutation(self.sizes[source])
 
 
 def counts_of(sizes: Sequence[int], weights: Sequence[float]) -> tuple[int, ...]:

@@ -203,10 +203,10 @@ def styles_of(
                 styles.setdefault(parent_of(name), Style(given=stream, taken=WHOLE))
         elif list(module.named_parameters(recurse=False)):
             styles[name] = unplanned_style(name, module, model, stream)
-    starts = [f"{model.base_model_prefix}.{name}" for name in STARTS]
-    for name in [next((name for name in starts if has_parts(model, name)), None), *borders.starts]:
-        if name is not None:
-            styles[name] = Style(given=WHOLE, taken=stream)
+    here = {name for name, module in model.named_modules() if not isinstance(module, nn.Identity)}
+    starts = [name for start in STARTS if (name := f"{model.base_model_prefix}.{start}") in here]
+    for name in [*starts[:1], *borders.starts]:
+        styles[name] = Style(given=WHOLE, taken=stream)
     for name in borders.ends:
         styles[name] = replace(styles.get(name, Style(given=stream, taken=stream)), handed=WHOLE, is_plain=True)
     return styles
@@ -257,11 +257,6 @@ def tied_places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
 
 def parent_of(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-def has_parts(model: nn.Module, name: str) -> bool:
-    """Return True if the model has a module of that name that is not empty."""
-    return any(name == each and not isinstance(module, nn.Identity) for each, module in model.named_modules())
 
 
 def plain_terms(loss_fn: LossFunction) -> LossFunction:

@@ -1,6 +1,5 @@
 """Chart: memory of rank 0 over one update, stacked by category."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.typing import RcKeyType
 
-from megabatch.simulate import CATEGORIES, Moment
+from megabatch.simulate import CATEGORIES
 from megabatch.train.config.byte_sizes import GIB
 from megabatch.train.plan.search import PlanRow
 
@@ -47,7 +46,9 @@ def draw_chart(path: Path, row: PlanRow, limit_bytes: int, title: str) -> None:
         axes.plot(seconds[sums.index(top)], top, "o", color=INK, markersize=4, label=f"peak, {top:,.1f} GiB")
         if limit_bytes / GIB < 3 * top:
             axes.axhline(limit_bytes / GIB, color=INK, linestyle="--", linewidth=1.2, label="there for tensors")
-        for start, phase in _phase_starts(row.history):
+        before = ["", *(moment.phase for moment in row.history)]
+        starts = [moment for moment, phase in zip(row.history, before, strict=False) if moment.phase != phase]
+        for start, phase in {moment.seconds: moment.phase for moment in starts}.items():  # the last of those together
             axes.axvline(start, color=LINE, linewidth=1)
             axes.annotate(
                 phase, (start, 1), xycoords=("data", "axes fraction"), xytext=(3, -3), textcoords="offset points",
@@ -61,10 +62,3 @@ def draw_chart(path: Path, row: PlanRow, limit_bytes: int, title: str) -> None:
         )  # fmt: skip
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), reverse=True)
         figure.savefig(path, dpi=130)
-
-
-def _phase_starts(history: Sequence[Moment]) -> list[tuple[float, str]]:
-    """Return when each phase starts; of those that start together, the last."""
-    before = ["", *(moment.phase for moment in history)]
-    starts = zip(history, before, strict=False)
-    return list({moment.seconds: moment.phase for moment, phase in starts if moment.phase != phase}.items())

@@ -68,7 +68,7 @@ def find_runs(folder: Path) -> list[Path]:
     """Return the runs in a folder, or the folder itself if it is one, in the order of their names."""
     if not folder.is_dir():
         raise MegabatchError(f"{folder} is no folder; give the folder that holds runs, for example runs")
-    found = sorted(_runs_below(folder, MOST_LEVELS), key=lambda path: _natural(str(path)))
+    found = sorted(_runs_below(folder, MOST_LEVELS), key=natural_key)
     if not found:
         raise MegabatchError(f"{folder} has no run; give the folder that holds runs, for example runs")
     return found
@@ -83,9 +83,9 @@ def _runs_below(folder: Path, levels: int) -> Iterator[Path]:
                 yield from _runs_below(path, levels - 1)
 
 
-def _natural(name: str) -> list[int | str]:
+def natural_key(path: Path) -> list[int | str]:
     """Return a sort key in which run-9 stands before run-10."""
-    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", str(path))]
 
 
 def summarize(folder: Path, name: str) -> RunSummary:

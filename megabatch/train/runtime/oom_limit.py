@@ -32,11 +32,6 @@ def load_oom_limit(run: RunConfig) -> MicrobatchLimit | None:
     return _load(Path(run.folder) / OOM_LIMIT_FILE)
 
 
-def has_oom_limit(folder: Path) -> bool:
-    """Return True if a run in the folder has ever run out of memory."""
-    return (folder / OOM_LIMIT_FILE).exists()
-
-
 def wait_for_oom_limit(run: RunConfig, ranks: Ranks) -> None:
     """Wait until every rank reads the same limit; a network disk may show a file late. Collective."""
     for _ in range(SECONDS_TO_SEE):
