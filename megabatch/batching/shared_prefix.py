@@ -9,6 +9,8 @@ and the cut chooses by the cost model which samples share one.
 """
 
 import contextlib
+import inspect
+from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
@@ -19,13 +21,14 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megabatch.batching.padding import IDS, MASK, POSITIONS, with_config
-from megabatch.batching.samples import Microbatch, Samples, pad_right
+from megabatch.batching.samples import Collate, Microbatch, Samples, pad_right
 from megabatch.batching.tree import to_device
 from megabatch.errors import LossContractError, PlanError
 from megabatch.planning.plan import CostModel, Plan, plan_share
-from megabatch.torch_private import count_writes
+from megabatch.torch_private import count_writes, forward_hooks
 
 LEAST_SAVING = 0.05  # of what a tree's samples cost apart; a prediction is not better than that
+KNOWN_HOOKS = ("megabatch", "torch", "transformers", "accelerate", "peft")  # their hooks hand no hidden states on
 HANDED_ON = {IDS, "use_cache", "return_dict"}  # inputs of the model that a tree leaves as they are
 # By the tokens of a microbatch on its device: its trees, None where there are none, and the writes to it so far.
 _TREES = WeakTensorKeyDictionary()
@@ -54,10 +57,11 @@ class SharedPrefix:
     def __init__(self, group: str | None = None) -> None:
         self.group = group
         self.longest_tree: int | None = None  # tokens; a model's sliding window
+        self.pad: Collate = pad_right  # a model's `Padding`, once it was tried
 
     def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Pad the samples on the right, without their mask. Raises `PlanError` for a mask that hides a token."""
-        rows = pad_right([{key: each[key] for key in each if key not in (MASK, self.group)} for each in samples])
+        """Pad the samples as `Padding` does, without their mask. Raises `PlanError` for a mask that hides a token."""
+        rows = self.pad([{key: each[key] for key in each if key not in (MASK, self.group)} for each in samples])
         if any(not bool(torch.as_tensor(each.get(MASK, 1)).all()) for each in samples) or POSITIONS in rows:
             raise PlanError(
                 "a sample has an attention_mask with zeros, or position_ids, which a tree would replace; cut hidden "
@@ -86,9 +90,16 @@ class SharedPrefix:
         return Plan(tuple(cut), lengths, tuple(range(len(lengths))), shared=tuple(shared) if trees else ())
 
     def check(self, samples: Samples, plan: Plan) -> None:
-        """Raise `PlanError` if samples that share a prefix in ``plan`` begin otherwise here."""
+        """Raise `PlanError` if samples that share a prefix in ``plan`` begin otherwise here, or a tree is too long."""
         ids = self._tokens(samples)
         for rows in plan.microbatches:
+            trees = Counter(plan.firsts_of(rows))
+            for tree, length in zip(trees.values(), plan.row_lengths(rows), strict=True):
+                if self.longest_tree is not None and tree > 1 and length > self.longest_tree:
+                    raise PlanError(
+                        f"plan has a tree of {length} tokens and the model a sliding window of {self.longest_tree}; "
+                        "give a plan that was made for this model, or none"
+                    )
             for row, first in zip(rows, plan.firsts_of(rows), strict=True):
                 if row != first and not np.array_equal(ids[row][: plan.shared[row]], ids[first][: plan.shared[row]]):
                     raise PlanError(
@@ -118,6 +129,7 @@ class SharedPrefix:
             layout = _layout_of(placed, named)
             if layout is None:
                 return None
+            _refuse_hooks(model)
             ids = placed[0] if placed else named[IDS]
             return (), {**named, **layout.inputs(ids, additive=is_eager(model))}
 
@@ -334,3 +346,16 @@ def _refuse_dropout(model: nn.Module) -> None:
             f"samples share a prefix and the model has dropout ({found[0]}), for which they would draw one number; "
             "set it to 0, call model.eval(), or leave SharedPrefix out"
         )
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    """Raise `LossContractError` for a forward hook of the user's in the model: it would see a prefix once."""
+    for name, module in model.named_modules():
+        for hook in forward_hooks(module).values():
+            function: Any = inspect.unwrap(getattr(hook, "func", hook))
+            if str(getattr(function, "__module__", "")).partition(".")[0] not in KNOWN_HOOKS:
+                raise LossContractError(
+                    f"samples share a prefix and {name or 'the model'} has the forward hook "
+                    f"{getattr(function, '__qualname__', function)}, which would see the prefix once for all of them; "
+                    "remove the hook, or leave SharedPrefix out"
+                )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megabatch.batching.packed_row import OneRow
-from megabatch.batching.padding import IDS, POSITIONS, is_causal, with_config
+from megabatch.batching.padding import IDS, POSITIONS, Padding, is_causal, with_config
 from megabatch.batching.shared_prefix import Layout, SharedPrefix, is_eager
 from megabatch.batching.tree import to_device
 from megabatch.engine.call import first_failure
@@ -189,6 +189,7 @@ def _check_branches(model: nn.Module, device: torch.device, collate: SharedPrefi
             "window, a state, or positions by place, perhaps); leave SharedPrefix out"
         )
     windows = [value for each in _configs(model) for name, value in vars(each).items() if name.endswith(WINDOWS)]
+    collate.pad = Padding([model])
     windows += [collate.longest_tree]  # another model's
     collate.longest_tree = min((each for each in windows if type(each) is int), default=None)
 

@@ -335,6 +335,45 @@ def a_plan_of_samples_that_begin_otherwise(user: User) -> None:
     accumulator.forward_backward(other, weighted, plan=plan)
 
 
+@refused(PlanError, "that was made for this model", 1, 2)
+def a_plan_of_trees_for_a_model_with_a_window(user: User) -> None:
+    plan = user.accumulator(decoder(), max_microbatch_tokens=64, collate=SharedPrefix()).plan(completions())
+    model = decoder("mistral", sliding_window=12)
+    accumulator = user.accumulator(model, max_microbatch_tokens=64, collate=SharedPrefix())
+    accumulator.forward_backward(completions(), weighted, plan=plan)
+
+
+@right(1, 2)
+def a_loss_that_finds_padding_by_the_pad_token(user: User) -> None:
+    reference = decoder(pad_token_id=2)
+    model = copy.deepcopy(reference)
+    samples = [{"input_ids": each["input_ids"].clamp(min=3)} for each in completions()]
+
+    def loss_fn(model: Any, batch: Sample) -> Any:
+        logits, targets = model(input_ids=batch["input_ids"]).logits[:, :-1], batch["input_ids"][:, 1:]
+        total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=2, reduction="sum")
+        return total, (targets != 2).sum()
+
+    user.update(model, user.part(samples), loss_fn, max_microbatch_tokens=64, collate=SharedPrefix())
+    for each in samples:
+        (loss_fn(reference, {"input_ids": each["input_ids"][None]})[0] / (NUM_TOKENS - len(samples))).backward()
+    user.expect(model, reference)
+
+
+def reads_hidden_states(model: Any, batch: Sample) -> Any:
+    """A loss with a penalty on what a forward hook of its own has seen."""
+    seen: list[Tensor] = []
+    handle = model.base_model.norm.register_forward_hook(lambda module, given, output: seen.append(output))
+    total, weight = weighted(model, batch)
+    handle.remove()
+    return total + seen[0].square().sum(), weight
+
+
+@refused(LossContractError, "has the forward hook", 1)
+def a_loss_that_reads_hidden_states(user: User) -> None:
+    shared(user, loss_fn=reads_hidden_states)
+
+
 @refused(PlanError, "make another", 1, 2)
 def a_plan_of_trees_for_rows(user: User) -> None:
     accumulator = user.accumulator(decoder(), max_microbatch_tokens=64)
