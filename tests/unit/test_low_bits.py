@@ -116,7 +116,7 @@ SPECIAL = [0x0, 0x80000000, 0x3F808000, 0xBF808000, 0x3F818000, 0x3F807FFF, 0x3F
 
 def check_bits(module: Any) -> None:
     """Split and join all kinds of floats: ties, zeros, the largest, denormal ones, infinity, what is no number."""
-    some = torch.randint(0, 2**32, (10_000,), generator=torch.Generator().manual_seed(0))
+    some = torch.randint(0, 2**32, (300_000,), generator=torch.Generator().manual_seed(0))
     bits = torch.cat([torch.tensor(SPECIAL), some])
     weights = (bits - (bits >= 2**31) * 2**32).to(torch.int32).view(torch.float32)
     high, low = torch.empty(len(bits), dtype=torch.bfloat16), torch.empty(len(bits), dtype=torch.int16)
@@ -135,9 +135,9 @@ def test_every_float_is_split_into_the_nearest_bfloat16_and_the_rest() -> None:
 
 
 MUTATIONS = {
-    "the sign of the low bits is lost": ("bitwise_xor_(HALF).sub_(HALF)", "bitwise_xor_(HALF).add_(HALF)"),
-    "rounded down": ("bits.add_(HALF).bitwise_xor_(HALF)", "bits.bitwise_xor_(HALF)"),
-    "NaN becomes zero": ("    flat.nan_to_num_", "    flat.clone().nan_to_num_"),
+    "the sign of the low bits is lost": ("copy_(bits).bitwise_xor_(-HALF)", "copy_(bits)"),
+    "rounded down": ("        bits.add_(HALF)\n", ""),
+    "NaN becomes zero": ("weights.nan_to_num_", "weights.clone().nan_to_num_"),
     "low bits are not kept": ("            self.state[each][LOW] = bits\n", ""),
     "the scratch is bfloat16": ("_split(flat, narrow, low)", "_split(flat.bfloat16().float(), narrow, low)"),
     "low bits are dropped after a load": (
@@ -159,7 +159,7 @@ def test_a_planted_bug_is_caught(name: str) -> None:
     assert source.count(old) == 1
     planted = ModuleType("planted")
     exec(compile(source.replace(old, new), "planted", "exec"), vars(planted))
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, NotImplementedError)):  # torch has no xor of low bits that were cast
         check_both(planted)
 
 
