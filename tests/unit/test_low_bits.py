@@ -4,12 +4,15 @@ import copy
 import inspect
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn, optim
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
@@ -19,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megabatch.errors import PlanError
 from megabatch.optim import LowBits, low_bits
-from tests.exact.launch import of_ranks
+from tests.exact.launch import launch, of_ranks, values
 from tests.unit.failures.table import check_error
 
 OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any], int]] = {  # with its options and a number of steps
@@ -335,3 +338,41 @@ shards = of_ranks(f"{__name__}:shard_job", {2: SHARDED, 3: SHARDED})
 @pytest.mark.parametrize("name", SHARDED)
 def test_shards_have_the_bits_of_one_process(shards: Any, name: str, world: int) -> None:
     assert shards(name, world) == [[]] * world
+
+
+def resized_job(name: str) -> list[str]:
+    """``"save FOLDER"``: twenty steps on shards; ``"load FOLDER"``: the next twenty on other ones, and what differs."""
+    phase, folder = name.split()
+    kind, options, _ = OPTIMIZERS["AdamW foreach"]
+    source, of_source, wide, expected = pair(kind, options, LowBits)  # in one process, for the gradients
+    model = copy.deepcopy(source).to(memory_format=torch.contiguous_format)
+    fully_shard(model.head)
+    fully_shard(model)
+    optimizer = LowBits(kind(model.parameters(), lr=1e-5, **options))
+    for step in range(40):
+        if step == 20:
+            weights, states = get_state_dict(model, optimizer)
+            state = {"weights": weights, "states": states}
+            if phase == "save":
+                dcp.save(state, checkpoint_id=folder)
+                return []
+            dcp.load(state, checkpoint_id=folder)
+            set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state["states"])
+        give_gradients(source, wide)
+        if (step < 20) == (phase == "save"):
+            for one, other in zip(model.parameters(), source.parameters(), strict=True):
+                assert isinstance(one, DTensor)
+                one.grad = _sharded(other.grad, one)
+            optimizer.step()
+        of_source.step()
+        expected.step()
+    pairs = zip(model.named_parameters(), wide.parameters(), strict=True)
+    return [name for (name, one), other in pairs if not torch.equal(optimizer.master_weight(one).full_tensor(), other)]
+
+
+@pytest.mark.full
+def test_a_run_goes_on_bit_for_bit_on_another_number_of_ranks(tmp_path: Path) -> None:
+    for world, phase in ((2, "save"), (3, "load")):
+        name = f"{phase} {tmp_path / 'checkpoint'}"
+        found = launch(world, f"{__name__}:resized_job", [name], tmp_path / phase)
+        assert list(values(found[name])) == [[]] * world
