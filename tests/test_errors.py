@@ -104,7 +104,7 @@ Told = dict[str, str]
 
 @pytest.fixture(scope="module")
 def alone() -> Told:
-    """What each case says, by its name; none is run twice."""
+    """The error of each case, by its name; none is run twice."""
     return {name: text_of(failure) for name, failure in ALONE.items()}
 
 
@@ -167,7 +167,7 @@ def test_what_came_out_wrong_moves_nothing(name):
 
 @cache
 def patterns() -> list[str]:
-    """What each error that the library makes says, as a pattern: what it formats in may be anything."""
+    """The text of each error that the library makes, as a pattern: formatted values may be anything."""
     found: list[str] = []
     for call in (node for path in LIBRARY for node in ast.walk(ast.parse(path.read_text()))):
         if isinstance(call, ast.Call) and ERRORS & {each.id for each in ast.walk(call.func) if hasattr(each, "id")}:

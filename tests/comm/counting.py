@@ -1,4 +1,4 @@
-"""What is counted: collectives and their bytes, and operations on tensors as large as a parameter."""
+"""Counts of collectives and their bytes, and of operations on tensors as large as a parameter."""
 
 from collections import Counter
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""What a policy costs: collectives and bytes of one update, and the gradient that is held between microbatches.
+"""The cost of a policy: collectives and bytes of one update, and the gradient held between microbatches.
 
 Formulas are written once. The tests hold them against what is counted, and docs/parallelism.md is made of them.
 """
@@ -10,7 +10,7 @@ Counts = dict[str, int]
 
 
 class Sizes(NamedTuple):
-    """What the formulas speak of."""
+    """The numbers that the formulas speak of."""
 
     C: int  # calls of forward_backward in an update
     N: int  # microbatches of a call, on each rank

@@ -46,7 +46,7 @@ counted = of_ranks("tests.comm.jobs:run_job", {world: _jobs(world) for world in 
 
 @pytest.fixture(scope="module")
 def found(counted):
-    """What a job returned; the same on every rank."""
+    """The result of a job; the same on every rank."""
 
     def of(job: str, world: int):
         first, *others = counted(job, world)
@@ -65,7 +65,7 @@ def _sizes(found, wrapper: str, world: int, microbatches: int, calls: int) -> Si
 
 
 def _activations(found, wrapper: str, world: int) -> Counts:
-    """What tensor parallelism sends in a microbatch of plain PyTorch, whoever reduces the gradient."""
+    """The traffic of tensor parallelism in a microbatch of plain PyTorch, whoever reduces the gradient."""
     if "tp" not in WRAPPERS[wrapper].axes(4):
         return {}
     return found("pytorch:tp-sp" if wrapper.endswith("-sp") else "pytorch:tp", world)

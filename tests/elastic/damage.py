@@ -31,14 +31,14 @@ def kinds_of(number: int, first: int = 0) -> list[str]:
 
 
 def is_sound(counts: dict[str, dict[str, int]]) -> bool:
-    """Whether nothing but what must come of a damage has come of it."""
+    """Return True if a damage had no other outcome than it must have."""
     return all(
         outcome == REFUSED or outcome.endswith(", exactly") for outcomes in counts.values() for outcome in outcomes
     )
 
 
 def of_layout(layout: str) -> list[list[Trial]]:
-    """What every rank saw of every damage."""
+    """The outcome of every damage, as every rank saw it."""
     num_ranks, overrides = LAYOUTS[layout]
     found: list[list[Trial]] = [[] for _ in range(num_ranks)]
     for first in range(0, NUM_DAMAGES, AT_ONCE):

@@ -35,7 +35,7 @@ NUM_TEXTS = 40
 
 
 class Outcomes:
-    """What became of recipes, counted; what must not be, with its recipe."""
+    """Counts of the outcomes of recipes, and each bug with its recipe."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -43,7 +43,7 @@ class Outcomes:
         self.bugs: list[str] = []
 
     def of(self, what: str, recipe: Any, work: Callable[[], Any]) -> Any:
-        """What the work returns; None where it ends with a line, or in a bug."""
+        """Return the result of the work; None if it ends with a line, or in a bug."""
         try:
             found = work()
         except MegabatchError as error:
@@ -96,7 +96,7 @@ def read(folder: Path, outcomes: Outcomes, recipe: tuple[Recipe, list[str]]) -> 
 
 
 def planned(config: Config) -> None:
-    """What follows from a recipe alone: its layout, its number of updates, its learning rates, the cut of an update."""
+    """Derive what a recipe alone decides: its layout, number of updates, learning rates and the cut of an update."""
     check_config(config)
     layout_of(config.parallel, 1)
     num_updates = count_updates(config, 100)

@@ -36,7 +36,7 @@ LARGEST = 1e-10  # difference of weights in float64 where the number of ranks ha
 
 @dataclass(frozen=True)
 class Kill:
-    """Where a run is killed, and who: at the row of an update, or once the folder of an unfinished save is there."""
+    """The place of a kill and its rank: at the row of an update, or once the folder of an unfinished save is there."""
 
     step: int
     in_save: bool
@@ -46,7 +46,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What has become of a run's kills."""
+    """The outcome of a run's kills."""
 
     sizes: tuple[int, ...]
     kills: int

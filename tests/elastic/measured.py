@@ -51,7 +51,7 @@ after_update = "tests.elastic.measured:watch"
 
 
 class Watch:
-    """What the process holds, every ``every`` updates."""
+    """Note what the process holds, every ``every`` updates."""
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -79,7 +79,7 @@ WATCHES: list[Watch] = []  # of the run that is on; the recipe can only name a f
 
 
 def watch(event: Event) -> None:
-    """What the recipe names."""
+    """The functions that the recipe names."""
     WATCHES[-1](event)
 
 
@@ -98,7 +98,7 @@ def run(folder: Path, num_updates: int, every: int) -> list[dict[str, float]]:
 
 
 def slope(steps: list[float], values: list[float]) -> tuple[float, float]:
-    """How much a value grows an update, and the standard error of that, by least squares."""
+    """The growth of a value with each update and its standard error, by least squares."""
     x, y = np.array(steps) - np.mean(steps), np.array(values) - np.mean(values)  # [N], [N]
     found = float(x @ y / (x @ x))
     rest = y - found * x
@@ -106,7 +106,7 @@ def slope(steps: list[float], values: list[float]) -> tuple[float, float]:
 
 
 def summary(rows: list[dict[str, float]]) -> dict[str, Any]:
-    """What of it grows: memory over the second half of the run, the others from the first row to the last."""
+    """The values that grow: memory over the second half of the run, the others from the first row to the last."""
     half, tenth = rows[len(rows) // 2 :], max(1, len(rows) // 10)
     steps, resident = [row["step"] for row in half], [row["resident_bytes"] for row in half]
     grown, error = slope(steps, resident)

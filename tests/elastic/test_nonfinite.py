@@ -161,7 +161,7 @@ found = of_ranks("tests.elastic.test_nonfinite:job", {1: ON_ONE, 2: ON_TWO, 4: O
 
 
 def is_whole(how: str, fault: str, who: str) -> bool:
-    """Whether the update is skipped: asked to be, too much at fault, or no sample by itself."""
+    """Return True if the update is skipped: asked to be, too much at fault, or no sample by itself."""
     return how == "skip_update" or who == "most" or fault == "sum"
 
 

@@ -123,7 +123,7 @@ def test_an_update_that_is_not_finite_ends_the_run_unless_it_is_told_not_to(tmp_
 
 @pytest.mark.parametrize("how", ["raise", "skip_update"])
 def test_weights_that_are_not_finite_are_never_saved(tmp_path, capsys, how):
-    """Of a gradient that nobody looks at, where it is not clipped, and whose loss is finite."""
+    """Nobody looks at a gradient that is not clipped and whose loss is finite."""
     given = ["--update.max_norm=none", f"--loss.function={tmp_path}/own.py:with_a_root", "--run.save_every=1"]
     status = train(tmp_path, [], how, "--run.max_steps=2", *given)
     said = capsys.readouterr()

@@ -189,7 +189,7 @@ def test_what_a_forward_moves_is_as_in_a_run_never_stopped(
 
 
 def test_what_is_kept_is_small(bench: Bench, own: Path) -> None:
-    """Of a gradient that is a part of a larger buffer, the part."""
+    """Only its part is kept of a gradient that lies in a larger buffer."""
     disturb(bench, place="within", step=1, signals=[signal.SIGTERM])
     bench.train(ranks=2, **long(own, parallel__wrapper="fsdp2"))
     sizes = [path.stat().st_size for path in (bench.folder / "checkpoints" / "open").glob("__*")]

@@ -66,7 +66,7 @@ def at(job: Job) -> Ranks:
 
 
 def test_a_run_is_gone_on_with_unasked_by_its_own_job_alone(tmp_path: Path) -> None:
-    """Which torchrun starts again and again, whoever has refused what for which reason."""
+    """A job that torchrun starts again and again, whoever has refused what for which reason."""
     config = Config(
         model=ModelConfig(config={"model_type": "llama"}), update=UpdateConfig(global_batch_size=8, micro_batch_size=1),
         run=RunConfig(folder=str(tmp_path / "run"), device="cpu"),

@@ -33,7 +33,7 @@ REFUSED, EXACT = "refused in one line", "exact"
 
 @dataclass(frozen=True)
 class Trial:
-    """What one damage came to."""
+    """The outcome of one damage."""
 
     kind: str
     outcome: str  # REFUSED, EXACT, or what went wrong
@@ -109,7 +109,7 @@ def damage(kind: str, seed: int, folder: Path) -> int | None:
 
 
 def rows_beyond(run: Path, step: int) -> list[str]:
-    """What the metrics have beyond a step when they were cut to it."""
+    """The rows of the metrics beyond a step to which they were cut."""
     MetricsFile(run, enabled=True, eval_every=2).cut(step)
     rows = [row["step"] for row in read_rows(run / METRICS) if "set" not in row]
     return [] if rows == list(range(1, step + 1)) else ["the metrics do not follow"]
@@ -157,7 +157,7 @@ def spoil(context: RunContext) -> None:
 
 
 def counts_of(found: list[list[Trial]]) -> dict[str, dict[str, int]]:
-    """How often each kind of damage came to what; what ranks saw differently is no outcome of one."""
+    """Count the outcomes of each kind of damage; one that ranks saw differently has none."""
     counts: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
     for each in zip(*found, strict=True):
         counts[each[0].kind][outcome_of(each)] += 1
@@ -165,7 +165,7 @@ def counts_of(found: list[list[Trial]]) -> dict[str, dict[str, int]]:
 
 
 def outcome_of(seen: tuple[Trial, ...]) -> str:
-    """What a damage came to, as all ranks saw it."""
+    """The outcome of a damage, as all ranks saw it."""
     if len({(trial.outcome, trial.step) for trial in seen}) > 1:
         return f"the ranks differ: {sorted({f'{trial.outcome} {trial.step}' for trial in seen})}"
     trial = seen[0]

@@ -62,7 +62,7 @@ class Cell:
 
     @property
     def data_degree(self) -> int:
-        """How many ranks are given different samples."""
+        """The number of ranks with different samples."""
         return WRAPPERS[self.wrapper].data_degree(self.world)
 
     @property
@@ -79,19 +79,19 @@ class Cell:
 
     @property
     def tolerance(self) -> float:
-        """How far a gradient may be from the oracle's; 0 means the same bits. float32: in units of its own error."""
+        """The largest error of a gradient; 0: the bits of the oracle's. float32: in units of its own error."""
         if self.evidence == "bits":
             return 1e-15 if self.averages else 0.0
         return {"odd": 1e-15, "float64": 1e-12, "float32": 4.0, "refused": 0.0}[self.evidence]
 
     @property
     def report_tolerance(self) -> float:
-        """How far a sum, a quotient or the norm may be from the oracle's."""
+        """The largest error of a sum, a quotient or the norm against the oracle's."""
         return {"bits": 1e-15, "odd": 1e-15, "float64": 1e-12, "float32": 1e-5, "refused": 0.0}[self.evidence]
 
 
 def valid(row: dict[str, Any]) -> bool:
-    """Whether a row can be said at all; of a row with only some axes, whether its values can meet."""
+    """Return True if a row can be said at all; of a row with only some axes, if its values can meet."""
     case, loss, way = row.get("case"), row.get("loss"), row.get("way")
     wrappers = [row["wrapper"]] if "wrapper" in row else WRAPPERS
     if not any(_can_be_wrapped(WRAPPERS[wrapper], row) for wrapper in wrappers):

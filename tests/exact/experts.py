@@ -23,7 +23,7 @@ Model = nn.Module
 
 
 def samples(update: int, num: int) -> list[oracle.Sample]:
-    """Of 1 to 12 tokens; the last has no target."""
+    """Samples of 1 to 12 tokens; the last has no target."""
     generator = torch.Generator().manual_seed(100 + update)
     lengths = torch.randint(1, 13, (num,), generator=generator).tolist()
     ids = [torch.randint(VOCABULARY, (length + 1,), generator=generator) for length in lengths]
@@ -78,7 +78,7 @@ def balance_of_one(logits: Tensor) -> Tensor:
 
 
 def expected_sums(model: Model, batch: oracle.Sample) -> dict[str, tuple[Tensor, Tensor]]:
-    """Of all samples, each run alone and without padding."""
+    """The gradient of all samples, each run alone and without padding."""
     totals, counts = [], weights(batch)
     for ids, labels, mask in zip(batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True):
         length = int(mask.sum())
@@ -224,7 +224,7 @@ REPEATS = {"once": None, "repeated": False, "repeated-reentrant": True}
 
 
 def bias_faults(wrapper: str, repeat: str) -> list[str]:
-    """What differs from the biases of the uncut updates."""
+    """Differences from the biases of the uncut updates."""
     run = BiasRun(wrapper, REPEATS[repeat])
     run.step("one call", [0])
     run.evaluate()

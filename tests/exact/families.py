@@ -49,7 +49,7 @@ def _drawn(length: int, seed: int, low: int = 1, high: int = 60) -> Tensor:
 
 
 def text() -> list[Sample]:
-    """What a causal model predicts; the last third of each has no target."""
+    """Samples of a causal model; the last third of each has no target."""
     made = []
     for number, length in enumerate(LENGTHS):
         ids = _drawn(length, number)
@@ -72,7 +72,7 @@ def classes(masked: bool = True) -> Callable[[], list[Sample]]:
 
 
 def pairs() -> list[Sample]:
-    """Of an encoder and a decoder, whose lengths have nothing to do with each other."""
+    """Samples of an encoder and a decoder, whose lengths have nothing to do with each other."""
     made = []
     for number, sample in enumerate(masked_text()):
         ids = _drawn(number % 3 + 1, 20 + number)

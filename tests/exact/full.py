@@ -130,7 +130,7 @@ def failure(cell: Cell, ranks: list[Result]) -> str:
 
 
 def report(table: list[Cell], found: dict[str, list[Result]], seconds: float) -> dict[str, Any]:
-    """What is committed: the worst gradient error of each cell, over ranks and updates; zeros are only counted."""
+    """The committed result: the worst gradient error of each cell, over ranks and updates; zeros are only counted."""
     failures = {cell.name: text for cell in table if (text := failure(cell, found[cell.name]))}
     errors = {name: max(r["value"]["gradient"] for r in ranks) for name, ranks in found.items() if name not in failures}
     return {

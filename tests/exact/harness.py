@@ -113,7 +113,7 @@ class CellRun:
         return made
 
     def bound(self, updates: list[list[Call]]) -> dict[str, int]:
-        """How the cell bounds a microbatch; the cap takes two of the longest samples."""
+        """The limit of a microbatch in the cell; the cap takes two of the longest samples."""
         counts = {"one-sample": 1, "two-samples": 2, "three-samples": 3, "all-samples": 1000}
         if self.cell.bound in counts:
             return {"micro_batch_size": counts[self.cell.bound]}
@@ -171,7 +171,7 @@ def length(sample: oracle.Sample) -> int:
 
 
 def data_rank(wrapper: str) -> int:
-    """Which of the samples this rank is given: its place among those that differ."""
+    """The place of this rank among those with different samples."""
     if not dist.is_initialized():
         return 0
     axes = WRAPPERS[wrapper].axes(dist.get_world_size())
@@ -196,7 +196,7 @@ def run_cell(name: str) -> dict[str, Any]:
 
 
 def _refused(this: CellRun) -> dict[str, Any]:
-    """What is said of a cell that cannot be."""
+    """The error of a cell that cannot be."""
     said = "nothing was refused"
     try:
         GradientAccumulator(this.model, mesh=this.mesh, micro_batch_size=1, sync=this.cell.sync)

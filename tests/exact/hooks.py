@@ -69,7 +69,7 @@ REFUSED = {  # name -> hook, its state, and the reason
 
 
 def _samples(update: int) -> list[oracle.Sample]:
-    """Of uneven lengths, 64 targets in all."""
+    """Samples of uneven lengths, 64 targets in all."""
     generator = torch.Generator().manual_seed(update)
 
     def draw(low: int, high: int, targets: int) -> Tensor:
@@ -107,7 +107,7 @@ def accepted(name: str, sync: str) -> float:
 
 
 def refused(name: str) -> str:
-    """What the accumulator says of a hook."""
+    """The error of the accumulator about a hook."""
     make, _ = REFUSED[name]
     try:
         GradientAccumulator(_with_hook(*make()), micro_batch_size=1)
@@ -117,7 +117,7 @@ def refused(name: str) -> str:
 
 
 def registered_late() -> str:
-    """What is said of a hook that comes after the accumulator."""
+    """The error about a hook that comes after the accumulator."""
     ddp = DistributedDataParallel(models.integer_model("tokens"))
     gradient = GradientAccumulator(ddp, micro_batch_size=1)
     ddp.register_comm_hook(None, sums)

@@ -183,7 +183,7 @@ def int32_tokens(user: User) -> None:
 
 
 def _max_length(model: str, *, targets_under_pads: bool, left: bool = False) -> tuple[nn.Module, Sample]:
-    """What tokenizer(padding="max_length") and ``labels = input_ids.clone()`` give."""
+    """A batch of tokenizer(padding="max_length") and ``labels = input_ids.clone()``."""
     samples = texts(attention_mask=ones)
     batch = padded(samples)
     if left:
@@ -378,7 +378,7 @@ def samples_with_other_keys(user: User) -> None:
 
 @refused(PlanError, "mapping", 1, 2, 3)
 def samples_as_pairs(user: User) -> None:
-    """What a torch Dataset gives."""
+    """Samples of a torch Dataset."""
     user.update(regressor(), user.part([(each["x"], each["labels"]) for each in as_samples(numbers())]), losses.mse)
 
 

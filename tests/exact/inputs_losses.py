@@ -296,7 +296,7 @@ def checkpointed(reentrant: bool) -> Any:
 
 
 def without_gradients(model: nn.Module, batch: Sample) -> Tensor:
-    """What the model itself says without gradients is its target."""
+    """The model's own output without gradients is its target."""
     with torch.no_grad():
         target = model(batch["x"] + 1)
     return ((model(batch["x"]) - target) ** 2).sum()
@@ -315,7 +315,7 @@ FINE = {
 
 @right(1, 2, 3, **FINE)
 def unusual_loss(user: User, variant: Any) -> None:
-    """Whether its weight is counted or not."""
+    """It is right with a counted weight and without."""
     batch = numbers()
     for counted in (True, False):
         model = regressor()

@@ -38,7 +38,7 @@ class Job:
 
     @property
     def tolerance(self) -> float:
-        """How far a gradient may be from the oracle's."""
+        """The largest error of a gradient against the oracle's."""
         return 1e-5 if self.cell.evidence == "float32" else self.cell.tolerance
 
     @classmethod

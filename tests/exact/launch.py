@@ -54,7 +54,7 @@ def launch(world: int, function: str, names: Iterable[str], folder: Path, *,
 
 
 def values(ranks: Iterable[Result]) -> Iterator[Any]:
-    """What a job returned on each rank; fails with the traceback of one on which it raised."""
+    """Return the result of a job on each rank; fail with the traceback of one on which it raised."""
     for result in ranks:
         assert "error" not in result, result["error"]
         yield result["value"]
@@ -191,7 +191,7 @@ class Ranks:
             dist.destroy_process_group()
 
     def all_well(self, well: bool) -> bool:
-        """Whether the job ended well on every rank."""
+        """Return True if the job ended well on every rank."""
         self.meetings += 1
         self._store.set(f"{self.meetings}/{self.rank}", "1" if well else "0")
         return all(self._store.get(f"{self.meetings}/{rank}") == b"1" for rank in range(self.run.world))

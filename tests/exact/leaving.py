@@ -117,7 +117,7 @@ def _rank(name: str, rank: int, port: int, file: Path) -> None:
 
 
 def _ended(children: set[int]) -> bool:
-    """Whether all processes have ended by themselves; those that have not are killed."""
+    """Return True if all processes have ended by themselves; kill those that have not."""
     deadline, left = time.monotonic() + DEADLINE_SECONDS, set(children)
     while left and time.monotonic() < deadline:
         left -= {child for child in left if os.waitpid(child, os.WNOHANG)[0]}

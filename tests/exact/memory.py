@@ -65,7 +65,7 @@ def _tries(depth: str, phase: str, place: int, index: int) -> dict[int, tuple[st
 
 
 def _judge_sums(this: harness.CellRun, returned: Any, call: harness.Call) -> None:
-    """What the call returned is of this rank's samples, each counted once."""
+    """The sums of the call are of this rank's samples, each counted once."""
     expected = this.oracle_sums(this.reference, oracle.collate(call[this.rank]))
     for each, (total, weight) in expected.items():
         this.found.near(f"the weight of {each!r}", returned[each].weight, float(weight))

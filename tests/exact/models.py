@@ -34,7 +34,7 @@ class IntegerLM(nn.Module):
 
 
 class Scale(nn.Module):
-    """What a norm is to sequence parallelism, in exact arithmetic: a weight for every feature."""
+    """A norm as sequence parallelism sees it, in exact arithmetic: a weight for every feature."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -75,7 +75,7 @@ def _rank(name: str, rank: int, port: int, file: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    """What each rank of each job said, None where it was still there after the deadline."""
+    """The output of each rank of each job; None if it was still there after the deadline."""
     torch.set_num_threads(1)
     results: dict[str, list[str | None]] = {}
     for name, world in WORLDS.items():

@@ -13,7 +13,7 @@ from tests.exact.cells import Cell
 
 
 def carried(state: Any) -> Any:
-    """What a file would give back of it."""
+    """The state that a file would give back."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)

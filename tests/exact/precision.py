@@ -201,7 +201,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _moves(model: nn.Module, **options: bool) -> bool:
-    """Whether AdamW takes a step with the gradients that are there."""
+    """Return True if AdamW takes a step with the gradients that are there."""
     before = [parameter.detach().clone() for parameter in model.parameters()]
     torch.optim.AdamW(model.parameters(), lr=0.5, **options).step()
     return all(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))

@@ -89,7 +89,7 @@ def job(name: str) -> Any:
 
 
 def trains_on(name: str) -> Any:
-    """That a model that was verified is trained as one that was not: its wrapper is as it was."""
+    """Assert that a verified model is trained as one that was not: its wrapper is as it was."""
     wrapper = name.split(":")[0]
     gradients: list[list[Tensor]] = []
     for is_verified in (False, True):

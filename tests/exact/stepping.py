@@ -116,7 +116,7 @@ def run_job(name: str) -> dict[str, Any]:
 
 
 def refused(wrapper: str) -> str:
-    """What is said to a model whose gradient is whole only after the backward."""
+    """The error of a model whose gradient is whole only after the backward."""
     model = models.integer_model("tokens")
     if wrapper == "ddp":
         model = DistributedDataParallel(model)

@@ -1,4 +1,4 @@
-"""What is wrong with an update is said on every rank, and nothing of it is left in the next."""
+"""An error in an update is raised on every rank, and nothing of it is left in the next."""
 
 from collections.abc import Callable
 from typing import Any

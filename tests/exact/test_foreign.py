@@ -1,4 +1,4 @@
-"""What Accelerate prepares is exact on two ranks, and its own accumulation is not in the way."""
+"""Models that Accelerate prepares are exact on two ranks, and its own accumulation is not in the way."""
 
 import pytest
 

@@ -78,7 +78,7 @@ def run_update(model: nn.Module, dtype: torch.dtype | None, max_norm: float | No
 
 
 class Operations(TorchDispatchMode):
-    """What torch was asked to do."""
+    """The operations that torch was asked to do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ def test_autocast_to_float16_is_refused_while_an_update_runs_and_only_then() -> 
 
 
 def test_in_float16_gradients_of_a_large_update_are_lost() -> None:
-    """What the refusals are for: the gradient of one rare token among a million."""
+    """The reason for the refusals: the gradient of one rare token among a million."""
     weight = torch.ones((), dtype=torch.float16, requires_grad=True)
     (weight * 0.01 / 1e6).float().backward()
     assert weight.grad == 0

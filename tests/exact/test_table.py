@@ -47,7 +47,7 @@ def test_every_pair_appears(table: str) -> None:
 
 
 def test_every_wrapper_meets_every_world_size_and_sync_of_its_own() -> None:
-    """What cannot be is refused, and stands in the table as that; nothing is left out."""
+    """A cell that cannot be is refused, and stands in the table as that; nothing is left out."""
     found = [(cell.wrapper, cell.world, cell.sync) for cell in sampled() if cell.evidence in ("odd", "refused")]
     assert sorted(found) == sorted((w, world, s) for w in WRAPPERS for world in WRAPPERS[w].worlds for s in ALL_SYNCS)
 

@@ -133,7 +133,7 @@ class Wrapper:
     refused: Mapping[str, str] = field(default_factory=lambda: _only_hybrid("no wrapper"))  # the error, by sync
 
     def data_degree(self, world: int) -> int:
-        """How many of its ranks are given different samples."""
+        """The number of its ranks with different samples."""
         return world // self.axes(world).get("tp", 1)
 
 

@@ -1,4 +1,4 @@
-"""What only a GPU can show: an update makes the host wait nowhere, and its gradient is that of the CPU."""
+"""Tests that need a GPU: an update makes the host wait nowhere, and its gradient is that of the CPU."""
 
 import copy
 from collections.abc import Iterator

@@ -77,7 +77,7 @@ def exactness(dtype: str) -> dict[str, Any]:
 
 
 def saved() -> dict[str, Any]:
-    """Whether accelerator.save_state holds what was stepped."""
+    """Return True if accelerator.save_state holds the stepped weights."""
     accelerator, model, optimizer, schedule = prepared(torch.float64)
     made = learner(accelerator, model, optimizer, scheduler=schedule, max_microbatch_tokens=40)
     folder = [tempfile.mkdtemp()]

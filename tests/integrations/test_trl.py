@@ -19,7 +19,7 @@ ALLOWED = 1e-6  # of a float64 model: TRL computes its losses in float32
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What every job gave, by number of ranks; each number is launched once."""
+    """The results of every job, by number of ranks; each number is launched once."""
 
     @cache
     def launched(world):

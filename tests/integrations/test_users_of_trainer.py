@@ -1,4 +1,4 @@
-"""What users of Trainer write gives the gradient of the uncut update, or is refused in one line."""
+"""Code of Trainer users gives the gradient of the uncut update, or is refused in one line."""
 
 import pytest
 import torch

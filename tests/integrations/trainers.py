@@ -34,7 +34,7 @@ def whole(gradient: Tensor) -> Tensor:
 
 
 class Recorder(TrainerCallback):
-    """What the optimizer is given, and how often."""
+    """Note the gradients of each step of the optimizer."""
 
     def __init__(self) -> None:
         self.gradients: list[dict[str, Tensor | None]] = []
@@ -277,7 +277,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 def refusals() -> dict[str, str]:
-    """What is said of each setting that cannot be kept."""
+    """The error of each setting that cannot be kept."""
     said: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, changed in REFUSED.items():
@@ -299,7 +299,7 @@ class Spoilt(OwnMean):
 
 
 def spoilt() -> dict[str, Any]:
-    """Which updates had a gradient, and whether all weights are finite afterwards."""
+    """The updates that had a gradient, and True if all weights are finite afterwards."""
     recorder = Recorder()
     with tempfile.TemporaryDirectory() as folder:
         args = arguments(folder, learning_rate=1e-2, optim="adamw_torch", max_grad_norm=1.0)

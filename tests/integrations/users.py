@@ -1,4 +1,4 @@
-"""What users of Trainer write, under MegabatchTrainer: losses, collators, loaders, hooks. Jobs of two launches."""
+"""Code of Trainer users under MegabatchTrainer: losses, collators, loaders, hooks. Jobs of two launches."""
 
 import contextlib
 import itertools
@@ -73,7 +73,7 @@ def padded(chosen: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def texts() -> list[dict[str, Any]]:
-    """Of a language model: labels are the tokens, a prompt is no target."""
+    """Samples of a language model: labels are the tokens, a prompt is no target."""
     made = []
     for index, each in enumerate(samples()):
         labels = each["input_ids"].clone()
@@ -194,7 +194,7 @@ def standardized(model, inputs):
 
 @dataclass(frozen=True)
 class Case:
-    """What a user trains, and the loss of an uncut update (None: it draws, and is not compared)."""
+    """The model and trainer of a user, and the loss of an uncut update (None: it draws, and is not compared)."""
 
     loss: Callable[..., Tensor] | None
     model: Callable[[], nn.Module] = Tiny
@@ -447,7 +447,7 @@ def traces() -> dict[str, Any]:
 
 
 def others() -> dict[str, Any]:
-    """What needs no training: evaluation with settings that are refused, and what Accelerate's loaders know."""
+    """Cases without training: evaluation with settings that are refused, and the knowledge of Accelerate's loaders."""
     with tempfile.TemporaryDirectory() as folder:
         args = arguments(folder, accelerator_config={"split_batches": True}, remove_unused_columns=False)
         trainer = MegabatchTrainer(Tiny(), args, padded, samples(), samples())

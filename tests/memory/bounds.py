@@ -56,7 +56,7 @@ def convolutions() -> nn.Module:
 
 
 def texts(rank: int, number: int) -> list[Sample]:
-    """Of many lengths; the longest of all is on the last rank."""
+    """Samples of many lengths; the longest of all is on the last rank."""
     generator = torch.Generator().manual_seed(rank)
     lengths = torch.randint(8, 57 + 4 * rank, (number,), generator=generator).tolist()
     ids = [torch.randint(1, 1500, (length,), generator=generator) for length in lengths]
@@ -102,7 +102,7 @@ class Run:
         return gradient.fit
 
     def taken(self, max_microbatch_tokens: int, longest_tokens: int) -> float:
-        """What an update takes at its peak: its samples, gradients and microbatches."""
+        """The peak memory of an update: its samples, gradients and microbatches."""
         samples = [max(self.batch, key=length_of)] * len(self.batch)
         if length_of(samples[0]) < longest_tokens:  # that of another rank
             samples = [{name: value.new_ones(longest_tokens) for name, value in samples[0].items()}] * len(samples)

@@ -190,7 +190,7 @@ def memory_bytes(key: str) -> int:
 
 @contextlib.contextmanager
 def honest_malloc() -> Iterator[None]:
-    """What is started inside gives back what it frees."""
+    """Let processes that start inside give back the memory that they free."""
     before = {key: os.environ.get(key) for key in MALLOC}
     os.environ.update(MALLOC)
     try:

@@ -87,7 +87,7 @@ def test_an_expandable_segment_gives_back_pages_inside_of_it() -> None:
 
 
 def test_a_hole_is_taken_with_what_is_free_before_it() -> None:
-    """Of a's 50 MiB 10 lie on a page of x; 40 are given back, for c and once more for e, which fits there again."""
+    """10 of a's 50 MiB lie on a page of x; 40 are given back, for c and once more for e, which fits there again."""
     steps = ["x+30", "a+50", "b+20", "a-", "c+60*", "c-", "e+50", "f+35"]
     assert played(*steps, expandable=True, limit=150) == Reserved(140, 135, 2, True)
 

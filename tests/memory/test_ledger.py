@@ -26,7 +26,7 @@ def ones(num_kibi: int = 1) -> torch.Tensor:
 
 
 def watched() -> tuple[object, ...]:
-    """What the ledger replaces while it is open."""
+    """The functions that the ledger replaces while it is open."""
     return (
         torch.UntypedStorage.resize_, "resize_" in vars(torch.UntypedStorage),
         ShardingPropagator._propagate_tensor_meta_non_cached,

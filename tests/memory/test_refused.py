@@ -1,4 +1,4 @@
-"""What cannot be simulated is refused in one line, and leaves nothing behind."""
+"""A refused simulation is one line, and leaves nothing behind."""
 
 from collections.abc import Callable
 from typing import Any

@@ -69,7 +69,7 @@ def counts_of(found: Simulated) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def buckets() -> Callable[[str], int]:
-    """How many buckets DDP itself makes of the model, in a process group of this process alone."""
+    """The number of buckets that DDP makes of the model, in a process group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     found = {wrapper: jobs.of_pytorch(f"pytorch:{wrapper}")["all_reduce"] - ("unused" in wrapper)
              for wrapper in REPLICAS}  # fmt: skip
@@ -79,7 +79,7 @@ def buckets() -> Callable[[str], int]:
 
 @functools.cache
 def known_of(wrapper: str) -> tuple[dict[str, int], dict[str, int]]:
-    """What formulas need to know of the model; and what another counter counts of one microbatch's activations."""
+    """Sizes of the model for formulas, and another counter's count of one microbatch's activations."""
     axes = axes_of(wrapper)
     with fake_mesh(axes) as mesh:
         model = jobs.of_model(f"model:{wrapper}")
@@ -116,7 +116,7 @@ def test_two_microbatches_tell_of_four(wrapper: str, sync: str) -> None:
 
 
 def whole(sent: Any) -> tuple[object, ...]:
-    """What is counted in whole numbers."""
+    """The counts in whole numbers."""
     return sent.collective, sent.axis, sent.num_ranks, sent.calls, sent.buffer_bytes, sent.sent_bytes
 
 
