@@ -121,7 +121,7 @@ def context_on(ranks: Ranks, dtype: torch.dtype, every: int | None, width: int =
 
 
 def healthy(ranks: Ranks, dtype: str, num: int) -> list[str]:
-    """What the check says of updates without a fault."""
+    """The findings of the check on updates without a fault."""
     context, _ = context_on(ranks, getattr(torch, dtype), 1)
     draw, said = torch.Generator().manual_seed(ranks.rank), list[str]()
     for step in range(num):
@@ -144,7 +144,7 @@ def faults(seed: int, num_ranks: int, num: int) -> list[Fault]:
 
 
 def found_by(ranks: Ranks, planted: list[Fault]) -> list[str]:
-    """What the check says of each fault, in the second update of a run of its own; "" for nothing."""
+    """The findings of the check on each fault, in the second update of a run of its own; "" for nothing."""
     return [words_of(ranks, fault) for fault in planted]
 
 

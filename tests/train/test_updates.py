@@ -86,7 +86,7 @@ def test_two_epochs_see_each_sample_twice(kind, size, tail, num_ranks, tmp_path)
 
 
 def stream_samples(config) -> list[Ids]:
-    """What is trained on, read without a stream."""
+    """The training samples, read without a stream."""
     plain = {"data": config.data.model_copy(update={"streaming": False}), "eval": EvalConfig(num_samples=0)}
     return ids_of(load(config.model_copy(update=plain)).train)[2:]  # the first two are held out
 
