@@ -47,7 +47,8 @@ from megabatch.wrappers.base import Wrapper
 from megabatch.wrappers.detect import Models, choose_policy, detect_wrapper
 from megabatch.wrappers.gradients import WideGradients, clip_gradients, drop_gradients
 
-NUM_DISTINCT = 2  # microbatches, after which every other one repeats the second
+NUM_DISTINCT = 2  # microbatches, of which every other one repeats the first backward or the second forward
+NUM_GATHERED_ONCE = 3  # of these the second: under "gather_once" the first gathers and the last frees parameters
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class Simulated:
     def at(self, num_microbatches: int) -> "Simulated":
         """Return the same update with another number of microbatches; two or all of them must have been run."""
         num_run = sum(name.startswith("forward") for name in self.phases)
-        if num_microbatches != num_run and not num_microbatches > num_run == NUM_DISTINCT:
+        if num_microbatches != num_run and not num_microbatches > num_run == _num_distinct(self.sync):
             raise PlanError(
                 f"{num_run} microbatches were run, which do not tell of {num_microbatches}; simulate with "
                 f"num_microbatches={num_microbatches}"
@@ -170,7 +171,7 @@ def simulate(
     if isinstance(loss_fn, JointLoss):
         raise PlanError("a JointLoss needs the representations of other ranks, which are not there; simulate encode")
     place = device_named(device) if isinstance(device, str) else device
-    num_run = num_microbatches if run_all else min(num_microbatches, NUM_DISTINCT)
+    num_run = num_microbatches if run_all else min(num_microbatches, _num_distinct(sync))
     with fake_mesh(axes or {}) as mesh, refuse_data_access(), disabled_gc():
         model = make_model(mesh)
         models = check_model(model)
@@ -196,11 +197,19 @@ def simulate(
 
 
 def count_phases(num_run: int, num_microbatches: int) -> dict[str, int]:
-    """Count each phase of an update. The first backward and the second forward stand for all that are not run."""
+    """Count each phase of an update. Phases that are not run repeat the first backward and the second forward.
+
+    Of three that are run, they repeat the second microbatch.
+    """
     times = {f"{phase} {index + 1}": 1 for index in range(num_run) for phase in ("forward", "backward")} | {"step": 1}
     if num_run < num_microbatches:
-        times["backward 1"] = times["forward 2"] = num_microbatches - 1
+        backward = "backward 2" if num_run == NUM_GATHERED_ONCE else "backward 1"
+        times[backward] = times["forward 2"] = num_microbatches - num_run + 1
     return times
+
+
+def _num_distinct(sync: str) -> int:
+    return NUM_GATHERED_ONCE if sync == "gather_once" else NUM_DISTINCT
 
 
 class _Run:
