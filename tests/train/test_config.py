@@ -88,6 +88,7 @@ OF_THE_COMMAND_LINE = {  # arguments -> what the error names
             "--update.one_row": "update.one_row is true, whose rows",
             "--model.dtype=float64": "model.dtype is 'float64', whose sums float64 rounds",
             "--checkpoint.partial": "checkpoint.partial is true, which makes an update in several calls",
+            "--run.check_hardware_every=2": "run.check_hardware_every is 2, which makes gradients in another cut",
             "--model.compute_dtype=bfloat16": "model.compute_dtype is 'bfloat16', to which FSDP2 casts",
             "--run.device=cpu --optim.options.fused=true": "optim.options.fused is true, whose bits",
         }.items()

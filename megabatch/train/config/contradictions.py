@@ -28,6 +28,7 @@ EXCLUDING = (  # a key, others that do not go with it, and why; key=value: that 
     ("update.same_bits", ["update.one_row"], "whose rows depend on the ranks"),
     ("update.same_bits", ["update.accumulate_dtype"], "where gradients are added in float64"),
     ("update.same_bits", ["update.on_nonfinite=skip_microbatch"], "which makes updates of another cut"),
+    ("update.same_bits", ["run.check_hardware_every"], "which makes gradients in another cut"),
     ("update.same_bits", ["checkpoint.partial", "advice.every"], "which makes an update in several calls"),
     ("update.same_bits", ["optim.in_backward"], "where gradients are gone before their norm is known"),
     ("update.same_bits", ["model.dtype=float64"], "whose sums float64 rounds"),
