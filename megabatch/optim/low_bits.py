@@ -42,8 +42,8 @@ class LowBits(Optimizer):
 
     Use the wrapper in place of the optimizer: schedulers, hooks, `state_dict` and `torch.distributed.checkpoint` work
     on it, with the parameter groups of ``optimizer``. Its state has an int16 tensor ``low_bits`` for each parameter,
-    sharded as the parameter is. Other states of bfloat16 parameters are in ``state_dtype``. Parameters of other dtypes
-    are stepped as they are.
+    sharded as the parameter is: save it sharded, since gloo sends no int16 and ``full_state_dict=True`` fails. Other
+    states of bfloat16 parameters are in ``state_dtype``. Parameters of other dtypes are stepped as they are.
 
     A step works on a few parameters at a time. Its scratch is 8 bytes for each element of the largest parameter on this
     rank, 4 more for each state that is not in float32, and what ``foreach=True`` takes for as many elements. Use
