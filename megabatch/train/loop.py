@@ -20,6 +20,7 @@ from megabatch.train.data.updates import Updates
 from megabatch.train.model.architecture import load_tokenizer, positions_for_stream, vocabulary_for_own
 from megabatch.train.model.build import build, check_loss, in_precision
 from megabatch.train.model.expert_balance import train_with_router
+from megabatch.train.model.keyed_dropout import keying, keys_of, with_keys
 from megabatch.train.model.optimizer import build_learner
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.heartbeat import Heartbeat
@@ -144,6 +145,8 @@ def prepare_run(config: Config, ranks: Ranks, stop: StopSignal, heartbeat: Heart
     check_loss(loss_fn, config, has_sets=bool(data.sets))
     loss_fn = train_with_router(loss_fn, config, model, updates)
     loss_fn = in_precision(loss_fn, config.model, model, ranks.device)
+    if (keys := keys_of(model.base)) is not None:
+        loss_fn, updates.add_key = with_keys(loss_fn, keys), keying(config.run.seed)
     learner = build_learner(model, config, updates.num_updates, *choices.given)
     identity = identity_of(config, data, model, updates)
     context = RunContext(

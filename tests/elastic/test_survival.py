@@ -216,6 +216,28 @@ def test_a_checkpoint_is_never_ahead_of_rows_on_the_disk(
     assert "checkpoints" in synced[synced.index("meta.json") :]
 
 
+# Dropout
+
+
+@case("a run with dropout resumes on other ranks and in another cut")
+def resized_with_dropout(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
+    bench.train(run__folder=bench.path / "whole")
+    bench.train(run__max_steps=3)
+    said = bench.train(ranks=2, recipe=bench.folder, run__max_steps=6, update__max_microbatch_tokens=512)
+    paths = [folder / "checkpoints" / "step-6" for folder in (bench.path / "whole", bench.folder)]
+    one, other = (states_of(path, bench.path / "state.pt") for path in paths)
+    assert max(float((one[name] - other[name]).abs().max()) for name in one if one[name].numel()) < 1e-10
+    assert "by rank" not in said
+    return said
+
+
+@case("it has dropout of attention, which the model draws itself")
+def dropout_of_attention(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
+    values = {"model__config__attn_pdrop": 0.1}
+    assert "by rank" not in bench.train(run__max_steps=2, **values)
+    return bench.train(run__resume=True, run__max_steps=3, **values)
+
+
 # The launcher
 
 
@@ -324,7 +346,7 @@ def test_a_check_of_the_hardware_changes_nothing(bench: Bench, wrapper: str) -> 
 
 @pytest.mark.full
 def test_random_numbers_by_rank_are_refused(bench: Bench) -> None:
-    said = said_by(bench.finish(ranks=2, run__check_hardware_every=1), 2)
+    said = said_by(bench.finish(ranks=2, run__check_hardware_every=1, model__config__attn_pdrop=0.1), 2)
     assert "the model draws random numbers by rank (dropout)" in said
 
 

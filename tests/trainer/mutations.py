@@ -103,7 +103,7 @@ BUGS = (
     Bug("resume with new weights",
         {"load(checkpoint, context.saved)": "pass"}, RESUMED),
     Bug("draw other dropout after a resume",
-        {"default_generator.manual_seed(seed)  #": "default_generator.manual_seed(id(self))  #"}, RESUMED),
+        {'f"{seed} {update} {name}"': "str(__import__('time').time_ns())"}, RESUMED),
     Bug("keep the rows after the checkpoint", {'row["step"] < step or': "True or"}, RESUMED),
     Bug("forget the average on resume", {"average.copy_(state[name])": "pass"}, RESUMED),
 )  # fmt: skip

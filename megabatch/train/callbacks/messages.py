@@ -170,6 +170,26 @@ def why_ended(context: RunContext) -> str:
     return f"the data ran out after {count(epochs, 'epoch')}; {used}"
 
 
+class RandomCheck(Callback):
+    """Say after the first update of a resumed run that the model draws random numbers by rank. Collective."""
+
+    def __init__(self) -> None:
+        self._is_first = True
+
+    def after_update(self, context: RunContext) -> None:
+        """Compare the generator with a new one of the update's seed."""
+        if not self._is_first or context.num_calls > 1:
+            return
+        self._is_first, device = False, context.ranks.device
+        fresh = torch.Generator(device).manual_seed(context.seed).get_state()
+        now = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+        if any(context.ranks.gather(not torch.equal(now, fresh))):
+            context.console.warn(
+                "the model draws random numbers by rank (dropout of attention, say): the run resumes bit for bit on as "
+                "many ranks and in the same cut, and with other dropout elsewhere"
+            )
+
+
 class MemoryCheck(Callback):
     """Measure the second update of a start, and say where a longer sample has changed the limit. Collective."""
 

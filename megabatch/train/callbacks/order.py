@@ -6,7 +6,7 @@ from megabatch import JointLoss
 from megabatch.errors import MegabatchError
 from megabatch.train.callbacks.checkpointing import Checkpointing
 from megabatch.train.callbacks.evaluation import EarlyStopping, Evaluation
-from megabatch.train.callbacks.messages import FinalMessages, MemoryCheck, PlanMessage
+from megabatch.train.callbacks.messages import FinalMessages, MemoryCheck, PlanMessage, RandomCheck
 from megabatch.train.checkpoints.paths import OPEN, checkpoints_of
 from megabatch.train.config import RunConfig
 from megabatch.train.config.batch_size import sizes_of
@@ -25,6 +25,8 @@ def make_callbacks(context: RunContext, own: Sequence[Callback]) -> list[Callbac
     into several calls come first: the first callback is the innermost of `around_backward`.
     """
     config, ranks, made = context.config, context.ranks, list[Callback]()
+    if context.checkpoint is not None:
+        made.append(RandomCheck())
     if config.run.profile_steps and ranks.is_main:
         made.append(Profiler(context))
     if config.update.on_nonfinite != "raise":

@@ -59,6 +59,10 @@ class ModelConfig(Section):
     """Keep the linear layers of the base of model.lora in four bits, by bitsandbytes. Needs megabatch[qlora]."""
     double_quantization: bool = True
     """With quantize: keep the scales of its blocks in eight bits, too."""
+    keyed_dropout: bool = True
+    """Dropout masks of nn.Dropout follow from run.seed, the update, the sample, the layer and the place, so that other
+    ranks and another cut make the same updates. false: torch's generator draws them by rank, which is faster. Not with
+    compile, update.one_row, parallel.tp, cp and pp."""
     experts: Options | None = None
     """The balance of a mixture of experts: router_loss, scores ("softmax" or "sigmoid"), bias_rate, by which biases of
     routers move after each update, and bias_name. See docs/experts.md."""

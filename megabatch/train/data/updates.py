@@ -75,6 +75,7 @@ class Updates:
         self._ids: Sequence[int | str] = ()
         self.even_tokens: int | None = None  # by which they are dealt
         self.change: Callable[[Any], Any] | None = None  # what is done to each sample before it is trained on
+        self.add_key: Callable[[Any, int, int | str], Any] | None = None  # with the update's number and the sample's id
 
     @property
     def epochs(self) -> float | None:
@@ -121,13 +122,13 @@ class Updates:
             if first is None:
                 return []
             self._ahead = (received(first), deliveries)
-        return self._changed(self._ahead[0].samples)
+        return self._changed(self._ahead[0])
 
     def __iter__(self) -> Iterator[Sequence[Any]]:
         for delivery in self._deliveries():
             self._before, self._state = self._state, delivery.state
             self._ahead, self._ids = None, delivery.ids
-            yield self._changed(delivery.samples)
+            yield self._changed(delivery)
 
     def give_back(self) -> None:
         """Let the update that was handed out last be the next one still, for a run that resumes later."""
@@ -142,8 +143,15 @@ class Updates:
         self._source.check(state)
         self._state, self._ahead = state, None
 
-    def _changed(self, batch: Sequence[Any]) -> Sequence[Any]:
-        return batch if self.change is None else mapped(batch, range(len(batch)), self.change)
+    def _changed(self, delivery: Delivery) -> Sequence[Any]:
+        batch, change, add_key = delivery.samples, self.change, self.add_key
+        places = range(len(batch))
+        if change is not None:
+            batch = mapped(batch, places, lambda sample, _: change(sample))
+        if add_key is not None:
+            ids, update = delivery.ids, delivery.state["updates"]
+            batch = mapped(batch, places, lambda sample, place: add_key(sample, update, ids[place]))
+        return batch
 
     def _deliveries(self) -> Iterator[Delivery]:
         num_workers = min(self._config.data.num_workers, self._source.max_workers)
@@ -405,15 +413,15 @@ def as_tensor(value: Any) -> Any:
 
 def part_of(batch: Sequence[Any], places: Sequence[int]) -> Sequence[Any]:
     """Return some samples of an update."""
-    return mapped(batch, places, lambda sample: sample)
+    return mapped(batch, places, lambda sample, _: sample)
 
 
-def mapped(batch: Sequence[Any], places: Sequence[int], change: Callable[[Any], Any]) -> Sequence[Any]:
-    """Return some samples of an update, each changed; those that are loaded later, then."""
+def mapped(batch: Sequence[Any], places: Sequence[int], change: Callable[[Any, int], Any]) -> Sequence[Any]:
+    """Return some samples of an update, each changed, by its place too; those that are loaded later, then."""
     if not isinstance(batch, Deferred):
-        return [change(batch[place]) for place in places]
+        return [change(batch[place], place) for place in places]
     return Deferred(
-        lambda index: change(batch[places[index]]),
+        lambda index: change(batch[places[index]], places[index]),
         [batch.lengths[place] for place in places],
         None if batch.weights is None else [batch.weights[place] for place in places],
         look_ahead=batch.look_ahead,

@@ -32,6 +32,7 @@ from megabatch.train.model.architecture import (
     refused,
 )
 from megabatch.train.model.frozen import bitsandbytes, check_same_bits, described, quantized, sealed
+from megabatch.train.model.keyed_dropout import key_dropouts
 from megabatch.train.model.weights import (
     Source,
     fill,
@@ -108,6 +109,9 @@ def build(config: Config, ranks: Ranks, console: Console, longest_tokens: int | 
     words = [source.text, *prepare(base, config.model), precision]
     if config.model.lora is not None:
         source = begun(source, config.model, config.run.seed)
+    is_split = ranks.layout.tp > 1 or ranks.layout.cp > 1 or ranks.layout.pp > 1  # a rank sees parts of a sample
+    if config.model.keyed_dropout and not (is_split or config.model.compile or config.update.one_row):
+        key_dropouts(base)
     identity, unsaved = identity_of(base), left_out(base, config.model)
     stages = stages_of(base, config, wrapper, ranks, lambda: outline(config.model, cast(Any, base).config))
     laid_words, mesh = lay(source, config, wrapper, ranks, stages)

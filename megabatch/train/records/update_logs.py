@@ -12,6 +12,7 @@ from torch import Tensor
 from megabatch import Plan
 from megabatch.batching import Deferred
 from megabatch.train.context import Callback, RunContext
+from megabatch.train.model.keyed_dropout import KEY as DROPOUT_KEY
 from megabatch.train.runtime.files import CLOSE, CUTS, MANIFEST, Row
 from megabatch.train.runtime.oom_limit import report_split
 from megabatch.train.runtime.ranks import Ranks
@@ -119,7 +120,7 @@ def sum_of_hashes(batch: Sequence[Any]) -> int:
 def hash_sample(sample: Mapping[str, Any]) -> bytes:
     """Return a hash of every value of a sample under its key, of tensors with type and shape; not of its name."""
     content = hashlib.sha256()
-    for key in sorted(sample):
+    for key in sorted(sample.keys() - {DROPOUT_KEY}):
         value = sample[key]
         if isinstance(value, Tensor):
             value = value.detach().cpu().contiguous()
