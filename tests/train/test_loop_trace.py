@@ -29,7 +29,9 @@ class TraceUpdates(Callback):
 
 
 def traced_update(bench: Bench) -> Trace:
-    config = load_config(bench.recipe, ["--run.max_steps=5", "--eval.every=100", "--run.save_every=100"])
+    config = load_config(
+        bench.recipe, ["--run.max_steps=5", "--eval.every=100", "--run.save_every=100", "--model.config.resid_pdrop=0"]
+    )
     context = prepare_run(config, ALONE, StopSignal(speaks=False), Heartbeat(Rendezvous(), None))
     tracer = TraceUpdates()
     context.callbacks = Callbacks([*context.callbacks.all, tracer])
