@@ -32,14 +32,16 @@ def difference(model: nn.Module, way: Way, expected: list[Tensor]) -> float:
     return (apart / whole) ** 0.5
 
 
-def medians(ways: Mapping[str, Way], repeats: int) -> dict[str, dict[str, Any]]:
-    """Milliseconds of each way, taken in turns."""
+def medians(
+    ways: Mapping[str, Way], repeats: int, clock: Callable[[], float] = hardware.seconds_now
+) -> dict[str, dict[str, Any]]:
+    """Milliseconds of each way by a clock of seconds, taken in turns."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     for repeat in range(WARMUP + repeats):
         for name in list(ways)[:: -1 if repeat % 2 else 1]:
-            start = hardware.seconds_now()
+            start = clock()
             ways[name]()
-            times[name].append(1000 * (hardware.seconds_now() - start))
+            times[name].append(1000 * (clock() - start))
     return {
         name: {"ms": round(statistics.median(each[WARMUP:]), 3), "repeats_ms": [round(ms, 3) for ms in each[WARMUP:]]}
         for name, each in times.items()

@@ -1,5 +1,7 @@
 """GRPO on sums: a small Llama of bytes learns "7+8=" by a program's rewards. python examples/grpo.py (a minute)
 
+`python examples/grpo.py token-mean runs/grpo` also writes the rewards, and `megabatch report runs/grpo` draws them.
+
 The model first imitates some sums, of which it then gets a third right. GRPO goes on from there: answers are compared
 with others to the same question, the ratio to the policy that gave them is clipped, and a KL term keeps the policy near
 the imitator. An update has more and more calls. The weights of both terms are told before the first, so gradients are
@@ -8,9 +10,11 @@ ratio of an answer's first update is exactly 1.
 """
 
 import copy
+import json
 import random
 import sys
 from functools import partial
+from pathlib import Path
 
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
@@ -116,7 +120,11 @@ def imitate(model, gradient, numbers, num_updates):
         optimizer.step()
 
 
-def main(aggregation="token-mean", num_imitations=150, num_updates=120):
+def main(aggregation="token-mean", folder=None, num_imitations=150, num_updates=120):
+    rows = None
+    if folder is not None:
+        Path(folder).mkdir(parents=True)
+        rows = (Path(folder) / "metrics.jsonl").open("w", buffering=1)  # each line as soon as it is there
     torch.manual_seed(0)
     numbers, model = random.Random(0), new_model()
     gradient = megabatch.GradientAccumulator(model, max_microbatch_tokens=2048)
@@ -146,6 +154,10 @@ def main(aggregation="token-mean", num_imitations=150, num_updates=120):
             assert epoch or not update.terms["moved"]
             optimizer.step()
         share, far = sum(right) / len(right), update.terms["kl"] / KL
+        if rows is not None:
+            terms = {f"loss_{name}": float(update.terms[name]) for name in ("policy", "kl")}
+            row = {"step": step + 1, "loss": float(update.loss), "reward": share, "grad_norm": float(update.grad_norm)}
+            rows.write(json.dumps(row | terms) + "\n")
         print(f"update {step}  {len(calls)} calls  {share:.1%} right  kl {far:.3f}")
     greedy = answers(model, held_out, do_sample=False)
     solved = sum(bytes(row).decode() == solution(q) for q, row in zip(held_out, greedy, strict=True))

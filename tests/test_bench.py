@@ -199,6 +199,27 @@ def test_samples_in_one_row_are_timed_beside_padded_ones(tmp_path):
 
 
 @pytest.mark.full
+def test_samples_that_begin_alike_are_timed_beside_padded_ones(tmp_path):
+    done = benchmark("shared_prefix", tmp_path / "found.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    alike, apart = found["works"].values()
+    assert (alike["tokens"], alike["computed_tokens"], alike["samples_per_row"]) == (288, 96, [4])
+    assert apart["tokens"] == apart["computed_tokens"]
+    assert 0 < alike["gradients_differ"] <= found["tolerance"]
+    assert apart["gradients_differ"] == 0
+
+
+def test_the_committed_times_of_shared_prefixes_are_what_the_page_says():
+    (path,) = (ROOT / "benchmarks/results").glob("shared_prefix_*.json")
+    page = (ROOT / "docs/several-calls.md").read_text()
+    assert path.name in page
+    for name, work in json.loads(path.read_text())["works"].items():
+        assert f"| {name} | {work['tokens']:,} | {work['computed_tokens']:,} | {work['times_faster']:.2f} |" in page
+        assert work["times_faster"] >= 1
+
+
+@pytest.mark.full
 def test_the_trainer_and_a_loop_by_hand_are_timed(tmp_path):
     done = benchmark("throughput", tmp_path / "found.json", "--repeats", "2")
     assert done.returncode == 0, done.stdout + done.stderr

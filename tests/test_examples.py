@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import megabatch
 from megabatch.train.config.recipe import load_config
+from megabatch.train.report.data import read_run
 from megabatch.train.runtime.plugins import load_file
 from tests.train.processes import Finished, Run, overrides
 from tests.train.tokenizers_for_tests import chat_tokenizer
@@ -26,7 +27,7 @@ RECIPES = ROOT / "recipes"
 MAX_LINES, MAX_LINES_OF = 30, {"flow_digits.py": 120, "accelerated.py": 40, "module.py": 40}
 MAX_LINES_OF |= {
     "dpo.py": 55,
-    "grpo.py": 160,
+    "grpo.py": 170,
     "classification.py": 41,
     "masked.py": 41,
     "seq2seq.py": 40,
@@ -190,11 +191,16 @@ def test_a_policy_learns_from_rewards() -> None:
 
 
 @pytest.mark.full
-def test_groups_of_answers_are_compared() -> None:
-    right = numbers(example("grpo"), after="% right")
+def test_groups_of_answers_are_compared(tmp_path: Path) -> None:
+    told = printed("examples/grpo.py", "token-mean", str(tmp_path / "grpo"))
+    right = numbers(told, after="% right")
     assert len(right) == 120
     assert sum(right[-5:]) > sum(right[:5]) + 5 * 25
-    assert {int(number) for number in numbers(example("grpo"), after=" calls")} == {1, 2, 3}
+    assert {int(number) for number in numbers(told, after=" calls")} == {1, 2, 3}
+    rewards = read_run(tmp_path / "grpo")["updates"]["reward"]
+    assert rewards == pytest.approx([each / 100 for each in right], abs=1e-3)
+    printed("-m", "megabatch", "report", str(tmp_path / "grpo"))
+    assert "mean reward of rollouts" in (tmp_path / "grpo" / "report.html").read_text()
 
 
 def test_the_flow_is_exact_under_any_cut() -> None:

@@ -295,6 +295,18 @@ def test_a_run_without_times_has_no_axis_of_them(browser: Browser, run: Path) ->
         assert not seen.page.locator("#marks").is_visible()
 
 
+def test_rewards_of_a_loop_of_its_own_are_drawn(browser: Browser, tmp_path: Path) -> None:
+    """As examples/grpo.py writes them."""
+    rows = [
+        {"step": step, "loss": 0.1, "reward": step / 20, "grad_norm": 1.0, "loss_kl": 0.01} for step in range(1, 21)
+    ]
+    (tmp_path / "metrics.jsonl").write_text(lines(rows))
+    with opened(browser, written(tmp_path)) as seen:
+        drawn = seen.page.eval_on_selector_all("figure", "each => each.map(figure => figure.dataset.key)")
+        assert drawn == ["loss", "reward", "grad_norm", "loss_kl"]
+        expect(seen.page.locator("[data-key=reward] figcaption")).to_contain_text("mean reward of rollouts")
+
+
 def test_names_are_shown_as_they_are(browser: Browser, tmp_path: Path) -> None:
     name = "</script><img src=x onerror=alert(1)>"
     (tmp_path / "metrics.jsonl").write_text(lines([*evaluations(0, name), update(1)]))

@@ -3,6 +3,7 @@
 const RUN_COLORS = ["--accent", "--warm", "--leaf", "--plum", "--rose", "--teal"];  // further runs are dashed
 const SET_COLORS = ["--warm", "--leaf", "--plum", "--teal", "--rose"];
 const CURVES = [
+  ["reward", "mean reward of rollouts"],
   ["grad_norm", "gradient norm before clipping"], ["lr", "learning rate"],
   ["tokens_per_second", "real tokens per second"], ["samples_per_second", "samples per second"],
   ["memory_gib", "most memory of the main rank (GiB)"], ["padding", "padding, share of computed tokens"],
