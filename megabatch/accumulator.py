@@ -883,7 +883,8 @@ class GradientAccumulator:
                 opened.told, opened.is_held = told, True
             for batch, loss_fn, plan, _ in calls:
                 self.forward_backward(batch, loss_fn, plan=plan)
-            differ = any(before != after for (*_, before), (*_, after) in zip(calls, self._calls, strict=True))
+            pairs = zip(calls, self._calls, strict=True)
+            differ = not all(self._proof.are_same(before, after) for (*_, before), (*_, after) in pairs)
             if any(row[0] for row in self.ranks.exchange_numbers([differ])):
                 break
         self._abandon()

@@ -22,6 +22,7 @@ from megabatch.torch_private import count_writes, global_step_hooks, pytree
 LEAVE_OUT = "or leave step_in_backward() out"
 NUM_STEPS = 3  # a count that parameters share runs ahead in these
 SIZE = 4  # of each dimension of a small parameter, at most
+SIZE_IN_PARTS = 37  # of parameters whose parts are compared: a CPU steps the last few elements by other instructions
 SCALES = (-3.0, 3.0)  # log10 of gradients: very different ones, so that who mixes them is seen
 LEARNING_RATE = 0.1  # a schedule may have begun at 0
 MANY = 2**16  # elements: larger tensors are not copied
@@ -66,7 +67,7 @@ def depends_on_shards(optimizer: Optimizer) -> bool:
     failure: Exception | None = None
     for with_state in (False, True):  # some make their state when they are made, and miss it in a step
         try:
-            whole, parts = (_stepped_in_parts(optimizer, num_rows, with_state) for num_rows in (SIZE, 1))
+            whole, parts = (_stepped_in_parts(optimizer, num_rows, with_state) for num_rows in (SIZE_IN_PARTS, 1))
             return not all(map(torch.equal, whole, parts))
         except Exception as error:  # whatever a step raises
             failure = error
@@ -80,7 +81,7 @@ def depends_on_shards(optimizer: Optimizer) -> bool:
 def _stepped_in_parts(optimizer: Optimizer, num_rows: int, with_state: bool) -> list[Tensor]:
     """Return small parameters after some steps of a copy that has each in two parts, the first of so many rows."""
     generator = torch.Generator().manual_seed(0)
-    groups, states, instead = _small_groups(optimizer, generator)
+    groups, states, instead = _small_groups(optimizer, generator, SIZE_IN_PARTS)
 
     def parts_of(tensor: Tensor) -> list[Tensor]:
         is_whole = tensor.ndim == 0 or len(tensor) <= num_rows
@@ -192,11 +193,11 @@ def _stepped(optimizer: Optimizer, way: str, with_state: bool) -> list[_Small]:
 
 
 def _small_groups(
-    optimizer: Optimizer, generator: torch.Generator
+    optimizer: Optimizer, generator: torch.Generator, most: int = SIZE
 ) -> tuple[list[Group], dict[Tensor, Any], dict[int, Any]]:
     """Return groups with two small parameters of each kind, small states, and the substitutes by id of a tensor."""
     tensors = [each for each in pytree.tree_leaves(list(optimizer.state.values())) if isinstance(each, Tensor)]
-    instead: dict[int, Any] = {id(each): _zeros_like(each) for each in tensors}
+    instead: dict[int, Any] = {id(each): _zeros_like(each, most) for each in tensors}
     groups: list[Group] = []
     states: dict[Tensor, Any] = {}
     for group in optimizer.param_groups:
@@ -204,7 +205,7 @@ def _small_groups(
         for each in group["params"]:
             kind = each.ndim, each.dtype, each.device
             if kind not in kinds:
-                kinds[kind] = [_small_parameter(each, generator) for _ in range(2)]
+                kinds[kind] = [_small_parameter(each, generator, most) for _ in range(2)]
                 states |= {small: copy.deepcopy(optimizer.state.get(each, {}), dict(instead)) for small in kinds[kind]}
             instead[id(each)] = kinds[kind][0]
         options = copy.deepcopy({name: value for name, value in group.items() if name != "params"}, dict(instead))
@@ -231,23 +232,23 @@ def _copy(optimizer: Optimizer, groups: list[Group], states: dict[Tensor, Any], 
     return made
 
 
-def _small_parameter(parameter: Tensor, generator: torch.Generator) -> nn.Parameter:
-    values = torch.randn(_size(parameter), dtype=torch.float64, generator=generator, device="cpu")
+def _small_parameter(parameter: Tensor, generator: torch.Generator, most: int) -> nn.Parameter:
+    values = torch.randn(_size(parameter, most), dtype=torch.float64, generator=generator, device="cpu")
     is_trained = parameter.is_floating_point() or parameter.is_complex()
     small = nn.Parameter(values.to(parameter.device, parameter.dtype), requires_grad=is_trained)
     vars(small).update({name: value for name, value in vars(parameter).items() if not isinstance(value, Tensor)})
     return small
 
 
-def _zeros_like(tensor: Tensor) -> Tensor:
+def _zeros_like(tensor: Tensor, most: int = SIZE) -> Tensor:
     """Return zeros of the size of a small parameter, or a copy of a single number."""
     if tensor.ndim == 0:
         return tensor.detach().clone()
-    return torch.zeros(_size(tensor), dtype=tensor.dtype, device=tensor.device)
+    return torch.zeros(_size(tensor, most), dtype=tensor.dtype, device=tensor.device)
 
 
-def _size(tensor: Tensor) -> Sequence[int]:
-    return [min(max(size, 1), SIZE) for size in tensor.shape]
+def _size(tensor: Tensor, most: int) -> Sequence[int]:
+    return [min(max(size, 1), most) for size in tensor.shape]
 
 
 def _gradient(optimizer: Optimizer, parameter: Tensor, generator: torch.Generator) -> Tensor | None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from megabatch.batching.packed_row import OneRow
 from megabatch.batching.samples import Batch, Collate, Samples
@@ -24,7 +25,7 @@ from megabatch.engine.optimizer_trial import depends_on_shards
 from megabatch.engine.step_in_backward import StepInBackward
 from megabatch.engine.update import MAX_TERMS, OpenUpdate
 from megabatch.errors import MegabatchError, MicrobatchLimit, PlanError
-from megabatch.losses.contract import LossHooks, Term
+from megabatch.losses.contract import WEIGHT_TOLERANCE, LossHooks, Term
 from megabatch.optim import LowBits, Muon
 from megabatch.planning.partition import fill
 from megabatch.planning.plan import Plan, check_lengths, priced
@@ -70,7 +71,9 @@ def check_settings(
 
 def check_optimizer(wrapper: Wrapper, optimizer: torch.optim.Optimizer) -> None:
     """Raise `PlanError` for an optimizer whose step has other bits if it is given other shards."""
-    inner = getattr(optimizer, "optimizer", optimizer)  # of LowBits and of Accelerate's wrapper
+    inner: Any = optimizer
+    while hasattr(inner, "optimizer"):  # of LowBits and of Accelerate's wrapper
+        inner = inner.optimizer
     others = inner.others if isinstance(inner, Muon) else inner  # Muon gathers its own matrices
     name, reason = type(others or inner).__name__, None
     if wrapper.device.type == "cpu" and any(each.get("fused") for each in inner.param_groups):
@@ -88,7 +91,8 @@ def check_optimizer(wrapper: Wrapper, optimizer: torch.optim.Optimizer) -> None:
 def check_modules(models: Sequence[nn.Module]) -> None:
     """Raise `PlanError` for modules whose outputs depend on which microbatches ran before on the rank."""
     for each in (module for model in models for module in model.modules() if module.training):
-        if getattr(each, "track_running_stats", False):
+        is_norm = isinstance(each, nn.SyncBatchNorm) or "SpectralNorm" in type(each).__name__
+        if is_norm or getattr(each, "track_running_stats", False):
             raise PlanError(
                 f"same_bits=True and {type(each).__name__} keeps statistics of its own rank's microbatches; call "
                 "eval() on it, use another norm, or leave same_bits out"
@@ -130,6 +134,13 @@ class SameBitsPlanner(MicrobatchPlanner):
             raise PlanError("same_bits=True and plan= is not the cut of these samples; leave plan= out")
         # The divisor is a sum over ranks too, and must not depend on its order.
         weights = [{name: _rounded(each) for name, each in weights.items()} for weights in prepared.weights]
+        for before, after in zip(prepared.weights, weights, strict=True):
+            for name, each in before.items():
+                if abs(after[name] - each) > WEIGHT_TOLERANCE / 2 * each:
+                    raise PlanError(
+                        f"same_bits=True and a sample has the weight {each:.3g}, which no multiple of 2**-30 is near "
+                        "enough; multiply the weights and totals of all samples, or leave same_bits out"
+                    )
         sums = {name: sum(each[name] for each in weights) for name in prepared.weight_sums}
         return replace(prepared, weights=tuple(weights), weight_sums=sums)
 
@@ -234,6 +245,7 @@ class ProvedGradients(ExactGradients):
         self.units = [0.0] * len(self._leaves)  # 0: unknown, gradients stay as they are
         self._largest: list[Tensor] = []  # by parameter, of this rank's microbatches
         self._counts: list[Tensor] = []  # microbatches with a gradient that is not zero
+        self._nodes: list[Any] = []  # of the open update; a leaf does not keep its own alive
 
     def load_units(self, units: Sequence[float]) -> None:
         """Continue with the units of a saved state. Raises `PlanError` if it is of another number of parameters."""
@@ -248,14 +260,18 @@ class ProvedGradients(ExactGradients):
         super().begin()
         zeros = torch.zeros(2, len(self._leaves), dtype=torch.float64, device=self._leaves[0].device)
         self._largest, self._counts = (list(row) for row in zeros)
+        self._nodes.clear()
         method = weakref.WeakMethod(self._round)
         for index, leaf in enumerate(self._leaves):
 
-            def round_to_units(gradient: Tensor, index: int = index) -> Tensor:
+            def round_to_units(gradients: tuple[Tensor, ...], index: int = index) -> tuple[Tensor, ...]:
                 alive = method()  # a deleted accumulator rounds nothing
-                return gradient if alive is None else alive(gradient, index)
+                return gradients if alive is None else tuple(alive(each, index) for each in gradients)
 
-            self._hooks.append(leaf.register_hook(round_to_units))
+            # Of the node that adds to leaf.grad: a hook of the leaf would round the torch.autograd.grad of a loss too.
+            node = get_gradient_edge(leaf).node
+            self._nodes.append(node)
+            self._hooks.append(node.register_prehook(round_to_units))
 
     def _round(self, gradient: Tensor, index: int) -> Tensor:
         if not gradient.numel():
@@ -266,6 +282,12 @@ class ProvedGradients(ExactGradients):
         unit = self.units[index]
         # A product with a power of two is exact, so this rounds once.
         return gradient.mul(1 / unit).round_().mul_(unit) if unit else gradient
+
+    @staticmethod
+    def are_same(before: Mapping[str, Term], after: Mapping[str, Term]) -> bool:
+        """Return True if the sums of two runs of a call have the same bits, those of NaN too."""
+        bits = [[torch.stack(term).view(torch.int32).tolist() for term in each.values()] for each in (before, after)]
+        return list(before) == list(after) and bits[0] == bits[1]
 
     def agree_on_units(self, ranks: DataRanks) -> bool:
         """Set the units of the next update. Return False if this one must run again, with these units. Collective."""

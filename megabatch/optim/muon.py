@@ -129,7 +129,12 @@ class Muon(torch.optim.Muon):
         lr = float(group["lr"])
         for matrix, update in zip(matrices, updates, strict=True):
             rate = adjusted_muon_rate(lr, group["adjust_lr_fn"], matrix.shape)
-            _local(matrix).mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-rate)
+            weight = _local(matrix)
+            # In float32, whose sums do not depend on the size of a shard as those of bfloat16 do on a CPU.
+            moved = weight.to(torch.promote_types(weight.dtype, torch.float32))
+            moved.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-rate)
+            if moved is not weight:
+                weight.copy_(moved)
 
     def _add_to_momentum(self, group: Group, matrix: Tensor) -> Tensor:
         """Add a gradient to its momentum and return the update of this rank's part, in bfloat16."""
