@@ -168,6 +168,28 @@ def test_proved_units_are_saved_and_their_sums_have_no_order() -> None:
     assert torch.equal(other.weight.grad, found[0])
 
 
+def test_a_gradient_that_the_loss_takes_itself_is_not_rounded() -> None:
+    """Rounding has no derivative, so a penalty on gradients would lose its own."""
+
+    def penalty(model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
+        total = model(batch["x"]).square().sum()
+        taken = torch.autograd.grad(total, list(model.parameters()), create_graph=True)
+        metric = torch.tensor(math.nan)  # its bits are compared, not its value
+        return {
+            "loss": (total + 10 * sum(each.square().sum() for each in taken), len(batch["x"])),
+            "metric": (metric, len(batch["x"])),
+        }
+
+    x = torch.randn(6, 3, generator=torch.Generator().manual_seed(1))
+    (plain, _), (model, gradient) = proved(), proved()
+    for _ in range(2):
+        gradient.forward_backward({"x": x}, penalty)
+        gradient.finalize()
+    sum(penalty(plain, {"x": row[None]})["loss"][0] / len(x) for row in x).backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
 class Lamb(torch.optim.Optimizer):
     """Steps by the norm of each parameter."""
 
@@ -192,6 +214,11 @@ class Lamb(torch.optim.Optimizer):
 def test_an_optimizer_that_depends_on_shards_is_found(make: Any, expected: bool) -> None:
     model = nn.Sequential(nn.Linear(7, 9), nn.LayerNorm(9))
     assert depends_on_shards(make(model.parameters())) == expected
+
+
+def test_bfloat16_steps_whose_last_elements_round_otherwise_are_found() -> None:
+    parameters = nn.Linear(64, 64).to(torch.bfloat16).parameters()
+    assert depends_on_shards(torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True))
 
 
 def test_an_optimizer_that_cannot_be_tried_is_refused() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megabatch import GradientAccumulator, JointLoss, Learner, MegabatchError, PlanError, UpdateSampler
+from megabatch import GradientAccumulator, JointLoss, Learner, MegabatchError, PlanError, UpdateSampler, loss
 from megabatch.batching.packed_row import OneRow
 from megabatch.errors import MicrobatchLimit
 from tests.unit.failures.table import Failure
@@ -56,6 +56,11 @@ def change_batch(gradient: GradientAccumulator) -> None:
     gradient.finalize()
 
 
+def weigh_little() -> None:
+    announced = loss(weigh=lambda each: 1e-4)(lambda model, each: (model(each["x"]).sum(), 1e-4))
+    made(micro_batch_size=2).forward_backward({"x": torch.ones(3, 2)}, announced)
+
+
 def couple(gradient: GradientAccumulator) -> None:
     joint = JointLoss(lambda model, batch: model(batch["x"]), lambda x: (x.sum(), 3))
     gradient.forward_backward({"x": torch.ones(3, 2)}, joint)
@@ -90,6 +95,10 @@ REFUSED: dict[str, tuple[str, Callable[[], object]]] = {
     "same_bits of running statistics": (
         "BatchNorm1d keeps statistics", lambda: run(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))),
     ),
+    "same_bits of spectral norms": (
+        "_SpectralNorm keeps statistics", lambda: run(nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))),
+    ),
+    "same_bits of small weights": ("the weight 0.0001, which no multiple", weigh_little),
     "same_bits with another plan": ("plan=", of_an_accumulator(give_a_plan)),
     "same_bits of a JointLoss": ("JointLoss", of_an_accumulator(couple)),
     "same_bits in a loop of one's own": ("microbatch()", of_an_accumulator(enter_microbatch)),
