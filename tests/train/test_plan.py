@@ -97,7 +97,7 @@ def test_json_has_the_rows_alone_and_the_best_first(recipe: Path, capsys: pytest
     rows = json.loads(capsys.readouterr().out)
     assert all(row.keys() >= KEYS for row in rows)
     assert {(row["micro_batch_size"], row["num_microbatches"], row["sync"]) for row in rows} == {
-        (1, 2, "every"), (1, 2, "last"), (2, 1, "every"),
+        (1, 2, "every"), (1, 2, "last"), (1, 2, "gather_once"), (2, 1, "every"),
     }  # fmt: skip
     assert {row["fits"] for row in rows} == {YES}
     run = [row for row in rows if row["by"] == SIMULATION]
