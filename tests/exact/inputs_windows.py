@@ -283,6 +283,36 @@ def a_term_in_each_call(user: User, variant: Wrap) -> None:
     user.expect(accumulator.model, reference)
 
 
+def spread(outputs: Tensor) -> tuple[Tensor, int]:
+    """A loss of all samples of a call."""
+    return (outputs - outputs.mean(0)).square().sum(), len(outputs)
+
+
+@right(2, 3, **WRAPS)
+def coupled_samples_in_opened_calls(user: User, variant: Wrap) -> None:
+    """Each call couples its own samples, over all ranks; the divisor is that of both, with a term of its own beside."""
+    reference = regressor()
+    accumulator = user.accumulator(variant(copy.deepcopy(reference)), sync="last")
+    accumulator.open(weights={"spread": num_rows(user), "error": num_rows(user) / 2})
+    joint = JointLoss(lambda model, batch: model(batch["x"]), lambda outputs: {"spread": spread(outputs)})
+    accumulator.forward_backward(user.rows(FIRST), joint)
+    accumulator.forward_backward(user.rows(SECOND), joint)
+    accumulator.forward_backward(user.rows(FIRST), lambda model, batch: {"error": squares(model, batch)})
+    accumulator.finalize()
+    for batch in (FIRST, SECOND):
+        (spread(reference(batch["x"]))[0] / 16).backward()
+    mean_square(reference, FIRST)
+    user.expect(accumulator.model, reference)
+
+
+@refused(LossContractError, "give every sample that was counted", 1, 2, 3)
+def coupled_samples_told_twice(user: User) -> None:
+    accumulator = user.accumulator(regressor())
+    accumulator.open(weights=2 * num_rows(user))
+    accumulator.forward_backward(user.rows(FIRST), JointLoss(lambda model, batch: model(batch["x"]), spread))
+    accumulator.finalize()
+
+
 @refused(LossContractError, "give every sample that was counted", 1, 2, 3, half=1, too_many=3)
 def a_sum_that_is_another(user: User, variant: int) -> None:
     """Half of what was told is left out, or given once more."""
