@@ -17,7 +17,7 @@ CHAPTERS = {  # in the order of imports: the middle of its box, and a caption
     "lazy": (600, "imports on first use"),
     "errors": (345, "errors, checks of numbers"),
     "torch_private": (110, "torch's private names"),
-    "optim": (110, "bfloat16 that learns"),
+    "optim": (100, "bfloat16 that learns"),
     "planning": (345, "lengths in, plans out"),
     "batching": (345, "samples, padding, rows"),
     "losses": (345, "totals and weights"),
@@ -150,7 +150,7 @@ def arrow(chapter: str, other: str, *, is_late: bool) -> Arrow:
     elif low.x < high.x:
         x1, x2 = low.x + BOX_WIDTH - 20, high.x + 20
     else:
-        x1, x2 = low.x + 20, high.x + BOX_WIDTH - 20
+        x1, x2 = low.x + 2, high.x + BOX_WIDTH - 20
     return Arrow(x1, low.y, x2, high.y + BOX_HEIGHT, is_late)
 
 

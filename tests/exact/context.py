@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import GradientAccumulator, MegabatchError, loss, losses
 from megabatch.batching import context_parallel
-from megabatch.train.model import wrap as attention
+from megabatch.train.parallel import wrap as attention
 from tests.comm.counting import Collectives
 from tests.exact import models, oracle
 

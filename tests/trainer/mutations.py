@@ -81,10 +81,11 @@ BUGS = (
     Bug("compare with the token before",
         {"argmax(-1) == targets": "argmax(-1) == targets.roll(1, 1)"}, EVALUATION),
     Bug("keep the last microbatch alone",
-        {"sums[name] = before + torch.stack(pair) if counted":
-             "sums[name] = torch.stack(pair) if counted"}, TWO),
+        {"found_of.setdefault(name, []).extend([torch.stack(pair)] if counted else [])":
+             "found_of[name] = [torch.stack(pair)] if counted else []"}, TWO),
     Bug("evaluate this rank's part alone",
-        {"(before[0] + total, before[1] + weight)": "(total, weight)"}, TWO),
+        {"[pair for pairs, _ in told for pair in pairs.get(name, [])]":
+             "[pair for pairs, _ in told[-1:] for pair in pairs.get(name, [])]"}, TWO),
     Bug("count a dummy microbatch of an evaluation", {"counted=bool(rows)": "counted=True"}, TWO),
     Bug("stop an evaluation late",
         {"self._num_worse >= self._patience": "self._num_worse > self._patience"}, STOPS),
