@@ -106,7 +106,7 @@ def differences(model: nn.Module, ways: dict[str, Way]) -> dict[str, float]:
 
 
 def measured(size: Size) -> dict[str, Any]:
-    """What a result says beside where it comes from."""
+    """Conditions of the measurement, for the result file."""
     model = llama(size.shape, size.tokens, size.dtype, hardware.device())
     ways = ways_of(model, batch_of(size))
     apart, tolerance = differences(model, ways), TOLERANCES[size.dtype]

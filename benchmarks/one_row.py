@@ -93,7 +93,7 @@ def differences(model: nn.Module, ways: dict[str, Way]) -> dict[str, float]:
 
 
 def measured(size: Size) -> dict[str, Any]:
-    """What a result says beside where it comes from."""
+    """Conditions of the measurement, for the result file."""
     model = llama(size.shape, size.longest_tokens, size.dtype, hardware.device())
     samples = samples_of(size)
     ways, accumulators = ways_of(model, size, samples)

@@ -89,7 +89,7 @@ def measured_work(model: Any, work: Work, repeats: int) -> dict[str, Any]:
 
 
 def measured(works: tuple[Work, ...], repeats: int) -> dict[str, Any]:
-    """What a result says beside where it comes from."""
+    """Conditions of the measurement, for the result file."""
     model = llama(SHAPE, 2048, torch.float32, torch.device("cpu"))
     found = {str(work): measured_work(model, work, repeats) for work in works}
     tolerance = TOLERANCES[torch.float32]

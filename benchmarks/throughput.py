@@ -137,7 +137,7 @@ def in_turns(size: Size) -> dict[str, list[dict[str, float]]]:
 
 
 def measured(size: Size) -> dict[str, Any]:
-    """What a result says beside where it comes from."""
+    """Conditions of the measurement, for the result file."""
     flops = flops_per_token(size.shape, size.tokens)
     peak, why = hardware.peak_flops(hardware.name(), torch.bfloat16 if size.mixed else torch.float32)
     rows: dict[str, dict[str, Any]] = {}

@@ -8,8 +8,8 @@ import contextlib
 import copy
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ LEARNING_RATE = 0.1  # a schedule may have begun at 0
 MANY = 2**16  # elements: larger tensors are not copied
 TOLERANCE = 2.0**-6  # of how far a parameter moves: the rounding of an optimizer that computes in bfloat16
 Group = dict[str, Any]
+Found = TypeVar("Found")
 
 
 def check_step_hooks(optimizer: Optimizer) -> None:
@@ -64,17 +65,28 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
 def depends_on_shards(optimizer: Optimizer) -> bool:
     """Return True if a copy moves parts of small parameters to other bits than whole ones. Raises `PlanError`."""
+
+    def run(with_state: bool) -> bool:
+        whole, parts = (_stepped_in_parts(optimizer, num_rows, with_state) for num_rows in (SIZE_IN_PARTS, 1))
+        return not all(map(torch.equal, whole, parts))
+
+    return _try_copy(optimizer, run, "and on parts of them", "or leave same_bits out")
+
+
+def _try_copy(optimizer: Optimizer, run: Callable[[bool], Found], how: str, advice: str) -> Found:
+    """Return ``run(with_state)`` of the first kind of copy that can step. Raises `PlanError` if none can."""
     failure: Exception | None = None
     for with_state in (False, True):  # some make their state when they are made, and miss it in a step
         try:
-            whole, parts = (_stepped_in_parts(optimizer, num_rows, with_state) for num_rows in (SIZE_IN_PARTS, 1))
-            return not all(map(torch.equal, whole, parts))
+            return run(with_state)
+        except PlanError:
+            raise
         except Exception as error:  # whatever a step raises
             failure = error
     assert failure is not None
     raise PlanError(
-        f"{type(optimizer).__name__} failed when a copy was tried on small parameters and on parts of them "
-        f"({in_one_line(failure)}); take another optimizer, or leave same_bits out"
+        f"{type(optimizer).__name__} failed when a copy was tried on small parameters {how} "
+        f"({in_one_line(failure)}); take another optimizer, {advice}"
     ) from failure
 
 
@@ -155,19 +167,11 @@ class _Small(NamedTuple):
 
 def _try(optimizer: Optimizer) -> list[list[_Small]]:
     """Step small parameters in three ways: together, one by one, and each by its own optimizer."""
-    failure: Exception | None = None
-    for with_state in (False, True):  # some make their state when they are made, and miss it in a step
-        try:
-            return [_stepped(optimizer, way, with_state) for way in ("together", "in turn", "by itself")]
-        except PlanError:
-            raise
-        except Exception as error:  # whatever a step raises
-            failure = error
-    assert failure is not None
-    raise PlanError(
-        f"{type(optimizer).__name__} failed when a copy was tried on small parameters, together and one by one "
-        f"({in_one_line(failure)}); take another optimizer, {LEAVE_OUT}"
-    ) from failure
+
+    def run(with_state: bool) -> list[list[_Small]]:
+        return [_stepped(optimizer, way, with_state) for way in ("together", "in turn", "by itself")]
+
+    return _try_copy(optimizer, run, "together and one by one", LEAVE_OUT)
 
 
 def _stepped(optimizer: Optimizer, way: str, with_state: bool) -> list[_Small]:

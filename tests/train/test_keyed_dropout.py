@@ -83,7 +83,7 @@ def test_ranks_do_not_change_the_gradient(tmp_path: Path) -> None:
 
 
 def test_no_size_of_a_dimension_changes_a_mask() -> None:
-    """That of attention, say, in a model that computes it: [B, H, T, T]."""
+    """A module that drops attention weights [B, H, T, T]."""
     module = KeyedDropout(0.5, 0, SampleKeys())
     module.keys.current = torch.arange(4)
     assert torch.equal(module(torch.ones(4, 2, 9, 9))[:, :, :5, :5], module(torch.ones(4, 2, 5, 5)))

@@ -68,7 +68,7 @@ SOURCES = {
         "layers as transformers computes them, which are compiled there",
     ),
     "29425": Source(
-        "transformers issue 29425 and accelerate's Gradient synchronization, 2024-03",
+        "memory table of huggingface/transformers 29425, and accelerate's page on gradient synchronization, 2024-03",
         "https://github.com/huggingface/transformers/issues/29425",
         "2,048 tokens, recomputed activations, bfloat16 states, foreach AdamW",
         is_reserved=True,
