@@ -4,7 +4,7 @@ A matrix gets the same gradients in each way: a constant direction plus noise, r
 distance from the start over that of float32's weights; "error" is the distance from float32's weights over the same.
 Seconds are those of one thread of the processor, the median of the steps of a way; the ways take turns. "held_out" is
 the loss of recipes/stdlib.toml on its held-out samples after some updates. Writes
-benchmarks/results/bf16_step_*.json, in 2 minutes of one thread.
+benchmarks/results/bf16_step_*.json, in ten minutes of one thread.
 """
 
 import json
@@ -28,7 +28,7 @@ from megabatch.optim import LowBits
 SIZE, NUM_STEPS, NUM_TIMED, LARGE = 512, 100, 15, 2048
 WEIGHT, NOISE = 0.02, 1.0  # standard deviation of a weight; of a gradient, whose direction has 1
 RATES = (1e-5, 1e-4)
-NUM_UPDATES, RECIPE_RATE = 20, 1e-4  # of the recipe
+NUM_UPDATES, RECIPE_RATE = 200, 1e-4  # of the recipe
 RECIPES = {  # way → overrides
     "float32": [],
     "bfloat16": ["--model.dtype=bfloat16", "--optim.master=none"],
