@@ -1,8 +1,6 @@
 """Input mutations of models, optimizers and ranks."""
 
 import copy
-from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,80 +8,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch import Learner, MegabatchError, PlanError, loss, losses
+from megabatch import MegabatchError, PlanError, loss, losses
 from tests.exact.inputs import Sample, User, mean_square, numbers, refused, regressor, right, squares
 from tests.exact.wrappers import wrap
 
-# Optimizers.
-
-
-class OwnCount(torch.optim.Optimizer):
-    """Divides by its number of steps, which it counts itself."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        super().__init__(parameters, {})
-        self.steps = 0
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        self.steps += 1
-        for parameter in self._trained():
-            parameter.sub_(parameter.grad / self.steps)
-
-    def _trained(self) -> list[Tensor]:
-        return [each for group in self.param_groups for each in group["params"] if each.grad is not None]
-
-
-class ByGlobalNorm(OwnCount):
-    """Divides by the norm of all gradients."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        norm = torch.stack([each.grad.norm() for each in self._trained()]).norm()
-        for parameter in self._trained():
-            parameter.sub_(parameter.grad / norm)
-
-
-@refused(PlanError, "step_in_backward", 1, own_count=OwnCount, global_norm=ByGlobalNorm)
-def steps_in_backward(user: User, variant: type[torch.optim.Optimizer]) -> None:
-    model = regressor()
-    accumulator = user.accumulator(model)
-    accumulator.step_in_backward(variant(model.parameters()))
-    accumulator.forward_backward(numbers(), losses.mse)
-    accumulator.finalize()
-
-
-@right(1)
-def adamw_steps_in_backward(user: User) -> None:
-    model, batch = regressor(), numbers()
-    reference = copy.deepcopy(model)
-    accumulator, optimizer = user.accumulator(model), torch.optim.AdamW(reference.parameters(), lr=0.1)
-    accumulator.step_in_backward(torch.optim.AdamW(model.parameters(), lr=0.1))
-    for _ in range(2):
-        accumulator.forward_backward(batch, losses.mse)
-        accumulator.finalize()
-        reference.zero_grad()
-        mean_square(reference, batch)
-        optimizer.step()
-    user.expect_equal(dict(model.named_parameters()), dict(reference.named_parameters()))
-
-
-@refused(PlanError, "ReduceLROnPlateau", 1)
-def schedule_that_wants_a_metric(user: User) -> None:
-    model = regressor()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-    learner = Learner(model, optimizer, user.accumulator(model), scheduler=schedule)
-    learner.forward_backward(numbers(), losses.mse)
-    learner.optim_step()
-
-
 # The model.
-
-
-@refused(PlanError, "TorchScript", 1)
-def scripted_model(user: User) -> None:
-    user.update(torch.jit.script(regressor()), numbers(), losses.mse)
 
 
 @refused(MegabatchError, "GradientAccumulator", 1, 2, half=torch.float16, bfloat16=torch.bfloat16)
@@ -232,40 +161,6 @@ def teacher_forward_through_ddp(user: User) -> None:
         labels = batch["labels"] + reference(batch["x"])
     mean_square(reference, batch | {"labels": labels})
     user.expect(model, reference)
-
-
-def other_seeds(model: nn.Module, rank: int) -> None:
-    torch.manual_seed(rank)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter)
-
-
-def other_frozen_layers(model: nn.Module, rank: int) -> None:
-    model[1 + rank % 2].requires_grad_(False)
-
-
-def frozen_layers_of_other_sizes(model: nn.Module, rank: int) -> None:
-    model[3 * (rank % 2)].requires_grad_(False)
-
-
-def other_dtypes(model: nn.Module, rank: int) -> None:
-    model.to(torch.float32 if rank else torch.float64)
-
-
-@refused(PlanError, "rank", 2, 3, seeds=other_seeds, frozen=other_frozen_layers,
-         frozen_sizes=frozen_layers_of_other_sizes, dtypes=other_dtypes)  # fmt: skip
-def plain_ranks_with_other_models(user: User, variant: Callable[[nn.Module, int], None]) -> None:
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)).double()
-    variant(model, user.rank)
-    dtype, batch = model[0].weight.dtype, user.rows(numbers())
-    user.update(model, batch and {key: value.to(dtype) for key, value in batch.items()}, losses.mse)
-
-
-@refused(PlanError, "sync", 2, 3)
-def ddp_ranks_with_other_sync(user: User) -> None:
-    model = DistributedDataParallel(regressor())
-    user.update(model, user.rows(numbers()), losses.mse, sync="last" if user.rank else "every")
 
 
 @right(2, 3)
