@@ -299,7 +299,6 @@ def targets_by_weight(self, microbatch):
 
 NUMBERS = [0.5, -100.0, 2.0, -1.0, 3.0, -100.0, 1.5, 0.0, 2.5, -2.0, 1.0, 0.25]
 GROUPED = sorted(LABELS)  # one class, then another: the first update has no class but 0
-FLOATS = {"labels": NUMBERS}
 
 CASES: dict[str, Case] = {
     # what is right

@@ -20,10 +20,8 @@ from megabatch.train.records.update_logs import MOST_MICROBATCHES, MOST_RANKS, M
 from megabatch.train.runtime.ranks import Ranks
 from megabatch.wrappers.base import local
 from tests.train.conftest import Bench
-from tests.train.contexts import config_of, context_of
+from tests.train.contexts import ALONE, config_of, context_of
 from tests.train.on_ranks import on_ranks
-
-ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:

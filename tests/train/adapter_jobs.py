@@ -14,12 +14,11 @@ from megabatch import GradientAccumulator, losses
 from megabatch.train.config import Config, ParallelConfig
 from megabatch.train.config.parallel_layout import layout_of
 from megabatch.train.model.build import build
-from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
 from tests.comm.counting import Collectives
+from tests.train.contexts import SILENT
 from tests.train.model_recipes import FAMILIES, recipe
 
-SILENT = Console(enabled=False, loss_digits=4)
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 SAMPLES = [torch.arange(length) * 7 % 385 for length in (5, 12, 3, 9, 7, 4)]
 LAYOUTS: dict[str, dict[str, Any]] = {

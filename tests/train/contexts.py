@@ -22,6 +22,7 @@ from megabatch.train.runtime.rendezvous import Rendezvous
 from megabatch.train.runtime.signals import StopSignal
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
+SILENT = Console(enabled=False, loss_digits=4)
 
 
 def config_of(folder: Path | str = "nowhere", **sections: dict[str, Any]) -> Config:
@@ -43,7 +44,7 @@ def context_of(
     updates: Any = SimpleNamespace(ids=[], names=[], size=0, num_updates=NumUpdates(num_updates, num_updates))
     model = laid or ParallelModel(learner.gradient.model, learner.model, Wrapper(wrapper, ""), [], [], {})
     return RunContext(
-        config or config_of(), ranks, Console(enabled=False, loss_digits=4), StopSignal(speaks=False),
+        config or config_of(), ranks, SILENT, StopSignal(speaks=False),
         Heartbeat(Rendezvous(), None), None, data, updates, model, learner, loss_fn,
         TunedChoices(None, ChosenSync(None, {})), {},
     )  # fmt: skip

@@ -15,7 +15,8 @@ from megabatch.train.config import CheckpointConfig, Config, ModelConfig, RunCon
 from megabatch.train.runtime.console import Console
 from tests.train.conftest import NO_DROPOUT, Bench, timeless
 from tests.train.conftest import states_of as tensors_of
-from tests.train.test_checkpoint import ALONE, META, Average, learner, stepped
+from tests.train.contexts import ALONE
+from tests.train.test_checkpoint import META, Average, learner, stepped
 
 
 class Gate:

@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from megabatch.train.checkpoints import metadata
 from megabatch.train.checkpoints.metadata import first_difference, read_meta
@@ -13,11 +12,11 @@ from megabatch.train.checkpoints.retention import Checkpoints
 from megabatch.train.config import Config, ModelConfig, RunConfig, UpdateConfig
 from megabatch.train.runtime.ranks import Ranks
 from tests.train.conftest import NO_DROPOUT, Bench, write_pairs
+from tests.train.contexts import ALONE
 from tests.train.on_ranks import on_ranks
 from tests.train.test_dealing import rewrite
 
 pytestmark = pytest.mark.slow
-ALONE = Ranks(0, 1, torch.device("cpu"))
 AUTO = {"update__max_microbatch_tokens": "auto", "eval__every": None}
 GOING_ON = {**AUTO, "run__resume": True}
 

@@ -26,9 +26,10 @@ from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.files import replace_text
 from megabatch.train.runtime.ranks import Ranks
 from tests.train.conftest import Bench, timeless
+from tests.train.contexts import ALONE
 from tests.train.on_ranks import on_ranks
+from tests.unit.failures.table import line_of
 
-ALONE = Ranks(0, 1, torch.device("cpu"))
 META = {
     "step": 3, "updates": {}, "watch": {}, "settings": {}, "model_config": {}, "parameters": {}, "data": {},
     "derived": {},
@@ -90,13 +91,6 @@ def latest(folder: Path) -> Path:
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     return save(tmp_path)
-
-
-def line_of(call: object, *arguments: object) -> str:
-    with pytest.raises(MegabatchError) as caught:
-        call(*arguments)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def names(folder: Path) -> list[str]:

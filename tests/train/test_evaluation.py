@@ -25,14 +25,12 @@ from megabatch.train.callbacks.evaluation import (
     split_set,
 )
 from megabatch.train.config import EvalConfig, UpdateConfig
-from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.plugins import Event
-from megabatch.train.runtime.ranks import Ranks
 from tests.exact.launch import Run, launch_all
+from tests.train.contexts import ALONE, SILENT
 from tests.train.jobs import CPU, CUTS, SETS, Tiny, lay, squares
+from tests.unit.failures.table import line_of
 
-ALONE = Ranks(0, 1, CPU)
-SILENT = Console(enabled=False, loss_digits=4)
 UPDATE = UpdateConfig(global_batch_size=4, micro_batch_size=3)
 NEXT_TOKEN = build_terms(EvalConfig(), losses.next_token)
 
@@ -260,9 +258,7 @@ OWN_CASES: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("function", "line"), OWN_CASES)
 def test_a_mistake_in_ones_own_evaluation_is_one_line(function: Any, line: str) -> None:
-    with pytest.raises(MegabatchError) as caught:
-        rows(function)
-    assert str(caught.value).startswith(line)
+    assert line_of(rows, function).startswith(line)
 
 
 def mean(model: nn.Module, microbatch: dict[str, Tensor]) -> dict[str, Any]:
@@ -286,9 +282,9 @@ METRIC_CASES = [
 
 @pytest.mark.parametrize(("name", "line"), METRIC_CASES)
 def test_a_mistake_in_ones_own_metrics_is_one_line(name: str, line: str) -> None:
-    with pytest.raises(MegabatchError) as caught:
-        row(build_terms(EvalConfig(metrics=f"{__name__}:{name}"), losses.next_token))
-    assert str(caught.value).startswith(line)
+    assert line_of(lambda: row(build_terms(EvalConfig(metrics=f"{__name__}:{name}"), losses.next_token))).startswith(
+        line
+    )
 
 
 def test_metrics_that_are_not_there_are_refused_when_the_terms_are_made() -> None:

@@ -20,16 +20,15 @@ from megabatch.train.checkpoints.run_folder import recipe_text
 from megabatch.train.config import Config, ModelConfig
 from megabatch.train.model.architecture import architecture_of, load_tokenizer
 from megabatch.train.model.build import build
-from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
 from megabatch.train.trust import sealed
+from tests.train.contexts import ALONE, SILENT
 from tests.train.model_recipes import recipe
 from tests.train.on_ranks import on_ranks
 from tests.train.test_checkpoint import reseal
 from tests.train.tokenizers_for_tests import chat_tokenizer
+from tests.unit.failures.table import line_of
 
-ALONE = Ranks(0, 1, torch.device("cpu"))
-SILENT = Console(enabled=False, loss_digits=4)
 TOKENS = torch.arange(24).view(2, 12)
 
 
@@ -122,11 +121,9 @@ def test_a_pretrained_model_and_its_tokenizer_come_along(tmp_path: Path) -> None
 
 def refused(run_folder: Path, to: Path, step: int | None = None) -> str:
     before = sorted(to.parent.rglob("*"))
-    with pytest.raises(MegabatchError) as caught:
-        export(run_folder, to, step=step)
-    assert "\n" not in str(caught.value)
+    line = line_of(export, run_folder, to, step=step)
     assert sorted(to.parent.rglob("*")) == before
-    return str(caught.value)
+    return line
 
 
 def test_what_cannot_be_exported_gets_its_line_and_leaves_nothing(tmp_path: Path) -> None:

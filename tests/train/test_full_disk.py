@@ -22,8 +22,9 @@ from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.files import RetryingAppender, read_rows, replace_text
 from megabatch.train.runtime.ranks import Ranks
 from tests.train.conftest import Bench, timeless
+from tests.train.contexts import ALONE
 from tests.train.on_ranks import on_ranks
-from tests.train.test_checkpoint import ALONE, META, save
+from tests.train.test_checkpoint import META, save
 from tests.train.test_metrics import add, events, metrics_of
 
 OWN = """

@@ -13,8 +13,8 @@ from megabatch.train.model.build_accumulator import build_accumulator
 from megabatch.train.plan.search import SIMULATION
 from megabatch.train.plan.simulation import text_sample
 from tests.train.conftest import NO_DROPOUT, Bench
+from tests.train.contexts import ALONE, SILENT
 from tests.train.model_recipes import recipe
-from tests.train.test_model import ALONE, SILENT
 from tests.train.test_plan import planned
 from tests.train.test_plan import recipe as recipe_of_a_plan
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megabatch import CostModel, Plan
 from megabatch.errors import MicrobatchLimit
@@ -23,9 +22,9 @@ from megabatch.train.plan.search import NO, SIMULATION, TIGHT, YES, PlanRow, sor
 from megabatch.train.plan.table import plan_recipe
 from megabatch.train.runtime.files import sealed_text
 from megabatch.train.runtime.oom_limit import lowered_settings
-from megabatch.train.runtime.ranks import Ranks
 from tests.train import policy_jobs
 from tests.train.conftest import NO_DROPOUT, Bench, write_pairs
+from tests.train.contexts import ALONE
 from tests.train.on_ranks import on_ranks
 from tests.train.processes import overrides
 from tests.train.test_plan import LLAMA
@@ -33,7 +32,6 @@ from tests.train.test_plan import LLAMA
 pytestmark = pytest.mark.slow
 
 
-ALONE = Ranks(0, 1, torch.device("cpu"))
 LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {  # ranks, the wrapper's own policy, keys
     "fsdp2": (2, "every", {"parallel__wrapper": "fsdp2"}),
     "hsdp": (4, "replica_last", {"parallel__dp_replicate": 2, "parallel__dp_shard": 2}),

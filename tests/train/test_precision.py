@@ -13,15 +13,13 @@ from megabatch import GradientAccumulator, MegabatchError, loss, losses, verify
 from megabatch.losses.contract import weigh_of
 from megabatch.train.model.build import build, in_precision
 from megabatch.train.parallel.wrap import accumulation_of
-from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
 from tests.train.conftest import NO_DROPOUT, Bench
+from tests.train.contexts import ALONE, SILENT
 from tests.train.model_recipes import recipe
 from tests.train.on_ranks import on_ranks
 from tests.unit.failures.table import SAMPLES
 
-ALONE = Ranks(0, 1, torch.device("cpu"))
-SILENT = Console(enabled=False, loss_digits=4)
 MIXED = {"compute_dtype": "bfloat16"}
 WAYS: dict[str, dict[str, Any]] = {
     "mixed": MIXED,

@@ -23,15 +23,13 @@ from megabatch.train.model.build import build, in_precision
 from megabatch.train.model.build_accumulator import build_accumulator
 from megabatch.train.model.expert_balance import router_coefficient, router_words, train_with_router
 from megabatch.train.plan.search import SIMULATION
-from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
 from megabatch.verification.float64_copy import Float64WithoutDropout
 from tests.train.conftest import Bench
+from tests.train.contexts import ALONE, SILENT
 from tests.train.model_recipes import FAMILIES, recipe
 from tests.train.test_plan import LLAMA, planned, subject
 
-ALONE = Ranks(0, 1, torch.device("cpu"))
-SILENT = Console(enabled=False, loss_digits=4)
 COEFFICIENT = 0.5
 TOP_K, EXPERTS = 2, 4
 MIXTRAL = {**FAMILIES["mixtral"], "initializer_range": 0.5, "router_aux_loss_coef": COEFFICIENT}

@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
 
-from megabatch import MegabatchError
 from megabatch.train.config import SourceConfig
 from megabatch.train.data.sources import Row, rows_of
+from tests.unit.failures.table import line_of
 
 FIELDS = [
     {"prompt": 'one,\n"two"', "response": "a\u2028b\x85c"},
@@ -39,15 +39,8 @@ def mixed(path: Path, **values: Any) -> list[tuple[str, str | dict[str, Any]]]:
 
 
 def refusal(path: Any, **values: Any) -> str:
-    with pytest.raises(MegabatchError) as caught:
-        list(
-            rows_of(
-                SourceConfig(path=path if path is None or isinstance(path, list) else str(path), **values),
-                "eval.sets.x",
-            )
-        )
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    source = SourceConfig(path=path if path is None or isinstance(path, list) else str(path), **values)
+    return line_of(lambda: list(rows_of(source, "eval.sets.x")))
 
 
 def write_jsonl(path: Path, fields: list[dict[str, Any]]) -> Path:

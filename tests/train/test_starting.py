@@ -24,8 +24,10 @@ from megabatch.train.records.metrics import MetricsFile
 from megabatch.train.runtime import files, oom_limit
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
+from tests.train.contexts import ALONE
 from tests.train.on_ranks import on_ranks
 from tests.train.processes import CONTEXT
+from tests.unit.failures.table import line_of
 
 
 @pytest.fixture
@@ -242,7 +244,6 @@ def test_two_processes_never_write_to_one_run_and_a_killed_one_blocks_nobody(rec
         os.kill(worker, signal.SIGKILL)
 
 
-ALONE = Ranks(0, 1, torch.device("cpu"))
 RECIPE = """
 [model.config]
 model_type = "llama"
@@ -274,13 +275,6 @@ def point_to_checkpoint(path: Path) -> None:
 
 def check(path: Path, config: Config) -> None:
     starting.check_run_folder(path, config, ALONE)
-
-
-def line_of(call: Any, *arguments: Any, **named: Any) -> str:
-    with pytest.raises(MegabatchError) as caught:
-        call(*arguments, **named)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,9 @@ from megabatch.train.loop import make_update
 from megabatch.train.records.timing import SLOW_IN, WINDOW, RankTiming, SlowRanks, Spans, slow_text
 from megabatch.train.runtime.ranks import Ranks
 from tests.train.conftest import NO_DROPOUT, Bench
-from tests.train.contexts import context_of
+from tests.train.contexts import ALONE, context_of
 from tests.train.on_ranks import on_ranks
 
-ALONE = Ranks(0, 1, torch.device("cpu"))
 BUSY = """
 import os
 import time

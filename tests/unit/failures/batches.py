@@ -2,7 +2,6 @@
 
 import torch
 
-from megabatch import PlanError
 from megabatch.batching.samples import Deferred
 from tests.unit.failures.table import SAMPLES, Failure, update
 
@@ -44,6 +43,4 @@ BATCHES = {
     "a deferred length that is no count": (Deferred(SAMPLES.__getitem__, [1.5]), "sample 0 is … 1.5"),
 }
 
-FAILURES = {
-    name: Failure(PlanError, text, lambda batch=batch: update(batch=batch)) for name, (batch, text) in BATCHES.items()
-}
+FAILURES = {name: Failure(text, lambda batch=batch: update(batch=batch)) for name, (batch, text) in BATCHES.items()}

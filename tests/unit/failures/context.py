@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megabatch import LossContractError, PlanError
+from megabatch import LossContractError
 from megabatch.batching.context_parallel import GatheredAttention, stretch
 from megabatch.engine.call import check_weights_of_stretches
 from tests.unit.failures.table import Failure
@@ -37,22 +37,18 @@ def attend(num_tokens: int, mask: torch.Tensor | None) -> None:
 
 
 FAILURES = {
-    name: Failure(PlanError, text, lambda microbatch=microbatch: stretch(microbatch, 0, 2))
+    name: Failure(text, lambda microbatch=microbatch: stretch(microbatch, 0, 2))
     for name, (microbatch, text) in MICROBATCHES.items()
 } | {
-    "labels of a stretch": Failure(LossContractError, "cut over ranks", lambda: stretch(WHOLE, 0, 2)["labels"]),
+    "labels of a stretch": Failure("cut over ranks", lambda: stretch(WHOLE, 0, 2)["labels"], LossContractError),
     "a weight of samples": Failure(
-        LossContractError,
         "counts 1 in … and 2 in … their 2 stretches",
         lambda: check_weights_of_stretches(WHOLE, lambda microbatch: len(microbatch["input_ids"]), 2),
+        LossContractError,
     ),
 }
 IN_A_GROUP = {  # that need a process group
-    "attention to a whole microbatch": Failure(PlanError, ATTENTION.format(4, None), lambda: attend(4, None)),
-    "a mask of another length": Failure(
-        PlanError, ATTENTION.format(4, (1, 1, 1, 3)), lambda: attend(4, torch.ones(1, 1, 1, 3))
-    ),
-    "an odd number of positions": Failure(
-        PlanError, ATTENTION.format(3, (1, 1, 1, 3)), lambda: attend(3, torch.ones(1, 1, 1, 3))
-    ),
+    "attention to a whole microbatch": Failure(ATTENTION.format(4, None), lambda: attend(4, None)),
+    "a mask of another length": Failure(ATTENTION.format(4, (1, 1, 1, 3)), lambda: attend(4, torch.ones(1, 1, 1, 3))),
+    "an odd number of positions": Failure(ATTENTION.format(3, (1, 1, 1, 3)), lambda: attend(3, torch.ones(1, 1, 1, 3))),
 }

@@ -11,7 +11,6 @@ from megabatch.batching.samples import Deferred
 from tests.unit.failures.table import SAMPLES, Failure, accumulator, linear, squares, update
 
 RETURN = "return (total"
-DISAGREE = "position 0 … [:, 1:]"
 SEVERAL = "['one', 'two']"
 
 
@@ -110,12 +109,12 @@ LOSSES = {
 
 FAILURES = (
     {
-        name: Failure(LossContractError, text, lambda loss_fn=loss_fn: update(loss_fn))
+        name: Failure(text, lambda loss_fn=loss_fn: update(loss_fn), LossContractError)
         for name, (loss_fn, text) in LOSSES.items()
     }
     | {
         f"{kind}, as a mean": Failure(
-            LossContractError, "mean() … forward_backward", lambda given=given: mean(given, over=len)
+            "mean() … forward_backward", lambda given=given: mean(given, over=len), LossContractError
         )
         for kind, given in {
             "JointLoss": JointLoss(squares, squares),
@@ -125,19 +124,19 @@ FAILURES = (
     }
     | {
         "two calls of two terms": Failure(
-            LossContractError, "['one', 'two'] … forward_backward", two_calls_of_two_terms
+            "['one', 'two'] … forward_backward", two_calls_of_two_terms, LossContractError
         ),
         "two calls of one term each": Failure(
-            LossContractError, "['one', 'two'] … forward_backward", two_calls_of_one_term_each
+            "['one', 'two'] … forward_backward", two_calls_of_one_term_each, LossContractError
         ),
-        "weigh names a term by microbatch": Failure(LossContractError, "[['one'] … ['two']", names_by_microbatch),
+        "weigh names a term by microbatch": Failure("[['one'] … ['two']", names_by_microbatch, LossContractError),
         "weigh names what Deferred told": Failure(
-            LossContractError,
             "['loss', 'reward']",
             lambda: update(weighing({"reward": 2, "loss": 2}), Deferred(SAMPLES.__getitem__, [1] * 4, [1] * 4)),
+            LossContractError,
         ),
-        "weight= and two terms": Failure(LossContractError, "weight= … ['one', 'two']", replaced_divisor_of_two_terms),
-        "backward without a weight": Failure(LossContractError, "backward()", backward_without_weight),
-        "a mean, to verify": Failure(LossContractError, "()", lambda: verify(linear(), LOSSES["a mean"][0], SAMPLES)),
+        "weight= and two terms": Failure("weight= … ['one', 'two']", replaced_divisor_of_two_terms, LossContractError),
+        "backward without a weight": Failure("backward()", backward_without_weight, LossContractError),
+        "a mean, to verify": Failure("()", lambda: verify(linear(), LOSSES["a mean"][0], SAMPLES), LossContractError),
     }
 )

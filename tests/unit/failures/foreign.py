@@ -5,7 +5,6 @@ Neither DeepSpeed nor apex is installed for the tests; what DeepSpeed's engine i
 
 from torch import nn
 
-from megabatch import PlanError
 from tests.unit.failures.table import Failure, accumulator, linear
 
 DEEPSPEED = "DeepSpeed … gradient_accumulation_steps"
@@ -36,7 +35,7 @@ def with_hook_of(module: str, *, on_parameter: bool) -> nn.Module:
 
 
 def _refused(make, text: str) -> Failure:
-    return Failure(PlanError, text, lambda: accumulator(make()))
+    return Failure(text, lambda: accumulator(make()))
 
 
 FAILURES = {

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from megabatch import JointLoss, LossContractError, PlanError
+from megabatch import JointLoss, LossContractError
 from tests.unit.failures.table import SAMPLES, Failure, accumulator, linear, update
 
 ROWS = "a tensor"
@@ -63,11 +63,11 @@ JOINT = {
 }
 
 FAILURES = {
-    name: Failure(LossContractError, text, lambda loss_fn=loss_fn: update(loss_fn))
+    name: Failure(text, lambda loss_fn=loss_fn: update(loss_fn), LossContractError)
     for name, (loss_fn, text) in JOINT.items()
 } | {
-    "a joint loss that reaches a parameter": Failure(LossContractError, REACHED, reaching),
-    "a joint loss in a loop": Failure(PlanError, "microbatches() … JointLoss", in_a_loop),
+    "a joint loss that reaches a parameter": Failure(REACHED, reaching, LossContractError),
+    "a joint loss in a loop": Failure("microbatches() … JointLoss", in_a_loop),
 }
 
 

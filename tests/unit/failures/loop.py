@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from megabatch import Learner, MegabatchError, PlanError
+from megabatch import Learner, MegabatchError
 from tests.exact.spikes import Spikes
 from tests.unit.failures.table import SAMPLES, Failure, accumulator, linear, squares
 
@@ -119,29 +119,29 @@ def plateau() -> None:
 
 
 FAILURES = {
-    "a schedule that is stepped with a metric": Failure(PlanError, "ReduceLROnPlateau", plateau),
-    "no backward in the body": Failure(MegabatchError, "backward() … microbatch 0", no_backward),
-    "backward twice": Failure(MegabatchError, NONE_TO_RUN, backward_twice),
-    "backward again after it has failed": Failure(MegabatchError, LOST, lambda: backward_again(at_once=True)),
+    "a schedule that is stepped with a metric": Failure("ReduceLROnPlateau", plateau),
+    "no backward in the body": Failure("backward() … microbatch 0", no_backward, MegabatchError),
+    "backward twice": Failure(NONE_TO_RUN, backward_twice, MegabatchError),
+    "backward again after it has failed": Failure(LOST, lambda: backward_again(at_once=True), MegabatchError),
     "a loop that goes on after backward has failed": Failure(
-        MegabatchError, LOST, lambda: backward_again(at_once=False)
+        LOST, lambda: backward_again(at_once=False), MegabatchError
     ),
-    "backward outside": Failure(MegabatchError, NONE_TO_RUN, backward_outside),
-    "nested loops": Failure(MegabatchError, NESTED, nested),
-    "nested loops, after backward": Failure(MegabatchError, NESTED, nested_after_backward),
-    "a call inside the loop": Failure(MegabatchError, NESTED, call_inside_the_loop),
-    "finalize without an update": Failure(MegabatchError, NONE_OPEN, lambda: accumulator().finalize()),
-    "finalize inside the loop": Failure(MegabatchError, NONE_OPEN, finalize_inside_the_loop),
+    "backward outside": Failure(NONE_TO_RUN, backward_outside, MegabatchError),
+    "nested loops": Failure(NESTED, nested, MegabatchError),
+    "nested loops, after backward": Failure(NESTED, nested_after_backward, MegabatchError),
+    "a call inside the loop": Failure(NESTED, call_inside_the_loop, MegabatchError),
+    "finalize without an update": Failure(NONE_OPEN, lambda: accumulator().finalize(), MegabatchError),
+    "finalize inside the loop": Failure(NONE_OPEN, finalize_inside_the_loop, MegabatchError),
     "finalize after backward inside the loop": Failure(
-        MegabatchError, NONE_OPEN, finalize_after_backward_inside_the_loop
+        NONE_OPEN, finalize_after_backward_inside_the_loop, MegabatchError
     ),
-    "finalize after a break": Failure(MegabatchError, NONE_OPEN, finalize_after_a_break),
+    "finalize after a break": Failure(NONE_OPEN, finalize_after_a_break, MegabatchError),
     "finalize after a break, with the loop held": Failure(
-        MegabatchError, NONE_OPEN, finalize_after_a_break_with_the_loop_held
+        NONE_OPEN, finalize_after_a_break_with_the_loop_held, MegabatchError
     ),
-    "finalize after an error": Failure(MegabatchError, NONE_OPEN, finalize_after_an_error),
-    "finalize twice": Failure(MegabatchError, NONE_OPEN, finalize_twice),
-    "max_norm=0": Failure(PlanError, "max_norm … is 0", lambda: finalize(max_norm=0)),
-    "max_norm=nan": Failure(PlanError, "max_norm", lambda: finalize(max_norm=float("nan"))),
-    "weight=-1": Failure(PlanError, "is -1", lambda: finalize(weight=-1)),
+    "finalize after an error": Failure(NONE_OPEN, finalize_after_an_error, MegabatchError),
+    "finalize twice": Failure(NONE_OPEN, finalize_twice, MegabatchError),
+    "max_norm=0": Failure("max_norm … is 0", lambda: finalize(max_norm=0)),
+    "max_norm=nan": Failure("max_norm", lambda: finalize(max_norm=float("nan"))),
+    "weight=-1": Failure("is -1", lambda: finalize(weight=-1)),
 }

@@ -29,47 +29,47 @@ SINGLE = "{} … {} … (1 tokens) … " + SEEN
 
 FAILURES = {
     "a sample that does not fit alone": Failure(
-        MegabatchError, SINGLE.format("this process", "sample 2"), single_sample
+        SINGLE.format("this process", "sample 2"), single_sample, MegabatchError
     ),
     "a half of which a sample does not fit": Failure(
-        MegabatchError, SINGLE.format("this process", "sample 3"), half_of_it
+        SINGLE.format("this process", "sample 3"), half_of_it, MegabatchError
     ),
     "out of memory while an optimizer steps in backward": Failure(
-        MegabatchError, AGAIN.format(" … an optimizer steps"), stepping
+        AGAIN.format(" … an optimizer steps"), stepping, MegabatchError
     ),
     "out of memory of which a part is not made": Failure(
-        MegabatchError, SINGLE.format("this process", "sample 2"), no_part
+        SINGLE.format("this process", "sample 2"), no_part, MegabatchError
     ),
     "out of memory with parameters on several devices": Failure(
-        MegabatchError, AGAIN.format(" … several devices"), several_devices
+        AGAIN.format(" … several devices"), several_devices, MegabatchError
     ),
     "out of memory under a weight that does not add up": Failure(
-        MegabatchError, AGAIN.format(" … weight"), weighed_together
+        AGAIN.format(" … weight"), weighed_together, MegabatchError
     ),
     "out of memory with a parameter of the loss": Failure(
-        MegabatchError, IN_PARTS.format("PartError … (1,)"), tensor_of_the_loss
+        IN_PARTS.format("PartError … (1,)"), tensor_of_the_loss, MegabatchError
     ),
     "out of memory under a backward in a backward": Failure(
-        MegabatchError, IN_PARTS.format("PartError … twice"), lambda: in_parts(Inside.apply)
+        IN_PARTS.format("PartError … twice"), lambda: in_parts(Inside.apply), MegabatchError
     ),
     "out of memory when a backward inside has begun all gradients": Failure(
-        MegabatchError, AGAIN.format(" … every parameter"), lambda: tied(False)
+        AGAIN.format(" … every parameter"), lambda: tied(False), MegabatchError
     ),
     "out of memory when a backward inside has begun a gradient": Failure(
-        MegabatchError, IN_PARTS.format("PartError: CheckpointFunctionBackward"), lambda: tied(True)
+        IN_PARTS.format("PartError: CheckpointFunctionBackward"), lambda: tied(True), MegabatchError
     ),
     "out of memory with a router that was counted": Failure(
-        MegabatchError, IN_PARTS.format("PartError: router 'router'"), beside_experts
+        IN_PARTS.format("PartError: router 'router'"), beside_experts, MegabatchError
     ),
     "out of memory under reentrant checkpointing": Failure(
-        MegabatchError, IN_PARTS.format("RuntimeError … use_reentrant=True"), lambda: in_parts(reentrant)
+        IN_PARTS.format("RuntimeError … use_reentrant=True"), lambda: in_parts(reentrant), MegabatchError
     ),
 }
 IN_A_GROUP = {
     "out of memory in DDP's reducing backward": Failure(
-        MegabatchError, AGAIN.format(" … DistributedDataParallel"), reducing
+        AGAIN.format(" … DistributedDataParallel"), reducing, MegabatchError
     ),
-    "out of memory with gradients that are views": Failure(MegabatchError, AGAIN.format(" … views"), views_of_a_bucket),
+    "out of memory with gradients that are views": Failure(AGAIN.format(" … views"), views_of_a_bucket, MegabatchError),
 }
 
 WAIT = "wait for each other"

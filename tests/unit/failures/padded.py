@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import BertConfig, BertForTokenClassification, GPT2Config, GPT2LMHeadModel
 
-from megabatch import GradientAccumulator, LossContractError, MegabatchError, PlanError, loss, losses
+from megabatch import GradientAccumulator, LossContractError, MegabatchError, loss, losses
 from megabatch.batching.padding import Padding
 from tests.unit.failures.table import SAMPLES, Failure, accumulator, squares, weighed_squares
 
@@ -94,23 +94,20 @@ def after_a_lost_update(verb: str) -> None:
 
 
 FAILURES = {
-    "labels that cannot hold -100": Failure(PlanError, "'labels' … torch.bool … value -100", bool_labels),
-    "padding beside collate": Failure(
-        PlanError, "padding= … collate=", lambda: accumulator(collate=list, padding={"x": 0})
-    ),
-    "padding with a text": Failure(PlanError, "padding= … '0' … 'x'", lambda: accumulator(padding={"x": "0"})),
+    "labels that cannot hold -100": Failure("'labels' … torch.bool … value -100", bool_labels),
+    "padding beside collate": Failure("padding= … collate=", lambda: accumulator(collate=list, padding={"x": 0})),
+    "padding with a text": Failure("padding= … '0' … 'x'", lambda: accumulator(padding={"x": "0"})),
     "a token beyond the vocabulary": Failure(
-        PlanError,
         "input_ids … token 11 and … has 11",
         lambda: GradientAccumulator(gpt2(), micro_batch_size=2).forward_backward(texts(3, token=11), losses.next_token),
     ),
-    "two pad tokens": Failure(PlanError, "[1, 2]", two_pad_tokens),
-    "a mask that the loss keeps": Failure(LossContractError, "BertForTokenClassification … attention_mask", unmasked),
-    "a backward in the loss": Failure(LossContractError, "its own backward", own_backward),
-    "a backward that does not scale": Failure(LossContractError, "is multiplied by", unscaled),
+    "two pad tokens": Failure("[1, 2]", two_pad_tokens),
+    "a mask that the loss keeps": Failure("BertForTokenClassification … attention_mask", unmasked, LossContractError),
+    "a backward in the loss": Failure("its own backward", own_backward, LossContractError),
+    "a backward that does not scale": Failure("is multiplied by", unscaled, LossContractError),
     "a total that is detached, of a loss that takes the divisor": Failure(
-        LossContractError, "of the model", lambda: accumulator().forward_backward(SAMPLES, detached)
+        "of the model", lambda: accumulator().forward_backward(SAMPLES, detached), LossContractError
     ),
-    "a call after a lost update": Failure(MegabatchError, LOST, lambda: after_a_lost_update("call")),
-    "finalize after a lost update": Failure(MegabatchError, LOST, lambda: after_a_lost_update("finalize")),
+    "a call after a lost update": Failure(LOST, lambda: after_a_lost_update("call"), MegabatchError),
+    "finalize after a lost update": Failure(LOST, lambda: after_a_lost_update("finalize"), MegabatchError),
 }

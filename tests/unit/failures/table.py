@@ -4,17 +4,18 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megabatch import GradientAccumulator, MegabatchError, Update, loss
+from megabatch import GradientAccumulator, MegabatchError, PlanError, Update, loss
 
 
 class Failure(NamedTuple):
-    error: type[MegabatchError]
     seen: str  # what the error names, in this order: pieces with " … " between
     provoke: Callable[[], object]
+    error: type[MegabatchError] = PlanError
 
 
 # The other half of what does not fit together is a change too.
@@ -34,6 +35,14 @@ def check_error(text: str, seen: str) -> None:
     assert len(text.splitlines()) == 1, text
     assert names(text, seen), f"{text!r} does not name {seen!r}"
     assert CHANGE.search(text), f"{text!r} does not say what to change"
+
+
+def line_of(work: Callable[..., object], *given: Any, **named: Any) -> str:
+    """Return the one line with which the work is refused."""
+    with pytest.raises(MegabatchError) as caught:
+        work(*given, **named)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 def check_ranks(found: list[str], expected: list[str]) -> None:

@@ -39,8 +39,6 @@ ONE_OF_TWO = "over 1 of … 2 processes"
 TWO_WAYS = "DistributedDataParallel"
 FSDP1_TWO_WAYS = "FSDP1"
 OTHER_SAMPLES = "rank 0 were"
-
-
 OTHER_DTYPE = "'weight' … (1, 1) … torch.float64 … rank 0 … 'weight' … (1, 1)"
 OTHER_WEIGHTS_OF_MODEL = "'weight' … rank 0 than … rank 1"
 
@@ -368,6 +366,11 @@ def on_both(text: str) -> list[str]:
     return [text, text]
 
 
+OTHER_ON_BOTH = on_both(f"LossContractError: {OTHER_TERMS}")
+COUNTED_ON_BOTH = on_both(f"LossContractError: {COUNTED}")
+NOTHING_ON_BOTH = on_both("nothing")
+
+
 def heard(kind: str, text: str, own: str | None = None) -> list[str]:
     """Rank 0 hears of it from rank 1, which raises its own."""
     return [f"{kind}: data rank 1 of 2: {text}", own or f"{kind}: {text}"]
@@ -397,51 +400,33 @@ def hybrid(module: nn.Module) -> nn.Module:
 
 
 ORDERS: dict[str, tuple[Callable[[], str], list[str]]] = {  # also run by three ranks
-    "an output unused, FSDP2": (lambda: output_unused(kept_gathered), on_both(f"LossContractError: {OTHER_TERMS}")),
-    "an output unused, FSDP2, sync last": (
-        lambda: output_unused(kept_gathered, sync="last"),
-        on_both(f"LossContractError: {OTHER_TERMS}"),
-    ),
-    "an output unused, HSDP": (
-        lambda: output_unused(hybrid, "0011", micro_batch_size=2),
-        on_both(f"LossContractError: {OTHER_TERMS}"),
-    ),
-    "an output unused, replicate": (
-        lambda: output_unused(replicated, "0011", micro_batch_size=2),
-        on_both(f"LossContractError: {OTHER_TERMS}"),
-    ),
+    "an output unused, FSDP2": (lambda: output_unused(kept_gathered), OTHER_ON_BOTH),
+    "an output unused, FSDP2, sync last": (lambda: output_unused(kept_gathered, sync="last"), OTHER_ON_BOTH),
+    "an output unused, HSDP": (lambda: output_unused(hybrid, "0011", micro_batch_size=2), OTHER_ON_BOTH),
+    "an output unused, replicate": (lambda: output_unused(replicated, "0011", micro_batch_size=2), OTHER_ON_BOTH),
     "an output unused before the reduction, replicate": (
         lambda: output_unused(replicated, "1100", micro_batch_size=2),
-        on_both("nothing"),
+        NOTHING_ON_BOTH,
     ),
-    "another output, FSDP2": (another_output, on_both(f"LossContractError: {OTHER_TERMS}")),
-    "models in another order, FSDP2": (
-        lambda: models_in_another_order(fully_shard),
-        on_both(f"LossContractError: {OTHER_TERMS}"),
-    ),
-    "models in another order, FSDP1": (
-        lambda: models_in_another_order(fsdp1),
-        on_both(f"LossContractError: {OTHER_TERMS}"),
-    ),
-    "models in another order, DDP": (
-        lambda: models_in_another_order(DistributedDataParallel),
-        on_both(f"LossContractError: {OTHER_TERMS}"),
-    ),
+    "another output, FSDP2": (another_output, OTHER_ON_BOTH),
+    "models in another order, FSDP2": (lambda: models_in_another_order(fully_shard), OTHER_ON_BOTH),
+    "models in another order, FSDP1": (lambda: models_in_another_order(fsdp1), OTHER_ON_BOTH),
+    "models in another order, DDP": (lambda: models_in_another_order(DistributedDataParallel), OTHER_ON_BOTH),
     "models in another order, DDP, sync every": (
         lambda: models_in_another_order(DistributedDataParallel, "1100", micro_batch_size=2, sync="every"),
-        on_both(f"LossContractError: {OTHER_TERMS}"),
+        OTHER_ON_BOTH,
     ),
     "models in another order before the reduction, DDP": (
         lambda: models_in_another_order(DistributedDataParallel, "1100", micro_batch_size=2),
-        on_both("nothing"),
+        NOTHING_ON_BOTH,
     ),
     "models in another order before the reduction, DDP with buffers": (
         lambda: models_in_another_order(with_buffers, "1100", micro_batch_size=2),
-        on_both(f"LossContractError: {OTHER_TERMS}"),
+        OTHER_ON_BOTH,
     ),
     "models in another order, DDP with process groups of their own": (
         lambda: models_in_another_order(with_own_group),
-        on_both("nothing"),
+        NOTHING_ON_BOTH,
     ),
 }
 
@@ -457,7 +442,7 @@ JOBS: dict[str, tuple[Callable[[], str], list[str]]] = {  # what each rank is to
         collate_runs_out_of_memory,
         on_both("PlanError: … data rank 1 of 2 … OutOfMemoryError"),
     ),
-    "samplers without a word of ranks": (dealt_by_the_group, on_both("nothing")),
+    "samplers without a word of ranks": (dealt_by_the_group, NOTHING_ON_BOTH),
     "samplers of other seeds": (lambda: iterated(seed=here(1, 0)), on_both(f"PlanError: {OTHER_UPDATE}")),
     "samplers of other sizes": (lambda: iterated(global_batch_size=here(4, 5)), on_both(f"PlanError: {OTHER_UPDATE}")),
     "samplers of other costs": (
@@ -467,19 +452,16 @@ JOBS: dict[str, tuple[Callable[[], str], list[str]]] = {  # what each rank is to
     "samplers of one share": (lambda: iterated(dp_rank=0, dp_degree=2), on_both("PlanError: … dp_rank … [0, 0]")),
     "a negative weight": (weigh_is_negative, heard("LossContractError", NEGATIVE)),
     "weigh names other terms": (weigh_names_differ, on_both(f"LossContractError: {OTHER_WEIGHTS}")),
-    "weights that disagree": (lambda: weights_disagree(lambda model: model), on_both(f"LossContractError: {COUNTED}")),
+    "weights that disagree": (lambda: weights_disagree(lambda model: model), COUNTED_ON_BOTH),
     "weights that disagree, saved on the way": (
         lambda: weights_disagree(lambda model: model, saved=True),
-        on_both(f"LossContractError: {COUNTED}"),
+        COUNTED_ON_BOTH,
     ),
-    "weights that disagree, DDP": (
-        lambda: weights_disagree(DistributedDataParallel),
-        on_both(f"LossContractError: {COUNTED}"),
-    ),
-    "weights that disagree, FSDP2": (lambda: weights_disagree(sharded), on_both(f"LossContractError: {COUNTED}")),
-    "the loss names other terms": (term_names_differ, on_both(f"LossContractError: {OTHER_TERMS}")),
-    "a term without gradient on one rank": (gradients_differ, on_both(f"LossContractError: {OTHER_TERMS}")),
-    "finalize with other weights": (divisors_differ, on_both(f"LossContractError: {OTHER_TERMS}")),
+    "weights that disagree, DDP": (lambda: weights_disagree(DistributedDataParallel), COUNTED_ON_BOTH),
+    "weights that disagree, FSDP2": (lambda: weights_disagree(sharded), COUNTED_ON_BOTH),
+    "the loss names other terms": (term_names_differ, OTHER_ON_BOTH),
+    "a term without gradient on one rank": (gradients_differ, OTHER_ON_BOTH),
+    "finalize with other weights": (divisors_differ, OTHER_ON_BOTH),
     "not a number": (not_a_number, on_both(f"MegabatchError: {NOT_FINITE}")),
     "a mesh axis that is not supported": (expert_axis, on_both(f"PlanError: {EXPERT_AXIS}")),
     "other samples along tp": (other_samples, on_both(f"PlanError: {OTHER_SAMPLES}")),
@@ -493,13 +475,10 @@ JOBS: dict[str, tuple[Callable[[], str], list[str]]] = {  # what each rank is to
     "a mesh that is not the wrapper's": (mesh_differs, on_both(f"PlanError: {MESH_DIFFERS}")),
     "a hook of DDP's over other ranks": (hook_over_other_ranks, on_both(f"PlanError: {HOOK_ELSEWHERE}")),
     "a parameter unused at last": (parameter_unused_at_last, on_both(f"MegabatchError: {UNUSED}")),
-    "another branch, FSDP2": (another_branch, on_both(f"LossContractError: {OTHER_TERMS}")),
-    "another branch, two models in FSDP2": (
-        lambda: another_branch(several=True),
-        on_both(f"LossContractError: {OTHER_TERMS}"),
-    ),
+    "another branch, FSDP2": (another_branch, OTHER_ON_BOTH),
+    "another branch, two models in FSDP2": (lambda: another_branch(several=True), OTHER_ON_BOTH),
     **ORDERS,
-    "a parameter unused and found": (parameter_unused_and_found, on_both("nothing")),
+    "a parameter unused and found": (parameter_unused_and_found, NOTHING_ON_BOTH),
     **{name: (run, on_both(text)) for name, (run, text) in stretches.JOBS.items()},
     **{name: (run, on_both(text)) for name, (run, text) in user_loop.JOBS.items()},
     **auto.JOBS,

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from megabatch import GradientAccumulator, JointLoss, LossContractError, MegabatchError, PlanError
+from megabatch import GradientAccumulator, JointLoss, LossContractError, MegabatchError
 from megabatch.engine.error_broadcast import SECONDS_TO_LOOK
 from tests.unit.failures.table import SAMPLES, Failure, accumulator, here, squares, told, weighed_squares
 
@@ -206,116 +206,117 @@ def divisor_after_scale(gradient: GradientAccumulator, part: Any) -> None:
 FIRST, SECOND = "microbatch 0 of 2", "microbatch 1 of 2"
 FAILURES = {
     "an index that is left out": Failure(
-        MegabatchError, "microbatch 2 of 3 … 1 is next", lambda: loop(indices=(0, 2), of=3)
+        "microbatch 2 of 3 … 1 is next", lambda: loop(indices=(0, 2), of=3), MegabatchError
     ),
-    "an index that is repeated": Failure(MegabatchError, "microbatch 0 of 2 … 1 is next", lambda: loop(indices=(0, 0))),
-    "an index after the last": Failure(MegabatchError, "microbatch 2 … last of 2", lambda: loop(indices=range(3))),
-    "a loop that begins late": Failure(MegabatchError, "microbatch 1", lambda: loop(indices=(1,))),
-    "another number of microbatches": Failure(MegabatchError, "of= is 2 … was 3", of_changes),
-    "no microbatches": Failure(PlanError, "of= is 0", lambda: loop(of=0)),
-    "half a microbatch": Failure(PlanError, "of is 1.5", lambda: loop(of=1.5)),
-    "microbatches inside of others": Failure(MegabatchError, "microbatch()", nested),
-    "no backward in a loop of one's own": Failure(MegabatchError, FIRST, lambda: loop(lambda gradient, part: None)),
+    "an index that is repeated": Failure("microbatch 0 of 2 … 1 is next", lambda: loop(indices=(0, 0)), MegabatchError),
+    "an index after the last": Failure("microbatch 2 … last of 2", lambda: loop(indices=range(3)), MegabatchError),
+    "a loop that begins late": Failure("microbatch 1", lambda: loop(indices=(1,)), MegabatchError),
+    "another number of microbatches": Failure("of= is 2 … was 3", of_changes, MegabatchError),
+    "no microbatches": Failure("of= is 0", lambda: loop(of=0)),
+    "half a microbatch": Failure("of is 1.5", lambda: loop(of=1.5)),
+    "microbatches inside of others": Failure("microbatch()", nested, MegabatchError),
+    "no backward in a loop of one's own": Failure(FIRST, lambda: loop(lambda gradient, part: None), MegabatchError),
     "a scaled loss without a backward": Failure(
-        MegabatchError, FIRST, lambda: loop(lambda gradient, part: part.scale(total_of(gradient)))
+        FIRST, lambda: loop(lambda gradient, part: part.scale(total_of(gradient))), MegabatchError
     ),
-    "two backwards of a scaled loss": Failure(MegabatchError, f"{FIRST} … 2 backwards", lambda: loop(after(twice))),
+    "two backwards of a scaled loss": Failure(f"{FIRST} … 2 backwards", lambda: loop(after(twice)), MegabatchError),
     "two backwards in a loop of one's own": Failure(
-        MegabatchError, "written to 2 times in microbatch 1 of 3", lambda: loop(own_twice, indices=range(3), of=3)
+        "written to 2 times in microbatch 1 of 3", lambda: loop(own_twice, indices=range(3), of=3), MegabatchError
     ),
     "clip_grad_norm_ in a loop of one's own": Failure(
-        MegabatchError, "written to 2 times in microbatch 1 of 3",
+        "written to 2 times in microbatch 1 of 3",
         lambda: loop(
             then_change(lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1)), indices=range(3), of=3
         ),
+        MegabatchError,
     ),
     "zero_grad after a backward in a loop of one's own": Failure(
-        MegabatchError, "dropped in microbatch 1 of 2", lambda: loop(then_change(nn.Module.zero_grad))
+        "dropped in microbatch 1 of 2", lambda: loop(then_change(nn.Module.zero_grad)), MegabatchError
     ),
     "zero_grad before a backward in a loop of one's own": Failure(
-        MegabatchError, "replaced in microbatch 1 of 2", lambda: loop(dropped_and_own)
+        "replaced in microbatch 1 of 2", lambda: loop(dropped_and_own), MegabatchError
     ),
     "a step in a loop of one's own": Failure(
-        MegabatchError, "parameters were written to in microbatch 1",
+        "parameters were written to in microbatch 1",
         lambda: loop(then_change(lambda model: torch.optim.SGD(model.parameters(), lr=1.0).step())),
+        MegabatchError,
     ),
     "unscale_ before finalize": Failure(
-        MegabatchError, "GradScaler was used before", with_scaler(lambda scaler, optimizer: scaler.unscale_(optimizer))
+        "GradScaler was used before", with_scaler(lambda scaler, optimizer: scaler.unscale_(optimizer)), MegabatchError
     ),
     "a new scale before finalize": Failure(
-        MegabatchError, "GradScaler was used before", with_scaler(lambda scaler, optimizer: scaler.update(2.0))
+        "GradScaler was used before", with_scaler(lambda scaler, optimizer: scaler.update(2.0)), MegabatchError
     ),
-    "two scalers": Failure(MegabatchError, "another GradScaler", lambda: loop(in_turn_scalers())),
-    "float16 without a scaler": Failure(MegabatchError, "no GradScaler", lambda: loop(in_float16)),
+    "two scalers": Failure("another GradScaler", lambda: loop(in_turn_scalers()), MegabatchError),
+    "float16 without a scaler": Failure("no GradScaler", lambda: loop(in_float16), MegabatchError),
     "a scaled loss that is divided": Failure(
-        MegabatchError, f"{FIRST} … multiplied by 0.5", lambda: loop(after(lambda loss: loss / 2))
+        f"{FIRST} … multiplied by 0.5", lambda: loop(after(lambda loss: loss / 2)), MegabatchError
     ),
     "a loss that is divided by the number of microbatches": Failure(
-        LossContractError, f"{FIRST} … by 2", lambda: loop(scale(lambda total: total / 2))
+        f"{FIRST} … by 2", lambda: loop(scale(lambda total: total / 2)), LossContractError
     ),
     "a mean for a sum": Failure(
-        LossContractError, FIRST, lambda: loop(scale(lambda total: total[None].mean()), sum_over=3)
+        FIRST, lambda: loop(scale(lambda total: total[None].mean()), sum_over=3), LossContractError
     ),
-    "a mean that nobody scales": Failure(LossContractError, FIRST, lambda: loop(own, sum_over=None, mean_over=1)),
-    "a loss of an unknown kind": Failure(LossContractError, FIRST, lambda: loop(own, sum_over=None)),
-    "a scaled loss of an unknown kind": Failure(LossContractError, FIRST, lambda: loop(sum_over=None)),
-    "a loss of weight 0 that nobody scales": Failure(LossContractError, f"{FIRST} … 0", lambda: loop(own, sum_over=0)),
+    "a mean that nobody scales": Failure(FIRST, lambda: loop(own, sum_over=None, mean_over=1), LossContractError),
+    "a loss of an unknown kind": Failure(FIRST, lambda: loop(own, sum_over=None), LossContractError),
+    "a scaled loss of an unknown kind": Failure(FIRST, lambda: loop(sum_over=None), LossContractError),
+    "a loss of weight 0 that nobody scales": Failure(f"{FIRST} … 0", lambda: loop(own, sum_over=0), LossContractError),
     "two losses in a microbatch": Failure(
-        MegabatchError, FIRST, lambda: loop(lambda *given: (scaled(*given), scaled(*given)))
+        FIRST, lambda: loop(lambda *given: (scaled(*given), scaled(*given))), MegabatchError
     ),
     "a scaled loss that has run its own backward": Failure(
-        LossContractError, f"gradients changed … {FIRST}", lambda: loop(in_turns(own_and_scaled))
+        f"gradients changed … {FIRST}", lambda: loop(in_turns(own_and_scaled)), LossContractError
     ),
-    "a divisor beside a scaled loss": Failure(MegabatchError, FIRST, lambda: loop(scale_and_divisor)),
-    "a scaled loss beside a divisor": Failure(MegabatchError, "microbatch 0", lambda: loop(divisor_after_scale)),
+    "a divisor beside a scaled loss": Failure(FIRST, lambda: loop(scale_and_divisor), MegabatchError),
+    "a scaled loss beside a divisor": Failure("microbatch 0", lambda: loop(divisor_after_scale), MegabatchError),
     "a divisor for a mean": Failure(
-        LossContractError, "a mean", lambda: loop(divide_by_divisor, sum_over=None, mean_over=1)
+        "a mean", lambda: loop(divide_by_divisor, sum_over=None, mean_over=1), LossContractError
     ),
-    "some losses scaled": Failure(MegabatchError, SECOND, lambda: loop(in_turns(scaled, own))),
-    "some losses multiplied": Failure(MegabatchError, "GradScaler", lambda: loop(some_scalers)),
-    "a loss without a gradient": Failure(LossContractError, FIRST, lambda: loop(scale(lambda total: total.detach()))),
+    "some losses scaled": Failure(SECOND, lambda: loop(in_turns(scaled, own)), MegabatchError),
+    "some losses multiplied": Failure("GradScaler", lambda: loop(some_scalers), MegabatchError),
+    "a loss without a gradient": Failure(FIRST, lambda: loop(scale(lambda total: total.detach())), LossContractError),
     "a joint loss in a loop of one's own": Failure(
-        LossContractError, f"{FIRST} … JointLoss", lambda: loop(scale(lambda _: JointLoss(squares, squares)))
+        f"{FIRST} … JointLoss", lambda: loop(scale(lambda _: JointLoss(squares, squares))), LossContractError
     ),
-    "a sum and a mean": Failure(PlanError, "sum_over and mean_over", lambda: loop(mean_over=1)),
-    "a sum that is divided": Failure(PlanError, "divided=True", lambda: loop(divided=True)),
-    "a weight that is told twice": Failure(PlanError, FIRST, lambda: loop(scale(same, sum_over=1))),
-    "a weight of what is divided": Failure(
-        PlanError, FIRST, lambda: loop(scale(same, sum_over=1), sum_over=None, divided=True)
-    ),
-    "a weight in words": Failure(PlanError, "sum_over is a str", lambda: loop(sum_over="three")),
-    "several weights": Failure(PlanError, "sum_over is of shape (2,)", lambda: loop(sum_over=torch.ones(2))),
-    "a weight below 0": Failure(PlanError, "sum_over is -1.0", lambda: loop(sum_over=-1)),
+    "a sum and a mean": Failure("sum_over and mean_over", lambda: loop(mean_over=1)),
+    "a sum that is divided": Failure("divided=True", lambda: loop(divided=True)),
+    "a weight that is told twice": Failure(FIRST, lambda: loop(scale(same, sum_over=1))),
+    "a weight of what is divided": Failure(FIRST, lambda: loop(scale(same, sum_over=1), sum_over=None, divided=True)),
+    "a weight in words": Failure("sum_over is a str", lambda: loop(sum_over="three")),
+    "several weights": Failure("sum_over is of shape (2,)", lambda: loop(sum_over=torch.ones(2))),
+    "a weight below 0": Failure("sum_over is -1.0", lambda: loop(sum_over=-1)),
     "weights that do not add up": Failure(
-        LossContractError, "update_weight is 3 … 2 … data rank 0 of 1", lambda: loop(update_weight=3)
+        "update_weight is 3 … 2 … data rank 0 of 1", lambda: loop(update_weight=3), LossContractError
     ),
     "another weight of the update": Failure(
-        MegabatchError, "update_weight= is 3 … was 2", changed({"update_weight": 2}, {"update_weight": 3})
+        "update_weight= is 3 … was 2", changed({"update_weight": 2}, {"update_weight": 3}), MegabatchError
     ),
     "a loss that is divided no longer": Failure(
-        MegabatchError, "divided=", changed({"divided": True}, {"sum_over": 1})
+        "divided=", changed({"divided": True}, {"sum_over": 1}), MegabatchError
     ),
-    "a mean over another number": Failure(LossContractError, "by 1 … mean_over is 2", lambda: miscounted([0, -100], 2)),
+    "a mean over another number": Failure("by 1 … mean_over is 2", lambda: miscounted([0, -100], 2), LossContractError),
     "a mean over nothing in a loop of one's own": Failure(
-        LossContractError, "nan … weight is 0", lambda: miscounted([0, 1], 0, divide=True)
+        "nan … weight is 0", lambda: miscounted([0, 1], 0, divide=True), LossContractError
     ),
     "finalize before the last microbatch": Failure(
-        MegabatchError, "1 of 2 microbatches", then(lambda gradient: gradient.finalize())
+        "1 of 2 microbatches", then(lambda gradient: gradient.finalize()), MegabatchError
     ),
     "a call beside a loop of one's own": Failure(
-        MegabatchError, "microbatch()", then(lambda gradient: gradient.forward_backward(SAMPLES, weighed_squares))
+        "microbatch()", then(lambda gradient: gradient.forward_backward(SAMPLES, weighed_squares)), MegabatchError
     ),
-    "a loop of one's own after a call": Failure(MegabatchError, "microbatch()", after_a_call),
+    "a loop of one's own after a call": Failure("microbatch()", after_a_call, MegabatchError),
     "the state of a loop of one's own": Failure(
-        MegabatchError, "state_dict()", then(lambda gradient: gradient.state_dict())
+        "state_dict()", then(lambda gradient: gradient.state_dict()), MegabatchError
     ),
     "gradients dropped inside of a loop of one's own": Failure(
-        MegabatchError, "gradients were dropped",
+        "gradients were dropped",
         then(lambda gradient: (gradient.model.zero_grad(), gradient.microbatch(1, of=2, sum_over=1).__enter__())),
+        MegabatchError,
     ),
-    "an error inside of a loop of one's own": Failure(MegabatchError, "update was lost", interrupted),
-    "an optimizer that steps in backward, and a loop of one's own": Failure(PlanError, "backward", stepping),
-}  # fmt: skip
+    "an error inside of a loop of one's own": Failure("update was lost", interrupted, MegabatchError),
+    "an optimizer that steps in backward, and a loop of one's own": Failure("backward", stepping),
+}
 
 
 def numbers_differ() -> str:

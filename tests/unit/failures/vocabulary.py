@@ -38,7 +38,7 @@ def second_derivative() -> None:
 
 FAILURES = {
     "logits that are not those of the head": Failure(
-        MegabatchError, "Model … lm_head … next_token", lambda: total(2.0)
+        "Model … lm_head … next_token", lambda: total(2.0), MegabatchError
     ),
-    "a second derivative": Failure(MegabatchError, "create_graph=True … next_token", second_derivative),
+    "a second derivative": Failure("create_graph=True … next_token", second_derivative, MegabatchError),
 }
