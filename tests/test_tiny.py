@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -92,15 +91,7 @@ def test_the_diff_is_short_and_complete() -> None:
     compile(side("+"), "README.md", "exec")
 
 
-@pytest.fixture
-def process_group():
-    """A group of this process alone, for the all_reduce of the hand-written loop."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_the_loop_by_hand_of_the_tutorial_is_exact(process_group: None) -> None:
+def test_the_loop_by_hand_of_the_tutorial_is_exact(group_of_one: None) -> None:
     targets = {"targets": lambda microbatch: (microbatch["labels"][:, 1:] != -100).sum()}
     code = HAND_WRITTEN.replace("model.no_sync()", "contextlib.nullcontext()").replace(
         'model(microbatch["input_ids"])', 'model(microbatch["input_ids"]).logits'
@@ -116,7 +107,7 @@ def test_the_loop_by_hand_of_the_tutorial_is_exact(process_group: None) -> None:
 
 
 @pytest.mark.full
-def test_the_tutorial_has_the_same_losses_on_two_processes(process_group: None, tmp_path: Path) -> None:
+def test_the_tutorial_has_the_same_losses_on_two_processes(group_of_one: None, tmp_path: Path) -> None:
     script = tmp_path / "two.py"
     script.write_text(TWO_PROCESSES)
     first, second = Run([], tmp_path, 2, script).wait(300)

@@ -13,6 +13,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoTokenizer
 
+from megabatch.verification.float64_copy import Float64WithoutDropout
 from tests.train.processes import Finished, Run, overrides
 from tests.train.tokenizers_for_tests import chat_tokenizer
 
@@ -159,6 +160,13 @@ def refuse(bench: Bench) -> Callable[..., str]:
         return lines[0].removeprefix("megabatch: ")
 
     return run
+
+
+@pytest.fixture
+def in_float64() -> Iterator[None]:
+    """Norms of transformers' models compute in float32 otherwise, where the last bits depend on a batch's size."""
+    with Float64WithoutDropout():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from megabatch.errors import install_command
 from megabatch.train.checkpoints.export import export
 from megabatch.train.model.adapters import stir
 from megabatch.train.model.build import build
-from megabatch.verification.float64_copy import Float64WithoutDropout
 from tests.train.adapter_jobs import (
     GPT2,
     LAYOUTS,
@@ -68,13 +67,6 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert float((found[name] - value).norm()) <= 1e-12 * float(value.norm()), name
-
-
-@pytest.fixture
-def in_float64() -> Iterator[None]:
-    """Norms of transformers' models compute in float32 otherwise, where the last bits depend on a batch's size."""
-    with Float64WithoutDropout():
-        yield
 
 
 @pytest.mark.usefixtures("in_float64")

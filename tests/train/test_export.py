@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
 
 from megabatch import GradientAccumulator, Learner, MegabatchError, losses
@@ -22,6 +21,7 @@ from megabatch.train.model.architecture import architecture_of, load_tokenizer
 from megabatch.train.model.build import build
 from megabatch.train.runtime.ranks import Ranks
 from megabatch.train.trust import sealed
+from tests.train.adapter_jobs import whole
 from tests.train.contexts import ALONE, SILENT
 from tests.train.model_recipes import recipe
 from tests.train.on_ranks import on_ranks
@@ -52,10 +52,6 @@ def train(ranks: Ranks, config: Config, folder: Path, *, average: bool = False) 
         checkpoint.save(folder, checkpoint.states_of(state), {"step": step}, ranks)
     weights = {name: whole(each) for name, each in laid.base.state_dict().items()}
     return weights | {name: whole(each).to(weights[name].dtype) for name, each in mean.state_dict().items() if average}
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def assert_exported(config: Config, weights: dict[str, Tensor], to: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from megabatch.train.config.parallel_layout import layout_of
 from megabatch.train.config.recipe import load_config
@@ -22,6 +21,7 @@ from megabatch.train.model.optimizer import build_learner
 from megabatch.train.runtime.plugins import load_function
 from megabatch.train.runtime.ranks import Ranks
 from megabatch.verification.float64_copy import Float64WithoutDropout
+from tests.train.adapter_jobs import whole
 from tests.train.conftest import NO_DROPOUT, Bench, timeless
 from tests.train.contexts import ALONE, SILENT
 from tests.train.on_ranks import on_ranks
@@ -29,10 +29,6 @@ from tests.train.processes import overrides
 from tests.unit.failures.table import line_of
 
 NUM_UPDATES = 3
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def trained(ranks: Ranks, recipe: Path, values: dict[str, Any]) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from torch.nn.functional import logsigmoid
 
 from megabatch import GradientAccumulator, losses
 from megabatch.train.runtime.plugins import load_file
-from megabatch.verification.float64_copy import Float64WithoutDropout
 from tests.train.processes import Run, overrides
 
 ROOT = Path(__file__).parents[2]
@@ -90,13 +89,6 @@ def dpo_loss(model: Any, sample: dict[str, Tensor]) -> Tensor:
         places = range(int(sample["prompt_tokens"]), len(tokens))
         ratios.append(sum(both[0][t - 1, tokens[t]] - both[1][t - 1, tokens[t]].detach() for t in places))
     return -logsigmoid(0.1 * (ratios[0] - ratios[1]))
-
-
-@pytest.fixture
-def in_float64() -> Iterator[None]:
-    """Norms of transformers' models compute in float32 otherwise, where the last bits depend on a batch's size."""
-    with Float64WithoutDropout():
-        yield
 
 
 @pytest.mark.usefixtures("in_float64")

@@ -9,8 +9,7 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
 from megabatch.train.model.architecture import architecture_of
@@ -18,6 +17,7 @@ from megabatch.train.model.build import ParallelModel, build, choose_source, lay
 from megabatch.train.model.weights import plan_units, saved_weights
 from megabatch.train.parallel.wrap import blocks_of
 from megabatch.train.runtime.ranks import Ranks
+from tests.train.adapter_jobs import whole
 from tests.train.contexts import ALONE, SILENT
 from tests.train.model_recipes import FAMILIES, LLAMA, recipe
 from tests.train.on_ranks import on_ranks
@@ -346,10 +346,6 @@ MIDDLE = {  # 42 million parameters of 168 MB
 
 def laid_on(ranks: Ranks, model: dict[str, Any] | None = None, **keys: Any) -> ParallelModel:
     return build(recipe(model, **keys), ranks, SILENT, 10, None)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def described(made: ParallelModel) -> dict[str, Any]:

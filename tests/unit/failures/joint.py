@@ -5,12 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from megabatch import JointLoss, LossContractError
-from tests.unit.failures.table import SAMPLES, Failure, accumulator, linear, update
+from tests.unit.failures.table import SAMPLES, Failure, accumulator, here, linear, update
 
 ROWS = "a tensor"
 CHANGED = "the second time"
@@ -75,11 +74,6 @@ DTYPES = "torch.float64 … (1,) … rank 0 and … torch.float32 … (1,) … r
 FEWER = "data rank 1 of 2 … (1, 1) … for 2 samples"
 DREW = "JointLoss"
 CONTEXT = "JointLoss … 'cp'"
-
-
-def here(mine: Any, others: Any) -> Any:
-    """``mine`` on rank 1, where the fault is, and ``others`` on rank 0."""
-    return mine if dist.get_rank() == 1 else others
 
 
 def dtypes_differ() -> None:

@@ -7,13 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import GradientAccumulator, JointLoss, LossContractError, MegabatchError
 from megabatch.pipeline.run import Pipeline, evaluate
 from tests.unit.failures.table import SAMPLES, Failure, linear, squares, told
-from tests.unit.failures.wrappers import fsdp1, layers, mesh
+from tests.unit.failures.wrappers import fsdp1, mesh, root_left_out
 
 NO_AXIS = "'dp' … 'pp'"
 NO_SCHEDULE = "'gpipe'"
@@ -98,12 +97,6 @@ def _frozen() -> nn.Module:
     return linear().requires_grad_(False)
 
 
-def _inside() -> nn.Module:
-    model = layers()
-    fully_shard(model[0], mesh=mesh("dp"))
-    return model
-
-
 class _Detaches(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).detach()
@@ -130,7 +123,7 @@ FAILURES = {
         NO_STAGE, lambda: Pipeline([], mesh("dp", "pp"), schedule="LoopedBFS", boundary=said(), output=said())
     ),
     "a frozen stage": Failure(FROZEN, lambda: pipeline(_frozen())),
-    "a wrapper inside a stage": Failure(INSIDE, lambda: pipeline(_inside())),
+    "a wrapper inside a stage": Failure(INSIDE, lambda: pipeline(root_left_out())),
     "FSDP1": Failure(FSDP1, lambda: pipeline(fsdp1(linear()))),
     "DDP and split backwards": Failure(
         DDP_SPLIT, lambda: pipeline(*(DistributedDataParallel(linear()) for _ in range(2)), schedule="ZBVZeroBubble")

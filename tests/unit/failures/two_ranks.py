@@ -14,7 +14,7 @@ from torch.distributed.fsdp import ShardingStrategy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch import CostModel, GradientAccumulator, JointLoss, Learner, UpdateSampler, loss, verify
+from megabatch import CostModel, GradientAccumulator, Learner, UpdateSampler, loss, verify
 from megabatch.accumulator import MAX_COMPARED_CALLS
 from megabatch.wrappers.mesh import num_collectives
 from tests.unit.failures import auto, stretches, user_loop
@@ -182,13 +182,6 @@ def other_cut() -> str:
 def other_weights_along_tp() -> str:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     return told(lambda: accumulator(mesh=mesh).open(weights=here(1, 2)))
-
-
-def joint(axis: str, loss_fn: Callable[[Tensor], Any]) -> str:
-    """A loss that couples samples, over two ranks of an axis."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
-    coupled = JointLoss(lambda model, microbatch: model(microbatch["x"]), loss_fn)
-    return told(lambda: accumulator(mesh=mesh).forward_backward(SAMPLES, coupled))
 
 
 def part_of_the_processes() -> str:
@@ -479,14 +472,6 @@ JOBS: dict[str, tuple[Callable[[], str], list[str]]] = {  # what each rank is to
     "other samples along tp": (other_samples, on_both(f"PlanError: {OTHER_SAMPLES}")),
     "another cut along tp": (other_cut, on_both(f"PlanError: {OTHER_SAMPLES}")),
     "other weights along tp": (other_weights_along_tp, on_both("PlanError: other weights … along cp, tp or pp")),
-    "a joint loss along cp": (
-        lambda: joint("cp", lambda rows: (rows.sum(), len(rows))),
-        on_both("PlanError: JointLoss … cp"),
-    ),
-    "a joint loss that draws": (
-        lambda: joint("dp", lambda rows: ((rows * torch.rand(())).sum(), len(rows))),
-        on_both("LossContractError: JointLoss drew random numbers"),
-    ),
     "tensor parallel over one of two": (part_of_the_processes, on_both(f"PlanError: {ONE_OF_TWO}")),
     "FSDP1 in two ways": (fsdp1_in_two_ways, on_both(f"PlanError: {FSDP1_TWO_WAYS}")),
     "models wrapped in two ways": (wrapped_in_two_ways, on_both(f"PlanError: {TWO_WAYS}")),
