@@ -51,6 +51,7 @@ OF_THE_COMMAND_LINE = {  # arguments -> what the error names
     "--run.profile_steps=3,x": "run.profile_steps is 'x'; it must be a whole number",
     "--run.resume=maybe": "run.resume is 'maybe'; it must be a valid boolean",
     "--model.dtype=int8": "model.dtype is 'int8'; it must be 'float32', 'float64' or 'bfloat16'",
+    "--tracking.trackers=wanb": "tracking.trackers is 'wanb'; it must be 'wandb', 'mlflow' or 'trackio': change it on",
     "--data.mixture.code.weight=0": "data.mixture.code.weight is 0.0; it must be greater than 0",
     "--model.name=gpt2 --model.function=a:b": "model.name and model.function set in {path}; give one of",
     "--data.mixture=3": "data.mixture is '3' … write --data.mixture.key=value",

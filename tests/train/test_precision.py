@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megabatch import GradientAccumulator, MegabatchError, loss, losses, verify
+from megabatch import GradientAccumulator, loss, losses, verify
 from megabatch.losses.contract import weigh_of
 from megabatch.train.model.build import build, in_precision
 from megabatch.train.parallel.wrap import accumulation_of
@@ -90,16 +90,6 @@ def test_a_cut_gradient_is_as_exact_as_an_uncut_one(tmp_path: Path, num_ranks: i
             assert each[way]["loss"] == found[0][way]["loss"]
 
 
-def test_what_autocast_leaves_as_it_is_is_refused() -> None:
-    with pytest.raises(MegabatchError, match="'float64', which autocast does not convert; leave "):
-        build(recipe({"dtype": "float64", **MIXED}), ALONE, SILENT, None, None)
-
-
-def test_wider_gradients_of_parameters_that_are_wide_are_refused() -> None:
-    with pytest.raises(MegabatchError, match="which has no effect without "):
-        build(recipe({"dtype": "float64"}, update={"accumulate_dtype": "float32"}), ALONE, SILENT, None, None)
-
-
 def test_the_weight_is_still_counted_from_the_data() -> None:
     for keys in (MIXED, {}):
         config = recipe(keys)
@@ -122,23 +112,17 @@ def test_autocast_ends_with_the_loss() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "line"),
+    ("keys", "update", "line"),
     [
-        ({}, "precision: float32 throughout"),
-        (MIXED, "precision: parameters and gradients in float32, computed in bfloat16 (autocast)"),
-        ({"dtype": "bfloat16"}, "precision: bfloat16 throughout"),
-        ({"dtype": "bfloat16", **MIXED}, "precision: bfloat16 throughout"),
+        ({}, None, "precision: float32 throughout"),
+        (MIXED, None, "precision: parameters and gradients in float32, computed in bfloat16 (autocast)"),
+        (WAYS["pure"], None, "precision: bfloat16 throughout"),
+        ({**WAYS["pure"], **MIXED}, None, "precision: bfloat16 throughout"),
+        (WAYS["wide"], {"accumulate_dtype": "float32"}, "precision: bfloat16 throughout, gradients added in float32"),
     ],
 )
-def test_the_precision_is_said(keys: dict[str, Any], line: str) -> None:
-    assert line in build(recipe(keys), ALONE, SILENT, None, None).words
-
-
-def test_wider_gradients_are_said() -> None:
-    config = recipe({"dtype": "bfloat16"}, update={"accumulate_dtype": "float32"})
-    assert (
-        "precision: bfloat16 throughout, gradients added in float32" in build(config, ALONE, SILENT, None, None).words
-    )
+def test_the_precision_is_said(keys: dict[str, Any], update: dict[str, Any] | None, line: str) -> None:
+    assert line in build(recipe(keys, update=update), ALONE, SILENT, None, None).words
 
 
 OWN = """

@@ -180,11 +180,3 @@ def test_a_tracker_that_is_not_installed_is_one_line_before_the_run(bench: Bench
         "megabatch: tracking.trackers has 'wandb', which is not installed; pip install wandb, or leave it out\n"
     )
     assert not bench.folder.exists()
-
-
-def test_a_tracker_that_is_none_is_one_line(bench: Bench) -> None:
-    (done,) = bench.finish(tracking__trackers="wanb")
-    assert done.err == (
-        "megabatch: tracking.trackers is 'wanb'; it must be 'wandb', 'mlflow' or 'trackio': "
-        "change it on the command line\n"
-    )
