@@ -33,6 +33,7 @@ Length = Callable[[Any], int]
 
 IGNORED_LABEL = -100
 """The label of a position without a target: the default ``ignore_index`` of torch's cross-entropy."""
+KEPT_BYTES = 2**28  # of a deferred batch: 256 MiB hold the tokens of any update of text
 DTYPE, SHAPE = attrgetter("dtype"), attrgetter("shape")
 _PADDED_NUMBERS = WeakTensorKeyDictionary()
 LABELS = re.compile(r"(^|_)(labels?|label_ids)(_|$)")  # keys of labels: labels, shift_labels, label_ids, chosen_labels
@@ -47,10 +48,13 @@ class Deferred(Sequence[Any]):
         lengths: Tokens of each sample, as they are counted when it is loaded.
         weights: The weight of each sample alone, as the loss's ``weigh`` counts it, where it returns a number. With
             them the first forward waits for its own microbatch only (and for a sample to send, where a rank has none).
-            Without them a loss that weighs has every sample loaded twice. A loss without ``weigh`` ignores them.
+            Without them a loss that weighs has every sample loaded before the first forward. A loss without ``weigh``
+            ignores them.
         look_ahead: Microbatches that are prepared while one runs. 0 prepares each in its turn.
         measured: True if lengths are counted when a sample is loaded. False for lengths of another kind, patches of an
             image say, which are taken as given.
+        kept_bytes: Memory for microbatches that are weighed before the first forward, which keep their samples until
+            their turn. The samples of the others are loaded a second time.
     """
 
     def __init__(
@@ -61,9 +65,11 @@ class Deferred(Sequence[Any]):
         *,
         look_ahead: int = 1,
         measured: bool = True,
+        kept_bytes: int = KEPT_BYTES,
     ) -> None:
         self._load = load
         self.lengths, self.weights, self.look_ahead, self.measured = lengths, weights, look_ahead, measured
+        self.kept_bytes = kept_bytes
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -76,6 +82,7 @@ class Deferred(Sequence[Any]):
     def check(self) -> None:
         """Raise `PlanError` for invalid arguments. The accumulator calls it, which tells all ranks."""
         require_count("look_ahead", self.look_ahead, least=0)
+        require_count("kept_bytes", self.kept_bytes, least=0)
         weights = [] if self.weights is None else self.weights
         if self.weights is not None and len(weights) != len(self):
             raise PlanError(f"Deferred has {len(self)} lengths and {len(weights)} weights; give one of each per sample")
@@ -120,6 +127,9 @@ class Samples:
         self._pad = pad
         self._stack = collate if collate is not None else pad if pad is not None else pad_right
         self._kept: dict[int, Any] = {}  # the last sample of a deferred batch, once it is loaded
+        # Microbatches of a deferred batch that were taken to weigh them, and room for more until the first turn.
+        self._early: dict[tuple[int, ...], Microbatch] = {}
+        self._room = 0 if self.deferred is None else self.deferred.kept_bytes
         self._loading = threading.Lock()  # one thread at a time loads and collates
         self.is_collated_by_user = collate is not None
         self.is_shared = self._rows is not None or collate is not None  # microbatches may be the caller's own tensors
@@ -172,7 +182,10 @@ class Samples:
         if self.shared:
             lengths, shared = ([each[index] for index in indices] for each in (self.lengths, self.shared))
             cast(Any, self._collate).lay_out(made, lengths, shared)
-        return made if self._part is None else self._part(made)
+        made = made if self._part is None else self._part(made)
+        if self._room > 0:
+            self._keep_weighed(tuple(indices), made)
+        return made
 
     def column(self, name: str) -> list[Tensor]:
         """Return one tensor of each sample. Raises `PlanError` for samples without it, and for a deferred batch."""
@@ -208,6 +221,7 @@ class Samples:
         if self.deferred is None:
             yield from map(self.take, microbatches)
             return
+        self._room = 0
         ahead: deque[Future[Microbatch]] = deque()
         thread = ThreadPoolExecutor(1, "megabatch-deferred")
         try:
@@ -218,8 +232,18 @@ class Samples:
         finally:
             thread.shutdown(cancel_futures=True)
 
+    def _keep_weighed(self, indices: tuple[int, ...], made: Microbatch) -> None:
+        """Keep a microbatch of a deferred batch that was taken before its turn, if there is room for it."""
+        sizes: list[int] = []
+        each_leaf(made, lambda leaf: sizes.append(getattr(leaf, "nbytes", 0)))
+        self._room -= sum(sizes)
+        if self._room >= 0:  # the user's collate function may fill the same buffer again
+            self._early[indices] = made if self._collate is None else clone(made)
+
     def _take_kept(self, indices: Sequence[int]) -> Microbatch:
         """Take a microbatch that outlives the next: the user's collate function may fill the same buffer again."""
+        if self._early and (made := self._early.pop(tuple(indices), None)) is not None:
+            return made
         made = self.take(indices)
         is_ahead = self.deferred is not None and self.deferred.look_ahead > 0
         return clone(made) if is_ahead and self._collate is not None else made
