@@ -74,10 +74,10 @@ MUTATIONS = (  # with the job that then differs from the first
     (Mutation("take torch's norm of the shards", "wrappers/gradients.py",
               "exact_norm(parameters) if exactly else", ""),
      ("gpt2:float32:fsdp2:tokens:every:6:1:", "gpt2:float32:fsdp2:tokens:every:6:3:")),
-    (Mutation("deal ties in another order", "planning/sampler.py",
-              "fill(lengths, max_rows=rows, max_tokens=tokens)",
-              "[tuple(len(lengths) - 1 - item for item in group)"
-              " for group in fill(lengths[::-1], max_rows=rows, max_tokens=tokens)]"),
+    (Mutation("deal ties in another order", "planning/partition.py",
+              "microbatches = fill(lengths, max_rows=max_rows, max_tokens=max_tokens)",
+              "microbatches = [tuple(len(lengths) - 1 - item for item in group)"
+              " for group in fill(lengths[::-1], max_rows=max_rows, max_tokens=max_tokens)]"),
      ("conv:float32:plain:count:last:6:1:", "conv:float32:plain:count:last:6:3:")),
     (Mutation("cut by rank", "planning/sampler.py", "if self._limits is not None:", "if False:"),
      ("gpt2:float32:plain:tokens:last:6:1:", "gpt2:float32:plain:tokens:last:6:3:")),
