@@ -131,8 +131,9 @@ class DataConfig(SourceConfig):
     num_workers: Step = 0
     """Processes that load samples while the model trains."""
     look_ahead: Step | None = None
-    """Load an update's samples when their microbatch comes, so many microbatches ahead, for images and long text; they
-    are read twice then, to be counted and to be run. None: an update is in memory whole before it runs."""
+    """Load an update's samples when their microbatch comes, so many microbatches ahead, for images and long text. All
+    are read first, to be counted; 256 MiB of them are kept, and the others are read again. None: an update is in memory
+    whole before it runs."""
     cache: str | None = None
     """Folder of tokenized data; None: megabatch's in the user's cache folder."""
 
