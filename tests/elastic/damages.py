@@ -8,13 +8,23 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-Damage = Callable[[Path, Random], None]  # of a folder of checkpoints
-STEPS = (2, 4, 6)
+Damage = Callable[[Path, Random], None]  # of a file, or of a folder of checkpoints
+
+
+def steps_of(checkpoints: Path) -> list[int]:
+    """The checkpoints that have their names, the newest first."""
+    return sorted((int(path.name[5:]) for path in checkpoints.glob("step-*") if path.suffix != ".tmp"), reverse=True)
 
 
 def some_checkpoint(checkpoints: Path, draw: Random) -> Path:
     """Mostly the latest one."""
-    return checkpoints / f"step-{draw.choice((6, 6, 6, 4, 2))}"
+    steps = steps_of(checkpoints)
+    return checkpoints / f"step-{draw.choice((*steps[:1] * 3, *steps[1:]))}"
+
+
+def two_steps(checkpoints: Path, draw: Random) -> list[int]:
+    """A newer and an older one."""
+    return sorted(draw.sample(steps_of(checkpoints), 2), reverse=True)
 
 
 def some_file(checkpoints: Path, draw: Random) -> Path:
@@ -23,45 +33,76 @@ def some_file(checkpoints: Path, draw: Random) -> Path:
     return draw.choice(files)
 
 
-def flip(checkpoints: Path, draw: Random) -> None:
-    path = some_file(checkpoints, draw)
+# Damages of any file that has a byte
+
+
+def flip(path: Path, draw: Random) -> None:
     data = bytearray(path.read_bytes())
     data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
     path.write_bytes(data)
 
 
-def flip_tensor(checkpoints: Path, draw: Random) -> None:
-    path = draw.choice(sorted((checkpoints / "step-6").glob("*.distcp")))
-    data = bytearray(path.read_bytes())
-    data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-    path.write_bytes(data)
-
-
-def zero(checkpoints: Path, draw: Random) -> None:
+def zero(path: Path, draw: Random) -> None:
     """A stretch of zeros, as after a loss of power."""
-    path = some_file(checkpoints, draw)
     data = bytearray(path.read_bytes())
     start = draw.randrange(len(data))
     data[start : start + 512] = bytes(len(data[start : start + 512]))
     path.write_bytes(data)
 
 
-def cut(checkpoints: Path, draw: Random) -> None:
-    path = some_file(checkpoints, draw)
+def cut(path: Path, draw: Random) -> None:
     path.write_bytes(path.read_bytes()[: draw.randrange(path.stat().st_size)])
 
 
-def lengthen(checkpoints: Path, draw: Random) -> None:
-    path = some_file(checkpoints, draw)
+def lengthen(path: Path, draw: Random) -> None:
     path.write_bytes(path.read_bytes() + draw.randbytes(draw.randint(1, 99)))
 
 
-def empty(checkpoints: Path, draw: Random) -> None:
-    some_file(checkpoints, draw).write_bytes(b"")
+def empty(path: Path, draw: Random) -> None:
+    path.write_bytes(b"")
 
 
-def remove(checkpoints: Path, draw: Random) -> None:
-    some_file(checkpoints, draw).unlink()
+def remove(path: Path, draw: Random) -> None:
+    path.unlink()
+
+
+def damage_rows(path: Path, draw: Random) -> None:
+    """A line that is no row, one that is missing, or one that is there twice."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    place = draw.randrange(len(lines))
+    lines[place : place + 1] = draw.choice(([], [lines[place]] * 2, [b'{"step": 2, "lo\n', lines[place]]))
+    path.write_bytes(b"".join(lines))
+
+
+OF_ANY_FILE: tuple[Damage, ...] = (flip, zero, cut, lengthen, empty, remove)
+BESIDE = {  # what lies beside a run's checkpoints -> its files below the folder of both, and what may come of them
+    "token cache": ("cache/*/samples.arrow", OF_ANY_FILE),
+    "summary of the token cache": ("cache/*/summary.json", OF_ANY_FILE),
+    "manifest": ("{run}/manifest.jsonl", (damage_rows, *OF_ANY_FILE)),
+    "metrics": ("{run}/metrics.jsonl", (damage_rows, *OF_ANY_FILE)),
+    "environment.json": ("{run}/environment.json", OF_ANY_FILE),
+    "other logs": ("{run}/[clpt]*.*", OF_ANY_FILE),  # config.toml, cuts.jsonl, log.txt, plan.txt, timeline.jsonl
+}
+
+
+def damage_beside(kind: str, place: Path, run: str, draw: Random) -> None:
+    """Damage a file beside the checkpoints of a run, if there is one that has a byte."""
+    pattern, ways = BESIDE[kind]
+    files = sorted(path for path in place.glob(pattern.format(run=run)) if path.stat().st_size)
+    if files:
+        draw.choice(ways)(draw.choice(files), draw)
+
+
+# Damages of the folder of checkpoints
+
+
+def of_some_file(damage: Damage) -> Damage:
+    return lambda checkpoints, draw: damage(some_file(checkpoints, draw), draw)
+
+
+def flip_tensor(checkpoints: Path, draw: Random) -> None:
+    newest = checkpoints / f"step-{steps_of(checkpoints)[0]}"
+    flip(draw.choice(sorted(newest.glob("*.distcp"))), draw)
 
 
 def swap(checkpoints: Path, draw: Random) -> None:
@@ -74,14 +115,14 @@ def swap(checkpoints: Path, draw: Random) -> None:
 
 def older(checkpoints: Path, draw: Random) -> None:
     """An older file in place of a newer one of the same name."""
-    new, old = draw.choice(((6, 4), (6, 2), (4, 2)))
+    new, old = two_steps(checkpoints, draw)
     path = draw.choice(sorted((checkpoints / f"step-{new}").iterdir()))
     path.write_bytes((checkpoints / f"step-{old}" / path.name).read_bytes())
 
 
 def older_folder(checkpoints: Path, draw: Random) -> None:
     """A whole older checkpoint under the name of a newer one."""
-    new, old = draw.choice(((6, 4), (6, 2), (4, 2)))
+    new, old = two_steps(checkpoints, draw)
     shutil.rmtree(checkpoints / f"step-{new}")
     shutil.copytree(checkpoints / f"step-{old}", checkpoints / f"step-{new}")
 
@@ -143,11 +184,11 @@ def file_for_folder(checkpoints: Path, draw: Random) -> None:
 
 def two(checkpoints: Path, draw: Random) -> None:
     for _ in range(2):
-        draw.choice((flip, cut, empty, edit))(checkpoints, draw)
+        draw.choice((*map(of_some_file, (flip, cut, empty)), edit))(checkpoints, draw)
 
 
 def all_of_them(checkpoints: Path, draw: Random) -> None:
-    for step in STEPS:
+    for step in steps_of(checkpoints):
         path = draw.choice(sorted((checkpoints / f"step-{step}").iterdir()))
         path.write_bytes(path.read_bytes()[:-1] if draw.randrange(2) else b"")
 
@@ -157,8 +198,9 @@ def nothing(checkpoints: Path, draw: Random) -> None:
 
 
 KINDS: dict[str, Damage] = {
-    "a bit of any file": flip, "a bit of tensors": flip_tensor, "zeros": zero, "cut": cut, "lengthened": lengthen,
-    "emptied": empty, "missing": remove, "swapped": swap, "an older file": older, "an older checkpoint": older_folder,
+    "a bit of any file": of_some_file(flip), "a bit of tensors": flip_tensor, "zeros": of_some_file(zero),
+    "cut": of_some_file(cut), "lengthened": of_some_file(lengthen), "emptied": of_some_file(empty),
+    "missing": of_some_file(remove), "swapped": swap, "an older file": older, "an older checkpoint": older_folder,
     "checkpoint missing": remove_folder, "checkpoint emptied": empty_folder, "meta.json edited": edit,
     "meta.json replaced": replace_meta, "pointer": point, "pointer missing": remove_pointer,
     "file and folder exchanged": file_for_folder, "two files": two, "all checkpoints": all_of_them, "none": nothing,
@@ -171,8 +213,9 @@ def step_to_expect(checkpoints: Path, pristine: Path) -> int | None:
     text = pointer.read_bytes().strip() if pointer.is_file() else b""
     named = int(text[5:]) if re.fullmatch(rb"step-[1-9][0-9]*", text) else 10**9
     same = [
-        step for step in STEPS if step <= named and is_same(checkpoints / f"step-{step}", pristine / f"step-{step}")
-    ]
+        step for step in steps_of(pristine)
+        if step <= named and is_same(checkpoints / f"step-{step}", pristine / f"step-{step}")
+    ]  # fmt: skip
     return max(same, default=None)
 
 

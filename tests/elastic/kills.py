@@ -1,37 +1,48 @@
-"""A run is killed again and again, at updates and inside saves, one rank or all, and ends as one that never was.
+"""A run is killed and damaged again and again, and ends as one that never was.
 
-`python -m tests.elastic.kills` does it a hundred times and writes kills.json. `python -m tests.elastic.kills same-bits`
-does it twenty times on ever other ranks, with update.same_bits, and writes kills_same_bits.json.
+Kills come at updates and inside saves, to one rank or all. Between a kill and the resume, checkpoints and the files
+beside them are damaged: the token cache, the manifest, metrics and other logs.
+
+`python -m tests.elastic.kills` does it two hundred times and writes kills.json; a number of minutes after it bounds the
+time. `python -m tests.elastic.kills same-bits` does it twenty times on ever other ranks, with update.same_bits, and
+writes kills_same_bits.json.
 """
 
 import json
 import random
+import re
 import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-from tests.train.conftest import NO_DROPOUT, RECIPE, some_pairs, states_of, timeless, write_pairs
+from megabatch.train.runtime.files import MANIFEST, METRICS, row_of
+from tests.elastic.damages import BESIDE, KINDS, damage_beside, step_to_expect, steps_of
+from tests.train.conftest import RECIPE, some_pairs, states_of, timeless, write_pairs
 from tests.train.processes import Run, overrides
 
 RESULT = Path(__file__).with_name("kills.json")
 SAME_BITS_RESULT = Path(__file__).with_name("kills_same_bits.json")
 SAME_BITS = {"model__dtype": "float32", "update__same_bits": "proved", "update__max_norm": 0.3, "optim__ema_decay": 0.9}
 OF_RANKS = ("num_microbatches", "slowest_over_mean")  # of a row: what follows from the number of ranks
-NUM_UPDATES, SAVE_EVERY = 30, 3
-SECONDS = 60.0  # for a place to be reached, and for ranks that have lost one to end
+NUM_UPDATES, SAVE_EVERY = 30, 2
+SECONDS = 120.0  # for a place to be reached, and for ranks that have lost one to end
 LAID: dict[int, str | None] = {1: None, 2: "ddp", 3: "fsdp2", 4: "fsdp2"}  # number of ranks → wrapper
 SIZES = (4, 2, 3, 1)  # of a run that goes on with other ranks after each kill
 LARGEST = 1e-10  # difference of weights in float64 where the number of ranks has changed
+NUM_KILLS, KILLS_PER_RUN = 200, 10
+RUNS = ((1,), (2,), (1,), (2, 3, 1), (2,), (3,), (1,), SIZES, (2,))  # the number of ranks of each start, in turn
+CHECKPOINTS = "checkpoints"  # kind of a damage, beside those of `BESIDE`
 
 
 @dataclass(frozen=True)
@@ -46,74 +57,122 @@ class Kill:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a run's kills."""
+    """The outcome of a run's kills and damages."""
 
     sizes: tuple[int, ...]
     kills: int
     inside_saves: int  # that have left an unfinished folder
-    after_saves: int  # that were meant to, and came when it had its name already
     of_one_rank: int
+    damages: dict[str, int]
     same_rows: bool
     difference: float  # of any element of weights and of the optimizer's state
 
 
 class Runs:
-    """Runs of one small model, in folders of a place."""
+    """Runs of one small model, with dropout, in folders of a place."""
 
     def __init__(self, place: Path, given: dict[str, Any]) -> None:
         self.place, self._number, self._given = place, 0, given
         self.data = write_pairs(place / "data.jsonl", some_pairs())
 
-    def start(self, folder: Path, size: int, *, dropout: bool) -> Run:
+    def start(self, folder: Path, size: int) -> Run:
         """The run in the folder, from its beginning or gone on with."""
         self._number += 1
         recipe = self.place / f"{folder.name}.toml"
         recipe.write_text(RECIPE.format(data=self.data, folder=folder))
         values = {"run__max_epochs": 5, "run__save_every": SAVE_EVERY, "eval__every": 10, "run__resume": True}
         values |= {"parallel__wrapper": LAID[size], "run__tensorboard": False, "data__cache": self.place / "cache"}
-        values |= ({} if dropout else NO_DROPOUT) | self._given
-        return Run(["train", str(recipe), *overrides(values)], self.place / f"logs{self._number}", size)
+        return Run(["train", str(recipe), *overrides(values | {"run__manifest": True} | self._given)], self.logs, size)
 
-    def finish(self, folder: Path, size: int, *, dropout: bool) -> None:
+    @property
+    def logs(self) -> Path:
+        """The folder of what the last start said."""
+        return self.place / f"logs{self._number}"
+
+    def finish(self, folder: Path, size: int) -> None:
         """To its end, which must be good."""
-        ends = self.start(folder, size, dropout=dropout).wait()
-        assert all(end.status == 0 for end in ends), "\n".join(end.err for end in ends)
+        ends = self.start(folder, size).wait()
+        assert all(end.status == 0 for end in ends), "\n".join(end.out + end.err for end in ends)
 
-    def kill(self, folder: Path, size: int, kill: Kill, *, dropout: bool) -> bool:
+    def kill(self, folder: Path, size: int, kill: Kill) -> bool:
         """Start or go on, and be killed; whether a save was left half-way. Ranks that lost one end by themselves."""
-        run = self.start(folder, size, dropout=dropout)
-        unfinished = folder / "checkpoints" / f"step-{kill.step}.tmp"
-        said = self.place / f"logs{self._number}" / "rank0.out"
+        run = self.start(folder, size)
+        unfinished, said = folder / "checkpoints" / f"step-{kill.step}.tmp", self.logs / "rank0.out"
 
         def reached() -> bool:  # by this start, of which others may have left a folder
-            return last_step(said) >= kill.step and (unfinished.exists() or not kill.in_save)
+            return (unfinished.exists() or not kill.in_save) and last_step(said) >= kill.step
 
         deadline = time.monotonic() + SECONDS
         while not reached() and time.monotonic() < deadline and all(each.is_alive() for each in run.processes):
-            time.sleep(0.0005)
+            time.sleep(0.001)
         time.sleep(kill.seconds)
         for process in run.processes if kill.rank is None else [run.processes[kill.rank % size]]:
             process.kill()
         ends = run.wait(SECONDS)
-        assert all(end.status != 0 for end in ends) or reached(), [end.err for end in ends]
-        assert all("Traceback" not in end.err for end in ends), "\n".join(end.err for end in ends)
+        text = "\n".join(end.err for end in ends)
+        assert last_step(said) >= kill.step, text
+        assert "Traceback" not in text, text
         assert kill.rank is None or [end.status for end in ends].count(-signal.SIGKILL) == 1, "others were stuck"
         return kill.in_save and unfinished.exists()
 
-    def outcome(self, whole: Path, folder: Path, sizes: tuple[int, ...], kills: list[Kill], inside: int) -> Outcome:
-        """The run's end beside that of the one that was never killed."""
-        one, other = (states(each, self.place) for each in (whole, folder))
-        assert one.keys() == other.keys()
-        return Outcome(
-            sizes, len(kills), inside, sum(kill.in_save for kill in kills) - inside,
-            sum(kill.rank is not None for kill in kills), rows(whole) == rows(folder),
-            max(float((one[name].double() - other[name].double()).abs().max()) for name in one if one[name].numel()),
-        )  # fmt: skip
+    def resumed_from(self) -> int:
+        """The step that the last start resumed from; 0: it began."""
+        found = re.search(r"^resumed from \S+/step-([0-9]+)$", (self.logs / "rank0.out").read_text(), re.MULTILINE)
+        return int(found[1]) if found else 0
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: row[key] for key in row if key not in OF_RANKS} for row in timeless(found)]
+class Damager:
+    """Damages a run between its starts, and knows what is left of it."""
+
+    def __init__(self, folder: Path, draw: random.Random) -> None:
+        self._folder, self._draw, self._pristine = folder, draw, folder.with_name(f"{folder.name}-pristine")
+        self.expected, self.lost = 0, set[int]()  # step to resume from, and those whose rows may be gone
+        self.counts: Counter[str] = Counter()
+
+    def damage(self) -> None:
+        """Damage some of the run's files, but not all of its checkpoints."""
+        checkpoints = self._folder / "checkpoints"
+        for step in steps_of(checkpoints):
+            if step > self.expected:  # it was written since
+                shutil.rmtree(self._pristine / f"step-{step}", ignore_errors=True)
+                shutil.copytree(checkpoints / f"step-{step}", self._pristine / f"step-{step}")
+        found = step_to_expect(checkpoints, self._pristine)
+        for kind in self._draw.sample([CHECKPOINTS, *BESIDE], self._draw.randint(1, 3)):
+            self.counts[kind] += 1
+            if kind != CHECKPOINTS:
+                rows = [lines_of(self._folder / name) for name in (METRICS, MANIFEST)]
+                damage_beside(kind, self._folder.parent, self._folder.name, self._draw)
+                for before, name in zip(rows, (METRICS, MANIFEST), strict=True):
+                    after = lines_of(self._folder / name)
+                    self.lost |= {row["step"] for line in (before - after) + (after - before) if (row := row_of(line))}
+            elif len(steps_of(checkpoints)) > 1:
+                found = self._damage_checkpoints(checkpoints)
+        self.expected = found or 0
+
+    def _damage_checkpoints(self, checkpoints: Path) -> int:
+        """Damage them so that one stays; the newest."""
+        kept = checkpoints.with_name("kept")
+        shutil.copytree(checkpoints, kept)
+        while True:
+            try:
+                KINDS[self._draw.choice(list(KINDS))](checkpoints, self._draw)
+                found = step_to_expect(checkpoints, self._pristine)
+            except (OSError, LookupError, ValueError):  # a damage of what is damaged already
+                found = None
+            if found is not None:
+                shutil.rmtree(kept)
+                return found
+            shutil.rmtree(checkpoints)
+            shutil.copytree(kept, checkpoints)
+
+
+def lines_of(path: Path) -> Counter[bytes]:
+    return Counter(path.read_bytes().splitlines() if path.exists() else [])
+
+
+def rows(folder: Path, name: str, lost: set[int]) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (folder / name).read_text().splitlines()]
+    return [{key: row[key] for key in row if key not in OF_RANKS} for row in timeless(found) if row["step"] not in lost]
 
 
 def last_step(said: Path) -> int:
@@ -136,31 +195,41 @@ def drawn(draw: random.Random, num: int, size: int) -> Iterator[Kill]:
         yield Kill(step, in_save, rank, draw.choice([0, 0, 0.002, 0.005]) if in_save else draw.random() * 0.02)
 
 
-def killed(runs: Runs, whole: Path, sizes: tuple[int, ...], num: int, seed: int) -> Outcome:
-    """A run of so many kills; with several sizes, each start has the next one of them."""
-    draw, dropout = random.Random(seed), len(sizes) == 1
-    folder, inside = runs.place / f"run{'-'.join(map(str, sizes))}-{seed}", 0
-    kills = list(drawn(draw, num, min(sizes)))
-    for number, kill in enumerate(kills):
-        inside += runs.kill(folder, sizes[number % len(sizes)], kill, dropout=dropout)
-    runs.finish(folder, sizes[len(kills) % len(sizes)], dropout=dropout)
-    outcome = runs.outcome(whole, folder, sizes, kills, inside)
+def disturbed(runs: Runs, whole: Path, sizes: tuple[int, ...], num: int, seed: int) -> Outcome:
+    """A run of so many kills and damages beside one without; with several sizes, each start has the next of them."""
+    draw, folder, inside = random.Random(seed), runs.place / f"run{'-'.join(map(str, sizes))}-{seed}", 0
+    kills, damager, starts = list(drawn(draw, num, min(sizes))), Damager(folder, draw), cycle(sizes)
+    for kill in kills:
+        inside += runs.kill(folder, next(starts), kill)
+        assert runs.resumed_from() == damager.expected
+        damager.damage()
+    runs.finish(folder, next(starts))
+    assert runs.resumed_from() == damager.expected
+    one, other = (states(each, runs.place) for each in (whole, folder))
+    assert one.keys() == other.keys()
+    outcome = Outcome(
+        sizes, len(kills), inside, sum(kill.rank is not None for kill in kills), dict(damager.counts),
+        all(rows(whole, name, damager.lost) == rows(folder, name, damager.lost) for name in (METRICS, MANIFEST)),
+        max(float((one[name].double() - other[name].double()).abs().max()) for name in one if one[name].numel()),
+    )  # fmt: skip
     shutil.rmtree(folder)
     return outcome
 
 
 def series(
-    place: Path, num_runs: dict[tuple[int, ...], int], kills_per_run: int, given: dict[str, Any] | None = None
-) -> list[Outcome]:
-    """So many runs on each kind of ranks, every one beside the run on its ranks that was never killed."""
+    place: Path, plan: Iterable[tuple[int, ...]], kills_per_run: int | None, given: dict[str, Any] | None = None,
+    until: float = float("inf"),
+) -> list[Outcome]:  # fmt: skip
+    """A disturbed run of each kind of ranks, beside one on its last ranks; none begins after a time of the clock."""
     runs, outcomes = Runs(place, given or {}), list[Outcome]()
-    for sizes, number in num_runs.items():
-        whole = place / f"whole{'-'.join(map(str, sizes))}"
-        runs.finish(whole, sizes[-1], dropout=len(sizes) == 1)
-        num = kills_per_run if len(sizes) == 1 else len(sizes) - 1
-        for seed in range(number):
-            outcomes.append(killed(runs, whole, sizes, num, seed))
-            print(outcomes[-1], flush=True)
+    for seed, sizes in enumerate(plan):
+        if time.time() > until:
+            break
+        whole = place / f"whole{sizes[-1]}"
+        if not whole.exists():
+            runs.finish(whole, sizes[-1])
+        outcomes.append(disturbed(runs, whole, sizes, kills_per_run or len(sizes) - 1, seed))
+        print(time.strftime("%H:%M:%S"), outcomes[-1], flush=True)
     return outcomes
 
 
@@ -178,30 +247,35 @@ def check_same_bits(outcomes: list[Outcome]) -> None:
 
 def main_same_bits() -> None:
     with tempfile.TemporaryDirectory() as place:
-        outcomes = series(Path(place), {SIZES: 3, (1, 4, 3, 2): 3, (3, 1, 2): 1}, 0, SAME_BITS)
+        outcomes = series(Path(place), [*[SIZES] * 3, *[(1, 4, 3, 2)] * 3, (3, 1, 2)], None, SAME_BITS)
     check_same_bits(outcomes)
     head = {"command": "python -m tests.elastic.kills same-bits", "torch": torch.__version__}
     result = {**head, "kills": sum(each.kills for each in outcomes), "runs": [asdict(each) for each in outcomes]}
     SAME_BITS_RESULT.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def main() -> None:
+def main(until: float) -> None:
     with tempfile.TemporaryDirectory() as place:
-        outcomes = series(Path(place), {(1,): 6, (2,): 6, (3,): 6, SIZES: 4}, kills_per_run=5)
+        plan = [sizes for _, sizes in zip(range(NUM_KILLS // KILLS_PER_RUN), cycle(RUNS), strict=False)]
+        outcomes = series(Path(place), plan, KILLS_PER_RUN, until=until)
     check(outcomes)
     sums: Counter[str] = Counter()
+    damages: Counter[str] = Counter()
     for each in outcomes:
-        sums.update({key: getattr(each, key) for key in ("kills", "inside_saves", "after_saves", "of_one_rank")})
-    changed = [each.difference for each in outcomes if len(each.sizes) > 1]
+        sums.update({key: getattr(each, key) for key in ("kills", "inside_saves", "of_one_rank")})
+        damages.update(each.damages)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "python": sys.version.split()[0]}
     result = {
-        "command": "python -m tests.elastic.kills", **versions, **sums,
+        "command": "python -m tests.elastic.kills", **versions, **sums, "damages": damages,
         "bit_equal_runs": sum(each.difference == 0 and each.same_rows for each in outcomes if len(each.sizes) == 1),
-        "largest_difference_on_other_ranks": max(changed),
+        "largest_difference_on_other_ranks": max(each.difference for each in outcomes if len(each.sizes) > 1),
         "runs": [asdict(each) for each in outcomes],
     }  # fmt: skip
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main_same_bits() if sys.argv[1:] == ["same-bits"] else main()
+    if sys.argv[1:] == ["same-bits"]:
+        main_same_bits()
+    else:
+        main(time.time() + 60 * float((sys.argv[1:] or ["inf"])[0]))  # the minutes within which runs may begin

@@ -511,6 +511,9 @@ def test_a_file_is_never_written_through_a_link(tmp_path: Path) -> None:
         write_synced(link, "theirs")
     replace_text(link, "a run's")
     assert (victim.read_text(), link.read_text(), link.is_symlink()) == ("mine", "a run's", False)
+    (tmp_path / "folder").mkdir()
+    replace_text(tmp_path / "folder", "a run's")
+    assert (tmp_path / "folder").read_text() == "a run's"
 
 
 @pytest.mark.parametrize(("name", "run"), list(CASES.values()))

@@ -36,7 +36,7 @@ from megabatch.train.checkpoints.paths import (
 )
 from megabatch.train.config import RunConfig
 from megabatch.train.runtime.console import Console
-from megabatch.train.runtime.files import replace_text
+from megabatch.train.runtime.files import remove_path, replace_text
 from megabatch.train.runtime.ranks import Ranks
 
 Value = TypeVar("Value")
@@ -163,10 +163,10 @@ class Checkpoints:
     def _delete(self, steps: Sequence[int]) -> None:
         """Delete checkpoints that no pointer names, and what killed processes have left of others."""
         for path in (path_of(self._folder, step) for step in steps if step not in self._named_steps()):
-            shutil.rmtree(unfinished_of(path), ignore_errors=True)
+            remove_path(unfinished_of(path))
             os.replace(path, unfinished_of(path))  # so that a half-deleted one never looks whole
         for unfinished in self._pointer.parent.glob(f"step-*{UNFINISHED}"):
-            shutil.rmtree(unfinished, ignore_errors=True)
+            remove_path(unfinished)
         for unfinished in self._pointer.parent.glob(f".*{UNFINISHED}"):  # of a pointer
             unfinished.unlink(missing_ok=True)
 

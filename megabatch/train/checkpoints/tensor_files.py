@@ -10,7 +10,6 @@ import io
 import os
 import pathlib
 import pickle
-import shutil
 import threading
 import warnings
 from collections.abc import Generator, Mapping
@@ -33,7 +32,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.checkpoints.metadata import DamagedError, Digests, Meta, hash_written_files, write_meta
 from megabatch.train.checkpoints.paths import POINTER, path_of, unfinished_of
-from megabatch.train.runtime.files import replace_text, sync
+from megabatch.train.runtime.files import remove_path, replace_text, sync
 from megabatch.train.runtime.ranks import Ranks
 
 DESCRIPTION = ".metadata"
@@ -70,12 +69,12 @@ def save(folder: Path, states: Mapping[str, Any], meta: Meta, ranks: Ranks) -> P
     unfinished = unfinished_of(whole)
 
     def begin() -> None:
-        shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed run
+        remove_path(unfinished)  # left by a killed run
         unfinished.mkdir(parents=True)
 
     def finish() -> None:
         write_meta(unfinished, meta, digests)
-        shutil.rmtree(whole, ignore_errors=True)  # damaged, or later than ``latest``
+        remove_path(whole)  # damaged, or later than ``latest``
         os.replace(unfinished, whole)
         sync(whole.parent)
         replace_text(whole.parent / POINTER, whole.name)
@@ -86,7 +85,7 @@ def save(folder: Path, states: Mapping[str, Any], meta: Meta, ranks: Ranks) -> P
         digests: Digests = hash_written_files(unfinished, ranks)
         ranks.on_main(finish, str(whole))
     except MegabatchError:
-        ranks.on_main(lambda: shutil.rmtree(unfinished, ignore_errors=True), str(unfinished))
+        ranks.on_main(lambda: remove_path(unfinished), str(unfinished))
         raise
     return whole
 

@@ -39,8 +39,6 @@ class KeyedDropout(nn.Module):
         keys: Keys of the running microbatch, shared by all modules of a model.
     """
 
-    follows_samples = True  # the same mask for a sample on any rank and in any cut
-
     def __init__(self, p: float, layer: int, keys: SampleKeys) -> None:
         super().__init__()
         self.p, self.layer, self.keys = p, layer, keys

@@ -5,6 +5,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 import uuid
 from collections import Counter
@@ -34,6 +35,8 @@ def replace_text(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{UNFINISHED}")
     try:
         write_synced(temporary, text)
+        if path.is_dir() and not path.is_symlink():
+            move_aside(path)  # nothing that a run writes is a folder of this name
         os.replace(temporary, path)
         sync(path.parent)
     except OSError:
@@ -65,6 +68,14 @@ def move_aside(path: Path) -> Path:
     aside = next(name for name in names if not name.exists())
     os.replace(path, aside)
     return aside
+
+
+def remove_path(path: Path) -> None:
+    """Delete a folder, or a file or link in its place; nothing if it is not there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def sealed_text(table: dict[str, Any]) -> str:
