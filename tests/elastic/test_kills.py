@@ -1,4 +1,4 @@
-"""A few kills of what kills.py does many of, and that its result holds what is promised."""
+"""A few kills and damages of what kills.py does many of, and that its result holds what is promised."""
 
 import json
 from pathlib import Path
@@ -7,17 +7,17 @@ import pytest
 
 from tests.elastic import kills
 
-pytestmark = pytest.mark.full
 
-
-def test_a_run_that_is_killed_ends_as_one_that_never_was(tmp_path: Path) -> None:
-    outcomes = kills.series(tmp_path, {(2,): 1, (2, 3): 1, (3, 2): 1}, kills_per_run=4)
+@pytest.mark.full
+def test_a_run_that_is_killed_and_damaged_ends_as_one_that_never_was(tmp_path: Path) -> None:
+    outcomes = kills.series(tmp_path, [(2,), (2, 3), (3, 2)], kills_per_run=3)
     kills.check(outcomes)
-    assert sum(each.kills for each in outcomes) == 6
+    assert sum(each.kills for each in outcomes) == 9
 
 
+@pytest.mark.full
 def test_a_run_with_same_bits_is_the_same_through_kills_and_other_ranks(tmp_path: Path) -> None:
-    outcomes = kills.series(tmp_path, {(3, 1, 2): 1}, 0, kills.SAME_BITS)
+    outcomes = kills.series(tmp_path, [(3, 1, 2)], None, kills.SAME_BITS)
     kills.check_same_bits(outcomes)
     assert sum(each.kills for each in outcomes) == 2
 
@@ -28,11 +28,13 @@ def test_the_result_of_same_bits_is_of_twenty_kills() -> None:
     assert all(each["difference"] == 0 and each["same_rows"] for each in result["runs"])
 
 
-def test_the_result_is_of_a_hundred_kills() -> None:
+def test_the_result_is_of_kills_and_damages_of_each_kind() -> None:
     result = json.loads(kills.RESULT.read_text())
     assert result["kills"] >= 100
     assert result["inside_saves"] >= 20
     assert 0 < result["of_one_rank"] < result["kills"]
+    assert set(result["damages"]) == {kills.CHECKPOINTS, *kills.BESIDE}
+    assert min(result["damages"].values()) >= 20
     alone = [each for each in result["runs"] if len(each["sizes"]) == 1]
     assert {tuple(each["sizes"]) for each in alone} == {(1,), (2,), (3,)}
     assert all(each["difference"] == 0 and each["same_rows"] for each in alone)

@@ -29,6 +29,7 @@ from megabatch.train.report.server import Server
 from megabatch.train.runtime.files import replace_text, write_synced
 from megabatch.train.trust import reason_to_ask
 from tests.elastic.conftest import OWN
+from tests.elastic.damages import flip
 from tests.train.conftest import NO_DROPOUT, Bench, states_of, timeless
 from tests.train.processes import Run, overrides
 from tests.train.test_full_disk import filling, small_disk
@@ -72,9 +73,7 @@ def flipped_bit(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
     (table,) = (bench.path / "cache").glob("*/samples.arrow")
     content, draw, said = table.read_bytes(), Random(0), ""
     for number in range(3):
-        flipped = bytearray(content)
-        flipped[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
-        table.write_bytes(flipped)
+        flip(table, draw)
         said = bench.train(run__folder=bench.path / f"run{number}", run__max_steps=3)
         assert table.read_bytes() == content
         assert bench.losses(bench.path / f"run{number}") == bench.losses(bench.path / "whole")

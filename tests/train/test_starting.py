@@ -9,6 +9,7 @@ import socket
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,19 @@ def test_a_run_that_has_made_no_update_begins(recipe: Path, tmp_path: Path, resu
         check(tmp_path / "run", config)
     said = [line.partition("  ")[2] for line in (tmp_path / "run" / "log.txt").read_text().splitlines()]
     assert said == ["nothing was saved yet: the run begins at update 0"] * (1 + resume)
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"")])
+@pytest.mark.parametrize("name", ["environment.json", "config.toml"])
+def test_damaged_records_do_not_keep_a_run_from_beginning_again(
+    recipe: Path, tmp_path: Path, name: str, damage: Callable[[Path], object]
+) -> None:
+    run, config = tmp_path / "run", load_config(recipe, ["--run.resume=true"])
+    begin(run, config)
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    damage(run / name)
+    begin(run, config)
+    assert (run / "log.txt").read_text().rstrip().endswith("and makes 1 update again")
 
 
 def test_a_run_that_has_made_updates_begins_again_if_it_is_told_to(recipe: Path, tmp_path: Path) -> None:

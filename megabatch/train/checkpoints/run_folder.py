@@ -163,7 +163,7 @@ def _check_can_start(folder: Path, config: Config, job: Job) -> None:
         return
     _check_no_lost_checkpoint(folder)
     starts = read_starts(folder)
-    if not starts:
+    if not starts and not (config.run.resume and (folder / CONFIG).is_file()):
         _check_unused(folder)
     elif made := _count_updates(folder):
         if not (config.run.resume or (folder / OOM_LIMIT_FILE).exists() or job.has_started(starts[-1])):
@@ -206,7 +206,11 @@ def _count_updates(folder: Path) -> int:
 
 def _check_same_recipe(folder: Path, config: Config, made: int) -> None:
     """Raise if another recipe made the updates that would be made again."""
-    difference = first_difference(_identity(load_config(recipe_of(folder), [], may_be_masked=True)), _identity(config))
+    try:
+        there = load_config(recipe_of(folder), [], may_be_masked=True)
+    except MegabatchError:  # damaged: it is written again, and nothing that was saved is lost
+        return
+    difference = first_difference(_identity(there), _identity(config))
     if difference is not None:
         key, there, now = difference
         raise MegabatchError(
