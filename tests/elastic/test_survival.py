@@ -25,7 +25,7 @@ from megabatch.train.checkpoints.tensor_files import SafeReader
 from megabatch.train.cli import commands as cli
 from megabatch.train.cli import front
 from megabatch.train.config import RunConfig
-from megabatch.train.report.server import Server
+from megabatch.train.report.server import Handler, Server
 from megabatch.train.runtime.files import replace_text, write_synced
 from megabatch.train.trust import reason_to_ask
 from tests.elastic.conftest import OWN
@@ -380,18 +380,32 @@ def room_for_two(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
 
 @case("a run is watched, and 40 connections ask for nothing")
 def watched(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
-    bench.train(run__max_steps=2)
-    with Server(bench.folder, 0) as server, ExitStack() as open_connections:
+    bench.train(run__max_steps=4)
+    metrics = bench.folder / "metrics.jsonl"
+    *rows, last = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("\n" * 2**24 + "".join(rows))  # a long run's
+    with pytest.MonkeyPatch.context() as patch, Server(bench.folder, 0) as server, ExitStack() as stack:
+        patch.setattr(Handler, "timeout", Handler.timeout / 20)
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
-        for _ in range(40):
-            open_connections.enter_context(socket.create_connection(server.server_address)).sendall(b"GET / HT")
-        bench.train(recipe=bench.folder, run__max_steps=4)
+        connections = [stack.enter_context(socket.create_connection(server.server_address, 10)) for _ in range(40)]
+        for each in connections:
+            each.sendall(b"GET / HT")
+        with metrics.open("a") as file:
+            file.write(last)
+        before = bytes_read()
         with urllib.request.urlopen(f"{server.address}data", timeout=10) as answer:
             said = answer.read().decode()
+        assert bytes_read() - before < 2**23
+        assert [each.recv(1) for each in connections] == [b""] * 40
         server.shutdown()
         thread.join()
     return said
+
+
+def bytes_read() -> int:
+    """The bytes that this process has read so far, from files and others."""
+    return int(Path("/proc/self/io").read_text().split()[1])
 
 
 # Trust
