@@ -1,13 +1,23 @@
-"""Faults of one rank's hardware, planted in updates of a small model under DDP, and what the check says of them."""
+"""Faults of one rank's hardware, planted in updates of a small model, and what the check says of them.
 
+`python -m tests.elastic.hardware` plants sixty under DDP and sixty under FSDP2, measures what the check costs, and
+writes hardware.json.
+"""
+
+import json
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
-from time import perf_counter
+from statistics import median
+from time import process_time
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import GradientAccumulator, Learner, MegabatchError, losses
@@ -18,9 +28,16 @@ from megabatch.train.model.build import ParallelModel
 from megabatch.train.parallel.wrap import Wrapper
 from megabatch.train.runtime.ranks import Ranks
 from tests.train.contexts import config_of, context_of
+from tests.train.on_ranks import on_ranks
 
-KINDS = ("weight", "summand", "sum", "forward")
+KINDS = {
+    "ddp": ("weight", "summand", "sum", "forward"),
+    "fsdp2": ("summand", "sum", "forward"),  # a weight that one rank holds is the same wrong one on all
+}
 WIDTH, VOCABULARY = 24, 32
+RESULT = Path(__file__).with_suffix(".json")
+NUM_RANKS, NUM_FAULTS = 3, 60
+EVERY = (10, 100)  # updates, of which the last is checked
 
 
 @dataclass(frozen=True)
@@ -42,11 +59,11 @@ class Fault:
 class Model(nn.Module):
     """Logits of the next token by an embedding and two layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.head = nn.Linear(width, VOCABULARY)
 
     def forward(self, input_ids: Tensor, **_: Any) -> Tensor:
         hidden = self.embedding(input_ids)
@@ -89,7 +106,7 @@ def flipped(tensor: Tensor, fault: Fault) -> Tensor:
 
 def flip(tensor: Tensor, fault: Fault) -> None:
     """Flip a bit in place, as a fault of memory does: torch does not know of it."""
-    flat = tensor.detach().view(-1)
+    flat = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().view(-1)
     place = fault.element % len(flat) if fault.kind == "weight" else int(flat.abs().argmax())
     bits = flat.numpy().view("uint32")
     bits[place] ^= 1 << fault.bit
@@ -104,25 +121,31 @@ def samples_of(draw: torch.Generator, rank: int, step: int) -> list[dict[str, Te
     return found
 
 
-def context_on(ranks: Ranks, dtype: torch.dtype, every: int | None, width: int = WIDTH) -> tuple[RunContext, Planted]:
+def context_on(
+    ranks: Ranks, dtype: torch.dtype, every: int | None, wrapper: str = "ddp", width: int = WIDTH
+) -> tuple[RunContext, Planted]:
     torch.manual_seed(0)
-    model = Model().to(dtype)
-    ddp = DistributedDataParallel(model) if ranks.size > 1 else model
-    gradient = GradientAccumulator(ddp, micro_batch_size=2)
-    learner = Learner(ddp, torch.optim.SGD(model.parameters(), lr=0.05), gradient, max_norm=1.0)
+    model = Model(width).to(dtype)
+    if wrapper == "fsdp2":
+        for layer in model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    run = DistributedDataParallel(model) if ranks.size > 1 and wrapper == "ddp" else model
+    gradient = GradientAccumulator(run, micro_batch_size=2)
+    learner = Learner(run, torch.optim.SGD(model.parameters(), lr=0.05), gradient, max_norm=1.0)
     config = config_of(
         model={"config": {}, "dtype": str(dtype).removeprefix("torch.")}, run={"check_hardware_every": every}
     )
-    laid = ParallelModel(ddp, model, Wrapper("ddp", ""), [], [], {})
+    laid = ParallelModel(run, model, Wrapper(wrapper, ""), [], [], {})
     context = context_of(learner, losses.next_token, ranks=ranks, config=config, laid=laid)
     planted = Planted()
     context.callbacks = Callbacks([planted, *([HardwareCheck(context)] if every else [])])
     return context, planted
 
 
-def healthy(ranks: Ranks, dtype: str, num: int) -> list[str]:
+def healthy(ranks: Ranks, dtype: str, num: int, wrapper: str = "ddp") -> list[str]:
     """The findings of the check on updates without a fault."""
-    context, _ = context_on(ranks, getattr(torch, dtype), 1)
+    context, _ = context_on(ranks, getattr(torch, dtype), 1, wrapper)
     draw, said = torch.Generator().manual_seed(ranks.rank), list[str]()
     for step in range(num):
         try:
@@ -132,54 +155,84 @@ def healthy(ranks: Ranks, dtype: str, num: int) -> list[str]:
     return said
 
 
-def faults(seed: int, num_ranks: int, num: int) -> list[Fault]:
+def faults(seed: int, wrapper: str, num_ranks: int, num: int) -> list[Fault]:
     """Any bit of weights, and of gradients one of the exponent: others are rounding."""
     draw = Random(seed)
     found = []
     for number in range(num):
-        kind = KINDS[number % len(KINDS)]
+        kind = KINDS[wrapper][number % len(KINDS[wrapper])]
         bit = draw.randrange(32) if kind == "weight" else draw.randrange(24, 31)
         found.append(Fault(kind, draw.randrange(num_ranks), draw.randrange(7), draw.randrange(10_000), bit))
     return found
 
 
-def found_by(ranks: Ranks, planted: list[Fault]) -> list[str]:
+def found_by(ranks: Ranks, planted: list[Fault], wrapper: str) -> list[str]:
     """The findings of the check on each fault, in the second update of a run of its own; "" for nothing."""
-    return [words_of(ranks, fault) for fault in planted]
+    return [words_of(ranks, fault, wrapper) for fault in planted]
 
 
-def words_of(ranks: Ranks, fault: Fault) -> str:
-    context, planting = context_on(ranks, torch.float32, 1)
+def words_of(ranks: Ranks, fault: Fault, wrapper: str) -> str:
+    context, planting = context_on(ranks, torch.float32, 1, wrapper)
     draw, base = torch.Generator().manual_seed(ranks.rank), context.model.base
     make_update(context, samples_of(draw, ranks.rank, 0))
     if fault.rank == ranks.rank and fault.kind == "weight":
         flip(list(base.parameters())[fault.parameter], fault)
     if fault.rank == ranks.rank and fault.kind == "forward":
         base.layers[fault.parameter % 2].register_forward_hook(lambda _, __, output: output * 1.01)
-    planting.fault, before = fault, [each.detach().clone() for each in base.parameters()]
+    planting.fault, before = fault, bits_of(base)
     try:
         make_update(context, samples_of(draw, ranks.rank, 1))
     except MegabatchError as error:
-        same = [torch.equal(one.view(torch.int32), two.view(torch.int32))
-                for one, two in zip(before, base.parameters(), strict=True)]  # fmt: skip
-        return str(error) if all(same) else f"after the step: {error}"
+        same = all(map(torch.equal, before, bits_of(base)))
+        return str(error) if same else f"after the step: {error}"
     return ""
 
 
-def seconds(ranks: Ranks, every: int | None, num: int) -> float:
-    """Seconds of some updates."""
-    context, _ = context_on(ranks, torch.float32, every)
+def bits_of(model: nn.Module) -> list[Tensor]:
+    """Copies of the weights that this rank has, as whole numbers."""
+    parts = [each.to_local() if isinstance(each, DTensor) else each for each in model.parameters()]
+    return [each.detach().clone().view(torch.int32) for each in parts]
+
+
+def is_named(fault: Fault, said: Sequence[str]) -> bool:
+    """Return True if every rank has named the rank of a fault, before the step."""
+    start = f"a fault of the hardware at rank {fault.rank} of {len(said)}, found in update 2: "
+    return len(set(said)) == 1 and said[0].startswith(start)
+
+
+def cpu_seconds(ranks: Ranks, every: int | None, num: int) -> float:
+    """Seconds that the processors have worked on some updates, on all ranks."""
+    context, _ = context_on(ranks, torch.float32, every, width=256)
     draw = torch.Generator().manual_seed(ranks.rank)
     batches = [samples_of(draw, ranks.rank, step) for step in range(num)]
-    ranks.barrier()
-    started = perf_counter()
+    started = process_time()
     for batch in batches:
         make_update(context, batch)
-    ranks.barrier()
-    return perf_counter() - started
+    return ranks.sum([process_time() - started])[0]
 
 
-def cost(ranks: Ranks, every: int, num: int) -> float:
-    """The part of a run's time that the check takes, at its best of five."""
-    pairs = [(seconds(ranks, None, num), seconds(ranks, every, num)) for _ in range(5)]
-    return min(two for _, two in pairs) / min(one for one, _ in pairs) - 1
+def cost(ranks: Ranks, every: int) -> float:
+    """The part of a run's processor time that the check takes: the median of five pairs of runs."""
+    num = max(every, 50)
+    pairs = [(cpu_seconds(ranks, None, num), cpu_seconds(ranks, every, num)) for _ in range(5)]
+    return median(two / one - 1 for one, two in pairs)
+
+
+def main() -> None:
+    result: dict[str, Any] = {"command": "python -m tests.elastic.hardware", "torch": torch.__version__}
+    with tempfile.TemporaryDirectory() as place:
+        for wrapper in KINDS:
+            planted = faults(NUM_FAULTS, wrapper, NUM_RANKS, NUM_FAULTS)
+            said = [*zip(*on_ranks(NUM_RANKS, Path(place), found_by, planted, wrapper), strict=True)]
+            result[wrapper] = {
+                "planted": NUM_FAULTS,
+                "found": sum(all(each) for each in said),
+                "named": sum(map(is_named, planted, said)),
+            }
+        costs = {every: on_ranks(NUM_RANKS, Path(place), cost, every)[0] for every in EVERY}
+    result["cost_percent_of_cpu_seconds"] = {every: round(100 * each, 2) for every, each in costs.items()}
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

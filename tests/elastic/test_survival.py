@@ -329,9 +329,9 @@ def wrong_device(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.full
-def test_a_fault_among_shards_is_found(bench: Bench) -> None:
-    said = said_by(bench.finish(ranks=2, parallel__wrapper="fsdp2", **computing_wrong(bench)), 1)
-    assert "a fault of the hardware at a rank that is not known, found in update 4:" in said
+def test_a_fault_among_shards_is_found_and_named(bench: Bench) -> None:
+    said = said_by(bench.finish(ranks=3, parallel__wrapper="fsdp2", **computing_wrong(bench)), 1)
+    assert "a fault of the hardware at rank 1 of 3, found in update 4:" in said
 
 
 @pytest.mark.full

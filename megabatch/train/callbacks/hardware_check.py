@@ -7,8 +7,8 @@ than rounding have met a fault: of a device, its memory or a link. Four comparis
 2. Each rank's own gradient of some samples, before ranks add theirs, has the same sum of elements as on the rank before
    it. Where it has not, a third rank makes it too, and the one of three that differs is named.
 3. The gradient of the update has the same bits on all ranks that hold it whole, as the weights have.
-4. The gradient that is about to be stepped is the one that was made on the other ranks. This finds what is left. Under
-   FSDP2 no rank has a gradient of its own: the fault is found here, and its rank is not known.
+4. The gradient that is about to be stepped is the one that was made on the other ranks. This finds what is left. The
+   rank is named if the gradients differ on some ranks, or in the shards of some, and not on all.
 """
 
 import math
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from megabatch import JointLoss, MegabatchError, Plan
 from megabatch.autotune import ModuleSnapshot
@@ -68,7 +69,7 @@ class HardwareCheck(Callback):
             self._compare_bits("weights", self._weights.items())
         shares = self._ranks.gather(list(batch))
         self._second, others = self._gradient_of(shares, 1)
-        with added_up(list(self._trained.values())) as sums:
+        with self._added_up() as sums:
             forward_backward(batch)
         self._compare_own(sums.tolist(), others, shares)
         if self._shows_sum and self._ranks.size > 2:
@@ -80,7 +81,7 @@ class HardwareCheck(Callback):
         learner, device = self._context.learner, self._ranks.device
         samples = shares[(self._ranks.rank + shift) % self._ranks.size]
         kept, drawn = [ModuleSnapshot(each) for each in self._context.model.base.modules()], generators(device)
-        with self._context.model.losses(), added_up(list(self._trained.values())) as sums:
+        with self._context.model.losses(), self._added_up() as sums:
             plan = halved(learner.gradient.plan(samples))
             learner.gradient.forward_backward(samples, self._context.loss_fn, plan=plan)
         learner.gradient.finalize(max_norm=learner.max_norm)
@@ -92,6 +93,36 @@ class HardwareCheck(Callback):
         for each in kept:
             each.put_back()
         return [each.clone() for each in self._gradient()], sums.tolist()
+
+    @contextmanager
+    def _added_up(self) -> Generator[Tensor]:
+        """Add up the elements of this rank's own gradient of each parameter, and their squares: [2, parameters].
+
+        The own gradient of a shard is that of the whole parameter, which a module has once its forward begins.
+        """
+        numbers = {name: number for number, name in enumerate(self._trained)}
+        sums = torch.zeros(2, len(numbers), dtype=torch.float64, device=self._ranks.device)
+        hooks: dict[Any, RemovableHandle] = {}
+
+        def add(gradient: Tensor, number: int) -> None:
+            sums[0, number] += gradient.sum(dtype=torch.float64)
+            sums[1, number] += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+
+        def watch(module: nn.Module, _: Any, *, prefix: str) -> None:
+            for name, parameter in module.named_parameters(prefix, recurse=False):
+                if name in numbers and name not in hooks and not isinstance(parameter, DTensor):
+                    hooks[name] = parameter.register_hook(partial(add, number=numbers[name]))
+
+        for prefix, module in self._context.model.base.named_modules():
+            if self._are_whole:
+                watch(module, None, prefix=prefix)
+            else:
+                hooks[module] = module.register_forward_pre_hook(partial(watch, prefix=prefix))
+        try:
+            yield sums
+        finally:
+            for hook in hooks.values():
+                hook.remove()
 
     def _gradient(self) -> list[Tensor]:
         """Return this rank's part of the gradient of the update."""
@@ -135,16 +166,17 @@ class HardwareCheck(Callback):
         if not second:  # not an update that is checked
             return
         pairs = [(one.double(), two.double()) for one, two in zip(self._gradient(), second, strict=True)]
-        squares = [[float(each.square().sum()) for each in (one - two, two)] for one, two in pairs]
-        if not self._are_whole:
-            summed = self._ranks.sum([number for pair in squares for number in pair])
-            squares = [summed[place : place + 2] for place in range(0, len(summed), 2)]
-        norms = norms_of([square for _, square in squares])
-        is_wrong = any(not math.sqrt(each) <= self._tolerance * norm
-                       for (each, _), norm in zip(squares, norms, strict=True))  # fmt: skip
-        wrong = {rank for rank, each in enumerate(self._ranks.gather(is_wrong)) if each}
-        if wrong:
+        own, squares = ([float(each.square().sum()) for each in found]
+                        for found in ([one - two for one, two in pairs], [two for _, two in pairs]))  # fmt: skip
+        whole = own if self._are_whole else self._ranks.sum(own)
+        norms = norms_of(squares if self._are_whole else self._ranks.sum(squares))
+        wrong = {rank for rank, each in enumerate(self._ranks.gather(self._is_beyond(own, norms))) if each}
+        if wrong or self._is_beyond(whole, norms):
             self._fail(wrong if len(wrong) < self._ranks.size else set(), EVERYWHERE)
+
+    def _is_beyond(self, squares: Sequence[float], norms: Sequence[float]) -> bool:
+        """Return True if the difference of some parameter is larger than rounding."""
+        return any(not math.sqrt(each) <= self._tolerance * norm for each, norm in zip(squares, norms, strict=True))
 
     def _fail(self, odd: set[int], reason: str) -> None:
         """Raise the error on all ranks, with the ranks at fault where they are known."""
@@ -170,20 +202,3 @@ def halved(plan: Plan) -> Plan:
 def generators(device: torch.device) -> list[Tensor]:
     """Return the states of the generators that a forward may draw from."""
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-
-
-@contextmanager
-def added_up(parameters: Sequence[nn.Parameter]) -> Generator[Tensor]:
-    """Add up the elements of this rank's own gradient of each parameter, and their squares: [2, parameters]."""
-    sums = torch.zeros(2, len(parameters), dtype=torch.float64, device=parameters[0].device)
-
-    def add(gradient: Tensor, index: int) -> None:
-        sums[0, index] += gradient.sum(dtype=torch.float64)
-        sums[1, index] += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
-
-    hooks = [each.register_hook(partial(add, index=index)) for index, each in enumerate(parameters)]
-    try:
-        yield sums
-    finally:
-        for hook in hooks:
-            hook.remove()
