@@ -246,9 +246,10 @@ def test_two_processes_never_write_to_one_run_and_a_killed_one_blocks_nobody(rec
             assert line_of(begin, run, config) == line
             assert line_of(check, run, config) == line
         assert {path: path.read_bytes() for path in run.rglob("*")} == before
-        process.kill()
-        process.join()
         point_to_checkpoint(run)
+        threading.Timer(0.5, process.kill).start()
+        check(run, load_config(recipe, ["--run.answer_within_seconds=60", "--run.resume=true"]))  # it waits
+        process.join()
         assert line_of(begin, run, fresh).startswith(f"{run} already holds a run; ")
         check(run, resumed)
         begin(run, resumed)

@@ -84,6 +84,7 @@ def check_run_folder(folder: Path, config: Config, ranks: Ranks) -> None:
     """
 
     def check() -> None:
+        _check_no_links(folder)
         if (folder / LOCK).exists():
             lock_run(folder, config.run.answer_within_seconds)
         _check_can_start(folder, config, ranks.job)
@@ -172,6 +173,13 @@ def _check_can_start(folder: Path, config: Config, job: Job) -> None:
                 "--run.resume=true, or choose another run.folder"
             )
         _check_same_recipe(folder, config, made)
+
+
+def _check_no_links(folder: Path) -> None:
+    """Raise if a file of the folder is a link: a run from elsewhere would write outside of its folder."""
+    for path in (path for pattern in (".*", "*", "*/*") for path in folder.glob(pattern)):
+        if path.is_symlink() and not path.is_dir():
+            raise MegabatchError(f"{path} is a link to another file; put a file there, or choose another run.folder")
 
 
 def _check_no_lost_checkpoint(folder: Path) -> None:
