@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -25,14 +25,13 @@ from megabatch.engine.call import (
     PreparedBatch,
     agree_on_call,
     agree_on_weights,
-    first_failure,
     iterate_steps,
     with_dummies,
 )
 from megabatch.engine.error_broadcast import ErrorBroadcast, is_out_of_memory, out_of_memory_error
 from megabatch.engine.oom_retry import OOMRetry
 from megabatch.engine.ownership import ByLoss, Ownership, Receipt
-from megabatch.engine.packing_check import check_fills_shapes, check_packing, check_shapes, watched
+from megabatch.engine.packing_check import check_packing, watched
 from megabatch.engine.step_in_backward import StepInBackward
 from megabatch.engine.update import OpenUpdate, Update, add_terms
 from megabatch.errors import MegabatchError, MicrobatchLimit, PlanError, check_positive
@@ -118,11 +117,6 @@ class GradientAccumulator:
             no sample uses has a gradient of zeros. "proved" also rounds each microbatch's gradient to a grid on which
             float64 sums are exact for any input. The first update, and one whose gradient has grown a lot, then runs
             twice.
-        shapes: Pads each microbatch to one of at most so many shapes, rows x tokens, so that ``torch.compile`` with
-            ``dynamic=False`` compiles as many graphs. The first call chooses them from the lengths of all ranks, and
-            `state_dict` keeps them. A longer sample in a later call adds a shape. Or a list of pairs of rows and
-            tokens, of `megabatch.planning.choose_shapes` for example. Rows without a sample have labels of -100, so the
-            loss is ``losses.next_token`` or ``losses.classification``. `forward` and `evaluate` do not pad to shapes.
 
     Attributes:
         fit: The measured limit, a `TunedLimit`. None before the measurement, and if you give a limit.
@@ -148,7 +142,6 @@ class GradientAccumulator:
         padding: Mapping[str, float] | None = None,
         accumulate_dtype: torch.dtype | None = None,
         same_bits: bool | str = False,
-        shapes: int | Sequence[tuple[int, int]] | None = None,
     ) -> None:
         fit = None
         if isinstance(max_microbatch_tokens, TunedLimit):
@@ -178,18 +171,11 @@ class GradientAccumulator:
         self.ranks = ranks = self._wrapper.ranks  # the ranks that work on an update
         choice = choose_policy(self._wrapper, sync)
         # Ranks with other models or settings would sum one parameter's gradient into another's.
-        check_rank_agreement(self._wrapper, choice[0], accumulate_dtype, shapes)
+        check_rank_agreement(self._wrapper, choice[0], accumulate_dtype)
         self._padding = Padding(self._wrapper.models, padding, names_collate=collate is not None)
         self._planner = new_planner(
             *limits, collate, length, choice, ranks, self._wrapper.one_shape, cost, fit, padding=self._padding
         )
-        self._num_shapes: int | None = None  # to be chosen in the first call; 0: they are known
-        if shapes is not None:
-            self._num_shapes, known = check_shapes(
-                shapes, self._wrapper, names_collate=collate is not None, names_length=length is not None,
-                same_bits=self._same_bits,
-            )  # fmt: skip
-            self._planner = replace(self._planner, shapes=known)
         self._tuner: Any = None  # a MicrobatchTuner, where the limit is "auto"
         if self._planner.is_auto:
             from megabatch.autotune.tuner import MicrobatchTuner
@@ -433,8 +419,7 @@ class GradientAccumulator:
                 )
             if wrapper.is_pipeline:
                 raise PlanError(f"{name}() cannot run a pipeline; use megabatch.pipeline.evaluate")
-            planner = self._planner if self._num_shapes is None else replace(self._planner, shapes=())
-            prepared = planner.prepare(batch, hooks, plan)
+            prepared = self._planner.prepare(batch, hooks, plan)
         except Exception as error:  # the user's collate may raise anything; the other ranks must know
             failure = error
         agreement = agree_on_call(wrapper, prepared, failure, hooks.weigh, lambda: None)
@@ -480,9 +465,6 @@ class GradientAccumulator:
         """
         if self._tuner is not None and not (self._running or self._is_lost or self._loop):
             self.tune(batch, loss_fn)
-        if self._num_shapes is not None:
-            check_fills_shapes(loss_fn, self._wrapper)
-            self._choose_shapes(batch)
         sums: dict[str, Term] = {}
         with self._guarded(), self._open_call(batch, loss_fn, loss_hooks(loss_fn), plan) as call:
             if isinstance(loss_fn, JointLoss) or self._wrapper.is_pipeline:
@@ -500,24 +482,6 @@ class GradientAccumulator:
         if self._proof is not None:
             self._calls.append((batch, loss_fn, plan, told))
         return told
-
-    def _choose_shapes(self, batch: Batch) -> None:
-        """Choose the shapes of all later calls in the first that has a sample, the same on all ranks. Collective."""
-        if self._num_shapes and not (self._running or self._is_lost or self._loop):
-            lengths, failure = [], None
-            try:
-                lengths = self._planner.samples(batch).lengths
-            except Exception as error:  # the user's data may raise anything; the other ranks must know
-                failure = error
-            failed, of_ranks = zip(*self.ranks.exchange_objects((failure is not None, lengths)), strict=True)
-            if any(failed):
-                raise first_failure(self.ranks, failure)
-            if any(of_ranks):
-                self._planner, self._num_shapes = self._planner.choosing_shapes(self._num_shapes, of_ranks), 0
-
-    def _refuse_shapes(self, what: str) -> None:
-        if self._num_shapes is not None:
-            raise PlanError(f"shapes= and {what}, which may count rows without a sample; use forward_backward")
 
     def _run_step(self, step: MicrobatchStep, loss_fn: LossFunction, call: "_Call") -> list[dict[str, Term]]:
         """Run one microbatch. If it does not fit in memory, run it again in parts. Return the sums of each part."""
@@ -591,7 +555,6 @@ class GradientAccumulator:
         Yields:
             The microbatch, collated and on the device. A dummy microbatch looks like any other.
         """
-        self._refuse_shapes("microbatches()")
         if isinstance(weigh, JointLoss):
             raise PlanError(
                 "microbatches() was given a JointLoss, which needs all samples at once; give it to forward_backward()"
@@ -694,7 +657,6 @@ class GradientAccumulator:
         if self._stepping is not None:
             raise PlanError("microbatch() is not for an optimizer that steps in backward; use forward_backward")
         self._refuse_same_bits("microbatch(), whose loop makes its own cut")
-        self._refuse_shapes("microbatch()")
         if self._open is not None:
             raise MegabatchError("microbatch() was entered in an update of other calls; finalize() it before")
         if index != 0:
@@ -955,9 +917,8 @@ class GradientAccumulator:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the open update on this rank, between two calls. Wait for the device.
 
-        The state is empty if no update is open. With ``shapes`` it also has the shapes, and with ``same_bits="proved"``
-        the unit of each parameter, which the next update needs. Both are the same on every rank; save the state with
-        each checkpoint.
+        The state is empty if no update is open. With ``same_bits="proved"`` it has the unit of each parameter, which
+        the next update needs, the same on every rank; save it with each checkpoint.
 
         Raises:
             PlanError: The wrapper cannot save an open update.
@@ -968,8 +929,7 @@ class GradientAccumulator:
             if self._open is not None:
                 raise PlanError('same_bits="proved" and state_dict() of an open update; finalize() it before')
             return {"units": [*self._proof.units]}
-        state = open_update_state.save_open_update(self._open, self._wrapper)
-        return state if self._num_shapes is None else {**state, "shapes": [*map(list, self._planner.shapes)]}
+        return open_update_state.save_open_update(self._open, self._wrapper)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue a saved update in place of the open one. Raises `PlanError` if its ranks or parameters differ."""
@@ -977,9 +937,6 @@ class GradientAccumulator:
         if self._proof is not None:
             self._proof.load_units(state.get("units", []))
             return
-        if self._num_shapes is not None and (saved := state.get("shapes")):
-            self._planner, self._num_shapes = replace(self._planner, shapes=tuple(map(tuple, saved))), 0
-        state = {name: each for name, each in state.items() if name != "shapes"}
         self._open = open_update_state.restore_open_update(
             state, self._wrapper, self._wide, self._new_update(self._wrapper, self._stepping)
         )

@@ -135,7 +135,6 @@ class Samples:
         self.is_shared = self._rows is not None or collate is not None  # microbatches may be the caller's own tensors
         self.expect: Callable[[Microbatch], None] | None = None  # is told the microbatch to run next; set by `take`
         self.shared: Sequence[int] = ()  # `Plan.shared`, which a `SharedPrefix` lays out
-        self.shapes: Mapping[tuple[int, ...], tuple[int, int]] = {}  # `Plan.shapes`, and those of dummy microbatches
         if self._rows is not None:
             lengths = _row_lengths(self._rows, length)
         elif self.deferred is not None:
@@ -164,18 +163,13 @@ class Samples:
     def take(self, indices: Sequence[int]) -> Microbatch:
         """Collate the samples at ``indices``, on the device of the batch."""
         with self._loading:
-            shape = self.shapes.get(tuple(indices)) if self.shapes else None
-            if shape is not None:
-                get = self._list.__getitem__ if self.deferred is None else self._load
-                rows = None if self._rows is None else _split(_take_rows(self._rows, indices))
-                made = cast(Any, self._pad)(rows or [get(index) for index in indices], shape)
-            elif self._rows is not None:
+            if self._rows is not None:
                 rows = _take_rows(self._rows, indices)
                 made = rows if self._collate is None else self._collate(_split(rows))
             else:
                 get = self._list.__getitem__ if self.deferred is None else self._load
                 made = self._stack([get(index) for index in indices])
-            if shape is None and self._pad is not None and (self._rows is not None or self._collate is not None):
+            if self._pad is not None and (self._rows is not None or self._collate is not None):
                 self._pad.check(made)
             if self._pad is not None and self._pad.takes_mask:
                 self.expect = self._pad.expect
@@ -252,11 +246,10 @@ class Samples:
         """Return the last sample, on its own memory, so that keeping it does not keep the batch."""
         if self.deferred is not None:
             return self  # of a deferred batch there is no more in memory
-        rows = None if self._rows is None else {name: tensor[-1:].clone() for name, tensor in self._rows.items()}
-        last = Samples(rows or self._list[-1:], self._collate, self._length, self._part, self._pad)
-        if self.shapes:
-            last.shapes = {(0,): next(shape for rows, shape in self.shapes.items() if len(self) - 1 in rows)}
-        return last
+        if self._rows is None:
+            return Samples(self._list[-1:], self._collate, self._length, self._part, self._pad)
+        rows = {name: tensor[-1:].clone() for name, tensor in self._rows.items()}
+        return Samples(rows, self._collate, self._length, self._part, self._pad)
 
     def one(self, index: int) -> Any:
         """Return the sample at ``index``, on its own memory, as an element of a list of samples."""
@@ -377,22 +370,19 @@ def to_dense_tensor(name: str, value: Any) -> Tensor:
     return made
 
 
-def stack_padded(name: str, values: list[Tensor], fill: float | None = None, length: int | None = None) -> Tensor:
-    """Stack one key of samples as [B, longest, ...], padded with ``fill``; None: with -100 for labels, else with 0.
-
-    With a ``length``, all are padded to it: [B, length, ...].
-    """
+def stack_padded(name: str, values: list[Tensor], fill: float | None = None) -> Tensor:
+    """Stack one key of samples as [B, longest, ...], padded with ``fill``; None: with -100 for labels, else with 0."""
     first = values[0]
     dtypes, shapes = set(map(DTYPE, values)), set(map(SHAPE, values))
     if len(dtypes) > 1:
         raise PlanError(f"{name!r} has the types {sorted(map(str, dtypes))}; give one to all samples")
-    if len(shapes) == 1 and (length is None or first.ndim == 0 or len(first) == length):
+    if len(shapes) == 1:
         return torch.stack(values)
     if len({each[1:] for each in shapes}) > 1 or len(set(map(len, shapes))) > 1:
         raise PlanError(
             f"{name!r} has the shapes {sorted(map(tuple, shapes))}; only dim 0 is padded, the others must agree"
         )
-    is_class = name == "labels" or (is_label(name) and not first.is_floating_point())  # soft labels have no such value
+    is_class = name == "labels" or (_is_label(name) and not first.is_floating_point())  # soft labels have no such value
     fill = (IGNORED_LABEL if is_class else 0) if fill is None else fill
     if not _can_hold(first.dtype, fill):
         raise PlanError(
@@ -400,16 +390,13 @@ def stack_padded(name: str, values: list[Tensor], fill: float | None = None, len
             f"{fill}; give it as torch.long, say, or another value in padding="
         )
     padded = pad_sequence(values, batch_first=True, padding_value=fill)
-    if length is not None:
-        more = padded.new_full((len(values), length - padded.shape[1], *first.shape[1:]), fill)
-        padded = torch.cat([padded, more], dim=1)
     if name == "labels":
         _PADDED_NUMBERS[padded] = True
     return padded
 
 
 @functools.lru_cache
-def is_label(name: str) -> bool:
+def _is_label(name: str) -> bool:
     """Return True if a key of a sample holds labels, by its name."""
     return LABELS.search(name) is not None and "mask" not in name
 

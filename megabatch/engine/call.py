@@ -112,7 +112,6 @@ class MicrobatchPlanner:
     fit: TunedLimit | None = None  # the measured limit, if the user gave none
     learned: MicrobatchLimit | None = None  # the limit learned from microbatches that did not fit in memory
     padding: Padding | None = None  # the default collate
-    shapes: tuple[tuple[int, int], ...] = ()  # rows and tokens to which microbatches are padded
 
     @property
     def is_auto(self) -> bool:
@@ -144,11 +143,6 @@ class MicrobatchPlanner:
         if isinstance(self.collate, SharedPrefix):
             assert tokens is not None  # or the accumulator was not made
             plan = self.collate.plan(samples, tokens, cost)
-        elif self.shapes:
-            from megabatch.planning.shapes import plan_in_shapes
-
-            positions = None if self.padding is None else self.padding.num_positions
-            plan = plan_in_shapes(samples.lengths, self.shapes, rows, tokens, cost, positions)
         else:
             plan = plan_share(lengths, rows, tokens, cost)
         if isinstance(self.collate, OneRow):
@@ -156,22 +150,6 @@ class MicrobatchPlanner:
         sync, reason = self.choice
         plan = replace(plan, lengths=tuple(samples.lengths), one_shape=self.one_shape, sync=sync, reason=reason)
         return plan if cost is None else priced(plan, cost)
-
-    def choosing_shapes(self, count: int, lengths: Sequence[Sequence[int]]) -> "MicrobatchPlanner":
-        """Return a planner with so many shapes, chosen for the lengths of all ranks in an update."""
-        from megabatch.planning.shapes import choose_shapes
-
-        rows, tokens = self.micro_batch_size, self.max_microbatch_tokens
-        if self.fit is not None:
-            rows, tokens = None, self.fit.max_microbatch_tokens
-        known = [length for each in lengths for length in each]
-        check_lengths(known, tokens)
-        most = max(map(len, lengths))
-        cost = self.cost or (self.fit and self.fit.cost)
-        return replace(
-            self,
-            shapes=choose_shapes(known, count, num_samples=most, max_rows=rows, max_tokens=tokens, cost=cost),
-        )
 
     def _refuse_unknown_limit(self, samples: Samples) -> int:
         """Raise `PlanError` if there are samples and the limit is not measured yet; without samples any limit does."""
@@ -212,10 +190,7 @@ class MicrobatchPlanner:
         if plan.shared:
             cast(SharedPrefix, self.collate).check(samples, plan)
         sync, reason = self.choice
-        shapes = plan.shapes if self.shapes else {}
-        return replace(
-            plan, microbatches=cut, sync=sync, reason=reason, num_split=0, one_shape=self.one_shape, shapes=shapes
-        )
+        return replace(plan, microbatches=cut, sync=sync, reason=reason, num_split=0, one_shape=self.one_shape)
 
     def prepare(self, batch: Batch, hooks: LossHooks, given: Plan | None = None) -> PreparedBatch:
         """Split, collate and weigh this rank's samples. Raises `PlanError` or `LossContractError`."""
@@ -226,10 +201,6 @@ class MicrobatchPlanner:
         if isinstance(self.collate, OneRow) and plan.microbatches:
             _check_rows(samples, plan, hooks.weigh)
         samples.shared = plan.shared
-        if plan.shapes:
-            last = plan.shapes[plan.microbatches[-1]]
-            copies = [(len(samples) - 1,) * num for num in {1, len(plan.microbatches[-1])}]  # of a deferred batch
-            samples.shapes = {**dict.fromkeys(copies, last), **plan.shapes}
         return collate_planned(samples, plan, hooks.weigh)
 
     def _check_stretches(self, batch: Batch, samples: Samples, plan: Plan, hooks: LossHooks) -> None:

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from megabatch.batching.packed_row import OneRow
-from megabatch.batching.padding import EXPERTS, IDS, POSITIONS, Padding, is_causal, with_config
+from megabatch.batching.padding import IDS, POSITIONS, Padding, is_causal, with_config
 from megabatch.batching.shared_prefix import Layout, SharedPrefix, is_eager
 from megabatch.batching.tree import to_device
 from megabatch.engine.call import first_failure
 from megabatch.engine.error_broadcast import is_out_of_memory
 from megabatch.engine.step_in_backward import StepInBackward
-from megabatch.errors import LossContractError, MegabatchError, PlanError, in_one_line, require_count
-from megabatch.losses.ready_made import classification, next_token
+from megabatch.errors import LossContractError, MegabatchError, PlanError, in_one_line
 from megabatch.torch_private import hooks_after_grad, is_compiled, is_dtensor, is_fsdp2, original_of
 from megabatch.wrappers.base import Wrapper
 from megabatch.wrappers.mesh import DataRanks
@@ -45,48 +44,6 @@ def check_packing(wrapper: Wrapper, collate: OneRow | SharedPrefix, limits: Sequ
             '"auto"'
         )
     _check_on_all_ranks(wrapper.models[0], wrapper.device, ranks, collate)
-
-
-def check_shapes(
-    shapes: object, wrapper: Wrapper, *, names_collate: bool, names_length: bool, same_bits: bool
-) -> tuple[int, tuple[tuple[int, int], ...]]:
-    """Return the number of shapes to choose, 0 if they are given, and the given ones, the longest first.
-
-    Raises `PlanError` for settings and models with which rows of no weight, which fill shapes up, would not be neutral.
-    """
-    given = [*shapes] if isinstance(shapes, list | tuple) else []
-    are_pairs = all(isinstance(each, list | tuple) and len(each) == 2 for each in given)
-    if not (given and are_pairs) and (isinstance(shapes, bool) or not isinstance(shapes, int) or shapes < 1):
-        raise PlanError(f"shapes is {shapes!r}; expected a positive whole number, or pairs of rows and tokens")
-    problem = ""
-    if names_collate or names_length:
-        problem = "collate= or length= is given, which may count other tokens than those that are padded"
-    elif same_bits:
-        problem = "same_bits, whose microbatches are those of one rank"
-    elif wrapper.is_pipeline or wrapper.ranks.context_groups:
-        problem = "the sequences or layers of the model are cut over ranks (cp or pp)"
-    elif any(getattr(with_config(each).config, key, None) for each in wrapper.models for key in EXPERTS
-             if hasattr(with_config(each), "config")):  # fmt: skip
-        problem = "the model has experts, which rows without a sample would load"
-    if problem:
-        raise PlanError(f"shapes={shapes} and {problem}; leave one of them out")
-    kinds = [(require_count("rows of a shape", a), require_count("tokens of a shape", b)) for a, b in given]
-    return (0, tuple(sorted(kinds, key=lambda each: (-each[1], -each[0])))) if kinds else (cast(int, shapes), ())
-
-
-def check_fills_shapes(loss_fn: object, wrapper: Wrapper) -> None:
-    """Raise `PlanError` where a row with labels of -100 may add to the loss, or to statistics of a module."""
-    if loss_fn is not next_token and loss_fn is not classification:
-        raise PlanError(
-            "shapes= fills microbatches up with rows whose labels are -100, and only losses.next_token and "
-            "losses.classification are known to leave them out; give one of these, or leave shapes= out"
-        )
-    for each in (module for model in wrapper.models for module in model.modules() if module.training):
-        if getattr(each, "track_running_stats", False):
-            raise PlanError(
-                f"shapes= fills microbatches up with rows that {type(each).__name__} would count; call eval() on it, "
-                "use another norm, or leave shapes= out"
-            )
 
 
 @contextlib.contextmanager

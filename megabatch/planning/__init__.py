@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from megabatch.planning.partition import best_fit as best_fit
     from megabatch.planning.partition import deal_microbatches as deal_microbatches
     from megabatch.planning.sampler import Consumed as Consumed
-    from megabatch.planning.shapes import choose_shapes as choose_shapes
 else:
     _HOME = {  # public name → its module
         "Consumed": "sampler",
@@ -19,7 +18,6 @@ else:
         "TunedLimit": "limits",
         "balance": "partition",
         "best_fit": "partition",
-        "choose_shapes": "shapes",
         "deal_microbatches": "partition",
     }
     __all__ = list(_HOME)

@@ -3,9 +3,8 @@
 Pure: lengths in, a frozen plan out. It knows no tensor, model or process group.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -75,7 +74,6 @@ class Plan:
         padded: True if samples are padded to the longest of their microbatch.
         shared: Leading tokens of each sample that are computed in an earlier sample of its microbatch, whose row it
             shares. 0 for a sample that begins a row. Empty if no sample shares a prefix.
-        shapes: Rows and tokens that a microbatch is padded to, by its samples. Empty without ``shapes=``.
     """
 
     microbatches: tuple[tuple[int, ...], ...]
@@ -89,7 +87,6 @@ class Plan:
     one_shape: bool = False
     padded: bool = True
     shared: tuple[int, ...] = ()
-    shapes: Mapping[tuple[int, ...], tuple[int, int]] = field(default_factory=dict, hash=False)
 
     @property
     def num_microbatches(self) -> int:
@@ -116,7 +113,7 @@ class Plan:
 
     def tokens_of(self, rows: Sequence[int]) -> int:
         """Return the tokens of samples that share a microbatch, with padding."""
-        lengths = self.row_lengths(rows) if self.shared or self.shapes else self.lengths_of(rows)
+        lengths = self.row_lengths(rows) if self.shared else self.lengths_of(rows)
         return len(lengths) * max(lengths, default=0) if self.padded else sum(lengths)
 
     def firsts_of(self, rows: Sequence[int]) -> list[int]:
@@ -128,8 +125,6 @@ class Plan:
 
     def row_lengths(self, rows: Sequence[int]) -> list[int]:
         """Return the tokens of each row of a microbatch, where samples that share a prefix have one row."""
-        if (shape := self.shapes.get(tuple(rows))) is not None:
-            return [shape[1]] * shape[0]
         lengths = dict.fromkeys(self.firsts_of(rows), 0)
         for row, first in zip(rows, self.firsts_of(rows), strict=True):
             lengths[first] += self.lengths[row] - (self.shared[row] if row != first else 0)
@@ -162,9 +157,6 @@ class Plan:
             + (f", {sum(self.shared):,} shared" if self.shared else ""),
             f"sync {self.sync}" + (f": {self.reason}" if self.reason else ""),
         ]
-        if self.shapes:
-            shapes = Counter(self.shapes.values()).items()
-            lines.append("padded to " + ", ".join(f"{num} of {rows} x {tokens}" for (rows, tokens), num in shapes))
         if self.num_split:
             lines.append(f"{_count(self.num_split, 'microbatch', 'es')} did not fit in memory and ran in parts")
         if self.seconds is not None:
