@@ -142,7 +142,7 @@ def test_the_same_run_on_other_ranks_and_after_a_stop_is_the_same(bench: Bench, 
     for other in folders[1:3]:
         status, text = report(capsys, "--compare", "--same", folders[0], other)
         assert status == 0
-        assert text.count(" equal") == (5 if other is folders[2] else 3), text
+        assert text.count(" equal") == (6 if other is folders[2] else 3), text
     status, text = report(capsys, "--compare", "--same", folders[0], folders[3])
     assert status == 1
     assert "samples    differs from update 1 on" in text

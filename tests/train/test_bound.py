@@ -43,7 +43,10 @@ def test_a_bound_is_kept_and_chosen_anew(bench: Bench) -> None:
 def test_too_little_memory_is_one_line_and_keeps_no_folder_from_a_run_with_more(bench: Bench) -> None:
     (end,) = bench.finish(**AUTO, update__memory="1MiB")
     line = r"megabatch: one sample of \d+ tokens needs .* GiB, and .* give more memory, shorten it, .*\n"
-    assert (end.status, bool(re.fullmatch(line, end.err))) == (2, True), end.err
+    said = "".join(
+        each for each in end.err.splitlines(keepends=True) if not each.startswith("[W")
+    )  # of torch's profiler
+    assert (end.status, bool(re.fullmatch(line, said))) == (2, True), end.err
     assert "stopped by PlanError: one sample of " in (bench.folder / "log.txt").read_text()
     bench.train(**AUTO, run__max_steps=1)
 

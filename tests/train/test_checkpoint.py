@@ -23,7 +23,6 @@ from megabatch.train.checkpoints.paths import checkpoints_of, has_checkpoint, pa
 from megabatch.train.checkpoints.retention import Checkpoints, ValidCheckpoint, point_to_best, resumed_from
 from megabatch.train.config import RunConfig
 from megabatch.train.runtime.console import Console
-from megabatch.train.runtime.files import replace_text
 from megabatch.train.runtime.ranks import Ranks
 from tests.train.contexts import ALONE
 from tests.train.on_ranks import on_ranks
@@ -381,14 +380,6 @@ def test_only_whole_ones_are_counted_among_the_last_to_keep(run: Path) -> None:
     assert names(run) == ["latest", "step-10", "step-6", "step-8"]
     save(run, 8)
     assert step_chosen(run) == 8  # a run that has come to it again
-
-
-def test_a_file_that_cannot_be_written_through_leaves_the_old_one_and_no_part(tmp_path: Path) -> None:
-    (tmp_path / "latest").mkdir()
-    (tmp_path / "latest" / "step-2").touch()
-    with pytest.raises(OSError, match=r"Is a directory|not empty"):
-        replace_text(tmp_path / "latest", "step-4")
-    assert sorted(tmp_path.rglob("*")) == [tmp_path / "latest", tmp_path / "latest" / "step-2"]
 
 
 def chosen_by(ranks: Ranks, run: Path) -> list[str]:

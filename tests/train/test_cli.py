@@ -64,7 +64,8 @@ def test_under_torchrun_every_rank_ends_with_status_2_and_one_line_is_said(bench
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     done = python(*torchrun, "-m", "megabatch", "train", str(recipe), folder=bench.path)
     ours = [line for line in done.stderr.splitlines() if line.startswith("megabatch: ")]
-    assert ours == [f"megabatch: no recipe {recipe}; give the path of a TOML file, or of a run's folder"]
+    nearest = f"{bench.path / 'recipe.toml'} comes nearest"
+    assert ours == [f"megabatch: no recipe {recipe} ({nearest}); give the path of a TOML file, or of a run's folder"]
     assert "exitcode  : 2" in done.stderr
     assert "megabatch/train" not in done.stderr  # no traceback of ours
 

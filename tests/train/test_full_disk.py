@@ -226,9 +226,26 @@ def test_what_is_said_to_a_full_disk_is_logged(tmp_path: Path, monkeypatch: pyte
     assert [line.partition("  ")[2] for line in logged] == ["a line", "warning: of another"]
 
 
+@contextlib.contextmanager
+def small_files(most_bytes: int) -> Generator[None]:
+    """Surround writes that fail beyond so many bytes of a file."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, resource.RLIM_INFINITY))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+
+
+def test_a_text_that_cannot_be_written_leaves_the_old_one_and_no_part(tmp_path: Path) -> None:
+    replace_text(tmp_path / "latest", "step-2")
+    with small_files(6), pytest.raises(OSError, match="File too large"):
+        replace_text(tmp_path / "latest", "step-10")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("latest", "step-2")]
+
+
 def test_nothing_is_left_of_a_checkpoint_that_could_not_be_written(tmp_path: Path) -> None:
     save(tmp_path, 2)
-    (tmp_path / "checkpoints" / "step-4.tmp").write_text("in the way of a folder")
-    with pytest.raises(MegabatchError, match="cannot write"):
+    with small_files(100), pytest.raises(MegabatchError, match="cannot write"):
         save(tmp_path, 4)
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-2"]
     assert Checkpoints(tmp_path).latest_valid(ALONE).path.name == "step-2"

@@ -15,7 +15,7 @@ from megabatch.train.data.load import load_data
 from megabatch.train.data.updates import Updates
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
-from tests.train.conftest import Bench
+from tests.train.conftest import Bench, timeless
 from tests.train.data_for_tests import load, recipe, updates_of
 from tests.train.on_ranks import on_ranks
 
@@ -228,7 +228,7 @@ def test_noisy_samples_are_evaluated_with_the_same_noise(bench: Bench, tmp_path:
             values = {"own": bench.path / "own.py", "folder": tmp_path / folder, "max_steps": number, "lr": lr}
             bench.recipe.write_text(RECIPE.format(**values))
             bench.train(run__resume=number > max_steps[0])
-        return [row for row in bench.rows(tmp_path / folder) if "set" in row]
+        return timeless([row for row in bench.rows(tmp_path / folder) if "set" in row])
 
     for name in ("held-out", "near"):  # a model that does not learn finds the same every time
         of_one = [row["eval_loss"] for row in evaluations(f"still {name}", 2, lr=0.0) if row["set"] == name]

@@ -78,7 +78,7 @@ def test_a_microbatch_that_ran_in_parts_is_told_and_kept(bench: Bench, tmp_path:
 def test_a_run_without_a_checkpoint_begins_again(
     bench: Bench, tmp_path: Path, ranks: int, bound: int | str, limit: int
 ) -> None:
-    """By its recipe or its folder; out of memory in an update, or while the bound is chosen, before all."""
+    """By its recipe or its folder. "auto" meets what does not fit while it chooses, and goes on below it."""
     values = {"loss__function": f"{tmp_path}/own.py:greedy", **NO_DROPOUT, "run__max_steps": 2, "eval__every": None}
     values |= {"update__global_batch_size": 24, "update__max_microbatch_tokens": bound}
     values |= {"parallel__wrapper": "fsdp2"} if ranks > 1 else {}
@@ -94,7 +94,7 @@ def test_a_run_without_a_checkpoint_begins_again(
         statuses.append(finished[0].status)
         if statuses[-1] != 2:
             break
-    assert (statuses[-1], len(statuses) > 1) == (0, True), "\n".join(each.err for each in finished)
+    assert (statuses[-1], len(statuses) > 1) == (0, bound != "auto"), "\n".join(each.err for each in finished)
     assert [row["step"] for row in bench.rows() if "loss" in row] == [1, 2]
     assert bench.losses() == pytest.approx(bench.losses(tmp_path / "whole"), rel=1e-10)
 

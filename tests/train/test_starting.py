@@ -19,6 +19,7 @@ import torch
 from megabatch import MegabatchError
 from megabatch.train.checkpoints import run_folder as starting
 from megabatch.train.checkpoints.paths import path_of, recipe_of
+from megabatch.train.cli.recipe_command import read_config
 from megabatch.train.config import Config
 from megabatch.train.config.recipe import load_config
 from megabatch.train.records.metrics import MetricsFile
@@ -259,6 +260,7 @@ def test_two_processes_never_write_to_one_run_and_a_killed_one_blocks_nobody(rec
         os.kill(worker, signal.SIGKILL)
 
 
+RECIPES = Path(__file__).parents[2] / "recipes"
 RECIPE = """
 [model.config]
 model_type = "llama"
@@ -377,3 +379,12 @@ def test_a_name_that_is_no_text_is_refused_before_anything_is_written(recipe: Pa
     assert line.startswith("config.toml cannot hold")
     assert "caf\\udce9é.jsonl" in line
     assert not (tmp_path / "run").exists()
+
+
+def test_what_torchrun_starts_may_be_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before torch is imported no process knows its job; the check after it does."""
+    point_to_checkpoint(tmp_path)
+    arguments = [str(RECIPES / "stdlib.toml"), f"--run.folder={tmp_path}"]
+    assert line_of(read_config, "train", arguments).startswith(f"{tmp_path} already holds a run; ")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert not read_config("train", arguments).run.resume

@@ -1,5 +1,6 @@
 """A command with a recipe, before torch is imported: keys, types and paths are checked in under a second."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -43,7 +44,8 @@ def read_config(name: str, arguments: Sequence[str], *, is_new: bool = True) -> 
     for key, source in named_sources(config).items():
         place_of(source, key)
     folder = Path(config.run.folder)
-    if name == "train" and is_new and not config.run.resume and has_checkpoint(folder):
+    may_be_restarted = "TORCHELASTIC_RUN_ID" in os.environ  # by torchrun; `resume_if_restarted` finds out
+    if name == "train" and is_new and not config.run.resume and not may_be_restarted and has_checkpoint(folder):
         raise holds_a_run(folder)
     start = config.run.init_from
     if start is not None and not has_checkpoint(folder) and not has_checkpoint(Path(start)):
