@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 import megabatch
 from megabatch import (
+    Audit,
     CostModel,
     GradientAccumulator,
     JointLoss,
@@ -17,6 +18,7 @@ from megabatch import (
     Update,
     UpdateSampler,
     Verification,
+    audit,
     losses,
     mean,
     plan,
@@ -65,7 +67,15 @@ def lines() -> list[str]:
     gradient.finalize()
     gradient.forward_backward(batch, mean(mean_squared, over=count))
     gradient.finalize()
+    assert len(audited(model, learner, batch).records) > 0
     return [f"{proof.ok} {cuts[0].num_microbatches} {float(update.loss):.3f} {len(dealt)}", megabatch.__version__]
+
+
+def audited(model: nn.Module, learner: Learner, batch: Microbatch) -> Audit:
+    with audit(model, updates=1) as found:
+        learner.forward_backward(batch, squared)
+        learner.optim_step()
+    return found
 
 
 def refusals() -> list[str]:
