@@ -24,6 +24,7 @@ from megabatch.train.checkpoints.retention import Checkpoints, ValidCheckpoint, 
 from megabatch.train.config import RunConfig
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
+from tests.train.conftest import Bench, timeless
 from tests.train.contexts import ALONE
 from tests.train.on_ranks import on_ranks
 from tests.unit.failures.table import line_of
@@ -95,6 +96,12 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in naming.checkpoints_of(folder).iterdir())
 
 
+def test_a_whole_checkpoint_is_read(saved: Path) -> None:
+    assert latest(saved.parents[1]) == saved
+    assert meta.read_meta(saved) == META
+    checkpoint.load(saved, {"learner": learner()})
+
+
 def test_every_part_comes_back_as_it_was(tmp_path: Path) -> None:
     there, here = stepped(learner()), learner(seed=1)
     saved = save_state(tmp_path, {"learner": there, "average": Average(3.0)}, META)
@@ -130,6 +137,19 @@ def test_a_damaged_meta_gets_its_line(saved: Path, text: str) -> None:
     line = line_of(meta.read_meta, saved)
     assert line.startswith(f"{saved}/meta.json is damaged (")
     assert line.endswith(f"); {INSTEAD}")
+
+
+@pytest.mark.parametrize("damage", ["removed", "cut off", "without .metadata"])
+def test_missing_or_cut_tensors_get_their_line(saved: Path, damage: str, capfd: pytest.CaptureFixture[str]) -> None:
+    (tensors,) = saved.glob("*.distcp")
+    if damage == "cut off":
+        tensors.write_bytes(tensors.read_bytes()[:50])
+    else:
+        (tensors if damage == "removed" else saved / ".metadata").unlink()
+    line = line_of(checkpoint.load, saved, {"learner": learner()})
+    assert line.startswith(f"{saved} is damaged (")
+    assert line.endswith(f"); {INSTEAD}")
+    assert capfd.readouterr().err == ""
 
 
 def test_where_nothing_can_be_written_one_line_says_so(tmp_path: Path) -> None:
@@ -410,6 +430,29 @@ def test_all_ranks_take_the_same_one(run: Path, name: str) -> None:
     assert told[0][1].startswith(
         f"{checkpoints_of(run)} has no whole checkpoint to resume from: step-6 ({name} is not what"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_goes_on_from_the_one_before_as_if_never_damaged(bench: Bench, tmp_path: Path, ranks: int) -> None:
+    """Metrics, TensorBoard and samples follow; the damaged one is written again when the run comes to it."""
+    values = {"run__save_every": 2, "run__max_epochs": 2, "run__keep_last": 3}
+    whole = tmp_path / "whole"
+    bench.train(ranks=ranks, run__folder=whole, **values)
+    bench.train(ranks=ranks, run__max_steps=8, **values)
+    spoil(bench.folder, 8)
+    said = bench.train(ranks=ranks, run__resume=True, **values)
+    assert f"warning: {path_of(bench.folder, 8)} is damaged (" in said
+    assert f"resumed from {path_of(bench.folder, 6)}\n" in said
+    assert timeless(bench.rows()) == timeless(bench.rows(whole))
+    assert choose(bench.folder) == ValidCheckpoint(path_of(bench.folder, 12))
+    for step in (2, 4, 6, 8, 10, 12):
+        if path_of(bench.folder, step).exists():
+            (path_of(bench.folder, step) / "meta.json").write_text("{")
+    finished = bench.finish(ranks=ranks, run__resume=True, **values)
+    (line,) = [line for each in finished for line in each.err.splitlines()]
+    assert f"{checkpoints_of(bench.folder)} has no whole checkpoint to resume from: step-12 (" in line
+    assert [each.status for each in finished] == [2] * ranks
 
 
 class Evil:

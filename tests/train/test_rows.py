@@ -109,12 +109,23 @@ def test_text_is_a_line_a_row_and_blank_lines_are_none(tmp_path: Path) -> None:
         ]
 
 
-def test_a_line_that_is_nested_too_deeply_breaks_its_own_row_only(tmp_path: Path) -> None:
-    """tests/elastic/test_bad_data.py has the other broken lines."""
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b"{oops", "is not JSON (Expecting property name enclosed in double quotes, at its character 2)"),
+        (b"[1, 2]", "is a JSON list, not an object with fields"),
+        (b'{"text": "\xff"}', "is not text in UTF-8 (at its byte 11)"),
+        (b"[" * 100_000, "has a number of thousands of digits, or is nested too deeply"),
+        (b"9" * 5000, "has a number of thousands of digits, or is nested too deeply"),
+    ],
+    ids=["syntax", "list", "encoding", "nested", "digits"],
+)
+def test_a_broken_line_breaks_its_own_row_only(tmp_path: Path, line: bytes, problem: str) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "a"}\n' + b"[" * 100_000 + b'\n{"text": "b"}\n')
-    problem = f"{path}:2 has a number of thousands of digits, or is nested too deeply"
-    assert mixed(path) == [(f"{path}:1", {"text": "a"}), ("broken", problem), (f"{path}:3", {"text": "b"})]
+    path.write_bytes(b'{"text": "a"}\n' + line + b'\n{"text": "b"}\n')
+    first, (broken, said), last = mixed(path)
+    assert (first, last) == ((f"{path}:1", {"text": "a"}), (f"{path}:3", {"text": "b"}))
+    assert (broken, said) == ("broken", f"{path}:2 {problem}")
 
 
 def test_a_broken_record_of_csv_breaks_its_own_row_only(tmp_path: Path) -> None:
@@ -149,6 +160,11 @@ def test_a_row_of_a_list_that_is_no_object_is_broken(tmp_path: Path) -> None:
 
 def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
     forms = written(tmp_path)
+    gz = forms["f.jsonl.gz"]
+    gz.write_bytes(gz.read_bytes()[:-12])
+    assert refusal(gz).startswith(f"cannot read {gz} as jsonl (Compressed file ended")
+    forms["c.parquet"].write_bytes(b"PAR1 and no more")
+    assert refusal(forms["c.parquet"]).startswith(f"cannot read {forms['c.parquet']} as parquet (")
     next(forms["d"].glob("*.arrow")).write_bytes(b"")
     assert refusal(forms["d"]).startswith(f"cannot read the saved data set {forms['d']} (")
     (tmp_path / "a.csv").write_text("")

@@ -172,6 +172,12 @@ def test_empty_fields_of_messages_are_as_if_missing(tmp_path: Path, chatty: dict
         ([], "has no list of messages in the field 'messages'"),
         (["hi"], "message 1, is str, not an object with the fields role and content"),
         (
+            [CHAT[1], {"from": "gpt", "value": "x"}],
+            "message 2, is ['from', 'value'], not an object with the fields role",
+        ),
+        ([CHAT[1]], 'has no message of the role "assistant", so no token to learn'),
+        ([{"role": "assistant", "content": None}], "message 1, has neither text in its field content nor tool_calls"),
+        (
             [CHAT[1], {"role": "assistant", "content": "\ud800"}],
             "has half of a surrogate pair in its messages, which is no text",
         ),
@@ -181,7 +187,7 @@ def test_empty_fields_of_messages_are_as_if_missing(tmp_path: Path, chatty: dict
             "is refused by the chat template (can only concatenate list",
         ),
     ],
-    ids=["text", "none", "strings", "surrogate", "answer first", "parts"],
+    ids=["text", "none", "strings", "sharegpt", "no answer", "no content", "surrogate", "answer first", "parts"],
 )
 def test_a_bad_chat_is_a_broken_row(tmp_path: Path, chatty: dict[bool, Any], messages: Any, problem: str) -> None:
     path = write(tmp_path / "a.jsonl", [{"messages": CHAT}, {"messages": messages}])
@@ -290,19 +296,31 @@ def test_a_recipe_that_does_not_fit_the_first_row_is_refused(tmp_path: Path, bro
     )
 
 
-def test_a_broken_row_stops_or_is_counted(tmp_path: Path) -> None:
-    """tests/elastic/test_bad_data.py has every kind of one."""
-    good, bad, problem = (
-        {"prompt": "p", "response": "r"},
-        {"prompt": "p", "response": 3},
-        "2 has a value of type int in ",
-    )
-    path, skipped = write(tmp_path / "a.jsonl", [good, bad, good, bad]), Skipped()
-    assert refusal(path, ByT5Tokenizer()).startswith(problem)
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ("{oops", "2 is not JSON (Expecting property name enclosed in double quotes, at its character 2)"),
+        ({"prompt": "p"}, "2 has nothing, only 'prompt', in the field 'response', where text is expected"),
+        ({"prompt": "p", "response": 3}, "2 has a value of type int in the field 'response', where text is expected"),
+        (
+            {"prompt": "p", "response": None},
+            "2 has a value of type NoneType in the field 'response', where text is expected",
+        ),
+        (
+            {"prompt": "p", "response": "\ud800"},
+            "2 has half of a surrogate pair in the field 'response', which is no text",
+        ),
+        ({"prompt": "p", "response": ""}, "2 has an empty text in the field 'response', so no token to learn"),
+    ],
+)
+def test_a_broken_row_stops_or_is_counted(tmp_path: Path, row: Any, problem: str) -> None:
+    good = {"prompt": "p", "response": "r"}
+    path, skipped = write(tmp_path / "a.jsonl", [good, row, good, row]), Skipped()
+    hint = '; mend it, or leave such rows out with data.broken_rows = "skip"'
+    assert refusal(path, ByT5Tokenizer()) == problem + hint
     found = list(named(path, ByT5Tokenizer(), broken_rows="skip", skipped=skipped))
     assert [name for name, _ in found] == [f"{path}:1", f"{path}:3"]
-    assert skipped.broken == 2
-    assert str(skipped.first).startswith(f"{path}:{problem}")
+    assert skipped == Skipped(broken=2, first=f"{path}:{problem}")
 
 
 def test_text_that_is_empty_or_has_no_target_is_broken(tmp_path: Path, chatty: dict[bool, Any]) -> None:

@@ -59,3 +59,11 @@ def test_the_ratio_is_one_with_the_same_cut():
     assert len(same) == sum(LENGTHS) - len(LENGTHS)
     assert torch.equal(same, torch.ones_like(same))
     assert torch.equal(ratios(old), same), "the default is the same cut"
+
+
+def test_another_cut_has_other_ratios():
+    before = GradientAccumulator(model(), micro_batch_size=1)
+    found = ratios(before.forward(batch(), log_probs))
+    share = float((found != 1).double().mean())
+    print(f"{share:.1%} of the tokens have a ratio other than 1 with another cut")
+    assert 0.02 < share < 1, share

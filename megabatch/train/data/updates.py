@@ -426,6 +426,7 @@ def mapped(batch: Sequence[Any], places: Sequence[int], change: Callable[[Any, i
         None if batch.weights is None else [batch.weights[place] for place in places],
         look_ahead=batch.look_ahead,
         measured=batch.measured,
+        kept_bytes=batch.kept_bytes,
     )
 
 
