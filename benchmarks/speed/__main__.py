@@ -195,7 +195,7 @@ def main() -> None:
     if asked.quick:
         asked.only, asked.ranks = list(HEADLINE), [1]
     regimes = {name: (TINY if asked.tiny else REGIMES)[name] for name in asked.regimes}
-    whole = asked.only == list(CONTESTANTS) and asked.data == list(data.NAMES) and not asked.tiny
+    whole = (asked.quick or asked.only == list(CONTESTANTS)) and asked.data == list(data.NAMES) and not asked.tiny
     path = asked.out or (result.dated("speed") if whole else None)
     reasons = left_out(asked)
     everything = list(cells(asked, regimes, pools(asked, regimes)))

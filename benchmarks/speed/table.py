@@ -66,7 +66,7 @@ def render(found: dict[str, Any]) -> str:
 
 def runs_text(rows: list[Row]) -> str:
     """How often each was run, and how far apart the same work came out."""
-    repeats = max(len(row["repeats_seconds"]) for row in rows)
+    repeats = max(row.get("num_repeats", len(row["repeats_seconds"])) for row in rows)
     if repeats == 1:
         return ONE_RUN
     all_repeats = [row["repeats_cpu_seconds"] for row in rows]
