@@ -315,6 +315,18 @@ def test_the_committed_memory_is_of_the_runs_that_are_measured_and_is_what_it_is
         assert (0.95 if ":float32:" in name else 0.85) < ratio <= 1.0, name
 
 
+@pytest.mark.parametrize(
+    "size", ["flat", *(pytest.param(size, marks=pytest.mark.full) for size in ("25m", "100m"))]
+)  # the model of a run
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
+def test_the_committed_memory_is_that_of_the_simulator_as_it_is_now(size):
+    """Run `python -m benchmarks.memory` and commit its result if this fails."""
+    (path,) = result.RESULTS.glob("memory_cpu_*.json")
+    found = {row["run"]: row["predicted_bytes"] for row in json.loads(path.read_text())["rows"]}
+    for run in (run for run in memory.RUNS if run.size == size):
+        assert memory.predicted(run).peak_bytes == pytest.approx(found[str(run)], rel=1e-4), run
+
+
 def test_the_lines_of_a_drop_in_are_those_of_its_two_forms():
     assert dropins.ROWS["Trainer"].lines == (4, 1)  # the import, the class and the call
     assert all(min(row.lines) > 0 for row in dropins.ROWS.values())

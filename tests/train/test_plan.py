@@ -3,7 +3,7 @@
 import json
 import tomllib
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from megabatch.train.config.recipe import PLAN_OPTIONS, load_config, split_optio
 from megabatch.train.config.recipe_paths import check_paths
 from megabatch.train.plan.estimate import estimate_cost
 from megabatch.train.plan.grid import build_grid
-from megabatch.train.plan.published import RUNS, SOURCES, predict, recipe_of, summary
+from megabatch.train.plan.published import RUNS, SOURCES, Predicted, Published, predict, recipe_of, summary
 from megabatch.train.plan.request import read_request
 from megabatch.train.plan.search import (
     CERTAIN,
@@ -413,6 +413,24 @@ def test_a_published_run_is_predicted() -> None:
     assert row.fits == YES
     assert row.speed_ratio == pytest.approx(1, abs=0.2)
     assert summary([row, replace(row, run=replace(small, is_fitted=True, gib=row.gib))])[0].startswith("memory: 1 runs")
+
+
+def test_layouts_are_ranked_as_a_source_has_measured_them() -> None:
+    pair = [run for run in RUNS if (run.source, run.model, run.world) == ("kempner", "Llama 3 8B", 2)]
+    rows = [Predicted(run, YES, 1.0, float(rate), "compute") for run, rate in zip(pair, (2, 1), strict=True)]
+    swapped = [replace(row, tokens_per_second=3 - row.tokens_per_second) for row in rows]
+    for each, right in ((rows, 1), (swapped, 0), ([*rows, Predicted(RUNS[0], YES, 1.0, 9.0, "compute")], 1)):
+        assert f"right in {right} of 1 pairs, 0 without a fitted run" in summary(each)[-2]
+
+
+def test_the_committed_published_runs_are_those_of_the_table_and_are_ranked_as_measured() -> None:
+    (path,) = (Path(__file__).parents[2] / "benchmarks" / "results").glob("published_cpu_*.json")
+    found = json.loads(path.read_text())
+    names = {field.name for field in fields(Predicted)} - {"run"}
+    rows = [Predicted(Published(**row["run"]), **{name: row[name] for name in names}) for row in found["rows"]]
+    assert [row.run for row in rows] == list(RUNS)
+    assert found["summary"] == summary(rows)
+    assert "right in 5 of 5 pairs" in found["summary"][-2]
 
 
 def test_a_key_that_is_chosen_is_said_once() -> None:

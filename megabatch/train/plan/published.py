@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from itertools import combinations
 from multiprocessing import get_context
 from statistics import median
 from typing import Any
@@ -378,8 +379,31 @@ def summary(rows: list[Predicted]) -> list[str]:
             ("tokens/s, the other runs", speeds[False]),
         )
     ]
+    pairs = _pairs_of_layouts(rows)
+    ranked = [_ranks_as_published(one, other) for one, other in pairs]
+    apart = sum(not (one.run.is_fitted or other.run.is_fitted) for one, other in pairs)
     verdicts = [(row.run.gib == OUT_OF_MEMORY) == (row.fits == NO) for row in rows]
-    return [*lines, f"fits or not: right in {sum(verdicts)} of {len(verdicts)}"]
+    return [
+        *lines,
+        f"the faster of two layouts: right in {sum(ranked)} of {len(pairs)} pairs, {apart} without a fitted run",
+        f"fits or not: right in {sum(verdicts)} of {len(verdicts)}",
+    ]
+
+
+def _pairs_of_layouts(rows: list[Predicted]) -> list[tuple[Predicted, Predicted]]:
+    """Return the pairs that a source has measured of one model and length on the same number of GPUs."""
+    timed = [row for row in rows if row.run.tokens_per_second is not None]
+    return [(one, other) for one, other in combinations(timed, 2) if _is_comparable(one.run, other.run)]
+
+
+def _is_comparable(one: Published, other: Published) -> bool:
+    keys = ("source", "model", "device", "world", "length_tokens")
+    return all(getattr(one, key) == getattr(other, key) for key in keys)
+
+
+def _ranks_as_published(one: Predicted, other: Predicted) -> bool:
+    measured = (one.run.tokens_per_second or 0) > (other.run.tokens_per_second or 0)
+    return (one.tokens_per_second > other.tokens_per_second) == measured
 
 
 def _spread(ratios: list[float]) -> str:
