@@ -13,7 +13,14 @@ from megabatch.planning.limits import MeasuredMicrobatch, TunedLimit
 from megabatch.train.autotune.choices import TunedChoices, choose_rest
 from megabatch.train.autotune.fsdp_comm_bytes import measure_comm
 from megabatch.train.autotune.microbatch_limit import ChosenLimit
-from megabatch.train.autotune.sync_policy import LAST, ChosenSync, SyncChooser, SyncDecision, max_over_ranks
+from megabatch.train.autotune.sync_policy import (
+    GATHER_ONCE,
+    LAST,
+    ChosenSync,
+    SyncChooser,
+    SyncDecision,
+    max_over_ranks,
+)
 from megabatch.train.config import Config
 from megabatch.train.config.parallel_layout import layout_of
 from megabatch.train.config.recipe import load_config
@@ -28,9 +35,12 @@ from tests.comm.counting import Collectives
 from tests.comm.jobs import held
 
 CAP = 2**40  # more than there is: what is free stays the limit, and it is measured however little is asked for
-CAPS = {"half of it": 0.5, "all of it": 6.0}  # of what "last" keeps more, above what the wrapper's own policy needs
+CAPS = {
+    "half of it": 0.5,
+    "all of it": 6.0,
+}  # of what the first candidate keeps more, above what the wrapper's own policy needs
 TOKENS, LONGEST, BYTES_PER_TOKEN = 400, 40, 1000.0  # of a bound; its longest sample, of which there is none so long
-ROOM = {  # bytes beyond what "last" keeps more
+ROOM = {  # bytes beyond what "gather_once" keeps more
     "room": 0.0, "a little less": -20 * BYTES_PER_TOKEN, "half of the bound": -200 * BYTES_PER_TOKEN,
     "no room": -361 * BYTES_PER_TOKEN,
 }  # fmt: skip
@@ -59,6 +69,11 @@ class Steady(SyncChooser):
     def _measure(self, *given: Any, budget: Budget | None = None, **named: Any) -> PolicyMemory:
         return super()._measure(*given, **named, budget=self.budget or budget)
 
+    def more_bytes(self, sync: str | None = None) -> float:
+        """What a candidate keeps beyond the wrapper's own policy. None: the one that sends least. Collective."""
+        found = self.candidates(self._num_microbatches(self._learner.gradient))
+        return next(each.more_bytes for each in found if sync in (None, each.sync))
+
 
 def choosing_of(context: RunContext) -> Steady:
     """The chooser that measures, whatever the trainer has chosen."""
@@ -75,21 +90,21 @@ def least_of(choosing: Steady, ranks: Ranks) -> float:
 
 
 def under_caps(ranks: Ranks, recipe: Path, overrides: Sequence[str]) -> dict[str, SyncDecision | None]:
-    """The choices with room for half of what "last" keeps more, and for all of it."""
+    """The choices with room for half of what the first candidate keeps more, and for all of it."""
     choosing = choosing_of(context_of(ranks, recipe, overrides))
-    least, found = least_of(choosing, ranks), dict[str, SyncDecision | None]()
+    least, more, found = least_of(choosing, ranks), choosing.more_bytes(), dict[str, SyncDecision | None]()
     for name, share in CAPS.items():
         assert choosing.budget is not None
         above = choosing.budget.used if share < 1 else least  # nothing that is measured makes room for it all there
-        choosing.budget = replace(choosing.budget, limit=above + share * choosing._more_bytes)
+        choosing.budget = replace(choosing.budget, limit=above + share * more)
         found[name] = choosing.choose()
     return found
 
 
 def with_bounds(ranks: Ranks, recipe: Path, overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The choice beside a limit with so much room left for the whole gradient, and the limit that goes with it."""
+    """The choice beside a limit with so much room left for the gathered model, and the limit that goes with it."""
     context = context_of(ranks, recipe, overrides)
-    more, learner, laid = choosing_of(context)._more_bytes, context.learner, context.model
+    more, learner, laid = choosing_of(context).more_bytes(GATHER_ONCE), context.learner, context.model
     config = context.config = capped(context.config, CAP, micro_batch_size=None, max_microbatch_tokens="auto")
     found: dict[str, dict[str, Any]] = {}
     for name, room in ROOM.items():
@@ -120,11 +135,11 @@ class Scripted(SyncChooser):
 
 
 def measured_over(ranks: Ranks, recipe: Path, overrides: Sequence[str]) -> dict[str, SyncDecision | None]:
-    """The choice beside a limit if "last" is measured to need more than it should, once or twice."""
+    """The choice beside a limit if a policy is measured to need more than it should, once or twice."""
     context = context_of(ranks, recipe, overrides)
     model, learner, batch = context.model.model, context.learner, context.updates.peek()
     config = capped(context.config, CAP, micro_batch_size=None, max_microbatch_tokens="auto")
-    more = choosing_of(context)._more_bytes
+    more = choosing_of(context).more_bytes(GATHER_ONCE)
     learner.gradient = build_accumulator(model, config, fit_with(more))
     found: dict[str, SyncDecision | None] = {}
     for name, over_bytes in OVER.items():
@@ -144,7 +159,11 @@ def fit_with(room_bytes: float) -> TunedLimit:
 
 def counted(ranks: Ranks, recipe: Path, given: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
     """For each list of overrides and each policy: what an update sends and keeps, and what was expected."""
-    return [counts_of(context_of(ranks, recipe, overrides), sync) for overrides in given for sync in (None, LAST)]
+    return [
+        counts_of(context_of(ranks, recipe, overrides), sync)
+        for overrides in given
+        for sync in (None, LAST, GATHER_ONCE)
+    ]
 
 
 def counts_of(context: RunContext, sync: str | None) -> dict[str, Any]:
@@ -166,6 +185,6 @@ def counts_of(context: RunContext, sync: str | None) -> dict[str, Any]:
         "kept": kept,
         "num_microbatches": gradient.last_plan.num_microbatches,
         "sent": reductions.sent_bytes(policy, gradient.last_plan.num_microbatches, 1),
-        "more": reductions.more_bytes,
-        "whole": reductions.whole_bytes,
+        "more": reductions.more_bytes(LAST),
+        "whole": reductions.whole_bytes(LAST),
     }

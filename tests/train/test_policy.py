@@ -12,7 +12,7 @@ import pytest
 from megabatch import CostModel, Plan
 from megabatch.errors import MicrobatchLimit
 from megabatch.planning.limits import MeasuredMicrobatch, TunedLimit
-from megabatch.train.autotune.sync_policy import AUTO, LAST, ChosenSync, leave_room, load_policy
+from megabatch.train.autotune.sync_policy import AUTO, GATHER_ONCE, LAST, ChosenSync, leave_room, load_policy
 from megabatch.train.checkpoints.metadata import IDENTITY, POSITIONS, read_meta
 from megabatch.train.checkpoints.retention import Checkpoints
 from megabatch.train.config import Config, ModelConfig, RunConfig, UpdateConfig
@@ -38,6 +38,7 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {  # ranks, the wrapper's 
 }
 WIDE = {"model__config__n_embd": 256, "model__dtype": "float32"}  # a gradient of 6.7 MiB
 SHARDED = {"parallel__wrapper": "fsdp2", "update__micro_batch_size": 1, "eval__every": "none", **NO_DROPOUT}
+HALF = {"model__compute_dtype": "bfloat16"}  # of the bytes of a gradient, which is reduced in float32
 GOING_ON = {**SHARDED, "run__resume": True}
 
 
@@ -64,58 +65,68 @@ def short_samples(bench: Bench) -> None:
     write_pairs(bench.path / "data.jsonl", [(f"{k}: ", "ab" * (3 + k % 12)) for k in range(90)])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_last_is_chosen_where_its_whole_gradient_fits(bench: Bench, ask: Callable[..., list[Any]], layout: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "more", "sends_least", "kept"),
+    [
+        ("fsdp2", {}, GATHER_ONCE, r"gathered model of 6\.\d MiB"),
+        ("fsdp2", {**HALF, "parallel__reshard_after_forward": "false"}, LAST, r"whole gradient of 6\.\d MiB"),
+        ("hsdp", {}, GATHER_ONCE, r"gathered model of 6\.\d MiB"),
+    ],
+    ids=["fsdp2", "fsdp2, kept gathered", "hsdp"],
+)
+def test_what_sends_least_is_chosen_where_it_fits(
+    bench: Bench, ask: Callable[..., list[Any]], layout: str, more: dict[str, Any], sends_least: str, kept: str
+) -> None:
     short_samples(bench)
     ranks, own, keys = LAYOUTS[layout]
     late = {"data__look_ahead": 1} if layout == "hsdp" else {}  # samples are loaded when their microbatch comes
-    found = ask(policy_jobs.under_caps, ranks, {**keys, **WIDE, **late, "update__micro_batch_size": 1})
+    found = ask(policy_jobs.under_caps, ranks, {**keys, **WIDE, **more, **late, "update__micro_batch_size": 1})
     assert all(each == found[0] for each in found)
     short, enough = found[0]["half of it"], found[0]["all of it"]
-    assert (short.sync, enough.sync) == (own, LAST)
+    assert (short.sync, enough.sync) == (own, sends_least)
     gib = r"\d+\.\d\d GiB"
     assert re.fullmatch(
-        rf"last would keep the whole gradient of 6\.\d MiB \(peak {gib} of {gib}\), to send 0\.\d\d of the \d+\.\d MB "
+        rf"{sends_least} would keep the {kept} \(peak {gib} of {gib}\), to send 0\.\d\d of the \d+\.\d MB "
         "of an update", short.why,
     ), short.why  # fmt: skip
     assert re.fullmatch(
-        rf"its whole gradient of 6\.\d MiB fits \(peak {gib} of {gib}\), and {own} would send \d+\.\d MB an update, "
-        r"1\.\d\d times as much", enough.why,
+        rf"its {kept} fits \(peak {gib} of {gib}\), and {own} would send \d+\.\d MB an update, "
+        r"[12]\.\d\d times as much", enough.why,
     ), enough.why  # fmt: skip
 
 
 def test_the_bound_and_the_policy_are_chosen_together(bench: Bench, ask: Callable[..., list[Any]]) -> None:
     short_samples(bench)
-    keys = {**LAYOUTS["fsdp2"][2], **WIDE, "update__micro_batch_size": 1, "update__global_batch_size": 80}
+    keys = {**LAYOUTS["fsdp2"][2], **WIDE, **HALF, "update__micro_batch_size": 1, "update__global_batch_size": 80}
     found = ask(policy_jobs.with_bounds, 2, keys)
     assert found[0] == found[1]
     chosen = {name: (each["sync"], each["tokens"], each["more"]) for name, each in found[0].items()}
     assert chosen == {
-        "room": (LAST, 400, True),
-        "a little less": (LAST, 380, True),
+        "room": (GATHER_ONCE, 400, True),
+        "a little less": (GATHER_ONCE, 380, True),
         "half of the bound": ("every", 400, False),
         "no room": ("every", 400, False),
     }
     said = {name: each["said"] for name, each in found[0].items()}
     assert said["a little less"][0].startswith("update.max_microbatch_tokens 380: predicted peak ")
-    assert said["a little less"][1].startswith("update.sync last: its whole gradient of 6.")
+    assert said["a little less"][1].startswith("update.sync gather_once: its gathered model of 3.")
     assert re.fullmatch(
-        "update.sync every: beside its whole gradient last has room for microbatches of 200 tokens, and an update "
-        r"would be \d+ of them instead of \d", said["half of the bound"][1],
+        "update.sync every: beside its gathered model gather_once has room for microbatches of 200 tokens, and an "
+        r"update would be \d+ of them instead of \d", said["half of the bound"][1],
     )  # fmt: skip
-    assert said["no room"][1].startswith("update.sync every: last would keep the whole gradient of 6.")
+    assert said["no room"][1].startswith("update.sync every: gather_once would keep the gathered model of 3.")
     assert said["half of the bound"][0] == said["no room"][0]
     assert said["no room"][0].startswith("update.max_microbatch_tokens 400: predicted peak ")
 
 
 def test_a_bound_gives_way_once_to_what_was_measured(bench: Bench, ask: Callable[..., list[Any]]) -> None:
     short_samples(bench)
-    keys = {**LAYOUTS["fsdp2"][2], **WIDE, "update__micro_batch_size": 1, "update__global_batch_size": 80}
+    keys = {**LAYOUTS["fsdp2"][2], **WIDE, **HALF, "update__micro_batch_size": 1, "update__global_batch_size": 80}
     found = ask(policy_jobs.measured_over, 2, keys)
     assert found[0] == found[1]
     tokens = {name: each.fit and each.fit.max_microbatch_tokens for name, each in found[0].items()}
     assert tokens == {"never": 400, "once": 380, "twice": None}
-    assert [each.sync for each in found[0].values()] == [LAST, LAST, "every"]
+    assert [each.sync for each in found[0].values()] == [GATHER_ONCE, GATHER_ONCE, "every"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -136,13 +147,14 @@ def test_what_is_sent_and_kept_is_what_was_said(ask: Callable[..., list[Any]], l
     found = ask(policy_jobs.counted, ranks, *variants)
     assert all(each == found[0] for each in found)
     num_replicas = 2 if layout == "hsdp" else 1
-    for by_own, by_last in zip(found[0][::2], found[0][1::2], strict=True):
+    for by_own, by_last, by_one in zip(*(found[0][at::3] for at in range(3)), strict=True):
         n, num_groups = by_own["num_microbatches"], 3
         assert n > 2
         assert (by_own["sync"], by_last["sync"]) == (own, LAST)
         assert (by_own["table"]["reduce_scatter"], by_last["table"]["reduce_scatter"]) == (n * num_groups, num_groups)
         assert by_own["table"]["all_gather"] == by_last["table"]["all_gather"]
-        for each in (by_own, by_last):
+        assert (by_one["table"]["all_gather"], by_one["table"]["reduce_scatter"]) == (num_groups, n * num_groups)
+        for each in (by_own, by_last, by_one):
             table = each["table"]
             assert table.get("all_reduce", 0) == (num_groups if num_replicas > 1 else 0)
             within = (table["all_gather_bytes"] + table["reduce_scatter_bytes"]) / 2  # of two ranks, in a ring
@@ -154,22 +166,22 @@ def test_what_is_sent_and_kept_is_what_was_said(ask: Callable[..., list[Any]], l
 def test_a_run_says_what_it_chose_and_keeps_it(bench: Bench) -> None:
     said = bench.train(ranks=2, **SHARDED, run__max_steps=2)
     assert re.fullmatch(
-        r"update\.sync last: its whole gradient is 0\.1 MiB of the [\d,.]+ GiB that are free, and every would send "
-        r"0\.\d MB an update, 1\.\d\d times as much", chosen_line(said),
+        r"update\.sync gather_once: its gathered model is 0\.1 MiB of the [\d,.]+ GiB that are free, and every would "
+        r"send 0\.\d MB an update, [12]\.\d\d times as much", chosen_line(said),
     ), chosen_line(said)  # fmt: skip
-    assert "plan  sync last: chosen for this run, since it fits and sends least\n" in said
+    assert "plan  sync gather_once: chosen for this run, since it fits and sends least\n" in said
     assert chosen_line(said) in (bench.folder / "plan.txt").read_text()
     meta = read_meta(Checkpoints(bench.folder).latest_valid(ALONE).path)
-    assert meta["sync"]["sync"] == LAST
+    assert meta["sync"]["sync"] == GATHER_ONCE
     assert meta["sync"]["made_for"]["number of ranks"] == 2
 
     said = bench.train(ranks=2, **GOING_ON, run__max_steps=3)
-    assert chosen_line(said) == "update.sync last: the checkpoint's, so that sums are rounded the same"
-    assert "plan  sync last: chosen for this run" in said
+    assert chosen_line(said) == "update.sync gather_once: the checkpoint's, so that sums are rounded the same"
+    assert "plan  sync gather_once: chosen for this run" in said
     whole = bench.path / "whole"
     bench.train(ranks=2, **SHARDED, run__max_steps=3, run__folder=whole)
     assert bench.losses() == bench.losses(whole), "the same bits"
-    assert json.loads((whole / "timeline.jsonl").read_text())["sync"] == LAST
+    assert json.loads((whole / "timeline.jsonl").read_text())["sync"] == GATHER_ONCE
 
     said = bench.train(ranks=2, **GOING_ON, run__max_steps=4, update__sync="every")
     assert "update.sync" not in said
@@ -181,7 +193,7 @@ def test_a_run_says_what_it_chose_and_keeps_it(bench: Bench) -> None:
 
     said = bench.train(ranks=2, **GOING_ON, run__max_steps=5)
     assert "plan  update.sync is chosen anew: update.sync was every and is auto" in said
-    assert chosen_line(said).startswith("update.sync last: its whole gradient")
+    assert chosen_line(said).startswith("update.sync gather_once: its gathered model")
 
 
 def test_another_layout_chooses_anew(bench: Bench) -> None:
@@ -189,7 +201,9 @@ def test_another_layout_chooses_anew(bench: Bench) -> None:
     values = {**GOING_ON, **LAYOUTS["hsdp"][2]}
     said = bench.train(ranks=4, **values, run__max_steps=2)
     assert "plan  update.sync is chosen anew: number of ranks was 2 and is 4\n" in said
-    assert re.match(r"update\.sync last: .* and replica_last would send .*, 1\.\d\d times as much", chosen_line(said))
+    assert re.match(
+        r"update\.sync gather_once: .* and replica_last would send .*, [12]\.\d\d times as much", chosen_line(said)
+    )
     said = bench.train(ranks=2, **{**values, "parallel__wrapper": "ddp", "parallel__dp_shard": 1}, run__max_steps=3)
     assert "update.sync" not in said, "nothing is to be chosen"
     assert read_meta(Checkpoints(bench.folder).latest_valid(ALONE).path)["sync"]["sync"] == AUTO
@@ -237,7 +251,7 @@ def test_a_run_that_ran_out_of_memory_keeps_least(bench: Bench) -> None:
     bench.train(ranks=2, **{**SHARDED, "update__micro_batch_size": 2}, run__max_steps=1)
     (bench.folder / "microbatch.json").write_text('{"samples": 1, "tokens": 136}\n')
     said = bench.train(ranks=2, **{**GOING_ON, "update__micro_batch_size": 2}, run__max_steps=2)
-    line = "update.sync every: a microbatch did not fit in memory (microbatch.json), and it keeps less than last"
+    line = "update.sync every: a microbatch did not fit in memory (microbatch.json), and it keeps least"
     assert chosen_line(said) == line
     assert (
         "plan  update.micro_batch_size 2 is lowered: since a microbatch did not fit in memory, one holds at most "
@@ -249,7 +263,7 @@ def test_a_run_that_is_at_its_end_has_nothing_to_choose(bench: Bench) -> None:
     values = {**SHARDED, "model__config__n_embd": 640}  # whose gradient is not slight
     bench.train(ranks=2, **values)
     said = bench.train(ranks=2, **values | {"update__micro_batch_size": 2, "run__resume": True})
-    assert "update.sync last" not in said
+    assert "would send" not in said
     assert len(bench.losses()) == 6
 
 
@@ -257,7 +271,7 @@ def test_a_stream_keeps_least_unless_it_is_packed(bench: Bench) -> None:
     values = {**SHARDED, "data__streaming": True, "optim__schedule": "constant", "eval__num_samples": 0, **WIDE}
     values["model__config__n_embd"] = 640  # more than is slight
     said = bench.train(ranks=2, **values, run__max_steps=1)
-    line = "update.sync every: the longest sample of a stream is not known, and it keeps less than last"
+    line = "update.sync every: the longest sample of a stream is not known, and it keeps least"
     assert chosen_line(said) == line
 
 
@@ -332,12 +346,10 @@ def test_a_plan_takes_of_two_policies_what_sends_least() -> None:
     assert sort_rows([every, other, last]) == [last, every, other]
     assert sort_rows([last, every]) == [last, every]
     assert sort_rows([every, replace(last, fits=TIGHT)])[0] == every
+    once = replace(row_of("gather_once", 1.02, 20), choice=replace(last.choice, sync="gather_once", reshard=False))
+    kept = replace(row_of("last", 1.02, 10), choice=replace(last.choice, reshard=False))
+    assert sort_rows([every, last, once, kept])[0] == once
     assert sort_rows([replace(every, fits=NO), replace(last, fits=NO)])[0].choice == every.choice
-
-
-def best_of_auto(rows: list[PlanRow]) -> str:
-    """Return the sync of the best row that a run's "auto" chooses among."""
-    return next(row.choice.sync for row in rows if row.choice.sync != "gather_once")
 
 
 def test_the_plan_and_the_run_choose_alike(bench: Bench) -> None:
@@ -349,13 +361,13 @@ def test_the_plan_and_the_run_choose_alike(bench: Bench) -> None:
     size = {"model__config__hidden_size": 128, "model__config__num_hidden_layers": 3}
     given += [*overrides(size), "--data.max_sample_tokens=16"]
     rows = {row.choice.sync: row for row in plan_recipe(recipe, [*given, "--json"]) if row.choice.fused}
-    assert best_of_auto(plan_recipe(recipe, given)) == LAST
-    between = (rows["every"].peak_bytes + rows["last"].peak_bytes) // 2
-    assert rows["every"].peak_bytes < rows["last"].peak_bytes
-    assert best_of_auto(plan_recipe(recipe, [*given, f"--memory={between}B"])) == "every"
+    assert plan_recipe(recipe, given)[0].choice.sync == GATHER_ONCE
+    least, *others = (rows[sync].peak_bytes for sync in ("every", "last", GATHER_ONCE))
+    assert least < min(others)
+    assert plan_recipe(recipe, [*given, f"--memory={(least + min(others)) // 2}B"])[0].choice.sync == "every"
     values = {"parallel__wrapper": "fsdp2", "update__micro_batch_size": 1, "run__folder": bench.folder, **size}
     line = chosen_line(bench.train(ranks=2, recipe=recipe, **values, run__max_steps=1))
-    assert line.startswith("update.sync last: ")
+    assert line.startswith("update.sync gather_once: ")
     assert f"every would send {gb_text(rows['every'].sent_bytes)} an update" in line, "as the plan says"
 
 

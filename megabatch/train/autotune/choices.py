@@ -68,9 +68,9 @@ def choose_rest(context: RunContext) -> TunedChoices:
         found = SyncChooser(own, context, batch).choose()
     if found is None:
         return TunedChoices(bound, replace(chosen.policy, sync=AUTO, words=()))
-    if found.sync == LAST:
+    if found.sync != own:
         learned, state = learner.gradient.oom_limit, learner.gradient.state_dict()
-        learner.gradient = build_accumulator(model.model, context.config, found.fit, LAST)
+        learner.gradient = build_accumulator(model.model, context.config, found.fit, found.sync)
         learner.gradient.lower_limit(learned)
         learner.gradient.load_state_dict(state)
         learner.gradient.reserve_for(learner.optimizer)

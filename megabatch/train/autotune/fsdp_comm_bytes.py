@@ -42,15 +42,15 @@ class FSDPComm:
         """Most ranks that share a parameter's gradient."""
         return max((group.num_shards for group in self.groups), default=1)
 
-    @property
-    def whole_bytes(self) -> int:
-        """Bytes of the gradient that "last" keeps between microbatches."""
-        return sum(group.whole_bytes for group in self.groups)
+    def whole_bytes(self, sync: str) -> int:
+        """Return the bytes kept between microbatches: "gather_once" keeps the parameters, "last" the gradient."""
+        return sum(each.gathered_bytes if sync == "gather_once" else each.whole_bytes for each in self.groups)
 
-    @property
-    def more_bytes(self) -> int:
-        """Bytes that "last" keeps beyond the other policies, which keep this rank's shard."""
-        return self.whole_bytes - sum(group.shard_bytes for group in self.groups)
+    def more_bytes(self, sync: str) -> int:
+        """Return the bytes that a policy keeps beyond the wrapper's own, which keeps this rank's shards."""
+        if sync == "gather_once":  # groups that are not freed after a forward are all there at the peak anyway
+            return sum(group.gathered_bytes for group in self.groups if group.reshards)
+        return self.whole_bytes(sync) - sum(group.shard_bytes for group in self.groups)
 
     def sent_bytes(self, sync: str, num_microbatches: int, num_calls: int) -> float:
         """Return the bytes that this rank sends in an update, tensor parallelism excluded."""

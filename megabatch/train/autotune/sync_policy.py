@@ -1,8 +1,8 @@
 """Sync policy: when ranks sum their gradients, chosen once if the recipe says "auto", and kept with the run.
 
 Every policy computes the same gradient. The run takes the one that fits in memory and sends least, as `megabatch plan`
-does. "last" keeps the whole gradient of sharded parameters until the last microbatch, so it must be measured to fit.
-Every rank decides from the same numbers.
+does. "last" keeps the whole gradient of sharded parameters until the last microbatch, and "gather_once" all gathered
+parameters, so both must be measured to fit. Every rank decides from the same numbers.
 """
 
 import math
@@ -30,9 +30,10 @@ from megabatch.train.runtime.oom_limit import OOM_LIMIT_FILE, load_oom_limit
 from megabatch.train.runtime.ranks import Ranks
 
 KEY = "sync"  # of a checkpoint's metadata
-AUTO, LAST = "auto", "last"
+AUTO, LAST, GATHER_ONCE = "auto", "last", "gather_once"
+KEPT = {LAST: "whole gradient", GATHER_ONCE: "gathered model"}  # between microbatches, by policy
 MICROBATCHES_A_CALL = 8  # of a rank, of an update in several calls (checkpoint.partial), each of which reduces once
-FREE_FACTOR = 1000  # if this many times the whole gradient is free, "last" fits without a measurement
+FREE_FACTOR = 1000  # if this many times what a policy keeps is free, it fits without a measurement
 REASON = "chosen for this run, since it fits and sends least"  # in place of the library's reason
 AS_SAVED = "the checkpoint's, so that sums are rounded the same"
 
@@ -53,7 +54,7 @@ class ChosenSync:
 
     def shown(self, plan: Plan) -> Plan:
         """Return the plan with the true reason for its policy."""
-        return plan if self.is_asked or self.sync != LAST else replace(plan, reason=REASON)
+        return plan if self.is_asked or self.sync not in KEPT else replace(plan, reason=REASON)
 
 
 def load_policy(config: Config, ranks: Ranks, limit: ChosenLimit | None, checkpoint: Path | None) -> ChosenSync:
@@ -89,8 +90,34 @@ class SyncDecision:
     fit: TunedLimit | None = None
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """A policy that sends less than the wrapper's own and keeps more; bytes of the rank with the most."""
+
+    sync: str
+    whole_bytes: float  # that it keeps between microbatches
+    more_bytes: float  # that it keeps beyond the wrapper's own
+    sent_bytes: float  # of an update
+    own: str  # the wrapper's own policy
+    own_bytes: float  # that the own policy sends in an update
+
+    def taken(self, why: str, fit: TunedLimit | None) -> SyncDecision:
+        """Return the decision for it."""
+        times = f"{self.own_bytes / self.sent_bytes:.2f} times as much"
+        why = f"its {KEPT[self.sync]} {why}, and {self.own} would send {gb_text(self.own_bytes)} an update, {times}"
+        return SyncDecision(self.sync, why, fit)
+
+    def too_large(self, peak: float, limit: float) -> SyncDecision:
+        """Return the decision against it."""
+        why = (
+            f"{self.sync} would keep the {KEPT[self.sync]} of {gib_text(self.whole_bytes)} ({_peak_text(peak, limit)})"
+        )
+        share = self.sent_bytes / self.own_bytes
+        return SyncDecision(self.own, f"{why}, to send {share:.2f} of the {gb_text(self.own_bytes)} of an update")
+
+
 class SyncChooser:
-    """The choice between "last" and the wrapper's own policy, which keeps less. Every method is collective.
+    """The choice between the wrapper's own policy and those that send less and keep more. Every method is collective.
 
     Args:
         own: The wrapper's own policy.
@@ -101,8 +128,7 @@ class SyncChooser:
         self._own, self._config, self._learner, self._loss_fn = own, context.config, context.learner, context.loss_fn
         self._data, self._batch, self._laid, self._ranks = context.data, batch, context.model, context.ranks
         self._comm = measure_comm(self._laid.model, accumulation_of(self._config.update))
-        sizes = [self._comm.whole_bytes, self._comm.more_bytes, len(batch)]
-        self._whole_bytes, self._more_bytes, self._most_samples = max_over_ranks(sizes, self._ranks)
+        (self._most_samples,) = max_over_ranks([len(batch)], self._ranks)
 
     def choose(self) -> SyncDecision | None:
         """Choose; None without a choice: nothing is sharded, or an update has one microbatch."""
@@ -112,73 +138,74 @@ class SyncChooser:
         if num_microbatches <= self._num_calls(num_microbatches):  # or none: the run is at its end
             return None
         if load_oom_limit(self._config.run) is not None:
-            return SyncDecision(
-                self._own, f"a microbatch did not fit in memory ({OOM_LIMIT_FILE}), and it keeps less than {LAST}"
-            )
-        sent, less = self._sent(self._own, num_microbatches), self._sent(LAST, num_microbatches)
-        free, problem = self._free()
-        if self._config.update.memory is None and self._whole_bytes * FREE_FACTOR <= free:
-            why = f"its whole gradient is {gib_text(self._whole_bytes)} of the {gib_text(free)} that are free"
-            return SyncDecision(LAST, f"{why}{self._saves(sent, less)}", fit)
+            return SyncDecision(self._own, f"a microbatch did not fit in memory ({OOM_LIMIT_FILE}), and it keeps least")
+        (free, problem), refused = self._free(), None
+        for each in self.candidates(num_microbatches):
+            found = self._try(each, fit, num_microbatches, free, problem)
+            if found.sync == each.sync:
+                return found
+            refused = refused or found
+        return refused
+
+    def candidates(self, num_microbatches: int) -> list[Candidate]:
+        """Return the policies that send less than the own one, the least first; of equals the one that keeps less."""
+        own, *sent = (self._sent(sync, num_microbatches) for sync in (self._own, *KEPT))
+        found: list[Candidate] = []
+        for sync, sent_bytes in zip(KEPT, sent, strict=True):
+            sizes = [self._comm.whole_bytes(sync), self._comm.more_bytes(sync)]
+            found.append(Candidate(sync, *max_over_ranks(sizes, self._ranks), sent_bytes, self._own, own))
+        return sorted(
+            (each for each in found if each.sent_bytes < own), key=lambda each: (each.sent_bytes, each.more_bytes)
+        )
+
+    def _try(
+        self, candidate: Candidate, fit: TunedLimit | None, num_microbatches: int, free: float, problem: str
+    ) -> SyncDecision:
+        """Decide between one policy and the wrapper's own."""
+        if self._config.update.memory is None and candidate.whole_bytes * FREE_FACTOR <= free:
+            return candidate.taken(f"is {gib_text(candidate.whole_bytes)} of the {gib_text(free)} that are free", fit)
         if problem:
-            return SyncDecision(self._own, f"{problem}, and it keeps less than {LAST}")
+            return SyncDecision(self._own, f"{problem}, and it keeps least")
         try:
-            return self._with_room(fit, num_microbatches, sent, less) if fit else self._as_stated(sent, less)
+            return self._with_room(candidate, fit, num_microbatches) if fit else self._as_stated(candidate)
         except PlanError as error:
             raise MegabatchError(f"{error}; or state update.sync, for which nothing is measured") from error
 
-    def _as_stated(self, sent: float, less: float) -> SyncDecision:
-        """Choose with the recipe's limit; ``sent`` and ``less`` are the bytes of the own policy and of "last"."""
-        update, spare = self._config.update, self._more_bytes
+    def _as_stated(self, candidate: Candidate) -> SyncDecision:
+        """Choose with the recipe's limit."""
+        update, spare = self._config.update, candidate.more_bytes
         rows = min(update.micro_batch_size or self._most_samples, self._most_samples)
         tokens = update.max_microbatch_tokens
         tokens = tokens if isinstance(tokens, int) else None
         own = self._measure(self._own, rows, tokens, spare)
         if not own.fits(spare):
-            return self._too_large(own.peak_bytes + spare, own.limit_bytes, sent, less)
-        last = self._measure(LAST, rows, tokens, budget=own.budget)
-        return self._decide(last, own.peak_bytes + spare, sent, less)
+            return candidate.too_large(own.peak_bytes + spare, own.limit_bytes)
+        measured = self._measure(candidate.sync, rows, tokens, budget=own.budget)
+        return _decide(candidate, measured, own.peak_bytes + spare)
 
     def _with_room(
-        self, fit: TunedLimit, num_microbatches: int, sent: float, less: float, over_bytes: float | None = None
+        self, candidate: Candidate, fit: TunedLimit, num_microbatches: int, over_bytes: float | None = None
     ) -> SyncDecision:
-        """Choose with the measured limit, lowered to leave room for the whole gradient.
+        """Choose with the measured limit, lowered to leave room for what the policy keeps.
 
         ``over_bytes`` are those over the memory limit in a first try. There is one more try.
         """
-        more_bytes = self._more_bytes + (over_bytes or 0.0)
+        more_bytes = candidate.more_bytes + (over_bytes or 0.0)
         lowered = leave_room(fit, more_bytes)
         if lowered is None:
             least = fit.cost.peak_bytes(1, fit.longest_tokens) + more_bytes
-            return self._too_large(least, fit.limit_bytes, sent, less)
+            return candidate.too_large(least, fit.limit_bytes)
         tokens = lowered.max_microbatch_tokens
-        needed = self._num_microbatches(build_accumulator(self._laid.model, self._config, lowered, LAST))
+        needed = self._num_microbatches(build_accumulator(self._laid.model, self._config, lowered, candidate.sync))
         if needed > num_microbatches:
-            why = f"beside its whole gradient {LAST} has room for microbatches of {tokens:,} tokens"
+            why = f"beside its {KEPT[candidate.sync]} {candidate.sync} has room for microbatches of {tokens:,} tokens"
             return SyncDecision(
                 self._own, f"{why}, and an update would be {needed} of them instead of {num_microbatches}"
             )
-        last = self._measure(LAST, self._most_samples, tokens)
-        if over_bytes is None and not last.fits():
-            return self._with_room(fit, num_microbatches, sent, less, last.num_bytes - last.allowed_bytes)
-        return self._decide(last, lowered.cost.peak_bytes(1, tokens), sent, less, lowered)
-
-    def _decide(
-        self, last: PolicyMemory, peak: float, sent: float, less: float, fit: TunedLimit | None = None
-    ) -> SyncDecision:
-        """Decide once "last" is measured; ``peak`` is the expected one."""
-        peak = max(peak, last.peak_bytes)
-        if not last.fits():
-            return self._too_large(peak, last.limit_bytes, sent, less)
-        why = f"its whole gradient of {gib_text(self._whole_bytes)} fits ({_peak_text(peak, last.limit_bytes)})"
-        return SyncDecision(LAST, f"{why}{self._saves(sent, less)}", fit)
-
-    def _saves(self, sent: float, less: float) -> str:
-        return f", and {self._own} would send {gb_text(sent)} an update, {sent / less:.2f} times as much"
-
-    def _too_large(self, peak: float, limit: float, sent: float, less: float) -> SyncDecision:
-        why = f"{LAST} would keep the whole gradient of {gib_text(self._whole_bytes)} ({_peak_text(peak, limit)})"
-        return SyncDecision(self._own, f"{why}, to send {less / sent:.2f} of the {gb_text(sent)} of an update")
+        measured = self._measure(candidate.sync, self._most_samples, tokens)
+        if over_bytes is None and not measured.fits():
+            return self._with_room(candidate, fit, num_microbatches, measured.num_bytes - measured.allowed_bytes)
+        return _decide(candidate, measured, lowered.cost.peak_bytes(1, tokens), lowered)
 
     def _measure(
         self, sync: str, rows: int, tokens: int | None, spare_bytes: float = 0.0, budget: Any = None
@@ -213,7 +240,7 @@ class SyncChooser:
         return math.ceil(here * max(1.0, sizes_of(self._config.update).largest / max(1.0, num_samples)))
 
     def _num_calls(self, num_microbatches: int) -> int:
-        """Count how often ranks sum under "last"."""
+        """Count the calls of an update, at whose ends ranks sum or gather."""
         return -(-num_microbatches // MICROBATCHES_A_CALL) if self._config.checkpoint.partial else 1
 
     def _sent(self, sync: str, num_microbatches: int) -> float:
@@ -221,6 +248,15 @@ class SyncChooser:
         here = self._comm.sent_bytes(sync, num_microbatches, self._num_calls(num_microbatches))
         (sent,) = max_over_ranks([here], self._ranks)
         return sent
+
+
+def _decide(candidate: Candidate, measured: PolicyMemory, peak: float, fit: TunedLimit | None = None) -> SyncDecision:
+    """Decide once a policy is measured; ``peak`` is the expected one."""
+    peak = max(peak, measured.peak_bytes)
+    if not measured.fits():
+        return candidate.too_large(peak, measured.limit_bytes)
+    why = f"of {gib_text(candidate.whole_bytes)} fits ({_peak_text(peak, measured.limit_bytes)})"
+    return candidate.taken(why, fit)
 
 
 def max_over_ranks(values: Sequence[float], ranks: Ranks) -> list[Any]:

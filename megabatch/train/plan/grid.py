@@ -1,7 +1,7 @@
 """Grid: the configurations of one update that a plan compares. All of them compute the same gradient."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from megabatch.train.config import Config
@@ -27,6 +27,11 @@ class Choice:
     reshard: bool  # FSDP2 frees what it gathered after each forward, and gathers again for the backward
     recompute: bool  # activations in the backward
     fused: bool  # the optimizer; the same in all choices of a plan
+
+    def differs_in_sync(self, other: "Choice") -> bool:
+        """Return True for choices that differ in the policy alone. What "gather_once" gathers is never freed early."""
+        reshard = self.reshard if "gather_once" in (self.sync, other.sync) else other.reshard
+        return replace(other, sync=self.sync, reshard=reshard) == self
 
     def needs_as_much_as(self, other: "Choice") -> bool:
         """Return True if this needs at least the memory of ``other`` for any model.

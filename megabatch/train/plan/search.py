@@ -91,7 +91,7 @@ def sort_rows(rows: Sequence[PlanRow]) -> list[PlanRow]:
     rows = sorted(rows, key=lambda row: row.cost)
     fastest = rows[0]
     fit_as_well = [row for row in rows if (row.fits, row.by) == (fastest.fits, fastest.by)]
-    alike = [row for row in fit_as_well if replace(row.choice, sync=fastest.choice.sync) == fastest.choice]
+    alike = [row for row in fit_as_well if row.choice.differs_in_sync(fastest.choice)]
     best = min(alike, key=lambda row: row.sent_bytes)
     return [best, *(row for row in rows if row is not best)] if fastest.fits != NO else rows
 
