@@ -152,8 +152,8 @@ class SyncChooser:
         own, *sent = (self._sent(sync, num_microbatches) for sync in (self._own, *KEPT))
         found: list[Candidate] = []
         for sync, sent_bytes in zip(KEPT, sent, strict=True):
-            sizes = [self._comm.whole_bytes(sync), self._comm.more_bytes(sync)]
-            found.append(Candidate(sync, *max_over_ranks(sizes, self._ranks), sent_bytes, self._own, own))
+            whole, more = max_over_ranks([self._comm.whole_bytes(sync), self._comm.more_bytes(sync)], self._ranks)
+            found.append(Candidate(sync, whole, more, sent_bytes, self._own, own))
         return sorted(
             (each for each in found if each.sent_bytes < own), key=lambda each: (each.sent_bytes, each.more_bytes)
         )
