@@ -318,7 +318,6 @@ def test_the_committed_memory_is_of_the_runs_that_are_measured_and_is_what_it_is
 @pytest.mark.parametrize(
     "size", ["flat", *(pytest.param(size, marks=pytest.mark.full) for size in ("25m", "100m"))]
 )  # the model of a run
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
 def test_the_committed_memory_is_that_of_the_simulator_as_it_is_now(size):
     """Run `python -m benchmarks.memory` and commit its result if this fails."""
     (path,) = result.RESULTS.glob("memory_cpu_*.json")

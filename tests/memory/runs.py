@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from megabatch import GradientAccumulator, losses
 from megabatch.simulate import Replica, Simulated, simulate
 from megabatch.simulate.ledger import Ledger, tagging_shards
+from megabatch.train.model.build import checkpoint_activations
 
 SIZES = {  # hidden, layers, heads, vocabulary
     "toy": (64, 2, 2, 256),
@@ -42,7 +43,7 @@ class Run:
     sync: str = "last"
     optimizer: str = "adamw-foreach"
     precision: str = "float32"  # or "bfloat16", or "mixed": FSDP2 computes in bfloat16 and reduces in float32
-    recompute: str = "no"
+    recompute: str = "no"  # or "yes", or "selective"
 
     def __str__(self) -> str:
         return ":".join(str(getattr(self, field.name)) for field in fields(self))
@@ -76,8 +77,8 @@ def llama(run: Run) -> nn.Module:
     model = LlamaForCausalLM(config)
     if run.precision == "bfloat16":
         model = model.bfloat16()
-    if run.recompute == "yes":
-        model.gradient_checkpointing_enable()
+    if run.recompute != "no":
+        checkpoint_activations(model, selective=run.recompute == "selective")
     return model.train()
 
 

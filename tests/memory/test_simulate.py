@@ -257,9 +257,11 @@ def test_categories_add_up_to_the_peak_in_every_phase() -> None:
 
 def test_recomputing_trades_activations_for_flops() -> None:
     run = Run("toy", rows=16, tokens=64)
-    kept, recomputed = predicted(run), predicted(Run("toy", rows=16, tokens=64, recompute="yes"))
+    kept, some, recomputed = (predicted(replace(run, recompute=each)) for each in ("no", "selective", "yes"))
+    assert recomputed.at_peak["activations"] < some.at_peak["activations"] < 0.8 * kept.at_peak["activations"]
     assert recomputed.at_peak["activations"] < 0.6 * kept.at_peak["activations"]
     assert recomputed.flops > 1.2 * kept.flops
+    assert 1.05 * kept.flops < some.flops < 0.95 * recomputed.flops
 
 
 @pytest.mark.parametrize(("shard", "num_shards"), [(lambda model, mesh: model, 1), (sharded, 4)])

@@ -12,8 +12,16 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
+from megabatch.train.config.contradictions import check_config
 from megabatch.train.model.architecture import architecture_of
-from megabatch.train.model.build import ParallelModel, build, choose_source, lay
+from megabatch.train.model.build import (
+    ATTENTIONS,
+    ParallelModel,
+    build,
+    choose_source,
+    is_deterministic_attention,
+    lay,
+)
 from megabatch.train.model.weights import plan_units, saved_weights
 from megabatch.train.parallel.wrap import blocks_of
 from megabatch.train.runtime.ranks import Ranks
@@ -176,16 +184,44 @@ def num_saved(made: ParallelModel) -> int:
     return sum(sizes.values())
 
 
+@pytest.mark.parametrize("recompute", [True, "selective"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_recomputed_activations_change_no_gradient(family: str) -> None:
+def test_recomputed_activations_change_no_gradient(family: str, recompute: bool | str) -> None:
     no_dropout = {key: 0.0 for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop") if family == "gpt2"}
     config = {**FAMILIES[family], **no_dropout}
-    plain, recomputed = (laid({"config": config, "activation_checkpointing": on}) for on in (False, True))
+    plain, recomputed = (laid({"config": config, "activation_checkpointing": on}) for on in (False, recompute))
     assert num_saved(recomputed) < 0.5 * num_saved(plain)
     one, other = gradients(plain), gradients(recomputed)
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
-    assert "activations are recomputed in backward, layer by layer" in recomputed.words
+    assert any(each.startswith("activations are recomputed in backward, layer by layer") for each in recomputed.words)
+
+
+def test_dropout_beside_kept_matrix_products_is_drawn_again() -> None:
+    found = []
+    for recompute in (False, "selective"):
+        made = laid({"config": GPT2, "activation_checkpointing": recompute, "keyed_dropout": False})
+        torch.manual_seed(3)
+        found.append(gradients(made))
+    one, other = found
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_attention_is_kept_unless_it_draws_numbers() -> None:
+    for operation, index in ATTENTIONS.items():
+        assert operation._schema.arguments[index].name == "dropout_p"
+        assert is_deterministic_attention(operation, [None] * 3, {})
+        assert not is_deterministic_attention(operation, [None] * index + [0.1], {})
+        assert not is_deterministic_attention(operation, [None] * 3, {"dropout_p": 0.1})
+    assert not is_deterministic_attention(torch.ops.aten.mul.Tensor, [], {})
+
+
+@pytest.mark.parametrize(("section", "key"), [("model", {"compile": True}), ("parallel", {"pp": 2})])
+def test_selective_recomputing_is_refused_where_it_is_not_tested(section: str, key: dict[str, Any]) -> None:
+    config = recipe({"activation_checkpointing": "selective"})
+    changed = config.model_copy(update={section: getattr(config, section).model_copy(update=key)})
+    line = line_of(lambda: check_config(changed))
+    assert line.startswith(f"model.activation_checkpointing is 'selective' and {section}.{next(iter(key))} is ")
 
 
 def test_frozen_parameters_get_no_gradient() -> None:

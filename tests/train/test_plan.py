@@ -12,7 +12,7 @@ import pytest
 import tomli_w
 
 from megabatch import MegabatchError
-from megabatch.train.config import Config
+from megabatch.train.config import Config, ModelConfig
 from megabatch.train.config.parallel_layout import layout_of
 from megabatch.train.config.recipe import PLAN_OPTIONS, load_config, split_options
 from megabatch.train.config.recipe_paths import check_paths
@@ -321,6 +321,26 @@ def test_what_the_command_line_states_stays() -> None:
     stated = {"update.micro_batch_size", "update.sync", "model.activation_checkpointing"}
     grid = build_grid(config(global_batch_size=12, micro_batch_size=3, sync="last"), stated, "fsdp2", 2)
     assert {(each.micro_batch_size, each.sync, each.recompute) for each in grid.choices()} == {(3, "last", False)}
+
+
+def test_selective_recomputation_is_compared_if_the_recipe_has_it() -> None:
+    recipe = config(global_batch_size=2).model_copy(update={"model": ModelConfig(activation_checkpointing="selective")})
+    assert build_grid(recipe, set(), "fsdp2", 2).recomputes == (False, "selective", True)
+    assert build_grid(recipe, {"model.activation_checkpointing"}, "fsdp2", 2).recomputes == ("selective",)
+
+
+@pytest.mark.slow
+def test_selective_recomputation_is_planned(recipe: Path) -> None:
+    kept, some, most = (
+        planned(recipe, model__activation_checkpointing=each, update__micro_batch_size=2)[0]
+        for each in ("false", "selective", "true")
+    )
+    activations = [row.at_peak["activations"] for row in (kept, some, most)]
+    assert activations == sorted(activations, reverse=True)
+    assert kept.seconds < some.seconds < most.seconds
+    assert (
+        override_words(keys_of(some, config(global_batch_size=2)))[-1] == "--model.activation_checkpointing=selective"
+    )
 
 
 @pytest.mark.parametrize(("cap", "sizes"), [(899, (1, 2, 4)), (150, (1,)), (50, (1,))])

@@ -315,6 +315,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # ranks and keys
             "parallel__wrapper": "fsdp2",
             "parallel__sequence_parallel": True,
             "parallel__loss_parallel": True,
+            "model__activation_checkpointing": "selective",
         },
     ),
     "hsdp": (4, {"parallel__dp_replicate": 2, "parallel__dp_shard": 2}),

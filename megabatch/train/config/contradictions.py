@@ -19,6 +19,7 @@ EXCLUDING = (  # a key, others that do not go with it, and why; key=value: that 
     ("model.lora", ["parallel.tp", "parallel.pp"], "whose sharding plans have no rules for adapters"),
     ("model.quantize", ["model.dtype=float64"], "in which bitsandbytes does not compute"),
     ("model.compute_dtype", ["model.dtype=float64"], "which autocast does not convert"),
+    ("model.activation_checkpointing=selective", ["model.compile", "parallel.pp"], "which are not tested together"),
     ("model.compile", ["model.quantize", "parallel.tp", "parallel.pp"], "which are not tested together"),
     ("update.one_row", ["loss.function"], "which may look at samples one by one"),
     ("optim.name=Muon", ["parallel.tp"], "which cuts over a second axis the matrices that Muon needs whole"),

@@ -46,8 +46,9 @@ class ModelConfig(Section):
     attention: str | None = None
     """transformers' name of an attention backend: "sdpa", "eager", "flash_attention_2", "flex_attention", ...
     None: what transformers takes."""
-    activation_checkpointing: bool = False
-    """Recompute each layer in backward: less memory, more time."""
+    activation_checkpointing: bool | Literal["selective"] = False
+    """Recompute each layer in backward: less memory, more time. "selective" keeps the outputs of attention and of every
+    second matrix product: more memory than true, less time."""
     compile: bool = False
     """torch.compile, layer by layer."""
     freeze: list[str] = []

@@ -2,7 +2,8 @@
 
 import contextlib
 import json
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    create_selective_checkpoint_contexts,
+)
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from megabatch import JointLoss
@@ -66,6 +72,14 @@ if TYPE_CHECKING:
     from megabatch.pipeline import Pipeline
 
 VERSION_KEYS = ("transformers_version",)  # of a model's config; they say who wrote it and not what it is
+MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+ATTENTIONS = {  # torch's kernels → the place of dropout_p
+    torch.ops.aten._scaled_dot_product_flash_attention.default: 3,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default: 5,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default: 5,
+    torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default: 4,
+}
 
 
 @dataclass(frozen=True)
@@ -260,8 +274,9 @@ def prepare(model: nn.Module, config: ModelConfig) -> list[str]:
     words = choose_trained(model, config)
     if config.activation_checkpointing:
         for each in models_of(model):
-            checkpoint_activations(each)
-        words.append("activations are recomputed in backward, layer by layer")
+            checkpoint_activations(each, selective=config.activation_checkpointing == "selective")
+        kept = ", without attention and every second matrix product" * (config.activation_checkpointing == "selective")
+        words.append(f"activations are recomputed in backward, layer by layer{kept}")
     if config.compile:
         check_compiler()
         layers = [layer for each in models_of(model) for layer in list(blocks_of(each).values()) or [each]]
@@ -283,17 +298,42 @@ def check_compiler() -> None:
         ) from None
 
 
-def checkpoint_activations(model: nn.Module) -> None:
+def checkpoint_activations(model: nn.Module, *, selective: bool = False) -> None:
     """Switch on recomputing, under the name that this version of transformers has for it."""
+    kept = {"context_fn": selective_contexts} if selective else {}
     for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
         enable = getattr(model, name, None)
         if enable is not None:
-            enable({"use_reentrant": False})
+            enable({"use_reentrant": False, **kept})
             return
     raise MegabatchError(
         f"model.activation_checkpointing is set and a {type(model).__name__} has no gradient_checkpointing_enable; "
         "give it that method, or leave activation_checkpointing out"
     )
+
+
+def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return the contexts of a layer's forward and recomputation, by torchtitan's policy of operators."""
+    num_matmuls = Counter[bool]()  # of a layer's forward, and of its recomputation
+
+    def policy(context: SelectiveCheckpointContext, operation: Any, *inputs: Any, **named: Any) -> CheckpointPolicy:
+        kept = is_deterministic_attention(operation, inputs, named)
+        if operation in MATMULS:
+            num_matmuls[context.is_recompute] += 1
+            kept = num_matmuls[context.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def is_deterministic_attention(operation: Any, inputs: Sequence[Any], named: Mapping[str, Any]) -> bool:
+    """Return True for attention without dropout.
+
+    An output that is kept draws no numbers in the recomputation, so later dropout would draw other ones than in the
+    forward.
+    """
+    index = ATTENTIONS.get(operation)
+    return index is not None and not (inputs[index] if index < len(inputs) else named.get("dropout_p", 0.0))
 
 
 def identity_of(model: nn.Module) -> dict[str, object]:

@@ -25,7 +25,7 @@ class Choice:
     num_microbatches: int
     sync: str
     reshard: bool  # FSDP2 frees what it gathered after each forward, and gathers again for the backward
-    recompute: bool  # activations in the backward
+    recompute: bool | str  # activations in the backward; "selective" keeps some
     fused: bool  # the optimizer; the same in all choices of a plan
 
     def differs_in_sync(self, other: "Choice") -> bool:
@@ -42,7 +42,7 @@ class Choice:
             self.micro_batch_size >= other.micro_batch_size
             and (self.sync == other.sync or self.num_microbatches == 1)
             and self.reshard <= other.reshard
-            and self.recompute <= other.recompute
+            and (self.recompute == other.recompute or not self.recompute)
         )
 
 
@@ -54,7 +54,7 @@ class Grid:
     micro_batch_sizes: tuple[int, ...]
     syncs: tuple[str, ...]
     reshards: tuple[bool, ...]
-    recomputes: tuple[bool, ...]
+    recomputes: tuple[bool | str, ...]
     fused: bool
 
     def choices(self) -> list[Choice]:
@@ -94,9 +94,10 @@ def build_grid(
     if wrapped in ("fsdp2", "hsdp"):
         is_stated = "parallel.reshard_after_forward" in stated
         reshards = (config.parallel.reshard_after_forward,) if is_stated else (True, False)
-    recomputes = (False, True)
+    own = config.model.activation_checkpointing
+    recomputes = (False, True) if isinstance(own, bool) else (False, own, True)
     if "model.activation_checkpointing" in stated or config.model.function is not None:  # a module may not have it
-        recomputes = (config.model.activation_checkpointing,)
+        recomputes = (own,)
     return Grid(samples_per_rank, sizes, syncs, reshards, recomputes, _is_fused(config))
 
 

@@ -104,7 +104,7 @@ def _cells(row: PlanRow, memory: float, wire: float) -> list[str]:
         str(choice.micro_batch_size),
         str(choice.num_microbatches),
         choice.sync + ("" if choice.reshard else ", kept gathered"),
-        "yes" if choice.recompute else "no",
+        {True: "yes", False: "no", "selective": "selective"}[choice.recompute],
         "fused" if choice.fused else "foreach",
         *(f"{size / memory:,.1f}" if row.at_peak else "" for size in groups),
         *(f"{about}{size / memory:,.1f}" for size in (row.peak_bytes, row.reserved_bytes)),
@@ -134,7 +134,8 @@ def _conclusion(rows: Sequence[PlanRow], config: Config, request: PlanRequest, r
 def _name(row: PlanRow) -> str:
     choice, n = row.choice, row.choice.num_microbatches
     microbatches = "1 microbatch" if n == 1 else f"{n} microbatches"
-    recompute = "activations recomputed" if choice.recompute else "activations kept"
+    kept = ", not all of them" * (choice.recompute == "selective")
+    recompute = f"activations recomputed{kept}" if choice.recompute else "activations kept"
     gathered = "" if choice.reshard else ", weights kept gathered"
     optimizer = "fused" if choice.fused else "foreach"
     return (
