@@ -63,18 +63,11 @@ def check_optimizer(optimizer: Optimizer) -> None:
         )
 
 
-def depends_on_shards(optimizer: Optimizer, low_bits_dtype: torch.dtype | None = None) -> bool:
-    """Return True if a copy moves parts of small parameters to other bits than whole ones. Raises `PlanError`.
-
-    Args:
-        optimizer: Without `LowBits`.
-        low_bits_dtype: The ``state_dtype`` of the `LowBits` that steps it, if any. It steps the copy too.
-    """
+def depends_on_shards(optimizer: Optimizer) -> bool:
+    """Return True if a copy moves parts of small parameters to other bits than whole ones. Raises `PlanError`."""
 
     def run(with_state: bool) -> bool:
-        whole, parts = (
-            _stepped_in_parts(optimizer, num_rows, with_state, low_bits_dtype) for num_rows in (SIZE_IN_PARTS, 1)
-        )
+        whole, parts = (_stepped_in_parts(optimizer, num_rows, with_state) for num_rows in (SIZE_IN_PARTS, 1))
         return not all(map(torch.equal, whole, parts))
 
     return _try_copy(optimizer, run, "and on parts of them", "or leave same_bits out")
@@ -97,9 +90,7 @@ def _try_copy(optimizer: Optimizer, run: Callable[[bool], Found], how: str, advi
     ) from failure
 
 
-def _stepped_in_parts(
-    optimizer: Optimizer, num_rows: int, with_state: bool, low_bits_dtype: torch.dtype | None
-) -> list[Tensor]:
+def _stepped_in_parts(optimizer: Optimizer, num_rows: int, with_state: bool) -> list[Tensor]:
     """Return small parameters after some steps of a copy that has each in two parts, the first of so many rows."""
     generator = torch.Generator().manual_seed(0)
     groups, states, instead = _small_groups(optimizer, generator, SIZE_IN_PARTS)
@@ -119,12 +110,6 @@ def _stepped_in_parts(
             }
     cut = [group | {"params": [part for each in group["params"] for part in parts[each]]} for group in groups]
     made = _copy(optimizer, cut, of_parts if with_state else {}, instead)
-    value_of = Tensor.detach
-    if low_bits_dtype is not None and any(part.dtype == torch.bfloat16 for part in of_parts):
-        from megabatch.optim import LowBits  # of no use to other runs
-
-        made = LowBits(made, state_dtype=low_bits_dtype)
-        value_of = made.master_weight
     with random_state.replay(random_state.note(whole[0].device)), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what it has to say, it says in its own step
         for _ in range(NUM_STEPS):
@@ -133,7 +118,7 @@ def _stepped_in_parts(
                 for index, part in enumerate(parts[each]):
                     part.grad = None if gradient is None else parts_of(gradient)[index].clone()
             made.step()
-    return [torch.cat([value_of(part).flatten() for part in own]) for own in parts.values()]
+    return [torch.cat([part.detach().flatten() for part in own]) for own in parts.values()]
 
 
 def step_alone(optimizer: Optimizer, group: Group, parameter: Tensor) -> None:

@@ -72,9 +72,7 @@ def check_settings(
 def check_optimizer(wrapper: Wrapper, optimizer: torch.optim.Optimizer) -> None:
     """Raise `PlanError` for an optimizer whose step has other bits if it is given other shards."""
     inner: Any = optimizer
-    low_bits_dtype = None
     while hasattr(inner, "optimizer"):  # of LowBits and of Accelerate's wrapper
-        low_bits_dtype = inner.state_dtype if isinstance(inner, LowBits) else low_bits_dtype
         inner = inner.optimizer
     others = inner.others if isinstance(inner, Muon) else inner  # Muon gathers its own matrices
     name, reason = type(others or inner).__name__, None
@@ -82,7 +80,7 @@ def check_optimizer(wrapper: Wrapper, optimizer: torch.optim.Optimizer) -> None:
         reason = "is fused on a CPU, where its bits depend on the size of a shard; give fused=False"
     elif others is None or not any(is_dtensor(each) and each.placements[-1].is_shard() for each in wrapper.parameters):
         return
-    elif not LowBits.supports(type(others)) or depends_on_shards(others, low_bits_dtype):
+    elif not LowBits.supports(type(others)) or depends_on_shards(others):
         reason = (
             "steps a shard to other bits than a whole parameter; use an elementwise optimizer, such as AdamW, or DDP"
         )

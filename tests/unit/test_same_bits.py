@@ -216,18 +216,9 @@ def test_an_optimizer_that_depends_on_shards_is_found(make: Any, expected: bool)
     assert depends_on_shards(make(model.parameters())) == expected
 
 
-@pytest.mark.usefixtures("group_of_one")
-def test_bfloat16_steps_that_round_the_last_elements_otherwise_are_refused_without_low_bits() -> None:
-    model = nn.Sequential(nn.Linear(64, 64).bfloat16(), nn.Linear(64, 1))
-    fully_shard(model[0], mp_policy=POLICY)
-    fully_shard(model, mp_policy=POLICY)
-    gradient = GradientAccumulator(model, micro_batch_size=1, same_bits=True)
-    momentum = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
-    for refused in (momentum, LowBits(Lamb(model.parameters()))):
-        with pytest.raises(PlanError, match="steps a shard to other bits"):
-            gradient.reserve_for(refused)
-    for state_dtype in (torch.float32, torch.bfloat16):  # it steps float32 copies
-        gradient.reserve_for(LowBits(momentum, state_dtype=state_dtype))
+def test_bfloat16_steps_whose_last_elements_round_otherwise_are_found() -> None:
+    parameters = nn.Linear(64, 64).to(torch.bfloat16).parameters()
+    assert depends_on_shards(torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True))
 
 
 def test_an_optimizer_that_cannot_be_tried_is_refused() -> None:
@@ -235,6 +226,11 @@ def test_an_optimizer_that_cannot_be_tried_is_refused() -> None:
     broken.param_groups[0]["weight_decay"] = "none"
     with pytest.raises(PlanError, match="SGD failed when a copy was tried on small parameters and on parts of them"):
         depends_on_shards(broken)
+
+
+def test_low_bits_do_not_depend_on_shards() -> None:
+    low = LowBits(torch.optim.AdamW(nn.Linear(7, 9).to(torch.bfloat16).parameters()))
+    assert not depends_on_shards(low.optimizer)
 
 
 REFUSED = {
