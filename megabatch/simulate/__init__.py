@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from megabatch.simulate.devices import device_named as device_named
     from megabatch.simulate.ledger import CATEGORIES as CATEGORIES
     from megabatch.simulate.ledger import Moment as Moment
+    from megabatch.simulate.repeated_layers import extend as extend
     from megabatch.simulate.replica import Replica as Replica
     from megabatch.simulate.simulated_update import Simulated as Simulated
     from megabatch.simulate.simulated_update import simulate as simulate
@@ -22,6 +23,7 @@ else:
         "Replica": "replica",
         "Simulated": "simulated_update",
         "device_named": "devices",
+        "extend": "repeated_layers",
         "simulate": "simulated_update",
     }
     __all__ = list(_HOME)

@@ -9,9 +9,9 @@ an operation on tensors of the global shape, which take no memory. Only one ledg
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -97,13 +97,104 @@ class Moment:
     bytes: dict[str, int]  # by category
 
 
+ALLOCATE, FREE, MOVE, PHASE, BEGIN = "allocate", "free", "move", "phase", "begin"
+
+
+class Step(NamedTuple):
+    """A change of memory, or the beginning of a phase or of the record."""
+
+    kind: str
+    name: int = 0  # of the allocation
+    num_bytes: int = 0
+    stream: int = 0
+    category: str = ""  # of the allocation; of a phase, its name
+    before: str = ""  # the category that an allocation had before it moved
+    seconds: float = 0.0  # of computing, since the beginning of the record
+
+
+class MemoryLog:
+    """Memory by category, step by step, with the peak of each phase.
+
+    Args:
+        on_host: Categories in the host's memory; only ``host_bytes`` counts them.
+    """
+
+    def __init__(self, on_host: Iterable[str] = ()) -> None:
+        self.on_host = {*on_host, HOST}
+        self.total_bytes = self.host_bytes = self.host_peak_bytes = self.steady_bytes = 0
+        self.held: Counter[str] = Counter()  # bytes by category
+        self.phases: dict[str, Phase] = {}
+        self.history: list[Moment] = []
+        self.steps: list[Step] = []
+        self.record = Phase()  # of the current phase
+        self._phase = ""
+        self._was_rising = True
+
+    def add(self, step: Step) -> None:
+        """Log a step and count it."""
+        self.steps.append(step)
+        if step.kind in (PHASE, BEGIN):
+            self.record_moment(step.seconds)
+        match step.kind:
+            case "allocate":
+                self._count(step.category, step.num_bytes, step.seconds)
+            case "free":
+                self._count(step.category, -step.num_bytes, step.seconds)
+            case "move":
+                self.held[step.before] -= step.num_bytes
+                self.held[step.category] += step.num_bytes
+            case "phase":
+                self._phase, self.record = step.category, self.phases.setdefault(step.category, Phase())
+                self._raise_peak()
+            case _:
+                self.phases.clear()
+                self.history.clear()
+                self.host_peak_bytes, self.steady_bytes = self.host_bytes, self.total_bytes
+                self.record = Phase()
+
+    def record_moment(self, seconds: float) -> None:
+        """Record the memory where it stops rising or falling; every peak is such a point."""
+        self._raise_peak()
+        self.history.append(Moment(self._phase, seconds, dict(+self.held)))
+
+    @property
+    def peak(self) -> tuple[str, Phase]:
+        """Name and record of the phase with the highest peak."""
+        return max(self.phases.items(), key=lambda each: each[1].peak_bytes)
+
+    def _count(self, category: str, num_bytes: int, seconds: float) -> None:
+        if category in self.on_host:
+            self.host_bytes += num_bytes
+            self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
+            return
+        if (num_bytes > 0) != self._was_rising:
+            self.record_moment(seconds)
+            self._was_rising = num_bytes > 0
+        self.held[category] += num_bytes
+        self.total_bytes += num_bytes
+
+    def _raise_peak(self) -> None:
+        if self.total_bytes > self.record.peak_bytes:
+            self.record.peak_bytes, self.record.at_peak = self.total_bytes, dict(+self.held)
+
+
+def trace_of(steps: Iterable[Step], on_host: Collection[str] = ()) -> list[Event]:
+    """Return the allocations and releases of the device."""
+    return [
+        Event(step.kind == ALLOCATE, step.name, step.num_bytes, step.stream)
+        for step in steps
+        if step.kind in (ALLOCATE, FREE) and step.category not in on_host
+    ]
+
+
 @dataclass
 class _Storage:
     """One entry of the ledger."""
 
     num_bytes: int
     category: str
-    name: int  # in the trace
+    name: int  # in the log
+    stream: int = 0
     alive: Any = None  # a weak reference, whose callback tells when it is freed
 
 
@@ -123,44 +214,28 @@ class Ledger(UncompiledMode, TorchDispatchMode):
         on_host: Iterable[str] = (),
     ) -> None:
         super().__init__()
-        self.device, self.axes, self.on_host = device, dict(axes or {}), {*on_host, HOST}
-        self.total_bytes = self.host_bytes = self.host_peak_bytes = 0
-        self.held: Counter[str] = Counter()  # bytes by category
-        self.phases: dict[str, Phase] = {}
-        self.history: list[Moment] = []
-        self.trace: list[Event] = []
-        self.phase, self.category = "", "activations"
-        self._record = Phase()
+        self.device, self.axes, self.log = device, dict(axes or {}), MemoryLog(on_host)
+        self.category = "activations"
         self._seconds = 0.0
         self._storages: dict[int, _Storage] = {}  # by address
         self._streams: dict[int, tuple[int, object]] = {}  # by identity, which is kept with it
         self._names = self._muted = 0
-        self._was_rising = True
         self._undo = contextlib.ExitStack()
 
     def enter_phase(self, name: str, category: str) -> None:
         """Begin a phase; new storages have this category until they are tagged."""
-        self._record_moment()
-        self.phase, self.category = name, category
-        self._record = self.phases.setdefault(name, Phase())
-        self._raise_peak()
+        self.category = category
+        self.log.add(Step(PHASE, category=name, seconds=self._seconds))
 
     def begin(self) -> None:
         """Clear the record, but not the memory that is held."""
-        self.phases.clear()
-        self.history.clear()
-        self._seconds, self.host_peak_bytes = 0.0, self.host_bytes
-        self._record = Phase()
+        self.log.add(Step(BEGIN, seconds=self._seconds))
+        self._seconds = 0.0
 
-    def begin_trace(self) -> None:
-        """Begin the trace with the memory that is held now, in the order of its allocation."""
+    def begin_log(self) -> None:
+        """Begin the log with the memory that is held now, in the order of its allocation."""
         alive = sorted(self._storages.values(), key=lambda storage: storage.name)
-        self.trace = [Event(True, each.name, each.num_bytes, 0) for each in alive if self._is_traced(each)]
-
-    @property
-    def peak(self) -> tuple[str, Phase]:
-        """Name and record of the phase with the highest peak."""
-        return max(self.phases.items(), key=lambda each: each[1].peak_bytes)
+        self.log.steps = [Step(ALLOCATE, each.name, each.num_bytes, 0, each.category) for each in alive]
 
     def tag(self, tensors: Iterable[Tensor | None], category: str) -> None:
         """Set the category of storages, and count those not seen before."""
@@ -180,7 +255,7 @@ class Ledger(UncompiledMode, TorchDispatchMode):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._record_moment()
+        self.log.record_moment(self._seconds)
         try:
             super().__exit__(*error)
         finally:
@@ -200,19 +275,19 @@ class Ledger(UncompiledMode, TorchDispatchMode):
             self._note_storage(tensor.untyped_storage(), self.category)
         if (collective := parse_collective(func, args, kwargs, result)) is not None:
             self._count_collective(collective)
-        cost = cost_of(func, args, kwargs, result, self.device)
-        self._record.flops += cost.flops
-        self._record.compute_seconds += cost.seconds
-        self._record.arithmetic_seconds += cost.seconds if cost.is_arithmetic else 0.0
-        self._record.host_seconds += self.device.launch_seconds if cost.seconds else 0.0
+        cost, record = cost_of(func, args, kwargs, result, self.device), self.log.record
+        record.flops += cost.flops
+        record.compute_seconds += cost.seconds
+        record.arithmetic_seconds += cost.seconds if cost.is_arithmetic else 0.0
+        record.host_seconds += self.device.launch_seconds if cost.seconds else 0.0
         self._seconds += cost.seconds
         return result
 
     def _count_collective(self, collective: Collective) -> None:
         sent = count_traffic(collective, self.axes, self.device)
-        key = (sent.collective, sent.axis, sent.num_ranks)
-        self._record.sent[key] = sent + self._record.sent[key] if key in self._record.sent else sent
-        self._record.awaited_seconds += sent.seconds if collective.is_awaited else 0.0
+        key, record = (sent.collective, sent.axis, sent.num_ranks), self.log.record
+        record.sent[key] = sent + record.sent[key] if key in record.sent else sent
+        record.awaited_seconds += sent.seconds if collective.is_awaited else 0.0
         if collective.kind in ("all_gather", "reduce_scatter"):
             self.tag(collective.tensors, "communication")
 
@@ -251,51 +326,28 @@ class Ledger(UncompiledMode, TorchDispatchMode):
         self._resize(known, _rounded(storage))
 
     def _resize(self, known: _Storage, num_bytes: int) -> None:
-        if self._is_traced(known):
-            self.trace.append(Event(False, known.name, known.num_bytes, 0))
-        self._add(known.category, num_bytes - known.num_bytes)
-        known.num_bytes = num_bytes
+        if known.num_bytes:
+            self._log(FREE, known)
         self._names += 1
-        known.name = self._names
-        if self._is_traced(known):
-            self.trace.append(Event(True, known.name, num_bytes, self._stream()))
+        known.name, known.num_bytes = self._names, num_bytes
+        if num_bytes:
+            known.stream = self._stream()
+            self._log(ALLOCATE, known)
 
     def _move(self, known: _Storage, category: str) -> None:
         """Change the category; a move between device and host frees and allocates."""
-        was_on_host, is_on_host = known.category in self.on_host, category in self.on_host
-        if was_on_host != is_on_host:
-            num_bytes = known.num_bytes
+        before, num_bytes = known.category, known.num_bytes
+        is_other_memory = (before in self.log.on_host) != (category in self.log.on_host)
+        if is_other_memory:
             self._resize(known, 0)
-            known.category = category
-            self._resize(known, num_bytes)
-            return
-        if not is_on_host:
-            self.held[known.category] -= known.num_bytes
-            self.held[category] += known.num_bytes
         known.category = category
+        if is_other_memory:
+            self._resize(known, num_bytes)
+        elif num_bytes and category not in self.log.on_host:
+            self._log(MOVE, known, before)
 
-    def _is_traced(self, known: _Storage) -> bool:
-        return known.num_bytes > 0 and known.category not in self.on_host
-
-    def _add(self, category: str, num_bytes: int) -> None:
-        if category in self.on_host:
-            self.host_bytes += num_bytes
-            self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
-            return
-        if num_bytes and (num_bytes > 0) != self._was_rising:
-            self._record_moment()
-            self._was_rising = num_bytes > 0
-        self.held[category] += num_bytes
-        self.total_bytes += num_bytes
-
-    def _record_moment(self) -> None:
-        """Record the memory where it stops rising or falling; every peak is such a point."""
-        self._raise_peak()
-        self.history.append(Moment(self.phase, self._seconds, dict(+self.held)))
-
-    def _raise_peak(self) -> None:
-        if self.total_bytes > self._record.peak_bytes:
-            self._record.peak_bytes, self._record.at_peak = self.total_bytes, dict(+self.held)
+    def _log(self, kind: str, known: _Storage, before: str = "") -> None:
+        self.log.add(Step(kind, known.name, known.num_bytes, known.stream, known.category, before, self._seconds))
 
     def _stream(self) -> int:
         """Return the number of the current stream; FSDP2 has four."""

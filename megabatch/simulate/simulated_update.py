@@ -28,7 +28,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from megabatch.errors import LossContractError, PlanError, require_count, require_positive
 from megabatch.losses.contract import JointLoss, LossFunction, differentiable, terms_of
-from megabatch.simulate.allocator import Event, Reserved, reserved
+from megabatch.simulate.allocator import Reserved, reserved
 from megabatch.simulate.devices import Device, device_named
 from megabatch.simulate.fake_cluster import (
     FakeMode,
@@ -40,7 +40,7 @@ from megabatch.simulate.fake_cluster import (
     give_fake_memory,
     refuse_data_access,
 )
-from megabatch.simulate.ledger import HOST, Ledger, Moment, Phase, tagging_shards
+from megabatch.simulate.ledger import HOST, Ledger, Moment, Phase, Step, tagging_shards, trace_of
 from megabatch.simulate.replica import Replica
 from megabatch.simulate.traffic import Sent
 from megabatch.wrappers.base import Wrapper
@@ -64,8 +64,9 @@ class Simulated:
     times: dict[str, int]  # count of each phase in an update
     num_parameters: int  # of the whole model
     history: tuple[Moment, ...]  # points where memory stops rising or falling
-    trace: tuple[Event, ...]  # of both updates
+    steps: tuple[Step, ...]  # of memory, of both updates
     device: Device
+    on_host: frozenset[str] = frozenset()  # categories that CPU offload keeps on the host
 
     @property
     def peak_bytes(self) -> int:
@@ -127,7 +128,7 @@ class Simulated:
 
     def reserved(self, limit_bytes: int | None = None, *, expandable: bool = False) -> Reserved:
         """Return the memory that CUDA's caching allocator reserves over both updates, within ``limit_bytes``."""
-        return reserved(self.trace, limit_bytes=limit_bytes, expandable=expandable)
+        return reserved(trace_of(self.steps, self.on_host), limit_bytes=limit_bytes, expandable=expandable)
 
 
 def simulate(
@@ -179,20 +180,22 @@ def simulate(
         run = _Run(model, models, mesh, ledger, make_optimizer, accumulate_dtype, sync)
         with run.tagging():
             run.update(make_batch, loss_fn, max_norm, num_run, around)
-            steady_bytes = run.begin_second()
+            run.begin_second()
             run.update(make_batch, loss_fn, max_norm, num_run, around)
+    log = ledger.log
     return Simulated(
-        phases=dict(ledger.phases),
-        where=ledger.peak[0],
-        steady_bytes=steady_bytes,
-        host_bytes=ledger.host_peak_bytes,
+        phases=dict(log.phases),
+        where=log.peak[0],
+        steady_bytes=log.steady_bytes,
+        host_bytes=log.host_peak_bytes,
         sync=run.policy,
         num_microbatches=num_microbatches,
         times=count_phases(num_run, num_microbatches),
         num_parameters=sum(each.numel() for each in run.parameters()),
-        history=tuple(ledger.history),
-        trace=tuple(ledger.trace),
+        history=tuple(log.history),
+        steps=tuple(log.steps),
         device=place,
+        on_host=frozenset(log.on_host),
     )
 
 
@@ -240,7 +243,7 @@ class _Run:
         with self._fake, ledger:
             self._optimizer = make_optimizer(model)
             self._tag_states()
-        ledger.begin_trace()
+        ledger.begin_log()
 
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for model in self._models for parameter in model.parameters()]
@@ -258,11 +261,10 @@ class _Run:
             for hook in hooks:
                 hook.remove()
 
-    def begin_second(self) -> int:
-        """Drop the gradients of the first update and return the bytes that stay."""
+    def begin_second(self) -> None:
+        """Drop the gradients of the first update, and count anew."""
         drop_gradients(self._wrapper.parameters)
         self._ledger.begin()
-        return self._ledger.total_bytes
 
     def update(
         self,
@@ -284,7 +286,7 @@ class _Run:
                 objective.backward()
                 del objective
             ledger.tag((each.grad for each in wrapper.parameters), "gradients")
-        ledger.enter_phase("step", HOST if ledger.on_host - {HOST} else "temporaries")
+        ledger.enter_phase("step", HOST if ledger.log.on_host - {HOST} else "temporaries")
         wrapper.finish_update()
         if max_norm is not None:
             clip_gradients(wrapper.parameters, max_norm, None, wrapper.norm_groups)

@@ -168,7 +168,7 @@ def counted(name: str) -> dict[str, Any]:
             ledger.enter_phase("update", "activations")
             real.update()
             ledger.enter_phase("after", "activations")
-            seen.append(ledger.phases["update"])
+            seen.append(ledger.log.phases["update"])
     sent = seen[0].sent
     return {
         "peak_bytes": min(phase.peak_bytes for phase in seen),

@@ -16,7 +16,8 @@ from megabatch import PlanError
 from megabatch.simulate.allocator import reserved
 from megabatch.simulate.devices import DEVICES
 from megabatch.simulate.fake_cluster import fake_mesh
-from megabatch.simulate.ledger import Ledger, list_storages, tagging_shards
+from megabatch.simulate.ledger import ALLOCATE, PHASE, Ledger, Step, list_storages, tagging_shards, trace_of
+from megabatch.simulate.repeated_layers import align
 
 KIBI = 1024  # a tensor of 256 float32
 
@@ -41,28 +42,28 @@ def test_storages_are_counted_once_and_until_they_are_freed(fake: bool) -> None:
         first = ones(4)
         view = first[:256].view(16, 16)
         second = first + 1
-        assert ledger.total_bytes == 8 * KIBI
+        assert ledger.log.total_bytes == 8 * KIBI
         del first
-        assert ledger.total_bytes == 8 * KIBI, "a view keeps it"
+        assert ledger.log.total_bytes == 8 * KIBI, "a view keeps it"
         del view
-        assert ledger.total_bytes == 4 * KIBI
+        assert ledger.log.total_bytes == 4 * KIBI
         ledger.enter_phase("two", "temporaries")
         second.mul_(2)
         third = ones(1)
         ledger.tag([second], "gradients")
-    phases = {name: (phase.peak_bytes, phase.at_peak) for name, phase in ledger.phases.items()}
+    phases = {name: (phase.peak_bytes, phase.at_peak) for name, phase in ledger.log.phases.items()}
     assert phases == {
         "one": (8 * KIBI, {"activations": 8 * KIBI}),
         "two": (5 * KIBI, {"gradients": 4 * KIBI, "temporaries": KIBI}),
     }
-    assert reserved(ledger.trace).allocated_bytes == 8 * KIBI
+    assert reserved(trace_of(ledger.log.steps)).allocated_bytes == 8 * KIBI
     del third
 
 
 def test_sizes_are_rounded_as_the_allocator_rounds_them() -> None:
     with Ledger() as ledger:
         kept = [torch.ones(1), torch.ones(129)]
-        assert ledger.total_bytes == 512 + 1024
+        assert ledger.log.total_bytes == 512 + 1024
     del kept
 
 
@@ -71,10 +72,10 @@ def test_a_storage_that_is_resized_is_counted_anew() -> None:
         kept = ones(4)
         (storage,) = list_storages(kept)
         storage.resize_(0)
-        assert ledger.total_bytes == 0
+        assert ledger.log.total_bytes == 0
         storage.resize_(8 * KIBI)
-        assert ledger.total_bytes == 8 * KIBI
-    assert [(event.is_allocation, event.num_bytes // KIBI) for event in ledger.trace] == [
+        assert ledger.log.total_bytes == 8 * KIBI
+    assert [(event.is_allocation, event.num_bytes // KIBI) for event in trace_of(ledger.log.steps)] == [
         (True, 4), (False, 4), (True, 8)
     ]  # fmt: skip
 
@@ -84,11 +85,11 @@ def test_what_lies_on_the_host_is_apart() -> None:
         ledger.enter_phase("one", "activations")
         kept, state = ones(2), ones(4)
         ledger.tag([state], "optimizer states")
-        assert (ledger.total_bytes, ledger.host_bytes) == (2 * KIBI, 4 * KIBI)
+        assert (ledger.log.total_bytes, ledger.log.host_bytes) == (2 * KIBI, 4 * KIBI)
         ledger.tag([kept], "host")
-        assert (ledger.total_bytes, ledger.host_bytes) == (0, 6 * KIBI)
+        assert (ledger.log.total_bytes, ledger.log.host_bytes) == (0, 6 * KIBI)
         ledger.tag([kept], "optimizer states")
-    assert (ledger.host_bytes, +ledger.held) == (6 * KIBI, {})
+    assert (ledger.log.host_bytes, +ledger.log.held) == (6 * KIBI, {})
 
 
 def test_moments_are_where_memory_turns() -> None:
@@ -97,7 +98,7 @@ def test_moments_are_where_memory_turns() -> None:
         first, second = ones(1), ones(2)
         del first
         third = ones(4)
-    assert [moment.bytes.get("activations", 0) // KIBI for moment in ledger.history] == [0, 3, 2, 6]
+    assert [moment.bytes.get("activations", 0) // KIBI for moment in ledger.log.history] == [0, 3, 2, 6]
     del second, third
 
 
@@ -145,9 +146,9 @@ def of_a_shard() -> int:
         ledger.enter_phase("one", "activations")
         shard = DTensor.from_local(ones(1), mesh, [Shard(0)], run_check=False)
         result = shard.sin()
-        assert ledger.total_bytes == 2 * KIBI
+        assert ledger.log.total_bytes == 2 * KIBI
     del result
-    return ledger.phases["one"].peak_bytes
+    return ledger.log.phases["one"].peak_bytes
 
 
 def test_trials_of_an_operation_on_the_global_shape_are_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,10 +181,26 @@ def test_arithmetic_and_memory_take_what_a_device_needs_for_them() -> None:
         product = layer(left)
         ledger.enter_phase("copy", "activations")
         copy = product.clone()
-    phase, copying = ledger.phases["product"], ledger.phases["copy"]
+    phase, copying = ledger.log.phases["product"], ledger.log.phases["copy"]
     assert phase.flops == 2 * 8192 * 4096 * 4096
     assert phase.compute_seconds == pytest.approx(phase.flops / (device.efficiency * 312e12))
     assert copying.compute_seconds == pytest.approx(2 * product.numel() * 2 / 2039e9)
     assert (copying.flops, copying.arithmetic_seconds) == (0, 0)
     del copy, left
     gc.collect()
+
+
+@pytest.mark.parametrize(
+    ("phase", "more", "aligns"),
+    [
+        ("forward", (512, 1024), True),  # a layer more
+        ("forward", (512, 2048), False),
+        ("step", (512, 2048), True),  # an optimizer keeps states of other sizes
+    ],
+)
+def test_steps_that_do_not_repeat_are_not_multiplied(phase: str, more: tuple[int, ...], aligns: bool) -> None:
+    shorter, longer = (
+        [Step(PHASE, category=phase), *(Step(ALLOCATE, name, size, 0, "kept") for name, size in enumerate(sizes))]
+        for sizes in ((512, 1024, 4096), (512, 1024, *more, 4096))
+    )
+    assert (align(shorter, longer) is not None) == aligns

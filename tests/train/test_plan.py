@@ -10,12 +10,22 @@ from typing import Any
 
 import pytest
 import tomli_w
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from megabatch import MegabatchError
 from megabatch.train.config import Config, ModelConfig
 from megabatch.train.config.parallel_layout import layout_of
 from megabatch.train.config.recipe import PLAN_OPTIONS, load_config, split_options
 from megabatch.train.config.recipe_paths import check_paths
+from megabatch.train.model.architecture import quiet
 from megabatch.train.plan.estimate import estimate_cost
 from megabatch.train.plan.grid import build_grid
 from megabatch.train.plan.published import RUNS, SOURCES, Predicted, Published, predict, recipe_of, summary
@@ -23,7 +33,6 @@ from megabatch.train.plan.request import read_request
 from megabatch.train.plan.search import (
     CERTAIN,
     CLOSED_FORM,
-    MIN_LAYERS,
     NO,
     SIMULATION,
     TIGHT,
@@ -31,10 +40,10 @@ from megabatch.train.plan.search import (
     PlanRow,
     judge_memory,
     min_peak_bytes,
-    open_runner,
     reserved_bytes,
+    run_simulation,
 )
-from megabatch.train.plan.simulation import Simulator, build_simulator
+from megabatch.train.plan.simulation import Simulator, build_simulator, find_repeats
 from megabatch.train.plan.table import command_line, keys_of, launcher_words, override_words, plan_recipe
 from megabatch.train.runtime.console import Console
 from tests.train.conftest import Bench
@@ -122,8 +131,7 @@ def test_the_closed_form_agrees_with_the_runs(recipe: Path, name: str) -> None:
 @pytest.mark.slow
 def test_what_a_run_says_of_larger_choices_is_never_too_much(recipe: Path) -> None:
     what = subject(recipe, 2, parallel__wrapper="fsdp2")
-    with open_runner(what, 2**40) as run:
-        rows = run(what.grid.choices())
+    rows = [run_simulation(what, 2**40, choice) for choice in what.grid.choices()]
     said = [(row, min_peak_bytes(row.choice, other)) for row, other in product(rows, rows)]
     assert sum(least > 0 for _, least in said) > len(rows)
     assert all(least <= row.peak_bytes for row, least in said)
@@ -236,13 +244,84 @@ def test_what_fits_is_what_the_allocator_takes(recipe: Path, device: str) -> Non
     assert told != YES
 
 
+ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+DEEP_ROUTED = {"model_type": "qwen3_moe", "head_dim": 16, **ROUTED}
+DEEP: dict[str, tuple[int, dict[str, Any]]] = {
+    "fsdp2": (4, {"parallel__wrapper": "fsdp2", "model__dtype": "bfloat16"}),
+    "gather_once": (4, {"parallel__wrapper": "fsdp2", "optim__options__foreach": "true"}),
+    "routed": (
+        4,
+        {
+            "parallel__wrapper": "fsdp2",
+            "model__dtype": "bfloat16",
+            **{f"model__config__{key}": value for key, value in DEEP_ROUTED.items()},
+        },
+    ),
+    "selective": (1, {"model__activation_checkpointing": "selective"}),
+    "tp": (4, {"parallel__tp": 2, "parallel__wrapper": "fsdp2", "parallel__sequence_parallel": "true"}),
+    "recompute": (1, {"model__activation_checkpointing": "true"}),
+}
+
+
 @pytest.mark.slow
-def test_two_processes_find_what_one_finds(recipe: Path) -> None:
-    what = subject(recipe, 2, parallel__wrapper="fsdp2")
-    choices = what.grid.choices()[:2]
-    large = replace(what, sizes=replace(what.sizes, num_layers=MIN_LAYERS))  # which says that one process will not do
-    with open_runner(large, 2**40) as together, open_runner(what, 2**40) as alone:
-        assert together(choices) == alone(choices)
+@pytest.mark.parametrize("name", DEEP)
+def test_two_shallow_models_tell_of_a_deep_one(recipe: Path, name: str) -> None:
+    world, values = DEEP[name]
+    deep = subject(recipe, world, model__config__num_hidden_layers=12, **values)
+    assert deep.repeats is not None
+    choices = deep.grid.choices()[:2]
+    if name == "gather_once":
+        choices = [replace(choice, sync=name, num_microbatches=2, reshard=False) for choice in choices]
+    for choice in choices:
+        with quiet():
+            found, expected = (each.simulate(choice) for each in (deep, replace(deep, repeats=None)))
+        assert (found.where, found.flops, found.num_parameters) == (
+            expected.where, expected.flops, expected.num_parameters,
+        )  # fmt: skip
+        assert found.seconds == pytest.approx(expected.seconds, rel=5e-3)
+        assert found.sent_bytes == pytest.approx(expected.sent_bytes, rel=1e-4)
+        assert found.peak_bytes == expected.peak_bytes
+        assert found.reserved().peak_bytes == expected.reserved().peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"model_type": "llama", "num_hidden_layers": 12}, (3, 1, 9)),
+        ({"model_type": "qwen3_moe", "num_hidden_layers": 12, **ROUTED}, (3, 1, 9)),
+        ({"model_type": "qwen3_moe", "num_hidden_layers": 20, "mlp_only_layers": [0, 1, 2], **ROUTED}, (6, 1, 14)),
+        ({"model_type": "qwen3_moe", "num_hidden_layers": 20, "mlp_only_layers": [9], **ROUTED}, None),
+        ({"model_type": "llama", "num_hidden_layers": 4}, None),  # nothing is spared
+        (
+            {"model_type": "gemma3_text", "num_hidden_layers": 20, "sliding_window": 8, "head_dim": 16,
+             "layer_types": ["sliding_attention"] * 17 + ["full_attention"] * 3},
+            None,
+        ),
+    ],
+)  # fmt: skip
+def test_layers_that_are_not_alike_are_all_simulated(
+    values: dict[str, Any], expected: tuple[int, int, int] | None
+) -> None:
+    sizes = {
+        "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4
+    }  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes | values))
+    assert find_repeats(model) == expected
+
+
+def test_layers_of_several_stacks_or_of_other_code_are_all_simulated() -> None:
+    sizes = {"vocab_size": 64, "d_model": 16, "d_ff": 16, "d_kv": 4, "num_heads": 4, "num_layers": 12}
+    llama = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=12, num_attention_heads=4
+    )
+
+    class Own(LlamaForCausalLM):
+        """A model that may use its layers in any order."""
+
+    with torch.device("meta"):
+        models = T5ForConditionalGeneration(T5Config(**sizes)), Own(llama), LlamaForCausalLM(llama)
+    assert [find_repeats(model) for model in models] == [None, None, (3, 1, 9)]
 
 
 @pytest.mark.slow
@@ -496,8 +575,7 @@ __all__ = ["recipe"]
 @pytest.mark.slow
 def test_a_large_vocabulary_is_counted_by_the_chunks_that_are_there_at_once(recipe: Path) -> None:
     what = subject(recipe, 2, parallel__wrapper="fsdp2", model__config__vocab_size=2**16)
-    with open_runner(what, 2**40) as run:
-        rows = run(what.grid.choices())
+    rows = [run_simulation(what, 2**40, choice) for choice in what.grid.choices()]
     for row in rows:
         guess = estimate_cost(row.choice, what.sizes, what.sample.length_tokens, what.device)
         assert guess.peak_bytes * CERTAIN <= row.peak_bytes

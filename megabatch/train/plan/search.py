@@ -1,11 +1,7 @@
 """Search: what each choice needs and costs. Estimates skip what cannot win; simulations decide the rest."""
 
-from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from multiprocessing import get_context
 from typing import Any
 
 from megabatch.simulate import Moment, Simulated
@@ -19,8 +15,6 @@ YES, TIGHT, NO = "yes", "tight", "no"
 FITS = (YES, TIGHT, NO)
 SIMULATION, CLOSED_FORM = "simulation", "closed form"
 CERTAIN = 0.93  # of an estimated peak: the estimate errs by less
-AT_ONCE = 2  # simulations; each takes a core and half a GiB
-MIN_LAYERS = 24  # of a model whose simulation takes longer than starting a process
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
@@ -74,12 +68,11 @@ class PlanRow:
 def search_choices(simulator: Simulator, limit_bytes: int, advance: Callable[[int], None]) -> list[PlanRow]:
     """Return a row for every choice, the best first. Raises `MegabatchError` for what cannot be simulated."""
     found, choices = _Search(simulator, limit_bytes), simulator.grid.choices()
-    with open_runner(simulator, limit_bytes) as run:
-        while len(found.rows) < len(choices):
-            before = len(found.rows)
-            wanted = found.judge(choices)
-            found.rows.update(zip(wanted, run(wanted), strict=True))
-            advance(len(found.rows) - before)
+    while len(found.rows) < len(choices):
+        before = len(found.rows)
+        if (wanted := found.judge(choices)) is not None:
+            found.rows[wanted] = run_simulation(simulator, limit_bytes, wanted)
+        advance(len(found.rows) - before)
     return sort_rows(list(found.rows.values()))
 
 
@@ -96,26 +89,8 @@ def sort_rows(rows: Sequence[PlanRow]) -> list[PlanRow]:
     return [best, *(row for row in rows if row is not best)] if fastest.fits != NO else rows
 
 
-@contextmanager
-def open_runner(
-    simulator: Simulator, limit_bytes: int
-) -> Generator[Callable[[Sequence[Choice]], list[PlanRow]], None, None]:
-    """Yield a function that simulates choices; for a large model two at once, the second in another process."""
-    one = partial(_run_simulation, simulator, limit_bytes)
-    if simulator.sizes.num_layers < MIN_LAYERS:
-        yield lambda choices: [one(choice) for choice in choices]
-        return
-    with ProcessPoolExecutor(AT_ONCE - 1, mp_context=get_context("spawn")) as others:
-
-        def run_together(choices: Sequence[Choice]) -> list[PlanRow]:
-            waiting = [others.submit(one, choice) for choice in choices[1:]]
-            here = [one(choice) for choice in choices[:1]]
-            return here + [each.result() for each in waiting]
-
-        yield run_together
-
-
-def _run_simulation(simulator: Simulator, limit_bytes: int, choice: Choice) -> PlanRow:
+def run_simulation(simulator: Simulator, limit_bytes: int, choice: Choice) -> PlanRow:
+    """Simulate a choice and return its row."""
     with quiet():
         found = simulator.simulate(choice)
     return simulated_row(choice, found, limit_bytes, choice.micro_batch_size * simulator.sample.length_tokens)
@@ -163,9 +138,9 @@ class _Search:
         self._simulator, self._limit_bytes = simulator, limit_bytes
         self.rows: dict[Choice, PlanRow] = {}
 
-    def judge(self, choices: Sequence[Choice]) -> list[Choice]:
-        """Make the rows that need no simulation; return the choices to simulate next."""
-        wanted: list[Choice] = []
+    def judge(self, choices: Sequence[Choice]) -> Choice | None:
+        """Make the rows that need no simulation; return the choice to simulate next, if there is one."""
+        wanted: Choice | None = None
         for choice in (choice for choice in choices if choice not in self.rows):
             kept = replace(choice, recompute=False)  # which takes less time
             waits = kept != choice and kept in choices and kept not in self.rows
@@ -173,8 +148,8 @@ class _Search:
             row = self._too_large(choice, estimate) or self._derived(choice, estimate, self.rows.get(kept))
             if row is not None:
                 self.rows[choice] = row
-            elif len(wanted) < AT_ONCE and not waits:
-                wanted.append(choice)
+            elif wanted is None and not waits:
+                wanted = choice
         return wanted
 
     def _estimate(self, choice: Choice) -> Estimate:

@@ -4,19 +4,20 @@ import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
+from transformers import PreTrainedModel
 
 from megabatch import JointLoss
 from megabatch.batching import OneRow
 from megabatch.errors import MegabatchError
 from megabatch.losses import LossFunction
-from megabatch.simulate import Device, Replica, Simulated, simulate
+from megabatch.simulate import Device, Replica, Simulated, extend, simulate
 from megabatch.train.callbacks.ema import Average
 from megabatch.train.config import Config, ModelConfig, OptimConfig
 from megabatch.train.config.parallel_layout import Layout, layout_of
@@ -28,7 +29,7 @@ from megabatch.train.model.expert_balance import router_coefficient, with_router
 from megabatch.train.model.optimizer import build_optimizer
 from megabatch.train.model.weights import is_several, own_source
 from megabatch.train.parallel.tensor_parallel import plain_terms
-from megabatch.train.parallel.wrap import Wrapper, accumulation_of, choose_wrapper, computing
+from megabatch.train.parallel.wrap import Wrapper, accumulation_of, blocks_of, choose_wrapper, computing
 from megabatch.train.plan.estimate import ModelSizes, measure_sizes
 from megabatch.train.plan.grid import Choice, Grid, build_grid
 from megabatch.train.plan.request import PlanRequest
@@ -39,6 +40,9 @@ from megabatch.train.runtime.ranks import CPU, Ranks
 Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # shapes and dtypes by name
 DATA_DEPENDENT = "DataDependentOutputException"  # raised by fake tensors
 ALONE = Ranks(0, 1, CPU)
+MAX_PERIOD = 8  # layers of different kinds that take turns
+MIN_BLOCKS = 3  # of a shallow model: the first and the last layer are gathered at other times than those between
+MIN_SPARED = 1.25  # layers for each one that is simulated
 
 
 def build_simulator(config: Config, request: PlanRequest, console: Console) -> "Simulator":
@@ -56,7 +60,8 @@ def build_simulator(config: Config, request: PlanRequest, console: Console) -> "
     grid = build_grid(config, request.stated_keys, wrapped, dp_degree, sample.length_tokens)
     sizes = measure_sizes(model, config, layout, wrapped, request.world)
     router = router_coefficient(config, model, load_function(config.loss.function, "loss.function"))
-    return Simulator(config, request.device, wrapper, axes, sample, grid, sizes, router)
+    repeats = None if wrapper.name == "ddp" else find_repeats(model)  # whose buckets do not end with layers
+    return Simulator(config, request.device, wrapper, axes, sample, grid, sizes, router, repeats)
 
 
 def check_planned(config: Config, world: int) -> None:
@@ -113,9 +118,19 @@ class Simulator:
     grid: Grid
     sizes: ModelSizes
     router: float | None = None  # coefficient of the router loss
+    repeats: "Repeats | None" = None  # of a deep model, of which two shallow ones are simulated
 
     def simulate(self, choice: Choice) -> Simulated:
         """Simulate an update of rank 0. Raises `MegabatchError` for what fake tensors cannot do."""
+        if self.repeats is not None:
+            num_first, period, num_blocks = self.repeats
+            shallow, deeper = (self._simulate(choice, num_layers) for num_layers in (num_first, num_first + period))
+            if (found := extend(shallow, deeper, num_blocks)) is not None:
+                return found
+        return self._simulate(choice)
+
+    def _simulate(self, choice: Choice, num_layers: int | None = None) -> Simulated:
+        """Simulate the first layers of the model; None: all of them."""
         config = _with_choice(self.config, choice, self.device)
         averages: list[Average] = []  # alive during the update
 
@@ -125,7 +140,7 @@ class Simulator:
             return _build_optimizer(config.optim, model)
 
         return simulate(
-            partial(self._build_model, config, choice),
+            partial(self._build_model, config, num_layers),
             make_optimizer,
             partial(self.sample.microbatch, choice.micro_batch_size),
             self._loss_fn(config),
@@ -138,9 +153,11 @@ class Simulator:
             around=loss_parallel if config.parallel.loss_parallel else contextlib.nullcontext,
         )
 
-    def _build_model(self, config: Config, choice: Choice, mesh: DeviceMesh | None) -> nn.Module:
+    def _build_model(self, config: Config, num_layers: int | None, mesh: DeviceMesh | None) -> nn.Module:
         """Build and wrap the model as the trainer does, without memory."""
         model = _bare_model(config)
+        if num_layers is not None:
+            del cast(nn.ModuleList, model.get_submodule(_stack_of(model)))[num_layers:]
         prepare(model, config.model)
         if self.wrapper.is_of_fsdp or config.parallel.tp > 1:
             assert mesh is not None  # these have axes
@@ -161,6 +178,58 @@ class Simulator:
                 return loss_fn(model, microbatch)
 
         return in_precision
+
+
+class Repeats(NamedTuple):
+    """Layers of a deep model: the first ones, and blocks of some more that are all alike."""
+
+    num_first: int
+    period: int  # layers of a block
+    num_blocks: int
+
+
+def find_repeats(model: nn.Module) -> Repeats | None:
+    """Return how the layers of a model of transformers repeat; None if that spares no work.
+
+    Other code may use its layers in any order, so that a few of them tell nothing about the others.
+    """
+    stack = _stack_of(model)
+    if not stack or not _is_of_transformers(model):
+        return None
+    layers = [_describe_layer(each) for each in cast(nn.ModuleList, model.get_submodule(stack))]
+    num = len(layers)
+    for period in range(1, MAX_PERIOD + 1):
+        start = max((index + 1 for index in range(num - period) if layers[index] != layers[index + period]), default=0)
+        least = start + MIN_BLOCKS * period
+        num_first = least + (num - least) % period
+        if MIN_SPARED * (2 * num_first + period) <= num:
+            return Repeats(num_first, period, (num - num_first) // period)
+    return None
+
+
+def _is_of_transformers(model: nn.Module) -> bool:
+    return isinstance(model, PreTrainedModel) and type(model).__module__.startswith("transformers.models.")
+
+
+def _stack_of(model: nn.Module) -> str:
+    """Return the name of the list with all layers; "" if there are several lists or none."""
+    stacks = {name.rpartition(".")[0] for name in blocks_of(model)}
+    stack = stacks.pop() if len(stacks) == 1 else ""
+    return stack if stack and isinstance(model.get_submodule(stack), nn.ModuleList) else ""
+
+
+def _describe_layer(layer: nn.Module) -> list[object]:
+    """Return the modules of a layer with their settings, and its parameters."""
+    modules: list[object] = [
+        (name, type(module).__name__, {key: value for key, value in vars(module).items() if _is_setting(key, value)})
+        for name, module in layer.named_modules()
+    ]
+    tensors = [*layer.named_parameters(), *layer.named_buffers()]
+    return [*modules, *((name, each.shape, each.dtype, each.requires_grad) for name, each in tensors)]
+
+
+def _is_setting(key: str, value: object) -> bool:
+    return key != "layer_idx" and isinstance(value, int | float | str | tuple | None)
 
 
 def _with_choice(config: Config, choice: Choice, device: Device) -> Config:

@@ -1,0 +1,328 @@
+"""Simulation of a deep model from two shallow ones, of which one has a few layers more.
+
+Memory is a list of steps: allocations, releases, moves between categories. The steps of the deeper model are those of
+the other with blocks inserted, one wherever steps repeat with the layers. A model that is deeper still has the same
+blocks more often. So its steps are written down without being run, and the allocator replays them: its fragmentation is
+that of the whole model. Arithmetic and traffic are sums over layers and grow by the same amount with each.
+
+Steps that do not repeat so are not extended: `extend` returns None, and the whole model is to be simulated.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from math import ceil
+
+from megabatch.simulate.allocator import ROUND_BYTES
+from megabatch.simulate.ledger import ALLOCATE, BEGIN, FREE, MOVE, PHASE, MemoryLog, Phase, Step
+from megabatch.simulate.simulated_update import Simulated
+
+WINDOW, FEW = 64, 8  # steps to compare after a block, and after a step with other bytes
+OPTIMIZER_PHASE = "step"
+Kind = tuple[object, ...]
+
+
+def extend(shallow: Simulated, deeper: Simulated, num_blocks: int) -> Simulated | None:
+    """Return the simulation of a model with ``num_blocks`` times the layers that ``deeper`` has beyond ``shallow``.
+
+    ``num_blocks`` of 0 is ``shallow``, and of 1 is ``deeper``.
+    """
+    alignment = align(shallow.steps, deeper.steps)
+    steps = None if alignment is None else _Writer(deeper.steps, alignment, num_blocks).write()
+    if steps is None or shallow.phases.keys() != deeper.phases.keys():
+        return None
+    log = MemoryLog(shallow.on_host)
+    for step in steps:
+        log.add(step)
+    log.record_moment(steps[-1].seconds)
+    steady_bytes = _grown(shallow.steady_bytes, deeper.steady_bytes, num_blocks)
+    if abs(log.steady_bytes - steady_bytes) > steady_bytes / 1000:
+        return None
+    for name, phase in log.phases.items():
+        _add_work(phase, shallow.phases[name], deeper.phases[name], num_blocks)
+    return replace(
+        deeper,
+        phases=log.phases,
+        where=log.peak[0],
+        steady_bytes=log.steady_bytes,
+        host_bytes=log.host_peak_bytes,
+        num_parameters=_grown(shallow.num_parameters, deeper.num_parameters, num_blocks),
+        history=tuple(log.history),
+        steps=tuple(steps),
+    )
+
+
+def _grown(shallow: int, deeper: int, num_blocks: int) -> int:
+    return shallow + num_blocks * (deeper - shallow)
+
+
+def _add_work(phase: Phase, shallow: Phase, deeper: Phase, num_blocks: int) -> None:
+    """Give a phase the arithmetic and the traffic of its layers."""
+    for name in ("flops", "compute_seconds", "arithmetic_seconds", "host_seconds", "awaited_seconds"):
+        setattr(phase, name, _grown(getattr(shallow, name), getattr(deeper, name), num_blocks))
+    phase.sent = {
+        key: sent.times_plus(num_blocks, shallow.sent[key].times_plus(1 - num_blocks) if key in shallow.sent else None)
+        for key, sent in deeper.sent.items()
+    }
+
+
+@dataclass
+class Alignment:
+    """Differences of two lists of steps, by positions in the longer one."""
+
+    blocks: list[tuple[int, int]] = field(
+        default_factory=list[tuple[int, int]]
+    )  # position, length of a block that repeats
+    sizes: dict[int, int] = field(
+        default_factory=dict[int, int]
+    )  # of a step with other bytes → bytes in the shorter list
+    kept: dict[int, list[Step]] = field(default_factory=dict[int, list[Step]])  # end of a phase → what more it keeps
+
+
+def align(shorter: Sequence[Step], longer: Sequence[Step]) -> Alignment | None:
+    """Return what makes the longer list of the shorter one; None if it is not the same phases with repeated blocks."""
+    found, end = Alignment(), 0
+    parts, longer_parts = _split(shorter), _split(longer)
+    if len(parts) != len(longer_parts):
+        return None
+    for part, longer_part in zip(parts, longer_parts, strict=True):
+        start, end = end, end + len(longer_part)
+        if _align_part(part, longer_part, start, found):
+            continue
+        if longer_part[0].category != OPTIMIZER_PHASE:
+            return None
+        cut, longer_cut = _end_of_own(part), _end_of_own(longer_part)
+        kept = _kept_more(part[:cut], longer_part[:longer_cut])
+        if kept is None or not _align_part(part[cut:], longer_part[longer_cut:], start + longer_cut, found):
+            return None
+        found.kept[start + longer_cut] = kept
+    return found
+
+
+def _end_of_own(steps: Sequence[Step]) -> int:
+    """Return the position after the last step with an allocation that is made here."""
+    own = {step.name for step in steps if step.kind == ALLOCATE}
+    return max((index + 1 for index, step in enumerate(steps) if step.name in own), default=0)
+
+
+def _split(steps: Sequence[Step]) -> list[Sequence[Step]]:
+    """Return the steps of each phase."""
+    starts = [0, *(index for index, step in enumerate(steps) if step.kind == PHASE), len(steps)]
+    return [steps[first:end] for first, end in pairwise(starts)]
+
+
+def _align_part(shorter: Sequence[Step], longer: Sequence[Step], start: int, found: Alignment) -> bool:
+    """Add the blocks of a part that begins at ``start`` of the longer list; False, and nothing, where they fail."""
+    ids: dict[Kind, int] = {}
+    short, long = ([ids.setdefault(_kind(step), len(ids)) for step in steps] for steps in (shorter, longer))
+    blocks: list[tuple[int, int]] = []
+    sizes: dict[int, int] = {}
+    i = j = 0
+    while i < len(short) or j < len(long):
+        if i < len(short) and j < len(long) and short[i] == long[j]:
+            i, j = i + 1, j + 1
+        elif length := _block_length(short, long, i, j):
+            blocks.append((start + j, length))
+            j += length
+        elif i < len(short) and j < len(long) and _are_alike(shorter[i : i + FEW], longer[j : j + FEW]):
+            sizes[start + j] = shorter[i].num_bytes
+            i, j = i + 1, j + 1
+        else:
+            return False
+    found.blocks.extend(blocks)
+    found.sizes.update(sizes)
+    return True
+
+
+def _are_alike(shorter: Sequence[Step], longer: Sequence[Step]) -> bool:
+    """Return True for steps that differ in nothing but bytes, which grow with the layers."""
+    return [_kind(step)[:-1] for step in shorter] == [_kind(step)[:-1] for step in longer]
+
+
+def _kept_more(shorter: Sequence[Step], longer: Sequence[Step]) -> list[Step] | None:
+    """Return the allocations that the longer list keeps beyond those of the shorter one; None if it keeps fewer.
+
+    An optimizer that steps a few parameters at a time cuts them otherwise for each number of layers. It frees what it
+    needs for that, and keeps states.
+    """
+    kept, freed = _kept(longer)
+    less, freed_less = _kept(shorter)
+    kept.update(freed_less)
+    less.update(freed)
+    return None if less - kept else list((kept - less).elements())
+
+
+def _kept(steps: Sequence[Step]) -> tuple[Counter[Step], Counter[Step]]:
+    """Return the allocations that outlive these steps, and the earlier ones that they free."""
+    alive: dict[int, Step] = {}
+    freed: list[Step] = []
+    for step in steps:
+        if step.kind == ALLOCATE:
+            alive[step.name] = step
+        elif step.kind == FREE and alive.pop(step.name, None) is None:
+            freed.append(step)
+        elif step.kind == MOVE and step.name in alive:
+            alive[step.name] = alive[step.name]._replace(category=step.category)
+    return _anonymous(alive.values()), _anonymous(freed)
+
+
+def _anonymous(steps: Iterable[Step]) -> Counter[Step]:
+    return Counter(Step(ALLOCATE, 0, step.num_bytes, step.stream, step.category) for step in steps)
+
+
+def _kind(step: Step) -> Kind:
+    """Return a step without the name of its allocation and its time."""
+    return step.kind, step.category, step.before, step.stream, step.num_bytes
+
+
+def _block_length(short: list[int], long: list[int], i: int, j: int) -> int:
+    """Return the length of the block at ``j`` that repeats the steps before it and after which both agree; or 0."""
+    best = best_agreeing = 0
+    for length in range(1, min(j, len(long) - j) + 1):
+        at = j + length
+        ends = i == len(short) and at == len(long)
+        if not ends and (i == len(short) or at == len(long) or long[at] != short[i]):
+            continue
+        if long[j - length : j] != long[j:at]:
+            continue
+        agreeing = WINDOW if ends else _agreeing(short, long, i, at)
+        if agreeing > best_agreeing:
+            best, best_agreeing = length, agreeing
+    return best
+
+
+def _agreeing(short: list[int], long: list[int], i: int, j: int) -> int:
+    most = min(WINDOW, len(short) - i, len(long) - j)
+    return next((number for number in range(most) if short[i + number] != long[j + number]), most)
+
+
+@dataclass
+class _Live:
+    """An allocation in the list that is written."""
+
+    name: int
+    num_bytes: int
+    stream: int
+    category: str
+
+    def is_like(self, step: Step) -> bool:
+        """Return True if a step may name this one too."""
+        before = step.before if step.kind == MOVE else step.category
+        return (self.num_bytes, self.stream, self.category) == (step.num_bytes, step.stream, before)
+
+
+class _Writer:
+    """Writes the steps of a deep model.
+
+    Steps at the same place of a repeated block share a site. A step that releases an allocation names it by the site of
+    its allocation and by its turn among those of the site that are alive: counted from the latest (a backward releases
+    what the last forward has kept) or from the earliest.
+    """
+
+    def __init__(self, steps: Sequence[Step], alignment: Alignment, num_blocks: int) -> None:
+        self._steps, self._sizes, self._num_blocks = steps, alignment.sizes, num_blocks
+        self._blocks, self._kept = dict(alignment.blocks), alignment.kept
+        self._sites = _sites(steps, alignment.blocks)
+        self._targets = self._find_targets()
+        self._live: dict[object, list[_Live]] = {}
+        self._written: list[Step] = []
+        self._names = 0
+        self._seconds = 0.0
+
+    def write(self) -> list[Step] | None:
+        """Return the steps; None if one of them names an allocation that is not there."""
+        position = 0
+        while position < len(self._steps):
+            length = self._blocks.get(position, 0)
+            part = range(position, position + max(1, length))
+            for _ in range(self._num_blocks if length else 1):
+                if not all(self._write_step(index) for index in part):
+                    return None
+            position = part.stop
+            for step in self._kept.get(position, []) * (self._num_blocks - 1):
+                self._names += 1
+                self._written.append(step._replace(name=self._names, seconds=self._seconds))
+        return self._written
+
+    def _write_step(self, index: int) -> bool:
+        step = self._steps[index]
+        earlier = self._steps[index - 1].seconds if index else 0.0
+        self._seconds += max(0.0, step.seconds - earlier)
+        new = step._replace(seconds=self._seconds)
+        if step.kind == ALLOCATE:
+            self._names += 1
+            least = self._sizes.get(index, step.num_bytes)
+            num_bytes = ceil(_grown(least, step.num_bytes, self._num_blocks) / ROUND_BYTES) * ROUND_BYTES
+            new = new._replace(name=self._names, num_bytes=num_bytes)
+            self._live.setdefault(self._sites[index], []).append(
+                _Live(new.name, new.num_bytes, new.stream, new.category)
+            )
+        elif step.kind in (FREE, MOVE):
+            one = self._find(index)
+            if one is None:
+                return False
+            category = one.category if step.kind == FREE else step.category
+            new = Step(step.kind, one.name, one.num_bytes, one.stream, category, one.category, self._seconds)
+            one.category = category
+        elif step.kind == BEGIN:
+            self._seconds = 0.0
+        self._written.append(new)
+        return True
+
+    def _find(self, index: int) -> _Live | None:
+        """Return the allocation that a step names, or a like one; a step that releases takes it out."""
+        step = self._steps[index]
+        site, turn = self._targets[index]
+        alive = self._live.get(site, [])
+        if not -len(alive) <= turn < len(alive):
+            like = ((each, len(each) - 1) for each in self._live.values() if each and each[-1].is_like(step))
+            alive, turn = max(like, key=lambda found: found[0][-1].name, default=([], 0))
+            if not alive:
+                return None
+        return alive.pop(turn) if step.kind == FREE else alive[turn]
+
+    def _find_targets(self) -> dict[int, tuple[object, int]]:
+        """Return, for each step that names an allocation, that one's site and turn."""
+        site_of: dict[int, object] = {}  # name of an allocation → its site
+        alive: dict[object, list[int]] = {}
+        turns: dict[object, list[tuple[int, int, int]]] = {}  # by the site of the step: position, turn from either end
+        targets: dict[int, object] = {}
+        for index, step in enumerate(self._steps):
+            if step.kind == ALLOCATE:
+                site_of[step.name] = self._sites[index]
+                alive.setdefault(self._sites[index], []).append(step.name)
+            elif step.kind in (FREE, MOVE):
+                targets[index] = site_of[step.name]
+                names = alive[targets[index]]
+                turn = names.index(step.name)
+                turns.setdefault(self._sites[index], []).append((index, turn, turn - len(names)))
+                if step.kind == FREE:
+                    names.pop(turn)
+        found: dict[int, tuple[object, int]] = {}
+        for each in turns.values():
+            from_start, from_end = ({turn[side] for turn in each} for side in (1, 2))
+            is_from_end = len(from_end) == 1 or (len(from_start) > 1 and max(from_end) == -1)
+            if len(each) == 1:
+                (_, start, end), *_ = each
+                is_from_end = -end - 1 <= start
+            for index, start, end in each:
+                found[index] = targets[index], end if is_from_end else start
+        return found
+
+
+def _sites(steps: Sequence[Step], blocks: Sequence[tuple[int, int]]) -> list[object]:
+    """Return the site of each step: its place in a block that repeats, or its own position."""
+    kinds = [_kind(step) for step in steps]
+    sites: list[object] = list(range(len(steps)))
+    last = 0
+    for number, (position, length) in enumerate(blocks):
+        first = position
+        while first > last and kinds[first - 1] == kinds[first - 1 + length]:
+            first -= 1
+        last = position + length
+        while last < len(kinds) and kinds[last] == kinds[last - length]:
+            last += 1
+        for index in range(first, last):
+            sites[index] = number, (index - first) % length
+    return sites
