@@ -135,22 +135,21 @@ class MemoryLog:
         self.steps.append(step)
         if step.kind in (PHASE, BEGIN):
             self.record_moment(step.seconds)
-        match step.kind:
-            case "allocate":
-                self._count(step.category, step.num_bytes, step.seconds)
-            case "free":
-                self._count(step.category, -step.num_bytes, step.seconds)
-            case "move":
-                self.held[step.before] -= step.num_bytes
-                self.held[step.category] += step.num_bytes
-            case "phase":
-                self._phase, self.record = step.category, self.phases.setdefault(step.category, Phase())
-                self._raise_peak()
-            case _:
-                self.phases.clear()
-                self.history.clear()
-                self.host_peak_bytes, self.steady_bytes = self.host_bytes, self.total_bytes
-                self.record = Phase()
+        if step.kind == ALLOCATE:
+            self._count(step.category, step.num_bytes, step.seconds)
+        elif step.kind == FREE:
+            self._count(step.category, -step.num_bytes, step.seconds)
+        elif step.kind == MOVE:
+            self.held[step.before] -= step.num_bytes
+            self.held[step.category] += step.num_bytes
+        elif step.kind == PHASE:
+            self._phase, self.record = step.category, self.phases.setdefault(step.category, Phase())
+            self._raise_peak()
+        else:
+            self.phases.clear()
+            self.history.clear()
+            self.host_peak_bytes, self.steady_bytes = self.host_bytes, self.total_bytes
+            self.record = Phase()
 
     def record_moment(self, seconds: float) -> None:
         """Record the memory where it stops rising or falling; every peak is such a point."""

@@ -70,7 +70,7 @@ class Steady(SyncChooser):
         return super()._measure(*given, **named, budget=self.budget or budget)
 
     def more_bytes(self, sync: str | None = None) -> float:
-        """What a candidate keeps beyond the wrapper's own policy. None: the one that sends least. Collective."""
+        """Bytes that a candidate keeps beyond the wrapper's own policy. None: the one that sends least. Collective."""
         found = self.candidates(self._num_microbatches(self._learner.gradient))
         return next(each.more_bytes for each in found if sync in (None, each.sync))
 
