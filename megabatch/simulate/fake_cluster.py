@@ -14,7 +14,9 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.errors import PlanError, in_one_line, require_count
+from megabatch.optim import low_bits
 from megabatch.pipeline.stages import Pipeline
+from megabatch.simulate.devices import Device
 from megabatch.simulate.replica import Replica
 from megabatch.torch_private import (
     NEEDS_DATA,
@@ -108,6 +110,17 @@ def disabled_gc() -> Generator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+@contextlib.contextmanager
+def uncut_steps(device: Device) -> Generator[None]:
+    """Let `LowBits` step whole tensors, as it does on a GPU: on a CPU it cuts them into pieces for the cache."""
+    piece = low_bits.PIECE
+    low_bits.PIECE = piece if device.name == "cpu" else 2**62
+    try:
+        yield
+    finally:
+        low_bits.PIECE = piece
 
 
 @contextlib.contextmanager

@@ -28,8 +28,8 @@ def extend(shallow: Simulated, deeper: Simulated, num_blocks: int) -> Simulated 
 
     ``num_blocks`` of 0 is ``shallow``, and of 1 is ``deeper``.
     """
-    alignment = align(shallow.steps, deeper.steps)
-    steps = None if alignment is None else _Writer(deeper.steps, alignment, num_blocks).write()
+    tried = (_extend_steps(shallow, deeper, num_blocks, by_sum) for by_sum in (False, True))
+    steps = next((found for found in tried if found is not None), None)
     if steps is None or shallow.phases.keys() != deeper.phases.keys():
         return None
     log = MemoryLog(shallow.on_host)
@@ -51,6 +51,11 @@ def extend(shallow: Simulated, deeper: Simulated, num_blocks: int) -> Simulated 
         history=tuple(log.history),
         steps=tuple(steps),
     )
+
+
+def _extend_steps(shallow: Simulated, deeper: Simulated, num_blocks: int, by_sum: bool) -> list[Step] | None:
+    alignment = align(shallow.steps, deeper.steps, by_sum=by_sum)
+    return None if alignment is None else _Writer(deeper.steps, alignment, num_blocks).write()
 
 
 def _grown(shallow: int, deeper: int, num_blocks: int) -> int:
@@ -80,17 +85,21 @@ class Alignment:
     kept: dict[int, list[Step]] = field(default_factory=dict[int, list[Step]])  # end of a phase → what more it keeps
 
 
-def align(shorter: Sequence[Step], longer: Sequence[Step]) -> Alignment | None:
-    """Return what makes the longer list of the shorter one; None if it is not the same phases with repeated blocks."""
+def align(shorter: Sequence[Step], longer: Sequence[Step], *, by_sum: bool = False) -> Alignment | None:
+    """Return what makes the longer list of the shorter one; None if it is not the same phases with repeated blocks.
+
+    ``by_sum`` looks for no blocks in the optimizer's step, only for what more it keeps.
+    """
     found, end = Alignment(), 0
     parts, longer_parts = _split(shorter), _split(longer)
     if len(parts) != len(longer_parts):
         return None
     for part, longer_part in zip(parts, longer_parts, strict=True):
         start, end = end, end + len(longer_part)
-        if _align_part(part, longer_part, start, found):
+        is_step = [step.category for step in longer_part[:1]] == [OPTIMIZER_PHASE]
+        if not (by_sum and is_step) and _align_part(part, longer_part, start, found):
             continue
-        if longer_part[0].category != OPTIMIZER_PHASE:
+        if not is_step:
             return None
         cut, longer_cut = _end_of_own(part), _end_of_own(longer_part)
         kept = _kept_more(part[:cut], longer_part[:longer_cut])

@@ -39,6 +39,7 @@ from megabatch.simulate.fake_cluster import (
     fsdp_groups,
     give_fake_memory,
     refuse_data_access,
+    uncut_steps,
 )
 from megabatch.simulate.ledger import HOST, Ledger, Moment, Phase, Step, tagging_shards, trace_of
 from megabatch.simulate.replica import Replica
@@ -173,7 +174,7 @@ def simulate(
         raise PlanError("a JointLoss needs the representations of other ranks, which are not there; simulate encode")
     place = device_named(device) if isinstance(device, str) else device
     num_run = num_microbatches if run_all else min(num_microbatches, _num_distinct(sync))
-    with fake_mesh(axes or {}) as mesh, refuse_data_access(), disabled_gc():
+    with fake_mesh(axes or {}) as mesh, refuse_data_access(), disabled_gc(), uncut_steps(place):
         model = make_model(mesh)
         models = check_model(model)
         ledger = Ledger(place, axes, _host_categories(models))

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from megabatch import losses
+from megabatch.optim import LowBits, low_bits
 from megabatch.simulate import DEVICES, Replica, Simulated, simulate
 from megabatch.simulate.fake_cluster import fake_mesh
 from tests.comm import jobs
@@ -303,3 +304,20 @@ def test_nothing_of_a_real_model_is_kept() -> None:
     found = simulate(lambda mesh: llama(run), sgd, lambda: batch_of(run, 1), losses.next_token, device="cpu")
     assert found.at_peak == predicted(Run("toy", optimizer="sgd-for"), max_norm=None).at_peak
     assert not dist.is_initialized()
+
+
+def test_a_gpu_steps_whole_tensors() -> None:
+    """`LowBits` cuts them into pieces for the cache of a CPU alone, where launching costs nothing."""
+
+    def step_of(num_features: int, device: str) -> float:
+        found = simulate(
+            lambda _: nn.Linear(num_features, num_features, bias=False, device="meta", dtype=torch.bfloat16),
+            lambda model: LowBits(torch.optim.AdamW(model.parameters(), fused=True)),
+            lambda: torch.zeros(1, num_features, dtype=torch.bfloat16), lambda model, batch: (model(batch).sum(), 1.0),
+            device=device,
+        )  # fmt: skip
+        return found.phases["step"].host_seconds
+
+    before = low_bits.PIECE
+    assert step_of(64, "h100") == step_of(2048, "h100") > 0
+    assert before == low_bits.PIECE

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from megabatch import MegabatchError
+from megabatch.simulate import extend
 from megabatch.train.config import Config, ModelConfig
 from megabatch.train.config.parallel_layout import layout_of
 from megabatch.train.config.recipe import PLAN_OPTIONS, load_config, split_options
@@ -229,14 +230,15 @@ def test_between_all_and_nothing_the_smaller_fit(recipe: Path) -> None:
 def test_what_fits_is_what_the_allocator_takes(recipe: Path, device: str) -> None:
     what = subject(recipe, 2, parallel__wrapper="fsdp2", device=device)
     found = what.simulate(what.grid.choices()[0])
-    assert judge_memory(found, reserved_bytes(found))[0] == YES
-    assert judge_memory(found, found.peak_bytes - 1)[0] == NO
+    needed = reserved_bytes(found)
+    assert judge_memory(found, needed, needed)[0] == YES
+    assert judge_memory(found, found.peak_bytes - 1, needed)[0] == NO
     between = found.peak_bytes
-    told = judge_memory(found, between)[0]
+    told = judge_memory(found, between, needed)[0]
     if device == "cpu":
-        assert (told, reserved_bytes(found)) == (YES, found.peak_bytes)
+        assert (told, needed) == (YES, found.peak_bytes)
         return
-    assert reserved_bytes(found) > found.peak_bytes
+    assert needed > found.peak_bytes
     reserved, expandable = found.reserved(between), found.reserved(between, expandable=True)
     assert told == (
         YES if reserved.fits and not reserved.retries else TIGHT if expandable.fits or reserved.fits else NO
@@ -282,6 +284,29 @@ def test_two_shallow_models_tell_of_a_deep_one(recipe: Path, name: str) -> None:
         assert found.sent_bytes == pytest.approx(expected.sent_bytes, rel=1e-4)
         assert found.peak_bytes == expected.peak_bytes
         assert found.reserved().peak_bytes == expected.reserved().peak_bytes
+
+
+@pytest.mark.slow
+def test_a_step_that_is_cut_across_layers_is_extended(recipe: Path) -> None:
+    """`LowBits` steps as much at a time as the embedding has, and that is more than a layer has."""
+    values = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "vocab_size": 128256}
+    shallow, deeper = (
+        subject(
+            recipe, 1024, parallel__wrapper="fsdp2", model__dtype="bfloat16", update__global_batch_size=4096,
+            model__config__num_hidden_layers=num_layers, model__config__num_key_value_heads=8,
+            **{f"model__config__{key}": value for key, value in values.items()},
+        )
+        for num_layers in (3, 4)
+    )  # fmt: skip
+    choice = next(choice for choice in shallow.grid.choices() if choice.recompute)
+    with quiet():
+        pair = shallow.simulate(choice), deeper.simulate(choice)
+    peaks: list[int] = []
+    for num_blocks in (17, 47, 77):
+        found = extend(*pair, num_blocks)
+        assert found is not None
+        peaks.append(found.peak_bytes)
+    assert peaks[2] - peaks[1] == pytest.approx(peaks[1] - peaks[0], rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -257,8 +257,9 @@ def predict(run: Published) -> Predicted:
     """Simulate a run. Takes 5 to 60 seconds of a core."""
     with quiet():
         found, limit_bytes = simulate_published(run)
-        fits, _ = judge_memory(found, limit_bytes)
-        num_bytes = reserved_bytes(found) if SOURCES[run.source].is_reserved else found.peak_bytes
+        needed_bytes = reserved_bytes(found)
+        fits, _ = judge_memory(found, limit_bytes, needed_bytes)
+        num_bytes = needed_bytes if SOURCES[run.source].is_reserved else found.peak_bytes
     tokens = run.micro_batch_size * run.num_microbatches * run.length_tokens / run.tp
     return Predicted(run, fits, num_bytes / GIB, tokens / found.seconds, found.bound)
 

@@ -98,26 +98,26 @@ def run_simulation(simulator: Simulator, limit_bytes: int, choice: Choice) -> Pl
 
 def simulated_row(choice: Choice, found: Simulated, limit_bytes: int, tokens: int) -> PlanRow:
     """Return the row of a simulation; ``tokens`` are those of its microbatch."""
-    fits, why = judge_memory(found, limit_bytes)
+    needed_bytes = reserved_bytes(found)
+    fits, why = judge_memory(found, limit_bytes, needed_bytes)
     return PlanRow(
-        choice, fits, why, found.peak_bytes, reserved_bytes(found), found.sent_bytes, found.seconds, found.bound,
+        choice, fits, why, found.peak_bytes, needed_bytes, found.sent_bytes, found.seconds, found.bound,
         SIMULATION, tokens, found.at_peak, found.where, found.history,
     )  # fmt: skip
 
 
-def judge_memory(found: Simulated, limit_bytes: int) -> tuple[str, str]:
-    """Return if a simulated update fits, and why. torch's allocator caches more than the tensors take."""
+def judge_memory(found: Simulated, limit_bytes: int, needed_bytes: int) -> tuple[str, str]:
+    """Return if a simulated update fits, and why; ``needed_bytes`` are its `reserved_bytes`."""
     limit = gib_text(limit_bytes)
     if found.peak_bytes > limit_bytes:
         return NO, f"{gib_text(found.peak_bytes)} alive at once in {found.where}, {limit} there"
     if not _has_allocator(found):
         return YES, f"{gib_text(found.peak_bytes)} of {limit}"
-    reserved = found.reserved(limit_bytes)
-    if reserved.fits and not reserved.retries:
-        return YES, f"{gib_text(reserved.peak_bytes)} reserved of {limit}"
+    if needed_bytes <= limit_bytes:
+        return YES, f"{gib_text(needed_bytes)} reserved of {limit}"
     if found.reserved(limit_bytes, expandable=True).fits:
         return TIGHT, f"its cache does not fit into {limit} in pieces; set {EXPANDABLE}"
-    if reserved.fits:
+    if (reserved := found.reserved(limit_bytes)).fits:
         return TIGHT, f"the allocator runs out of {limit} and gives back its cache, {reserved.retries} times"
     return NO, f"the pieces that {gib_text(found.peak_bytes)} come in do not fit into {limit}"
 
