@@ -29,6 +29,7 @@ from megabatch.train.config.recipe_paths import check_paths
 from megabatch.train.model.architecture import quiet
 from megabatch.train.plan.estimate import estimate_cost
 from megabatch.train.plan.grid import build_grid
+from megabatch.train.plan.layouts import build_layouts, layout_text, propose_layouts
 from megabatch.train.plan.published import RUNS, SOURCES, Predicted, Published, predict, recipe_of, summary
 from megabatch.train.plan.request import read_request
 from megabatch.train.plan.search import (
@@ -43,6 +44,8 @@ from megabatch.train.plan.search import (
     min_peak_bytes,
     reserved_bytes,
     run_simulation,
+    search_choices,
+    sort_rows,
 )
 from megabatch.train.plan.simulation import Simulator, build_simulator, find_repeats
 from megabatch.train.plan.table import command_line, keys_of, launcher_words, override_words, plan_recipe
@@ -138,6 +141,116 @@ def test_what_a_run_says_of_larger_choices_is_never_too_much(recipe: Path) -> No
     assert all(least <= row.peak_bytes for row, least in said)
 
 
+SEARCHED: dict[str, tuple[int, dict[str, Any]]] = {
+    "fsdp2": (2, {"parallel__wrapper": "fsdp2", "update__global_batch_size": 8}),
+    "slow links": (
+        16,
+        {"parallel__wrapper": "fsdp2", "update__global_batch_size": 32, "model__config__num_hidden_layers": 3},
+    ),
+    "copies": (2, {"parallel__wrapper": "ddp", "update__global_batch_size": 16, "model__config__hidden_size": 256}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SEARCHED)
+def test_the_best_is_that_of_simulating_every_choice(recipe: Path, name: str) -> None:
+    world, values = SEARCHED[name]
+    what = subject(recipe, world, device="cpu", **values)
+    every = [run_simulation(what, 2**40, choice) for choice in what.grid.choices()]
+    peaks = {row.choice: row.peak_bytes for row in every}
+    sizes = sorted(peaks.values())
+    for limit in (sizes[len(sizes) // 4], sizes[len(sizes) // 2], 2**40):
+        expected, *_ = sort_rows([replace(row, fits=YES if row.peak_bytes <= limit else NO) for row in every])
+        best, *others = search_choices([what], limit, lambda _: None)
+        assert (best.choice, best.by, best.seconds) == (expected.choice, SIMULATION, expected.seconds)
+        simulated = [row for row in (best, *others) if row.by == SIMULATION]
+        assert len(simulated) < len(every) == len(others) + 1
+        assert all(row.peak_bytes <= peaks[row.choice] for row in others if row.is_least)
+
+
+@pytest.mark.parametrize(
+    ("world", "stated", "texts"),
+    [
+        (2, [], ["fsdp2 2", "ddp 2", "tp 2"]),
+        (
+            16,
+            ["--ranks-per-node=4"],
+            [
+                "fsdp2 16", "ddp 16", "hsdp 4 x 4", "fsdp2 8, tp 2", "replicate 8, tp 2", "hsdp 4 x 2, tp 2",
+                "fsdp2 4, tp 4", "replicate 4, tp 4",
+            ],
+        ),
+        (8, ["--parallel.tp=4"], ["fsdp2 2, tp 4", "replicate 2, tp 4"]),
+        (8, ["--parallel.wrapper=ddp"], ["ddp 8"]),
+    ],
+)  # fmt: skip
+def test_the_layouts_of_processes(recipe: Path, world: int, stated: list[str], texts: list[str]) -> None:
+    asked = read_request(["--layouts", *arguments(world), *stated])
+    found = propose_layouts(load_config(recipe, list(asked.overrides)).parallel, asked)
+    assert [layout_text(each) for each in found] == texts
+    for each in found:
+        replicas, shards = layout_of(each, world).data_degrees(each.wrapper, world)
+        assert replicas * shards * each.tp == world
+        assert each.sequence_parallel == (each.tp > 1)
+
+
+@pytest.mark.slow
+def test_layouts_are_compared_and_the_keys_of_the_best_are_those_of_its_plan(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = plan_recipe(recipe, ["--layouts", *arguments(2, update__sync="last")])
+    out = capsys.readouterr().out
+    best, *_ = rows
+    assert {layout_text(row.parallel) for row in rows} == {"fsdp2 2", "ddp 2", "tp 2"}
+    assert all(f"\n{layout}  " in out for layout in ("fsdp2 2", "ddp 2", "tp 2"))
+    assert f"best: {layout_text(best.parallel)}: " in out
+    assert "\n2. " in out
+    words = override_words(keys_of(best, load_config(recipe, [])))
+    again = plan_recipe(recipe, ["--json", "--world", "2", *words])[0]
+    assert layout_text(again.parallel) == layout_text(best.parallel)
+    assert (again.choice, again.seconds, again.peak_bytes) == (best.choice, best.seconds, best.peak_bytes)
+
+
+@pytest.mark.slow
+def test_a_layout_that_the_trainer_lacks_is_left_out_in_a_line(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heads = {"model__config__num_attention_heads": 3, "model__config__num_key_value_heads": 3}
+    plan_recipe(recipe, ["--layouts", *arguments(2, model__config__hidden_size=48, **heads)])
+    out = capsys.readouterr().out
+    assert "without tp 2: parallel.tp is 2, which does not divide model.config.num_attention_heads = 3" in out
+    assert "\ntp 2 " not in out
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("model", "world"), [("Llama 3 8B", 2), ("Llama 3 8B", 4), ("Llama 3 13B", 8)])
+def test_layouts_are_ranked_as_a_source_has_measured_them_in_a_plan(model: str, world: int) -> None:
+    """All five published pairs are of these runs, which recompute activations."""
+    runs = [run for run in RUNS if (run.source, run.model, run.world) == ("kempner", model, world)]
+    asked = read_request([
+        "--layouts", "--ranks-per-node=4", *arguments(world, device="h200", model__activation_checkpointing="true"),
+        "--update.micro_batch_size=4",
+    ])  # fmt: skip
+    whole = recipe_of(next(run for run in runs if run.tp == 1))
+    update = whole.update.model_copy(update={"micro_batch_size": 4})
+    own = whole.model.model_copy(update={"activation_checkpointing": True})
+    console = Console(enabled=False, loss_digits=4)
+    with quiet():
+        layouts, _ = build_layouts(whole.model_copy(update={"update": update, "model": own}), asked, console)
+        published = {run.tp for run in runs}
+        layouts = [
+            each
+            for each in layouts
+            if each.config.parallel.tp in published and each.config.parallel.wrapper in ("fsdp2", None)
+        ]
+        rows = search_choices(layouts, asked.limit_bytes, lambda _: None)
+    seconds: dict[int, float] = {}
+    for row in rows:
+        seconds.setdefault(row.parallel.tp, row.seconds)
+    fastest_first = sorted(runs, key=lambda run: -(run.tokens_per_second or 0))
+    assert sorted(seconds, key=seconds.__getitem__) == [run.tp for run in fastest_first]
+
+
 @pytest.mark.slow
 def test_holding_back_costs_memory_and_saves_traffic(recipe: Path) -> None:
     wide = {"model__config__hidden_size": 128, "model__config__num_hidden_layers": 3, "update__micro_batch_size": 1}
@@ -204,7 +317,8 @@ def test_where_too_little_is_there_nothing_fits(recipe: Path, capsys: pytest.Cap
     rows = plan_recipe(recipe, little)
     assert {row.fits for row in rows} == {NO}
     out = capsys.readouterr().out
-    assert "nothing fits: the least is " in out
+    assert "nothing fits: the least is at least " in out
+    assert out.count(" >=") == 2 * sum(row.is_least for row in rows[:6]) > 0
     assert "[update]" not in out
     assert {row.by for row in rows} == {CLOSED_FORM}
     with pytest.raises(MegabatchError, match="nothing fits, so there is no memory"):
@@ -496,6 +610,9 @@ def test_the_command_starts_as_many_processes(world: int, words: str) -> None:
         (["--length", "512"], "a sample has 512 tokens and the model 256 positions; raise the positions"),
         (["--chart", "plan.txt"], "--chart is 'plan.txt'; name a .png, .svg or .pdf file in a folder that is there"),
         (["--update.batch_size=3"], "unknown key update.batch_size on the command line; here it is update.global"),
+        (["--layouts"], "--layouts compares layouts of several processes and --world is 1; give --world N"),
+        (["--layouts", "--world=4", "--parallel.tp=3"], "no layout of 4 processes has the degrees that the"),
+        (["--layouts", "--world=2", "--parallel.cp=2"], "no layout of 2 processes has the degrees that the"),
         (["extra"], "cannot read the argument 'extra'; write --section.key=value"),
         (["--world", "3", "--parallel.tp=2"], "parallel.tp is 2 and there are 3 processes; take a multiple of 2"),
         (

@@ -68,6 +68,8 @@ class Plan(Recipe):
     """Bandwidth of a rank inside a node, and at most between nodes, 235GB/s say. None: the device's."""
     length: int | None = None
     """Tokens of the longest sample. None: data.pack_tokens, data.max_sample_tokens, or the data are read."""
+    layouts: FlagCreatePairsOff[bool] = False
+    """Compare the layouts of the processes, whatever [parallel] has: FSDP2, HSDP, copies, each with tp too."""
     json: FlagCreatePairsOff[bool] = False
     """Print every choice, as a list of objects."""
     chart: Path | None = None

@@ -36,7 +36,8 @@ from megabatch.train.config.secrets import check_unmasked
 Layer = dict[str, Any]
 
 PLAN_OPTIONS = (  # with a value, without
-    ("world", "ranks-per-node", "memory", "device", "bandwidth", "length", "chart"), ("json", "trust"),
+    ("world", "ranks-per-node", "memory", "device", "bandwidth", "length", "chart"),
+    ("layouts", "json", "trust"),
 )  # fmt: skip
 
 EXPECTED = {  # where pydantic's own words do not say what to write

@@ -32,6 +32,7 @@ from megabatch.train.config.recipe_paths import check_model_folder, check_tokeni
 from megabatch.train.data.stream import check_positions
 from megabatch.train.parallel.wrap import dtype_of
 
+LOUD = ("bitsandbytes", "torch.distributed.tensor._redistribute")  # loggers: kernels to do without, sums in two steps
 OWNED_KEYS = {  # of model.config, that the trainer sets
     "dtype": "set model.dtype",
     "torch_dtype": "set model.dtype",
@@ -240,11 +241,12 @@ def is_bytes(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def quiet() -> Generator[None, None, None]:
-    """Silence the warnings and progress bars of transformers and bitsandbytes, so that an error is one line."""
+    """Silence warnings and progress bars of transformers, bitsandbytes and DTensor, so that an error is one line."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    loud = getLogger("bitsandbytes")  # as it is imported: of kernels that it does without
-    level = loud.level
-    loud.setLevel(CRITICAL)
+    loud = [getLogger(name) for name in LOUD]
+    levels = [each.level for each in loud]
+    for each in loud:
+        each.setLevel(CRITICAL)
     logging.set_verbosity(CRITICAL)
     logging.disable_progress_bar()
     try:
@@ -252,6 +254,7 @@ def quiet() -> Generator[None, None, None]:
             yield
     finally:
         logging.set_verbosity(verbosity)
-        loud.setLevel(level)
+        for each, level in zip(loud, levels, strict=True):
+            each.setLevel(level)
         if bars:
             logging.enable_progress_bar()

@@ -24,6 +24,9 @@ from megabatch.train.plan.grid import Choice
 MIN_KEPT = 12  # numbers per token and hidden feature that a layer keeps for the backward; measured layers keep 22
 RECOMPUTE_FLOPS, PLAIN_FLOPS = 6, 4  # per token and parameter, with and without a second forward
 GRADIENT_FLOPS = 2  # per token and trained parameter
+CUT_BYTES, RECOMPUTED_CUT_BYTES = 8, 3  # times the stream that a layer under tp sends in rings, and a second forward
+CUT_CALLS, WHOLE_CALLS = 12, 4  # collectives of a layer under tp, with the stream cut or whole
+COPIES = 4  # times that what FSDP2 gathers is read or written in memory: the buffer, and the weights out of it
 MIN_CHUNK = 2**22  # logits that `losses.next_token` computes at once, at least
 
 
@@ -51,6 +54,9 @@ class ModelSizes:
     wrapped: str  # "plain", "ddp", "replicate", "fsdp2" or "hsdp"
     num_shards: int  # ranks that share one copy of the parameters
     num_copies: int
+    num_cut: int = 1  # ranks that cut each matrix among them
+    cuts_stream: bool = False  # over these ranks, between matrices
+    cuts_logits: bool = False
 
     @property
     def num_gathered(self) -> int:
@@ -85,17 +91,18 @@ class Estimate:
     peak_bytes: int
     sent_bytes: int
     compute_seconds: float
-    traffic_seconds: float
+    traffic_seconds: float  # that overlaps with computation
+    awaited_seconds: float = 0.0  # of collectives that a layer waits for
 
     @property
     def seconds(self) -> float:
-        """Seconds of an update whose traffic overlaps with computation."""
-        return max(self.compute_seconds, self.traffic_seconds)
+        """Seconds of an update."""
+        return max(self.compute_seconds, self.traffic_seconds) + self.awaited_seconds
 
     @property
     def bound(self) -> str:
         """The limit of the speed."""
-        return "traffic" if self.traffic_seconds > self.compute_seconds else "compute"
+        return "traffic" if self.traffic_seconds + self.awaited_seconds > self.compute_seconds else "compute"
 
 
 def measure_sizes(model: nn.Module, config: Config, layout: Layout, wrapped: str, world: int) -> ModelSizes:
@@ -133,6 +140,9 @@ def measure_sizes(model: nn.Module, config: Config, layout: Layout, wrapped: str
         wrapped=wrapped,
         num_shards=num_shards,
         num_copies=num_copies,
+        num_cut=tp,
+        cuts_stream=config.parallel.sequence_parallel,
+        cuts_logits=config.parallel.loss_parallel,
     )
 
 
@@ -173,12 +183,35 @@ def estimate_cost(choice: Choice, sizes: ModelSizes, length_tokens: int, device:
         RECOMPUTE_FLOPS if choice.recompute else PLAIN_FLOPS
     ) * sizes.num_parameters + GRADIENT_FLOPS * sizes.num_trained
     flops = per_token * tokens * choice.num_microbatches
-    ranks = list(range(sizes.num_shards * sizes.num_copies))
+    ranks = list(range(0, sizes.num_shards * sizes.num_copies * sizes.num_cut, sizes.num_cut))
     traffic_seconds = sent_bytes / device.sending_bytes_per_second(ranks)
     if sizes.is_sharded:
         traffic_seconds += _num_collectives(choice, sizes) * device.latency_seconds(ranks[: sizes.num_shards], 1)
-    compute_seconds = flops / device.flops_per_second(sizes.dtype)
-    return Estimate(int(_peak_bytes(choice, sizes, tokens)), sent_bytes, compute_seconds, traffic_seconds)
+    copied_bytes = COPIES * _num_gathered(choice, sizes) * sizes.compute_bytes if sizes.is_sharded else 0
+    compute_seconds = flops / device.flops_per_second(sizes.dtype) + copied_bytes / device.memory_bytes_per_second
+    awaited_bytes, awaited_seconds = _layer_traffic(choice, sizes, tokens, device)
+    return Estimate(
+        int(_peak_bytes(choice, sizes, tokens)), sent_bytes + awaited_bytes, compute_seconds, traffic_seconds,
+        awaited_seconds,
+    )  # fmt: skip
+
+
+def _layer_traffic(choice: Choice, sizes: ModelSizes, tokens: int, device: Device) -> tuple[int, float]:
+    """Return the bytes and seconds of the collectives of tensor parallelism in an update.
+
+    A layer sums or gathers the stream [tokens, hidden] twice in each direction. Whole logits are gathered twice, and
+    so is their gradient.
+    """
+    ranks = list(range(sizes.num_cut))
+    if len(ranks) == 1:
+        return 0, 0.0
+    stream_bytes = tokens * sizes.num_hidden * sizes.compute_bytes
+    logit_bytes = 0 if sizes.cuts_logits else 4 * tokens * sizes.num_vocabulary * sizes.compute_bytes
+    per_layer = CUT_BYTES + (RECOMPUTED_CUT_BYTES if choice.recompute else 0)
+    part = (len(ranks) - 1) / len(ranks) * choice.num_microbatches
+    sent_bytes = int(part * (sizes.num_layers * per_layer * stream_bytes + logit_bytes))
+    calls = sizes.num_layers * (CUT_CALLS if sizes.cuts_stream else WHOLE_CALLS) * choice.num_microbatches
+    return sent_bytes, sent_bytes / device.sending_bytes_per_second(ranks) + calls * device.latency_seconds(ranks, 1)
 
 
 def _num_collectives(choice: Choice, sizes: ModelSizes) -> int:
@@ -211,22 +244,30 @@ def _peak_bytes(choice: Choice, sizes: ModelSizes, tokens: int) -> float:
 
 def _activation_bytes(choice: Choice, sizes: ModelSizes, tokens: int) -> float:
     """Return the bytes that layers keep for the backward, and those of a chunk's logits and gradient in float32."""
-    features = tokens * sizes.num_hidden * sizes.compute_bytes
+    features = tokens * sizes.num_hidden * sizes.compute_bytes / (sizes.num_cut if sizes.cuts_stream else 1)
     least = MIN_KEPT if sizes.num_trained == sizes.num_parameters else MIN_KEPT // 2  # frozen matrices keep nothing
-    each = features if choice.recompute else least * features
-    return sizes.num_kept * each + 2 * 4 * min(tokens, sizes.num_logit_tokens) * sizes.num_vocabulary
+    cut = 1 if sizes.cuts_stream else sizes.num_cut  # what matrices keep is cut in any case
+    each = features if choice.recompute else least / cut * features
+    logits = 2 * 4 * min(tokens, sizes.num_logit_tokens) * sizes.num_vocabulary
+    return sizes.num_kept * each + logits / (sizes.num_cut if sizes.cuts_logits else 1)
+
+
+def _num_gathered(choice: Choice, sizes: ModelSizes) -> int:
+    """Return the parameters that FSDP2 gathers in an update; the root is gathered once a microbatch."""
+    times = 1 if choice.sync == "gather_once" else choice.num_microbatches
+    return times * (sizes.num_parameters + (sizes.num_parameters - sizes.num_root if choice.reshard else 0))
 
 
 def _sent_bytes(choice: Choice, sizes: ModelSizes) -> int:
-    """Return the bytes that a rank sends in rings, tensor parallelism excluded."""
-    n, P, T = choice.num_microbatches, sizes.num_parameters, sizes.num_trained
+    """Return the bytes that a rank sends in rings for parameters and gradients."""
+    n, T = choice.num_microbatches, sizes.num_trained
     inside, across = ((ranks - 1) / ranks for ranks in (sizes.num_shards, sizes.num_copies))
     reductions = 1 if choice.sync == "last" else n
     if not sizes.is_sharded:
         return int(2 * across * T * sizes.reduce_bytes * reductions)
     twice = choice.reshard  # but for the root, which stays gathered until its backward
     times = 1 if choice.sync == "gather_once" else n
-    gathers = times * (P + (P - sizes.num_root if twice else 0))
+    gathers = _num_gathered(choice, sizes)
     wider = times * (T + (T - sizes.num_trained_root if twice else 0)) * sizes.wider_bytes
     within = inside * (gathers * sizes.compute_bytes + wider + T * reductions * sizes.reduce_bytes)
     return int(within + 2 * across * T / sizes.num_shards * sizes.reduce_bytes * (n if choice.sync == "every" else 1))

@@ -15,6 +15,7 @@ SYNCS = {  # wrapping → policies, without those that send more and save nothin
     "fsdp2": ("every", "last", "gather_once"),
     "hsdp": ("replica_last", "last", "gather_once"),
 }
+WRAPPERS_OWN = ("every", "replica_last")  # policies that keep the least
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,19 @@ class Choice:
 
         Gradients that ``other`` keeps between microbatches are not counted.
         """
+        keeps_more = other.sync in WRAPPERS_OWN and (self.sync == "last" or other.reshard)
         return (
             self.micro_batch_size >= other.micro_batch_size
-            and (self.sync == other.sync or self.num_microbatches == 1)
+            and (self.sync == other.sync or keeps_more)
+            and self.reshard <= other.reshard
+            and (self.recompute == other.recompute or not self.recompute)
+        )
+
+    def takes_no_longer_than(self, other: "Choice") -> bool:
+        """Return True if this computes and gathers at most what ``other`` does, in at most as many microbatches."""
+        return (
+            self.micro_batch_size >= other.micro_batch_size
+            and self.sync == other.sync
             and self.reshard <= other.reshard
             and (self.recompute == other.recompute or not self.recompute)
         )
@@ -58,7 +69,7 @@ class Grid:
     fused: bool
 
     def choices(self) -> list[Choice]:
-        """Return every choice, after the one that may make its simulation unnecessary."""
+        """Return every choice."""
         found: list[Choice] = []
         for size, sync, reshard, recompute in product(
             self.micro_batch_sizes, self.syncs, self.reshards, self.recomputes

@@ -21,6 +21,7 @@ class PlanRequest:
     device: Device  # of each process
     memory_bytes: int  # of the device
     length_tokens: int | None = None  # of the longest sample; None: read from the recipe or its data
+    layouts: bool = False  # compare the ways to divide the processes, whatever the recipe has
     as_json: bool = False
     chart: Path | None = None
     overrides: tuple[str, ...] = ()  # of the recipe
@@ -52,6 +53,7 @@ def read_request(arguments: Sequence[str]) -> PlanRequest:
         device=device,
         memory_bytes=read_bytes("--memory", values["memory"]) if "memory" in values else device.memory_bytes,
         length_tokens=_read_count("length", values["length"], least=2) if "length" in values else None,
+        layouts="layouts" in values,
         as_json="json" in values,
         chart=_read_chart(values["chart"]) if "chart" in values else None,
         overrides=tuple(overrides),

@@ -1,10 +1,17 @@
-"""Search: what each choice needs and costs. Estimates skip what cannot win; simulations decide the rest."""
+"""Search: what each choice needs and costs. Simulations decide between the choices that estimates leave open.
+
+Estimates are calibrated by the simulations so far. The next simulation is that of the fastest choice that may fit,
+until no other choice can be faster, or memory rules it out. Simulating every choice found the same best one in 159 of
+160 searches (16 recipes with 10 memory limits each), and one that is 0.6 % faster in the other.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megabatch.errors import MegabatchError
 from megabatch.simulate import Moment, Simulated
+from megabatch.train.config import ParallelConfig
 from megabatch.train.config.byte_sizes import gib_text
 from megabatch.train.model.architecture import quiet
 from megabatch.train.plan.estimate import Estimate, estimate_cost
@@ -15,7 +22,23 @@ YES, TIGHT, NO = "yes", "tight", "no"
 FITS = (YES, TIGHT, NO)
 SIMULATION, CLOSED_FORM = "simulation", "closed form"
 CERTAIN = 0.93  # of an estimated peak: the estimate errs by less
+GROWN = 0.85  # of the activations of a larger microbatch, by those of a smaller one
+NEAR, FAR = 0.9, 0.8  # of a calibrated time, by a choice with the same recomputation or by another: it errs by less
+NEEDED = 0.9  # of calibrated memory
+MAX_SIMULATIONS = 12  # once something fits
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds of a simulated update, to calibrate estimates by."""
+
+    compute: float
+    host: float  # to launch operations
+    traffic: float  # that overlaps with computation
+    awaited: float
+    compute_of_step: float
+    host_of_step: float
 
 
 @dataclass(frozen=True)
@@ -35,6 +58,9 @@ class PlanRow:
     at_peak: dict[str, int] = field(default_factory=dict[str, int])  # by category; empty if by closed form
     where: str = ""  # phase of the peak
     history: tuple[Moment, ...] = field(default=(), repr=False)  # of memory
+    is_least: bool = False  # the memory is a lower bound
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)  # of the recipe, or of one of its layouts
+    work: Work | None = None
 
     @property
     def cost(self) -> tuple[Any, ...]:
@@ -61,19 +87,25 @@ class PlanRow:
             "seconds": self.seconds,
             "bound": self.bound,
             "by": self.by,
+            "is_lower_bound": self.is_least,
             "microbatch_tokens": self.microbatch_tokens,
+            "parallel": self.parallel.model_dump(exclude={"reshard_after_forward"}),
         }
 
 
-def search_choices(simulator: Simulator, limit_bytes: int, advance: Callable[[int], None]) -> list[PlanRow]:
-    """Return a row for every choice, the best first. Raises `MegabatchError` for what cannot be simulated."""
-    found, choices = _Search(simulator, limit_bytes), simulator.grid.choices()
-    while len(found.rows) < len(choices):
-        before = len(found.rows)
-        if (wanted := found.judge(choices)) is not None:
-            found.rows[wanted] = run_simulation(simulator, limit_bytes, wanted)
-        advance(len(found.rows) - before)
-    return sort_rows(list(found.rows.values()))
+def search_choices(
+    simulators: Sequence[Simulator], limit_bytes: int, advance: Callable[[int], None], most: int = MAX_SIMULATIONS
+) -> list[PlanRow]:
+    """Return a row for every choice of every layout, the best first.
+
+    Raises `MegabatchError` for what cannot be simulated.
+    """
+    search = _Search(simulators, limit_bytes, most)
+    while (wanted := search.next_candidate()) is not None:
+        search.simulate(wanted)
+        advance(1)
+    advance(len(search.candidates) - len(search.rows))
+    return sort_rows(search.all_rows())
 
 
 def sort_rows(rows: Sequence[PlanRow]) -> list[PlanRow]:
@@ -84,7 +116,8 @@ def sort_rows(rows: Sequence[PlanRow]) -> list[PlanRow]:
     rows = sorted(rows, key=lambda row: row.cost)
     fastest = rows[0]
     fit_as_well = [row for row in rows if (row.fits, row.by) == (fastest.fits, fastest.by)]
-    alike = [row for row in fit_as_well if row.choice.differs_in_sync(fastest.choice)]
+    alike = [row for row in fit_as_well if row.parallel == fastest.parallel]
+    alike = [row for row in alike if row.choice.differs_in_sync(fastest.choice)]
     best = min(alike, key=lambda row: row.sent_bytes)
     return [best, *(row for row in rows if row is not best)] if fastest.fits != NO else rows
 
@@ -93,17 +126,24 @@ def run_simulation(simulator: Simulator, limit_bytes: int, choice: Choice) -> Pl
     """Simulate a choice and return its row."""
     with quiet():
         found = simulator.simulate(choice)
-    return simulated_row(choice, found, limit_bytes, choice.micro_batch_size * simulator.sample.length_tokens)
-
-
-def simulated_row(choice: Choice, found: Simulated, limit_bytes: int, tokens: int) -> PlanRow:
-    """Return the row of a simulation; ``tokens`` are those of its microbatch."""
     needed_bytes = reserved_bytes(found)
     fits, why = judge_memory(found, limit_bytes, needed_bytes)
     return PlanRow(
-        choice, fits, why, found.peak_bytes, needed_bytes, found.sent_bytes, found.seconds, found.bound,
-        SIMULATION, tokens, found.at_peak, found.where, found.history,
+        choice, fits, why, found.peak_bytes, needed_bytes, found.sent_bytes, found.seconds, found.bound, SIMULATION,
+        choice.micro_batch_size * simulator.sample.length_tokens, found.at_peak, found.where, found.history,
+        parallel=simulator.config.parallel, work=_work_of(found),
     )  # fmt: skip
+
+
+def _work_of(found: Simulated) -> Work:
+    phases = [(found.times[name], phase) for name, phase in found.phases.items()]
+    awaited, host = (
+        sum(times * getattr(phase, name) for times, phase in phases) for name in ("awaited_seconds", "host_seconds")
+    )
+    step = found.phases["step"]
+    return Work(
+        found.compute_seconds, host, found.traffic_seconds - awaited, awaited, step.compute_seconds, step.host_seconds
+    )
 
 
 def judge_memory(found: Simulated, limit_bytes: int, needed_bytes: int) -> tuple[str, str]:
@@ -131,68 +171,160 @@ def _has_allocator(found: Simulated) -> bool:
     return found.device.name != "cpu"  # torch caches a GPU's memory only
 
 
+@dataclass(frozen=True, eq=False)
+class _Candidate:
+    """A choice in a layout; two are never equal."""
+
+    simulator: Simulator
+    choice: Choice
+    estimate: Estimate
+
+
 class _Search:
-    """The rows so far. One row may make the simulation of another choice unnecessary."""
+    """Candidates and the rows of those that have been simulated."""
 
-    def __init__(self, simulator: Simulator, limit_bytes: int) -> None:
-        self._simulator, self._limit_bytes = simulator, limit_bytes
-        self.rows: dict[Choice, PlanRow] = {}
+    def __init__(self, simulators: Sequence[Simulator], limit_bytes: int, most: int) -> None:
+        self._limit_bytes, self._most, self._has_layouts = limit_bytes, most, len(simulators) > 1
+        self.rows: dict[_Candidate, PlanRow] = {}
+        self.candidates = [
+            _Candidate(each, choice, estimate_cost(choice, each.sizes, each.sample.length_tokens, each.device))
+            for each in simulators
+            for choice in each.grid.choices()
+        ]
 
-    def judge(self, choices: Sequence[Choice]) -> Choice | None:
-        """Make the rows that need no simulation; return the choice to simulate next, if there is one."""
-        wanted: Choice | None = None
-        for choice in (choice for choice in choices if choice not in self.rows):
-            kept = replace(choice, recompute=False)  # which takes less time
-            waits = kept != choice and kept in choices and kept not in self.rows
-            estimate = self._estimate(choice)
-            row = self._too_large(choice, estimate) or self._derived(choice, estimate, self.rows.get(kept))
-            if row is not None:
-                self.rows[choice] = row
-            elif wanted is None and not waits:
-                wanted = choice
-        return wanted
+    def simulate(self, candidate: _Candidate) -> None:
+        """Simulate a candidate. A layout that cannot be simulated leaves the search, unless it is the last."""
+        try:
+            self.rows[candidate] = run_simulation(candidate.simulator, self._limit_bytes, candidate.choice)
+        except MegabatchError:
+            others = [each for each in self.candidates if each.simulator is not candidate.simulator]
+            if not others:
+                raise
+            self.candidates = others
+            self.rows = {each: row for each, row in self.rows.items() if each.simulator is not candidate.simulator}
 
-    def _estimate(self, choice: Choice) -> Estimate:
-        simulator = self._simulator
-        return estimate_cost(choice, simulator.sizes, simulator.sample.length_tokens, simulator.device)
-
-    def _too_large(self, choice: Choice, estimate: Estimate) -> PlanRow | None:
-        """Return the row of a choice whose estimate, or whose simulation with less, exceeds the limit."""
-        fixed = self._simulator.sizes.head_bytes
-        bounds = [min_peak_bytes(choice, row, fixed) for row in self.rows.values()]
-        least = max([estimate.peak_bytes * CERTAIN, *bounds])
-        if least <= self._limit_bytes:
+    def next_candidate(self) -> _Candidate | None:
+        """Return the candidate that may be the fastest of those that seem to fit; None if the best is known."""
+        best = self._best()
+        if len(self.rows) >= self._most and (best is not None or self._has_layouts):
             return None
-        why = f"at least {gib_text(least)} alive at once, {gib_text(self._limit_bytes)} there"
-        peak, tokens = (
-            max(int(least), estimate.peak_bytes),
-            choice.micro_batch_size * self._simulator.sample.length_tokens,
-        )
-        return PlanRow(
-            choice, NO, why, peak, peak, estimate.sent_bytes, estimate.seconds, estimate.bound, CLOSED_FORM, tokens
-        )
+        is_open = [
+            each for each in self.candidates if each not in self.rows and self._least_bytes(each) <= self._limit_bytes
+        ]
+        if not self.rows:  # a small microbatch with its activations says most of the others
+            return min(is_open, key=_smallest_first, default=None)
+        if best is not None:
+            is_open = [each for each in is_open if self._may_win(each, best)]
+        return min(is_open, key=self._most_promising, default=None)
 
-    def _derived(self, choice: Choice, estimate: Estimate, kept: PlanRow | None) -> PlanRow | None:
-        """Return the row of a choice that recomputes activations where they fit if they are kept.
+    def all_rows(self) -> list[PlanRow]:
+        """Return a row for every candidate."""
+        return [self.rows.get(each) or self._estimated_row(each) for each in self.candidates]
 
-        It cannot be the best. Differences to the row with ``kept`` activations are those of the estimates.
-        """
-        if kept is None or kept.choice == choice or kept.fits != YES:
-            return None
-        limit_bytes, kept_estimate = self._limit_bytes, self._estimate(kept.choice)
-        reserved = kept.reserved_bytes + estimate.peak_bytes - kept.peak_bytes
+    def _best(self) -> _Candidate | None:
+        """Return the fastest candidate that fits."""
+        fitting = [each for each, row in self.rows.items() if row.fits == YES]
+        return min(fitting, key=lambda each: self.rows[each].seconds, default=None)
+
+    def _least_bytes(self, candidate: _Candidate) -> int:
+        """Return a lower bound of the memory, by the estimate and by simulations that need no more."""
+        sizes = candidate.simulator.sizes
+        rows = [row for each, row in self.rows.items() if each.simulator is candidate.simulator]
+        bounds = [min_peak_bytes(candidate.choice, row, sizes.head_bytes) for row in rows]
+        return max(int(candidate.estimate.peak_bytes * CERTAIN), *bounds, 0)
+
+    def _may_win(self, candidate: _Candidate, best: _Candidate) -> bool:
+        """Return True if a candidate may be faster than the best, or send less at the same speed, and may fit."""
+        near = self._nearest(candidate)
+        is_alike = near.choice.recompute == candidate.choice.recompute and near.simulator is candidate.simulator
+        is_alike = is_alike and candidate.choice.needs_as_much_as(near.choice)
+        if is_alike and NEEDED * self._needed_bytes(candidate, near) > self._limit_bytes:
+            return False
+        if candidate.simulator is best.simulator and candidate.choice.differs_in_sync(best.choice):
+            return candidate.estimate.sent_bytes < best.estimate.sent_bytes or self._is_faster(candidate, near, best)
+        return self._is_faster(candidate, near, best)
+
+    def _is_faster(self, candidate: _Candidate, near: _Candidate, best: _Candidate) -> bool:
+        fitting = [each for each, row in self.rows.items() if row.fits == YES and each.simulator is candidate.simulator]
+        if any(each.choice.takes_no_longer_than(candidate.choice) for each in fitting):
+            return False
+        return self._least_seconds(candidate, near) < self.rows[best].seconds
+
+    def _most_promising(self, candidate: _Candidate) -> tuple[bool, float]:
+        near = self._nearest(candidate)
+        needed_bytes = self._needed_bytes(candidate, near)
+        seems_large = needed_bytes > self._limit_bytes
+        return seems_large, needed_bytes if seems_large else self._least_seconds(candidate, near)
+
+    def _nearest(self, candidate: _Candidate) -> _Candidate:
+        """Return the simulated candidate to calibrate by."""
+        choice = candidate.choice
+
+        def distance(each: _Candidate) -> tuple[Any, ...]:
+            steps = abs(each.choice.micro_batch_size.bit_length() - choice.micro_batch_size.bit_length())
+            return (
+                each.simulator is not candidate.simulator, each.choice.recompute != choice.recompute, steps,
+                each.choice.sync != choice.sync, each.choice.reshard != choice.reshard,
+            )  # fmt: skip
+
+        return min(self.rows, key=distance)
+
+    def _least_seconds(self, candidate: _Candidate, near: _Candidate) -> float:
+        is_alike = near.choice.recompute == candidate.choice.recompute and near.simulator is candidate.simulator
+        return self._seconds(candidate, near) * (NEAR if is_alike else FAR)
+
+    def _seconds(self, candidate: _Candidate, near: _Candidate) -> float:
+        """Return the estimated seconds, calibrated by a simulation."""
+        work, mine, other = self.rows[near].work, candidate.estimate, near.estimate
+        assert work is not None  # of a simulation
+        compute = (work.compute - work.compute_of_step) * mine.compute_seconds / other.compute_seconds
+        microbatches = candidate.choice.num_microbatches / near.choice.num_microbatches
+        forwards = (3 + bool(candidate.choice.recompute)) / (3 + bool(near.choice.recompute))  # a backward is two
+        host = (work.host - work.host_of_step) * microbatches * forwards
+        is_alike = near.simulator is candidate.simulator
+        traffic = mine.traffic_seconds * (_ratio(work.traffic, other.traffic_seconds) if is_alike else 1)
+        awaited = mine.awaited_seconds * (_ratio(work.awaited, other.awaited_seconds) if is_alike else 1)
+        return max(compute + work.compute_of_step, host + work.host_of_step, traffic) + awaited
+
+    def _needed_bytes(self, candidate: _Candidate, near: _Candidate) -> int:
+        """Return the estimated memory, calibrated by a simulation."""
+        row, choice, simulator = self.rows[near], candidate.choice, candidate.simulator
+        if near.simulator is not simulator:
+            return int(candidate.estimate.peak_bytes * row.reserved_bytes / near.estimate.peak_bytes)
+        if (choice.recompute or near.choice.recompute) and choice.micro_batch_size >= near.choice.micro_batch_size:
+            return row.reserved_bytes + candidate.estimate.peak_bytes - near.estimate.peak_bytes
+        alike = replace(choice, micro_batch_size=near.choice.micro_batch_size)  # grows as the simulated activations do
+        estimate = estimate_cost(alike, simulator.sizes, simulator.sample.length_tokens, simulator.device)
+        more = choice.micro_batch_size / near.choice.micro_batch_size - 1
+        grown = more * max(0, row.at_peak.get("activations", 0) - simulator.sizes.head_bytes)
+        return int(row.reserved_bytes + estimate.peak_bytes - near.estimate.peak_bytes + grown)
+
+    def _estimated_row(self, candidate: _Candidate) -> PlanRow:
+        """Return the row of a candidate without a simulation."""
+        estimate, limit = candidate.estimate, gib_text(self._limit_bytes)
+        near = self._nearest(candidate) if self.rows else None
+        peak = needed = least = self._least_bytes(candidate)
+        fits, why = NO, f"at least {gib_text(least)} alive at once, {limit} there"
+        if near is not None and least <= self._limit_bytes:
+            needed = max(least, self._needed_bytes(candidate, near))
+            peak = int(needed * self.rows[near].peak_bytes / self.rows[near].reserved_bytes)
+            fits = YES if needed <= self._limit_bytes else TIGHT if peak <= self._limit_bytes else NO
+            why = f"about {gib_text(needed)} reserved of {limit}"
         return PlanRow(
-            choice,
-            fits=YES if reserved <= limit_bytes else TIGHT if estimate.peak_bytes <= limit_bytes else NO,
-            why=f"about {gib_text(reserved)} reserved of {gib_text(limit_bytes)}",
-            peak_bytes=estimate.peak_bytes,
-            reserved_bytes=reserved,
-            sent_bytes=kept.sent_bytes + estimate.sent_bytes - kept_estimate.sent_bytes,
-            seconds=kept.seconds * estimate.seconds / kept_estimate.seconds,
-            bound=estimate.bound,
-            by=CLOSED_FORM,
-            microbatch_tokens=kept.microbatch_tokens,
-        )
+            candidate.choice, fits, why, peak, needed, estimate.sent_bytes,
+            estimate.seconds if near is None else self._seconds(candidate, near), estimate.bound, CLOSED_FORM,
+            candidate.choice.micro_batch_size * candidate.simulator.sample.length_tokens,
+            is_least=least > self._limit_bytes, parallel=candidate.simulator.config.parallel,
+        )  # fmt: skip
+
+
+def _smallest_first(candidate: _Candidate) -> tuple[Any, ...]:
+    choice, sizes = candidate.choice, candidate.simulator.sizes
+    return sizes.num_cut, choice.micro_batch_size, bool(choice.recompute), candidate.estimate.peak_bytes
+
+
+def _ratio(simulated: float, estimated: float) -> float:
+    return simulated / estimated if estimated else 1.0
 
 
 def min_peak_bytes(choice: Choice, row: PlanRow, fixed_bytes: int = 0) -> int:
@@ -203,8 +335,11 @@ def min_peak_bytes(choice: Choice, row: PlanRow, fixed_bytes: int = 0) -> int:
     """
     if row.by != SIMULATION or not choice.needs_as_much_as(row.choice):
         return 0
-    gradients = row.at_peak.get("gradients", 0) + row.at_peak.get("unsharded gradients", 0)
-    kept = gradients if choice.num_microbatches == 1 < row.choice.num_microbatches else 0  # between microbatches
+    is_other_sync = choice.sync != row.choice.sync  # whose gradients are reduced at other times
+    is_between = choice.num_microbatches == 1 < row.choice.num_microbatches  # microbatches: gradients are kept
+    names = ("gradients", "unsharded gradients") if is_other_sync or is_between else ()
+    kept = sum(row.at_peak.get(name, 0) for name in (*names, *["communication"] * is_other_sync))
     more = choice.micro_batch_size / row.choice.micro_batch_size - 1
-    grows = CERTAIN * max(0, row.at_peak.get("activations", 0) - fixed_bytes)
-    return int(row.peak_bytes - kept + more * grows)
+    # With recomputation most activations are of the head and of one layer, and their peak moves.
+    kept_bytes = 0 if row.choice.recompute else max(0, row.at_peak.get("activations", 0) - fixed_bytes)
+    return int(row.peak_bytes - kept + more * GROWN * kept_bytes)

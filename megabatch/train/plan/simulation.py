@@ -45,12 +45,14 @@ MIN_BLOCKS = 3  # of a shallow model: the first and the last layer are gathered 
 MIN_SPARED = 1.25  # layers for each one that is simulated
 
 
-def build_simulator(config: Config, request: PlanRequest, console: Console) -> "Simulator":
+def build_simulator(
+    config: Config, request: PlanRequest, console: Console, sample: "LongestSample | None" = None
+) -> "Simulator":
     """Prepare a recipe for simulation. Raises `MegabatchError` for keys that exclude each other or the plan."""
     layout = layout_of(config.parallel, request.world)
     check_planned(config, request.world)
-    sample = find_longest_sample(config, request.length_tokens, console)
-    model = _bare_model(config, sample.length_tokens)
+    sample = sample or find_longest_sample(config, request.length_tokens, console)
+    model = bare_model(config, sample.length_tokens)
     wrapper = choose_wrapper(config.parallel.wrapper, request.world, model, layout)
     choose_trained(model, config.model)
     axes = _mesh_axes(layout, wrapper, request.world)
@@ -83,7 +85,7 @@ def check_planned(config: Config, world: int) -> None:
             )
 
 
-def _bare_model(config: Config, longest_tokens: int | None = None) -> nn.Module:
+def bare_model(config: Config, longest_tokens: int | None = None) -> nn.Module:
     """Build the recipe's model without memory; a model of the user's function is built as the function does it."""
     if config.model.function is not None:
         model = own_source(config.model, config.run.seed).model
@@ -155,7 +157,7 @@ class Simulator:
 
     def _build_model(self, config: Config, num_layers: int | None, mesh: DeviceMesh | None) -> nn.Module:
         """Build and wrap the model as the trainer does, without memory."""
-        model = _bare_model(config)
+        model = bare_model(config)
         if num_layers is not None:
             del cast(nn.ModuleList, model.get_submodule(_stack_of(model)))[num_layers:]
         prepare(model, config.model)

@@ -18,6 +18,7 @@ from megabatch.train.config.batch_size import sizes_of
 from megabatch.train.config.byte_sizes import GB, GIB, gb_text, gib_text
 from megabatch.train.config.recipe import load_config
 from megabatch.train.model.architecture import quiet
+from megabatch.train.plan.layouts import build_layouts, layout_text
 from megabatch.train.plan.request import PlanRequest, read_request
 from megabatch.train.plan.search import NO, SIMULATION, TIGHT, YES, PlanRow, search_choices
 from megabatch.train.plan.simulation import Simulator, build_simulator
@@ -26,6 +27,7 @@ from megabatch.train.runtime.console import Console
 Keys = dict[str, dict[str, Any]]  # section → key → value
 WIDTH = 160  # without a terminal
 MAX_ROWS = 16  # that fit; --json has all
+MAX_LAYOUT_ROWS = 10
 MAX_TOO_LARGE = 6  # rows that do not fit, the nearest ones
 STYLES = {YES: "green", TIGHT: "yellow", NO: "red"}
 GROUPS = {  # column → categories
@@ -34,7 +36,7 @@ GROUPS = {  # column → categories
     "gathered": ("unsharded parameters", "communication"),
     "activations": ("activations", "temporaries"),
 }
-LEFT = ("fits", "sync", "bound by")
+LEFT = ("layout", "fits", "sync", "bound by")
 RENDEZVOUS = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500", "--rdzv-id", "megabatch")  # HOST: one of them
 
 
@@ -44,50 +46,61 @@ def plan_recipe(recipe: Path, arguments: Sequence[str]) -> list[PlanRow]:
     config = load_config(recipe, list(request.overrides))
     console = Console(enabled=not request.as_json, loss_digits=4)
     with quiet():
-        simulator = build_simulator(config, request, console)
-        with console.progress("planning", len(simulator.grid.choices()), "choices") as advance:
-            rows = search_choices(simulator, request.limit_bytes, advance)
+        layouts, left_out = build_layouts(config, request, console) if request.layouts else ([], [])
+        simulators = layouts or [build_simulator(config, request, console)]
+        num_choices = sum(len(each.grid.choices()) for each in simulators)
+        with console.progress("planning", num_choices, "choices") as advance:
+            rows = search_choices(simulators, request.limit_bytes, advance)
     if request.as_json:
         print(json.dumps([row.as_json() for row in rows], indent=2))
     else:
         rich = RichConsole(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH)
-        rich.print(_heading(simulator, request), markup=False)
-        rich.print(_table(rows), soft_wrap=False)
-        rich.print(_conclusion(rows, config, request, recipe), markup=False)
+        rich.print(_heading(simulators, request), markup=False)
+        rich.print(_table(rows, has_layouts=request.layouts), soft_wrap=False)
+        rich.print("\n".join([*left_out, _conclusion(rows, config, request, recipe)]), markup=False)
     if request.chart is not None:
-        _draw(request.chart, rows[0], request.limit_bytes, recipe)
+        _draw(request, rows[0], recipe)
     return rows
 
 
-def _heading(simulator: Simulator, request: PlanRequest) -> str:
+def _heading(simulators: Sequence[Simulator], request: PlanRequest) -> str:
+    simulator, *others = simulators
     config, device, axes = simulator.config, request.device, simulator.axes or {}
     mesh = " x ".join(f"{axis} {degree}" for axis, degree in axes.items())
     ranks = f"{request.world} ranks ({mesh})" if request.world > 1 else "1 rank"
+    how = f"{len(simulators)} layouts of {request.world} ranks" if others else f"{simulator.wrapper.name} on {ranks}"
     num_parameters = simulator.sizes.num_parameters * axes.get("tp", 1)
     sizes, samples_per_rank = sizes_of(config.update), simulator.grid.samples_per_rank
     largest = ", the largest of update.global_batch_size" if len(sizes.sizes) > 1 else ""
+    per_rank = "" if others else f", {samples_per_rank} a rank"
     text = (
-        f"{num_parameters:,} parameters in {config.model.dtype}, {simulator.wrapper.name} on {ranks}; {device.name} "
+        f"{num_parameters:,} parameters in {config.model.dtype}, {how}; {device.name} "
         f"with {gib_text(request.memory_bytes)}, {gib_text(request.limit_bytes)} of it for tensors\n"
-        f"an update of {sizes.largest} samples{largest}, {samples_per_rank} a rank, all as long "
+        f"an update of {sizes.largest} samples{largest}{per_rank}, all as long "
         f"as the longest: {simulator.sample.length_tokens:,} tokens ({simulator.sample.source})\n"
     )
     stated = config.update.micro_batch_size
-    if stated is not None and stated > samples_per_rank:
+    if stated is not None and stated > samples_per_rank and not others:
         text += f"update.micro_batch_size {stated} is lowered: a rank has no more samples of an update\n"
     return text
 
 
-def _table(rows: Sequence[PlanRow]) -> Table:
+def _table(rows: Sequence[PlanRow], *, has_layouts: bool) -> Table:
     memory, memory_unit = (GIB, "GiB") if rows[0].peak_bytes >= GIB else (2**20, "MiB")
     wire, wire_unit = (GB, "GB") if max(row.sent_bytes for row in rows) >= GB else (10**6, "MB")
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    in_memory = [f"{name}\n{memory_unit}" for name in (*GROUPS, "peak", "reserved")]
-    names = ["fits", "samples\nat once", "micro-\nbatches", "sync", "recom-\npute", "optimizer", *in_memory]
+    parts = () if has_layouts else tuple(GROUPS)
+    in_memory = ["optimizer"] * (not has_layouts)
+    in_memory += [f"{name}\n{memory_unit}" for name in (*parts, "peak", "reserved")]
+    layout = ["layout"] * has_layouts
+    names = [*layout, "fits", "samples\nat once", "micro-\nbatches", "sync", "recom-\npute", *in_memory]
     for name in (*names, f"sent\n{wire_unit}", "time\ns", "bound by"):
         table.add_column(name, justify="left" if name in LEFT else "right", no_wrap=True)
-    for row in _shown(rows):
-        table.add_row(*_cells(row, memory, wire), style=STYLES[row.fits] if sys.stdout.isatty() else None)
+    for row in _best_of_layouts(rows) if has_layouts else _shown(rows):
+        cells = _cells(row, memory, wire)
+        if has_layouts:
+            cells = [layout_text(row.parallel), *cells[:5], *cells[6 + len(GROUPS) :]]
+        table.add_row(*cells, style=STYLES[row.fits] if sys.stdout.isatty() else None)
     return table
 
 
@@ -96,8 +109,19 @@ def _shown(rows: Sequence[PlanRow]) -> list[PlanRow]:
     return [*[row for row in rows if row.fits != NO][:MAX_ROWS], *too_large[:MAX_TOO_LARGE]]
 
 
+def _best_of_layouts(rows: Sequence[PlanRow]) -> list[PlanRow]:
+    """Return the best row of each layout, and the next best ones up to as many as are printed."""
+    found: dict[str, PlanRow] = {}
+    for row in rows:
+        found.setdefault(layout_text(row.parallel), row)
+    firsts = list(found.values())[:MAX_LAYOUT_ROWS]
+    kept = {id(row) for row in [*firsts, *rows][:MAX_LAYOUT_ROWS]}
+    return [row for row in rows if id(row) in kept]
+
+
 def _cells(row: PlanRow, memory: float, wire: float) -> list[str]:
     choice, about = row.choice, "" if row.by == SIMULATION else "~"
+    at_least = ">=" if row.is_least else about
     groups = [sum(row.at_peak.get(name, 0) for name in names) for names in GROUPS.values()]
     return [
         row.fits,
@@ -107,7 +131,7 @@ def _cells(row: PlanRow, memory: float, wire: float) -> list[str]:
         {True: "yes", False: "no", "selective": "selective"}[choice.recompute],
         "fused" if choice.fused else "foreach",
         *(f"{size / memory:,.1f}" if row.at_peak else "" for size in groups),
-        *(f"{about}{size / memory:,.1f}" for size in (row.peak_bytes, row.reserved_bytes)),
+        *(f"{at_least}{size / memory:,.1f}" for size in (row.peak_bytes, row.reserved_bytes)),
         f"{about}{row.sent_bytes / wire:,.1f}",
         f"{about}{row.seconds:.3g}",
         row.bound,
@@ -116,31 +140,38 @@ def _cells(row: PlanRow, memory: float, wire: float) -> list[str]:
 
 def _conclusion(rows: Sequence[PlanRow], config: Config, request: PlanRequest, recipe: Path) -> str:
     """Return the keys of the best row, the command that runs it and why the next row loses; or that nothing fits."""
-    num_hidden = len(rows) - len(_shown(rows))
+    shown = _best_of_layouts(rows) if request.layouts else _shown(rows)
+    num_hidden = len(rows) - len(shown)
     lines = [f"and {num_hidden} more, which --json has"] if num_hidden else []
     best, *others = rows
     if best.fits == NO:
         smallest = min(rows, key=lambda row: row.peak_bytes)
-        return "\n".join([*lines, f"nothing fits: the least is {gib_text(smallest.peak_bytes)} ({_name(smallest)})"])
+        bound = "at least " if smallest.is_least else ""
+        least = f"the least is {bound}{gib_text(smallest.peak_bytes)} ({_name(smallest, request)})"
+        return "\n".join([*lines, f"nothing fits: {least}"])
     if any(row.by != SIMULATION for row in rows):
-        lines.append("~ by the closed form: no run could make it the best")
-    lines.append(f"best: {_name(best)}: {best.why}")
-    if others:
-        lines.append(f"runner-up: {_name(others[0])}: {_why_not(others[0], best)}")
+        lines.append(
+            "~ by the closed form, calibrated by the simulations; >= a lower bound: no run could make it the best"
+        )
+    lines.append(f"best: {_name(best, request)}: {best.why}")
+    if request.layouts:
+        lines += [f"{number}. {_name(row, request)}: {_why_not(row, best)}" for number, row in enumerate(shown[1:], 2)]
+    elif others:
+        lines.append(f"runner-up: {_name(others[0], request)}: {_why_not(others[0], best)}")
     keys = keys_of(best, config)
     return "\n".join([*lines, "", tomli_w.dumps(keys).rstrip(), "", f"or: {command_line(keys, recipe, request)}"])
 
 
-def _name(row: PlanRow) -> str:
+def _name(row: PlanRow, request: PlanRequest) -> str:
+    layout = f"{layout_text(row.parallel)}: " if request.layouts else ""
     choice, n = row.choice, row.choice.num_microbatches
     microbatches = "1 microbatch" if n == 1 else f"{n} microbatches"
     kept = ", not all of them" * (choice.recompute == "selective")
     recompute = f"activations recomputed{kept}" if choice.recompute else "activations kept"
     gathered = "" if choice.reshard else ", weights kept gathered"
     optimizer = "fused" if choice.fused else "foreach"
-    return (
-        f"{microbatches} of {choice.micro_batch_size}, sync {choice.sync}, {recompute}{gathered}, {optimizer} optimizer"
-    )
+    memory = f"{recompute}{gathered}, {optimizer} optimizer"
+    return f"{layout}{microbatches} of {choice.micro_batch_size}, sync {choice.sync}, {memory}"
 
 
 def _why_not(row: PlanRow, best: PlanRow) -> str:
@@ -151,7 +182,8 @@ def _why_not(row: PlanRow, best: PlanRow) -> str:
     if slower < 0:  # see sort_rows
         return sent
     if slower >= 0.001:
-        return f"{slower:.1%} slower, {sent}, bound by {row.bound}"
+        about = "" if row.by == SIMULATION else "about "
+        return f"{about}{slower:.1%} slower, {sent}, bound by {row.bound}"
     more = row.reserved_bytes - best.reserved_bytes
     if more == 0:
         return "as fast, and takes as much"
@@ -168,7 +200,11 @@ def keys_of(row: PlanRow, config: Config) -> Keys:
         "update": {**limit, "sync": choice.sync},
         "model": {"activation_checkpointing": choice.recompute},
     }
-    return keys if choice.reshard else {**keys, "parallel": {"reshard_after_forward": False}}
+    chosen, own = row.parallel.model_dump(), config.parallel.model_dump()
+    parallel = {key: value for key, value in chosen.items() if value != own[key] and key != "reshard_after_forward"}
+    if choice.reshard != config.parallel.reshard_after_forward:
+        parallel["reshard_after_forward"] = choice.reshard
+    return {**keys, "parallel": parallel} if parallel else keys
 
 
 def command_line(keys: Keys, recipe: Path, request: PlanRequest) -> str:
@@ -203,13 +239,14 @@ def override_words(keys: Mapping[str, Any], prefix: str = "") -> list[str]:
     return words
 
 
-def _draw(path: Path, best: PlanRow, limit_bytes: int, recipe: Path) -> None:
+def _draw(request: PlanRequest, best: PlanRow, recipe: Path) -> None:
     from megabatch.train.plan.chart import draw_chart  # matplotlib takes a second to import
 
+    path = cast(Path, request.chart)
     if best.fits == NO or not best.history:
         raise MegabatchError("nothing fits, so there is no memory of a best choice to draw; leave --chart out")
     try:
-        draw_chart(path, best, limit_bytes, f"{recipe.stem}: {_name(best)}")
+        draw_chart(path, best, request.limit_bytes, f"{recipe.stem}: {_name(best, request)}")
     except OSError as error:
         raise MegabatchError(
             f"cannot write --chart {path} ({error.strerror}); name a file that can be written"
