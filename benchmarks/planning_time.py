@@ -1,6 +1,6 @@
 """CPU seconds of `megabatch plan` for six models and four numbers of ranks, each in a process of its own.
 
-    python -m benchmarks.planning_time                    # about twenty minutes of one core
+    python -m benchmarks.planning_time                    # about ten minutes of one core
     python -m benchmarks.planning_time --ranks 64         # a part, of which nothing is written
 
 Every model has FSDP2 on H100 and four samples of 4,096 tokens for each rank.
