@@ -19,10 +19,20 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megabatch import GradientAccumulator, MegabatchError, losses
 from megabatch.train.config.parallel_layout import Layout
 from megabatch.train.model.build import build
-from megabatch.train.parallel.tensor_parallel import check_divisible, plain_terms, plan_of, spread, style_of
+from megabatch.train.parallel.tensor_parallel import (
+    FAMILIES,
+    NO_BORDERS,
+    check_divisible,
+    plain_terms,
+    plan_of,
+    spread,
+    style_of,
+    styles_of,
+)
 from megabatch.train.parallel.wrap import blocks_of
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
+from megabatch.verification.float64_copy import Float64WithoutDropout
 from tests.exact.launch import launch
 from tests.exact.oracle import answer, collate, relative_error, whole_error, worst_error
 from tests.train.conftest import NO_DROPOUT, Bench
@@ -37,6 +47,11 @@ SIZES: dict[str, Any] = {
 GPT2: dict[str, Any] = {
     "vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32, "bos_token_id": 0,
     "eos_token_id": 0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False,
+}  # fmt: skip
+MEMBER: dict[str, Any] = {  # of any family
+    **SIZES, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "sliding_window": 8,
+    "attention_dropout": 0.0, "hidden_dropout": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+    "residual_dropout": 0.0, "embedding_dropout": 0.0,
 }  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", SIZES),
@@ -96,7 +111,7 @@ def wrapped(model: nn.Module, wrapper: str, mesh: DeviceMesh) -> nn.Module:
 def run_job(name: str) -> Any:
     """The job "kind ..."."""
     kind, _, rest = name.partition(" ")
-    return {"gradient": gradient_job, "slope": slope_job, "weights": weights_job}[kind](rest)
+    return {"gradient": gradient_job, "family": family_job, "slope": slope_job, "weights": weights_job}[kind](rest)
 
 
 def gradient_job(name: str) -> dict[str, Any]:
@@ -139,6 +154,40 @@ def reference(family: str, dtype: torch.dtype, microbatches: list[list[dict[str,
     terms = [sums(model, collate(each))["loss"] for each in microbatches]
     (sum(total for total, _ in terms) / sum(int(weight) for _, weight in terms)).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def family_job(name: str) -> dict[str, float]:
+    """The errors of loss and gradients of "family stream logits", with a row that is padded, in float64."""
+    family, sequence, cut = name.split()
+    expected, loss = family_gradients(new_member(family), contextlib.nullcontext())
+    model = new_member(family)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    spread(model, mesh, sequence_parallel=sequence == "sequence", loss_parallel=cut == "cut")
+    found, its_loss = family_gradients(model, loss_parallel() if cut == "cut" else contextlib.nullcontext())
+    errors = {each: relative_error(found[each], expected[each]) for each in expected}
+    return {"loss": relative_error(its_loss, loss), **errors}
+
+
+def new_member(family: str) -> nn.Module:
+    """The same weights at every call, none at 0 or 1."""
+    torch.manual_seed(5)
+    config = AutoConfig.for_model(family, **(GPT2 if family == "gpt2" else MEMBER))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
+def family_gradients(model: nn.Module, around: Any) -> tuple[dict[str, Tensor], Tensor]:
+    batch = collate(samples(0)[:3])  # of 9, 4 and 13 tokens
+    mask = (batch["labels"] != -100).long()
+    mask = mask.flip(1).cumsum(1).flip(1).clamp(max=1)  # a row's tokens up to its last target
+    with around, Float64WithoutDropout():
+        logits = model(input_ids=batch["input_ids"], attention_mask=mask).logits[:, :-1].flatten(0, 1)
+        loss = F.cross_entropy(logits, batch["labels"][:, 1:].flatten(), reduction="sum")
+        loss.backward()
+    return {name: whole(parameter.grad) for name, parameter in model.named_parameters()}, whole(loss.detach())
 
 
 def whole(tensor: Any) -> Any:
@@ -233,7 +282,8 @@ WEIGHTS = {  # ranks → "family wrapper dp_replicate dp_shard tp"
         "gpt2 fsdp2 2 2 1",
     ],
 }
-CELLS = {"gradient": GRADIENTS, "slope": SLOPES, "weights": WEIGHTS}
+MEMBERS = {2: [f"{family} {how}" for family in FAMILIES for how in ("whole whole", "sequence cut")]}
+CELLS = {"gradient": GRADIENTS, "family": MEMBERS, "slope": SLOPES, "weights": WEIGHTS}
 JOBS = [f"{kind} {name}" for kind, cells in CELLS.items() for names in cells.values() for name in names]
 
 
@@ -257,6 +307,8 @@ def test_the_cut_model_is_the_plain_one(results: dict[str, list[dict[str, Any]]]
             assert value < 1e-6  # of differences
         elif kind == "weights":
             assert value == []
+        elif kind == "family":
+            assert max(value.values()) < 1e-12, max(value, key=lambda each: value[each])
         else:
             bound = 1e-12 if "float64" in name else 1e-6
             assert value["error"] < bound, value["parameter"]
@@ -299,6 +351,13 @@ def test_a_model_without_a_plan_is_refused() -> None:
     ):
         with pytest.raises(MegabatchError, match=f"^parallel.tp is above 1 and no plan for a {kind} is known"):
             plan_of(model)
+
+
+def test_a_norm_of_some_of_the_heads_that_the_plan_does_not_name_is_refused() -> None:
+    """Its gradient would be that of this rank's heads."""
+    model = model_of("cohere", **SIZES, use_qk_norm=True)
+    with pytest.raises(MegabatchError, match=r"does not say how model.layers.0.self_attn.q_norm \(CohereLayerNorm\)"):
+        styles_of(model, plan_of(model), False, False, NO_BORDERS)
 
 
 def test_an_unknown_entry_of_a_plan_is_refused() -> None:

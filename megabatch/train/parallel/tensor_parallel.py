@@ -26,7 +26,12 @@ from megabatch.losses import LossFunction
 from megabatch.train.parallel.wrap import blocks_of
 from megabatch.train.runtime.plugins import in_place_of
 
-FAMILIES = ("gpt2", "llama", "qwen2", "qwen3")  # whose gradients are compared with the plain model's
+FAMILIES = (  # whose gradients are compared with the plain model's
+    *("arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4"),
+    *("gpt2", "gpt_neox", "granite", "hyperclovax", "internlm3", "iquestcoder", "jais2", "llama", "ministral"),
+    *("ministral3", "mistral", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "phi", "phi3", "qwen2", "qwen3"),
+    *("seed_oss", "smollm3", "starcoder2"),
+)
 GPT2_PLAN = {  # transformers has none
     "transformer.h.*.attn.c_attn": "fused_heads",
     "transformer.h.*.attn.c_proj": "rowwise",
@@ -34,6 +39,7 @@ GPT2_PLAN = {  # transformers has none
     "transformer.h.*.mlp.c_proj": "rowwise",
     "lm_head": "colwise_gather_output",
 }
+WIDENING = ("colwise", "colwise_gather_output", "fused_heads")  # entries of matrices that are cut by their outputs
 STARTS = ("drop", "layers.0")  # of the base model: where the stream begins; before a dropout, which is of the stream
 WHOLE, ALONG_SEQUENCE, BY_HEAD, BY_FEATURE = Replicate(), Shard(1), Shard(2), Shard(-1)
 
@@ -114,6 +120,7 @@ class Vocabulary(Style):
         """Replace the lookup: torch's keeps the gradient of the whole vocabulary on each rank."""
         embedding = cast(nn.Embedding, module)
         padding_idx = embedding.padding_idx
+        scale = cast(Tensor | None, getattr(embedding, "embed_scale", None))  # Gemma's
         first = mesh.get_local_rank() * -(-embedding.num_embeddings // mesh.size())  # token of this rank
 
         def look_up(tokens: Tensor) -> Tensor:  # [B, T] -> [B, T, E]
@@ -123,7 +130,8 @@ class Vocabulary(Style):
             if padding_idx is not None:  # which does not learn
                 rows = rows.where((tokens != padding_idx)[..., None], rows.detach())
             part = DTensor.from_local(rows.where(is_here, 0.0), mesh, [Partial()], run_check=False)
-            return part.redistribute(placements=[WHOLE]).to_local()
+            found = part.redistribute(placements=[WHOLE]).to_local()
+            return found if scale is None else found * scale.to(found.dtype)
 
         cast(Any, embedding).forward = look_up
 
@@ -198,11 +206,12 @@ def styles_of(
     for name, module in model.named_modules():
         entry = next((plan[pattern] for pattern in plan if fnmatchcase(name, pattern)), None)
         if entry is not None and not isinstance(module, nn.Identity):  # which stands for what another stage holds
-            styles[name] = style_of(entry, module, stream, loss_parallel)
-            if entry in ("colwise", "fused_heads"):  # the module around them calls several with the same input
+            is_head = module is model.get_output_embeddings()
+            styles[name] = style_of(entry, module, stream, loss_parallel and is_head)
+            if entry in WIDENING and not is_head:  # the module around them calls several with the same input
                 styles.setdefault(parent_of(name), Style(given=stream, taken=WHOLE))
         elif list(module.named_parameters(recurse=False)):
-            styles[name] = unplanned_style(name, module, model, stream)
+            styles[name] = unplanned_style(name, module, model, plan, stream)
     here = {name for name, module in model.named_modules() if not isinstance(module, nn.Identity)}
     starts = [name for start in STARTS if (name := f"{model.base_model_prefix}.{start}") in here]
     for name in [*starts[:1], *borders.starts]:
@@ -223,6 +232,8 @@ def style_of(entry: str, module: nn.Module, stream: Placement, loss_parallel: bo
             return FusedHeads(by_outputs, handed=BY_FEATURE)
         case "rowwise":
             return Style({"weight": Shard(inputs)}, given=BY_FEATURE, taken=BY_FEATURE, handed=stream)
+        case "rowwise_split_input":
+            return Style({"weight": Shard(inputs)}, taken=BY_FEATURE, handed=stream)
         case "replicated_with_grad_allreduce":  # a norm of each head
             return Style(given=BY_HEAD, taken=BY_HEAD, handed=BY_HEAD, is_plain=True)
         case "colwise_gather_output":
@@ -236,14 +247,27 @@ def style_of(entry: str, module: nn.Module, stream: Placement, loss_parallel: bo
             )
 
 
-def unplanned_style(name: str, module: nn.Module, model: PreTrainedModel, stream: Placement) -> Style:
-    """Return the style of a module that the plan does not name: an embedding, or a norm on the stream."""
+def unplanned_style(
+    name: str, module: nn.Module, model: PreTrainedModel, plan: Mapping[str, str], stream: Placement
+) -> Style:
+    """Return the style of a module that the plan does not name: an embedding, or a norm.
+
+    Raises `MegabatchError` for one that sees a part of the features, whose gradient would be a part too.
+    """
     if module is model.get_input_embeddings():
         return Vocabulary({"weight": Shard(0)})
     if isinstance(module, nn.Embedding):  # of positions
         return Style(handed=WHOLE, is_plain=True)
-    is_last = not any(name.startswith(f"{block}.") for block in blocks_of(model))
-    return Style(given=stream, taken=stream, handed=WHOLE if is_last else None)
+    block = next((block for block in blocks_of(model) if name.startswith(f"{block}.")), None)
+    if block is None or parent_of(name) == block:  # a norm on the stream
+        return Style(given=stream, taken=stream, handed=WHOLE if block is None else None)
+    siblings = [entry for pattern, entry in plan.items() if fnmatchcase(parent_of(name), parent_of(pattern))]
+    if "colwise" in siblings or "fused_heads" in siblings or not siblings:
+        raise MegabatchError(
+            f"parallel.tp is above 1 and the plan of transformers does not say how {name} ({type(module).__name__}) "
+            "is cut; leave parallel.tp out, or set the key of model.config that makes a model without it"
+        )
+    return Style(handed=WHOLE, is_plain=True)  # between matrices whose outputs are whole
 
 
 def tied_places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
