@@ -169,7 +169,7 @@ def test_a_command_is_understood(command: list[str], monkeypatch: pytest.MonkeyP
     if verb not in WITH_RECIPE:
         assert read_arguments(COMMANDS[verb], rest)
     elif rest[0].endswith(".toml"):
-        overrides = [word for word in rest[1:] if word not in ("--data.path=...", "--step")]
+        overrides = [word for word in rest[1:] if word not in ("--data.path=...", "--step", "--device=here.toml")]
         load_config(Path(rest[0]), list(read_request(overrides).overrides) if verb == "plan" else overrides)
     else:
         assert rest == [rest[0]]

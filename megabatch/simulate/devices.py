@@ -10,7 +10,7 @@ collectives are those by which NCCL chooses its algorithms (its src/graph/tuning
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -40,10 +40,14 @@ class Device:
     ranks_per_node: int = 8
     efficiency: float = 0.6  # fraction of ``flops`` that the matrix products of a large model reach
     overhead_bytes: int = 2 * GIB  # outside of tensors: context, NCCL's buffers, cuBLAS's workspaces
-    is_asynchronous: bool = True  # its host launches operations and goes on; collectives have a latency
+    launch_seconds: float = LAUNCH_SECONDS  # of its host, per operation; 0 where the host computes itself
+    start_seconds: float = START_SECONDS  # of a collective; 0: collectives have no latency
+    attention_flops: Mapping[torch.dtype, float] = field(default_factory=dict[torch.dtype, float])  # where measured
 
-    def flops_per_second(self, dtype: torch.dtype) -> float:
-        """Return the rate that matrix products of a dtype reach."""
+    def flops_per_second(self, dtype: torch.dtype, *, is_attention: bool = False) -> float:
+        """Return the rate that matrix products of a dtype reach, or attention."""
+        if is_attention and dtype in self.attention_flops:
+            return self.attention_flops[dtype]
         return self.efficiency * self.flops.get(dtype, self.flops[torch.float32])
 
     def sending_bytes_per_second(self, ranks: list[int]) -> float:
@@ -55,17 +59,32 @@ class Device:
 
     def latency_seconds(self, ranks: list[int], rounds: int) -> float:
         """Return the latency of a collective: of a ring over the ranks, or, for an all-reduce, of a tree over nodes."""
-        if not self.is_asynchronous or len(ranks) == 1:
+        if not self.start_seconds or len(ranks) == 1:
             return 0.0
         nodes = len({rank // self.ranks_per_node for rank in ranks})
         ring = (len(ranks) - nodes) * LINK_SECONDS + (nodes - 1) * NETWORK_SECONDS
         tree = (len(ranks) / nodes - 1) * LINK_SECONDS + math.ceil(math.log2(nodes)) * NETWORK_SECONDS
-        return START_SECONDS + rounds * (min(ring, tree) if rounds == 2 else ring)
+        return self.start_seconds + rounds * (min(ring, tree) if rounds == 2 else ring)
 
-    @property
-    def launch_seconds(self) -> float:
-        """Seconds of the host per operation; 0 where the host computes itself."""
-        return LAUNCH_SECONDS if self.is_asynchronous else 0.0
+    def with_measured_links(
+        self, num_ranks: int, ranks_per_node: int, latency_seconds: float, bytes_per_second: float
+    ) -> "Device":
+        """Return the device with the bandwidth and the start of an all-gather that ran in a ring over all ranks.
+
+        It measures NVLink inside of one node and the network between several.
+        """
+        nodes = -(-num_ranks // ranks_per_node)
+        hops = (num_ranks - nodes) * LINK_SECONDS + (nodes - 1) * NETWORK_SECONDS
+        start = max(latency_seconds - hops, self.launch_seconds)  # a collective is launched too
+        if nodes == 1:
+            return replace(self, link_bytes_per_second=bytes_per_second, start_seconds=start)
+        return replace(
+            self,
+            link_bytes_per_second=max(self.link_bytes_per_second, bytes_per_second),
+            network_bytes_per_second=bytes_per_second / ranks_per_node,
+            ranks_per_node=ranks_per_node,
+            start_seconds=start,
+        )
 
 
 def _rates(bfloat16: float, float32: float, float64: float) -> dict[torch.dtype, float]:
@@ -105,7 +124,8 @@ DEVICES = {
             1 * GIGA,
             efficiency=0.5,
             overhead_bytes=0,
-            is_asynchronous=False,
+            launch_seconds=0.0,
+            start_seconds=0.0,
         ),
     )
 }
@@ -158,7 +178,8 @@ def cost_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any,
     if formula is None:
         return Cost(0, moving, False)
     flops = int(formula(*args, **kwargs, out_val=result))
-    arithmetic = flops / device.flops_per_second(next(tensors_in((result,))).dtype)
+    is_attention = "scaled_dot_product" in str(packet_of(func))
+    arithmetic = flops / device.flops_per_second(next(tensors_in((result,))).dtype, is_attention=is_attention)
     return Cost(flops, max(moving, arithmetic), arithmetic > moving)
 
 

@@ -144,7 +144,7 @@ def test_a_ring_sends_each_part_once_or_twice() -> None:
         ({"link_bytes_per_second": 1.0}, "traffic"),
         ({"memory_bytes_per_second": 1.0}, "memory bandwidth"),
         ({"efficiency": 1e-12}, "compute"),
-        ({"is_asynchronous": True}, "launches"),
+        ({"launch_seconds": 6e-6}, "launches"),
     ],
 )
 def test_what_bounds_an_update(slow: dict[str, Any], bound: str) -> None:

@@ -11,7 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megabatch.train.cli.doctor import WRAPPERS, Deadline, device_finding, examine, proof_finding, version_finding
+from megabatch.errors import MegabatchError
+from megabatch.train.cli.doctor import (
+    WRAPPERS,
+    Deadline,
+    check_device_path,
+    device_finding,
+    examine,
+    proof_finding,
+    version_finding,
+)
+from megabatch.train.init.device_file import read_device
 from megabatch.train.runtime.exit import FailedError, exit_together
 from megabatch.train.runtime.ranks import Ranks
 from megabatch.train.runtime.rendezvous import Rendezvous
@@ -65,6 +75,30 @@ def test_verify_compares_the_steps_of_a_recipe(tmp_path: Path, options: list[str
     assert [each.out for each in finished[1:]] == ["", ""]
     line = next(line for line in finished[0].out.splitlines() if "optimizer steps" in line)
     assert line.startswith(expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_this_machine_is_measured_into_a_file(tmp_path: Path, num_ranks: int) -> None:
+    """Ranks on one host measure their link; a single rank has the one of the known device."""
+    path = tmp_path / "here.toml"
+    finished = Run(["doctor", "--measure", str(path)], tmp_path / "logs", num_ranks).wait()
+    assert [each.status for each in finished] == [0] * num_ranks, finished[0].err
+    assert [each.out for each in finished[1:]] == [""] * (num_ranks - 1)
+    assert finished[0].out.splitlines()[-1] == f"wrote {path}; plan with --device {path}"
+    assert ("[all_gather]" in path.read_text()) == (num_ranks > 1)
+    assert read_device(path).launch_seconds > 0
+    assert [each.name for each in tmp_path.glob("*.toml*")] == ["here.toml"]
+
+
+def test_a_file_of_somebody_else_is_not_overwritten(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text("[update]")
+    with pytest.raises(MegabatchError, match="which is there and no device file; name another"):
+        check_device_path(recipe)
+    with pytest.raises(MegabatchError, match=r"name a \.toml file in a folder that is there"):
+        check_device_path(tmp_path / "none" / "here.toml")
+    check_device_path(tmp_path / "here.toml")
 
 
 def wrong_on_one(model: nn.Module) -> nn.Module:

@@ -26,6 +26,7 @@ from megabatch.train.config import Config, ModelConfig
 from megabatch.train.config.parallel_layout import layout_of
 from megabatch.train.config.recipe import PLAN_OPTIONS, load_config, split_options
 from megabatch.train.config.recipe_paths import check_paths
+from megabatch.train.init.device_file import device_toml
 from megabatch.train.model.architecture import quiet
 from megabatch.train.plan.estimate import estimate_cost
 from megabatch.train.plan.grid import build_grid
@@ -606,6 +607,7 @@ def test_the_command_starts_as_many_processes(world: int, words: str) -> None:
         (["--memory", "1GiB"], "--memory is 1,073,741,824 bytes, and the context of a a100-80g alone takes"),
         (["--bandwidth", "fast"], "--bandwidth is 'fast'; write bytes or bits per second with their unit, 235GB/s say"),
         (["--device", "abacus"], "the device 'abacus' is not known; name one of "),
+        (["--device", "none.toml"], "the device file none.toml cannot be read ("),
         (["--length", "1"], "--length is '1'; it must be a whole number of at least 2"),
         (["--length", "512"], "a sample has 512 tokens and the model 256 positions; raise the positions"),
         (["--chart", "plan.txt"], "--chart is 'plan.txt'; name a .png, .svg or .pdf file in a folder that is there"),
@@ -630,6 +632,20 @@ def test_bad_input_is_one_line(recipe: Path, given: Sequence[str], line: str) ->
         plan_recipe(recipe, given)
     assert str(caught.value).startswith(line)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_device_file_decides_the_time(recipe: Path, tmp_path: Path) -> None:
+    """With arithmetic so slow that nothing else counts, twice the rate takes half of the time."""
+    times: list[float] = []
+    for rate in (1e7, 2e7):
+        file = tmp_path / "here.toml"
+        rates = {"float32": rate, "bfloat16": rate}
+        figures = {"like": "cpu", "name": "here", "torch": "2", "memory_bytes": 2**36, "memory_bytes_per_second": 1e14}
+        figures |= {"launch_seconds": 1e-8, "matmul_flops_per_second": rates, "attention_flops_per_second": rates}
+        file.write_text(device_toml(figures))
+        times.append(planned(recipe, device=file)[0].seconds)
+    assert times[0] == pytest.approx(2 * times[1], rel=1e-3)
 
 
 def test_without_data_the_line_says_how_to_do_without(recipe: Path) -> None:

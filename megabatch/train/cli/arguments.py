@@ -60,8 +60,8 @@ class Plan(Recipe):
     """Processes, as torchrun would start them."""
     ranks_per_node: int = 8
     """Processes of a node; between nodes the network is slower."""
-    device: Device = "a100-80g"
-    """The device of a rank."""
+    device: Device | Path = "a100-80g"
+    """The device of a rank, or a file of megabatch doctor --measure."""
     memory: str | None = None
     """Memory of a rank, 80GiB say. None: the device's."""
     bandwidth: str | None = None
@@ -141,6 +141,9 @@ class Watch:
 @dataclass(frozen=True)
 class Doctor:
     """Print versions and devices, and prove an update's gradient; under torchrun on all ranks."""
+
+    measure: Path | None = None
+    """Measure this machine instead and write a device file, for megabatch plan --device FILE."""
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ def run_other(name: str, arguments: Sequence[str], met: Rendezvous) -> None:
         if status := run_audited(read_arguments(Audit, arguments)):
             raise FailedError(status)
     else:
-        from megabatch.train.cli.doctor import examine
+        from megabatch.train.cli.doctor import examine, measure
 
-        read_arguments(Doctor, arguments)
-        examine(met)
+        path = read_arguments(Doctor, arguments).measure
+        examine(met) if path is None else measure(met, path)

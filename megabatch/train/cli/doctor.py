@@ -12,6 +12,8 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -26,12 +28,16 @@ import megabatch
 from megabatch import losses, verify
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.optim import Muon, verify_step
+from megabatch.simulate import DEVICES
 from megabatch.train.checkpoints.metadata import installed_version
 from megabatch.train.checkpoints.run_folder import device_name
 from megabatch.train.cli.help import EXAMPLE
 from megabatch.train.config import ParallelConfig
+from megabatch.train.init.device_file import device_toml, measure_device, read_device
+from megabatch.train.init.hardware import kind_of
 from megabatch.train.runtime.console import CRASHED
 from megabatch.train.runtime.exit import FAILURE, PEER_GONE, FailedError, fail, leave_now
+from megabatch.train.runtime.files import replace_text
 from megabatch.train.runtime.ranks import Ranks, init_ranks
 from megabatch.train.runtime.rendezvous import Rendezvous
 
@@ -79,6 +85,38 @@ def findings(met: Rendezvous, deadline: "Deadline") -> Iterator[Finding]:
         with deadline.of("a step of sharded optimizers"):
             finding = step_finding(ranks)
         yield finding
+
+
+def measure(met: Rendezvous, path: Path, seconds: float = 5 * SECONDS) -> None:
+    """Measure this machine and write a device file; rank 0 reports and writes. Raises `MegabatchError`."""
+    check_device_path(path)
+    with Deadline(met, seconds).of("measuring this machine"):
+        ranks = init_ranks(met, EXAMPLE.model_copy(update={"parallel": ParallelConfig(wrapper="ddp")}))
+        figures = measure_device(
+            ranks.device, nearest_device(ranks.device), partial(print, flush=True) if met.rank == 0 else None
+        )
+        ranks.on_main(lambda: replace_text(path, device_toml(figures)), str(path))
+    if met.rank == 0:
+        print(f"wrote {path}; plan with --device {path}", flush=True)
+
+
+def check_device_path(path: Path) -> None:
+    """Raise before minutes are spent where the file cannot be written, or is somebody else's."""
+    if not path.parent.is_dir() or path.suffix != ".toml":
+        raise MegabatchError(f"--measure is {str(path)!r}; name a .toml file in a folder that is there")
+    if path.exists():
+        try:
+            read_device(path)
+        except MegabatchError:
+            raise MegabatchError(
+                f"--measure is {str(path)!r}, which is there and no device file; name another"
+            ) from None
+
+
+def nearest_device(device: torch.device) -> str:
+    """Return the known device that lends the figures that are not measured."""
+    name = kind_of(f"GPU 0: {torch.cuda.get_device_name(device)}") if device.type == "cuda" else "cpu"
+    return next((known for known in DEVICES if known.startswith(name)), "a100-80g")
 
 
 class Deadline:

@@ -9,6 +9,7 @@ from megabatch.errors import MegabatchError
 from megabatch.simulate import Device, device_named
 from megabatch.train.config.byte_sizes import read_bytes, read_rate
 from megabatch.train.config.recipe import PLAN_OPTIONS, split_options
+from megabatch.train.init.device_file import read_device
 
 DEFAULT_DEVICE = "a100-80g"
 
@@ -41,7 +42,7 @@ def read_request(arguments: Sequence[str]) -> PlanRequest:
     """Parse the arguments after the recipe. Raises `MegabatchError` for a value that cannot be."""
     pairs, overrides = split_options(arguments, *PLAN_OPTIONS)
     values = dict(pairs)
-    device = device_named(values.get("device", DEFAULT_DEVICE))
+    device = _read_device(values.get("device", DEFAULT_DEVICE))
     if "bandwidth" in values:
         rate = read_rate("--bandwidth", values["bandwidth"])
         network = min(device.network_bytes_per_second, rate)
@@ -64,6 +65,12 @@ def read_request(arguments: Sequence[str]) -> PlanRequest:
             f"{device.overhead_bytes:,}; give more"
         )
     return request
+
+
+def _read_device(text: str) -> Device:
+    """Return the device of a name, or that of a file."""
+    path = Path(text)
+    return read_device(path) if path.suffix == ".toml" or path.is_file() else device_named(text)
 
 
 def _read_count(name: str, text: str, *, least: int = 1) -> int:

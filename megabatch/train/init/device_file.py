@@ -1,0 +1,283 @@
+"""Device files: the speed of this machine, measured, written as TOML and read in place of a data sheet's.
+
+Each figure is the median of `REPEATS` timings after `WARM_UP` untimed runs, by events on CUDA and by the wall clock on
+a CPU. Rates are those of one large operation, so a device that is read has the efficiency 1: products of a real model
+are smaller and can be slower.
+"""
+
+import math
+import os
+import platform
+import time
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.flop_counter import sdpa_flop_count
+
+from megabatch.errors import PlanError
+from megabatch.simulate import DEVICES, Device
+
+WARM_UP, REPEATS, LAUNCHES = 3, 7, 200
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SMALL_BYTES = 4096  # of a rank's part of the small all-gather
+
+Figures = dict[str, Any]  # as in the file
+# The smallest and the largest figure that a machine can have: others have a wrong unit.
+RATE, SECONDS = (1e7, 1e17), (1e-8, 10.0)
+RATES = dict.fromkeys(DTYPES, RATE)
+TABLES: dict[str, dict[str, tuple[float, float]]] = {  # "": keys of no table
+    "": {"memory_bytes": (2.0**26, 2.0**50), "memory_bytes_per_second": (1e8, 1e15), "launch_seconds": SECONDS},
+    "matmul_flops_per_second": RATES,
+    "attention_flops_per_second": RATES,
+    "all_gather": {
+        "ranks": (2, 2.0**20),
+        "ranks_per_node": (1, 2.0**10),
+        "latency_seconds": SECONDS,
+        "bytes_per_second": (1e5, 1e15),
+    },
+}
+WORDS = ("like", "name", "torch")  # keys with text
+_AGAIN = "write it with megabatch doctor --measure FILE"
+OPTIONAL = "all_gather"  # a table that a file of one rank lacks
+
+
+class Sizes(NamedTuple):
+    """Sizes of the measured operations."""
+
+    matmul: int  # rows and columns
+    attention: tuple[int, int, int, int]  # [B, H, T, D]
+    elements: int  # of the elementwise kernel, in float32
+    gathered_bytes: int  # of a rank's part of the large all-gather
+
+
+SIZES = {
+    "cuda": Sizes(8192, (4, 32, 4096, 128), 2**28, 2**26),
+    "cpu": Sizes(512, (1, 8, 512, 64), 2**24, 2**22),
+}
+
+
+def measure_device(device: torch.device, like: str, report: Callable[[str], object] | None = None) -> Figures:
+    """Measure this machine. Collective if a process group is there.
+
+    Args:
+        device: Runs the operations: a CUDA device or the CPU.
+        like: The known device that lends what is not measured, such as the network.
+        report: Gets a line for each figure.
+    """
+    sizes = SIZES[device.type]
+    figures: Figures = {"like": like, "name": _name_of(device), "torch": str(torch.__version__)}
+
+    def note(table: str, key: str, value: float, unit: str) -> None:
+        (figures.setdefault(table, {}) if table else figures)[key] = value
+        if report:
+            report(f"{table.partition('_flops')[0] or 'device'} {key} {value:.4g} {unit}".replace("_", " "))
+
+    note("", "memory_bytes", _memory_of(device), "bytes")
+    values = torch.zeros(sizes.elements, device=device)
+    moved = 2 * values.nbytes  # read and written
+    note("", "memory_bytes_per_second", moved / measure_seconds(partial(values.add_, 1), device), "B/s")
+    del values
+    note("", "launch_seconds", measure_launch(device), "s")
+    for name, dtype in DTYPES.items():
+        matrix = torch.ones(sizes.matmul, sizes.matmul, dtype=dtype, device=device)
+        seconds = measure_seconds(lambda matrix=matrix: matrix @ matrix, device)
+        note("matmul_flops_per_second", name, 2 * sizes.matmul**3 / seconds, "FLOP/s")
+    flops = sdpa_flop_count(sizes.attention, sizes.attention, sizes.attention)  # torch counts masked pairs too
+    for name, dtype in DTYPES.items():
+        query = torch.ones(sizes.attention, dtype=dtype, device=device)
+
+        def attend(query: torch.Tensor = query) -> object:
+            return scaled_dot_product_attention(query, query, query, is_causal=True)
+
+        note("attention_flops_per_second", name, flops / measure_seconds(attend, device), "FLOP/s")
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        for key, value in measure_all_gather(device, sizes.gathered_bytes).items():
+            note("all_gather", key, value, {"latency_seconds": "s", "bytes_per_second": "B/s"}.get(key, ""))
+    return figures
+
+
+def measure_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Return the median seconds of an operation."""
+    for _ in range(WARM_UP):
+        run()
+    return median([_time(run, device) for _ in range(REPEATS)])
+
+
+def measure_launch(device: torch.device) -> float:
+    """Return the host's seconds for one small operation, without waiting for the device."""
+    small = torch.zeros(1, device=device)
+    seconds: list[float] = []
+    for _ in range(WARM_UP + REPEATS):
+        begin = time.perf_counter()
+        for _ in range(LAUNCHES):
+            small.add_(1)
+        seconds.append((time.perf_counter() - begin) / LAUNCHES)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return median(seconds[WARM_UP:])
+
+
+def measure_all_gather(device: torch.device, part_bytes: int) -> Figures:
+    """Return latency and bandwidth of an all-gather over all ranks, from a small and a large one. Collective."""
+    num, seconds = dist.get_world_size(), list[float]()
+    for size in (SMALL_BYTES, part_bytes):
+        part = torch.zeros(size, dtype=torch.uint8, device=device)
+        whole = torch.empty(size * num, dtype=torch.uint8, device=device)
+
+        def gather(whole: torch.Tensor = whole, part: torch.Tensor = part) -> object:
+            return dist.all_gather_single(whole, part)
+
+        seconds.append(measure_seconds(gather, device))
+    sent = [(num - 1) * size for size in (SMALL_BYTES, part_bytes)]  # by a rank in a ring
+    latency, rate = fit_line((sent[0], seconds[0]), (sent[1], seconds[1]))
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", num))
+    return {"ranks": num, "ranks_per_node": per_node, "latency_seconds": latency, "bytes_per_second": rate}
+
+
+def fit_line(small: tuple[int, float], large: tuple[int, float]) -> tuple[float, float]:
+    """Return latency and bytes per second of two transfers, (bytes, seconds) each: seconds = latency + bytes / rate.
+
+    Raises `PlanError` if the large one takes no longer than the small one.
+    """
+    more_bytes, more_seconds = large[0] - small[0], large[1] - small[1]
+    if more_seconds <= 0:
+        raise PlanError(
+            f"an all-gather of {large[0]:,} bytes took {large[1]:.3g} s and one of {small[0]:,} bytes "
+            f"{small[1]:.3g} s; measure again without other work on this machine"
+        )
+    rate = more_bytes / more_seconds
+    return max(small[1] - small[0] / rate, SECONDS[0]), rate
+
+
+def device_toml(figures: Figures) -> str:
+    """Return the text of a device file."""
+    plain = {key: value for key, value in figures.items() if not isinstance(value, dict)}
+    lines = ["# Measured by `megabatch doctor --measure`; read by `megabatch plan --device FILE`."]
+    lines += [f"{key} = {_toml(value)}" for key, value in plain.items()]
+    for table, values in figures.items():
+        if isinstance(values, dict):
+            items = cast(dict[str, float], values).items()
+            lines += ["", f"[{table}]", *(f"{key} = {_toml(value)}" for key, value in items)]
+    return "\n".join(lines) + "\n"
+
+
+def read_device(path: Path) -> Device:
+    """Read a device file. Raises `PlanError` for one that cannot be read, lacks a figure or has a wrong one."""
+    try:
+        figures = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise PlanError(f"the device file {path} cannot be read ({reason}); {_AGAIN}") from None
+    _check(figures, path)
+    return _device_of(figures)
+
+
+def _check(figures: Figures, path: Path) -> None:
+    known = [*WORDS, *TABLES[""], *(table for table in TABLES if table)]
+    for table, bounds in TABLES.items():
+        if table == OPTIONAL and table not in figures:
+            continue
+        values = figures.get(table) if table else figures
+        if not isinstance(values, dict):
+            seen = "has no table" if values is None else f"has {values!r} as"
+            raise PlanError(f"the device file {path} {seen} [{table}] with {', '.join(bounds)}; {_AGAIN}")
+        numbers, prefix = cast(dict[str, object], values), f"{table}." if table else ""
+        for key in numbers:
+            if key not in (bounds if table else known):
+                names = ", ".join(bounds if table else known)
+                raise PlanError(
+                    f"the device file {path} has the unknown key {prefix}{key}; remove it; keys are {names}"
+                )
+        for key, (least, most) in bounds.items():
+            _check_number(numbers, key, (least, most), f"the device file {path} has", prefix)
+    for key in WORDS:
+        if not isinstance(figures.get(key), str):
+            raise PlanError(f"the device file {path} has {key} = {figures.get(key)!r}; write a text")
+    if figures["like"] not in DEVICES:
+        raise PlanError(
+            f"the device file {path} has like = {figures['like']!r}; name the known device that is nearest: "
+            f"{', '.join(DEVICES)}"
+        )
+
+
+def _check_number(
+    numbers: Mapping[str, object], key: str, bounds: tuple[float, float], where: str, prefix: str
+) -> None:
+    value = numbers.get(key)
+    if value is None:
+        raise PlanError(f"{where} no {prefix}{key}; {_AGAIN}")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_whole = isinstance(value, int) or isinstance(bounds[0], float)  # counts of ranks are whole
+    if not is_number or not is_whole or not bounds[0] <= cast(float, value) <= bounds[1]:
+        kind = "number" if isinstance(bounds[0], float) else "whole number"
+        unit = "FLOP per second" if prefix.endswith("flops_per_second.") else key.replace("_", " ")
+        raise PlanError(
+            f"{where} {prefix}{key} = {value!r}; it must be a {kind} from {bounds[0]:.3g} to {bounds[1]:.3g}, "
+            f"in {unit}: correct its unit"
+        )
+
+
+def _device_of(figures: Figures) -> Device:
+    like, rates = DEVICES[figures["like"]], figures["matmul_flops_per_second"]
+    half, single = float(rates["bfloat16"]), float(rates["float32"])
+    attention = {dtype: float(figures["attention_flops_per_second"][name]) for name, dtype in DTYPES.items()}
+    device = replace(
+        like,
+        name=f"{figures['name']} (measured)",
+        memory_bytes=int(figures["memory_bytes"]),
+        flops={
+            torch.bfloat16: half,
+            torch.float16: half,
+            torch.float32: single,
+            torch.float64: like.flops_per_second(torch.float64),
+        },
+        attention_flops=attention | {torch.float16: attention[torch.bfloat16]},
+        memory_bytes_per_second=float(figures["memory_bytes_per_second"]),
+        launch_seconds=float(figures["launch_seconds"]),
+        efficiency=1.0,
+    )
+    gather = figures.get(OPTIONAL)
+    if gather is None:
+        return device
+    return device.with_measured_links(
+        gather["ranks"], gather["ranks_per_node"], gather["latency_seconds"], float(gather["bytes_per_second"])
+    )
+
+
+def _time(run: Callable[[], object], device: torch.device) -> float:
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        run()
+        return time.perf_counter() - begin
+    begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begun.record()
+    run()
+    ended.record()
+    ended.synchronize()
+    return begun.elapsed_time(ended) / 1000  # milliseconds
+
+
+def _name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine() or "cpu"
+
+
+def _memory_of(device: torch.device) -> int:
+    """Return a rank's memory: its GPU's, or its part of the host's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return host // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, str):
+        return '"' + "".join(c for c in value if c.isprintable() and c not in '"\\') + '"'
+    return repr(value)
