@@ -12,6 +12,8 @@ from megabatch.simulate.devices import Device
 from megabatch.torch_private import group_named, is_boxed_group, name_of_operation
 
 OVERLAPPED = "c10d"  # namespace of the collectives of DDP and FSDP2, which run beside computing
+# Collectives of that namespace which a layer waits for: of context parallelism and of experts.
+AWAITED = ("allgather", "alltoall", "alltoallbase")
 NAMESPACES = (OVERLAPPED, "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 KINDS = {  # by the start of torch's name without underscores: our name, and how often each part of a buffer is sent
     "allgather": ("all_gather", 1),
@@ -85,7 +87,8 @@ def parse_collective(func: Any, args: Any, kwargs: Any, result: Any) -> Collecti
     sides = [side for value in (*args, *kwargs.values(), result) if (side := _side(value))]
     tensors = [tensor for side in sides for tensor in side]
     buffer_bytes = max((sum(each.nbytes for each in side) for side in sides), default=0)
-    return Collective(*found, tensors, buffer_bytes, group, func.namespace != OVERLAPPED)
+    is_awaited = func.namespace != OVERLAPPED or name in AWAITED
+    return Collective(*found, tensors, buffer_bytes, group, is_awaited)
 
 
 def count_traffic(collective: Collective, axes: Mapping[str, int], device: Device) -> Sent:

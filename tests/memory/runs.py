@@ -15,9 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megabatch import GradientAccumulator, losses
+from megabatch.batching.context_parallel import stretch
 from megabatch.simulate import Replica, Simulated, simulate
 from megabatch.simulate.ledger import Ledger, tagging_shards
 from megabatch.train.model.build import checkpoint_activations
+from megabatch.train.parallel.wrap import Wrapper, attend_over, reduced_mesh
+from megabatch.train.plan.simulation import AttentionCost
 
 SIZES = {  # hidden, layers, heads, vocabulary
     "toy": (64, 2, 2, 256),
@@ -26,7 +29,8 @@ SIZES = {  # hidden, layers, heads, vocabulary
     "25m": (512, 4, 8, 12_000),
     "100m": (1024, 4, 16, 24_000),
 }
-AXES = {"plain": {}, "ddp": {"dp": 2}, "fsdp2": {"dp_shard": 2}, "hsdp": {"dp_replicate": 2, "dp_shard": 2}}
+AXES = {"plain": {}, "ddp": {"dp": 2}, "fsdp2": {"dp_shard": 2}, "hsdp": {"dp_replicate": 2, "dp_shard": 2},
+        "cp": {"dp_shard": 1, "cp": 2}}  # fmt: skip
 # glibc gives back what is freed, so that what is resident is what is allocated.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 
@@ -86,7 +90,12 @@ def wrapped(model: nn.Module, run: Run, mesh: DeviceMesh | None, ddp: Callable[[
     """The model in its wrapper."""
     if run.wrapper == "ddp":
         return ddp(model)
-    if run.wrapper in ("fsdp2", "hsdp"):
+    if run.wrapper == "cp":
+        assert mesh is not None
+        # The bias of the trainer's own attention is a tensor that a ledger cannot watch.
+        attend_over(model, mesh.get_group("cp"), AttentionCost)
+        mesh = reduced_mesh(Wrapper("fsdp2", ""), mesh)
+    if run.wrapper in ("fsdp2", "hsdp", "cp"):
         mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         policy = mixed if run.precision == "mixed" else MixedPrecisionPolicy()
         for module in (*model.model.layers, model):
@@ -115,8 +124,11 @@ def predicted(run: Run, **options: Any) -> Simulated:
             model = llama(run)
         return wrapped(model, run, mesh, Replica)
 
+    batch = batch_of(run, 1)
+    part = stretch(batch, 0, 2) if run.wrapper == "cp" else batch
+    make_batch = lambda: type(part)({name: torch.zeros_like(value) for name, value in part.items()})  # noqa: E731
     return simulate(
-        make_model, lambda model: optimizer_of(model, run), lambda: batch_of(run, 1), losses.next_token,
+        make_model, lambda model: optimizer_of(model, run), make_batch, losses.next_token,
         **{"axes": run.axes, "num_microbatches": run.microbatches, "sync": run.sync, "max_norm": 1.0, "device": "cpu"}
         | options,
     )  # fmt: skip
@@ -131,7 +143,7 @@ class Real:
         torch.manual_seed(0)
         self.model = wrapped(llama(run), run, mesh, DistributedDataParallel)
         self.optimizer = optimizer_of(self.model, run)
-        self.gradient = GradientAccumulator(self.model, micro_batch_size=run.rows, sync=run.sync)
+        self.gradient = GradientAccumulator(self.model, micro_batch_size=run.rows, sync=run.sync, mesh=mesh)
         self.batch = batch_of(run, run.microbatches)
 
     def update(self) -> None:

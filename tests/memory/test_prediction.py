@@ -22,6 +22,8 @@ COUNTED = {
     "ddp every": Run("toy", "ddp", 2, 16, 2, "every"),
     "fsdp2 last": Run("toy", "fsdp2", 2, 16, 2),
     "fsdp2 every": Run("toy", "fsdp2", 2, 16, 2, "every"),
+    "cp": Run("toy", "cp", 2, 16, 2, "every"),
+    "cp, recompute": Run("25m", "cp", 2, 256, 2, recompute="yes"),
     "recompute": Run(rows=8, recompute="yes"),
     "selective": Run(rows=8, recompute="selective"),
     "selective, fsdp2": Run("25m", "fsdp2", 8, microbatches=2, sync="every", recompute="selective"),
@@ -68,6 +70,17 @@ def test_the_ledger_counts_on_real_tensors_what_it_counts_on_fake_ones(counted: 
     assert 0.995 < ratio < 1.03, ratio  # fake operations keep a little more
 
 
+def test_a_layer_waits_for_the_keys_of_other_ranks() -> None:
+    """Each microbatch gathers keys and values as often as it sends their gradients back, and as many bytes."""
+    found = simulated(COUNTED["cp"])
+    awaited = sum(found.times[name] * phase.awaited_seconds for name, phase in found.phases.items() if name != "step")
+    back = next(each.seconds for each in found.sent if each.collective == "all_to_all")
+    assert awaited == pytest.approx(2 * back)
+    assert back > 0
+    others = simulated(COUNTED["fsdp2 every"]).phases
+    assert {phase.awaited_seconds for name, phase in others.items() if name != "step"} == {0.0}
+
+
 @pytest.mark.parametrize("name", ["ddp last", "ddp every"])
 def test_without_buckets_ddp_would_be_predicted_wrong(counted: dict[str, Any], monkeypatch, name: str) -> None:
     monkeypatch.setattr(Replica, "forward", lambda replica, *inputs, **named: replica.module(*inputs, **named))
@@ -87,7 +100,7 @@ def test_what_is_sent_is_what_real_ranks_send(counted: dict[str, Any], name: str
     found = {f"{each.collective}:{each.axis}": [each.calls, each.buffer_bytes, each.sent_bytes]
              for each in simulated(run).sent}  # fmt: skip
     if run.axes:  # what the ranks tell each other before a call and after an update is not simulated
-        (axis,) = run.axes
+        axis = [*run.axes][-1]
         gathered = found.get(f"all_gather:{axis}", [0, 0, 0])
         found[f"all_gather:{axis}"] = [each + more for each, more in zip(gathered, MESSAGES, strict=True)]
     assert counted[name]["sent"] == found

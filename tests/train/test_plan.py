@@ -81,6 +81,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "replicate": (2, {"parallel__wrapper": "replicate"}),
     "fsdp2": (2, {"parallel__wrapper": "fsdp2"}),
     "hsdp": (4, {"parallel__dp_replicate": 2, "parallel__dp_shard": 2, "update__global_batch_size": 8}),
+    "cp": (4, {"parallel__cp": 4, "model__config__num_key_value_heads": 2}),
+    "cp, recomputed": (2, {"parallel__cp": 2, "model__activation_checkpointing": "true"}),
+    "fsdp2 over cp": (4, {"parallel__cp": 2, "parallel__wrapper": "fsdp2"}),
 }
 
 
@@ -183,15 +186,17 @@ def test_the_best_is_that_of_simulating_every_choice(recipe: Path, name: str) ->
         ),
         (8, ["--parallel.tp=4"], ["fsdp2 2, tp 4", "replicate 2, tp 4"]),
         (8, ["--parallel.wrapper=ddp"], ["ddp 8"]),
+        (8, ["--parallel.cp=4", "--parallel.tp=1"], ["fsdp2 2, cp 4", "replicate 2, cp 4"]),
+        (2, ["--length=8192"], ["fsdp2 2", "ddp 2", "cp 2", "cp 2", "tp 2"]),
     ],
 )  # fmt: skip
 def test_the_layouts_of_processes(recipe: Path, world: int, stated: list[str], texts: list[str]) -> None:
     asked = read_request(["--layouts", *arguments(world), *stated])
-    found = propose_layouts(load_config(recipe, list(asked.overrides)).parallel, asked)
+    found = propose_layouts(load_config(recipe, list(asked.overrides)).parallel, asked, asked.length_tokens or 64)
     assert [layout_text(each) for each in found] == texts
     for each in found:
         replicas, shards = layout_of(each, world).data_degrees(each.wrapper, world)
-        assert replicas * shards * each.tp == world
+        assert replicas * shards * each.cp * each.tp == world
         assert each.sequence_parallel == (each.tp > 1)
 
 
@@ -614,14 +619,14 @@ def test_the_command_starts_as_many_processes(world: int, words: str) -> None:
         (["--update.batch_size=3"], "unknown key update.batch_size on the command line; here it is update.global"),
         (["--layouts"], "--layouts compares layouts of several processes and --world is 1; give --world N"),
         (["--layouts", "--world=4", "--parallel.tp=3"], "no layout of 4 processes has the degrees that the"),
-        (["--layouts", "--world=2", "--parallel.cp=2"], "no layout of 2 processes has the degrees that the"),
+        (["--layouts", "--world=2", "--parallel.pp=2"], "no layout of 2 processes has the degrees that the"),
         (["extra"], "cannot read the argument 'extra'; write --section.key=value"),
         (["--world", "3", "--parallel.tp=2"], "parallel.tp is 2 and there are 3 processes; take a multiple of 2"),
         (
             ["--world", "2", "--parallel.wrapper=ddp", "--parallel.dp_shard=2"],
             'parallel.wrapper is "ddp", which shards nothing',
         ),
-        (["--world", "2", "--parallel.cp=2"], "parallel.cp is 2, which the plan does not simulate; plan with"),
+        (["--world", "2", "--parallel.pp=2"], "parallel.pp is 2, which the plan does not simulate; plan with"),
         (["--data.max_sample_tokens=none"], "data.path is 'nowhere.jsonl', and there is no such file"),
         (["--optim.name=LBFGS"], "optim.name is 'LBFGS', which cannot be used"),
         (["--optim.name=Adafactor"], "optim.name is 'Adafactor', whose step looks at numbers, and a plan has none"),

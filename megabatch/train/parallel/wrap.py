@@ -181,14 +181,18 @@ def precision_text(config: ModelConfig, wrapper_name: str, accumulated: torch.dt
     return f"precision: parameters and gradients in {config.dtype}, computed in {config.compute_dtype} ({how})"
 
 
-def attend_over(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
+def attend_over(
+    model: PreTrainedModel,
+    group: dist.ProcessGroup,
+    attention: type[context_parallel.GatheredAttention] = context_parallel.GatheredAttention,
+) -> None:
     """Make the layers of ``model`` attend over the ranks of ``group``. The model then runs stretches of microbatches.
 
     Raises `PlanError` for a model in which positions see each other in another way than by full causal attention.
     """
     check_attention_is_causal(model)
     name = f"megabatch_context_{group.group_name}"  # a group has its own, since models may have different groups
-    AttentionInterface.register(name, _implementation(context_parallel.GatheredAttention(group)))
+    AttentionInterface.register(name, _implementation(attention(group)))
     model.set_attn_implementation(name)
 
 

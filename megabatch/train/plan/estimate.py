@@ -57,6 +57,8 @@ class ModelSizes:
     num_cut: int = 1  # ranks that cut each matrix among them
     cuts_stream: bool = False  # over these ranks, between matrices
     cuts_logits: bool = False
+    num_stretches: int = 1  # ranks that cut each sequence among them
+    num_key_features: int = 0  # of the keys and values of a token
 
     @property
     def num_gathered(self) -> int:
@@ -113,12 +115,21 @@ def measure_sizes(model: nn.Module, config: Config, layout: Layout, wrapped: str
     below = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else model  # before the first layer
     trains_below = any(each.requires_grad for each in below.parameters())
     text = model.config.get_text_config() if isinstance(model, PreTrainedModel) else None
+    num_hidden: int = getattr(text, "hidden_size", 0)
     dtype, tp = dtype_of(config.model), layout.tp
     trained_dtype = next((each.dtype for each in model.parameters() if each.requires_grad), dtype)
     computed = torch.bfloat16 if is_mixed(config.model) else dtype
     optimizer = _stepped_optimizer(config, trained_dtype)
     widened = [each.numel() for each in model.parameters() if each.requires_grad and isinstance(optimizer, LowBits)]
     num_copies, num_shards = layout.data_degrees("fsdp2" if wrapped in ("fsdp2", "hsdp") else wrapped, world)
+    if wrapped in ("fsdp2", "hsdp"):  # they shard over cp too
+        num_shards *= layout.cp
+    else:
+        num_copies *= layout.cp
+    num_key_heads: int = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", 0)
+    head_features: int = getattr(text, "head_dim", None) or num_hidden // max(
+        1, getattr(text, "num_attention_heads", 1)
+    )
     return ModelSizes(
         num_parameters=num_parameters // tp,
         num_unit=max((each[0] for each in layers), default=num_parameters) // tp,
@@ -129,7 +140,7 @@ def measure_sizes(model: nn.Module, config: Config, layout: Layout, wrapped: str
         wider_bytes=trained_dtype.itemsize - dtype.itemsize,
         num_layers=len(layers),
         num_kept=sum(trains_below or any(each[1] for each in layers[:end]) for end in range(1, len(layers) + 1)),
-        num_hidden=getattr(text, "hidden_size", 0),
+        num_hidden=num_hidden,
         num_vocabulary=getattr(text, "vocab_size", 0),
         parameter_bytes=dtype.itemsize,
         compute_bytes=computed.itemsize,
@@ -143,6 +154,8 @@ def measure_sizes(model: nn.Module, config: Config, layout: Layout, wrapped: str
         num_cut=tp,
         cuts_stream=config.parallel.sequence_parallel,
         cuts_logits=config.parallel.loss_parallel,
+        num_stretches=layout.cp,
+        num_key_features=2 * num_key_heads * head_features,
     )
 
 
@@ -177,7 +190,7 @@ def _bytes_of(state: Mapping[str, object]) -> int:
 
 def estimate_cost(choice: Choice, sizes: ModelSizes, length_tokens: int, device: Device) -> Estimate:
     """Return the cost of a choice with samples of ``length_tokens``."""
-    tokens = choice.micro_batch_size * length_tokens
+    tokens = -(-choice.micro_batch_size * length_tokens // sizes.num_stretches)
     sent_bytes = _sent_bytes(choice, sizes)
     per_token = (
         RECOMPUTE_FLOPS if choice.recompute else PLAIN_FLOPS
@@ -189,9 +202,14 @@ def estimate_cost(choice: Choice, sizes: ModelSizes, length_tokens: int, device:
         traffic_seconds += _num_collectives(choice, sizes) * device.latency_seconds(ranks[: sizes.num_shards], 1)
     copied_bytes = COPIES * _num_gathered(choice, sizes) * sizes.compute_bytes if sizes.is_sharded else 0
     compute_seconds = flops / device.flops_per_second(sizes.dtype) + copied_bytes / device.memory_bytes_per_second
-    awaited_bytes, awaited_seconds = _layer_traffic(choice, sizes, tokens, device)
+    awaited_bytes, awaited_seconds = (
+        sum(pair)
+        for pair in zip(
+            _layer_traffic(choice, sizes, tokens, device), _key_traffic(choice, sizes, tokens, device), strict=True
+        )
+    )
     return Estimate(
-        int(_peak_bytes(choice, sizes, tokens)), sent_bytes + awaited_bytes, compute_seconds, traffic_seconds,
+        int(_peak_bytes(choice, sizes, tokens)), int(sent_bytes + awaited_bytes), compute_seconds, traffic_seconds,
         awaited_seconds,
     )  # fmt: skip
 
@@ -214,6 +232,20 @@ def _layer_traffic(choice: Choice, sizes: ModelSizes, tokens: int, device: Devic
     return sent_bytes, sent_bytes / device.sending_bytes_per_second(ranks) + calls * device.latency_seconds(ranks, 1)
 
 
+def _key_traffic(choice: Choice, sizes: ModelSizes, tokens: int, device: Device) -> tuple[int, float]:
+    """Return the bytes and seconds of the collectives of context parallelism in an update.
+
+    A layer gathers the keys and values of all stretches in each forward and sends their gradients in the backward.
+    """
+    num = sizes.num_stretches
+    if num == 1:
+        return 0, 0.0
+    ranks = list(range(0, num * sizes.num_cut, sizes.num_cut))
+    calls = sizes.num_layers * choice.num_microbatches * (3 if choice.recompute else 2)
+    sent_bytes = calls * (num - 1) * tokens * sizes.num_key_features * sizes.compute_bytes // sizes.num_cut
+    return sent_bytes, sent_bytes / device.sending_bytes_per_second(ranks) + calls * device.latency_seconds(ranks, 1)
+
+
 def _num_collectives(choice: Choice, sizes: ModelSizes) -> int:
     """Return the all-gathers and reduce-scatters of an update; the root is gathered once a microbatch."""
     gathers = choice.num_microbatches * (sizes.num_layers * (2 if choice.reshard else 1) + 1)
@@ -231,7 +263,7 @@ def _peak_bytes(choice: Choice, sizes: ModelSizes, tokens: int) -> float:
     held = T * b_r if sizes.is_sharded and choice.sync == "last" and accumulates else shard
     keeps_sums = choice.sync == "replica_last" or (choice.sync == "gather_once" and sizes.num_copies > 1)
     held += shard if keeps_sums and accumulates else 0
-    layers = sizes.num_gathered * u if choice.reshard else sizes.num_backward
+    layers = min(sizes.num_gathered * u, P - r) if choice.reshard else sizes.num_backward
     gathered = (r + layers) * b_c if sizes.is_sharded else 0
     reducing = sizes.num_trained_root * b_c + sizes.num_trained_unit * b_r if sizes.is_sharded else 0
     forward = base + (held if accumulates else 0) + gathered + _activation_bytes(choice, sizes, tokens)

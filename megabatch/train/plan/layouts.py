@@ -1,6 +1,7 @@
 """Layouts: the ways to divide a recipe's processes that `megabatch plan --layouts` compares."""
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 from megabatch.errors import MegabatchError
@@ -12,6 +13,7 @@ from megabatch.train.plan.simulation import Simulator, bare_model, build_simulat
 from megabatch.train.runtime.console import Console
 
 NODES_FACTOR = 4  # from one number of nodes with a copy of the model to the next
+MIN_STRETCH_TOKENS = 4096  # of a sequence that is cut over ranks: a shorter one sends much and computes little
 
 
 def build_layouts(config: Config, request: PlanRequest, console: Console) -> tuple[list[Simulator], list[str]]:
@@ -25,7 +27,7 @@ def build_layouts(config: Config, request: PlanRequest, console: Console) -> tup
     model: Any = bare_model(config)
     simulators: list[Simulator] = []
     left_out: dict[str, str] = {}
-    for parallel in propose_layouts(config.parallel, request):
+    for parallel in propose_layouts(config.parallel, request, sample.length_tokens):
         divided = config.model_copy(update={"parallel": parallel})
         try:
             check_config(divided)
@@ -41,32 +43,49 @@ def build_layouts(config: Config, request: PlanRequest, console: Console) -> tup
     return simulators, list(left_out.values())
 
 
-def propose_layouts(parallel: ParallelConfig, request: PlanRequest) -> list[ParallelConfig]:
-    """Return the layouts of all processes with the keys that the command line states."""
+def propose_layouts(parallel: ParallelConfig, request: PlanRequest, length_tokens: int) -> list[ParallelConfig]:
+    """Return the layouts of all processes with the keys that the command line states.
+
+    Args:
+        parallel: The recipe's section.
+        request: The command line.
+        length_tokens: Of the longest sample.
+    """
     stated = [key.removeprefix("parallel.") for key in request.stated_keys if key.startswith("parallel.")]
-    found = [parallel.model_copy(update=keys) for keys in _layouts(parallel, request, "sequence_parallel" in stated)]
+    least = 2 if "cp" in stated else MIN_STRETCH_TOKENS
+    keys = _layouts(parallel, request, "sequence_parallel" in stated, length_tokens // least)
+    found = [parallel.model_copy(update=each) for each in keys]
     return [each for each in found if all(getattr(each, key) == getattr(parallel, key) for key in stated)]
 
 
-def _layouts(parallel: ParallelConfig, request: PlanRequest, keeps_stream: bool) -> Iterator[dict[str, Any]]:
-    """Yield the keys of each layout, without and with tensor parallelism inside of a node."""
+def _layouts(
+    parallel: ParallelConfig, request: PlanRequest, keeps_stream: bool, most_stretches: int
+) -> Iterator[dict[str, Any]]:
+    """Yield the keys of each layout, without and with tensor and context parallelism inside of a node."""
     per_node = min(request.world, request.device.ranks_per_node)
-    for tp in (2**power for power in range(per_node.bit_length())):
-        if per_node % tp or request.world % tp:
+    degrees = [2**power for power in range(per_node.bit_length())]
+    for tp, cp in product(degrees, degrees):
+        ranks = tp * cp
+        if per_node % ranks or request.world % ranks or cp > max(1, most_stretches):
             continue
         cut = {
-            "tp": tp, "cp": 1, "pp": 1, "loss_parallel": parallel.loss_parallel and tp > 1,
+            "tp": tp, "cp": cp, "pp": 1, "loss_parallel": parallel.loss_parallel and tp > 1,
             "sequence_parallel": parallel.sequence_parallel if keeps_stream else tp > 1,
         }  # fmt: skip
-        for wrapper, replicas, shards in _data_layouts(request.world // tp, per_node // tp, tp, parallel.wrapper):
+        for wrapper, replicas, shards in _data_layouts(request.world // ranks, per_node // ranks, tp, cp, parallel):
             yield {**cut, "wrapper": wrapper, "dp_replicate": replicas, "dp_shard": shards}
 
 
-def _data_layouts(num_ranks: int, per_node: int, tp: int, own: str | None) -> Iterator[tuple[str | None, int, int]]:
-    """Yield wrapper, copies and shards: one sharded model, a copy on each rank, or sharded copies on whole nodes."""
-    copies = "replicate" if tp > 1 else "ddp"
-    if num_ranks == 1:
-        yield copies if own == "ddp" else own, 1, 1
+def _data_layouts(
+    num_ranks: int, per_node: int, tp: int, cp: int, parallel: ParallelConfig
+) -> Iterator[tuple[str | None, int, int]]:
+    """Yield wrapper, copies and shards: one sharded model, a copy on each rank, or sharded copies on whole nodes.
+
+    Wrappers shard and copy over ``cp`` too.
+    """
+    copies = "replicate" if tp * cp > 1 else "ddp"
+    if num_ranks * cp == 1:
+        yield copies if parallel.wrapper == "ddp" else parallel.wrapper, 1, 1
         return
     yield "fsdp2", 1, num_ranks
     yield copies, num_ranks, 1

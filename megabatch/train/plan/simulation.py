@@ -1,7 +1,7 @@
 """Simulation: a recipe on many ranks, with its own model, wrapper, loss and optimizer, as fake tensors of rank 0."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.functional import scaled_dot_product_attention
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from megabatch import JointLoss
-from megabatch.batching import OneRow
+from megabatch.batching import OneRow, context_parallel
 from megabatch.errors import MegabatchError
 from megabatch.losses import LossFunction
 from megabatch.simulate import Device, Replica, Simulated, extend, simulate
@@ -29,7 +30,15 @@ from megabatch.train.model.expert_balance import router_coefficient, with_router
 from megabatch.train.model.optimizer import build_optimizer
 from megabatch.train.model.weights import is_several, own_source
 from megabatch.train.parallel.tensor_parallel import plain_terms
-from megabatch.train.parallel.wrap import Wrapper, accumulation_of, blocks_of, choose_wrapper, computing
+from megabatch.train.parallel.wrap import (
+    Wrapper,
+    accumulation_of,
+    attend_over,
+    blocks_of,
+    check_attention_is_causal,
+    choose_wrapper,
+    computing,
+)
 from megabatch.train.plan.estimate import ModelSizes, measure_sizes
 from megabatch.train.plan.grid import Choice, Grid, build_grid
 from megabatch.train.plan.request import PlanRequest
@@ -53,6 +62,8 @@ def build_simulator(
     check_planned(config, request.world)
     sample = sample or find_longest_sample(config, request.length_tokens, console)
     model = bare_model(config, sample.length_tokens)
+    if layout.cp > 1:
+        check_attention_is_causal(cast(PreTrainedModel, model))
     wrapper = choose_wrapper(config.parallel.wrapper, request.world, model, layout)
     choose_trained(model, config.model)
     axes = _mesh_axes(layout, wrapper, request.world)
@@ -77,12 +88,11 @@ def check_planned(config: Config, world: int) -> None:
         raise MegabatchError(
             "optim.in_backward is true, which the plan does not simulate; plan without it: gradients then count in full"
         )
-    for axis in ("cp", "pp"):
-        if (degree := getattr(config.parallel, axis)) > 1:
-            raise MegabatchError(
-                f"parallel.{axis} is {degree}, which the plan does not simulate; plan with parallel.{axis}=1 and "
-                f"--world {world // degree}"
-            )
+    if (degree := config.parallel.pp) > 1:
+        raise MegabatchError(
+            f"parallel.pp is {degree}, which the plan does not simulate; plan with parallel.pp=1 and "
+            f"--world {world // degree}"
+        )
 
 
 def bare_model(config: Config, longest_tokens: int | None = None) -> nn.Module:
@@ -144,7 +154,7 @@ class Simulator:
         return simulate(
             partial(self._build_model, config, num_layers),
             make_optimizer,
-            partial(self.sample.microbatch, choice.micro_batch_size),
+            self._microbatch_maker(choice.micro_batch_size),
             self._loss_fn(config),
             axes=self.axes,
             num_microbatches=choice.num_microbatches,
@@ -155,11 +165,21 @@ class Simulator:
             around=loss_parallel if config.parallel.loss_parallel else contextlib.nullcontext,
         )
 
+    def _microbatch_maker(self, num_samples: int) -> Callable[[], Any]:
+        """Return what makes a microbatch of rank 0. Under cp all ranks have stretches that cost the same."""
+        if (degree := self.config.parallel.cp) == 1:
+            return partial(self.sample.microbatch, num_samples)
+        part = context_parallel.stretch(self.sample.microbatch(num_samples), 0, degree)
+        return lambda: context_parallel.Stretch({name: torch.zeros_like(value) for name, value in part.items()})
+
     def _build_model(self, config: Config, num_layers: int | None, mesh: DeviceMesh | None) -> nn.Module:
         """Build and wrap the model as the trainer does, without memory."""
         model = bare_model(config)
         if num_layers is not None:
             del cast(nn.ModuleList, model.get_submodule(_stack_of(model)))[num_layers:]
+        if config.parallel.cp > 1:
+            assert mesh is not None
+            attend_over(cast(PreTrainedModel, model), mesh.get_group("cp"), AttentionCost)
         prepare(model, config.model)
         if self.wrapper.is_of_fsdp or config.parallel.tp > 1:
             assert mesh is not None  # these have axes
@@ -180,6 +200,23 @@ class Simulator:
                 return loss_fn(model, microbatch)
 
         return in_precision
+
+
+class AttentionCost(context_parallel.GatheredAttention):
+    """Attention over context ranks for fake tensors, which torch's causal bias does not take.
+
+    Pairs of a query and a later key are counted, as without context parallelism.
+    """
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor, piece: int, scale: float | None,
+        dropout: float,
+    ) -> Tensor:  # fmt: skip
+        if documents.dtype != torch.bool:
+            return super()._attend(query, key, value, documents, piece, scale, dropout)
+        return scaled_dot_product_attention(
+            query, key, value, None, dropout, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
 
 
 class Repeats(NamedTuple):
