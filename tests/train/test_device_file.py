@@ -12,7 +12,7 @@ import torch
 from megabatch import PlanError
 from megabatch.simulate import DEVICES
 from megabatch.simulate.ledger import Ledger
-from megabatch.train.init.device_file import (
+from megabatch.train.autotune.device_file import (
     REPEATS,
     WARM_UP,
     device_toml,

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megabatch.errors import MegabatchError
+from megabatch.train.autotune.device_file import read_device
 from megabatch.train.cli.doctor import (
     WRAPPERS,
     Deadline,
@@ -21,7 +22,6 @@ from megabatch.train.cli.doctor import (
     proof_finding,
     version_finding,
 )
-from megabatch.train.init.device_file import read_device
 from megabatch.train.runtime.exit import FailedError, exit_together
 from megabatch.train.runtime.ranks import Ranks
 from megabatch.train.runtime.rendezvous import Rendezvous

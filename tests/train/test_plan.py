@@ -22,11 +22,11 @@ from transformers import (
 
 from megabatch import MegabatchError
 from megabatch.simulate import extend
+from megabatch.train.autotune.device_file import device_toml
 from megabatch.train.config import Config, ModelConfig
 from megabatch.train.config.parallel_layout import layout_of
 from megabatch.train.config.recipe import PLAN_OPTIONS, load_config, split_options
 from megabatch.train.config.recipe_paths import check_paths
-from megabatch.train.init.device_file import device_toml
 from megabatch.train.model.architecture import quiet
 from megabatch.train.plan.estimate import estimate_cost
 from megabatch.train.plan.grid import build_grid

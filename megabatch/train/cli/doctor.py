@@ -29,11 +29,11 @@ from megabatch import losses, verify
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.optim import Muon, verify_step
 from megabatch.simulate import DEVICES
+from megabatch.train.autotune.device_file import device_toml, measure_device, read_device
 from megabatch.train.checkpoints.metadata import installed_version
 from megabatch.train.checkpoints.run_folder import device_name
 from megabatch.train.cli.help import EXAMPLE
 from megabatch.train.config import ParallelConfig
-from megabatch.train.init.device_file import device_toml, measure_device, read_device
 from megabatch.train.init.hardware import kind_of
 from megabatch.train.runtime.console import CRASHED
 from megabatch.train.runtime.exit import FAILURE, PEER_GONE, FailedError, fail, leave_now

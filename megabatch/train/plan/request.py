@@ -7,9 +7,9 @@ from pathlib import Path
 
 from megabatch.errors import MegabatchError
 from megabatch.simulate import Device, device_named
+from megabatch.train.autotune.device_file import read_device
 from megabatch.train.config.byte_sizes import read_bytes, read_rate
 from megabatch.train.config.recipe import PLAN_OPTIONS, split_options
-from megabatch.train.init.device_file import read_device
 
 DEFAULT_DEVICE = "a100-80g"
 
