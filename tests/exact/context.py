@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import GradientAccumulator, MegabatchError, loss, losses
 from megabatch.batching import context_parallel
-from megabatch.train.parallel import wrap as attention
+from megabatch.train.parallel.wrap import attend_over
 from tests.comm.counting import Collectives
 from tests.exact import models, oracle
 
@@ -238,7 +237,7 @@ def names() -> list[list[str]]:
 def two_ranks() -> tuple[nn.Module, GradientAccumulator]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     model = language_model("gpt2", torch.float64)
-    attention.attend_over(model, mesh.get_group("cp"))
+    attend_over(model, context_parallel.GatheredAttention(mesh.get_group("cp")))
     return model, GradientAccumulator(model, mesh=mesh, micro_batch_size=LARGEST_MICROBATCH)
 
 
@@ -278,8 +277,7 @@ def run_job(name: str) -> Any:
     mesh = init_device_mesh("cpu", (dist.get_world_size() // int(cp), int(cp)), mesh_dim_names=("dp", "cp"))
     model = language_model(family, getattr(torch, dtype))
     library = with_bug(way) if way in BUGS else context_parallel
-    with mock.patch.object(attention, "context_parallel", library):
-        attention.attend_over(model, mesh.get_group("cp"))
+    attend_over(model, library.GatheredAttention(mesh.get_group("cp")))
     if way in BUGS:
         alone(model, mesh, CASES[case], library)
     else:

@@ -93,7 +93,7 @@ def wrapped(model: nn.Module, run: Run, mesh: DeviceMesh | None, ddp: Callable[[
     if run.wrapper == "cp":
         assert mesh is not None
         # The bias of the trainer's own attention is a tensor that a ledger cannot watch.
-        attend_over(model, mesh.get_group("cp"), AttentionCost)
+        attend_over(model, AttentionCost(mesh.get_group("cp")))
         mesh = reduced_mesh(Wrapper("fsdp2", ""), mesh)
     if run.wrapper in ("fsdp2", "hsdp", "cp"):
         mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -124,11 +124,11 @@ def predicted(run: Run, **options: Any) -> Simulated:
             model = llama(run)
         return wrapped(model, run, mesh, Replica)
 
-    batch = batch_of(run, 1)
-    part = stretch(batch, 0, 2) if run.wrapper == "cp" else batch
-    make_batch = lambda: type(part)({name: torch.zeros_like(value) for name, value in part.items()})  # noqa: E731
+    def microbatch() -> dict[str, Tensor]:
+        return stretch(batch_of(run, 1), 0, 2) if run.wrapper == "cp" else batch_of(run, 1)
+
     return simulate(
-        make_model, lambda model: optimizer_of(model, run), make_batch, losses.next_token,
+        make_model, lambda model: optimizer_of(model, run), microbatch, losses.next_token,
         **{"axes": run.axes, "num_microbatches": run.microbatches, "sync": run.sync, "max_norm": 1.0, "device": "cpu"}
         | options,
     )  # fmt: skip

@@ -217,7 +217,7 @@ def test_a_layer_that_asks_for_something_else_is_refused(options, seen):
         vocab_size=9, num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=8, use_cache=False
     )
     model = LlamaForCausalLM(config)
-    attend_over(model, dist.group.WORLD)
+    attend_over(model, GatheredAttention(dist.group.WORLD))
     part = stretch({"input_ids": IDS % 9, "labels": LABELS}, 0, 1)
     del part["shift_labels"]
     model(**part)

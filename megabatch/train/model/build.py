@@ -23,6 +23,7 @@ from torch.utils.checkpoint import (
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from megabatch import JointLoss
+from megabatch.batching import context_parallel
 from megabatch.engine import check_packing_isolation, equal_but_rounding
 from megabatch.errors import MegabatchError, in_one_line
 from megabatch.train.config import Config, ModelConfig
@@ -143,7 +144,7 @@ def build(config: Config, ranks: Ranks, console: Console, longest_tokens: int | 
                 isolated, text = check_documents(run, ranks.device)
                 (words if isolated else warnings).append(text)
     if mesh is not None and "cp" in (mesh.mesh_dim_names or ()):  # the trial has run whole sequences
-        attend_over(cast(PreTrainedModel, base), mesh.get_group("cp"))
+        attend_over(cast(PreTrainedModel, base), context_parallel.GatheredAttention(mesh.get_group("cp")))
     container = None
     if wrapper.name == "ddp" and stages is None:
         unused = config.model.function is not None  # a model of one's own may leave parameters out of a microbatch

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable import replicate_with_fsdp
 from torch.distributed.device_mesh import DeviceMesh
@@ -181,18 +180,15 @@ def precision_text(config: ModelConfig, wrapper_name: str, accumulated: torch.dt
     return f"precision: parameters and gradients in {config.dtype}, computed in {config.compute_dtype} ({how})"
 
 
-def attend_over(
-    model: PreTrainedModel,
-    group: dist.ProcessGroup,
-    attention: type[context_parallel.GatheredAttention] = context_parallel.GatheredAttention,
-) -> None:
-    """Make the layers of ``model`` attend over the ranks of ``group``. The model then runs stretches of microbatches.
+def attend_over(model: PreTrainedModel, attention: context_parallel.GatheredAttention) -> None:
+    """Make the layers of ``model`` attend over the ranks of ``attention``, so that it runs stretches of microbatches.
 
     Raises `PlanError` for a model in which positions see each other in another way than by full causal attention.
     """
     check_attention_is_causal(model)
-    name = f"megabatch_context_{group.group_name}"  # a group has its own, since models may have different groups
-    AttentionInterface.register(name, _implementation(attention(group)))
+    # A group has a name of its own, since models may have different groups.
+    name = f"megabatch_context_{attention.group.group_name}"
+    AttentionInterface.register(name, _implementation(attention))
     model.set_attn_implementation(name)
 
 

@@ -179,7 +179,7 @@ class Simulator:
             del cast(nn.ModuleList, model.get_submodule(_stack_of(model)))[num_layers:]
         if config.parallel.cp > 1:
             assert mesh is not None
-            attend_over(cast(PreTrainedModel, model), mesh.get_group("cp"), AttentionCost)
+            attend_over(cast(PreTrainedModel, model), AttentionCost(mesh.get_group("cp")))
         prepare(model, config.model)
         if self.wrapper.is_of_fsdp or config.parallel.tp > 1:
             assert mesh is not None  # these have axes
