@@ -124,8 +124,10 @@ def predicted(run: Run, **options: Any) -> Simulated:
             model = llama(run)
         return wrapped(model, run, mesh, Replica)
 
-    def microbatch() -> dict[str, Tensor]:
-        return stretch(batch_of(run, 1), 0, 2) if run.wrapper == "cp" else batch_of(run, 1)
+    part = stretch(batch_of(run, 1), 0, 2) if run.wrapper == "cp" else batch_of(run, 1)
+
+    def microbatch() -> dict[str, Tensor]:  # made where tensors are fake; the stretch reads those of the batch
+        return type(part)({name: torch.zeros_like(value) for name, value in part.items()})
 
     return simulate(
         make_model, lambda model: optimizer_of(model, run), microbatch, losses.next_token,
