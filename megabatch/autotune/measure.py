@@ -96,7 +96,9 @@ class MicrobatchMeasurer:
                 self._run_update(share)
             self._subject.discard()
             collated_bytes = self._collated_bytes(share, rows)
-        before = self.budget.used + estimate_state_bytes(self._optimizer, wrapper.parameters)
+        is_offloaded = wrapper.parameters[0].device.type != wrapper.device.type  # states are in host memory then
+        before = self.budget.used
+        before += 0.0 if is_offloaded else estimate_state_bytes(self._optimizer, wrapper.parameters)
         stays = before + use.left_bytes + collated_bytes
         sent = [use.peak_bytes - use.left_bytes, stays]
         sent += [self.budget.limit - stays, self.budget.there - stays, self.budget.limit, self.budget.limit - before]

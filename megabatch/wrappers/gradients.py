@@ -301,7 +301,11 @@ def _values(gradient: Tensor) -> Tensor:
 
 
 def _full(norm: Tensor) -> Tensor:
-    return norm.full_tensor() if is_dtensor(norm) else norm
+    if not is_dtensor(norm):
+        return norm
+    if norm.device.type != norm.device_mesh.device_type:  # CPU offload, and NCCL sends nothing from the CPU
+        norm = type(norm).from_local(norm.to_local(), norm.device_mesh, norm.placements, run_check=False)
+    return norm.full_tensor()
 
 
 def graph_leaves(totals: Sequence[Tensor]) -> Generator[Tensor]:

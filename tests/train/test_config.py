@@ -77,6 +77,9 @@ OF_THE_COMMAND_LINE = {  # arguments -> what the error names
     "--parallel.pp=2 --parallel.cp=2": "parallel.cp is 2 and parallel.pp is 2, which are not made together; leave one",
     "--parallel.pp=2 --parallel.tp=2 --parallel.loss_parallel": "loss_parallel is true and parallel.pp is 2 … leave",
     "--parallel.wrapper=ddp --parallel.tp=2": "parallel.tp is 2 and parallel.wrapper is 'ddp' … \"fsdp2\" can; leave",
+    "--parallel.cpu_offload": "cpu_offload is true, which has no effect without parallel.wrapper = fsdp2; set that, or",
+    "--parallel.cpu_offload --parallel.wrapper=fsdp2 --parallel.tp=2": "parallel.tp is 2, which are not tested … leave",
+    "--parallel.cpu_offload --parallel.wrapper=fsdp2 --optim.name=Muon": "'Muon' and parallel.cpu_offload is true",
     "--parallel.schedule=GPipe": "'GPipe', which has no effect without parallel.pp; set that, or leave parallel.sched",
     "--parallel.loss_parallel": "true, which has no effect without parallel.tp; set that, or leave parallel.loss_par",
     **{

@@ -214,7 +214,8 @@ class Writer:
 def in_background(config: Config, ranks: Ranks) -> bool:
     """Return True if checkpoints are written beside the run."""
     asked = config.checkpoint.background
-    return ranks.device.type == "cuda" if asked is None else asked
+    is_on_device = ranks.device.type == "cuda" and not config.parallel.cpu_offload
+    return is_on_device if asked is None else asked
 
 
 def ranks_apart(ranks: Ranks) -> Ranks:

@@ -44,6 +44,8 @@ EXCLUDING = (  # a key, others that do not go with it, and why; key=value: that 
     ("advice.every", ["update.on_nonfinite=skip_microbatch"], "which makes an update again of some of its samples"),
     ("advice.every", ["model.dtype=bfloat16"], "in which a norm has two digits"),
     ("parallel.cp", ["parallel.pp"], "which are not made together"),
+    ("parallel.cpu_offload", ["parallel.tp", "parallel.pp", "model.quantize"], "which are not tested together"),
+    ("optim.name=Muon", ["parallel.cpu_offload"], "where whole matrices would be orthogonalized on the host"),
     ("parallel.loss_parallel", ["parallel.pp"], "where logits that are cut do not leave their stage"),
     ("parallel.tp", ["parallel.wrapper=ddp"], 'which cannot have it and "replicate" and "fsdp2" can'),
     ("parallel.cp", ["parallel.wrapper=ddp"], 'which cannot have it and "replicate" and "fsdp2" can'),
@@ -66,6 +68,7 @@ NEEDING = (  # a key, and another without which it has no effect
     ("parallel.sequence_parallel", "parallel.tp"),
     ("parallel.loss_parallel", "parallel.tp"),
     ("parallel.schedule", "parallel.pp"),
+    ("parallel.cpu_offload", "parallel.wrapper=fsdp2"),
 )
 
 
@@ -98,7 +101,7 @@ def same_bits_problems(config: Config) -> Iterator[str]:
             f"{said(config, 'update.same_bits')} and {said(config, 'model.compute_dtype')}, to which FSDP2 casts at "
             'other places than DDP; set parallel.wrapper = "ddp", or leave one of them out'
         )
-    if config.run.device == "cpu" and config.optim.options.get("fused") is True:
+    if (config.run.device == "cpu" or config.parallel.cpu_offload) and config.optim.options.get("fused") is True:
         yield (
             f"{said(config, 'update.same_bits')} and optim.options.fused is true, whose bits depend on the size of a "
             "shard on a CPU; leave one of them out"

@@ -326,7 +326,7 @@ class CheckpointConfig(Section):
 
     background: bool | None = None
     """Go on training while a checkpoint is written; that takes a copy of the state in host memory. None: where the
-    model is on a GPU; on the CPU the copy would take the memory that the model needs."""
+    model is on a GPU; in host memory the copy would take what the model needs."""
     partial: bool = False
     """Let a signal stop a run inside an update, which is saved open and resumed there, exactly, on as many ranks. For
     updates of minutes: gradients are reduced every eight microbatches, and a signal is looked for."""
@@ -347,6 +347,9 @@ class ParallelConfig(Section):
     reshard_after_forward: bool = True
     """With fsdp2: let go of gathered layers after each forward. false: keep them until their backward, for fewer
     messages and more memory."""
+    cpu_offload: bool = False
+    """With wrapper = "fsdp2": keep parameters, gradients and optimizer states in host memory, and step there. A layer's
+    shard comes to the device when the layer is gathered."""
     cp: Count = 1
     """Ranks over which each sequence is cut (context parallelism); they are given the same samples."""
     tp: Count = 1

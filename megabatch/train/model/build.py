@@ -203,7 +203,8 @@ def lay(
     if source.units is not None:
         here = set(model.modules())  # of a pipeline's stages, not all
         units = [unit for unit in source.units if unit.module in here]
-        fill(model, units, config.run.seed, ranks.device, source.saved)
+        weights_on = torch.device("cpu") if config.parallel.cpu_offload else ranks.device
+        fill(model, units, config.run.seed, ranks.device, source.saved, weights_on)
     return words, mesh
 
 
@@ -225,9 +226,14 @@ def divide(model: nn.Module, config: Config, wrapper: Wrapper, mesh: DeviceMesh,
                 borders=borders,
             )
         )  # fmt: skip
+    if config.parallel.cpu_offload:
+        words.append("parameters, gradients and optimizer states are in host memory, where the optimizer steps")
     for module, blocks in modules if wrapper.is_of_fsdp else []:
         policy = policy_of(config.model, accumulation_of(config.update))
-        distribute(module, blocks, wrapper, policy, mesh, reshards=config.parallel.reshard_after_forward)
+        distribute(
+            module, blocks, wrapper, policy, mesh, reshards=config.parallel.reshard_after_forward,
+            offloads=config.parallel.cpu_offload,
+        )  # fmt: skip
         if not blocks:
             words.append("sharded as one piece: name the classes of its layers in _no_split_modules to shard by layer")
     return words

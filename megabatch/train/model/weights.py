@@ -218,12 +218,16 @@ def apply_rules(module: nn.Module, owner: PreTrainedModel) -> None:
     cast(Any, owner)._init_weights(module)
 
 
-def fill(model: nn.Module, units: list[Unit], seed: int, device: torch.device, saved: Saved | None = None) -> None:
+def fill(
+    model: nn.Module, units: list[Unit], seed: int, device: torch.device, saved: Saved | None = None,
+    weights_on: torch.device | None = None,
+) -> None:  # fmt: skip
     """Give every tensor of the model its memory on the device, and its values: the saved ones, else fresh ones.
 
-    Parameters that are cut or sharded get this rank's part, and nothing is ever whole but one unit.
+    Parameters that are cut or sharded get this rank's part, and nothing is ever whole but one unit. They are on the
+    device ``weights_on``, if that is another one.
     """
-    pending = Pending(model, device)
+    pending = Pending(model, device, weights_on or device)
     for tensor, names in list(pending.names.items()) if saved is not None else []:
         pending.settle_saved(tensor, names, cast(Saved, saved))
     for unit in units:
@@ -243,10 +247,10 @@ def fill(model: nn.Module, units: list[Unit], seed: int, device: torch.device, s
 class Pending:
     """The tensors of a model that have no memory yet, and every name and place of each: tied ones have several."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, weights_on: torch.device) -> None:
         self.names: dict[Tensor, list[str]] = {}
         self._places: dict[Tensor, list[tuple[nn.Module, str]]] = {}
-        self._device = device
+        self._device, self._weights_on = device, weights_on
         for path, module in model.named_modules():
             for name, tensor in own_tensors(module).items():
                 self.names.setdefault(tensor, []).append(f"{path}.{name}".removeprefix("."))
@@ -269,10 +273,10 @@ class Pending:
 
     def settle(self, tensor: Tensor, values: Tensor) -> None:
         """Put values into their place: all of a tensor, or this rank's part."""
-        values = values.to(self._device, tensor.dtype)
+        values = values.to(self._weights_on if isinstance(tensor, nn.Parameter) else self._device, tensor.dtype)
         if isinstance(tensor, DTensor):
-            mesh, placements, sizes = tensor.device_mesh, tensor.placements, (tensor.shape, tensor.stride())
-            values = DTensor.from_local(values, mesh, placements, run_check=False, shape=sizes[0], stride=sizes[1])
+            part, values = values, torch.empty_like(tensor, device=values.device)  # from_local would change the device
+            values.to_local().copy_(part)
         setattr(self._put(tensor, values), INITIALIZED, True)
         del self.names[tensor], self._places[tensor]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._composable import replicate_with_fsdp
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AttentionInterface, PreTrainedModel
 
 from megabatch.batching import context_parallel
@@ -99,17 +99,19 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
 
 def distribute(
     model: nn.Module, blocks: Sequence[nn.Module], wrapper: Wrapper, policy: MixedPrecisionPolicy, mesh: DeviceMesh,
-    *, reshards: bool,
+    *, reshards: bool, offloads: bool = False,
 ) -> None:  # fmt: skip
     """Give each block to FSDP2 or its replicate, then the rest of the model. Collective.
 
-    With ``reshards``, FSDP2 drops the gathered weights of a block after its forward.
+    With ``reshards``, FSDP2 drops the gathered weights of a block after its forward. With ``offloads``, its shards and
+    their gradients are in host memory, pinned where a GPU copies them.
     """
     over = reduced_mesh(wrapper, mesh)
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offloads else OffloadPolicy()
     for module in (*blocks, model):
         if wrapper.name == "fsdp2":
             after = None if reshards else False  # None: as torch does it, the root stays for its backward
-            fully_shard(module, mesh=over, mp_policy=policy, reshard_after_forward=after)
+            fully_shard(module, mesh=over, mp_policy=policy, reshard_after_forward=after, offload_policy=offload)
         else:
             replicate_with_fsdp.replicate(module, mesh=over, mp_policy=policy)
 
