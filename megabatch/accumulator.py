@@ -908,7 +908,9 @@ class GradientAccumulator:
             scale = self._loop.loss_scale  # by which a GradScaler has multiplied the gradient, and will divide it
             return update.with_norm(clip_gradients(parameters, max_norm * scale, factor, groups) / scale)
         if max_norm is not None:
-            return update.with_norm(clip_gradients(parameters, max_norm, factor, groups, exactly=self._same_bits))
+            uncounted, exactly = self._wrapper.uncounted, self._same_bits
+            norm = clip_gradients(parameters, max_norm, factor, groups, exactly=exactly, uncounted=uncounted)
+            return update.with_norm(norm)
         # The only pass over gradients, for a weight that was not known before the backward.
         if factor is not None:
             scale_gradients(parameters, factor)

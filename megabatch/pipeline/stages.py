@@ -6,7 +6,7 @@ of microbatches.
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import cached_property
 from itertools import count
 from typing import Any, NamedTuple, cast
@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megabatch.batching.pad_to_shape import Inputs, Shape, difference, said
 from megabatch.engine.error_broadcast import is_out_of_memory
 from megabatch.errors import MegabatchError, PlanError
+from megabatch.pipeline.tied import TiedParameters
 from megabatch.torch_private import is_fsdp2, is_replicate_module, original_of, pytree, run_schedule
 from megabatch.wrappers.base import Choice, SelfWrapped, Wrapper
 from megabatch.wrappers.checks import check_dtensors, refuse_foreign, refuse_unknown
@@ -80,8 +81,8 @@ class Pipeline(SelfWrapped):
     """A model in stages, which run on the ranks along the mesh axis "pp". Give it to `GradientAccumulator`.
 
     The first stage gets the arguments with which the loss calls its model. Each later stage gets the output of the
-    stage before it and the same keyword arguments. The loss gets the output of the last stage. Do not tie parameters of
-    different stages: a rank cannot detect that.
+    stage before it and the same keyword arguments. The loss gets the output of the last stage. Name the parameters
+    that stages share in ``tied``: a rank cannot detect them.
 
     All microbatches of a call have one shape. Smaller ones are padded with copies of their last row and with zeros on
     the right of dim 1. The model must ignore this padding. The output is cut back before the loss gets it.
@@ -98,13 +99,18 @@ class Pipeline(SelfWrapped):
             is called with the model's inputs. For a language model,
             ``lambda input_ids: torch.empty(*input_ids.shape, width, dtype=torch.bfloat16, device="meta")``.
         output: Returns the same for the output of the last stage.
+        tied: This rank's copies of the parameters that stages of several ranks share, by names that are the same on
+            these ranks: ``{"embedding": first.embedding.weight}`` and ``{"embedding": last.head.weight}``, each of the
+            wrapped stage. Copies start equal. Each update compares them, sums their gradients, and counts the sum once
+            in the norm.
 
     Raises `PlanError` for stages and schedules that cannot run exactly.
     """
 
     def __init__(
-        self, stages: Sequence[nn.Module], mesh: DeviceMesh, *, boundary: Shape, output: Shape, schedule: str = "1F1B"
-    ) -> None:
+        self, stages: Sequence[nn.Module], mesh: DeviceMesh, *, boundary: Shape, output: Shape, schedule: str = "1F1B",
+        tied: Mapping[str, nn.Parameter] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         check_axes(mesh)
         if "pp" not in (mesh.mesh_dim_names or ()):
@@ -121,7 +127,7 @@ class Pipeline(SelfWrapped):
             )
         for stage in stages:
             check_stage(stage, schedule)
-        self.mesh, self.boundary, self.output = mesh, boundary, output
+        self.mesh, self.boundary, self.output, self._copies = mesh, boundary, output, dict(tied or {})
         self.group = mesh.get_group("pp")
         rank, ranks = self.group.rank(), self.group.size()
         self.num_stages = ranks * len(stages)
@@ -145,6 +151,12 @@ class Pipeline(SelfWrapped):
     def stage_ranks(self) -> DataRanks:
         """Ranks that hold the stages of this rank's pipeline."""
         return DataRanks(pipeline_groups=[self.group])
+
+    @cached_property
+    def tied(self) -> TiedParameters | None:
+        """Parameters that stages share, or None. Collective."""
+        tied = TiedParameters(self._copies, list(self.parameters()), self.group, self.ranks)
+        return tied if tied.names else None
 
     @property
     def has_last_stage(self) -> bool:
@@ -324,6 +336,8 @@ class PipelineWrapper(MultiModelWrapper):
         # No DTensor describes the parameters of other stages.
         self.norm_groups = list(self.stage_ranks.pipeline_groups)
         self.pipeline = pipeline
+        if pipeline.tied is not None:
+            self.uncounted = pipeline.tied.uncounted
 
     def accumulate_in(self, wide: WideGradients) -> None:
         if wide.widens:
@@ -346,6 +360,11 @@ class PipelineWrapper(MultiModelWrapper):
     def microbatch(self, policy: str, *, last: bool) -> Generator[None]:
         """Do nothing: a microbatch does not run by itself, see `call`."""
         yield
+
+    def finish_update(self) -> None:
+        super().finish_update()
+        if self.pipeline.tied is not None:
+            self.pipeline.tied.sum_gradients()
 
     @contextlib.contextmanager
     def call(self) -> Generator[None]:

@@ -72,6 +72,7 @@ class Wrapper:
     may_pause = True  # between two calls, the whole gradient of an open update is in ``p.grad``
     is_held = False  # the reduction of the open update waits for `finish_update`, see `hold_reduction`
     accumulating = property(attrgetter("parameters"), doc="The parameters whose ``grad`` autograd adds to.")
+    uncounted: Sequence[nn.Parameter] = ()  # parameters whose gradient other ranks count in the norm
     is_counting: bool | None = None  # the microbatch that runs: False for a dummy microbatch
 
     def __init__(self, model: nn.Module, ranks: DataRanks) -> None:

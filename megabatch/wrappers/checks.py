@@ -223,7 +223,7 @@ def _checksums(models: Sequence[nn.Module]) -> Facts:
     sums: dict[str, Tensor] = {}
     with torch.no_grad():
         for name, parameter, _ in _parameters(whole):
-            pieces = [_checksum(each) for each in _local_tensors(parameter)]
+            pieces = [checksum(each) for each in _local_tensors(parameter)]
             if pieces:
                 sums[name] = torch.stack([each.to(pieces[0].device) for each in pieces]).sum()
         by_device: dict[torch.device, list[str]] = {}
@@ -262,7 +262,7 @@ def _local_tensors(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor
 
 
-def _checksum(tensor: Tensor) -> Tensor:
+def checksum(tensor: Tensor) -> Tensor:
     """Sum the bits as integers, each times an odd number by position, in int64: no order of adding rounds."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())

@@ -185,12 +185,18 @@ def scale_gradients(parameters: Sequence[nn.Parameter], factor: float | Tensor) 
         multiply_all(group, own)
 
 
-def total_norm(parameters: Sequence[nn.Parameter], groups: Sequence[dist.ProcessGroup] = ()) -> Tensor:
+def total_norm(
+    parameters: Sequence[nn.Parameter], groups: Sequence[dist.ProcessGroup] = (),
+    uncounted: Sequence[nn.Parameter] = (),
+) -> Tensor:  # fmt: skip
     """Return the 2-norm of the gradients of all parameters, over all shards, as a scalar on the device.
 
-    ``groups`` are process groups whose ranks hold further parts of the gradient that no DTensor describes.
+    ``groups`` are process groups whose ranks hold further parts of the gradient that no DTensor describes, and also
+    the gradients of ``uncounted`` parameters.
     """
-    norms = [_full(torch.nn.utils.get_total_norm(list(map(_values, group)))) for group in _groups(parameters)]
+    left = set(map(id, uncounted))
+    counted = [each for each in parameters if id(each) not in left] if left else parameters
+    norms = [_full(torch.nn.utils.get_total_norm(list(map(_values, group)))) for group in _groups(counted)]
     # Every rank of a group takes part in its all-reduce, with or without a gradient.
     if not norms and not groups:
         return torch.zeros((), device=parameters[0].device)
@@ -267,14 +273,15 @@ def clip_gradients(
     groups: Sequence[dist.ProcessGroup] = (),
     *,
     exactly: bool = False,
+    uncounted: Sequence[nn.Parameter] = (),
 ) -> Tensor:
     """Multiply every gradient by ``factor``, then clip to ``max_norm``, in one pass. Return the norm before the clip.
 
-    Clipping follows torch: ``g * min(1, max_norm / (norm + 1e-6))``. ``groups`` as in `total_norm`. ``exactly`` takes
-    `exact_norm`.
+    Clipping follows torch: ``g * min(1, max_norm / (norm + 1e-6))``. ``groups`` and ``uncounted`` as in `total_norm`.
+    ``exactly`` takes `exact_norm`.
     """
     # The factor is applied to the norm instead of the gradients, which saves a pass.
-    norm = exact_norm(parameters) if exactly else total_norm(parameters, groups)
+    norm = exact_norm(parameters) if exactly else total_norm(parameters, groups, uncounted)
     if factor is None:
         coefficient = torch.clamp(max_norm / (norm + CLIP_EPSILON), max=1.0)
     else:

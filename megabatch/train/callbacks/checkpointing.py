@@ -169,7 +169,7 @@ class StagedLearner:
         groups = state["optimizer"]["param_groups"]
         names = self._ranks.exchange_objects([group["params"] for group in groups])
         for group, *parts in zip(groups, *names, strict=True):
-            group["params"] = [name for part in parts for name in part]
+            group["params"] = list(dict.fromkeys(name for part in parts for name in part))  # a tied one has two stages
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -68,6 +68,7 @@ NEEDING = (  # a key, and another without which it has no effect
     ("parallel.sequence_parallel", "parallel.tp"),
     ("parallel.loss_parallel", "parallel.tp"),
     ("parallel.schedule", "parallel.pp"),
+    ("parallel.stages_per_rank", "parallel.pp"),
     ("parallel.cpu_offload", "parallel.wrapper=fsdp2"),
 )
 

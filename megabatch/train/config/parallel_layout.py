@@ -77,7 +77,7 @@ def layout_of(parallel: ParallelConfig, num_ranks: int) -> Layout:
     """Return the layout of a recipe. Raises `MegabatchError` for degrees that do not fit processes or wrapper."""
     check_product(parallel, num_ranks)
     layout = Layout(parallel.dp_replicate, parallel.dp_shard, parallel.cp, parallel.tp, parallel.pp)
-    if parallel.wrapper == "ddp" and parallel.pp > 1:
+    if parallel.pp > 1:
         check_schedule(parallel)
     if parallel.wrapper is not None:
         check_wrapper(parallel.wrapper, *layout.data_degrees(parallel.wrapper, num_ranks))
@@ -102,10 +102,16 @@ def check_product(parallel: ParallelConfig, num_ranks: int) -> None:
 
 
 def check_schedule(parallel: ParallelConfig) -> None:
-    """Raise for a pipeline's schedule that DDP cannot have."""
+    """Raise for a pipeline's schedule that cannot have so many stages, or DDP."""
     from megabatch.pipeline import SCHEDULES  # takes a second
 
-    if SCHEDULES[parallel.schedule].splits:
+    schedule = SCHEDULES[parallel.schedule]
+    if parallel.stages_per_rank is not None and schedule.per_rank not in (None, parallel.stages_per_rank):
+        raise MegabatchError(
+            f'parallel.stages_per_rank is {parallel.stages_per_rank} and parallel.schedule "{parallel.schedule}" has '
+            f'{schedule.per_rank} on each rank; set the schedule to "Interleaved1F1B", or leave stages_per_rank out'
+        )
+    if parallel.wrapper == "ddp" and schedule.splits:
         raise MegabatchError(
             f'parallel.wrapper is "ddp" and parallel.schedule "{parallel.schedule}", which computes gradients without '
             'the hooks by which DDP reduces; set the wrapper to "replicate", or the schedule to "1F1B"'

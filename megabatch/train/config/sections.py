@@ -361,6 +361,9 @@ class ParallelConfig(Section):
     ] = "1F1B"
     """With pp: the order in which its ranks run microbatches. Each has one stage of the layers with GPipe and 1F1B, and
     two with any other."""
+    stages_per_rank: Count | None = None
+    """With Interleaved1F1B, LoopedBFS and InterleavedZeroBubble: stages of each rank. More stages idle less and send
+    more. None: two."""
     sequence_parallel: bool = False
     """With tp: each of its ranks keeps a stretch of the sequence between matrices, not all of it."""
     loss_parallel: bool = False

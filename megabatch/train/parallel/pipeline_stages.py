@@ -23,7 +23,7 @@ from megabatch.train.runtime.ranks import Ranks
 if TYPE_CHECKING:
     from megabatch.pipeline import Pipeline
 
-STAGES_PER_RANK = 2  # of schedules that take any number
+STAGES_PER_RANK = 2  # of schedules that take any number, where the recipe has none
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Anatomy:
     """Names of the parts of a family in the base model."""
 
     layers: str
-    first: tuple[str, ...]  # what comes before the layers
+    first: tuple[str, ...]  # what comes before the layers, the embedding of tokens first
     last: str  # the norm after them
 
 
@@ -129,7 +129,7 @@ def per_rank(parallel: ParallelConfig) -> int:
     """Return the number of stages of each rank."""
     from megabatch.pipeline import SCHEDULES  # takes a second
 
-    return SCHEDULES[parallel.schedule].per_rank or STAGES_PER_RANK
+    return SCHEDULES[parallel.schedule].per_rank or parallel.stages_per_rank or STAGES_PER_RANK
 
 
 def check_model(model: nn.Module, parallel: ParallelConfig) -> None:
@@ -141,11 +141,14 @@ def check_model(model: nn.Module, parallel: ParallelConfig) -> None:
             f"parallel.pp is {parallel.pp} and megabatch cannot cut a {kind} into stages; leave parallel.pp out, "
             f"or take one of {', '.join(ANATOMIES)}"
         )
+    from megabatch.pipeline import SCHEDULES
+
     config = cast(Any, model.config)
-    if config.tie_word_embeddings:
+    if config.tie_word_embeddings and SCHEDULES[parallel.schedule].goes_back:
         raise MegabatchError(
-            f"parallel.pp is {parallel.pp} and the model's tie_word_embeddings is true: its first stage and its last "
-            "would share a matrix; set model.config.tie_word_embeddings = false, or leave parallel.pp out"
+            f"the model's tie_word_embeddings is true and parallel.schedule is {parallel.schedule!r}, which has the "
+            'first stage and the last on one rank; set parallel.schedule to "InterleavedZeroBubble", or '
+            "model.config.tie_word_embeddings = false"
         )
     kinds = sorted(set(getattr(config, "layer_types", None) or ()))
     if len(kinds) > 1 or getattr(config, "add_cross_attention", False):
@@ -176,11 +179,16 @@ def cut(
 
 
 def held(model: nn.Module, part: Part) -> dict[str, nn.Module]:
-    """Return the modules of a part, by their names, and what every stage has."""
+    """Return the modules of a part, by their names, and what every stage has.
+
+    The last stage has the embedding of tokens too if its head is tied to it, under which name the matrix is made, read
+    and saved.
+    """
     anatomy, base = anatomy_of(model), cast(Any, model).base_model_prefix
     own = [f"{base}.{anatomy.layers}.{index}" for index in part.layers]
     own += [f"{base}.{name}" for name in anatomy.first if part.is_first]
     own += [f"{base}.{anatomy.last}", "lm_head"] if part.is_last else []
+    own += [f"{base}.{anatomy.first[0]}"] if part.is_last and cast(Any, model).config.tie_word_embeddings else []
     own += [f"{base}.{name}" for name, _ in model.get_submodule(base).named_children() if name == "rotary_emb"]
     return {name: model.get_submodule(name) for name in own}
 
@@ -221,6 +229,8 @@ def pipeline(stages: Stages, config: Config, wrapper: Wrapper, mesh: DeviceMesh)
         group = mesh.get_group("dp_replicate")
         modules = [DistributedDataParallel(each, process_group=group) for each in modules]
     architecture, dtype = stages.model.config, boundary_dtype(config.model)
+    embedding = cast(Any, stages.model).get_input_embeddings()
+    has_tied = architecture.tie_word_embeddings and isinstance(embedding, nn.Embedding)
     from megabatch.pipeline import Pipeline
 
     return Pipeline(
@@ -229,6 +239,7 @@ def pipeline(stages: Stages, config: Config, wrapper: Wrapper, mesh: DeviceMesh)
         schedule=config.parallel.schedule,
         boundary=shape_of(architecture.hidden_size, dtype),
         output=shape_of(architecture.vocab_size, dtype),
+        tied={"embedding": embedding.weight} if has_tied else None,
     )
 
 

@@ -1,0 +1,126 @@
+"""Parameters that stages of several ranks share, such as the embedding and the head of a language model.
+
+Each rank has a copy. Copies start equal, and their gradients are summed once per update, so that equal steps of the
+optimizer leave equal copies.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megabatch.errors import PlanError
+from megabatch.torch_private import is_dtensor
+from megabatch.wrappers.base import local
+from megabatch.wrappers.checks import checksum
+from megabatch.wrappers.mesh import DataRanks
+
+
+class Copy(NamedTuple):
+    """This rank's copy of a parameter."""
+
+    parameter: nn.Parameter
+    group: dist.ProcessGroup  # of the ranks with a copy
+    is_counted: bool  # in the norm: the copy of the first of them
+
+
+class TiedParameters:
+    """This rank's copies of the parameters that stages of several ranks share. Every method is collective.
+
+    Args:
+        copies: This rank's copies, by names that are the same on all ranks with a copy.
+        parameters: Of the stages of this rank.
+        group: The ranks along "pp".
+        ranks: All ranks of the update.
+
+    Raises:
+        PlanError: On all ranks, if copies cannot be one parameter.
+    """
+
+    def __init__(
+        self, copies: Mapping[str, nn.Parameter], parameters: Sequence[nn.Parameter], group: dist.ProcessGroup,
+        ranks: DataRanks,
+    ) -> None:  # fmt: skip
+        self._ranks, self._stages = ranks, DataRanks(pipeline_groups=[group])
+        own = set(map(id, parameters))
+        told = self._stages.exchange_objects({name: _facts(each, id(each) in own) for name, each in copies.items()})
+        self.names = sorted({name for each in told for name in each})  # those of all ranks
+        holders = {name: [rank for rank, each in enumerate(told) if name in each] for name in self.names}
+        facts = {name: [each[name] for each in told if name in each] for name in self.names}
+        self._raise_first([_problem_of(name, holders[name], facts[name]) for name in self.names])
+        self.copies = {
+            name: Copy(copies[name], _group_of(holders[name], group), holders[name][0] == group.rank())
+            for name in self.names
+            if name in copies and copies[name].requires_grad
+        }
+        self.compare()
+
+    @property
+    def uncounted(self) -> list[nn.Parameter]:
+        """The copies whose gradient the norm counts on another rank."""
+        return [copy.parameter for copy in self.copies.values() if not copy.is_counted]
+
+    def sum_gradients(self) -> None:
+        """Give all copies the sum of their gradients."""
+        used = self.compare()
+        for name in used & self.copies.keys():
+            parameter, group, _ = self.copies[name]
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            elif parameter.grad.layout != torch.strided:
+                parameter.grad = parameter.grad.to_dense()
+            dist.all_reduce(local(parameter.grad), group=group)
+
+    def compare(self) -> set[str]:
+        """Return the names of the copies that have a gradient on any rank; wait for the device.
+
+        Raises `PlanError` on all ranks if copies have come to differ.
+        """
+        own = {
+            name: (int(checksum(local(copy.parameter.detach()))), copy.parameter.grad is not None)
+            for name, copy in self.copies.items()
+        }
+        told = self._stages.exchange_objects(own)
+        sums = {name: {each[name][0] for each in told if name in each} for name in self.names}
+        self._raise_first([
+            f"copies of the tied parameter {name!r} have different weights; load the same into all, and step them "
+            "alike, with one learning rate and weight decay"
+            for name, found in sums.items() if len(found) > 1
+        ])  # fmt: skip
+        return {name for each in told for name, (_, has_gradient) in each.items() if has_gradient}
+
+    def _raise_first(self, problems: Sequence[str | None]) -> None:
+        """Raise the first problem of any rank on all: those of other data ranks have copies of their own."""
+        told = self._ranks.exchange_objects(next(filter(None, problems), None))
+        if any(told):
+            raise PlanError(next(filter(None, told)))
+
+
+def _facts(parameter: nn.Parameter, is_known: bool) -> str:
+    """Return in words what copies must have in common."""
+    if not is_known:
+        return ""
+    laid = f" as {parameter.placements}" if is_dtensor(parameter) else ""
+    is_trained = "trained" if parameter.requires_grad else "frozen"
+    return f"{tuple(parameter.shape)}{laid}, {parameter.dtype}, {is_trained}"
+
+
+def _problem_of(name: str, holders: Sequence[int], facts: Sequence[str]) -> str | None:
+    """Return why copies on these ranks cannot be one parameter."""
+    if not all(facts):
+        return f"tied= has {name!r}, which is no parameter of the stages; give it after the stages are wrapped"
+    if len(holders) == 1:
+        return f"tied= has {name!r} on one rank along 'pp'; name it on every rank that has a copy, or leave it out"
+    if len(set(facts)) > 1:
+        return f"copies of the tied parameter {name!r} are {' and '.join(dict.fromkeys(facts))}; make all alike"
+    return None
+
+
+def _group_of(holders: Sequence[int], group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return the group of some of a group's ranks, of which this is one, or may be."""
+    if len(holders) == group.size() or group.rank() not in holders:
+        return group
+    ranks = dist.get_process_group_ranks(group)
+    return cast(dist.ProcessGroup, dist.new_group([ranks[each] for each in holders], use_local_synchronization=True))
