@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.exact import proofs, test_context, test_joint, test_memory, test_pipeline, test_windows
+from tests.exact import proofs, test_context, test_joint, test_memory, test_pipeline, test_tied, test_windows
 from tests.exact.mutations import MUTATIONS
 from tests.test_docs import DOCS, PAGES, ROOT
 from tests.test_imports import CHAPTERS, FILES, TREES
@@ -62,5 +62,5 @@ def test_the_page_counts_the_planted_bugs() -> None:
     assert {Path(file).stem if "exact" in file else "trainer": int(number) for number, file in rows} == {
         "test_mutations": len(MUTATIONS), "test_joint": len(test_joint.BUGS), "test_memory": len(test_memory.PLANTED),
         "test_pipeline": len(test_pipeline.OWN), "test_context": len(test_context.BUGS), "test_proofs": faults,
-        "test_windows": len(test_windows.PLANTED), "trainer": len(BUGS),
+        "test_windows": len(test_windows.PLANTED), "test_tied": len(test_tied.PLANTED), "trainer": len(BUGS),
     }  # fmt: skip

@@ -311,7 +311,8 @@ def _full(norm: Tensor) -> Tensor:
     if not is_dtensor(norm):
         return norm
     if norm.device.type != norm.device_mesh.device_type:  # CPU offload, and NCCL sends nothing from the CPU
-        norm = type(norm).from_local(norm.to_local(), norm.device_mesh, norm.placements, run_check=False)
+        moved: Any = type(norm).from_local(norm.to_local(), norm.device_mesh, norm.placements, run_check=False)
+        return moved.full_tensor()
     return norm.full_tensor()
 
 

@@ -48,6 +48,7 @@ SOURCES = (  # the library files that decide the numbers
     "engine/update.py",
     "pipeline/run.py",
     "pipeline/stages.py",
+    "pipeline/tied.py",
     "wrappers/base.py",
     "wrappers/checks.py",
     "wrappers/ddp.py",

@@ -2,7 +2,9 @@
 
 import pytest
 
-from tests.exact.launch import of_ranks
+from tests.exact.launch import Result, Run, launch_all, of_ranks, values
+from tests.exact.mutations import Mutation
+from tests.exact.test_mutations import plant
 
 pytestmark = pytest.mark.slow
 JOBS = {
@@ -16,7 +18,22 @@ FAULTS = {
     "drifting/plain": "copies of the tied parameter 'matrix' have different weights; load the same",
     "drifting/fsdp2": "copies of the tied parameter 'matrix' have different weights; load the same",
 }
+PLANTED = (  # with the job that sees it
+    (Mutation("leave each copy its own gradient", "pipeline/tied.py",
+              "dist.all_reduce(local(parameter.grad), group=group)", "pass"), "exact/plain"),
+    (Mutation("count every copy in the norm", "pipeline/tied.py", "if not copy.is_counted", "if False"), "exact/plain"),
+    (Mutation("let copies drift apart", "pipeline/tied.py", "if len(found) > 1\n", "if len(found) > 2\n"),
+     "drifting/plain"),
+)  # fmt: skip
 results = of_ranks("tests.exact.tied:run_job", JOBS)
+
+
+def is_seen(job: str, found: list[Result]) -> bool:
+    """Return True if a job's ranks say anything but what they should."""
+    if any("error" in each for each in found):
+        return True
+    said = list(values(found))
+    return any(each != [] for each in said) if job.startswith("exact") else not said[0].startswith(FAULTS[job])
 
 
 @pytest.mark.parametrize("job", [job for jobs in JOBS.values() for job in jobs if job.startswith("exact")])
@@ -30,3 +47,15 @@ def test_what_is_not_one_parameter_is_told_to_all(results, job: str) -> None:
     said = set(results(job))
     assert len(said) == 1
     assert said.pop().startswith(FAULTS[job])
+
+
+def test_planted_bugs_are_caught(tmp_path_factory) -> None:
+    folder = tmp_path_factory.mktemp("planted")
+    runs = []
+    for number, (mutation, job) in enumerate(PLANTED):
+        planted = folder / str(number)
+        plant(mutation, planted)
+        runs.append(Run(3, [job], planted / "run", [str(planted)]))
+    found = launch_all("tests.exact.tied:run_job", runs, folder)
+    for (mutation, job), ranks in zip(PLANTED, found, strict=True):
+        assert is_seen(job, ranks[job]), mutation.name

@@ -23,6 +23,8 @@ REFUSED: list[tuple[int, dict[str, Any], str]] = [  # ranks, [parallel], what th
     (8, {"dp_replicate": 2, "dp_shard": 2}, "dp_replicate x dp_shard is 2 x 2 = 4 and there are 8 processes; take 4"),
     (2, {"dp_replicate": 1, "dp_shard": 1}, "dp_replicate x dp_shard is 1 x 1 = 1 and there are 2"),
     (4, {"pp": 2, "wrapper": "ddp", "schedule": "ZBVZeroBubble"}, '"ddp" … "ZBVZeroBubble" … set the wrapper'),
+    (4, {"pp": 2, "stages_per_rank": 3}, 'stages_per_rank is 3 and parallel.schedule "1F1B" has 1 on each … leave'),
+    (4, {"pp": 2, "stages_per_rank": 3, "schedule": "DualPipeV"}, 'stages_per_rank is 3 … "DualPipeV" has 2 on each'),
     (4, {"wrapper": "ddp", "dp_shard": 2}, '"ddp" … parallel.dp_shard is'),
     (4, {"wrapper": "replicate", "dp_replicate": 2}, '"replicate", which shards nothing, and'),
     (4, {"wrapper": "fsdp2", "dp_replicate": 4}, '"fsdp2" and parallel.dp_replicate 4 leaves'),

@@ -19,7 +19,7 @@ from megabatch.train.checkpoints.export import export
 from megabatch.train.config import Config, EvalConfig, ParallelConfig, UpdateConfig
 from megabatch.train.config.parallel_layout import Layout, layout_of
 from megabatch.train.model.build import ParallelModel, build
-from megabatch.train.parallel.pipeline_stages import deal_layers, parts_of, stages_of
+from megabatch.train.parallel.pipeline_stages import deal_layers, parts_of, per_rank, stages_of
 from megabatch.train.parallel.wrap import Wrapper
 from megabatch.train.runtime.console import Console
 from megabatch.train.runtime.ranks import Ranks
@@ -41,6 +41,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 MODELS |= {f"tied-{family}": {**MODELS[family], "tie_word_embeddings": True} for family in ("gpt2", "llama", "qwen3")}
+MODELS["deep-llama"] = {**MODELS["llama"], "num_hidden_layers": 7}
 MANY = 34  # samples of an evaluation, in twos: 8, 8 and 1 microbatches, or 8 and 1 on each of two data ranks
 FEW = 6  # fewer microbatches than schedules need
 
@@ -88,14 +89,16 @@ def run_job(name: str) -> Any:
 
 
 def gradient_job(name: str) -> dict[str, Any]:
-    """The errors of "family schedule wrapper tp stream dtype": weights, evaluations, gradient and its norm."""
+    """The errors of "family schedule wrapper tp stream dtype", schedule/3 for three stages a rank: weights, evaluations, gradient and its norm."""
     family, schedule, wrapper, tp, stream, dtype = name.split()
+    schedule, _, number = schedule.partition("/")
     laid, ranks = laid_of(
         config_of(
             family, dtype, pp=2, tp=int(tp), schedule=schedule, wrapper=None if wrapper == "plain" else wrapper,
-            sequence_parallel=stream == "sequence",
+            sequence_parallel=stream == "sequence", stages_per_rank=int(number) if number else None,
         )
     )  # fmt: skip
+    assert len(cast(Any, laid.model).stages) == int(number or per_rank(ParallelConfig(pp=2, schedule=schedule)))
     plain = plain_of(family, dtype)
     weights = of_all_stages(laid, {name: whole(each.detach()).clone() for name, each in laid.base.named_parameters()})
     gradient = GradientAccumulator(laid.model, micro_batch_size=2)
@@ -199,6 +202,7 @@ GRADIENTS = {  # ranks → "family schedule wrapper tp stream dtype"
         "qwen3 LoopedBFS plain 1 whole float32",
         "tied-gpt2 1F1B plain 1 whole float64",
         "tied-qwen3 Interleaved1F1B plain 1 whole float64",
+        "deep-llama Interleaved1F1B/3 plain 1 whole float64",
     ],
     4: [
         "gpt2 1F1B fsdp2 1 whole float64",

@@ -276,7 +276,7 @@ class Pending:
         values = values.to(self._weights_on if isinstance(tensor, nn.Parameter) else self._device, tensor.dtype)
         if isinstance(tensor, DTensor):
             part, values = values, torch.empty_like(tensor, device=values.device)  # from_local would change the device
-            values.to_local().copy_(part)
+            cast(DTensor, values).to_local().copy_(part)
         setattr(self._put(tensor, values), INITIALIZED, True)
         del self.names[tensor], self._places[tensor]
 

@@ -229,8 +229,8 @@ def pipeline(stages: Stages, config: Config, wrapper: Wrapper, mesh: DeviceMesh)
         group = mesh.get_group("dp_replicate")
         modules = [DistributedDataParallel(each, process_group=group) for each in modules]
     architecture, dtype = stages.model.config, boundary_dtype(config.model)
-    embedding = cast(Any, stages.model).get_input_embeddings()
-    has_tied = architecture.tie_word_embeddings and isinstance(embedding, nn.Embedding)
+    embedding: Any = cast(Any, stages.model).get_input_embeddings()
+    has_tied = architecture.tie_word_embeddings and not isinstance(embedding, nn.Identity)
     from megabatch.pipeline import Pipeline
 
     return Pipeline(
