@@ -89,7 +89,10 @@ def run_job(name: str) -> Any:
 
 
 def gradient_job(name: str) -> dict[str, Any]:
-    """The errors of "family schedule wrapper tp stream dtype", schedule/3 for three stages a rank: weights, evaluations, gradient and its norm."""
+    """The errors of "family schedule wrapper tp stream dtype": weights, evaluations, gradient and its norm.
+
+    A schedule may be "Interleaved1F1B/3", for three stages on each rank.
+    """
     family, schedule, wrapper, tp, stream, dtype = name.split()
     schedule, _, number = schedule.partition("/")
     laid, ranks = laid_of(
