@@ -19,13 +19,16 @@ from megabatch.batching.samples import Batch, Collate, Length, Microbatch
 from megabatch.batching.shared_prefix import SharedPrefix
 from megabatch.engine import open_update_state, random_state
 from megabatch.engine.call import (
+    BatchReceipt,
     CallAgreement,
+    EarlyPreparation,
     MicrobatchPlanner,
     MicrobatchStep,
     PreparedBatch,
     agree_on_call,
     agree_on_weights,
     iterate_steps,
+    prepare_early,
     with_dummies,
 )
 from megabatch.engine.error_broadcast import ErrorBroadcast, is_out_of_memory, out_of_memory_error
@@ -198,6 +201,7 @@ class GradientAccumulator:
         self._open: OpenUpdate | None = None
         self._is_lost = False  # a call failed after others had added to the update; reset by finalize() and discard()
         self._num_compared_calls = 0
+        self._early: list[EarlyPreparation] = []  # of later calls, two at most
         self._running = False  # inside a call, between its first microbatch and its last
         self._step: MicrobatchStep | None = None  # the microbatch of an open loop whose backward has not run yet
         self._before: Receipt | None = None  # the gradients before the microbatch of an open loop
@@ -281,6 +285,38 @@ class GradientAccumulator:
             with self._guarded():
                 self._planner = self._tuner.fitted(self._planner, batch, loss_fn, self._open)
             self.fit = self._planner.fit
+
+    def prepare(self, batch: Batch, loss_fn: LossFunction | JointLoss) -> None:
+        """Split, collate and weigh the batch of a later call in a thread, while the device works.
+
+        Call it between `forward_backward` and `finalize` with the next batch. The call that is given the same tensors
+        and the same loss takes what was prepared, and computes the same bits. A batch with an error raises in its call,
+        on all ranks. This method is not collective, and you may leave it out on any rank.
+
+        Leave the samples and the model's config as they are until the call: it prepares samples anew that have other
+        tensors or were written to by torch, and does not see writes through numpy. ``weigh`` and ``length`` run in the
+        thread. Two batches are kept, the last ones.
+
+        The call prepares all by itself, as without this method, for a collate function of your own, a loss with
+        ``prepare=`` of its own (either may draw random numbers), a `Deferred` batch, samples that are not dicts of
+        tensors on the CPU, and an "auto" limit that is not measured yet.
+
+        Args:
+            batch: This rank's samples, as for `forward_backward`.
+            loss_fn: The loss of the later call.
+        """
+        early = prepare_early(self._planner, batch, loss_hooks(loss_fn))
+        self._early = self._early if early is None else [*self._early[-1:], early]
+
+    def _take_early(self, batch: Batch, hooks: LossHooks) -> PreparedBatch | None:
+        """Return what `prepare` has made for a call. None if there is nothing for these samples as they are now."""
+        receipt = BatchReceipt.of(batch)
+        if receipt is not None:
+            for early in self._early:
+                if early.is_of(self._planner, hooks, receipt):
+                    self._early.remove(early)
+                    return early.result()
+        return None
 
     def open(self, weights: Mapping[str, float] | float | None = None) -> None:
         """Open an update of several calls, before the first. Gradients are then reduced once, in `finalize`.
@@ -679,7 +715,10 @@ class GradientAccumulator:
             wrapper.check_unchanged()
             if self._tuner is not None:
                 self._tuner.check_longest(self._planner, batch, self._open)
-            prepared = self._planner.prepare(batch, hooks, given)
+            if self._early and given is None:
+                prepared = self._take_early(batch, hooks)
+            if prepared is None:
+                prepared = self._planner.prepare(batch, hooks, given)
         except Exception as error:  # the user's collate or weigh may raise anything; the other ranks must know
             failure = error
         try:
@@ -962,7 +1001,7 @@ class GradientAccumulator:
                 f"there is no copy of a GradientAccumulator {why}, or make a new one for the copied model"
             )
         made = memo[id(self)] = object.__new__(type(self))
-        vars(made).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        vars(made).update({name: copy.deepcopy(value, memo) for name, value in (vars(self) | {"_early": []}).items()})
         return made
 
     def _abandon(self) -> None:

@@ -291,7 +291,8 @@ class Samples:
             return []
         if self._rows is not None:
             return [tuple(sorted(self._rows))] if len(self) else []
-        return sorted({tuple(sorted(map(str, sample))) for sample in self._list if isinstance(sample, Mapping)})
+        kinds = {tuple(sample) for sample in self._list if type(sample) is dict or isinstance(sample, Mapping)}
+        return sorted({tuple(sorted(map(str, names))) for names in kinds})
 
     def fingerprint(self) -> int:
         """Hash all lengths and the last sample's numbers."""
