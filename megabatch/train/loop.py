@@ -1,7 +1,7 @@
 """The trainer: prepare a run, make update after update, and let callbacks do the rest."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -38,16 +38,20 @@ def train(context: RunContext) -> None:
         open_run(context)
         for callback in context.callbacks.start:
             callback.start(context)
+        meanwhile = partial(prepare_next, context) if context.updates.may_read_ahead else None
         bar = context.console.bar(learner.step, num_updates.of_run, num_updates.work)
         with bar, suppress(UpdatePausedError):  # a signal came inside an update, which a callback has saved
             for batch in remaining_updates(context):
-                make_update(context, batch)
+                make_update(context, batch, meanwhile)
         for callback in context.callbacks.end:
             callback.end(context)
 
 
-def make_update(context: RunContext, batch: Sequence[Any]) -> None:
-    """Make one update of this rank's samples: forward and backward, the step, the callbacks. Collective."""
+def make_update(context: RunContext, batch: Sequence[Any], meanwhile: Callable[[], None] | None = None) -> None:
+    """Make one update of this rank's samples: forward and backward, the step, the callbacks. Collective.
+
+    ``meanwhile`` is called once the device has the backward to compute, before the host waits for it.
+    """
     context.batch, context.num_calls, context.row = batch, 0, {}
     for callback in context.callbacks.before_update:
         callback.before_update(context)
@@ -55,6 +59,8 @@ def make_update(context: RunContext, batch: Sequence[Any]) -> None:
         surround_backward(context, context.batch)
     else:
         context.forward_backward(context.batch)
+    if meanwhile is not None:
+        meanwhile()
     context.update = context.learner.optim_step()
     context.values = read_values(context.update)
     context.heartbeat.made = time.monotonic()  # what follows may take any time
@@ -67,6 +73,13 @@ def make_update(context: RunContext, batch: Sequence[Any]) -> None:
     if time.perf_counter() >= context.next_write:
         context.write_logs()
         context.next_write = time.perf_counter() + SECONDS_BETWEEN_WRITES
+
+
+def prepare_next(context: RunContext) -> None:
+    """Read the samples of the next update, and prepare them in a thread. If callbacks split updates, read them only."""
+    samples = context.updates.read_ahead()
+    if samples and not context.callbacks.may_split:
+        context.learner.gradient.prepare(samples, context.loss_fn)
 
 
 def surround_backward(context: RunContext, batch: Sequence[Any]) -> None:

@@ -72,6 +72,8 @@ class Updates:
             self._source = Shares(data, config, cast(UpdateSampler, sampler), cast(int, self.num_updates.of_run))
         self._state = self._before = self._source.start()
         self._ahead: Ahead | None = None  # read by peek(): the next one, and the rest
+        self._rest: Iterator[Delivery] = iter(())  # those after the update that was handed out last
+        self._next: Delivery | Exception | None = None  # the first of them, once it is read, or why it was not
         self._ids: Sequence[int | str] = ()
         self.even_tokens: int | None = None  # by which they are dealt
         self.change: Callable[[Any], Any] | None = None  # what is done to each sample before it is trained on
@@ -125,10 +127,27 @@ class Updates:
         return self._changed(self._ahead[0])
 
     def __iter__(self) -> Iterator[Sequence[Any]]:
-        for delivery in self._deliveries():
+        self._rest, self._next = self._deliveries(), None
+        while (delivery := self._read()) is not None:
+            self._next = None
+            if isinstance(delivery, Exception):
+                raise delivery
             self._before, self._state = self._state, delivery.state
             self._ahead, self._ids = None, delivery.ids
-            yield self._changed(delivery)
+            yield delivery.samples
+
+    @property
+    def may_read_ahead(self) -> bool:
+        """True if samples are the same whenever they are read: others than those of data.function in this process."""
+        return self._config.data.function is None or self._config.data.num_workers > 0
+
+    def read_ahead(self) -> Sequence[Any]:
+        """Return this rank's samples of the update to be handed out next; none at the end of the run.
+
+        An error is raised when that update is handed out.
+        """
+        delivery = self._read()
+        return delivery.samples if isinstance(delivery, Delivery) else []
 
     def give_back(self) -> None:
         """Let the update that was handed out last be the next one still, for a run that resumes later."""
@@ -142,6 +161,16 @@ class Updates:
         """Resume where ``state`` was taken. Raises `PlanError` where it is of other data or another seed."""
         self._source.check(state)
         self._state, self._ahead = state, None
+
+    def _read(self) -> Delivery | Exception | None:
+        """Return the update to be handed out next, or the error in its place; None at the end of the run."""
+        if self._next is None:
+            try:
+                delivery = next(self._rest, None)
+                self._next = None if delivery is None else replace(delivery, samples=self._changed(delivery))
+            except Exception as error:  # the update before is still to be stepped
+                self._next = error
+        return self._next
 
     def _changed(self, delivery: Delivery) -> Sequence[Any]:
         batch, change, add_key = delivery.samples, self.change, self.add_key

@@ -1,0 +1,139 @@
+"""The next update is read and prepared while one runs; what is trained is the same, whatever callbacks do."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megabatch.engine.call import EarlyPreparation
+from megabatch.train.config.recipe import load_config
+from megabatch.train.context import Callback, Callbacks, ForwardBackward, RunContext
+from megabatch.train.data.updates import Updates
+from megabatch.train.loop import prepare_run, train
+from megabatch.train.runtime.heartbeat import Heartbeat
+from megabatch.train.runtime.rendezvous import Rendezvous
+from megabatch.train.runtime.signals import StopSignal
+from tests.train.conftest import Bench
+from tests.train.contexts import ALONE
+from tests.train.test_updates import config_of, ids_of, updates_of
+
+NUM_UPDATES = 6
+
+
+class WriteLabels(Callback):
+    """Writes to the samples of an update."""
+
+    def before_update(self, context: RunContext) -> None:
+        """Ignore a label."""
+        for each in context.batch:
+            each["labels"][-1] = -100
+
+
+class OtherSamples(Callback):
+    """Trains on other samples than those that were read."""
+
+    def around_backward(self, context: RunContext, batch: Sequence[Any], forward_backward: ForwardBackward) -> None:
+        """Leave half of each sample out."""
+        forward_backward([{**each, **{key: each[key][: len(each[key]) // 2] for key in KEYS}} for each in batch])
+
+
+class Calls(Callback):
+    """Makes each update in two calls."""
+
+    splits_updates = True
+
+    def around_backward(self, context: RunContext, batch: Sequence[Any], forward_backward: ForwardBackward) -> None:
+        """Call twice."""
+        forward_backward(batch[:2])
+        forward_backward(batch[2:])
+
+
+KEYS = ("input_ids", "labels")
+OWN = {"none": [], "writes": [WriteLabels()], "other samples": [OtherSamples()], "calls": [Calls()]}
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each preparation that a call took had succeeded."""
+    found: list[bool] = []
+    result = EarlyPreparation.result
+
+    def note(self: EarlyPreparation) -> Any:
+        prepared = result(self)
+        found.append(prepared is not None)
+        return prepared
+
+    monkeypatch.setattr(EarlyPreparation, "result", note)
+    return found
+
+
+def trained(bench: Bench, folder: str, own: list[Callback], *overrides: str) -> dict[str, torch.Tensor]:
+    """The weights of a run."""
+    config = load_config(bench.recipe, [f"--run.folder={bench.path / folder}", "--eval.every=100", *overrides])
+    context = prepare_run(config, ALONE, StopSignal(speaks=False), Heartbeat(Rendezvous(), None))
+    context.callbacks = Callbacks([*own, *context.callbacks.all])
+    train(context)
+    assert context.step == NUM_UPDATES
+    return {name: each.detach().clone() for name, each in context.model.base.named_parameters()}
+
+
+@pytest.mark.parametrize("own", OWN)
+def test_what_is_trained_is_the_same(own: str, bench: Bench, taken: list[bool], monkeypatch) -> None:
+    found = trained(bench, "ahead", OWN[own])
+    assert taken == [True] * (NUM_UPDATES - 1 if own == "none" else 0)
+    monkeypatch.setattr(Updates, "may_read_ahead", False)
+    expected = trained(bench, "not ahead", OWN[own])
+    assert len(taken) == (NUM_UPDATES - 1 if own == "none" else 0)
+    assert all(torch.equal(each, found[name]) for name, each in expected.items())
+
+
+def test_a_preparation_of_other_samples_is_seen(bench: Bench, monkeypatch) -> None:
+    """Planted: what was prepared first is taken for any batch."""
+    monkeypatch.setattr(Updates, "may_read_ahead", False)
+    expected = trained(bench, "not ahead", OWN["other samples"])
+    monkeypatch.setattr(Updates, "may_read_ahead", True)
+    monkeypatch.setattr(EarlyPreparation, "is_of", lambda *_: True)
+    found = trained(bench, "ahead", OWN["other samples"])
+    assert not all(torch.equal(each, found[name]) for name, each in expected.items())
+
+
+@pytest.mark.parametrize("kind", ["plain", "stream"])
+def test_a_state_is_of_what_was_handed_out(kind: str, tmp_path: Path) -> None:
+    config = config_of(kind, tmp_path)
+    expected = [ids_of(update) for update in updates_of(config)]
+    updates, found = updates_of(config), []
+    for update in updates:
+        state, size, names = updates.state_dict(), updates.size, updates.names
+        following = updates.read_ahead()
+        assert following is updates.read_ahead() or not following
+        found.append(ids_of(update))
+        assert ids_of(following) == (expected[len(found)] if len(found) < len(expected) else [])
+        assert (updates.state_dict(), updates.size, updates.names) == (state, size, names)
+        resumed = updates_of(config)
+        resumed.load_state_dict(state)
+        assert ids_of(resumed.peek()) == ids_of(following)
+    assert found == expected
+
+
+def test_an_error_is_raised_when_its_update_is_handed_out(tmp_path: Path) -> None:
+    def broken() -> Iterator[Any]:
+        raise OSError("the disk is gone")
+        yield
+
+    updates = updates_of(config_of("plain", tmp_path))
+    running = iter(updates)
+    next(running)
+    state, updates._rest = updates.state_dict(), broken()
+    assert updates.read_ahead() == []
+    assert updates.state_dict() == state
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(running)
+
+
+def test_samples_of_a_function_are_read_in_their_turn(tmp_path: Path) -> None:
+    """What it returns may depend on what a callback did after the update before."""
+    assert not updates_of(config_of("function", tmp_path)).may_read_ahead
+    assert updates_of(config_of("function", tmp_path, data={"num_workers": 1})).may_read_ahead
+    assert updates_of(config_of("plain", tmp_path)).may_read_ahead
