@@ -260,6 +260,8 @@ class EarlyPreparation:
 
     def __init__(self, planner: MicrobatchPlanner, batch: Batch, hooks: LossHooks, receipt: BatchReceipt) -> None:
         self._planner, self._hooks, self._receipt = planner, hooks, receipt
+        # The caller may put other tensors into its dicts meanwhile, and the former ones back before the call.
+        batch = dict(batch) if isinstance(batch, Mapping) else list(map(dict.copy, batch))
         thread = ThreadPoolExecutor(1, "megabatch-prepare")
         self._prepared: Future[PreparedBatch] = thread.submit(planner.prepare, batch, hooks)
         thread.shutdown(wait=False)

@@ -237,6 +237,24 @@ def test_other_containers_of_the_same_tensors_are_the_same_batch():
     assert is_right(gradient, batch)
 
 
+def test_what_is_in_a_batch_for_a_while_is_not_prepared():
+    batch, noting, changed = samples(TARGETS), Noting(), threading.Event()
+    gradient = accumulator(length=lambda each: len(each["x"]) * changed.wait(10))
+    gradient.prepare(batch, noting.loss_fn)
+    kept = [each["labels"] for each in batch]
+    for each in batch:
+        each["labels"] = torch.zeros_like(each["labels"])
+    changed.set()
+    while len(noting.threads) < 4:
+        time.sleep(0.001)
+    for each, labels in zip(batch, kept, strict=True):
+        each["labels"] = labels
+    gradient.forward_backward(batch, noting.loss_fn)
+    assert noting.take() == {THREAD}
+    gradient.finalize()
+    assert is_right(gradient, batch)
+
+
 @pytest.mark.parametrize("what", ["writes", "tensors", "names"])
 def test_a_comparison_that_leaves_a_part_out_is_seen(monkeypatch, what):
     """Planted: a stale batch is then taken for the one that is given."""
