@@ -98,11 +98,13 @@ class GradientAccumulator:
         mesh: Names the mesh axes if the model does not. None reads the wrapper's own mesh.
         micro_batch_size: Samples per forward. Give this or ``max_microbatch_tokens``.
         max_microbatch_tokens: Padded tokens per forward, a hard limit. "auto", or neither argument, chooses the largest
-            limit that fits: the first `forward_backward` measures a few small updates, which leave nothing behind.
+            limit that fits, or one that is as fast: the first `forward_backward` measures a few microbatches, which
+            leave nothing behind.
             The ``fit`` of another accumulator reuses its measured limit.
         memory_bytes: Bytes that this rank may use on its device, for "auto". None uses 90 % of the free memory.
         cost: Seconds and bytes of a microbatch, used to split samples and to predict the cost of a plan. None uses the
-            measurements of "auto", or relative defaults if you give a limit.
+            measurements of "auto", or relative defaults if you give a limit. "measure" times the microbatches of your
+            updates and splits by that: the gradient is the same, but rounded as the clock had it. `pin_cost` ends this.
         sync: "last" reduces gradients once per call, "every" with each microbatch. "replica_last" (for HSDP)
             reduce-scatters with each microbatch and all-reduces once per call. "auto" chooses by the wrapper. After
             `open`, "once per call" is once per update. "gather_once" (for FSDP2 and HSDP) reduces as "auto" does, and
@@ -138,7 +140,7 @@ class GradientAccumulator:
         micro_batch_size: int | None = None,
         max_microbatch_tokens: int | str | TunedLimit | None = None,
         memory_bytes: int | None = None,
-        cost: CostModel | None = None,
+        cost: CostModel | str | None = None,
         sync: str = "auto",
         collate: Collate | None = None,
         length: Length | None = None,
@@ -150,7 +152,8 @@ class GradientAccumulator:
         if isinstance(max_microbatch_tokens, TunedLimit):
             fit, max_microbatch_tokens = max_microbatch_tokens, "auto"
         limits = check_limits(micro_batch_size, max_microbatch_tokens)
-        check_cost(cost)
+        measures_cost = cost == "measure"
+        cost = check_cost(None if measures_cost else cost)
         self.model = model
         # The wrapper knows how gradients are reduced; nothing below asks for DDP or FSDP by name.
         self._wrapper = detect_wrapper(model, mesh)
@@ -186,6 +189,12 @@ class GradientAccumulator:
             self._tuner = MicrobatchTuner(model, self._wrapper, self._wide, memory_bytes)
         elif memory_bytes is not None:
             raise PlanError('memory_bytes is for max_microbatch_tokens="auto", and a bound is given; leave one out')
+        self._meter: Any = None  # a CostMeter, with cost="measure"
+        if measures_cost:
+            self._refuse_same_bits('cost="measure"')
+            from megabatch.autotune.cost_meter import CostMeter
+
+            self._meter = CostMeter(self._wrapper, self._planner)
         # A rank that runs out of memory inside a collective must tell those that wait for it.
         self._error_broadcast = None if ranks.is_alone else ErrorBroadcast(ranks, self._wrapper.device)
         self._is_packed = isinstance(collate, OneRow)
@@ -231,6 +240,21 @@ class GradientAccumulator:
         The ``shortage.bound`` of a `MegabatchError` is also such a limit.
         """
         self._planner = self._planner.lowered(limit)
+
+    @property
+    def cost(self) -> CostModel | None:
+        """The cost by which the next call splits samples: given, measured, or that of ``fit``. None: relative defaults.
+
+        With ``cost="measure"`` it may change in `finalize`. It is this rank's own.
+        """
+        return self._planner.cost or (self._planner.fit and self._planner.fit.cost)
+
+    def pin_cost(self, cost: CostModel | None) -> None:
+        """Split samples by ``cost`` from the next call on, and measure none. None uses relative defaults.
+
+        ``pin_cost(gradient.cost)`` keeps what ``cost="measure"`` has measured, and the split no longer changes.
+        """
+        self._planner, self._meter = replace(self._planner, cost=check_cost(cost)), None
 
     def step_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
         """Step ``optimizer`` in each update's last backward from now on, for less memory.
@@ -510,7 +534,9 @@ class GradientAccumulator:
                 with contextlib.closing(
                     iterate_steps(call.prepared, call.agreement, call.hooks.weigh, self._wrapper)
                 ) as steps:
-                    for step in steps:
+                    # The first call of a loss also checks it, so that its time is not that of a microbatch.
+                    meter = None if call.is_new else self._meter
+                    for step in steps if meter is None else meter.time_steps(steps, call.prepared):
                         for part in self._run_step(step, loss_fn, call):
                             add_terms(sums, part)
                         del step  # with its microbatch, before the next is made
@@ -906,6 +932,8 @@ class GradientAccumulator:
         # Gradients are rounded once, after the norm and the clip.
         self._wide.finish()
         self._was_finite, self._loop, self._calls = update.finite, None, []
+        if self._meter is not None:
+            self._planner = replace(self._planner, cost=self._meter.end_update())
         return update
 
     def _run_until_proved(self) -> None:

@@ -1,4 +1,4 @@
-"""Measures microbatches to choose a limit that fits in memory; loaded only when a limit is "auto"."""
+"""Measures microbatches to choose a limit that fits in memory, or their cost; loaded only for "auto" and "measure"."""
 
 from typing import TYPE_CHECKING
 

@@ -3,14 +3,21 @@
 import contextlib
 import itertools
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.autotune.memory import GIVE_A_BOUND, Budget, estimate_state_bytes, measure_memory, measure_time
+from megabatch.autotune.memory import (
+    GIVE_A_BOUND,
+    Budget,
+    Duration,
+    estimate_state_bytes,
+    measure_memory,
+    measure_time,
+)
 from megabatch.engine.call import (
     CallAgreement,
     MicrobatchPlanner,
@@ -29,7 +36,7 @@ from megabatch.torch_private import pytree
 from megabatch.wrappers.base import Wrapper
 from megabatch.wrappers.gradients import WideGradients, drop_gradients, no_float16_autocast
 
-NUM_RUN = 2  # microbatches of a measured update: the second runs beside gradients, as every later one would
+LACKS_MEMORY = 2.0  # in the message after a measured update: it ran out of memory; 1.0 is any other error
 
 
 class Sample(NamedTuple):
@@ -63,7 +70,8 @@ class MeasuredModel:
     @property
     def waits(self) -> bool:
         """True if ranks wait for each other inside of a measured update."""
-        return not self.wrapper.is_microbatch_local or any(map(_finds_unused, self.wrapper.models))
+        is_local = self.wrapper.is_microbatch_local and not any(map(_finds_unused, self.wrapper.models))
+        return not (is_local or self.wrapper.ranks.is_alone)
 
     def discard(self) -> None:
         """Drop the gradients and buffers of a measured update."""
@@ -73,7 +81,7 @@ class MeasuredModel:
 
 
 class MicrobatchMeasurer:
-    """Runs small updates on copies of the longest sample, and records their memory."""
+    """Runs small updates on copies of the longest sample, and records their memory and time."""
 
     def __init__(
         self, subject: MeasuredModel, planner: MicrobatchPlanner, longest: LongestSample, loss_fn: LossFunction,
@@ -86,63 +94,68 @@ class MicrobatchMeasurer:
         self.stays_bytes = 0.0  # the most that a rank keeps from microbatch to microbatch
         self.limit_bytes = self.allowed_bytes = 0.0  # the least that a rank may use, and of it for an update
 
+    def warm_up(self) -> None:
+        """Run one sample, which allocates once: workspaces and compiled code. Collective."""
+        with self._raising_on_all(self._longest.sample, 1):
+            self._subject.wide.begin()
+            self._run_update(self._make_update(self._longest.sample, (1,)))
+            self._subject.discard()
+
     def measure(self, rows: int) -> MeasuredMicrobatch:
-        """Return the peak memory of a microbatch of so many rows; collective."""
+        """Return the peak memory and the seconds of a microbatch of so many rows; collective."""
         wrapper, sample = self._subject.wrapper, self._longest.sample
+        # The first microbatch makes the gradients, beside which the next runs, as every later one would. A GPU's
+        # allocator asks for memory in that one, so a third is timed.
+        sizes = (1, rows) if wrapper.device.type == "cpu" else (1, rows, rows)
         with self._raising_on_all(sample, rows):
-            share = self._make_update(sample, rows)
+            share = self._make_update(sample, sizes)
             self._subject.wide.begin()
             with measure_memory(wrapper.device) as use:
-                self._run_update(share)
+                seconds = self._run_update(share)
             self._subject.discard()
             collated_bytes = self._collated_bytes(share, rows)
         is_offloaded = wrapper.parameters[0].device.type != wrapper.device.type  # states are in host memory then
         before = self.budget.used
         before += 0.0 if is_offloaded else estimate_state_bytes(self._optimizer, wrapper.parameters)
         stays = before + use.left_bytes + collated_bytes
-        sent = [use.peak_bytes - use.left_bytes, stays]
+        sent = [seconds, use.peak_bytes - use.left_bytes, stays]
         sent += [self.budget.limit - stays, self.budget.there - stays, self.budget.limit, self.budget.limit - before]
-        peaks, kept, allowed, there, limits, for_updates = zip(*wrapper.ranks.exchange_numbers(sent), strict=True)
+        rows_of = wrapper.ranks.exchange_numbers(sent)
+        times, peaks, kept, allowed, there, limits, for_updates = zip(*rows_of, strict=True)
         self.space, self.stays_bytes = MemoryRoom(min(allowed), min(there)), max(kept)
         self.limit_bytes, self.allowed_bytes = min(limits), min(for_updates)
-        return MeasuredMicrobatch(rows, max(peaks))
+        return MeasuredMicrobatch(rows, max(peaks), max(times))
 
-    def measure_seconds(self, sample: Sample, most_rows: int) -> list[TimedMicrobatch]:
-        """Return the seconds of a microbatch with one copy of a sample, and with several; collective."""
-        found: list[TimedMicrobatch] = []
-        for rows in sorted({1, most_rows}):
-            seconds = math.inf
-            with self._raising_on_all(sample, rows):
-                share = self._make_update(sample, rows)
-                for _ in range(2):  # the faster of two, since other work on the machine only adds time
-                    self._subject.wide.begin()
-                    with measure_time(self._subject.wrapper.device) as took:
-                        self._run_update(share)
-                    self._subject.discard()
-                    seconds = min(seconds, took.seconds / NUM_RUN)
-            slowest = max(told for (told,) in self._subject.wrapper.ranks.exchange_numbers([seconds]))
-            found.append(TimedMicrobatch(rows, max(1, sample.num_tokens), slowest))
-        return found
+    def measure_seconds(self, sample: Sample, rows: int) -> TimedMicrobatch:
+        """Return the seconds of a microbatch with copies of a sample; collective."""
+        seconds = math.inf
+        with self._raising_on_all(sample, rows):
+            self._subject.wide.begin()
+            seconds = self._run_update(self._make_update(sample, (1, rows)))
+            self._subject.discard()
+        slowest = max(told for (told,) in self._subject.wrapper.ranks.exchange_numbers([seconds]))
+        return TimedMicrobatch(rows, max(1, sample.num_tokens), slowest)
 
-    def _make_update(self, sample: Sample, rows: int) -> PreparedBatch:
-        """Make an update of copies of a sample, in microbatches of ``rows``."""
+    def _make_update(self, sample: Sample, sizes: Sequence[int]) -> PreparedBatch:
+        """Make an update of copies of a sample, in microbatches of ``sizes`` rows."""
         hooks = loss_hooks(self._loss_fn)
 
         def length(_: Any) -> int:
             return sample.num_tokens
 
-        samples = replace(self._planner, length=length).samples([sample.value] * (NUM_RUN * rows), hooks.prepare)
-        cut = tuple(tuple(range(index * rows, (index + 1) * rows)) for index in range(NUM_RUN))
+        samples = replace(self._planner, length=length).samples([sample.value] * sum(sizes), hooks.prepare)
+        cut = tuple(tuple(range(end - rows, end)) for rows, end in zip(sizes, itertools.accumulate(sizes), strict=True))
         return collate_planned(samples, Plan(cut, tuple(samples.lengths), sync=self._planner.choice[0]), hooks.weigh)
 
-    def _run_update(self, share: PreparedBatch) -> None:
-        """Run one update."""
-        wrapper, weigh = self._subject.wrapper, weigh_of(self._loss_fn)
+    def _run_update(self, share: PreparedBatch) -> float:
+        """Run one update. Return the seconds of its last microbatch."""
+        wrapper, weigh, took = self._subject.wrapper, weigh_of(self._loss_fn), Duration()
+        num_planned = len(share.plan.microbatches)
         # The plan has one microbatch more than run, so that DDP does not reduce, which would rebuild its buckets.
         # With find_unused_parameters all run: DDP keeps its buckets then, and a reduction clears its unused parameters.
-        num_run = None if any(map(_finds_unused, wrapper.models)) else NUM_RUN
+        num_run = None if any(map(_finds_unused, wrapper.models)) else num_planned
         call = CallAgreement(
-            NUM_RUN + 1, len(share.samples), share.plan.num_tokens, share.weight_sums, share.dummy
+            num_planned + 1, len(share.samples), share.plan.num_tokens, share.weight_sums, share.dummy
         )  # fmt: skip
         opened = OpenUpdate(wrapper)
         opened.count_call(call)
@@ -151,9 +164,11 @@ class MicrobatchMeasurer:
             contextlib.closing(iterate_steps(share, call, weigh, wrapper)) as each,
         ):
             for step in itertools.islice(each, num_run):
-                terms = opened.terms_of(self._loss_fn, self._subject.model, step)
-                opened.backward(terms, step)
+                with measure_time(wrapper.device) as took:
+                    terms = opened.terms_of(self._loss_fn, self._subject.model, step)
+                    opened.backward(terms, step)
                 del step, terms  # with its microbatch
+        return took.seconds
 
     @contextlib.contextmanager
     def _raising_on_all(self, sample: Sample, rows: int) -> Generator[None]:
@@ -162,10 +177,13 @@ class MicrobatchMeasurer:
         try:
             yield
         except Exception as error:
-            if is_out_of_memory(error):  # error_broadcast tells the other ranks
-                raise self._out_of_memory(error, sample, rows) from error
             failure = error
-            if rows == 1 and not isinstance(error, MegabatchError):
+            if is_out_of_memory(error):
+                failure = self._out_of_memory(in_one_line(error), sample, rows)
+                failure.__cause__ = error
+                if rows == 1:  # error_broadcast tells the other ranks
+                    raise failure from error
+            elif rows == 1 and not isinstance(error, MegabatchError):
                 failure = PlanError(
                     f"one sample of {sample.num_tokens} tokens alone does not run ({in_one_line(error)}); mend that, "
                     f"or for what needs several samples {GIVE_A_BOUND}"
@@ -173,10 +191,14 @@ class MicrobatchMeasurer:
                 failure.__cause__ = error
             if self._subject.waits:
                 raise failure from failure.__cause__
-        if any(failed for (failed,) in ranks.exchange_numbers([float(failure is not None)])):
+        lacks_memory = isinstance(failure, MegabatchError) and failure.shortage is not None
+        codes = [code for (code,) in ranks.exchange_numbers([LACKS_MEMORY if lacks_memory else float(bool(failure))])]
+        if any(code not in (0.0, LACKS_MEMORY) for code in codes):
             raise first_failure(ranks, failure)
+        if any(codes):  # on each rank, which then goes on with fewer rows
+            raise failure or self._out_of_memory("on another rank", sample, rows)
 
-    def _out_of_memory(self, error: Exception, sample: Sample, rows: int) -> MegabatchError:
+    def _out_of_memory(self, text: str, sample: Sample, rows: int) -> MegabatchError:
         """Return the error of a measured update that ran out of memory, since the system had less than it reported."""
         who, bound = whoever_runs(self._subject.wrapper.ranks.num_all), None
         samples, change = "a sample", "shorten it, checkpoint activations, or shard the model over more ranks"
@@ -185,7 +207,7 @@ class MicrobatchMeasurer:
             samples, change = f"{rows} samples", f"give max_microbatch_tokens={bound.tokens}"
         failure = MegabatchError(
             f"{who} ran out of memory when it measured {samples} of {sample.num_tokens} tokens, the longest; {change} "
-            f"({in_one_line(error)})"
+            f"({text})"
         )
         failure.shortage = Shortage(rank_of_process(), (), bound)
         return failure
@@ -194,7 +216,7 @@ class MicrobatchMeasurer:
         """Return the bytes of an update's microbatches on the CPU, if all are collated in advance to weigh them."""
         if self._subject.wrapper.device.type != "cpu" or not share.collated:
             return 0.0
-        leaves = [leaf for leaf in pytree.tree_leaves(share.collated[0]) if isinstance(leaf, Tensor)]
+        leaves = [leaf for leaf in pytree.tree_leaves(share.collated[-1]) if isinstance(leaf, Tensor)]
         return sum(leaf.nbytes for leaf in leaves) / (rows * self._longest.num_tokens) * self._longest.most_tokens
 
 

@@ -166,12 +166,11 @@ def _measuring_cpu(needed: MemoryUse) -> Generator[None]:
     finally:
         threads: list[list[Any]] = stop_profiler()
     start = threads[0][0]
-    events = [(start.cpu_elapsed_us(each), each) for events in threads for each in events]
+    events = [each for events in threads for each in events if each.kind() == "memory_alloc"]
     total = 0
-    for _, each in sorted(events, key=lambda event: event[0]):
-        if each.kind() == "memory_alloc":
-            total += each.cpu_memory_usage()
-            needed.peak_bytes = max(needed.peak_bytes, total)
+    for each in sorted(events, key=start.cpu_elapsed_us):
+        total += each.cpu_memory_usage()
+        needed.peak_bytes = max(needed.peak_bytes, total)
     needed.left_bytes = float(total)
     del threads, events, start
     _trim()

@@ -28,9 +28,11 @@ from megabatch.losses.contract import JointLoss, LossFunction
 from megabatch.planning.limits import (
     MeasuredMicrobatch,
     MemoryRoom,
+    TimedMicrobatch,
     TunedLimit,
     bound_tokens,
     cost_of,
+    gains_little,
     in_gib,
     largest_fitting,
     next_rows,
@@ -136,7 +138,7 @@ class MicrobatchTuner:
         with self._restoring(opened):
             measurer = MicrobatchMeasurer(self._subject, planner, longest, loss_fn, self.optimizer)
             if budget is None:
-                measurer.measure(1)  # allocates once: workspaces and compiled code
+                measurer.warm_up()
                 budget = measure_budget(self.wrapper.device, self._memory_bytes, self.wrapper.ranks)
             measurer.budget = budget
             yield measurer
@@ -187,7 +189,7 @@ class MicrobatchTuner:
 
     def _tune(self, measurer: MicrobatchMeasurer, longest: LongestSample, most_rows: int) -> TunedLimit:
         measured = search(lambda rows: self._measure(measurer, rows), lambda: measurer.space, most_rows)
-        tokens = bound_tokens(measured, measurer.space, longest.num_tokens)
+        tokens = bound_tokens(measured, measurer.space, longest.num_tokens, most_rows)
         largest = largest_fitting(measured, measurer.space)
         if tokens is None or largest is None:
             left = max(0.0, measurer.space.allowed)
@@ -196,16 +198,16 @@ class MicrobatchTuner:
                 f"gradients and states leave {in_gib(left)} of the {in_gib(measurer.limit_bytes)} that may be used; "
                 "give more memory, shorten it, shard the model or recompute activations"
             )
-        timed_rows = min(TIMED_ROWS, largest.rows)
-        timed = [
-            *measurer.measure_seconds(longest.sample, timed_rows),
-            *measurer.measure_seconds(longest.usual, timed_rows),
-        ]
+        is_limited = tokens < longest.most_rows * longest.num_tokens  # by memory
+        fitting = [each for each in measured if each.num_bytes <= measurer.space.allowed]
         measured = [each for each in measured if math.isfinite(each.num_bytes)]
+        timed = [TimedMicrobatch(each.rows, longest.num_tokens, each.seconds or 0.0) for each in measured]
+        if longest.usual.num_tokens != longest.sample.num_tokens:  # which tells attention from the rest
+            timed.append(measurer.measure_seconds(longest.usual, min(TIMED_ROWS, largest.rows)))
         cost = cost_of(measured, measurer.space, measurer.stays_bytes, longest.num_tokens, timed)
         return TunedLimit(
             tokens, cost, longest.num_tokens, tuple(measured), measurer.limit_bytes, measurer.allowed_bytes,
-            outgrown_rows=longest.most_rows if largest.rows == longest.most_rows else None,
+            outgrown_rows=None if is_limited or gains_little(fitting) else longest.most_rows,
         )  # fmt: skip
 
     def _measure(self, measurer: MicrobatchMeasurer, rows: int) -> MeasuredMicrobatch:
@@ -213,7 +215,7 @@ class MicrobatchTuner:
         try:
             return measurer.measure(rows)
         except MegabatchError as error:
-            if rows == 1 or error.shortage is None or not self.wrapper.ranks.is_alone:
+            if rows == 1 or error.shortage is None or self._subject.waits:
                 raise
         self._subject.discard()
         return MeasuredMicrobatch(rows, math.inf)

@@ -4,18 +4,22 @@ Pure: numbers in, numbers out. All measured microbatches have samples of one len
 with the rows along a straight line, or along several, of which the steepest comes last.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
 
-from megabatch.planning.plan import CostModel
+from megabatch.planning.plan import LAUNCH_SHARE, CostModel
 
-GROWTH = 4  # the next measurement has at most this many times the rows of the last
+GROWTH = 8  # the next measurement has at most this many times the rows of the last
 NEARBY = 32  # the search ends when less than a 32nd of the limit is left
 MAX_MEASURED = 12
+LEAST_SPREAD = 1.5  # the largest timed microbatch has so many times the tokens of the smallest, or a launch is unknown
+SLOW = 1.5  # a microbatch that took longer by this factor than others of its size was interrupted
+LEAST_GAIN = 0.1  # larger microbatches that process at most this much more tokens per second are not tried
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,7 @@ class MeasuredMicrobatch:
 
     rows: int
     num_bytes: float  # at the peak, beyond what stays from microbatch to microbatch
+    seconds: float | None = None  # of its forward and backward, on the slowest rank
 
 
 class TimedMicrobatch(NamedTuple):
@@ -67,10 +72,12 @@ class TunedLimit:
     def explain(self) -> str:
         """Describe the choice for a person in one line."""
         rows = ", ".join(str(each.rows) for each in self.measured)
+        fitting = [each for each in self.measured if each.rows * self.longest_tokens <= self.max_microbatch_tokens]
         return (
             f"max_microbatch_tokens {self.max_microbatch_tokens:,}: predicted peak "
             f"{in_gib(self.cost.peak_bytes(1, self.max_microbatch_tokens))} of {in_gib(self.limit_bytes)}, measured "
             f"with {rows} samples of {self.longest_tokens:,} tokens"
+            + (", of which more are hardly faster" if self.outgrown_rows is None and gains_little(fitting) else "")
         )
 
 
@@ -82,11 +89,44 @@ def in_gib(num_bytes: float) -> str:
 def search(
     measure: Callable[[int], MeasuredMicrobatch], space: Callable[[], MemoryRoom], most_rows: int
 ) -> list[MeasuredMicrobatch]:
-    """Measure a microbatch of one row, then larger ones while they are sure to fit and improve the limit."""
+    """Measure a microbatch of one row, then larger ones, until enough is known.
+
+    Larger ones must be sure to fit, and faster per token. If ``most_rows`` are sure to fit, they are not measured.
+    """
     measured = [measure(1)]
-    while len(measured) < MAX_MEASURED and (rows := next_rows(measured, space(), most_rows)) is not None:
+    while len(measured) < MAX_MEASURED and not _is_enough(measured, space(), most_rows):
+        rows = next_rows(measured, space(), most_rows)
+        if rows is None:
+            break
         measured.append(measure(rows))
     return measured
+
+
+def _is_enough(measured: Sequence[MeasuredMicrobatch], space: MemoryRoom, most_rows: int) -> bool:
+    low = largest_fitting(measured, space)
+    are_sure = low is not None and low.rows >= GROWTH and sure_rows(measured, low, space) >= most_rows
+    return are_sure or gains_little([each for each in measured if each.num_bytes <= space.allowed])
+
+
+def sure_rows(measured: Sequence[MeasuredMicrobatch], low: MeasuredMicrobatch, space: MemoryRoom) -> float:
+    """Return the rows that fit if the whole memory of ``low`` grows in proportion, which is faster than it can."""
+    over = smallest_not_fitting(measured, space)
+    sure = low.rows * _ratio(space.allowed, low.num_bytes)
+    return sure if over is None else min(sure, math.nextafter(over.rows, 0))
+
+
+def gains_little(measured: Sequence[MeasuredMicrobatch]) -> bool:
+    """Return True if no larger microbatch would process `LEAST_GAIN` more tokens per second than the largest of these.
+
+    Each further row takes the time that rows between the largest two have taken. The rest is a launch, which more rows
+    would share.
+    """
+    timed = sorted((each.rows, each.seconds) for each in measured if each.seconds is not None)
+    if len(timed) < 2:
+        return False
+    (fewer, before), (rows, seconds) = timed[-2:]
+    per_row = max(0.0, seconds - before) / (rows - fewer)
+    return seconds <= (1 + LEAST_GAIN) * rows * per_row
 
 
 def next_rows(measured: Sequence[MeasuredMicrobatch], space: MemoryRoom, most_rows: int) -> int | None:
@@ -98,8 +138,7 @@ def next_rows(measured: Sequence[MeasuredMicrobatch], space: MemoryRoom, most_ro
     low, over = largest_fitting(measured, space), smallest_not_fitting(measured, space)
     if low is None:
         return None
-    sure = low.rows * _ratio(space.allowed, low.num_bytes)
-    aim = max(sure, _along_line(measured, low, over, space.allowed))
+    aim = max(sure_rows(measured, low, space), _along_line(measured, low, over, space.allowed))
     if len(measured) == 1:
         aim = max(aim, 2)  # for a line
     reach = max(low.rows * _ratio(space.there, low.num_bytes), 2 * low.rows if len(measured) > 1 else 1)
@@ -108,16 +147,21 @@ def next_rows(measured: Sequence[MeasuredMicrobatch], space: MemoryRoom, most_ro
     return None if rows <= low.rows or is_near else rows
 
 
-def bound_tokens(measured: Sequence[MeasuredMicrobatch], space: MemoryRoom, longest_tokens: int) -> int | None:
-    """Return the largest limit that fits, in padded tokens; None where one sample does not.
+def bound_tokens(
+    measured: Sequence[MeasuredMicrobatch], space: MemoryRoom, longest_tokens: int, most_rows: int
+) -> int | None:
+    """Return the largest limit that is sure to fit, in padded tokens; None where one sample does not.
 
-    It may exceed the measured rows by part of a row, as far as the whole measured memory may grow in proportion.
+    It is that of ``most_rows`` where they are sure to fit and faster. Otherwise it may exceed the measured rows by part
+    of a row.
     """
     low = largest_fitting(measured, space)
     if low is None:
         return None
-    tokens = int(low.rows * longest_tokens * _ratio(space.allowed, low.num_bytes))
-    return min(tokens, (low.rows + 1) * longest_tokens - 1)
+    sure = sure_rows(measured, low, space)
+    fitting = [each for each in measured if each.num_bytes <= space.allowed]
+    rows = most_rows if sure >= most_rows and not gains_little(fitting) else low.rows
+    return min(int(longest_tokens * sure), (rows + 1) * longest_tokens - 1)
 
 
 def cost_of(
@@ -153,6 +197,27 @@ def seconds_of(timed: Sequence[TimedMicrobatch]) -> tuple[float, float, float]:
         seconds, token, _ = _closest(np.stack([counts[:, 0], counts[:, 1] + pairs * counts[:, 2]], axis=1), timed)
         return seconds, token, token * pairs
     return _closest(counts, timed)
+
+
+def cost_in_use(timed: Sequence[TimedMicrobatch], host_seconds: float) -> CostModel | None:
+    """Return the cost of microbatches that were timed in real updates; None if their sizes tell too little.
+
+    A launch costs at least ``host_seconds``, in which a device may wait for its host. It also costs at least a
+    sixteenth of the fastest microbatch, since nothing is known of smaller ones: they are approached step by step.
+    """
+    kept, cost = list(timed), CostModel()
+    while True:
+        sizes = [rows * tokens for rows, tokens, _ in kept]
+        if max(sizes, default=0) < LEAST_SPREAD * min(sizes, default=1):
+            return None
+        cost = CostModel(*seconds_of(kept))
+        slowness = [seconds / cost.seconds(rows, tokens) for rows, tokens, seconds in kept]
+        most = SLOW * float(np.median(slowness))
+        if max(slowness) <= most:
+            break
+        kept = [each for each, slow in zip(kept, slowness, strict=True) if slow <= most]
+    least = max(host_seconds, min(seconds for *_, seconds in kept) / LAUNCH_SHARE)
+    return replace(cost, seconds_per_microbatch=max(cost.seconds_per_microbatch, least))
 
 
 def _closest(counts: np.ndarray, timed: Sequence[TimedMicrobatch]) -> tuple[float, float, float]:

@@ -277,12 +277,14 @@ def check_limits(
     return micro_batch_size, require_count("max_microbatch_tokens", max_microbatch_tokens)
 
 
-def check_cost(cost: object) -> None:
-    """Raise `PlanError` unless ``cost`` is a `CostModel` or None."""
+def check_cost(cost: object) -> CostModel | None:
+    """Return ``cost``. Raises `PlanError` unless it is a `CostModel` or None."""
     if cost is not None and not isinstance(cost, CostModel):
         raise PlanError(
-            f'cost is {cost!r}; expected a CostModel, or leave it out: with max_microbatch_tokens="auto" it is measured'
+            f'cost is {cost!r}; expected a CostModel, "measure" (of a GradientAccumulator), or leave it out: with '
+            'max_microbatch_tokens="auto" it is measured'
         )
+    return cost
 
 
 def check_lengths(lengths: Sequence[int], max_microbatch_tokens: int | None) -> None:

@@ -15,6 +15,7 @@ import megabatch
 from megabatch import GradientAccumulator
 from megabatch.autotune.memory import resident_bytes
 from tests.exact.launch import of_ranks
+from tests.exact.spikes import Spikes
 from tests.exact.wrappers import WRAPPERS, Wrapped, mesh_of, wrap
 from tests.tiers import some
 
@@ -120,6 +121,47 @@ def run_job(name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def run_measured(name: str) -> dict[str, Any]:
+    """Measure each rank's own cost in its updates, and make the same updates with the splits that came of it."""
+    wrapper, world, _ = name.split(":")
+    runs: list[list[Tensor | None]] = []
+    plans: list[Any] = []
+    for cost in ("measure", None):
+        model = model_in(wrapper)
+        torch.manual_seed(dist.get_rank())
+        gradient = GradientAccumulator(model, max_microbatch_tokens=400, cost=cost)
+        runs.append([])
+        for step in range(5):
+            batch = update(step, dist.get_rank(), int(world))[: (14, 40)[step % 2] + dist.get_rank()]
+            expected = gradient.plan(batch) if cost else plans[step]
+            gradient.forward_backward(batch, loss_fn, plan=None if cost else plans[step])
+            gradient.finalize()
+            if cost:
+                plans.append(expected)
+            runs[-1] += [_local(each.grad) for _, each in _parameters([model])]
+    return {
+        "predicted": [plan.seconds is not None for plan in plans if plan.lengths],
+        "differ": [index for index, pair in enumerate(zip(*runs, strict=True)) if not _same(*pair)],
+        "compared": len(runs[0]),
+    }
+
+
+def run_short(name: str) -> dict[str, Any]:
+    """Run out of memory on rank 1, in the microbatch of eight rows that is measured."""
+    wrapper, world, _ = name.split(":")
+    module = NoisyLM()
+    Spikes(module, ("embedding",)).set({4: ("forward", 0)} if dist.get_rank() == int(world) - 1 else {})
+    torch.manual_seed(0)
+    model = wrap(module, wrapper)
+    gradient = GradientAccumulator(model)
+    gradient.forward_backward(update(0, dist.get_rank(), int(world)), loss_fn)
+    gradient.finalize()
+    fit = gradient.fit
+    assert fit is not None
+    rows = [each.rows for each in fit.measured]
+    return {"bound": fit.max_microbatch_tokens, "longest": fit.longest_tokens, "rows": rows}
+
+
 def _same(a: Tensor | None, b: Tensor | None) -> bool:
     return a is b if a is None or b is None else torch.equal(a, b)
 
@@ -138,6 +180,10 @@ JOBS = [
     "replicate:2:auto", "tp:2:auto", "fsdp1:2:auto", "fsdp1:2:last",
 ]  # fmt: skip
 results = of_ranks("tests.exact.test_auto:run_job", JOBS)
+MEASURED = ["plain:1:", "plain:2:", "plain:3:", "ddp:2:", "fsdp2:2:", "fsdp2:3:"]
+measured = of_ranks("tests.exact.test_auto:run_measured", MEASURED)
+SHORT = ["plain:2:", "ddp:2:", "plain:3:"]
+shorts = of_ranks("tests.exact.test_auto:run_short", SHORT)
 
 
 @pytest.mark.slow
@@ -149,5 +195,23 @@ def test_same_bits_and_the_same_bound_on_every_rank(results, job: str) -> None:
         assert value["compared"] > 20
     assert len({value["bound"] for value in values}) == len({value["microbatches"] for value in values}) == 1
     assert values[0]["microbatches"] > 1, "the cap is to cut"
-    assert values[0]["measured"][:2] == [1, 4]
+    assert values[0]["measured"][:2] == [1, 8]
     assert values[0]["longest"] == max(value["longest"] for value in values) <= LONGEST
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", some(SHORT, 1))
+def test_what_one_rank_has_no_memory_for_fits_on_none_and_no_rank_leaves(shorts, job: str) -> None:
+    values = shorts(job)
+    assert len({value["bound"] for value in values}) == 1
+    assert values[0]["rows"][:2] == [1, 7]
+    assert values[0]["bound"] <= 8 * values[0]["longest"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", some(MEASURED, 2))
+def test_a_measured_cost_decides_the_split_of_its_rank_and_nothing_else(measured, job: str) -> None:
+    for value in measured(job):
+        assert value["compared"] >= 4
+        assert not value["differ"]
+        assert value["predicted"][-1], "a cost was measured"

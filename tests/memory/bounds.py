@@ -3,8 +3,10 @@
 A job is "model:wrapper:world:". Memory is counted as torch's allocator gives it out, in the real update.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import megabatch
 from megabatch import GradientAccumulator, losses
 from megabatch.autotune.memory import measure_budget, measure_memory
+from megabatch.planning import limits
 from megabatch.planning.limits import TunedLimit
 from megabatch.wrappers.mesh import DataRanks
 from tests.exact.wrappers import wrap
@@ -97,7 +100,8 @@ class Run:
         cap = measure_budget(CPU, None, DataRanks()).used + self.case.spare_bytes
         gradient = GradientAccumulator(self.model, memory_bytes=int(cap))
         gradient.reserve_for(self.optimizer)
-        gradient.tune(self.batch, self.case.loss_fn)
+        with patch.object(limits, "LEAST_GAIN", -math.inf):  # memory alone is to end the search
+            gradient.tune(self.batch, self.case.loss_fn)
         assert gradient.fit is not None
         return gradient.fit
 

@@ -1,5 +1,6 @@
 """The search for the largest microbatch that fits, over ways in which memory may grow: pure arithmetic."""
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +13,7 @@ from megabatch.planning.limits import (
     TimedMicrobatch,
     bound_tokens,
     cost_of,
+    gains_little,
     search,
     seconds_of,
 )
@@ -41,7 +43,8 @@ def largest(grow: Callable[[int], float], allowed: float, most: int = MOST) -> i
 def test_the_bound_is_the_largest_within_a_tenth(name: str, allowed: float) -> None:
     grow = GROWING[name]
     measured = searched(grow, MemoryRoom(allowed, 3 * allowed))
-    tokens, best = bound_tokens(measured, MemoryRoom(allowed, 3 * allowed), LONGEST), largest(grow, allowed)
+    tokens = bound_tokens(measured, MemoryRoom(allowed, 3 * allowed), LONGEST, MOST)
+    best = largest(grow, allowed)
     if best == 0:
         assert tokens is None
         return
@@ -61,8 +64,39 @@ def test_nothing_is_measured_that_may_not_be_there(name: str, allowed: float) ->
 
 def test_no_more_rows_than_there_are_samples_are_measured() -> None:
     measured = searched(GROWING["a line from nothing"], MemoryRoom(1e9, 1e9), most=37)
-    assert [each.rows for each in measured] == [1, 4, 16, 37]
-    assert bound_tokens(measured, MemoryRoom(1e9, 1e9), LONGEST) == 38 * LONGEST - 1
+    assert [each.rows for each in measured] == [1, 8]
+    assert bound_tokens(measured, MemoryRoom(1e9, 1e9), LONGEST, 37) == 38 * LONGEST - 1
+
+
+@pytest.mark.parametrize("most", [3, 30, 300])
+@pytest.mark.parametrize("allowed", [70.0, 3500.0, 9000.0])
+@pytest.mark.parametrize("name", GROWING)
+def test_what_is_not_measured_is_sure_to_fit(name: str, allowed: float, most: int) -> None:
+    grow, space = GROWING[name], MemoryRoom(allowed, allowed)
+    tokens = bound_tokens(searched(grow, space, most), space, LONGEST, most)
+    assert tokens is None or grow(tokens // LONGEST) <= allowed
+
+
+@pytest.mark.parametrize("most", [8, 100, MOST])
+def test_a_microbatch_that_runs_out_of_memory_ends_what_is_sure(most: int) -> None:
+    space = MemoryRoom(1e9, 1e9)
+    measured = searched(lambda rows: 7.0 * rows if rows < 8 else math.inf, space, most)
+    assert bound_tokens(measured, space, LONGEST, most) == 8 * LONGEST - 1
+
+
+@pytest.mark.parametrize(
+    ("launch", "rows"), [(0.0, [1, 8]), (0.5, [1, 8]), (5.0, [1, 8, 64]), (9000.0, [1, 8, 64, 512, 4096])]
+)
+def test_more_rows_are_measured_while_they_are_faster(launch: float, rows: list[int]) -> None:
+    space = MemoryRoom(9e4, 9e5)
+
+    def measure(rows: int) -> MeasuredMicrobatch:
+        return MeasuredMicrobatch(rows, 2000.0 + 7 * rows, launch + rows)
+
+    measured = search(measure, lambda: space, MOST)
+    assert [each.rows for each in measured] == rows
+    assert gains_little(measured) == (launch < 9000)
+    assert bound_tokens(measured, space, LONGEST, MOST) == ((rows[-1] if launch < 9000 else MOST) + 1) * LONGEST - 1
 
 
 def test_a_cost_goes_through_the_largest_that_fit() -> None:

@@ -1,5 +1,6 @@
 """A bound that is chosen leaves everything as it was, in one process: gradients and attributes, to the bit."""
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +14,19 @@ from megabatch import GradientAccumulator, MegabatchError, loss, losses
 from megabatch.batching.samples import Deferred
 from megabatch.errors import MicrobatchLimit
 from megabatch.losses.contract import loss_hooks
+from megabatch.planning import limits
 from megabatch.planning.limits import TunedLimit
 from megabatch.train.runtime.plugins import in_place_of
 from tests.exact.spikes import Spikes
 from tests.unit.failures.table import squares, weighed_squares
 
 ALL = 10**9  # tokens: one microbatch
+
+
+@pytest.fixture(autouse=True)
+def whatever_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let memory alone end a search."""
+    monkeypatch.setattr(limits, "LEAST_GAIN", -math.inf)
 
 
 def samples(number: int, width: int = 8) -> list[dict[str, Tensor]]:
@@ -202,10 +210,10 @@ def test_one_sample_that_runs_out_while_measuring_is_an_error() -> None:
 
 def test_several_that_run_out_while_measuring_do_not_fit() -> None:
     model = linear()
-    Spikes(model, ("",)).set({4: ("forward", 0)})  # the first of four samples
+    Spikes(model, ("",)).set({4: ("forward", 0)})  # the first of eight samples
     gradient = GradientAccumulator(model)
     gradient.tune(samples(8), weighed_squares)
     assert gradient.fit is not None
-    assert [each.rows for each in gradient.fit.measured] == [1, 3]
-    assert tokens_of(gradient) == 4 * 8 - 1
+    assert [each.rows for each in gradient.fit.measured] == [1, 7]
+    assert tokens_of(gradient) == 8 * 8 - 1
     assert all(each.grad is None for each in model.parameters())

@@ -1,0 +1,164 @@
+"""A cost that is measured in the updates that run: it decides the split alone, and stays once pinned."""
+
+import copy
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from megabatch import CostModel, GradientAccumulator, MegabatchError
+from megabatch.autotune import cost_meter
+from megabatch.planning.limits import TimedMicrobatch, cost_in_use
+from tests.unit.failures.table import weighed_squares
+
+LAUNCH, TOKEN = 0.02, 0.0005  # seconds
+CAP = 64  # tokens
+clock = [0.0]
+
+
+@pytest.fixture(autouse=True)
+def in_time_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a clock that only `Slow` moves stand in for the machine's, which other work moves too."""
+    monkeypatch.setattr(cost_meter, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+
+
+class Slow(nn.Module):
+    """A layer whose forward takes the time of a launch and of its tokens."""
+
+    def __init__(self, launch: float, token: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 1).double()
+        self.launch, self.token = launch, token
+
+    def forward(self, x: Tensor) -> Tensor:
+        clock[0] += self.launch + self.token * x.shape[0] * x.shape[1]
+        return self.linear(x)
+
+
+def samples(lengths: list[int]) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    return [{"x": torch.randn(length, 1, generator=generator, dtype=torch.float64)} for length in lengths]
+
+
+def trained(model: nn.Module, batches: list[Any], plans: list[Any] | None = None, **settings: Any) -> Any:
+    """Return the accumulator, and each update's gradient and plan; ``plans`` are those of another run."""
+    gradient, found, cuts = GradientAccumulator(model, max_microbatch_tokens=CAP, **settings), [], []
+    for index, batch in enumerate(batches):
+        expected = gradient.plan(batch) if plans is None else plans[index]
+        gradient.forward_backward(batch, weighed_squares, plan=None if plans is None else plans[index])
+        assert gradient.last_plan is not None
+        assert gradient.last_plan.microbatches == expected.microbatches
+        gradient.finalize()
+        found.append(torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None]))
+        cuts.append(gradient.last_plan)
+    return gradient, found, cuts
+
+
+def slow(launch: float, token: float) -> Slow:
+    torch.manual_seed(0)
+    return Slow(launch, token)
+
+
+LENGTHS = [2, 3, 20, 30]  # of few samples, with relative costs in two or more microbatches
+
+
+def test_few_samples_become_one_microbatch_where_a_launch_is_dear() -> None:
+    batches = [samples(LENGTHS), samples([30, 31, 2]), samples([1, 1, 32, 2]), samples([2, 2, 16])]
+    gradient, found, plans = trained(slow(LAUNCH, 1e-6), batches, cost="measure")
+    assert plans[0].seconds is None, "nothing is measured yet"
+    assert plans[0].num_microbatches > plans[-1].num_microbatches == 1
+    assert gradient.cost is not None
+    assert gradient.cost.seconds(3, 16) == pytest.approx(LAUNCH, rel=0.01)
+    assert plans[-1].seconds == pytest.approx(LAUNCH, rel=0.01)
+    # The split is all that a measured cost decides: the same cuts have the same bits.
+    _, expected, _ = trained(slow(0, 0), batches, plans)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_samples_of_other_lengths_stay_apart_where_tokens_are_dear() -> None:
+    gradient, _, plans = trained(slow(0, TOKEN), [samples(LENGTHS)] * 3, cost="measure")
+    assert [plan.padding > 0 for plan in plans] == [True, True, False]
+    assert gradient.cost.seconds(1, 60) == pytest.approx(60 * TOKEN, rel=0.02)
+
+
+def test_a_pinned_cost_is_that_of_another_run_to_the_bit() -> None:
+    batches = [samples(LENGTHS), samples([30, 31, 2]), samples([1, 1, 32, 2])] * 2
+    gradient, _, _ = trained(slow(LAUNCH, 0), batches, cost="measure")
+    cost = gradient.cost
+    gradient.pin_cost(cost)
+    other = GradientAccumulator(slow(0, 0), max_microbatch_tokens=CAP, cost=cost)
+    for batch in batches:
+        assert gradient.plan(batch) == other.plan(batch)
+        gradient.forward_backward(batch, weighed_squares)
+        gradient.finalize()
+        assert gradient.cost == cost
+
+
+def test_nothing_changes_inside_of_an_update_or_where_sizes_are_alike() -> None:
+    gradient = GradientAccumulator(slow(0, TOKEN), max_microbatch_tokens=CAP, cost="measure")
+    for _ in range(3):
+        gradient.forward_backward(samples([3, 60]), weighed_squares)
+    assert gradient.cost is None
+    gradient.finalize()
+    assert gradient.cost is not None
+    alike = GradientAccumulator(slow(0, TOKEN), micro_batch_size=1, cost="measure")
+    for _ in range(4):
+        alike.forward_backward(samples([9, 9, 10]), weighed_squares)
+        alike.finalize()
+    assert alike.cost is None
+
+
+def test_a_copy_measures_on_its_own() -> None:
+    gradient, _, _ = trained(slow(LAUNCH, 0), [samples(LENGTHS)] * 3, cost="measure")
+    other, cost = copy.deepcopy(gradient), gradient.cost
+    other.pin_cost(None)
+    assert gradient.cost == cost is not None
+    assert other.cost is None
+
+
+# The fit
+
+factors = st.floats(1e-4, 1)
+
+
+@given(factors, factors, st.integers(0, 4), st.floats(2, 100))
+def test_interruptions_do_not_move_a_cost(launch: float, token: float, first: int, by: float) -> None:
+    """One microbatch in five takes longer."""
+    cost = CostModel(launch, token, 0.0)
+    shapes = [(1 + index % 6, 10 + 7 * (index // 6)) for index in range(30)]
+    timed = [
+        TimedMicrobatch(*shape, cost.seconds(*shape) * (by if index % 5 == first else 1))
+        for index, shape in enumerate(shapes)
+    ]
+    found = cost_in_use(timed, 0.0)
+    assert found is not None
+    for shape in shapes:
+        assert found.seconds(*shape) == pytest.approx(cost.seconds(*shape), rel=0.3)
+
+
+def test_a_launch_costs_at_least_what_its_host_takes() -> None:
+    timed = [TimedMicrobatch(rows, 100, 0.001 * rows) for rows in (1, 4, 9)]
+    free, waiting = cost_in_use(timed, 0.0), cost_in_use(timed, 0.5)
+    assert free is not None
+    assert waiting is not None
+    assert free.seconds_per_microbatch == pytest.approx(0.001 / 16)
+    assert waiting.seconds_per_microbatch == 0.5
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 99), st.floats(1e-6, 1e3)), max_size=12))
+def test_whatever_was_timed_has_a_cost_that_splits(rows: list[tuple[int, int, float]]) -> None:
+    cost = cost_in_use([TimedMicrobatch(*each) for each in rows], 0.0)
+    if cost is not None:
+        assert cost.seconds_per_microbatch > 0
+        assert min(cost.seconds_per_token, cost.seconds_per_pair) >= 0
+        assert all(map(math.isfinite, (cost.seconds_per_microbatch, cost.seconds_per_token, cost.seconds_per_pair)))
+
+
+def test_a_limit_that_is_measured_has_its_own_cost() -> None:
+    with pytest.raises(MegabatchError, match="auto"):
+        GradientAccumulator(nn.Linear(1, 1), cost="measure")
