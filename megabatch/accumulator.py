@@ -932,8 +932,8 @@ class GradientAccumulator:
         # Gradients are rounded once, after the norm and the clip.
         self._wide.finish()
         self._was_finite, self._loop, self._calls = update.finite, None, []
-        if self._meter is not None:
-            self._planner = replace(self._planner, cost=self._meter.end_update())
+        if self._meter is not None and (cost := self._meter.end_update()) != self._planner.cost:
+            self._planner = replace(self._planner, cost=cost)  # and what prepare() has made is thrown away
         return update
 
     def _run_until_proved(self) -> None:

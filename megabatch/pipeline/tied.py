@@ -65,7 +65,7 @@ class TiedParameters:
     def sum_gradients(self) -> None:
         """Give all copies the sum of their gradients."""
         used = self.compare()
-        for name in used & self.copies.keys():
+        for name in sorted(used & self.copies.keys()):  # in one order on all ranks, which sets do not have
             parameter, group, _ = self.copies[name]
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
