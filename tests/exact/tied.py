@@ -1,4 +1,4 @@
-"""Pipelines whose first stage and last share a matrix: jobs on ranks, in integers, against a plain model."""
+"""Pipelines whose first stage and last share parameters: jobs on ranks, in integers, against a plain model."""
 
 import warnings
 from collections.abc import Callable
@@ -32,19 +32,21 @@ class Layer(nn.Module):
         self.stage = stage
         if stage in (0, NUM_STAGES - 1):
             self.matrix = nn.Parameter(matrix)  # [V, E]
+            self.offset = nn.Parameter(integers(torch.Generator().manual_seed(8), WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.linear(F.embedding(x, self.matrix) if self.stage == 0 else x)  # [B, T, E]
+        hidden = hidden if self.stage == 1 else hidden + self.offset
         return F.linear(hidden, self.matrix) if self.stage == NUM_STAGES - 1 else hidden
 
 
 class Whole(nn.Module):
-    """All layers on one process, with one matrix."""
+    """All layers on one process, with one matrix and one offset."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer(stage, start()) for stage in range(NUM_STAGES))
-        self.layers[-1].matrix = self.layers[0].matrix
+        self.layers[-1].matrix, self.layers[-1].offset = self.layers[0].matrix, self.layers[0].offset
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -92,7 +94,8 @@ def pipeline_of(
     def shape(width: int) -> Callable[[Tensor], Tensor]:
         return lambda x: torch.empty(*x.shape, width, dtype=torch.float64, device="meta")
 
-    tied = {"matrix": layer.matrix} if stage in holders else None
+    # In another order on each rank, with other shapes: their sums must not be mistaken for each other.
+    tied = dict([("matrix", layer.matrix), ("offset", layer.offset)][:: stage - 1]) if stage in holders else None
     return Pipeline([module], mesh, boundary=shape(WIDTH), output=shape(VOCABULARY), tied=tied), mesh
 
 
