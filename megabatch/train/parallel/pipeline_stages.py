@@ -229,8 +229,9 @@ def pipeline(stages: Stages, config: Config, wrapper: Wrapper, mesh: DeviceMesh)
         group = mesh.get_group("dp_replicate")
         modules = [DistributedDataParallel(each, process_group=group) for each in modules]
     architecture, dtype = stages.model.config, boundary_dtype(config.model)
-    embedding: Any = cast(Any, stages.model).get_input_embeddings()
-    has_tied = architecture.tie_word_embeddings and not isinstance(embedding, nn.Identity)
+    # The first stage has it, and the last one where its head is tied.
+    embedding: nn.Parameter | None = getattr(stages.model.get_input_embeddings(), "weight", None)
+    is_tied = architecture.tie_word_embeddings
     from megabatch.pipeline import Pipeline
 
     return Pipeline(
@@ -239,7 +240,7 @@ def pipeline(stages: Stages, config: Config, wrapper: Wrapper, mesh: DeviceMesh)
         schedule=config.parallel.schedule,
         boundary=shape_of(architecture.hidden_size, dtype),
         output=shape_of(architecture.vocab_size, dtype),
-        tied={"embedding": embedding.weight} if has_tied else None,
+        tied={"embedding": embedding} if is_tied and embedding is not None else None,
     )
 
 
