@@ -626,6 +626,10 @@ def test_the_command_starts_as_many_processes(world: int, words: str) -> None:
             ["--world", "2", "--parallel.wrapper=ddp", "--parallel.dp_shard=2"],
             'parallel.wrapper is "ddp", which shards nothing',
         ),
+        (
+            ["--world", "2", "--parallel.wrapper=fsdp2", "--parallel.cpu_offload"],
+            "parallel.cpu_offload is true, whose time the plan does not estimate",
+        ),
         (["--world", "2", "--parallel.pp=2"], "parallel.pp is 2, which the plan does not simulate; plan with"),
         (["--data.max_sample_tokens=none"], "data.path is 'nowhere.jsonl', and there is no such file"),
         (["--optim.name=LBFGS"], "optim.name is 'LBFGS', which cannot be used"),
