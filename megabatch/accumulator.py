@@ -15,7 +15,7 @@ from megabatch import engine
 from megabatch.batching.packed_row import OneRow
 from megabatch.batching.padding import Padding
 from megabatch.batching.sample_outputs import split_outputs
-from megabatch.batching.samples import Batch, Collate, Length, Microbatch
+from megabatch.batching.samples import Batch, Collate, Length, Microbatch, Samples
 from megabatch.batching.shared_prefix import SharedPrefix
 from megabatch.engine import open_update_state, random_state
 from megabatch.engine.call import (
@@ -122,6 +122,11 @@ class GradientAccumulator:
             no sample uses has a gradient of zeros. "proved" also rounds each microbatch's gradient to a grid on which
             float64 sums are exact for any input. The first update, and one whose gradient has grown a lot, then runs
             twice.
+        shapes: Fill each microbatch up to one of at most so many shapes, rows x tokens, so that ``torch.compile`` with
+            ``dynamic=False`` compiles as many graphs. The first `forward_backward` chooses them from the lengths of all
+            ranks, and tries on a few tokens that filling up does not change the gradient. `state_dict` keeps them. It
+            needs a model of transformers without experts, and ``losses.next_token`` or ``losses.classification``. With
+            `OneRow` few tokens fill up; rows that are padded take 16 % more tokens or beyond.
 
     Attributes:
         fit: The measured limit, a `TunedLimit`. None before the measurement, and if you give a limit.
@@ -147,6 +152,7 @@ class GradientAccumulator:
         padding: Mapping[str, float] | None = None,
         accumulate_dtype: torch.dtype | None = None,
         same_bits: bool | str = False,
+        shapes: int | None = None,
     ) -> None:
         fit = None
         if isinstance(max_microbatch_tokens, TunedLimit):
@@ -177,7 +183,7 @@ class GradientAccumulator:
         self.ranks = ranks = self._wrapper.ranks  # the ranks that work on an update
         choice = choose_policy(self._wrapper, sync)
         # Ranks with other models or settings would sum one parameter's gradient into another's.
-        check_rank_agreement(self._wrapper, choice[0], accumulate_dtype)
+        check_rank_agreement(self._wrapper, choice[0], accumulate_dtype, shapes)
         self._padding = Padding(self._wrapper.models, padding, names_collate=collate is not None)
         self._planner = new_planner(
             *limits, collate, length, choice, ranks, self._wrapper.one_shape, cost, fit, padding=self._padding
@@ -202,6 +208,12 @@ class GradientAccumulator:
         if isinstance(collate, OneRow | SharedPrefix):
             with self._guarded():
                 check_packing(self._wrapper, collate, limits)
+        self._shapes: Any = None  # a FewShapes, with shapes=
+        if shapes is not None:
+            self._refuse_same_bits(f"shapes={shapes}")
+            from megabatch.autotune.few_shapes import FewShapes
+
+            self._shapes = FewShapes(shapes, model, self._wrapper, self._planner, self._wide, padding)
         self._ownership = Ownership(self._wrapper)
         self._remembered: ByLoss[Callable[[], Microbatch | None]] = ByLoss()  # make a dummy microbatch, by loss
         self._was_finite: Tensor | bool = True  # whether that earlier update was finite
@@ -265,6 +277,7 @@ class GradientAccumulator:
         ranks without FSDP2, and for an optimizer that reads several parameters at once.
         """
         self._refuse_same_bits("step_in_backward()")
+        self._refuse_shapes("step_in_backward(), which would step in the trial of the shapes")
         self._stepping, self.steps_in_backward = StepInBackward(optimizer, self._wrapper), True
         self.reserve_for(optimizer)
 
@@ -432,7 +445,8 @@ class GradientAccumulator:
             )
         # No weight is counted: outputs are not divided.
         hooks = LossHooks(None, loss_hooks(fn).prepare)
-        with self._guarded(), self._open_forwards("forward", batch, hooks, plan) as (prepared, steps):
+        planner = self._planner if self._shapes is None else self._shapes.planner_of(self._planner, None)
+        with self._guarded(), self._open_forwards("forward", batch, hooks, plan, planner) as (prepared, steps):
             outputs = [(step.is_dummy, fn(self.model, step.microbatch)) for step in steps]
         return split_outputs([output for is_dummy, output in outputs if not is_dummy], prepared.plan, trim=trim)
 
@@ -457,8 +471,9 @@ class GradientAccumulator:
         if isinstance(loss_fn, JointLoss) or takes_divisor(loss_fn):
             raise PlanError("evaluate() needs a loss that sums over samples; this couples them, or takes the divisor")
         sums = self._new_update(self._wrapper)
+        planner = self._planner if self._shapes is None else self._shapes.planner_of(self._planner, loss_fn)
         with self._guarded():
-            with self._open_forwards("evaluate", batch, loss_hooks(loss_fn), None) as (_, steps):
+            with self._open_forwards("evaluate", batch, loss_hooks(loss_fn), None, planner) as (_, steps):
                 for step in steps:
                     sums.add(terms_of(loss_fn(self.model, step.microbatch)), step)
             update, _ = sums.close(None, None)
@@ -468,7 +483,7 @@ class GradientAccumulator:
 
     @contextlib.contextmanager
     def _open_forwards(
-        self, name: str, batch: Batch, hooks: LossHooks, plan: Plan | None
+        self, name: str, batch: Batch, hooks: LossHooks, plan: Plan | None, planner: MicrobatchPlanner
     ) -> Generator[tuple[PreparedBatch, Generator[MicrobatchStep]]]:
         """Surround the forwards of a call without a backward: prepare it, and agree on it with the other ranks."""
         wrapper, prepared, failure = self._wrapper, None, None
@@ -479,7 +494,7 @@ class GradientAccumulator:
                 )
             if wrapper.is_pipeline:
                 raise PlanError(f"{name}() cannot run a pipeline; use megabatch.pipeline.evaluate")
-            prepared = self._planner.prepare(batch, hooks, plan)
+            prepared = planner.prepare(batch, hooks, plan)
         except Exception as error:  # the user's collate may raise anything; the other ranks must know
             failure = error
         agreement = agree_on_call(wrapper, prepared, failure, hooks.weigh, lambda: None)
@@ -525,6 +540,8 @@ class GradientAccumulator:
         """
         if self._tuner is not None and not (self._running or self._is_lost or self._loop):
             self.tune(batch, loss_fn)
+        if self._shapes is not None and not (self._shapes.is_settled or self._running or self._is_lost or self._loop):
+            self._choose_shapes(batch, loss_fn)
         sums: dict[str, Term] = {}
         with self._guarded(), self._open_call(batch, loss_fn, loss_hooks(loss_fn), plan) as call:
             if isinstance(loss_fn, JointLoss) or self._wrapper.is_pipeline:
@@ -544,6 +561,27 @@ class GradientAccumulator:
         if self._proof is not None:
             self._calls.append((batch, loss_fn, plan, told))
         return told
+
+    def _choose_shapes(self, batch: Batch, loss_fn: LossFunction | JointLoss) -> None:
+        """Choose the shapes of later calls, and try them in updates of their own, which leave nothing behind."""
+        shapes, opened, planner = self._shapes, self._open, self._planner
+
+        def run(trial: MicrobatchPlanner, samples: Batch) -> list[Tensor | None]:
+            self._planner = trial
+            self.forward_backward(samples, loss_fn)
+            self.finalize()
+            return [each.grad for each in self._wrapper.parameters]
+
+        self._shapes = self._open = None
+        try:
+            planner = shapes.fitted(planner, batch, loss_fn, opened, run)
+        finally:
+            self._shapes, self._open, self._planner = shapes, opened, planner
+            self._remembered = ByLoss()
+
+    def _refuse_shapes(self, what: str) -> None:
+        if self._shapes is not None:
+            raise PlanError(f"shapes= and {what}; leave one of the two out")
 
     def _run_step(self, step: MicrobatchStep, loss_fn: LossFunction, call: "_Call") -> list[dict[str, Term]]:
         """Run one microbatch. If it does not fit in memory, run it again in parts. Return the sums of each part."""
@@ -617,6 +655,7 @@ class GradientAccumulator:
         Yields:
             The microbatch, collated and on the device. A dummy microbatch looks like any other.
         """
+        self._refuse_shapes("microbatches(), whose body may count tokens without a label")
         if isinstance(weigh, JointLoss):
             raise PlanError(
                 "microbatches() was given a JointLoss, which needs all samples at once; give it to forward_backward()"
@@ -719,6 +758,7 @@ class GradientAccumulator:
         if self._stepping is not None:
             raise PlanError("microbatch() is not for an optimizer that steps in backward; use forward_backward")
         self._refuse_same_bits("microbatch(), whose loop makes its own cut")
+        self._refuse_shapes("microbatch(), whose loop makes its own microbatches")
         if self._open is not None:
             raise MegabatchError("microbatch() was entered in an update of other calls; finalize() it before")
         if index != 0:
@@ -741,6 +781,8 @@ class GradientAccumulator:
             wrapper.check_unchanged()
             if self._tuner is not None:
                 self._tuner.check_longest(self._planner, batch, self._open)
+            if self._shapes is not None:
+                self._shapes.check(loss_fn)
             if self._early and given is None:
                 prepared = self._take_early(batch, hooks)
             if prepared is None:
@@ -763,7 +805,9 @@ class GradientAccumulator:
             cast(Any, self._planner).check_call(wrapper, prepared.plan)
         # A later call may leave this rank without samples: it then repeats one of these, with weight 0.
         if not self.ranks.is_alone and len(prepared.samples):
-            self._remembered.set(loss_fn, prepared.samples.copy_last().dummy)
+            last = prepared.samples.copy_last()
+            make = last.dummy if self._shapes is None else partial(self._dummy_in_shape, last)
+            self._remembered.set(loss_fn, make)
             self._was_finite = True
         ownership.release()  # gradients that a wrapper may free in its backward
         was_open = self._open is not None
@@ -838,6 +882,9 @@ class GradientAccumulator:
         if self._loop is not None:
             raise MegabatchError("the update consists of microbatch(), and no call adds to it; finalize() it before")
         raise MegabatchError(f"{LOST}; discard() it, and give its samples again")
+
+    def _dummy_in_shape(self, samples: Samples) -> Microbatch:
+        return cast(Any, self._planner).dummy(samples)  # the shapes of now, which a lower limit may have changed
 
     def _recall(self, loss_fn: object) -> Microbatch | None:
         """Return a dummy microbatch from an earlier call with the same loss, for a rank without samples.
@@ -986,8 +1033,9 @@ class GradientAccumulator:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the open update on this rank, between two calls. Wait for the device.
 
-        The state is empty if no update is open. With ``same_bits="proved"`` it has the unit of each parameter, which
-        the next update needs, the same on every rank; save it with each checkpoint.
+        The state is empty if no update is open. With ``shapes`` it also has the shapes, and with ``same_bits="proved"``
+        the unit of each parameter, which the next update needs. Both are the same on every rank; save the state with
+        each checkpoint.
 
         Raises:
             PlanError: The wrapper cannot save an open update.
@@ -998,7 +1046,8 @@ class GradientAccumulator:
             if self._open is not None:
                 raise PlanError('same_bits="proved" and state_dict() of an open update; finalize() it before')
             return {"units": [*self._proof.units]}
-        return open_update_state.save_open_update(self._open, self._wrapper)
+        state = open_update_state.save_open_update(self._open, self._wrapper)
+        return state if self._shapes is None else state | {"shapes": self._shapes.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue a saved update in place of the open one. Raises `PlanError` if its ranks or parameters differ."""
@@ -1006,6 +1055,9 @@ class GradientAccumulator:
         if self._proof is not None:
             self._proof.load_units(state.get("units", []))
             return
+        if self._shapes is not None:
+            state = dict(state)
+            self._planner = self._shapes.load(self._planner, state.pop("shapes", []))
         self._open = open_update_state.restore_open_update(
             state, self._wrapper, self._wide, self._new_update(self._wrapper, self._stepping)
         )

@@ -18,7 +18,7 @@ SIGNATURES = {
     GradientAccumulator: "(model, *, mesh=None, micro_batch_size=None, max_microbatch_tokens=None, memory_bytes=None, "
     "cost=None, "
     "sync='auto', collate=None, length=None, padding=None, accumulate_dtype=None, "
-    "same_bits=False)",
+    "same_bits=False, shapes=None)",
     GradientAccumulator.forward_backward: "(self, batch, loss_fn, *, plan=None)",
     GradientAccumulator.forward: "(self, batch, fn, *, plan=None, trim=True)",
     GradientAccumulator.evaluate: "(self, batch, loss_fn)",

@@ -42,6 +42,7 @@ from megabatch.torch_private import is_fsdp2
 from megabatch.wrappers.base import Wrapper
 from megabatch.wrappers.detect import choose_policy, detect_wrapper
 from megabatch.wrappers.gradients import WideGradients, drop_gradients
+from megabatch.wrappers.mesh import DataRanks
 
 TIMED_ROWS = 8  # at most: enough to hide the cost of launches, and quick
 
@@ -135,7 +136,7 @@ class MicrobatchTuner:
         """
         self.wrapper.check_unchanged()
         drop_gradients(self.wrapper.parameters)
-        with self._restoring(opened):
+        with restoring(self._subject, opened, GIVE_A_BOUND):
             measurer = MicrobatchMeasurer(self._subject, planner, longest, loss_fn, self.optimizer)
             if budget is None:
                 measurer.warm_up()
@@ -220,44 +221,46 @@ class MicrobatchTuner:
         self._subject.discard()
         return MeasuredMicrobatch(rows, math.inf)
 
-    @contextlib.contextmanager
-    def _restoring(self, opened: OpenUpdate | None) -> Generator[None]:
-        """Restore all state after measured updates; raise if a forward has written to parameters."""
-        modules = {id(each): each for model in self.wrapper.models for each in model.modules()}.values()
-        for module in modules:
-            if is_fsdp2(module):
-                module.reshard()  # an evaluation may have left it gathered
-        kept = [ModuleSnapshot(module) for module in modules]
-        parameters = {name: each for model in self.wrapper.models for name, each in model.named_parameters()}
-        before = parameter_norms(parameters.values())
-        state, others = random_state.note(self.wrapper.device), (random.getstate(), np.random.get_state())
-        try:
-            yield
-        finally:
-            self._subject.discard()
-            if opened is not None:  # an earlier call had no samples
-                self._subject.wide.begin()
-            for each in kept:
-                each.put_back()
-            random_state.put_back(state)
-            random.setstate(others[0])
-            np.random.set_state(others[1])
-        now = parameter_norms(parameters.values())
-        moved = [name for name, a, b in zip(parameters, before, now, strict=True) if a != b]
-        self._check_moved(moved)
 
-    def _check_moved(self, names: Sequence[str]) -> None:
-        """Raise on all ranks if a forward has written to parameters."""
-        ranks = self.wrapper.ranks
-        if not any(moved for (moved,) in ranks.exchange_numbers([float(len(names))])):
-            return
-        failure = None
-        if names:
-            failure = MegabatchError(
-                f"the loss wrote to parameter {names[0]!r} while it was measured, which cannot be taken back; make the "
-                f"model anew, and {GIVE_A_BOUND}"
-            )
-        raise first_failure(ranks, failure)
+@contextlib.contextmanager
+def restoring(subject: MeasuredModel, opened: OpenUpdate | None, advice: str) -> Generator[None]:
+    """Restore all state after measured updates; raise if a forward has written to parameters. Collective."""
+    models = subject.wrapper.models
+    modules = {id(each): each for model in models for each in model.modules()}.values()
+    for module in modules:
+        if is_fsdp2(module):
+            module.reshard()  # an evaluation may have left it gathered
+    kept = [ModuleSnapshot(module) for module in modules]
+    parameters = {name: each for model in models for name, each in model.named_parameters()}
+    before = parameter_norms(parameters.values())
+    state, others = random_state.note(subject.wrapper.device), (random.getstate(), np.random.get_state())
+    try:
+        yield
+    finally:
+        subject.discard()
+        if opened is not None:  # an earlier call had no samples
+            subject.wide.begin()
+        for each in kept:
+            each.put_back()
+        random_state.put_back(state)
+        random.setstate(others[0])
+        np.random.set_state(others[1])
+    now = parameter_norms(parameters.values())
+    moved = [name for name, a, b in zip(parameters, before, now, strict=True) if a != b]
+    _check_moved(moved, subject.wrapper.ranks, advice)
+
+
+def _check_moved(names: Sequence[str], ranks: DataRanks, advice: str) -> None:
+    """Raise on all ranks if a forward has written to parameters."""
+    if not any(moved for (moved,) in ranks.exchange_numbers([float(len(names))])):
+        return
+    failure = None
+    if names:
+        failure = MegabatchError(
+            f"the loss wrote to parameter {names[0]!r} while it was measured, which cannot be taken back; make the "
+            f"model anew, and {advice}"
+        )
+    raise first_failure(ranks, failure)
 
 
 def weak_reference(loss_fn: LossFunction | JointLoss) -> Callable[[], Any]:

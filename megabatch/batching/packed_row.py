@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch.batching.samples import IGNORED_LABEL, gather_columns
+from megabatch.batching.samples import IGNORED_LABEL, gather_columns, without_labels
 from megabatch.errors import PlanError
 
 NOT_ALONG = "in one row everything runs along input_ids. Leave OneRow out"
@@ -39,16 +39,40 @@ class OneRow:
     """
 
     def __init__(self, *, flash_attn_kwargs: bool = False) -> None:
-        self._adds_lengths = flash_attn_kwargs
+        self.adds_lengths = flash_attn_kwargs
 
-    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Concatenate the samples. Raises `PlanError` for samples that cannot lie in a row."""
+    def __call__(self, samples: Sequence[Mapping[str, Any]], shape: tuple[int, int] | None = None) -> dict[str, Any]:
+        """Concatenate the samples. Raises `PlanError` for samples that cannot lie in a row.
+
+        With a ``shape``, [1, tokens], samples without labels fill the row up.
+        """
         columns = gather_columns(samples)
+        if shape is not None:
+            columns = gather_columns([*samples, *_fillers(samples, shape[1])])
         rows = [_row(dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)]
         for row in rows:
             _check_alike(row, rows[0])
         made: dict[str, Any] = {name: torch.cat([row[name] for row in rows])[None] for name in rows[0]}
-        return made | _ends_of_sequences(made["position_ids"][0]) if self._adds_lengths else made
+        return made | _ends_of_sequences(made["position_ids"][0]) if self.adds_lengths else made
+
+
+def _fillers(samples: Sequence[Mapping[str, Any]], num_tokens: int) -> list[dict[str, Tensor]]:
+    """Return samples without labels that fill a row up to so many tokens, none longer than those in it."""
+    lengths = [len(sample["input_ids"]) for sample in samples]
+    like, longest, left = without_labels(samples[0]), max(1, *lengths), num_tokens - sum(lengths)
+    return [_filler(like, min(longest, left - start)) for start in range(0, left, longest)]
+
+
+def _filler(like: Mapping[str, Tensor], num_tokens: int) -> dict[str, Tensor]:
+    made = {name: value.new_zeros((num_tokens, *value.shape[1:])) for name, value in like.items()}
+    for name, value in made.items():
+        if name.endswith("labels"):
+            value.fill_(IGNORED_LABEL)
+        elif name == "position_ids":
+            value += torch.arange(num_tokens, device=value.device)
+        elif name == "attention_mask":
+            value += 1
+    return made
 
 
 def _ends_of_sequences(positions: Tensor) -> dict[str, Any]:

@@ -18,7 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megabatch.batching.samples import IGNORED_LABEL, SHAPE, Microbatch, gather_columns, stack_padded
+from megabatch.batching.samples import (
+    IGNORED_LABEL,
+    SHAPE,
+    Microbatch,
+    gather_columns,
+    stack_padded,
+    without_labels,
+)
 from megabatch.errors import LossContractError, PlanError
 from megabatch.torch_private import is_fake, original_of
 
@@ -62,13 +69,22 @@ class Padding:
         self._masks = WeakTensorKeyDictionary()  # those of padded microbatches
         self._expected: tuple[int, ...] | None = None  # shape of the mask that the running microbatch needs
 
-    def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Return the samples as one microbatch, ``{name: [B, longest, ...]}``. Raises `PlanError` as `pad_right`."""
+    def __call__(self, samples: list[Mapping[str, Any]], shape: tuple[int, int] | None = None) -> dict[str, Tensor]:
+        """Return the samples as one microbatch, ``{name: [B, longest, ...]}``. Raises `PlanError` as `pad_right`.
+
+        With a ``shape`` it has so many rows and tokens. Rows without a sample repeat the last one, with labels of -100.
+        """
+        length = None
+        if shape is not None:
+            filler = without_labels(samples[-1])
+            samples, length = [*samples, *[filler] * (shape[0] - len(samples))], shape[1]
         columns = gather_columns(samples)
         for name in self._fills:
             if name not in columns:
                 raise PlanError(f"padding= names {name!r} and the samples have the keys {list(samples[0])}")
         ragged = {name for name, values in columns.items() if len(set(map(SHAPE, values))) > 1}
+        if length is not None:
+            ragged.update(_stretched(columns, length))
         made: dict[str, Tensor] = {}
         for name, values in columns.items():
             fill = self._fills.get(name)
@@ -76,7 +92,7 @@ class Padding:
                 if self._looks_for_pads:
                     self._check_fill(name, fill)
                 fill = self._pad_token if fill is None else fill
-            made[name] = stack_padded(name, values, fill)
+            made[name] = stack_padded(name, values, fill, length)
         main = next((name for name in self._main_inputs if name in made), None)
         if main is not None and self.takes_mask and (main in ragged or not self._is_causal):
             self._add_mask(made, main, columns[main])
@@ -100,7 +116,7 @@ class Padding:
         """Add a mask of ones for tokens; to every microbatch of a model that is not causal, so losses have one."""
         if made[main].ndim > 1 and not (POSITIONS in made and self._is_causal):
             mask = made.setdefault(MASK, _mask(values, made[main]))
-            if len({len(each) for each in values}) > 1:
+            if {len(each) for each in values} != {made[main].shape[1]}:
                 self._masks[mask] = True
 
     def expect(self, microbatch: Microbatch) -> None:
@@ -149,9 +165,9 @@ class Padding:
                     "the tokenizer of the model, or model.resize_token_embeddings()"
                 )
         num_tokens = 0 if ids.ndim != 2 or POSITIONS in microbatch else ids.shape[1]
-        if self._num_positions is not None and num_tokens > self._num_positions:
+        if self.num_positions is not None and num_tokens > self.num_positions:
             raise PlanError(
-                f"a sample has {num_tokens} tokens and the model has {self._num_positions} positions; cut it, or leave "
+                f"a sample has {num_tokens} tokens and the model has {self.num_positions} positions; cut it, or leave "
                 "it out"
             )
         if self._looks_for_pads:
@@ -223,9 +239,22 @@ class Padding:
         return min((size for model in self._models if (size := _vocab_size_of(model)) is not None), default=None)
 
     @cached_property
-    def _num_positions(self) -> int | None:
+    def num_positions(self) -> int | None:
         """Rows of the smallest table of learned positions beside one of tokens; None for models without one."""
         return min((size for model in self._models for size in _position_tables(model)), default=None)
+
+
+def _stretched(columns: Mapping[str, list[Tensor]], length: int) -> list[str]:
+    """Return the keys that have a value for each token, which are padded to ``length``."""
+    names = [name for name, values in columns.items() if values[0].ndim]
+    lengths = [len(each) for each in columns[names[0]]] if names else []
+    for name in names:
+        if [len(each) for each in columns[name]] != lengths or max(lengths) > length:
+            raise PlanError(
+                f"shapes= pads samples to {length} tokens, and {name!r} of a sample has another number of entries than "
+                f"its {names[0]!r}; leave shapes= out"
+            )
+    return [name for name in names if min(lengths) < length]
 
 
 def _tokens_of(model: Any) -> Any:

@@ -36,6 +36,9 @@ IGNORED_LABEL = -100
 KEPT_BYTES = 2**28  # of a deferred batch: 256 MiB hold the tokens of any update of text
 DTYPE, SHAPE = attrgetter("dtype"), attrgetter("shape")
 _PADDED_NUMBERS = WeakTensorKeyDictionary()
+# Keys of samples in microbatches that are filled up to a shape: what is known to say nothing about other tokens.
+OTHERS = ("attention_mask", "position_ids", "token_type_ids")
+FILLED = {"input_ids", "labels", "shift_labels", *OTHERS}
 LABELS = re.compile(r"(^|_)(labels?|label_ids)(_|$)")  # keys of labels: labels, shift_labels, label_ids, chosen_labels
 
 
@@ -135,6 +138,7 @@ class Samples:
         self.is_shared = self._rows is not None or collate is not None  # microbatches may be the caller's own tensors
         self.expect: Callable[[Microbatch], None] | None = None  # is told the microbatch to run next; set by `take`
         self.shared: Sequence[int] = ()  # `Plan.shared`, which a `SharedPrefix` lays out
+        self.shapes: Mapping[tuple[int, ...], tuple[int, int]] = {}  # `Plan.shapes`, and that of a dummy microbatch
         if self._rows is not None:
             lengths = _row_lengths(self._rows, length)
         elif self.deferred is not None:
@@ -163,7 +167,11 @@ class Samples:
     def take(self, indices: Sequence[int]) -> Microbatch:
         """Collate the samples at ``indices``, on the device of the batch."""
         with self._loading:
-            if self._rows is not None:
+            if self.shapes:
+                get = self._list.__getitem__ if self.deferred is None else self._load
+                rows = None if self._rows is None else _split(_take_rows(self._rows, indices))
+                made = cast(Any, self._stack)(rows or [get(index) for index in indices], self.shapes[tuple(indices)])
+            elif self._rows is not None:
                 rows = _take_rows(self._rows, indices)
                 made = rows if self._collate is None else self._collate(_split(rows))
             else:
@@ -371,19 +379,22 @@ def to_dense_tensor(name: str, value: Any) -> Tensor:
     return made
 
 
-def stack_padded(name: str, values: list[Tensor], fill: float | None = None) -> Tensor:
-    """Stack one key of samples as [B, longest, ...], padded with ``fill``; None: with -100 for labels, else with 0."""
+def stack_padded(name: str, values: list[Tensor], fill: float | None = None, length: int | None = None) -> Tensor:
+    """Stack one key of samples as [B, longest, ...], padded with ``fill``; None: with -100 for labels, else with 0.
+
+    With a ``length``, all are padded to it: [B, length, ...].
+    """
     first = values[0]
     dtypes, shapes = set(map(DTYPE, values)), set(map(SHAPE, values))
     if len(dtypes) > 1:
         raise PlanError(f"{name!r} has the types {sorted(map(str, dtypes))}; give one to all samples")
-    if len(shapes) == 1:
+    if len(shapes) == 1 and (length is None or first.ndim == 0 or len(first) == length):
         return torch.stack(values)
     if len({each[1:] for each in shapes}) > 1 or len(set(map(len, shapes))) > 1:
         raise PlanError(
             f"{name!r} has the shapes {sorted(map(tuple, shapes))}; only dim 0 is padded, the others must agree"
         )
-    is_class = name == "labels" or (_is_label(name) and not first.is_floating_point())  # soft labels have no such value
+    is_class = name == "labels" or (is_label(name) and not first.is_floating_point())  # soft labels have no such value
     fill = (IGNORED_LABEL if is_class else 0) if fill is None else fill
     if not _can_hold(first.dtype, fill):
         raise PlanError(
@@ -391,15 +402,39 @@ def stack_padded(name: str, values: list[Tensor], fill: float | None = None) -> 
             f"{fill}; give it as torch.long, say, or another value in padding="
         )
     padded = pad_sequence(values, batch_first=True, padding_value=fill)
+    if length is not None:
+        more = padded.new_full((len(values), length - padded.shape[1], *first.shape[1:]), fill)
+        padded = torch.cat([padded, more], dim=1)
     if name == "labels":
         _PADDED_NUMBERS[padded] = True
     return padded
 
 
 @functools.lru_cache
-def _is_label(name: str) -> bool:
+def is_label(name: str) -> bool:
     """Return True if a key of a sample holds labels, by its name."""
     return LABELS.search(name) is not None and "mask" not in name
+
+
+def without_labels(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a sample with labels of -100, which fills a microbatch up to a shape and adds nothing to its loss.
+
+    Raises `PlanError` for keys that a model may read beside its tokens, and for labels that cannot be -100.
+    """
+    tensors = {name: to_dense_tensor(name, value) for name, value in sample.items()}
+    labels = {name: each for name, each in tensors.items() if name in ("labels", "shift_labels")}
+    if "input_ids" not in tensors or not labels or not tensors.keys() <= FILLED:
+        raise PlanError(
+            f"shapes= fills microbatches up with tokens without a label, and the samples have {', '.join(tensors)}; "
+            f"expected input_ids, labels or shift_labels, and at most {', '.join(OTHERS)}; leave shapes= out"
+        )
+    for name, each in labels.items():
+        if each.is_floating_point() or not each.dtype.is_signed:
+            raise PlanError(
+                f"shapes= fills microbatches up with {name} of {IGNORED_LABEL}, and those of samples are {each.dtype}; "
+                "give signed whole numbers, or leave shapes= out"
+            )
+    return {**tensors, **{name: torch.full_like(each, IGNORED_LABEL) for name, each in labels.items()}}
 
 
 @functools.lru_cache

@@ -77,6 +77,8 @@ class PreparedBatch:
         cut, last = self.plan.microbatches, len(self.samples) - 1
         if index < len(cut) or not cut:
             return cut[index] if cut else ()
+        if self.plan.shapes:
+            return (last,)  # which has the cheapest shape that is long enough
         if self.samples.deferred is None:
             return cut[-1]
         several = self.plan.padded and last in cut[-1]  # in one row, the copies may be longer than the row

@@ -164,6 +164,8 @@ class OOMRetry:
             why = f"in which {self._wrapper.kind_name} reduces, {AGAIN}"
         elif self._same_bits:
             why = "and same_bits=True refuses another cut, which has other bits"
+        elif self._prepared.plan.shapes:
+            why = "and shapes= leaves it no other shape"
         elif self._opened.steps_in_backward:
             why = f"and an optimizer steps in backward, {AGAIN}"
         elif len({each.device for each in self._wrapper.parameters}) > 1:
@@ -202,7 +204,7 @@ class OOMRetry:
         """Return the error for a microbatch that cannot run at all. It names the settings to start again with."""
         plan, who = self._prepared.plan, whoever_runs(self._wrapper.ranks.num_all)
         # Half of what did not fit is the next setting to try.
-        bound = plan.bound_of(split_in_halves(rows)) if len(rows) > 1 else None
+        bound = plan.halved(rows)
         if bound is not None:
             tokens = f"{plan.tokens_of(rows)} tokens{' with padding' if plan.padded else ''}"
             what = f"microbatch {step.index} ({len(rows)} samples, {tokens}), {why}"

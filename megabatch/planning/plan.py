@@ -3,8 +3,9 @@
 Pure: lengths in, a frozen plan out. It knows no tensor, model or process group.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -74,6 +75,7 @@ class Plan:
         padded: True if samples are padded to the longest of their microbatch.
         shared: Leading tokens of each sample that are computed in an earlier sample of its microbatch, whose row it
             shares. 0 for a sample that begins a row. Empty if no sample shares a prefix.
+        shapes: Rows and tokens that a microbatch is filled up to, by its samples. Empty without ``shapes=``.
     """
 
     microbatches: tuple[tuple[int, ...], ...]
@@ -87,6 +89,7 @@ class Plan:
     one_shape: bool = False
     padded: bool = True
     shared: tuple[int, ...] = ()
+    shapes: Mapping[tuple[int, ...], tuple[int, int]] = field(default_factory=dict, hash=False)
 
     @property
     def num_microbatches(self) -> int:
@@ -113,7 +116,7 @@ class Plan:
 
     def tokens_of(self, rows: Sequence[int]) -> int:
         """Return the tokens of samples that share a microbatch, with padding."""
-        lengths = self.row_lengths(rows) if self.shared else self.lengths_of(rows)
+        lengths = self.row_lengths(rows) if self.shared or self.shapes else self.lengths_of(rows)
         return len(lengths) * max(lengths, default=0) if self.padded else sum(lengths)
 
     def firsts_of(self, rows: Sequence[int]) -> list[int]:
@@ -125,6 +128,9 @@ class Plan:
 
     def row_lengths(self, rows: Sequence[int]) -> list[int]:
         """Return the tokens of each row of a microbatch, where samples that share a prefix have one row."""
+        if (shape := self.shapes.get(tuple(rows))) is not None:
+            lengths = self.lengths_of(rows)
+            return [shape[1]] * shape[0] if self.padded else [*lengths, shape[1] - sum(lengths)]
         lengths = dict.fromkeys(self.firsts_of(rows), 0)
         for row, first in zip(rows, self.firsts_of(rows), strict=True):
             lengths[first] += self.lengths[row] - (self.shared[row] if row != first else 0)
@@ -137,6 +143,13 @@ class Plan:
     def bound_of(self, parts: Sequence[Sequence[int]]) -> MicrobatchLimit:
         """Return the smallest limit that admits every one of ``parts``."""
         return MicrobatchLimit(max(map(len, parts)), max(map(self.tokens_of, parts)))
+
+    def halved(self, rows: Sequence[int]) -> MicrobatchLimit | None:
+        """Return the limit that halves a microbatch; None for a single sample."""
+        num_rows, tokens = self.shapes.get(tuple(rows), (1, 0))
+        if num_rows > 1:  # a row without a sample takes as much memory as any
+            return MicrobatchLimit(num_rows // 2, num_rows // 2 * tokens)
+        return self.bound_of(split_in_halves(tuple(rows))) if len(rows) > 1 else None
 
     def in_parts(self, parts: Parts) -> "Plan":
         """Return the plan as it ran, with split microbatches replaced by their parts."""
@@ -157,6 +170,9 @@ class Plan:
             + (f", {sum(self.shared):,} shared" if self.shared else ""),
             f"sync {self.sync}" + (f": {self.reason}" if self.reason else ""),
         ]
+        if self.shapes:
+            shapes = Counter(self.shapes.values()).items()
+            lines.append("filled up to " + ", ".join(f"{num} of {rows} x {tokens}" for (rows, tokens), num in shapes))
         if self.num_split:
             lines.append(f"{_count(self.num_split, 'microbatch', 'es')} did not fit in memory and ran in parts")
         if self.seconds is not None:

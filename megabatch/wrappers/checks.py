@@ -161,8 +161,10 @@ def _hooks(module: nn.Module) -> Iterator[Callable[..., Any]]:
         yield from hooks_after_grad(parameter)
 
 
-def check_rank_agreement(wrapper: Wrapper, policy: str, accumulate_dtype: torch.dtype | None) -> None:
-    """Raise `PlanError` on all ranks where ranks that sum one gradient differ in model, policy or dtype. Collective.
+def check_rank_agreement(
+    wrapper: Wrapper, policy: str, accumulate_dtype: torch.dtype | None, shapes: object = None
+) -> None:
+    """Raise `PlanError` on all ranks where ranks that sum one gradient differ in model or settings. Collective.
 
     Ranks along tp and pp hold other parts of the model, so each is compared with those of the same coordinates there.
     The weights of DDP, which broadcasts them, and of sharded models are not looked at.
@@ -170,7 +172,7 @@ def check_rank_agreement(wrapper: Wrapper, policy: str, accumulate_dtype: torch.
     ranks = wrapper.ranks
     if ranks.num_weighing == 1:
         return
-    settings: Facts = [("sync", repr(policy)), ("accumulate_dtype", str(accumulate_dtype))]
+    settings: Facts = [("sync", repr(policy)), ("accumulate_dtype", str(accumulate_dtype)), ("shapes", str(shapes))]
     facts = settings + _structure(wrapper.models)
     weights = _checksums(wrapper.models)
     seen = ranks.exchange_numbers([_digest(facts), _digest(weights)])

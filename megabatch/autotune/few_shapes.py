@@ -1,0 +1,367 @@
+"""``shapes=``: microbatches of few shapes, chosen in the first call and tried on the model there.
+
+Tokens without a label fill a microbatch up. They are neutral where no other token sees them, and where the loss leaves
+them out. So the model must be one of transformers', without experts and statistics of a batch, the loss one of
+`LOSSES`, and the first call compares the gradient of a filled microbatch with that of the same samples one by one.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from megabatch.autotune.measure import MeasuredModel
+from megabatch.autotune.tuner import restoring
+from megabatch.batching.packed_row import OneRow
+from megabatch.batching.padding import EXPERTS, MASK, is_causal, with_config
+from megabatch.batching.samples import IGNORED_LABEL, Batch, Collate, Length, Samples, to_dense_tensor
+from megabatch.engine import random_state
+from megabatch.engine.call import MicrobatchPlanner, PreparedBatch, collate_planned, first_failure
+from megabatch.engine.update import OpenUpdate
+from megabatch.errors import PlanError, require_count
+from megabatch.losses.contract import LossHooks
+from megabatch.losses.ready_made import classification, next_token
+from megabatch.planning.plan import CostModel, Plan, check_lengths, priced
+from megabatch.planning.shapes import Shape, choose_shapes, plan_in_shapes, shapes_within
+from megabatch.wrappers.base import Wrapper, local
+
+LOSSES = (next_token, classification)  # known to leave out labels of -100
+NUM_TRIED = 8  # tokens of the samples of a trial
+BY_LENGTH = ("dynamic", "longrope")  # rotary positions that go by the longest row of a microbatch
+STATISTICS = (
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)  # fmt: skip
+Gradients = list[Tensor | None]
+
+
+@dataclass(frozen=True)
+class ShapesPlanner(MicrobatchPlanner):
+    """Splits samples into microbatches of ``shapes``: rows and tokens, the longest first."""
+
+    shapes: tuple[Shape, ...] = ()
+
+    @classmethod
+    def of(cls, planner: MicrobatchPlanner, shapes: Sequence[Shape]) -> "ShapesPlanner":
+        """Return a planner with the same settings and these shapes."""
+        settings = {each.name: getattr(planner, each.name) for each in fields(MicrobatchPlanner)}
+        return cls(**settings, shapes=tuple(shapes))
+
+    @property
+    def free(self) -> MicrobatchPlanner:
+        """The same settings without shapes."""
+        return MicrobatchPlanner(**{each.name: getattr(self, each.name) for each in fields(MicrobatchPlanner)})
+
+    @property
+    def is_packed(self) -> bool:
+        """True if the samples of a microbatch lie in one row."""
+        return isinstance(self.collate, OneRow)
+
+    def plan(self, samples: Samples) -> Plan:
+        """Return the plan by which samples are split into microbatches."""
+        rows, tokens = self.limits
+        check_lengths(samples.lengths, None if self.learned is not None else tokens)
+        cost, (sync, reason) = self._known_cost, self.choice
+        plan = plan_in_shapes(
+            samples.lengths, self.shapes, rows, tokens, cost, packed=self.is_packed, num_positions=self._num_positions
+        )
+        plan = replace(plan, sync=sync, reason=reason)
+        return plan if cost is None else priced(plan, cost)
+
+    @property
+    def limits(self) -> tuple[int | None, int | None]:
+        """Samples and tokens of a microbatch, one of them None."""
+        rows, tokens = self.micro_batch_size, self.max_microbatch_tokens
+        if self.fit is not None:
+            rows, tokens = None, self.fit.max_microbatch_tokens
+        if self.learned is not None:
+            rows = None if rows is None else min(rows, self.learned.samples)
+            tokens = None if tokens is None else max(1, min(tokens, self.learned.tokens))
+        return rows, tokens
+
+    @property
+    def _known_cost(self) -> CostModel | None:
+        return self.cost or (self.fit and self.fit.cost)
+
+    @property
+    def _num_positions(self) -> int | None:
+        return None if self.padding is None else self.padding.num_positions
+
+    def fitted(self, plan: Plan, samples: Samples) -> Plan:
+        """Return a plan that was made before. Raises `PlanError` if it is of other samples or shapes."""
+        made = super().fitted(plan, samples)
+        longest = max(samples.lengths, default=0)
+        known = shapes_within(self.shapes, longest, *self.limits, self._num_positions)
+        for rows in made.microbatches:
+            shape = plan.shapes.get(rows)
+            if shape not in known or not _holds(shape, made.lengths_of(rows), is_packed=self.is_packed):
+                raise PlanError("plan is of other shapes than those of this accumulator; make another")
+        return made
+
+    def prepare(self, batch: Batch, hooks: LossHooks, given: Plan | None = None) -> PreparedBatch:
+        """Split, collate and weigh this rank's samples. Raises `PlanError` or `LossContractError`."""
+        samples = self.samples(batch, hooks.prepare)
+        plan = self.plan(samples) if given is None else self.fitted(given, samples)
+        if plan.microbatches:
+            samples.shapes = {**self._of_dummy(samples), **plan.shapes}
+        return collate_planned(samples, plan, hooks.weigh)
+
+    def dummy(self, samples: Samples) -> Any:
+        """Return the last sample of an earlier call as a microbatch, in the cheapest shape that is long enough."""
+        samples.shapes = self._of_dummy(samples)
+        return samples.dummy()
+
+    def _of_dummy(self, samples: Samples) -> dict[tuple[int, ...], Shape]:
+        last = len(samples) - 1
+        rows, tokens = self.limits
+        alone = plan_in_shapes(
+            samples.lengths[-1:], self.shapes, rows, tokens, self._known_cost, packed=self.is_packed,
+            num_positions=self._num_positions,
+        )  # fmt: skip
+        return {(last,): alone.shapes[0,]}
+
+
+def _holds(shape: Shape, lengths: Sequence[int], *, is_packed: bool) -> bool:
+    if is_packed:
+        return sum(max(1, length) for length in lengths) <= shape[1]
+    return len(lengths) <= shape[0] and max(lengths) <= shape[1]
+
+
+class FewShapes:
+    """Chooses the shapes of microbatches in the first call that has a sample, and tries them on the model.
+
+    Args:
+        count: The number of shapes.
+        model: The model that the loss gets.
+        wrapper: The wrapper of that model.
+        planner: Of the accumulator.
+        wide: Accumulates its gradients.
+        padding: Padding values that the user has given.
+
+    Raises `PlanError` for settings and models with which tokens that fill up would not be known to be neutral.
+    """
+
+    def __init__(
+        self, count: object, model: Any, wrapper: Wrapper, planner: MicrobatchPlanner, wide: Any,
+        padding: Mapping[str, float] | None,
+    ) -> None:  # fmt: skip
+        self.count = require_count("shapes", count)
+        self.shapes: tuple[Shape, ...] = ()  # once they are chosen
+        self.is_settled = False  # chosen, the same on all ranks, and tried
+        self._wrapper, self._subject = wrapper, MeasuredModel(model, wrapper, wide)
+        problem = _problem_of_settings(planner.collate, planner.length, padding, planner)
+        problem = problem or _problem_of_wrapper(wrapper) or _problem_of_model(wrapper.models[0])
+        if problem:
+            raise PlanError(f"shapes={self.count} and {problem}; leave one of the two out")
+
+    def check(self, loss_fn: object) -> None:
+        """Raise `PlanError` for a loss that may count tokens without a label."""
+        if not any(loss_fn is each for each in LOSSES):
+            raise PlanError(
+                "shapes= fills microbatches up with tokens without a label, and only losses.next_token and "
+                "losses.classification are known to leave them out; give one of these, or leave shapes= out"
+            )
+
+    def planner_of(self, planner: MicrobatchPlanner, fn: object) -> MicrobatchPlanner:
+        """Return the planner of a call without a backward, which fills up for a known loss only."""
+        is_known = any(fn is each for each in LOSSES)
+        return planner if is_known or not isinstance(planner, ShapesPlanner) else planner.free
+
+    def state(self) -> list[list[int]]:
+        """Return the chosen shapes; none before the choice."""
+        return [list(each) for each in self.shapes]
+
+    def load(self, planner: MicrobatchPlanner, state: Sequence[Sequence[int]]) -> MicrobatchPlanner:
+        """Return the planner with shapes that were chosen before. The next call compares them between ranks."""
+        self.shapes = tuple((int(rows), int(tokens)) for rows, tokens in state)
+        self.is_settled = False
+        free = planner.free if isinstance(planner, ShapesPlanner) else planner
+        return ShapesPlanner.of(free, self.shapes) if self.shapes else free
+
+    def fitted(
+        self, planner: MicrobatchPlanner, batch: Batch, loss_fn: Any, opened: OpenUpdate | None,
+        run: Callable[[MicrobatchPlanner, list[dict[str, Tensor]]], Gradients],
+    ) -> MicrobatchPlanner:  # fmt: skip
+        """Return the planner with the shapes for later calls, the same on all ranks. Collective.
+
+        Args:
+            planner: As it is.
+            batch: This rank's samples.
+            loss_fn: The loss of the call.
+            opened: The open update. If it has gradients, it was loaded, and its model was tried before it was saved.
+            run: Runs an update and returns its gradient.
+        """
+        ranks, failure, lengths, sample = self._wrapper.ranks, None, list[int](), None
+        try:
+            self.check(loss_fn)
+            samples = planner.samples(batch)
+            lengths = samples.lengths
+            if lengths:
+                sample = _short(samples.one(max(range(len(samples)), key=lengths.__getitem__)))
+        except Exception as error:  # the user's data may raise anything; the other ranks must know
+            failure = error
+        failed, known, of_ranks, offers = zip(
+            *ranks.exchange_objects((failure is not None, self.shapes, lengths, sample)), strict=True
+        )
+        if any(failed):
+            raise first_failure(ranks, failure)
+        if len(set(known)) > 1:
+            raise PlanError("shapes= are not the same on all ranks; load one state_dict() on all of them, or on none")
+        if not any(of_ranks):
+            return planner
+        if not self.shapes:
+            free = ShapesPlanner.of(planner, ())
+            rows, tokens = free.limits
+            every = [length for each in of_ranks for length in each]
+            check_lengths(every, tokens)
+            self.shapes = choose_shapes(
+                every, self.count, num_samples=max(map(len, of_ranks)), max_rows=rows, max_tokens=tokens,
+                cost=planner.cost or (planner.fit and planner.fit.cost), packed=free.is_packed,
+            )  # fmt: skip
+        if opened is None or not opened.num_microbatches:
+            self._try(planner, next(each for each in offers if each is not None), opened, run)
+        self.is_settled = True
+        return ShapesPlanner.of(planner, self.shapes)
+
+    def _try(
+        self, planner: MicrobatchPlanner, sample: dict[str, Tensor], opened: OpenUpdate | None,
+        run: Callable[[MicrobatchPlanner, list[dict[str, Tensor]]], Gradients],
+    ) -> None:  # fmt: skip
+        """Raise `PlanError` if two samples have another gradient in a microbatch that is filled up than one by one."""
+        wrapper, ranks = self._wrapper, self._wrapper.ranks
+        num, most = len(sample["input_ids"]), planner.padding and planner.padding.num_positions
+        num = min(num, most // 2) if most and not isinstance(planner.collate, OneRow) else num
+        sample = {name: value[:num] if value.ndim else value for name, value in sample.items()}
+        shorter = {name: value[: max(1, num - 3)] if value.ndim else value for name, value in sample.items()}
+        alone = replace(
+            ShapesPlanner.of(planner, ()).free, micro_batch_size=1, max_microbatch_tokens=None, fit=None, learned=None
+        )
+        shape = (1, 4 * num) if isinstance(planner.collate, OneRow) else (3, 2 * num)
+        filled = ShapesPlanner.of(replace(alone, micro_batch_size=3), [shape])
+        precision = _Precision()
+        with restoring(self._subject, opened, "leave shapes= out"), torch.compiler.set_stance("force_eager"), precision:
+            before = random_state.note(wrapper.device)
+            expected = run(alone, [sample, shorter])
+            draws = not random_state.note(wrapper.device).same_as(before)
+            if any(drawn for (drawn,) in ranks.exchange_numbers([float(draws)])):  # dropout, which is not compared
+                for model in wrapper.models:
+                    model.eval()
+                expected = run(alone, [sample, shorter])
+            found = run(filled, [sample, shorter])
+        total, moved = _difference(found, expected, precision.eps)
+        totals, every = zip(*ranks.exchange_numbers([total, float(moved)]), strict=True)
+        if any(every):
+            raise PlanError(
+                "shapes= fills microbatches up with tokens without a label, and the gradient of this model changes "
+                "with them (a mean over positions, perhaps, or a mask that it does not read); leave shapes= out"
+            )
+        if not any(totals):
+            raise PlanError(
+                "shapes= tries whether tokens that fill a microbatch up change the gradient, and this one is zero or "
+                "not a number, so that it says nothing; leave shapes= out"
+            )
+
+
+def _problem_of_settings(
+    collate: Collate | None, length: Length | None, padding: Mapping[str, float] | None, planner: MicrobatchPlanner
+) -> str | None:
+    if collate is not None and not isinstance(collate, OneRow):
+        return "a collate function other than OneRow, which says the shape itself"
+    if isinstance(collate, OneRow) and collate.adds_lengths:
+        return "OneRow(flash_attn_kwargs=True), whose ends of sequences have other shapes"
+    if isinstance(collate, OneRow) and planner.micro_batch_size is not None:
+        return "OneRow with micro_batch_size, which says nothing about a row's tokens (give max_microbatch_tokens)"
+    if length is not None:
+        return "length=, which may count other tokens than those that are filled up"
+    if any(name.endswith("labels") and fill != IGNORED_LABEL for name, fill in (padding or {}).items()):
+        return f"padding= of labels that is not {IGNORED_LABEL}"
+    return None
+
+
+def _problem_of_wrapper(wrapper: Wrapper) -> str | None:
+    if len(wrapper.models) > 1:
+        return "several models, of which one is tried"
+    if wrapper.is_pipeline or wrapper.ranks.context_groups:
+        return "a model or sequences that are cut over ranks (pp or cp)"
+    if isinstance(wrapper.models[0], DistributedDataParallel) and wrapper.models[0].static_graph:
+        return "DDP with static_graph=True, which keeps the graph of its first backward, that of a trial"
+    return None
+
+
+def _problem_of_model(model: nn.Module) -> str | None:
+    inner: Any = with_config(model)
+    config = getattr(inner, "config", None)
+    of_library = any(kind.__module__.startswith("transformers.") for kind in type(inner).__mro__)
+    if not of_library or config is None:
+        return f"{type(inner).__name__}, which is no model of transformers, so that nothing is known of its padding"
+    if getattr(config, "is_encoder_decoder", False):
+        return "an encoder-decoder, whose two lengths are not those of one shape"
+    base = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+    takes_mask = MASK in base.forward.__code__.co_varnames if hasattr(base.forward, "__code__") else True
+    if not is_causal(inner, with_experts=True) and not takes_mask:
+        return f"{type(inner).__name__}, which is neither causal nor takes an attention_mask"
+    text = config.get_text_config() if callable(getattr(config, "get_text_config", None)) else config
+    if any(getattr(each, name, None) for each in (config, text) for name in EXPERTS):
+        return "experts, which tokens that fill up would load"
+    if any(name in str(value) for each in (config, text) for key, value in vars(each).items()
+           if key.startswith("rope_") for name in BY_LENGTH):  # fmt: skip
+        return "rotary positions that go by the longest row of a microbatch (rope_type dynamic or longrope)"
+    for module in inner.modules():
+        if isinstance(module, STATISTICS):
+            return f"{type(module).__name__}, whose statistics tokens that fill up would enter"
+    return None
+
+
+def _short(sample: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the first tokens of a sample on the CPU, all with a label."""
+    tensors = {name: to_dense_tensor(name, value).detach().cpu() for name, value in sample.items()}
+    num = len(tensors.get("input_ids", ()))
+    if not num or any(value.ndim and len(value) != num for value in tensors.values()):
+        raise PlanError(
+            f"shapes= fills samples up along input_ids, and they have {', '.join(tensors)}, not all of one length; "
+            "give a value for each token, or leave shapes= out"
+        )
+    cut = {name: value[:NUM_TRIED].clone() if value.ndim else value.clone() for name, value in tensors.items()}
+    return {name: value.clamp(min=0) if name.endswith("labels") else value for name, value in cut.items()}
+
+
+class _Precision:
+    """The coarsest rounding of the outputs of modules that run meanwhile."""
+
+    def __init__(self) -> None:
+        self.eps = torch.finfo(torch.float64).eps
+
+    def __enter__(self) -> None:
+        self._handle = nn.modules.module.register_module_forward_hook(self._look)
+
+    def __exit__(self, *_: object) -> None:
+        self._handle.remove()
+
+    def _look(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.is_floating_point():
+            is_tf32 = output.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+            self.eps = max(self.eps, torch.finfo(torch.float16 if is_tf32 else output.dtype).eps)
+
+
+@torch.no_grad()
+def _difference(found: Gradients, expected: Gradients, eps: float) -> tuple[float, bool]:
+    """Return the norm of a gradient on this rank, and whether another one differs by more than rounding."""
+    norms = [0.0 if each is None else _norm(each) for each in expected]
+    total = math.sqrt(sum(norm**2 for norm in norms))
+    moved = not math.isfinite(total)
+    for a, b, norm in zip(found, expected, norms, strict=True):
+        if a is None or b is None:
+            distance = 0.0 if a is None and b is None else _norm(a if b is None else b)
+        else:
+            distance = _norm(local(a).double() - local(b).double())
+        # A gradient that is a sum of nothing, as that of a key's bias, is the rounding of larger ones.
+        moved = moved or not distance <= eps**0.5 * norm + 16 * eps * total
+    return total, moved
+
+
+def _norm(tensor: Any) -> float:
+    return float(torch.linalg.vector_norm(local(tensor).double()))
