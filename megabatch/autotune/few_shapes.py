@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megabatch.autotune.measure import MeasuredModel
 from megabatch.autotune.tuner import restoring
 from megabatch.batching.packed_row import OneRow
-from megabatch.batching.padding import EXPERTS, MASK, is_causal, with_config
+from megabatch.batching.padding import EXPERTS, Padding, is_causal, with_config
 from megabatch.batching.samples import IGNORED_LABEL, Batch, Collate, Length, Samples, to_dense_tensor
 from megabatch.engine import random_state
 from megabatch.engine.call import MicrobatchPlanner, PreparedBatch, collate_planned, first_failure
@@ -300,9 +300,7 @@ def _problem_of_model(model: nn.Module) -> str | None:
         return f"{type(inner).__name__}, which is no model of transformers, so that nothing is known of its padding"
     if getattr(config, "is_encoder_decoder", False):
         return "an encoder-decoder, whose two lengths are not those of one shape"
-    base = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
-    takes_mask = MASK in base.forward.__code__.co_varnames if hasattr(base.forward, "__code__") else True
-    if not is_causal(inner, with_experts=True) and not takes_mask:
+    if not is_causal(inner, with_experts=True) and not Padding([model]).takes_mask:
         return f"{type(inner).__name__}, which is neither causal nor takes an attention_mask"
     text = config.get_text_config() if callable(getattr(config, "get_text_config", None)) else config
     if any(getattr(each, name, None) for each in (config, text) for name in EXPERTS):
@@ -359,7 +357,7 @@ def _difference(found: Gradients, expected: Gradients, eps: float) -> tuple[floa
         else:
             distance = _norm(local(a).double() - local(b).double())
         # A gradient that is a sum of nothing, as that of a key's bias, is the rounding of larger ones.
-        moved = moved or not distance <= eps**0.5 * norm + 16 * eps * total
+        moved = moved or not distance <= eps**0.5 * norm + eps / 8 * total
     return total, moved
 
 
