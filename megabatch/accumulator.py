@@ -126,7 +126,7 @@ class GradientAccumulator:
             ``dynamic=False`` compiles as many graphs. The first `forward_backward` chooses them from the lengths of all
             ranks, and tries on a few tokens that filling up does not change the gradient. `state_dict` keeps them. It
             needs a model of transformers without experts, and ``losses.next_token`` or ``losses.classification``. With
-            `OneRow` few tokens fill up; rows that are padded take 16 % more tokens or beyond.
+            `OneRow` few tokens fill up. Padded rows take many more, and a longer sample in a later call adds a shape.
 
     Attributes:
         fit: The measured limit, a `TunedLimit`. None before the measurement, and if you give a limit.

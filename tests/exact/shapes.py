@@ -85,7 +85,9 @@ class Run:
         self.model = wrapped(wrapper, inner)
         if kind.endswith("row"):
             settings["collate"] = OneRow()
-        self.gradient = GradientAccumulator(self.model, shapes=NUM_SHAPES, **{"max_microbatch_tokens": CAP, **settings})
+        self.gradient = GradientAccumulator(
+            self.model, **{"shapes": NUM_SHAPES, "max_microbatch_tokens": CAP, **settings}
+        )
         self.seen.clear()
         self.kind = kind
 
