@@ -564,7 +564,7 @@ class GradientAccumulator:
 
     def _choose_shapes(self, batch: Batch, loss_fn: LossFunction | JointLoss) -> None:
         """Choose the shapes of later calls, and try them in updates of their own, which leave nothing behind."""
-        shapes, opened, planner = self._shapes, self._open, self._planner
+        shapes, tuner, opened, planner = self._shapes, self._tuner, self._open, self._planner
 
         def run(trial: MicrobatchPlanner, samples: Batch) -> list[Tensor | None]:
             self._planner = trial
@@ -572,11 +572,11 @@ class GradientAccumulator:
             self.finalize()
             return [each.grad for each in self._wrapper.parameters]
 
-        self._shapes = self._open = None
+        self._shapes = self._tuner = self._open = None
         try:
             planner = shapes.fitted(planner, batch, loss_fn, opened, run)
         finally:
-            self._shapes, self._open, self._planner = shapes, opened, planner
+            self._shapes, self._tuner, self._open, self._planner = shapes, tuner, opened, planner
             self._remembered = ByLoss()
 
     def _refuse_shapes(self, what: str) -> None:

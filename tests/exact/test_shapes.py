@@ -209,6 +209,17 @@ def test_memory_that_runs_out_names_the_limit_below() -> None:
     assert oracle.worst_error({name: each.grad for name, each in model.named_parameters()}, expected)[0] <= 1e-12
 
 
+def test_a_measured_limit_is_that_of_the_batch() -> None:
+    batch = shapes.samples_of([3, 17, 8, 9, 30, 4, 5], 0)
+    model = shapes.new_model()
+    gradient = accumulate(model, batch, max_microbatch_tokens="auto", memory_bytes=2 * 2**30)
+    gradient.finalize()
+    assert gradient.fit is not None
+    assert gradient.fit.longest_tokens == 30  # not that of the trial
+    expected = oracle.answer(shapes.new_model(), shapes.sums, batch).gradients
+    assert oracle.worst_error({name: each.grad for name, each in model.named_parameters()}, expected)[0] <= 1e-12
+
+
 def test_a_plan_of_other_shapes_is_refused() -> None:
     batch = shapes.samples_of([30, 4, 5, 9], 0)
     one = accumulate(shapes.new_model(), batch)
