@@ -12,10 +12,11 @@ import torch
 
 from megabatch.errors import MegabatchError
 from megabatch.planning.sampler import Consumed
+from megabatch.train.config import OptimConfig
 from megabatch.train.config.batch_size import Sizes, read_schedule, sizes_of
 from megabatch.train.config.recipe import load_config
 from megabatch.train.data.updates import NumUpdates
-from megabatch.train.model.optimizer import follow
+from megabatch.train.model.optimizer import follow, rate_factor
 from megabatch.train.plan.grid import build_grid
 from tests.train.conftest import NO_DROPOUT, Bench, timeless
 from tests.train.data_for_tests import ids_of, load, updates_of, whole_updates
@@ -87,6 +88,13 @@ def test_a_size_holds_from_its_point_on() -> None:
 def test_a_rate_follows_a_schedule_alone(recipe: Path) -> None:
     with pytest.raises(MegabatchError, match=r'^optim.lr_follows_batch is "sqrt" and all updates have 4 samples; give'):
         load_config(recipe, ["--optim.lr_follows_batch=sqrt"])
+
+
+def test_a_rate_goes_with_the_root_of_the_size() -> None:
+    sizes = read_schedule([[0, 4], [1, 9], [2, 1]])
+    factors = [rate_factor(OptimConfig(lr_follows_batch="sqrt"), sizes, size) for size in sizes.sizes]
+    assert factors == [1.0, 1.5, 0.5]
+    assert rate_factor(OptimConfig(), sizes, 9) == 1.0
 
 
 @pytest.mark.parametrize("rate", [0.5, torch.tensor(0.5)], ids=["number", "tensor"])

@@ -2,11 +2,14 @@
 
 import re
 import time
+from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -107,24 +110,32 @@ def test_a_rank_is_not_named_for_less(updates: list[Update]) -> None:
     assert not any(said(*updates))
 
 
-def test_spans_are_added_up_and_one_without_an_end_has_no_length() -> None:
+def test_spans_are_added_up_and_one_without_an_end_has_no_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     spans = Spans(torch.device("cpu"))
     for _ in range(2):
         spans.begin()
-        time.sleep(0.01)
+        clock[0] += 1
         spans.end()
-        time.sleep(0.01)
+        clock[0] += 1
         spans.end()  # further on
+        clock[0] += 1
     spans.begin()
-    assert 0.04 <= spans.take() < 1
+    assert spans.take() == 4
     assert spans.take() == 0
 
 
 # In updates, on two ranks
 
 
-def learned(ranks: Ranks, *, measures: bool, sync: str) -> tuple[list[Any], list[float]]:
-    """Weights, losses and the random stream after some updates; the seconds of each of them."""
+def learned(ranks: Ranks, sync: str, clock: list[float], store: dist.Store | None) -> tuple[list[Any], list[float]]:
+    """Weights, losses and the random stream after some updates; with a store, also the seconds of each of them.
+
+    Each forward takes rank 1 a second of the clock, and rank 0 a quarter of one. Where times are measured, it waits until rank 0 has ended the span
+    of its microbatch of the same number: if that came after the wait for rank 1, both would wait for ever.
+    """
+    num_forwards, num_ends = count(), count()
     torch.manual_seed(0)
     base = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double()
     model = DistributedDataParallel(base)
@@ -132,44 +143,51 @@ def learned(ranks: Ranks, *, measures: bool, sync: str) -> tuple[list[Any], list
     learner = Learner(model, optimizer, GradientAccumulator(model, micro_batch_size=2, sync=sync), max_norm=1.0)
 
     def slow(model: Any, microbatch: Any) -> Any:
-        if ranks.rank == 1:
-            time.sleep(0.05)
-        return losses.mse(model, microbatch)
+        term = losses.mse(model, microbatch)
+        clock[0] += 1 if ranks.rank else 0.25
+        if ranks.rank and store is not None:
+            store.wait([str(next(num_forwards))], timedelta(seconds=60))
+        return term
 
     slow.weigh = loss_hooks(losses.mse).weigh
     context = context_of(learner, slow, ranks=ranks, wrapper="ddp")
     seconds: list[float] = []
-    if measures:
+    if store is not None:
         timing = RankTiming(context)
         context.callbacks = Callbacks([timing])
-        take = timing._spans.take
+        take, end = timing._spans.take, timing._spans.end
         timing._spans.take = lambda: seconds.append(take()) or seconds[-1]
+        if ranks.rank == 0:
+            timing._spans.end = lambda: end() or store.set(str(next(num_ends)), "")
         assert loss_hooks(context.loss_fn) == loss_hooks(slow)
     found: list[Any] = []
     for step in range(1, 5):
         numbers = torch.arange(4 * (5 - 2 * ranks.rank), dtype=torch.float64).reshape(-1, 4).sin() * step  # 5 or 3
         make_update(context, [{"inputs": row, "labels": row[:3].cos()} for row in numbers])
-        assert ("measured_slowest_over_mean" in context.row) == measures
+        assert ("measured_slowest_over_mean" in context.row) == (store is not None)
         assert context.update is not None
         found += [context.update.loss, context.update.grad_norm]
     found += [*(each.detach().clone() for each in model.parameters()), torch.get_rng_state()]
     return found, seconds
 
 
-def with_and_without(ranks: Ranks, sync: str) -> tuple[bool, list[float]]:
-    with_it, seconds = learned(ranks, measures=True, sync=sync)
-    without, _ = learned(ranks, measures=False, sync=sync)
+def with_and_without(ranks: Ranks, sync: str, met: Path) -> tuple[bool, list[float]]:
+    clock = [0.0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "perf_counter", lambda: clock[0])
+        with_it, seconds = learned(ranks, sync, clock, dist.FileStore(str(met), 2))
+        without, _ = learned(ranks, sync, clock, None)
     return all(map(torch.equal, with_it, without)), seconds
 
 
 @pytest.mark.parametrize("sync", ["last", "every"])
 def test_waiting_is_not_counted_and_nothing_learned_depends_on_it(tmp_path: Path, sync: str) -> None:
-    """Rank 1 sleeps 50 ms in each of three forwards; rank 0 waits for it where gradients are summed."""
-    (same, waits), (also, slow) = on_ranks(2, tmp_path, with_and_without, sync)
+    """Each rank makes three forwards; rank 0 is quick and waits for rank 1 where gradients are summed."""
+    (same, waits), (also, slow) = on_ranks(2, tmp_path, with_and_without, sync, tmp_path / "met")
     assert same
     assert also
-    assert min(slow[1:]) > 0.15
-    assert min(waits[1:]) < 0.1  # the best of them: the machine is not ours alone
+    assert slow == [3.0] * 4
+    assert waits == [0.75] * 4
 
 
 # In runs

@@ -175,8 +175,9 @@ def test_updates_are_counted(tmp_path):
     assert updates_of(config_of("plain", tmp_path, max_steps=7), data=data).num_updates == NumUpdates(10, 7)
     assert len(whole_updates(config_of("plain", tmp_path, max_steps=7), data=data)) == 7
     assert updates_of(config_of("plain", tmp_path, max_steps=70), data=data).num_updates == NumUpdates(10, 10)
-    assert updates_of(config_of("plain", tmp_path, update={"tail": "drop"}), data=data).num_updates.of_data == 8
-    assert updates_of(config_of("plain", tmp_path, update={"tail": "carry"}), data=data).num_updates.of_data == 8
+    for tail, number in (("step", 8), ("drop", 6), ("carry", 7)):
+        nine = config_of("plain", tmp_path, update={"global_batch_size": 9, "tail": tail})
+        assert updates_of(nine, data=data).num_updates.of_data == number
     stream = config_of("stream", tmp_path)
     assert updates_of(stream).num_updates == NumUpdates(None, None)
     shorter = config_of("stream", tmp_path, max_steps=3)

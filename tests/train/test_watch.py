@@ -4,11 +4,14 @@ import json
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megabatch.train.callbacks.evaluation import Watch
+from megabatch import GradientAccumulator, Learner, losses
+from megabatch.train.callbacks.evaluation import EarlyStopping, Watch
 from megabatch.train.config import EvalConfig
+from tests.train.contexts import config_of, context_of
 from tests.unit.failures.table import line_of
 
 
@@ -82,6 +85,20 @@ def test_the_set_is_the_one_asked_for_or_the_held_out_one_or_the_first(
     watch: str | None, names: list[str], expected: str | None
 ) -> None:
     assert Watch(EvalConfig(watch=watch), names).name == expected
+
+
+def test_only_the_watched_set_counts() -> None:
+    model = torch.nn.Linear(1, 1)
+    learner = Learner(model, torch.optim.SGD(model.parameters()), GradientAccumulator(model, micro_batch_size=1))
+    context = context_of(learner, losses.mse, config=config_of(eval={"watch": "code", "every": 1, "patience": 2}))
+    context.data.sets.update({"code": [], "prose": []})
+    early_stopping = EarlyStopping(context)
+    for learner.step, losses_of_sets in enumerate([(2.0, 9.0), (1.0, 0.1), (3.0, 0.2), (4.0, 0.3)]):
+        for name, loss in zip(("code", "prose"), losses_of_sets, strict=True):
+            context.row = {"set": name, "eval_loss": loss}
+            early_stopping.after_evaluation(context)
+        assert context.should_stop == (learner.step == 3)
+    assert (context.best.set, context.best.loss, context.best.step) == ("code", 1.0, 1)
 
 
 def test_another_set_begins_anew() -> None:
