@@ -132,8 +132,9 @@ def test_spans_are_added_up_and_one_without_an_end_has_no_length(monkeypatch: py
 def learned(ranks: Ranks, sync: str, clock: list[float], store: dist.Store | None) -> tuple[list[Any], list[float]]:
     """Weights, losses and the random stream after some updates; with a store, also the seconds of each of them.
 
-    Each forward takes rank 1 a second of the clock, and rank 0 a quarter of one. Where times are measured, it waits until rank 0 has ended the span
-    of its microbatch of the same number: if that came after the wait for rank 1, both would wait for ever.
+    Each forward takes rank 1 a second of the clock, and rank 0 a quarter of one. Where times are measured, rank 1 waits
+    until rank 0 has ended the span of its microbatch of the same number: if that came after the wait for rank 1, both
+    would wait for ever.
     """
     num_forwards, num_ends = count(), count()
     torch.manual_seed(0)
