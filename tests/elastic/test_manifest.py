@@ -119,6 +119,11 @@ def test_a_hash_is_of_all_content_and_knows_no_order(other: dict[str, object]):
     assert sum_of_hashes([one, one]) not in (sum_of_hashes([one, other]), sum_of_hashes([one]))
 
 
+@pytest.mark.parametrize("value", ["b", torch.tensor(2.0)])
+def test_a_hash_is_of_the_names_of_values_too(value: object):
+    assert sum_of_hashes([sample([1, 2], one=value)]) != sum_of_hashes([sample([1, 2], other=value)])
+
+
 def test_a_deferred_sample_is_hashed_where_it_is_loaded_and_once():
     samples, loads, hashes = [sample([1, 2]), sample([3])], [], {}
     batch = noting_hashes(Deferred(lambda index: loads.append(index) or samples[index], [2, 1]), hashes)

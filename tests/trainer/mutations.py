@@ -20,11 +20,20 @@ def plant(bug: Bug, folder: Path) -> None:
     """Make a copy of the library with the bug."""
     copy = folder / "megabatch"
     shutil.copytree(LIBRARY, copy, ignore=shutil.ignore_patterns("__pycache__", "assets"))
-    sources = {path: path.read_text() for path in copy.rglob("*.py")}
+    sources = read_sources(copy)
+    path, text = place_of(bug, sources)
+    path.write_text(sources[path].replace(text, bug.texts[text]))
+
+
+def read_sources(library: Path = LIBRARY) -> dict[Path, str]:
+    return {path: path.read_text() for path in library.rglob("*.py")}
+
+
+def place_of(bug: Bug, sources: dict[Path, str]) -> tuple[Path, str]:
+    """Return the file and the text of a bug, which occurs once."""
     found = [(path, text) for path, source in sources.items() for text in bug.texts for _ in range(source.count(text))]
     assert len(found) == 1, f"{list(bug.texts)} occur {len(found)} times: {found}"
-    path, text = found[0]
-    path.write_text(sources[path].replace(text, bug.texts[text]))
+    return found[0]
 
 
 PLAIN, NUMBERS = "updates_are_those_of_a_plain_loop", "numbers_are_those_of_the_samples"
