@@ -18,7 +18,6 @@ GROWTH = 8  # the next measurement has at most this many times the rows of the l
 NEARBY = 32  # the search ends when less than a 32nd of the limit is left
 MAX_MEASURED = 12
 LEAST_SPREAD = 1.5  # the largest timed microbatch has so many times the tokens of the smallest, or a launch is unknown
-SLOW = 1.5  # a microbatch that took longer by this factor than others of its size was interrupted
 LEAST_GAIN = 0.1  # larger microbatches that process at most this much more tokens per second are not tried
 
 
@@ -205,18 +204,11 @@ def cost_in_use(timed: Sequence[TimedMicrobatch], host_seconds: float) -> CostMo
     A launch costs at least ``host_seconds``, in which a device may wait for its host. It also costs at least a
     sixteenth of the fastest microbatch, since nothing is known of smaller ones: they are approached step by step.
     """
-    kept, cost = list(timed), CostModel()
-    while True:
-        sizes = [rows * tokens for rows, tokens, _ in kept]
-        if max(sizes, default=0) < LEAST_SPREAD * min(sizes, default=1):
-            return None
-        cost = CostModel(*seconds_of(kept))
-        slowness = [seconds / cost.seconds(rows, tokens) for rows, tokens, seconds in kept]
-        most = SLOW * float(np.median(slowness))
-        if max(slowness) <= most:
-            break
-        kept = [each for each, slow in zip(kept, slowness, strict=True) if slow <= most]
-    least = max(host_seconds, min(seconds for *_, seconds in kept) / LAUNCH_SHARE)
+    sizes = [rows * tokens for rows, tokens, _ in timed]
+    if max(sizes, default=0) < LEAST_SPREAD * min(sizes, default=1):
+        return None
+    cost = CostModel(*seconds_of(timed))
+    least = max(host_seconds, min(seconds for *_, seconds in timed) / LAUNCH_SHARE)
     return replace(cost, seconds_per_microbatch=max(cost.seconds_per_microbatch, least))
 
 
