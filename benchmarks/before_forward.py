@@ -147,7 +147,7 @@ def before_first_forward(gradient: GradientAccumulator, samples: list[Any]) -> R
             if is_prepared:
                 gradient.prepare(samples, run)
                 times.append(1000 * (time.thread_time() - asked))
-                gradient._early[-1].result()  # as after an update that takes longer
+                gradient._early.batches[-1].result()  # as after an update that takes longer
             started.clear()
             called = time.thread_time()
             gradient.forward_backward(samples, run)

@@ -19,16 +19,13 @@ from megabatch.batching.samples import Batch, Collate, Length, Microbatch, Sampl
 from megabatch.batching.shared_prefix import SharedPrefix
 from megabatch.engine import open_update_state, random_state
 from megabatch.engine.call import (
-    BatchReceipt,
     CallAgreement,
-    EarlyPreparation,
     MicrobatchPlanner,
     MicrobatchStep,
     PreparedBatch,
     agree_on_call,
     agree_on_weights,
     iterate_steps,
-    prepare_early,
     with_dummies,
 )
 from megabatch.engine.error_broadcast import ErrorBroadcast, is_out_of_memory, out_of_memory_error
@@ -104,7 +101,8 @@ class GradientAccumulator:
         memory_bytes: Bytes that this rank may use on its device, for "auto". None uses 90 % of the free memory.
         cost: Seconds and bytes of a microbatch, used to split samples and to predict the cost of a plan. None uses the
             measurements of "auto", or relative defaults if you give a limit. "measure" times the microbatches of your
-            updates and splits by that: the gradient is the same, but rounded as the clock had it. `pin_cost` ends this.
+            updates and splits by that: the gradient is the same, but its last bits follow the clock. `pin_cost` ends
+            this.
         sync: "last" reduces gradients once per call, "every" with each microbatch. "replica_last" (for HSDP)
             reduce-scatters with each microbatch and all-reduces once per call. "auto" chooses by the wrapper. After
             `open`, "once per call" is once per update. "gather_once" (for FSDP2 and HSDP) reduces as "auto" does, and
@@ -222,7 +220,7 @@ class GradientAccumulator:
         self._open: OpenUpdate | None = None
         self._is_lost = False  # a call failed after others had added to the update; reset by finalize() and discard()
         self._num_compared_calls = 0
-        self._early: list[EarlyPreparation] = []  # of later calls, two at most
+        self._early: Any = None  # EarlyPreparations, after prepare()
         self._running = False  # inside a call, between its first microbatch and its last
         self._step: MicrobatchStep | None = None  # the microbatch of an open loop whose backward has not run yet
         self._before: Receipt | None = None  # the gradients before the microbatch of an open loop
@@ -259,11 +257,12 @@ class GradientAccumulator:
 
         With ``cost="measure"`` it may change in `finalize`. It is this rank's own.
         """
-        return self._planner.cost or (self._planner.fit and self._planner.fit.cost)
+        return self._planner.known_cost
 
     def pin_cost(self, cost: CostModel | None) -> None:
-        """Split samples by ``cost`` from the next call on, and measure none. None uses relative defaults.
+        """Split samples by ``cost`` from the next call on, and measure none.
 
+        None uses the cost of ``fit``, or relative defaults without one.
         ``pin_cost(gradient.cost)`` keeps what ``cost="measure"`` has measured, and the split no longer changes.
         """
         self._planner, self._meter = replace(self._planner, cost=check_cost(cost)), None
@@ -334,26 +333,22 @@ class GradientAccumulator:
         tensors or were written to by torch, and does not see writes through numpy. ``weigh`` and ``length`` run in the
         thread. Two batches are kept, the last ones.
 
-        The call prepares all by itself, as without this method, for a collate function of your own, a loss with
-        ``prepare=`` of its own (either may draw random numbers), a `Deferred` batch, samples that are not dicts of
-        tensors on the CPU, and an "auto" limit that is not measured yet.
+        It does nothing for a collate function of your own and a loss with ``prepare=`` of its own, which may draw
+        random numbers, for a `Deferred` batch, for samples that are not dicts of tensors on the CPU, and for an "auto"
+        limit that is not measured yet.
 
         Args:
             batch: This rank's samples, as for `forward_backward`.
             loss_fn: The loss of the later call.
         """
-        early = prepare_early(self._planner, batch, loss_hooks(loss_fn))
-        self._early = self._early if early is None else [*self._early[-1:], early]
+        hooks = loss_hooks(loss_fn)
+        if not self._planner.is_repeatable(hooks):
+            return
+        if self._early is None:
+            from megabatch.batching.early_preparation import EarlyPreparations
 
-    def _take_early(self, batch: Batch, hooks: LossHooks) -> PreparedBatch | None:
-        """Return what `prepare` has made for a call. None if there is nothing for these samples as they are now."""
-        receipt = BatchReceipt.of(batch)
-        if receipt is not None:
-            for early in self._early:
-                if early.is_of(self._planner, hooks, receipt):
-                    self._early.remove(early)
-                    return early.result()
-        return None
+            self._early = EarlyPreparations()
+        self._early.begin(batch, partial(self._planner.prepare, hooks=hooks), (self._planner, hooks))
 
     def open(self, weights: Mapping[str, float] | float | None = None) -> None:
         """Open an update of several calls, before the first. Gradients are then reduced once, in `finalize`.
@@ -564,7 +559,7 @@ class GradientAccumulator:
 
     def _choose_shapes(self, batch: Batch, loss_fn: LossFunction | JointLoss) -> None:
         """Choose the shapes of later calls, and try them in updates of their own, which leave nothing behind."""
-        shapes, tuner, opened, planner = self._shapes, self._tuner, self._open, self._planner
+        shapes, tuner, meter, opened, planner = self._shapes, self._tuner, self._meter, self._open, self._planner
 
         def run(trial: MicrobatchPlanner, samples: Batch) -> list[Tensor | None]:
             self._planner = trial
@@ -572,11 +567,11 @@ class GradientAccumulator:
             self.finalize()
             return [each.grad for each in self._wrapper.parameters]
 
-        self._shapes = self._tuner = self._open = None
+        self._shapes = self._tuner = self._meter = self._open = None
         try:
             planner = shapes.fitted(planner, batch, loss_fn, opened, run)
         finally:
-            self._shapes, self._tuner, self._open, self._planner = shapes, tuner, opened, planner
+            self._shapes, self._tuner, self._meter, self._open, self._planner = shapes, tuner, meter, opened, planner
             self._remembered = ByLoss()
 
     def _refuse_shapes(self, what: str) -> None:
@@ -783,8 +778,8 @@ class GradientAccumulator:
                 self._tuner.check_longest(self._planner, batch, self._open)
             if self._shapes is not None:
                 self._shapes.check(loss_fn)
-            if self._early and given is None:
-                prepared = self._take_early(batch, hooks)
+            if self._early is not None and given is None:
+                prepared = self._early.take(batch, (self._planner, hooks))
             if prepared is None:
                 prepared = self._planner.prepare(batch, hooks, given)
         except Exception as error:  # the user's collate or weigh may raise anything; the other ranks must know
@@ -1081,7 +1076,7 @@ class GradientAccumulator:
                 f"there is no copy of a GradientAccumulator {why}, or make a new one for the copied model"
             )
         made = memo[id(self)] = object.__new__(type(self))
-        vars(made).update({name: copy.deepcopy(value, memo) for name, value in (vars(self) | {"_early": []}).items()})
+        vars(made).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
         return made
 
     def _abandon(self) -> None:

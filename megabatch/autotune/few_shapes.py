@@ -25,7 +25,7 @@ from megabatch.engine.update import OpenUpdate
 from megabatch.errors import PlanError, require_count
 from megabatch.losses.contract import LossHooks
 from megabatch.losses.ready_made import classification, next_token
-from megabatch.planning.plan import CostModel, Plan, check_lengths, priced
+from megabatch.planning.plan import Plan, check_lengths, priced
 from megabatch.planning.shapes import Shape, choose_shapes, plan_in_shapes, shapes_within
 from megabatch.wrappers.base import Wrapper, local
 
@@ -67,7 +67,7 @@ class ShapesPlanner(MicrobatchPlanner):
         """Return the plan by which samples are split into microbatches."""
         rows, tokens = self.limits
         check_lengths(samples.lengths, None if self.learned is not None else tokens)
-        cost, (sync, reason) = self._known_cost, self.choice
+        cost, (sync, reason) = self.known_cost, self.choice
         plan = plan_in_shapes(
             samples.lengths, self.shapes, rows, tokens, cost, packed=self.is_packed, num_positions=self._num_positions
         )
@@ -84,10 +84,6 @@ class ShapesPlanner(MicrobatchPlanner):
             rows = None if rows is None else min(rows, self.learned.samples)
             tokens = None if tokens is None else max(1, min(tokens, self.learned.tokens))
         return rows, tokens
-
-    @property
-    def _known_cost(self) -> CostModel | None:
-        return self.cost or (self.fit and self.fit.cost)
 
     @property
     def _num_positions(self) -> int | None:
@@ -121,7 +117,7 @@ class ShapesPlanner(MicrobatchPlanner):
         last = len(samples) - 1
         rows, tokens = self.limits
         alone = plan_in_shapes(
-            samples.lengths[-1:], self.shapes, rows, tokens, self._known_cost, packed=self.is_packed,
+            samples.lengths[-1:], self.shapes, rows, tokens, self.known_cost, packed=self.is_packed,
             num_positions=self._num_positions,
         )  # fmt: skip
         return {(last,): alone.shapes[0,]}
@@ -162,7 +158,7 @@ class FewShapes:
 
     def check(self, loss_fn: object) -> None:
         """Raise `PlanError` for a loss that may count tokens without a label."""
-        if not any(loss_fn is each for each in LOSSES):
+        if loss_fn not in LOSSES:
             raise PlanError(
                 "shapes= fills microbatches up with tokens without a label, and only losses.next_token and "
                 "losses.classification are known to leave them out; give one of these, or leave shapes= out"
@@ -170,7 +166,7 @@ class FewShapes:
 
     def planner_of(self, planner: MicrobatchPlanner, fn: object) -> MicrobatchPlanner:
         """Return the planner of a call without a backward, which fills up for a known loss only."""
-        is_known = any(fn is each for each in LOSSES)
+        is_known = fn in LOSSES
         return planner if is_known or not isinstance(planner, ShapesPlanner) else planner.free
 
     def state(self) -> list[list[int]]:
@@ -222,7 +218,7 @@ class FewShapes:
             check_lengths(every, tokens)
             self.shapes = choose_shapes(
                 every, self.count, num_samples=max(map(len, of_ranks)), max_rows=rows, max_tokens=tokens,
-                cost=planner.cost or (planner.fit and planner.fit.cost), packed=free.is_packed,
+                cost=planner.known_cost, packed=free.is_packed,
             )  # fmt: skip
         if opened is None or not opened.num_microbatches:
             self._try(planner, next(each for each in offers if each is not None), opened, run)

@@ -5,15 +5,12 @@ Errors in a batch are found here, before the first forward, and are raised on al
 
 import contextlib
 import math
-import operator
 import zlib
-from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from types import NoneType
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import ClassVar, NamedTuple, cast
 
 from torch import Tensor
 
@@ -37,13 +34,11 @@ from megabatch.planning.plan import (
     priced,
     without_padding,
 )
-from megabatch.torch_private import count_writes
 from megabatch.wrappers.base import Wrapper
 from megabatch.wrappers.mesh import DataRanks
 
 MAX_COMPARED = 8  # samples of a row whose common weight is compared with the sum of their own
 MAX_WEIGHED_TERMS = 8  # the message between ranks has a fixed size
-IS_CPU = operator.attrgetter("is_cpu")  # of every tensor of a batch
 
 
 @dataclass(frozen=True)
@@ -126,6 +121,11 @@ class MicrobatchPlanner:
         """True if the limit is to be measured."""
         return self.micro_batch_size is None and self.max_microbatch_tokens is None
 
+    @property
+    def known_cost(self) -> CostModel | None:
+        """The cost by which samples are split: given or measured. None: relative defaults."""
+        return self.cost or (self.fit and self.fit.cost)
+
     def samples(self, batch: Batch, prepare: Prepare | None = None) -> Samples:
         """Return the batch as samples, which `Samples.take` turns into the microbatches that the loss is given."""
         if self.ranks.context_groups:
@@ -147,7 +147,7 @@ class MicrobatchPlanner:
         if self.learned is not None and tokens is not None:
             tokens = max(min(tokens, self.learned.tokens), 1)
             lengths = [min(each, tokens) for each in lengths]  # a sample that is longer goes alone
-        cost = self.cost or (self.fit and self.fit.cost)
+        cost = self.cost or (self.fit and self.fit.cost)  # `known_cost`, without a frame in each call
         if isinstance(self.collate, SharedPrefix):
             assert tokens is not None  # or the accumulator was not made
             plan = self.collate.plan(samples, tokens, cost)
@@ -200,6 +200,10 @@ class MicrobatchPlanner:
         sync, reason = self.choice
         return replace(plan, microbatches=cut, sync=sync, reason=reason, num_split=0, one_shape=self.one_shape)
 
+    def is_repeatable(self, hooks: LossHooks) -> bool:
+        """Return True if no function of the user's that may draw random numbers is called to prepare a batch."""
+        return type(self.collate) in (NoneType, OneRow) and hooks.prepare in (None, note_padding)
+
     def prepare(self, batch: Batch, hooks: LossHooks, given: Plan | None = None) -> PreparedBatch:
         """Split, collate and weigh this rank's samples. Raises `PlanError` or `LossContractError`."""
         samples = self.samples(batch, hooks.prepare)
@@ -227,65 +231,6 @@ class MicrobatchPlanner:
             )
         whole = Samples(batch, self.collate, self.length, pad=self.padding).take(plan.microbatches[0])
         check_weights_of_stretches(whole, hooks.weigh, self.ranks.context_degree)
-
-
-class BatchReceipt(NamedTuple):
-    """A snapshot of a batch in memory: its tensors, their names and the number of writes to each."""
-
-    sizes: list[int] | None  # tensors of each sample; None: the batch is a mapping
-    names: list[str]
-    tensors: list[Tensor]  # references keep them alive, so that their identity cannot be reused
-    writes: list[int]
-
-    @classmethod
-    def of(cls, batch: Batch) -> "BatchReceipt | None":
-        """Take a snapshot. Return None for samples that are not dicts of tensors, whose changes would not be seen."""
-        samples: Any = [batch] if isinstance(batch, Mapping) else batch
-        if not isinstance(samples, list | tuple):
-            return None
-        try:
-            tensors: list[Tensor] = list(chain.from_iterable(map(dict.values, samples)))
-            writes = list(map(count_writes, tensors))
-        except (AttributeError, RuntimeError, TypeError):  # no tensors, tensors of inference mode, no dicts
-            return None
-        sizes = None if samples is not batch else list(map(len, samples))
-        return cls(sizes, list(chain.from_iterable(samples)), tensors, writes)
-
-    def same_as(self, other: "BatchReceipt") -> bool:
-        """Return True if both have the same tensors in the same order, and none was written to in between."""
-        same = self.sizes == other.sizes and self.names == other.names and self.writes == other.writes
-        return same and all(map(operator.is_, self.tensors, other.tensors))
-
-
-class EarlyPreparation:
-    """A batch that a thread prepares before its call. The thread ends with its work."""
-
-    def __init__(self, planner: MicrobatchPlanner, batch: Batch, hooks: LossHooks, receipt: BatchReceipt) -> None:
-        self._planner, self._hooks, self._receipt = planner, hooks, receipt
-        # The caller may put other tensors into its dicts meanwhile, and the former ones back before the call.
-        batch = dict(batch) if isinstance(batch, Mapping) else list(map(dict.copy, batch))
-        thread = ThreadPoolExecutor(1, "megabatch-prepare")
-        self._prepared: Future[PreparedBatch] = thread.submit(planner.prepare, batch, hooks)
-        thread.shutdown(wait=False)
-
-    def is_of(self, planner: MicrobatchPlanner, hooks: LossHooks, receipt: BatchReceipt) -> bool:
-        """Return True if this is what a call would prepare."""
-        return planner is self._planner and hooks == self._hooks and receipt.same_as(self._receipt)
-
-    def result(self) -> PreparedBatch | None:
-        """Wait for the thread. Return None if it failed: the call finds the same fault, and tells the other ranks."""
-        return None if self._prepared.exception() is not None else self._prepared.result()
-
-
-def prepare_early(planner: MicrobatchPlanner, batch: Batch, hooks: LossHooks) -> EarlyPreparation | None:
-    """Begin to prepare a batch in a thread. Return None where that could differ from what its call prepares."""
-    # Functions of the user may draw random numbers, which the model would then draw before or after them.
-    if type(planner.collate) not in (NoneType, OneRow) or hooks.prepare not in (None, note_padding):
-        return None
-    receipt = BatchReceipt.of(batch)
-    if receipt is None or not all(map(IS_CPU, receipt.tensors)):  # a device's stream is another one in the thread
-        return None
-    return EarlyPreparation(planner, batch, hooks, receipt)
 
 
 def collate_planned(samples: Samples, plan: Plan, weigh: Weigh | None) -> PreparedBatch:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megabatch import GradientAccumulator, JointLoss, LossContractError, PlanError, loss
+from megabatch.batching import early_preparation
 from megabatch.batching.samples import Deferred, pad_right
-from megabatch.engine import call as engine_call
 from megabatch.errors import MicrobatchLimit
 from tests.exact import harness
 from tests.exact.cells import MAIN, Cell
@@ -34,10 +34,16 @@ class Preparing(GradientAccumulator):
 
     def forward_backward(self, batch: Any, loss_fn: Any, *, plan: Any = None) -> Any:
         self.prepare(batch, loss_fn)
-        assert len(self._early) == 1
+        assert len(self._early.batches) == 1
         made = super().forward_backward(batch, loss_fn, plan=plan)
-        assert not self._early  # taken
+        assert not self._early.batches  # taken
         return made
+
+
+def finish(gradient: Any) -> None:
+    """Wait for the threads."""
+    for each in gradient._early.batches:
+        each.result()
 
 
 class Noting:
@@ -154,8 +160,7 @@ def test_two_batches_and_an_open_loop():
     gradient, noting = accumulator(), Noting()
     for batch in (third, first, second):  # the last two are kept
         gradient.prepare(batch, noting.loss_fn)
-    while len(noting.threads) < 11:
-        time.sleep(0.001)
+    finish(gradient)
     noting.take()
     gradient.forward_backward(second, noting.loss_fn)
     for microbatch in gradient.microbatches(first, noting.weigh):
@@ -211,8 +216,7 @@ def run_changed(change: Callable[[list[dict[str, Tensor]]], Any]) -> tuple[bool,
     for each in batch:
         each["spare"] = each["labels"].abs()  # what was to be ignored is a target here
     gradient.prepare(batch, noting.loss_fn)
-    while len(noting.threads) < 4:
-        time.sleep(0.001)
+    finish(gradient)
     noting.take()
     change(batch)
     gradient.forward_backward(batch, noting.loss_fn)
@@ -245,8 +249,7 @@ def test_what_is_in_a_batch_for_a_while_is_not_prepared():
     for each in batch:
         each["labels"] = torch.zeros_like(each["labels"])
     changed.set()
-    while len(noting.threads) < 4:
-        time.sleep(0.001)
+    finish(gradient)
     for each, labels in zip(batch, kept, strict=True):
         each["labels"] = labels
     gradient.forward_backward(batch, noting.loss_fn)
@@ -258,9 +261,11 @@ def test_what_is_in_a_batch_for_a_while_is_not_prepared():
 @pytest.mark.parametrize("what", ["writes", "tensors", "names"])
 def test_a_comparison_that_leaves_a_part_out_is_seen(monkeypatch, what):
     """Planted: a stale batch is then taken for the one that is given."""
-    index, same_as = engine_call.BatchReceipt._fields.index(what), engine_call.BatchReceipt.same_as
+    index, same_as = early_preparation.BatchSnapshot._fields.index(what), early_preparation.BatchSnapshot.same_as
     monkeypatch.setattr(
-        engine_call.BatchReceipt, "same_as", lambda self, other: same_as(self, other._replace(**{what: self[index]}))
+        early_preparation.BatchSnapshot,
+        "same_as",
+        lambda self, other: same_as(self, other._replace(**{what: self[index]})),
     )
     stale = {"writes": write, "tensors": replace, "names": swap_names}[what]
     assert run_changed(stale) == (False, set())

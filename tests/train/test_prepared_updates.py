@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megabatch.engine.call import EarlyPreparation
+from megabatch.batching.early_preparation import EarlyPreparation
 from megabatch.train.config.recipe import load_config
 from megabatch.train.context import Callback, Callbacks, ForwardBackward, RunContext
 from megabatch.train.data.updates import Updates
