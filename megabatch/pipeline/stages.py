@@ -101,8 +101,8 @@ class Pipeline(SelfWrapped):
         output: Returns the same for the output of the last stage.
         tied: This rank's copies of the parameters that stages of several ranks share, by names that are the same on
             these ranks: ``{"embedding": first.embedding.weight}`` and ``{"embedding": last.head.weight}``, each of the
-            wrapped stage. Copies start equal. Each update compares them, sums their gradients, and counts the sum once
-            in the norm.
+            wrapped stage. Copies must start equal. Each update compares them, sums their gradients, and counts the sum
+            once in the norm.
 
     Raises `PlanError` for stages and schedules that cannot run exactly.
     """

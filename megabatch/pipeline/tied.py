@@ -18,7 +18,7 @@ from megabatch.wrappers.checks import checksum
 from megabatch.wrappers.mesh import DataRanks
 
 
-class Copy(NamedTuple):
+class TiedCopy(NamedTuple):
     """This rank's copy of a parameter."""
 
     parameter: nn.Parameter
@@ -51,11 +51,11 @@ class TiedParameters:
         facts = {name: [each[name] for each in told if name in each] for name in self.names}
         self._raise_first([_problem_of(name, holders[name], facts[name]) for name in self.names])
         self.copies = {
-            name: Copy(copies[name], _group_of(holders[name], group), holders[name][0] == group.rank())
+            name: TiedCopy(copies[name], _group_of(holders[name], group), holders[name][0] == group.rank())
             for name in self.names
             if name in copies and copies[name].requires_grad
         }
-        self.compare()
+        self.check_copies()
 
     @property
     def uncounted(self) -> list[nn.Parameter]:
@@ -64,7 +64,7 @@ class TiedParameters:
 
     def sum_gradients(self) -> None:
         """Give all copies the sum of their gradients."""
-        used = self.compare()
+        used = self.check_copies()
         for name in sorted(used & self.copies.keys()):  # in one order on all ranks, which sets do not have
             parameter, group, _ = self.copies[name]
             if parameter.grad is None:
@@ -73,8 +73,8 @@ class TiedParameters:
                 parameter.grad = parameter.grad.to_dense()
             dist.all_reduce(local(parameter.grad), group=group)
 
-    def compare(self) -> set[str]:
-        """Return the names of the copies that have a gradient on any rank; wait for the device.
+    def check_copies(self) -> set[str]:
+        """Compare the copies, and return the names of those that have a gradient on any rank. Wait for the device.
 
         Raises `PlanError` on all ranks if copies have come to differ.
         """
@@ -119,8 +119,8 @@ def _problem_of(name: str, holders: Sequence[int], facts: Sequence[str]) -> str 
 
 
 def _group_of(holders: Sequence[int], group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return the group of some of a group's ranks, of which this is one, or may be."""
-    if len(holders) == group.size() or group.rank() not in holders:
+    """Return the process group of the ranks with a copy, of which this is one."""
+    if len(holders) == group.size():
         return group
     ranks = dist.get_process_group_ranks(group)
     return cast(dist.ProcessGroup, dist.new_group([ranks[each] for each in holders], use_local_synchronization=True))
