@@ -1,7 +1,7 @@
 """The noise of a gradient, where it is known: least squares in float64, its samples drawn anew for every update."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -107,18 +107,20 @@ class Machine:
         return self.context, self.context.row
 
 
-def many(draw: Draw, num_updates: int) -> tuple[list[Measured], list[Measured]]:
-    """Measurements by halves that a coin has drawn, and of the same updates by their first microbatch alone."""
+def many(draw: Draw) -> Iterator[tuple[Measured, list[Sample], RunContext]]:
+    """Measurements by halves that a coin has drawn, each with the samples of its update and what became of it."""
     machine, random = Machine(), torch.Generator().manual_seed(1)
-    found, naive = [], []
-    for _ in range(num_updates):
+    for _ in range(NUM_UPDATES):
         batch = [draw(random) for _ in range(NUM_SAMPLES)]
         made, row = machine.update(batch)
-        found.append(Measured(row["gradient_noise"], row["gradient_signal"]))
-        whole = Sum(float(made.update.grad_norm) ** 2, float(made.update.weight))
-        first = [batch[index] for index in machine.learner.gradient.plan(batch).microbatches[0]]
-        naive.append(measure_noise(sum_of(first), whole, NUM_SAMPLES))
-    return found, naive
+        yield Measured(row["gradient_noise"], row["gradient_signal"]), batch, made
+
+
+def by_first_microbatch(batch: list[Sample], made: RunContext) -> Measured:
+    """The measurement by the first microbatch of an update alone."""
+    whole = Sum(float(made.update.grad_norm) ** 2, float(made.update.weight))
+    first = [batch[index] for index in made.learner.gradient.plan(batch).microbatches[0]]
+    return measure_noise(sum_of(first), whole, NUM_SAMPLES)
 
 
 def sum_of(samples: list[Sample]) -> Sum:
@@ -131,7 +133,7 @@ def sum_of(samples: list[Sample]) -> Sum:
 @pytest.mark.parametrize("draw", TRUTHS, ids=lambda draw: draw.__name__)
 def test_estimates_are_right_on_average(draw: Draw) -> None:
     """Within four of their own standard errors, which are small."""
-    found, _ = many(draw, NUM_UPDATES)
+    found = [measured for measured, _, _ in many(draw)]
     for values, truth, precise in zip(zip(*found, strict=True), TRUTHS[draw], (1 / 8, 1 / 3), strict=True):
         error = error_of(values)
         assert error < precise * truth
@@ -143,7 +145,8 @@ def test_estimates_are_right_on_average(draw: Draw) -> None:
 
 def test_a_microbatch_is_no_random_part() -> None:
     """Cut by length, it has a gradient of its own where lengths and gradients go together. Halves of a coin do not."""
-    found, naive = many(by_length, NUM_UPDATES)
+    measured = [(found, by_first_microbatch(batch, made)) for found, batch, made in many(by_length)]
+    found, naive = zip(*measured, strict=True)
     random = torch.Generator().manual_seed(2)
     samples = [by_length(random) for _ in range(12_000)]
     totals = torch.stack([(each["x"].sum(1) * OFF - each["y"]) @ each["x"] for each in samples])  # [N, features]

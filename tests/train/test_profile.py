@@ -2,8 +2,6 @@
 
 import gzip
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,8 +13,8 @@ from megabatch.train.context import Callbacks, RunContext
 from megabatch.train.loop import make_update
 from megabatch.train.records.timing import Profiler
 from tests.train.contexts import config_of, context_of
+from tests.train.processes import Finished, Run
 
-ROOT = Path(__file__).parents[2]
 SAMPLES = [{"inputs": torch.ones(2), "labels": torch.zeros(2)} for _ in range(6)]
 
 
@@ -51,10 +49,13 @@ def test_it_has_every_microbatch_and_the_step_of_the_updates_asked_for(tmp_path:
 
 def test_it_prints_nothing(tmp_path: Path) -> None:
     """In a process of its own: what torch's profiler prints is settled by the first profile of a process."""
-    line = "import sys, pathlib; from tests.train.test_profile import *; "
-    line += "run(context_with([2], pathlib.Path(sys.argv[1])), updates=2)"
-    done = subprocess.run([sys.executable, "-c", line, tmp_path], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, pathlib\n"
+        "from tests.train.test_profile import context_with, run\n"
+        "run(context_with([2], pathlib.Path(sys.argv[1])), updates=2)\n"
+    )
+    assert Run([str(tmp_path)], tmp_path / "logs", 1, script).wait() == [Finished(0, "", "")]
     assert (tmp_path / "profile" / "update-2.txt").exists()
 
 
