@@ -44,7 +44,7 @@ TABLE = [(event, re.findall("`([^`]+)`", said)) for event, said in ROWS[2:]]
 
 
 def case(name: str, *marks: Any) -> Callable[[Case], Case]:
-    """Enter a case under the words that the documents have for it."""
+    """Enter a case under the words that the documents have for it. It is full where quick tests show its parts."""
 
     def enter(run: Case) -> Case:
         CASES[name] = pytest.param(name, run, marks=marks, id=name)
@@ -69,7 +69,7 @@ def test_the_documents_list_every_case() -> None:
 # Tokenized data
 
 
-@case("a bit of the tokenized data flips")
+@case("a bit of the tokenized data flips", pytest.mark.full)
 def flipped_bit(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
     bench.train(run__folder=bench.path / "whole", run__max_steps=3)
     (table,) = (bench.path / "cache").glob("*/samples.arrow")
@@ -82,7 +82,7 @@ def flipped_bit(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
     return said
 
 
-@case("the summary of the tokenized data is changed")
+@case("the summary of the tokenized data is changed", pytest.mark.full)
 def changed_summary(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
     bench.train(run__max_steps=1)
     (summary,) = (bench.path / "cache").glob("*/summary.json")
@@ -121,7 +121,7 @@ def compared(capsys: pytest.CaptureFixture[str], one: Path, other: Path) -> tupl
     return status, capsys.readouterr().out
 
 
-@case("the same bytes of data at another path")
+@case("the same bytes of data at another path", pytest.mark.full)
 def moved_data(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
     moved = (bench.path / "data.jsonl").rename(bench.path / "moved.jsonl")
     values = {"run__manifest": True, "run__max_steps": 3}
@@ -132,7 +132,7 @@ def moved_data(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
     return text
 
 
-@case("other content under the same names")
+@case("other content under the same names", pytest.mark.full)
 def other_content(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
     values = {"run__manifest": True, "run__max_steps": 3}
     bench.train(run__folder=bench.path / "one", **values)
@@ -172,7 +172,7 @@ def resumed_after(bench: Bench, damage: Callable[[Path], None]) -> str:
     return said
 
 
-@case("a line of every log is damaged")
+@case("a line of every log is damaged", pytest.mark.full)
 def damaged_logs(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
     names = ("metrics.jsonl", "manifest.jsonl", "cuts.jsonl", "timeline.jsonl")
 
@@ -187,12 +187,12 @@ def damaged_logs(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
     return said
 
 
-@case("environment.json is empty")
+@case("environment.json is empty", pytest.mark.full)
 def empty_environment(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
     return resumed_after(bench, lambda folder: (folder / "environment.json").write_text(""))
 
 
-@case("rows of metrics.jsonl are missing, and others are doubled")
+@case("rows of metrics.jsonl are missing, and others are doubled", pytest.mark.full)
 def lost_rows(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
     def damage(folder: Path) -> None:
         lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
@@ -380,7 +380,7 @@ def room_for_two(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
 # A page that is watched
 
 
-@case("a run is watched, and 40 connections ask for nothing")
+@case("a run is watched, and 40 connections ask for nothing", pytest.mark.full)
 def watched(bench: Bench, capsys: pytest.CaptureFixture[str]) -> str:
     bench.train(run__max_steps=4)
     metrics = bench.folder / "metrics.jsonl"

@@ -161,12 +161,23 @@ def test_an_entry_that_is_damaged_is_made_again_and_that_is_said(
     first = once(config(tmp_path))
     (entry,) = entries(tmp_path)
     file = tmp_path / "cache" / entry / "samples.arrow"
-    for damage in (lambda: os.truncate(file, 100), file.unlink, (file.parent / "summary.json").unlink):
+    summary_file = file.parent / "summary.json"
+
+    def flip_bit() -> None:
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+
+    def change_summary() -> None:
+        summary_file.write_text(summary_file.read_text().replace('"broken": 0', '"broken": 9'))
+
+    damages = (lambda: os.truncate(file, 100), file.unlink, summary_file.unlink, flip_bit, change_summary)
+    for damage in damages:
         damage()
         assert once(config(tmp_path)).fingerprint == first.fingerprint
         assert f"the tokenized data in {file.parent} is damaged (" in capsys.readouterr().out
-    summary = json.loads((file.parent / "summary.json").read_text())
-    (file.parent / "summary.json").write_text(json.dumps({key: summary[key] for key in ("fingerprint", "skipped")}))
+    summary = json.loads(summary_file.read_text())
+    summary_file.write_text(json.dumps({key: summary[key] for key in ("fingerprint", "skipped")}))
     assert once(config(tmp_path)).fingerprint == first.fingerprint
     assert capsys.readouterr().out == f"the tokenized data in {file.parent} is of an earlier version; it is made anew\n"
     assert entries(tmp_path) == [entry]
