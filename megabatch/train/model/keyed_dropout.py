@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megabatch import JointLoss
-from megabatch.losses import LossFunction
 from megabatch.train.runtime.plugins import in_place_of
 
 KEY = "dropout_key"  # of a sample: int64, which the model does not get
@@ -90,7 +89,7 @@ def keys_of(model: nn.Module) -> SampleKeys | None:
     return next((each.keys for each in model.modules() if isinstance(each, KeyedDropout)), None)
 
 
-def with_keys(loss_fn: LossFunction | JointLoss, keys: SampleKeys) -> LossFunction | JointLoss:
+def with_keys(loss_fn: Any, keys: SampleKeys) -> Any:
     """Return the loss. It takes the keys of samples out of each microbatch, before the model gets it."""
     if isinstance(loss_fn, JointLoss):
         return JointLoss(with_keys(loss_fn.encode, keys), loss_fn.loss)
