@@ -13,20 +13,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megabatch import GradientAccumulator, Learner, MegabatchError, losses
+from megabatch import GradientAccumulator, Learner, losses
 from megabatch.train.checkpoints import metadata as meta
 from megabatch.train.checkpoints import paths as naming
 from megabatch.train.checkpoints import retention as shelf
 from megabatch.train.checkpoints import tensor_files as checkpoint
 from megabatch.train.checkpoints.metadata import DamagedError, hash_file, read_meta
 from megabatch.train.checkpoints.paths import checkpoints_of, has_checkpoint, path_of, step_of
-from megabatch.train.checkpoints.retention import Checkpoints, ValidCheckpoint, point_to_best, resumed_from
-from megabatch.train.config import RunConfig
-from megabatch.train.runtime.console import Console
-from megabatch.train.runtime.ranks import Ranks
+from megabatch.train.checkpoints.retention import Checkpoints, ValidCheckpoint, point_to_best
 from tests.train.conftest import Bench, timeless
 from tests.train.contexts import ALONE
-from tests.train.on_ranks import on_ranks
 from tests.unit.failures.table import line_of
 
 META = {
@@ -400,36 +396,6 @@ def test_only_whole_ones_are_counted_among_the_last_to_keep(run: Path) -> None:
     assert names(run) == ["latest", "step-10", "step-6", "step-8"]
     save(run, 8)
     assert step_chosen(run) == 8  # a run that has come to it again
-
-
-def chosen_by(ranks: Ranks, run: Path) -> list[str]:
-    """The checkpoint that a rank resumes from; only the second rank's share of the sums finds one damaged."""
-    told = [str(resumed_from(RunConfig(folder=str(run), resume=True), ranks, Console(enabled=False, loss_digits=4)))]
-    ranks.barrier()
-    if ranks.is_main:
-        (path_of(run, 4) / ".metadata").write_bytes(b"")
-        (path_of(run, 2) / "meta.json").unlink()
-    ranks.barrier()
-    try:
-        Checkpoints(run).latest_valid(ranks)
-    except MegabatchError as error:
-        told.append(str(error))
-    return told
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
-def test_all_ranks_take_the_same_one(run: Path, name: str) -> None:
-    path = path_of(run, 6) / name
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 4
-    path.write_bytes(data)
-    told = on_ranks(2, run, chosen_by, run)
-    assert told[0] == told[1]
-    assert told[0][0] == str(path_of(run, 4))
-    assert told[0][1].startswith(
-        f"{checkpoints_of(run)} has no whole checkpoint to resume from: step-6 ({name} is not what"
-    )
 
 
 @pytest.mark.slow
