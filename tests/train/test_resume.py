@@ -1,7 +1,6 @@
 """A run that stops, or is killed, and goes on: the same file of metrics as if it had never stopped."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,22 +51,6 @@ def test_fourteen_updates_at_once_are_eight_and_six(bench: Bench, tmp_path: Path
     assert one.keys() == other.keys()
     assert len(one) > 50
     assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-def test_a_half_written_checkpoint_is_not_taken_for_a_whole_one(bench: Bench, tmp_path: Path) -> None:
-    whole = tmp_path / "whole"
-    bench.train(run__folder=whole, run__save_every=1)
-    bench.train(run__max_steps=3)
-    checkpoints = bench.folder / "checkpoints"
-    (checkpoints / "step-4.tmp").mkdir()
-    (checkpoints / "step-4.tmp" / "__0_0.distcp").write_bytes(b"half")
-    shutil.copytree(whole / "checkpoints" / "step-5", checkpoints / "step-5")  # renamed, and killed before the pointer
-    with (bench.folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "lo')
-    bench.train(run__resume=True, run__save_every=1)
-    assert timeless(bench.rows()) == timeless(bench.rows(whole))
-    names = sorted(path.name for path in checkpoints.iterdir())
-    assert names == ["latest", "step-3", "step-4", "step-5", "step-6"]
 
 
 def test_a_run_at_its_end_has_nothing_left_to_do(bench: Bench) -> None:
