@@ -1,4 +1,4 @@
-"""Measures microbatches to choose a limit that fits in memory, or their cost; loaded only for "auto" and "measure"."""
+"""The limit that fits, the cost of a microbatch, and few shapes; loaded only for "auto", "measure" and ``shapes``."""
 
 from typing import TYPE_CHECKING
 

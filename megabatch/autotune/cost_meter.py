@@ -38,8 +38,8 @@ class CostMeter:
             raise PlanError(f'cost="measure" and a device of type {wrapper.device.type!r}; give a CostModel')
         if planner.is_auto:
             raise PlanError(
-                'cost="measure" and no limit is given, or "auto", which measures the cost too; give '
-                "max_microbatch_tokens= or micro_batch_size=, a number, or leave cost out"
+                'cost="measure" needs a limit as a number, since "auto" measures the cost itself; give '
+                "max_microbatch_tokens= or micro_batch_size=, or leave cost out"
             )
         if isinstance(planner.collate, OneRow):
             raise PlanError('cost="measure" and OneRow, which packs samples by their tokens alone; leave cost out')

@@ -5,6 +5,7 @@ them out. So the model must be one of transformers', without experts and statist
 `LOSSES`, and the first call compares the gradient of a filled microbatch with that of the same samples one by one.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -27,6 +28,7 @@ from megabatch.losses.contract import LossHooks
 from megabatch.losses.ready_made import classification, next_token
 from megabatch.planning.plan import Plan, check_lengths, priced
 from megabatch.planning.shapes import Shape, choose_shapes, plan_in_shapes, shapes_within
+from megabatch.torch_private import forward_hooks, forward_pre_hooks
 from megabatch.wrappers.base import Wrapper, local
 
 LOSSES = (next_token, classification)  # known to leave out labels of -100
@@ -37,7 +39,7 @@ STATISTICS = (
     nn.InstanceNorm3d,
 )  # fmt: skip
 COARSEST = torch.finfo(torch.float32).eps  # of a trial that sees what code of the user's does
-KNOWN_CODE = ("torch.", "transformers.", "peft.", "megabatch.", "builtins.", "abc.", "typing.")
+KNOWN_CODE = ("torch.", "transformers.", "peft.", "accelerate.", "megabatch.", "builtins.", "abc.", "typing.")
 Gradients = list[Tensor | None]
 
 
@@ -151,10 +153,10 @@ class FewShapes:
         self.shapes: tuple[Shape, ...] = ()  # once they are chosen
         self.is_settled = False  # chosen, the same on all ranks, and tried
         self._wrapper, self._subject = wrapper, MeasuredModel(model, wrapper, wide)
-        problem = _problem_of_settings(planner.collate, planner.length, padding, planner)
-        problem = problem or _problem_of_wrapper(wrapper) or _problem_of_model(wrapper.models[0])
-        if problem:
+        if problem := _problem_of_settings(planner.collate, planner.length, padding, planner):
             raise PlanError(f"shapes={self.count} and {problem}; leave one of the two out")
+        if problem := _problem_of_wrapper(wrapper) or _problem_of_model(wrapper.models[0]):
+            raise PlanError(f"shapes={self.count} and {problem}; leave shapes= out")
 
     def check(self, loss_fn: object) -> None:
         """Raise `PlanError` for a loss that may count tokens without a label."""
@@ -194,8 +196,14 @@ class FewShapes:
             run: Runs an update and returns its gradient.
         """
         ranks, failure, lengths, sample = self._wrapper.ranks, None, list[int](), None
+        is_begun = opened is not None and opened.num_microbatches > 0
         try:
             self.check(loss_fn)
+            if is_begun and not self.shapes:
+                raise PlanError(
+                    "shapes= and an open update that was saved without them, beside which the model cannot be tried; "
+                    "finalize() that update before, or leave shapes= out"
+                )
             samples = planner.samples(batch)
             lengths = samples.lengths
             if lengths:
@@ -220,7 +228,7 @@ class FewShapes:
                 every, self.count, num_samples=max(map(len, of_ranks)), max_rows=rows, max_tokens=tokens,
                 cost=planner.known_cost, packed=free.is_packed,
             )  # fmt: skip
-        if opened is None or not opened.num_microbatches:
+        if not is_begun:
             self._try(planner, next(each for each in offers if each is not None), opened, run)
         self.is_settled = True
         return ShapesPlanner.of(planner, self.shapes)
@@ -259,6 +267,11 @@ class FewShapes:
             )
         total, moved = _difference(found, expected, precision.eps)
         totals, every = zip(*ranks.exchange_numbers([total, float(moved)]), strict=True)
+        if not all(map(math.isfinite, totals)):
+            raise PlanError(
+                "shapes= tries the first tokens of a sample, and their gradient is not finite; mend the model or the "
+                "samples"
+            )
         if any(every):
             raise PlanError(
                 "shapes= fills microbatches up with tokens without a label, and the gradient of this model changes "
@@ -266,8 +279,8 @@ class FewShapes:
             )
         if not any(totals):
             raise PlanError(
-                "shapes= tries whether tokens that fill a microbatch up change the gradient, and this one is zero or "
-                "not a number, so that it says nothing; leave shapes= out"
+                f"shapes= tries the first {NUM_TRIED} tokens of a sample, and their gradient is zero; give the first "
+                "call a sample with targets among them, or leave shapes= out"
             )
 
 
@@ -275,7 +288,7 @@ def _problem_of_settings(
     collate: Collate | None, length: Length | None, padding: Mapping[str, float] | None, planner: MicrobatchPlanner
 ) -> str | None:
     if collate is not None and not isinstance(collate, OneRow):
-        return "a collate function other than OneRow, which says the shape itself"
+        return "a collate function other than OneRow, which decides the shape itself"
     if isinstance(collate, OneRow) and collate.adds_lengths:
         return "OneRow(flash_attn_kwargs=True), whose ends of sequences have other shapes"
     if isinstance(collate, OneRow) and planner.micro_batch_size is not None:
@@ -320,9 +333,14 @@ def _problem_of_model(model: nn.Module) -> str | None:
 
 
 def _own_code(model: nn.Module) -> str | None:
-    """Return a class of the model's modules that is not of known libraries; None if there is none."""
-    kinds = dict.fromkeys(kind for module in model.modules() for kind in type(module).__mro__)
-    return next((kind.__name__ for kind in kinds if not f"{kind.__module__}.".startswith(KNOWN_CODE)), None)
+    """Return the name of code in the model that is not of known libraries; None if there is none."""
+    code: list[Any] = [*{kind for module in model.modules() for kind in type(module).__mro__}]
+    for module in model.modules():
+        own: list[Any] = [*forward_hooks(module).values(), *forward_pre_hooks(module).values()]
+        own += [vars(module)["forward"]] if "forward" in vars(module) else []
+        code += [inspect.unwrap(getattr(each, "func", each)) for each in own]
+    of_users = (each for each in code if not f"{getattr(each, '__module__', '')}.".startswith(KNOWN_CODE))
+    return next((getattr(each, "__name__", type(each).__name__) for each in of_users), None)
 
 
 def _short(sample: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -128,7 +127,6 @@ class MicrobatchMeasurer:
 
     def measure_seconds(self, sample: Sample, rows: int) -> TimedMicrobatch:
         """Return the seconds of a microbatch with copies of a sample; collective."""
-        seconds = math.inf
         with self._raising_on_all(sample, rows):
             self._subject.wide.begin()
             seconds = self._run_update(self._make_update(sample, (1, rows)))
@@ -196,11 +194,11 @@ class MicrobatchMeasurer:
         if any(code not in (0.0, LACKS_MEMORY) for code in codes):
             raise first_failure(ranks, failure)
         if any(codes):  # on each rank, which then goes on with fewer rows
-            raise failure or self._out_of_memory("on another rank", sample, rows)
+            raise failure or self._out_of_memory("it says why", sample, rows, who="another rank")
 
-    def _out_of_memory(self, text: str, sample: Sample, rows: int) -> MegabatchError:
+    def _out_of_memory(self, text: str, sample: Sample, rows: int, who: str | None = None) -> MegabatchError:
         """Return the error of a measured update that ran out of memory, since the system had less than it reported."""
-        who, bound = whoever_runs(self._subject.wrapper.ranks.num_all), None
+        who, bound = who or whoever_runs(self._subject.wrapper.ranks.num_all), None
         samples, change = "a sample", "shorten it, checkpoint activations, or shard the model over more ranks"
         if rows > 1:
             bound = MicrobatchLimit(rows // 2, rows // 2 * max(1, sample.num_tokens))

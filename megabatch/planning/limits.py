@@ -76,7 +76,11 @@ class TunedLimit:
             f"max_microbatch_tokens {self.max_microbatch_tokens:,}: predicted peak "
             f"{in_gib(self.cost.peak_bytes(1, self.max_microbatch_tokens))} of {in_gib(self.limit_bytes)}, measured "
             f"with {rows} samples of {self.longest_tokens:,} tokens"
-            + (", of which more are hardly faster" if self.outgrown_rows is None and gains_little(fitting) else "")
+            + (
+                "; larger ones would be at most 10 % faster"
+                if self.outgrown_rows is None and gains_little(fitting)
+                else ""
+            )
         )
 
 

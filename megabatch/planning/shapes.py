@@ -1,4 +1,4 @@
-"""Few shapes: microbatches of K sizes (rows x tokens), chosen to cost least, so that torch.compile compiles K graphs.
+"""Few shapes (shape buckets): microbatches of K sizes (rows x tokens), chosen to cost least, for torch.compile.
 
 Pure and deterministic: every rank computes the same answer from the same lengths.
 """
@@ -31,8 +31,8 @@ def choose_shapes(
         lengths: Tokens of known samples.
         count: Number of shapes.
         num_samples: Samples of a rank in an update.
-        max_rows: Samples of a microbatch. This or
-        max_tokens: tokens of a microbatch, with padding.
+        max_rows: Most samples of a microbatch. None: ``max_tokens`` limits it.
+        max_tokens: Most padded tokens of a microbatch. None: ``max_rows`` limits it.
         cost: Seconds of a microbatch. None uses relative costs.
         packed: True for samples that lie in one row; ``max_tokens`` is then given.
 
@@ -113,8 +113,9 @@ def plan_in_shapes(
     Args:
         lengths: Tokens of each sample.
         shapes: Rows and tokens of each shape, the longest first.
-        max_rows: Samples of a microbatch. This or
-        max_tokens: tokens of a microbatch. Both may be below what the shapes were chosen for, which are then smaller.
+        max_rows: Most samples of a microbatch. None: ``max_tokens`` limits it.
+        max_tokens: Most tokens of a microbatch. None: ``max_rows`` limits it. Both may be below what the shapes were
+            chosen for, which are then smaller.
         cost: Seconds of a microbatch. None uses relative costs.
         packed: True for samples that lie in one row.
         num_positions: The longest row that the model takes, where samples are padded.

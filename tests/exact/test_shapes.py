@@ -11,7 +11,7 @@ from transformers import BertConfig, BertForTokenClassification, GPT2LMHeadModel
 
 from megabatch import CostModel, GradientAccumulator, JointLoss, MegabatchError, PlanError, loss, losses
 from megabatch.autotune import few_shapes
-from megabatch.batching import OneRow, packed_row, padding
+from megabatch.batching import OneRow, SharedPrefix, packed_row, padding
 from megabatch.planning.shapes import choose_shapes, plan_in_shapes, split_into_shapes
 from tests.exact import models, oracle, shapes
 from tests.exact.launch import of_ranks
@@ -149,6 +149,30 @@ def test_own_code_that_differs_in_training_is_refused_beside_dropout() -> None:
         accumulate(of_kind(OverRows, resid_pdrop=0.1), shapes.samples_of([9, 9, 9, 9], 0))
 
 
+def test_a_hook_is_own_code() -> None:
+    model = of_kind(GPT2LMHeadModel).to(torch.bfloat16)
+    model.transformer.ln_f.register_forward_hook(lambda _, inputs, output: output + output.mean(1, keepdim=True) / 10)
+    with pytest.raises(PlanError, match="code of your own"):
+        accumulate(model, shapes.samples_of([9, 9, 9, 9], 0))
+
+
+def test_an_open_update_that_was_saved_without_shapes_is_refused() -> None:
+    batch = shapes.samples_of([9, 9, 9, 9], 0)
+    before = GradientAccumulator(of_kind(Mixing), max_microbatch_tokens=64)
+    before.forward_backward(batch, losses.next_token)
+    gradient = GradientAccumulator(of_kind(Mixing), max_microbatch_tokens=64, shapes=2)
+    gradient.load_state_dict(before.state_dict())
+    with pytest.raises(PlanError, match="an open update that was saved without them"):
+        gradient.forward_backward(batch, losses.next_token)
+
+
+def test_the_trial_is_not_timed() -> None:
+    gradient = accumulate(of_kind(GPT2LMHeadModel), shapes.samples_of([9, 4, 30, 9], 0), cost="measure")
+    gradient.finalize()
+    assert gradient._meter._num_updates == 1
+    assert (3, 16) not in gradient._meter._seconds  # its shape
+
+
 def test_own_code_that_reads_no_padding_is_taken() -> None:
     class Doubled(GPT2LMHeadModel):
         def forward(self, input_ids: Tensor) -> Any:
@@ -259,6 +283,7 @@ REFUSALS = {
     "pairs": refused_setting(shapes=[(2, 3)]),
     "same bits": lambda: accumulate(shapes.new_model().float(), [], same_bits=True),
     "collate": refused_setting(collate=padding.Padding([])),
+    "shared prefix": refused_setting(collate=SharedPrefix()),
     "ends": refused_setting(collate=OneRow(flash_attn_kwargs=True)),
     "rows in a row": refused_setting(collate=OneRow(), micro_batch_size=2, max_microbatch_tokens=None),
     "length": refused_setting(length=len),
@@ -266,6 +291,7 @@ REFUSALS = {
     "models": lambda: accumulate([shapes.new_model(), shapes.new_model()], []),
     "own model": lambda: accumulate(models.integer_model("tokens"), []),
     "experts": lambda: accumulate(of_kind(GPT2LMHeadModel, num_experts=4), []),
+    "encoder-decoder": lambda: accumulate(of_kind(GPT2LMHeadModel, is_encoder_decoder=True), []),
     "batch norm": lambda: accumulate(of_kind(Normed), []),
     "dynamic positions": lambda: accumulate(of_kind(GPT2LMHeadModel, rope_parameters={"rope_type": "dynamic"}), []),
     "own loss": refused_call(lambda each: each.forward_backward(shapes.samples_of([3], 0), OWN)),
@@ -283,9 +309,22 @@ REFUSALS = {
 }
 
 
+WORDS = {
+    "none": "at least 1", "pairs": "at least 1", "same bits": "same_bits=True and shapes=3",
+    "collate": "a collate function other", "shared prefix": "a collate function other", "ends": "flash_attn_kwargs",
+    "rows in a row": "OneRow with micro_batch_size", "length": "length=, which", "labels": "padding= of labels",
+    "models": "several models", "own model": "no model of transformers", "experts": "experts, which",
+    "encoder-decoder": "an encoder-decoder", "batch norm": "BatchNorm1d, whose",
+    "dynamic positions": "rotary positions", "own loss": "give one of these", "joint loss": "give one of these",
+    "loop": r"shapes= and microbatches\(\)", "own loop": r"shapes= and microbatch\(\)",
+    "step": "shapes= and step_in_backward", "no labels": "no labels", "no target": "their gradient is zero",
+    "keys": "have input_ids, labels, box",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("what", REFUSALS)
 def test_refusals(what: str) -> None:
-    with pytest.raises(MegabatchError) as raised:
+    with pytest.raises(MegabatchError, match=WORDS[what]) as raised:
         REFUSALS[what]()
     assert "\n" not in str(raised.value)
 
@@ -301,7 +340,9 @@ def test_few_shapes_hold_every_sample(packed: bool) -> None:
         assert sorted(row for rows in plan.microbatches for row in rows) == list(range(128))
         for rows in plan.microbatches:
             shape = plan.shapes[rows]
-            assert few_shapes._holds(shape, plan.lengths_of(rows), is_packed=packed)
+            lengths_of = plan.lengths_of(rows)
+            fits = sum(lengths_of) <= shape[1] if packed else len(rows) <= shape[0] and max(lengths_of) <= shape[1]
+            assert fits
             assert shape[0] * shape[1] <= 2048
         free, filled = free + sum(lengths), filled + plan.padded_tokens
     assert filled <= (1.05 if packed else 1.3) * free

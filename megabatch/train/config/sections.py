@@ -360,10 +360,10 @@ class ParallelConfig(Section):
         "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
     ] = "1F1B"
     """With pp: the order in which its ranks run microbatches. Each has one stage of the layers with GPipe and 1F1B, and
-    two with any other."""
+    two with any other, unless stages_per_rank is set."""
     stages_per_rank: Count | None = None
-    """With Interleaved1F1B, LoopedBFS and InterleavedZeroBubble: stages of each rank. More stages idle less and send
-    more. None: two."""
+    """With Interleaved1F1B, LoopedBFS and InterleavedZeroBubble: stages of each rank. With more stages, ranks idle
+    less and send more. None: two."""
     sequence_parallel: bool = False
     """With tp: each of its ranks keeps a stretch of the sequence between matrices, not all of it."""
     loss_parallel: bool = False

@@ -73,7 +73,7 @@ class Updates:
         self._state = self._before = self._source.start()
         self._ahead: Ahead | None = None  # read by peek(): the next one, and the rest
         self._rest: Iterator[Delivery] = iter(())  # those after the update that was handed out last
-        self._next: Delivery | Exception | None = None  # the first of them, once it is read, or why it was not
+        self._next: Delivery | Exception | None = None  # the update that was read ahead, or the error of reading it
         self._ids: Sequence[int | str] = ()
         self.even_tokens: int | None = None  # by which they are dealt
         self.change: Callable[[Any], Any] | None = None  # what is done to each sample before it is trained on
@@ -138,7 +138,7 @@ class Updates:
 
     @property
     def may_read_ahead(self) -> bool:
-        """True if samples are the same whenever they are read: others than those of data.function in this process."""
+        """True unless `data.function` makes the samples in this process, where a callback may change them."""
         return self._config.data.function is None or self._config.data.num_workers > 0
 
     def read_ahead(self) -> Sequence[Any]:

@@ -181,8 +181,7 @@ def cut(
 def held(model: nn.Module, part: Part) -> dict[str, nn.Module]:
     """Return the modules of a part, by their names, and what every stage has.
 
-    The last stage has the embedding of tokens too if its head is tied to it, under which name the matrix is made, read
-    and saved.
+    With tied embeddings the last stage also has the embedding, under whose name the shared matrix is made and saved.
     """
     anatomy, base = anatomy_of(model), cast(Any, model).base_model_prefix
     own = [f"{base}.{anatomy.layers}.{index}" for index in part.layers]
