@@ -41,7 +41,8 @@ NOT_RUN = {  # page → the mark of its blocks that are not run here, and who ru
 
 def blocks(page: str, language: str) -> list[tuple[str, str]]:
     """Fenced blocks of a language: what follows it in the fence, and the block."""
-    return re.findall(rf"^```{language}(?: ([^\n]*))?\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    fenced = re.findall(r"^```([^\n ]*)(?: ([^\n]*))?\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    return [(words, block) for kind, words, block in fenced if re.fullmatch(language, kind)]
 
 
 def of_all_pages(language: str) -> dict[str, str]:
