@@ -47,6 +47,7 @@ CATEGORIES = (
 HOST = "host"  # category of memory on the host only
 DEVICE_OF = torch.ops.prim.device.default  # of fake tensors only
 SILENT = ("prim", "profiler")  # namespaces of operations without memory and work
+WAIT = torch.ops._c10d_functional.wait_tensor.default  # returns its argument; on fake tensors, a tensor of its own
 
 
 @dataclass
@@ -268,6 +269,8 @@ class Ledger(UncompiledMode, TorchDispatchMode):
                 return NotImplemented  # so that the operations inside of it come here
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if func is WAIT:
+            return args[0]
         if self._muted or func.is_view or func.namespace in SILENT:
             return result
         for tensor in (result,) if isinstance(result, Tensor) else tensors_in((result,)):

@@ -284,6 +284,8 @@ class _Writer:
         step = self._steps[index]
         site, turn = self._targets[index]
         alive = self._live.get(site, [])
+        if step.kind == MOVE:
+            alive = [each for each in alive if each.category == step.before]
         if not -len(alive) <= turn < len(alive):
             like = ((each, len(each) - 1) for each in self._live.values() if each and each[-1].is_like(step))
             alive, turn = max(like, key=lambda found: found[0][-1].name, default=([], 0))
@@ -295,15 +297,19 @@ class _Writer:
         """Return, for each step that names an allocation, that one's site and turn."""
         site_of: dict[int, object] = {}  # name of an allocation → its site
         alive: dict[object, list[int]] = {}
+        categories: dict[int, str] = {}  # by name
         turns: dict[object, list[tuple[int, int, int]]] = {}  # by the site of the step: position, turn from either end
         targets: dict[int, object] = {}
         for index, step in enumerate(self._steps):
             if step.kind == ALLOCATE:
-                site_of[step.name] = self._sites[index]
+                site_of[step.name], categories[step.name] = self._sites[index], step.category
                 alive.setdefault(self._sites[index], []).append(step.name)
             elif step.kind in (FREE, MOVE):
                 targets[index] = site_of[step.name]
                 names = alive[targets[index]]
+                if step.kind == MOVE:
+                    names = [name for name in names if categories[name] == step.before]
+                    categories[step.name] = step.category
                 turn = names.index(step.name)
                 turns.setdefault(self._sites[index], []).append((index, turn, turn - len(names)))
                 if step.kind == FREE:

@@ -19,6 +19,7 @@ from megabatch.batching.context_parallel import stretch
 from megabatch.simulate import Replica, Simulated, simulate
 from megabatch.simulate.ledger import Ledger, tagging_shards
 from megabatch.train.model.build import checkpoint_activations
+from megabatch.train.parallel.tensor_parallel import spread
 from megabatch.train.parallel.wrap import Wrapper, attend_over, reduced_mesh
 from megabatch.train.plan.simulation import AttentionCost
 
@@ -30,7 +31,7 @@ SIZES = {  # hidden, layers, heads, vocabulary
     "100m": (1024, 4, 16, 24_000),
 }
 AXES = {"plain": {}, "ddp": {"dp": 2}, "fsdp2": {"dp_shard": 2}, "hsdp": {"dp_replicate": 2, "dp_shard": 2},
-        "cp": {"dp_shard": 1, "cp": 2}}  # fmt: skip
+        "cp": {"dp_shard": 1, "cp": 2}, "tp": {"dp_shard": 1, "tp": 2}}  # fmt: skip
 # glibc gives back what is freed, so that what is resident is what is allocated.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 
@@ -95,7 +96,11 @@ def wrapped(model: nn.Module, run: Run, mesh: DeviceMesh | None, ddp: Callable[[
         # The bias of the trainer's own attention is a tensor that a ledger cannot watch.
         attend_over(model, AttentionCost(mesh.get_group("cp")))
         mesh = reduced_mesh(Wrapper("fsdp2", ""), mesh)
-    if run.wrapper in ("fsdp2", "hsdp", "cp"):
+    if run.wrapper == "tp":
+        assert mesh is not None
+        spread(model, mesh["tp"], sequence_parallel=True, loss_parallel=False)
+        mesh = mesh["dp_shard"]
+    if run.wrapper in ("fsdp2", "hsdp", "cp", "tp"):
         mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         policy = mixed if run.precision == "mixed" else MixedPrecisionPolicy()
         for module in (*model.model.layers, model):

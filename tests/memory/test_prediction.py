@@ -24,6 +24,8 @@ COUNTED = {
     "fsdp2 every": Run("toy", "fsdp2", 2, 16, 2, "every"),
     "cp": Run("toy", "cp", 2, 16, 2, "every"),
     "cp, recompute": Run("25m", "cp", 2, 256, 2, recompute="yes"),
+    "tp": Run("toy", "tp", 2, 16, 2, "every"),
+    "tp, large vocabulary": Run("wide", "tp", 16, microbatches=2, sync="every"),
     "recompute": Run(rows=8, recompute="yes"),
     "selective": Run(rows=8, recompute="selective"),
     "selective, fsdp2": Run("25m", "fsdp2", 8, microbatches=2, sync="every", recompute="selective"),
@@ -33,6 +35,7 @@ COUNTED = {
 }
 MARGIN = 0.05
 MESSAGES = (2, 848, 424)  # calls, bytes gathered, bytes sent; of two ranks
+FEWER_MESSAGES = (1, 272, 136)  # of ranks with the same samples
 
 
 def first_of(found: dict[str, list[Any]]) -> dict[str, Any]:
@@ -101,6 +104,7 @@ def test_what_is_sent_is_what_real_ranks_send(counted: dict[str, Any], name: str
              for each in simulated(run).sent}  # fmt: skip
     if run.axes:  # what the ranks tell each other before a call and after an update is not simulated
         axis = [*run.axes][-1]
+        messages = FEWER_MESSAGES if axis == "tp" else MESSAGES
         gathered = found.get(f"all_gather:{axis}", [0, 0, 0])
-        found[f"all_gather:{axis}"] = [each + more for each, more in zip(gathered, MESSAGES, strict=True)]
+        found[f"all_gather:{axis}"] = [each + more for each, more in zip(gathered, messages, strict=True)]
     assert counted[name]["sent"] == found

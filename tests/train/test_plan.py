@@ -403,6 +403,7 @@ def test_two_shallow_models_tell_of_a_deep_one(recipe: Path, name: str) -> None:
         assert found.seconds == pytest.approx(expected.seconds, rel=5e-3)
         assert found.sent_bytes == pytest.approx(expected.sent_bytes, rel=1e-4)
         assert found.peak_bytes == expected.peak_bytes
+        assert found.at_peak == expected.at_peak
         assert found.reserved().peak_bytes == expected.reserved().peak_bytes
 
 
