@@ -32,6 +32,7 @@ NEEDS_DATA = (  # what a fake tensor raises where its contents are read
     fake_tensor.DynamicOutputShapeException,
     fake_tensor.UnsupportedOperatorException,
 )
+WAIT = torch.ops._c10d_functional.wait_tensor.default  # returns its argument; on fake tensors, a tensor of its own
 
 NEEDED: tuple[tuple[object, str, str], ...] = (  # what has it, its name, and what is read there
     (Tensor, "_version", "writes to a gradient"),

@@ -21,6 +21,7 @@ from megabatch.simulate.allocator import ROUND_BYTES, Event
 from megabatch.simulate.devices import DEVICES, Device, cost_of, tensors_in
 from megabatch.simulate.traffic import Collective, Key, Sent, count_traffic, parse_collective
 from megabatch.torch_private import (
+    WAIT,
     TorchDispatchMode,
     UncompiledMode,
     address_of,
@@ -47,7 +48,6 @@ CATEGORIES = (
 HOST = "host"  # category of memory on the host only
 DEVICE_OF = torch.ops.prim.device.default  # of fake tensors only
 SILENT = ("prim", "profiler")  # namespaces of operations without memory and work
-WAIT = torch.ops._c10d_functional.wait_tensor.default  # returns its argument; on fake tensors, a tensor of its own
 
 
 @dataclass

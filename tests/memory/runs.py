@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megabatch import GradientAccumulator, losses
 from megabatch.batching.context_parallel import stretch
-from megabatch.simulate import Replica, Simulated, simulate
+from megabatch.simulate import QUANTIZED_OPTIMIZERS, QuantizedAdam, Replica, Simulated, simulate
 from megabatch.simulate.ledger import Ledger, tagging_shards
 from megabatch.train.model.build import checkpoint_activations
 from megabatch.train.parallel.tensor_parallel import spread
@@ -109,6 +109,8 @@ def wrapped(model: nn.Module, run: Run, mesh: DeviceMesh | None, ddp: Callable[[
 
 
 def optimizer_of(model: nn.Module, run: Run) -> torch.optim.Optimizer:
+    if run.optimizer in QUANTIZED_OPTIMIZERS:
+        return QuantizedAdam(model.parameters(), run.optimizer)
     kind, _, way = run.optimizer.partition("-")
     options: dict[str, Any] = {"lr": 1e-4, "foreach": way == "foreach", "fused": way == "fused"}
     if kind == "sgd":

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from megabatch import MegabatchError
-from megabatch.simulate import extend
+from megabatch.simulate import device_named, extend
 from megabatch.train.autotune.device_file import device_toml
 from megabatch.train.config import Config, ModelConfig
 from megabatch.train.config.parallel_layout import layout_of
@@ -29,10 +29,19 @@ from megabatch.train.config.recipe import PLAN_OPTIONS, load_config, split_optio
 from megabatch.train.config.recipe_paths import check_paths
 from megabatch.train.model.architecture import quiet
 from megabatch.train.plan.estimate import estimate_cost
-from megabatch.train.plan.grid import build_grid
+from megabatch.train.plan.grid import Choice, build_grid
 from megabatch.train.plan.layouts import build_layouts, layout_text, propose_layouts
-from megabatch.train.plan.published import RUNS, SOURCES, Predicted, Published, predict, recipe_of, summary
-from megabatch.train.plan.request import read_request
+from megabatch.train.plan.published import (
+    RUNS,
+    SOURCES,
+    Predicted,
+    Published,
+    divide_as_kempner,
+    predict,
+    recipe_of,
+    summary,
+)
+from megabatch.train.plan.request import PlanRequest, read_request
 from megabatch.train.plan.search import (
     CERTAIN,
     CLOSED_FORM,
@@ -48,7 +57,7 @@ from megabatch.train.plan.search import (
     search_choices,
     sort_rows,
 )
-from megabatch.train.plan.simulation import Simulator, build_simulator, find_repeats
+from megabatch.train.plan.simulation import Repeats, Simulator, build_simulator, find_repeats
 from megabatch.train.plan.table import command_line, keys_of, launcher_words, override_words, plan_recipe
 from megabatch.train.runtime.console import Console
 from tests.train.conftest import Bench
@@ -679,7 +688,9 @@ def test_a_published_run_is_predicted() -> None:
     row = predict(small)
     assert row.fits == YES
     assert row.speed_ratio == pytest.approx(1, abs=0.2)
-    assert summary([row, replace(row, run=replace(small, is_fitted=True, gib=row.gib))])[0].startswith("memory: 1 runs")
+    assert summary([row, replace(row, run=replace(small, is_fitted=True, gib=row.gib))])[0].startswith(
+        "memory, allocated: 1 runs"
+    )
 
 
 def test_layouts_are_ranked_as_a_source_has_measured_them() -> None:
@@ -765,3 +776,34 @@ def test_an_average_of_the_weights_is_counted(recipe: Path) -> None:
 def test_a_wrapper_on_one_rank_sends_nothing(recipe: Path, wrapper: str) -> None:
     rows = planned(recipe, 1, parallel__wrapper=wrapper)
     assert {row.sent_bytes for row in rows if row.by == SIMULATION} == {0}
+
+
+@pytest.mark.slow
+def test_a_quantized_optimizer_is_planned_without_its_package(recipe: Path) -> None:
+    """A function that is missing is refused elsewhere; torchao and bitsandbytes are not installed here."""
+    values = {"parallel__wrapper": "fsdp2", "model__dtype": "bfloat16", "model__config__hidden_size": 256}
+    kept = {}
+    for name in ("torchao.optim:AdamW8bit", "torchao.optim:AdamW4bit", "bitsandbytes.optim:PagedAdamW8bit"):
+        what = subject(recipe, 2, optim__function=name, **values)
+        rows = [run_simulation(what, 2**40, choice) for choice in what.grid.choices()[:2]]
+        for row in rows:
+            guess = estimate_cost(row.choice, what.sizes, what.sample.length_tokens, what.device)
+            assert guess.peak_bytes * CERTAIN <= row.peak_bytes
+        kept[name] = rows[0].at_peak["optimizer states"] / (what.sizes.num_parameters / 2)
+    assert [*kept.values()] == pytest.approx([2 + 8 / 256, 1 + 8 / 128, 2 + 8 / 256], rel=0.03)
+    with pytest.raises(MegabatchError, match="cannot be imported"):
+        subject(recipe, 2, optim__function="torchao.optim:NoSuch", **values)
+
+
+@pytest.mark.slow
+def test_a_published_layout_keeps_the_embedding_whole_and_frees_the_root() -> None:
+    small = replace(RUNS[5], model="Llama 2 7B", micro_batch_size=1, length_tokens=512)
+    request = PlanRequest(small.world, device_named("h200"), 2**40)
+    with quiet():
+        own = build_simulator(recipe_of(small), request, Console(enabled=False, loss_digits=4))
+    own = replace(own, repeats=Repeats(1, 1, 0))
+    choice = Choice(1, 2, "last", reshard=True, recompute=True, fused=True)
+    with quiet():
+        plain, source = (each.simulate(choice) for each in (own, replace(own, divide=divide_as_kempner)))
+    more = 32000 * 4096 * (1 - 1 / small.tp)  # numbers of the embedding that other ranks have
+    assert source.steady_bytes - plain.steady_bytes == pytest.approx(more * 2 * 3, rel=0.01)  # weights and two states

@@ -7,6 +7,7 @@ and train something in each layer.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +15,10 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from megabatch.optim import LowBits, split_parameters
-from megabatch.simulate import Device
-from megabatch.train.config import Config
+from megabatch.simulate import QUANTIZED_OPTIMIZERS, Device, QuantizedAdam
+from megabatch.train.config import Config, OptimConfig
 from megabatch.train.config.parallel_layout import Layout
-from megabatch.train.model.optimizer import build_optimizer
+from megabatch.train.model.optimizer import build_optimizer, groups_of
 from megabatch.train.parallel.wrap import accumulation_of, blocks_of, dtype_of, is_mixed
 from megabatch.train.plan.grid import Choice
 
@@ -170,9 +171,17 @@ def _stepped_optimizer(config: Config, dtype: torch.dtype) -> Optimizer:
     like = nn.Sequential(*(nn.Linear(64, 64, bias=False, dtype=dtype) for _ in range(2)))
     for each in like.parameters():
         each.grad = torch.zeros_like(each)
-    optimizer = build_optimizer(like, config.optim)
+    optimizer = planned_optimizer(like, config.optim)
     optimizer.step()
     return optimizer
+
+
+def planned_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
+    """Return the recipe's optimizer. A quantized Adam is simulated, so that its package may be missing."""
+    if config.function not in QUANTIZED_OPTIMIZERS:
+        return build_optimizer(model, config)
+    options: dict[str, Any] = dict(config.options)
+    return QuantizedAdam(groups_of(model.parameters(), config.weight_decay), config.function, config.lr, **options)
 
 
 def _state_bytes(config: Config, optimizer: Optimizer, model: nn.Module) -> float:

@@ -13,19 +13,23 @@ from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from multiprocessing import get_context
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
-import torch
 from rich import box
 from rich.console import Console as RichConsole
 from rich.table import Table
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
 
 from megabatch import Term
 from megabatch.simulate import Simulated, device_named
 from megabatch.train.config import Config
 from megabatch.train.config.byte_sizes import GIB
 from megabatch.train.model.architecture import quiet
+from megabatch.train.model.build import divide
+from megabatch.train.parallel.wrap import Wrapper
 from megabatch.train.plan.grid import Choice
 from megabatch.train.plan.request import PlanRequest
 from megabatch.train.plan.search import NO, judge_memory, reserved_bytes
@@ -34,7 +38,7 @@ from megabatch.train.runtime.console import Console
 
 PROCESSES = 2  # each takes a core and half a GiB
 OUT_OF_MEMORY = "out of memory"
-BLOCK = 256  # numbers that share a scale in an optimizer of eight bits
+LEFT = ("run", "layout", "memory", "bound by")  # columns of text
 
 
 @dataclass(frozen=True)
@@ -44,14 +48,15 @@ class Source:
     name: str
     url: str
     assumed: str = "nothing"
-    is_reserved: bool = False  # it states the memory that torch's allocator holds, not what tensors take
+    is_reserved: bool = False  # it states, or seems to, the memory that torch's allocator holds, not what tensors take
 
 
 SOURCES = {
     "kempner": Source(
         "KempnerForge, mfu_scaling of 2026-04 (four H200 a node)",
         "https://github.com/KempnerInstitute/KempnerForge/blob/main/benchmarks/mfu_scaling/mfu_scaling.md",
-        "layers as transformers computes them, which are compiled there but for 13B with FSDP 8",
+        "layers as transformers computes them, which are compiled there but for 13B with FSDP 8; from its code: "
+        "embeddings are whole on each rank, the root is freed after the forward, logits are kept until the next ones",
     ),
     "mpt": Source(
         "LLM Foundry, MPT training benchmarks",
@@ -71,7 +76,7 @@ SOURCES = {
     "29425": Source(
         "memory table of huggingface/transformers 29425, and accelerate's page on gradient synchronization, 2024-03",
         "https://github.com/huggingface/transformers/issues/29425",
-        "2,048 tokens, recomputed activations, bfloat16 states, foreach AdamW",
+        "2,048 tokens, recomputed activations, bfloat16 states, foreach AdamW; that its memory is the allocator's",
         is_reserved=True,
     ),
 }
@@ -200,35 +205,25 @@ RUNS = (
 )  # fmt: skip
 
 
-def whole_logits(model: nn.Module, microbatch: Mapping[str, Tensor]) -> Term:
-    """Return the cross-entropy of all logits at once, as most published trainers compute it."""
+def whole_logits(model: Any, microbatch: Mapping[str, Tensor]) -> Term:
+    """Return the cross-entropy of all logits at once, with labels that the data has shifted.
+
+    The trainer's variable keeps the logits until the next forward has made others.
+    """
     logits, labels = model(input_ids=microbatch["input_ids"]).logits, microbatch["labels"]
-    total = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
-    return Term(total, (labels[:, 1:] != -100).sum())
+    model.kept_logits = logits  # [B, T, V]
+    total = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return Term(total, (labels != -100).sum())
 
 
-class EightBit(optim.Optimizer):
-    """An optimizer that keeps what an AdamW of eight bits does: two bytes a number, and two scales a block."""
-
-    @torch.no_grad()
-    def step(self, closure: object = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] - no closure
-        for parameter in (each for group in self.param_groups for each in group["params"] if each.grad is not None):
-            weight, gradient = (_local(each) for each in (parameter, parameter.grad))
-            if not self.state[parameter]:
-                self.state[parameter] = {
-                    **{name: torch.zeros_like(weight, dtype=torch.uint8) for name in ("first", "second")},
-                    "scales": weight.new_zeros(2 * -(-weight.numel() // BLOCK), dtype=torch.float32),
-                }
-            weight.add_(gradient, alpha=-1.0)
-
-
-def _local(tensor: Any) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def eight_bit(groups: list[dict[str, Any]], lr: float) -> EightBit:
-    """Return the optimizer, as ``optim.function`` has it."""
-    return EightBit(groups, {"lr": lr})
+def divide_as_kempner(model: nn.Module, config: Config, wrapper: Wrapper, mesh: DeviceMesh, stages: None) -> list[str]:
+    """Divide a model as KempnerForge does: its embedding is not cut, and FSDP2 frees the root after the forward too."""
+    if config.parallel.tp > 1:
+        transformer = cast(PreTrainedModel, model)
+        transformer.set_input_embeddings(nn.Sequential(transformer.get_input_embeddings()))  # no longer the model's own
+    words = divide(model, config, wrapper, mesh, stages)
+    cast(FSDPModule, model).set_reshard_after_forward(True, recurse=False)
+    return words
 
 
 @dataclass(frozen=True)
@@ -269,6 +264,8 @@ def simulate_published(run: Published) -> tuple[Simulated, int]:
     device = replace(device_named(run.device), ranks_per_node=run.ranks_per_node)
     request = PlanRequest(run.world, device, device.memory_bytes)
     simulator = build_simulator(recipe_of(run), request, Console(enabled=False, loss_digits=4))
+    if run.source == "kempner":
+        simulator = replace(simulator, divide=divide_as_kempner)
     is_fused = run.source != "29425"
     choice = Choice(
         run.micro_batch_size, run.num_microbatches, run.sync, reshard=True, recompute=run.recompute, fused=is_fused
@@ -284,7 +281,7 @@ def recipe_of(run: Published) -> Config:
         "dtype": "float32" if is_mixed else run.dtype,
         **({"compute_dtype": "bfloat16"} if is_mixed else {}),
     }
-    own = {"function": f"{__name__}:eight_bit"} if run.eight_bit else {}
+    own = {"function": "bitsandbytes.optim:AdamW8bit"} if run.eight_bit else {}
     keys: dict[str, Any] = {
         "model": model,
         "data": {"path": "none", "pack_tokens": run.length_tokens},
@@ -295,7 +292,7 @@ def recipe_of(run: Published) -> Config:
         },
         "optim": own if is_mixed else {"master": None, "state_dtype": None, **own},
         "parallel": {
-            **({"wrapper": "fsdp2"} if run.world > 1 else {}),
+            **({"wrapper": "fsdp2"} if run.world > 1 or run.source == "kempner" else {}),
             **({"tp": run.tp, "sequence_parallel": True} if run.tp > 1 else {}),
             **({"dp_replicate": run.replicas, "dp_shard": run.world // run.replicas} if run.replicas > 1 else {}),
         },
@@ -327,7 +324,7 @@ def print_published(*, as_json: bool = False) -> None:
     if as_json:
         print(json.dumps([as_dict(row) for row in rows], indent=2))
         return
-    rich = RichConsole(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
+    rich = RichConsole(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
     rich.print(_table(rows), soft_wrap=False)
     for line in summary(rows):
         rich.print(line, markup=False)
@@ -342,16 +339,19 @@ def as_dict(row: Predicted) -> dict[str, Any]:
 
 def _table(rows: Iterable[Predicted]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for name in ("run", "GPUs", "layout", "GiB", "published", "ratio", "tokens/s", "published", "ratio", "bound by"):
-        table.add_column(name, justify="left" if name in ("run", "layout", "bound by") else "right", no_wrap=True)
+    for name in LEFT[:-1]:
+        table.add_column(name, no_wrap=True)
+    for name in ("GPUs", "GiB", "published", "ratio", "tokens/s", "published", "ratio"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column(LEFT[-1], no_wrap=True)
     for row in rows:
         run = row.run
         published = "" if run.gib is None else run.gib if isinstance(run.gib, str) else f"{run.gib:,.1f}"
         rate = "" if run.tokens_per_second is None else f"{run.tokens_per_second:,.0f}"
         gib = OUT_OF_MEMORY if row.fits == NO else f"{row.gib:,.1f}"
-        mark = " *" if run.is_fitted else ""
+        mark, kind = " *" if run.is_fitted else "", "reserved" if SOURCES[run.source].is_reserved else "allocated"
         table.add_row(
-            f"{run.source} {run.model}{mark}", f"{run.world} {run.device}", layout_of(run), gib, published,
+            f"{run.source} {run.model}{mark}", layout_of(run), kind, f"{run.world} {run.device}", gib, published,
             _ratio(row.memory_ratio), f"{row.tokens_per_second:,.0f}", rate, _ratio(row.speed_ratio), row.bound,
         )  # fmt: skip
     return table
@@ -375,7 +375,8 @@ def summary(rows: list[Predicted]) -> list[str]:
     lines = [
         f"{name}: {_spread([each for each in ratios if each is not None])}"
         for name, ratios in (
-            ("memory", [row.memory_ratio for row in rows]),
+            ("memory, allocated", [row.memory_ratio for row in rows if not SOURCES[row.run.source].is_reserved]),
+            ("memory, reserved", [row.memory_ratio for row in rows if SOURCES[row.run.source].is_reserved]),
             ("tokens/s, runs that efficiencies are fitted to (*)", speeds[True]),
             ("tokens/s, the other runs", speeds[False]),
         )

@@ -27,7 +27,6 @@ from megabatch.train.model.adapters import choose_trained
 from megabatch.train.model.architecture import architecture_of, check_fit, load_tokenizer, outline
 from megabatch.train.model.build import divide, prepare
 from megabatch.train.model.expert_balance import router_coefficient, with_router_loss
-from megabatch.train.model.optimizer import build_optimizer
 from megabatch.train.model.weights import is_several, own_source
 from megabatch.train.parallel.tensor_parallel import plain_terms
 from megabatch.train.parallel.wrap import (
@@ -39,7 +38,7 @@ from megabatch.train.parallel.wrap import (
     choose_wrapper,
     computing,
 )
-from megabatch.train.plan.estimate import ModelSizes, measure_sizes
+from megabatch.train.plan.estimate import ModelSizes, measure_sizes, planned_optimizer
 from megabatch.train.plan.grid import Choice, Grid, build_grid
 from megabatch.train.plan.request import PlanRequest
 from megabatch.train.runtime.console import Console
@@ -136,6 +135,7 @@ class Simulator:
     sizes: ModelSizes
     router: float | None = None  # coefficient of the router loss
     repeats: "Repeats | None" = None  # of a deep model, of which two shallow ones are simulated
+    divide: Callable[..., object] = divide  # over the mesh; published runs have ways of their own
 
     def simulate(self, choice: Choice) -> Simulated:
         """Simulate an update of rank 0. Raises `MegabatchError` for what fake tensors cannot do."""
@@ -188,7 +188,7 @@ class Simulator:
         prepare(model, config.model)
         if self.wrapper.is_of_fsdp or config.parallel.tp > 1:
             assert mesh is not None  # these have axes
-            divide(model, config, self.wrapper, mesh, None)
+            self.divide(model, config, self.wrapper, mesh, None)
         unused = config.model.function is not None
         return Replica(model, find_unused_parameters=unused) if self.wrapper.name == "ddp" else model
 
@@ -295,7 +295,7 @@ def _with_choice(config: Config, choice: Choice, device: Device) -> Config:
 def _build_optimizer(config: OptimConfig, model: nn.Module) -> Optimizer:
     """Build the recipe's optimizer. Raises `MegabatchError` if its step reads numbers, which fake tensors lack."""
     try:
-        return build_optimizer(model, config)
+        return planned_optimizer(model, config)
     except MegabatchError as error:
         if DATA_DEPENDENT not in str(error):
             raise
