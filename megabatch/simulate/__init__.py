@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from megabatch.simulate.devices import device_named as device_named
     from megabatch.simulate.ledger import CATEGORIES as CATEGORIES
     from megabatch.simulate.ledger import Moment as Moment
-    from megabatch.simulate.quantized_adam import QUANTIZED_OPTIMIZERS as QUANTIZED_OPTIMIZERS
-    from megabatch.simulate.quantized_adam import QuantizedAdam as QuantizedAdam
+    from megabatch.simulate.quantized import QUANTIZED_OPTIMIZERS as QUANTIZED_OPTIMIZERS
+    from megabatch.simulate.quantized import FourBitLinear as FourBitLinear
+    from megabatch.simulate.quantized import QuantizedAdam as QuantizedAdam
     from megabatch.simulate.repeated_layers import extend as extend
     from megabatch.simulate.replica import Replica as Replica
     from megabatch.simulate.simulated_update import Simulated as Simulated
@@ -21,9 +22,10 @@ else:
         "CATEGORIES": "ledger",
         "DEVICES": "devices",
         "Device": "devices",
+        "FourBitLinear": "quantized",
         "Moment": "ledger",
-        "QUANTIZED_OPTIMIZERS": "quantized_adam",
-        "QuantizedAdam": "quantized_adam",
+        "QUANTIZED_OPTIMIZERS": "quantized",
+        "QuantizedAdam": "quantized",
         "Replica": "replica",
         "Simulated": "simulated_update",
         "device_named": "devices",

@@ -721,6 +721,8 @@ FROZEN: dict[str, tuple[int, dict[str, Any]]] = {
     "adapters": (1, {"model__dtype": "bfloat16"}),
     "adapters ddp": (2, {"parallel__wrapper": "ddp"}),
     "adapters fsdp2": (2, {"parallel__wrapper": "fsdp2", "model__dtype": "bfloat16"}),
+    "adapters quantized": (1, {"model__dtype": "bfloat16", "model__quantize": "nf4"}),
+    "adapters quantized ddp": (2, {"parallel__wrapper": "ddp", "model__quantize": "nf4"}),
     "freeze fsdp2": (2, {"parallel__wrapper": "fsdp2", "model__freeze": "*embed*,*.layers.0.*"}),
 }
 
@@ -744,7 +746,12 @@ def test_what_is_frozen_costs_no_gradient(recipe: Path, name: str) -> None:
         kept = {kind: max(row.at_peak.get(kind, 0) for row in runs) for kind in ("gradients", "optimizer states")}
         assert 0 < kept["gradients"] <= 2 * 4 * sizes.num_trained
         assert 0 < kept["optimizer states"] <= 2 * 4 * sizes.num_trained + 8192  # in blocks of 512
-        if name == "adapters ddp":
+        if "quantized" in name:
+            matrices = 2 * (4 * 128 * 128 + 3 * 128 * 128)  # of the layers: attention, and the MLP of 128 features
+            item = 2 if values.get("model__dtype") == "bfloat16" else 4
+            rest = item * (2 * 384 * 128 + 5 * 128) + 4 * sizes.num_trained
+            assert runs[0].at_peak["parameters"] == pytest.approx(matrices * (4.5 / 8) + rest, rel=0.1)
+        if name.endswith("ddp"):
             assert all(row.sent_bytes == pytest.approx(4 * sizes.num_trained, abs=8192) for row in runs)
 
 

@@ -49,19 +49,34 @@ def quantized(source: Source, config: Config, wrapper: Wrapper) -> Source:
     """
     if config.model.quantize is None:
         return source
-    if wrapper.is_of_fsdp:
-        raise MegabatchError(
-            f"model.quantize is {config.model.quantize!r} and the wrapper {wrapper.name} ({wrapper.reason}), which "
-            'cannot cut weights of four bits; set parallel.wrapper to "ddp", or leave quantize out'
-        )
+    check_four_bit_wrapper(config.model, wrapper)
     if source.units is not None:
         fill(source.model, source.units, config.run.seed, torch.device("cpu"), source.saved)
     words = quantize(source.model, config.model)
     return replace(source, text=f"{source.text}; {words}", units=None, saved=None)
 
 
+def check_four_bit_wrapper(config: ModelConfig, wrapper: Wrapper) -> None:
+    """Raise for a wrapper that cannot cut weights of four bits."""
+    if config.quantize is not None and wrapper.is_of_fsdp:
+        raise MegabatchError(
+            f"model.quantize is {config.quantize!r} and the wrapper {wrapper.name} ({wrapper.reason}), which "
+            'cannot cut weights of four bits; set parallel.wrapper to "ddp", or leave quantize out'
+        )
+
+
 def quantize(model: nn.Module, config: ModelConfig) -> str:
     """Put the linear layers that transformers would choose into four bits. Return a description."""
+    layers = four_bit_candidates(model, config)
+    bytes_before = sum(each.weight.nbytes for each in layers.values())
+    for name, layer in layers.items():
+        model.set_submodule(name, four_bit_layer(layer, config))
+    num_bytes = sum(part.nbytes for _, each in four_bits(model) for part in stored(each.weight))
+    return f"{len(layers)} linear layers in {kind_of(config)}: {num_bytes:,} bytes instead of {bytes_before:,}"
+
+
+def four_bit_candidates(model: nn.Module, config: ModelConfig) -> dict[str, nn.Linear]:
+    """Return the linear layers that ``model.quantize`` puts into four bits, by name. Raises `MegabatchError`."""
     assert isinstance(model, PreTrainedModel)
     left = [*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or ())]  # pyright: ignore[reportPrivateUsage]
     found = {name: each for name, each in model.named_modules() if type(each) is nn.Linear}
@@ -77,11 +92,7 @@ def quantize(model: nn.Module, config: ModelConfig) -> str:
             f"model.quantize is {kind!r} and the layers of a {type(model).__name__} are not torch's linear ones; leave "
             "quantize out"
         )
-    bytes_before = sum(each.weight.nbytes for each in layers.values())
-    for name, layer in layers.items():
-        model.set_submodule(name, four_bit_layer(layer, config))
-    num_bytes = sum(part.nbytes for _, each in four_bits(model) for part in stored(each.weight))
-    return f"{len(layers)} linear layers in {kind_of(config)}: {num_bytes:,} bytes instead of {bytes_before:,}"
+    return layers
 
 
 def four_bit_layer(linear: nn.Linear, config: ModelConfig) -> nn.Linear:
@@ -91,8 +102,7 @@ def four_bit_layer(linear: nn.Linear, config: ModelConfig) -> nn.Linear:
         bitsandbytes().nn,
         {"quant_type": config.quantize, "compress_statistics": config.double_quantization},
     )
-    # A layer casts its bias for good to the dtype that it computes in.
-    computed = torch.bfloat16 if config.compute_dtype is not None and not has_bias else dtype_of(config)
+    computed = four_bit_dtype(linear, config)
     layer = layers.Linear4bit(
         linear.in_features, linear.out_features, has_bias, compute_dtype=computed, device="meta", **options
     )
@@ -101,6 +111,12 @@ def four_bit_layer(linear: nn.Linear, config: ModelConfig) -> nn.Linear:
     layer.support_avx512bf16_for_cpu = False  # in eval() it would repack its weights and have no backward after that
     layer.register_state_dict_post_hook(leave_out_scales)
     return layer
+
+
+def four_bit_dtype(linear: nn.Linear, config: ModelConfig) -> torch.dtype:
+    """Return the dtype that a layer in four bits computes in; it casts its bias for good to that dtype."""
+    has_bias = "bias" in dict(linear.named_parameters())
+    return torch.bfloat16 if config.compute_dtype is not None and not has_bias else dtype_of(config)
 
 
 def leave_out_scales(_: nn.Module, state: dict[str, Any], prefix: str, __: object) -> None:

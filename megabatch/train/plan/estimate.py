@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from megabatch.optim import LowBits, split_parameters
-from megabatch.simulate import QUANTIZED_OPTIMIZERS, Device, QuantizedAdam
+from megabatch.simulate import QUANTIZED_OPTIMIZERS, Device, FourBitLinear, QuantizedAdam
 from megabatch.train.config import Config, OptimConfig
 from megabatch.train.config.parallel_layout import Layout
 from megabatch.train.model.optimizer import build_optimizer, groups_of
@@ -46,7 +46,7 @@ class ModelSizes:
     num_kept: int  # layers that keep activations: from the first one with something to train
     num_hidden: int
     num_vocabulary: int
-    parameter_bytes: int
+    parameter_bytes: float  # on average, as few as weights in four bits have
     compute_bytes: int
     reduce_bytes: int
     state_bytes: float  # of the optimizer, per parameter that is trained
@@ -143,7 +143,7 @@ def measure_sizes(model: nn.Module, config: Config, layout: Layout, wrapped: str
         num_kept=sum(trains_below or any(each[1] for each in layers[:end]) for end in range(1, len(layers) + 1)),
         num_hidden=num_hidden,
         num_vocabulary=getattr(text, "vocab_size", 0),
-        parameter_bytes=dtype.itemsize,
+        parameter_bytes=_parameter_bytes(model, dtype, num_parameters),
         compute_bytes=computed.itemsize,
         reduce_bytes=(accumulation_of(config.update) or trained_dtype).itemsize,
         state_bytes=_state_bytes(config, optimizer, model),
@@ -162,8 +162,19 @@ def measure_sizes(model: nn.Module, config: Config, layout: Layout, wrapped: str
 
 def _count_parameters(module: nn.Module) -> tuple[int, int]:
     """Return the numbers of parameters and of trained parameters."""
-    parameters = list(module.parameters())
-    return sum(each.numel() for each in parameters), sum(each.numel() for each in parameters if each.requires_grad)
+    four_bits = [each for each in module.modules() if isinstance(each, FourBitLinear)]
+    stored = {id(part) for each in four_bits for name, part in each.named_parameters(recurse=False) if name != "bias"}
+    parameters = [each for each in module.parameters() if id(each) not in stored]
+    num_trained = sum(each.numel() for each in parameters if each.requires_grad)
+    frozen = sum(each.in_features * each.out_features for each in four_bits)
+    return sum(each.numel() for each in parameters) + frozen, num_trained
+
+
+def _parameter_bytes(model: nn.Module, dtype: torch.dtype, num_parameters: int) -> float:
+    """Return the bytes of a parameter in the model's dtype, or on average where some have four bits."""
+    if not any(isinstance(each, FourBitLinear) for each in model.modules()):
+        return dtype.itemsize
+    return sum(each.numel() * min(each.itemsize, dtype.itemsize) for each in model.parameters()) / num_parameters
 
 
 def _stepped_optimizer(config: Config, dtype: torch.dtype) -> Optimizer:

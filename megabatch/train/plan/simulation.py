@@ -18,7 +18,7 @@ from megabatch import JointLoss
 from megabatch.batching import OneRow, context_parallel
 from megabatch.errors import MegabatchError
 from megabatch.losses import LossFunction
-from megabatch.simulate import Device, Replica, Simulated, extend, simulate
+from megabatch.simulate import Device, FourBitLinear, Replica, Simulated, extend, simulate
 from megabatch.train.callbacks.ema import Average
 from megabatch.train.config import Config, ModelConfig, OptimConfig
 from megabatch.train.config.parallel_layout import Layout, layout_of
@@ -27,6 +27,7 @@ from megabatch.train.model.adapters import choose_trained
 from megabatch.train.model.architecture import architecture_of, check_fit, load_tokenizer, outline
 from megabatch.train.model.build import divide, prepare
 from megabatch.train.model.expert_balance import router_coefficient, with_router_loss
+from megabatch.train.model.frozen import check_four_bit_wrapper, four_bit_candidates, four_bit_dtype
 from megabatch.train.model.weights import is_several, own_source
 from megabatch.train.parallel.tensor_parallel import plain_terms
 from megabatch.train.parallel.wrap import (
@@ -64,6 +65,8 @@ def build_simulator(
     if layout.cp > 1:
         check_attention_is_causal(cast(PreTrainedModel, model))
     wrapper = choose_wrapper(config.parallel.wrapper, request.world, model, layout)
+    check_four_bit_wrapper(config.model, wrapper)
+    quantize_outline(model, config)
     choose_trained(model, config.model)
     axes = _mesh_axes(layout, wrapper, request.world)
     is_hybrid = wrapper.name == "fsdp2" and (axes or {}).get("dp_replicate", 1) > 1
@@ -78,11 +81,6 @@ def build_simulator(
 
 def check_planned(config: Config, world: int) -> None:
     """Raise for keys that cannot be simulated."""
-    if config.model.quantize is not None:
-        raise MegabatchError(
-            f"model.quantize is {config.model.quantize!r}, whose layers the plan does not simulate; plan without "
-            "it: the base then counts in full"
-        )
     if config.optim.in_backward:
         raise MegabatchError(
             "optim.in_backward is true, which the plan does not simulate; plan without it: gradients then count in full"
@@ -113,6 +111,15 @@ def bare_model(config: Config, longest_tokens: int | None = None) -> nn.Module:
     architecture.use_cache = False
     check_fit(architecture, longest_tokens, None)
     return outline(simulated, architecture)
+
+
+def quantize_outline(model: nn.Module, config: Config) -> None:
+    """Put the layers of ``model.quantize`` into four bits, without bitsandbytes. They have no memory yet."""
+    if config.model.quantize is None:
+        return
+    for name, layer in four_bit_candidates(model, config.model).items():
+        computed, is_double = four_bit_dtype(layer, config.model), config.model.double_quantization
+        model.set_submodule(name, FourBitLinear(layer, computed, double_quantization=is_double))
 
 
 def _mesh_axes(layout: Layout, wrapper: Wrapper, world: int) -> dict[str, int] | None:
@@ -182,6 +189,7 @@ class Simulator:
         model = bare_model(config)
         if num_layers is not None:
             del cast(nn.ModuleList, model.get_submodule(_stack_of(model)))[num_layers:]
+        quantize_outline(model, config)
         if config.parallel.cp > 1:
             assert mesh is not None
             attend_over(cast(PreTrainedModel, model), AttentionCost(mesh.get_group("cp")))

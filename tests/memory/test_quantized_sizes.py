@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from megabatch.errors import PlanError
-from megabatch.simulate import QuantizedAdam
+from megabatch.simulate import FourBitLinear, QuantizedAdam
 from tests.memory.runs import Run, predicted
 
 EIGHT, FOUR = 2 * 512 * 256 + 2 * 4 * 512, 512 * 256 + 2 * 4 * 1024  # codes, and a scale for 256 or 128 numbers
@@ -46,3 +46,17 @@ def test_a_rank_keeps_the_states_of_its_shards() -> None:
     found = predicted(Run("flat", "fsdp2", 2, 16, optimizer="torchao.optim:AdamW8bit"))
     states = found.phases["step"].at_peak["optimizer states"]
     assert states == pytest.approx(found.num_parameters / 2 * (2 + 8 / 256), rel=0.002)
+
+
+@pytest.mark.parametrize(
+    ("double", "num_bytes"), [(False, 96 * 80 // 2 + 4 * 120), (True, 96 * 80 // 2 + 120 + 4)]
+)  # 120 blocks
+def test_a_matrix_in_four_bits_has_the_bytes_of_the_package(double: bool, num_bytes: int) -> None:
+    layer = FourBitLinear(nn.Linear(80, 96), torch.float32, double_quantization=double)
+    assert sum(each.nbytes for name, each in layer.named_parameters() if name != "bias") == num_bytes
+    hidden = torch.ones(2, 3, 80, requires_grad=True)
+    output = layer(hidden)
+    output.sum().backward()
+    assert output.shape == (2, 3, 96)
+    assert hidden.grad is not None
+    assert hidden.grad.shape == hidden.shape
