@@ -330,8 +330,8 @@ class GradientAccumulator:
         on all ranks. This method is not collective, and you may leave it out on any rank.
 
         Leave the samples and the model's config as they are until the call: it prepares samples anew that have other
-        tensors or were written to by torch, and does not see writes through numpy. ``weigh`` and ``length`` run in the
-        thread. Two batches are kept, the last ones.
+        tensors or were written to by torch, and does not see writes through numpy, ``.data`` or other processes.
+        ``weigh`` and ``length`` run in the thread. Two batches are kept, the last ones.
 
         It does nothing for a collate function of your own and a loss with ``prepare=`` of its own, which may draw
         random numbers, for a `Deferred` batch, for samples that are not dicts of tensors on the CPU, and for an "auto"

@@ -9,6 +9,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -38,7 +39,8 @@ STATISTICS = (
     nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d,
     nn.InstanceNorm3d,
 )  # fmt: skip
-COARSEST = torch.finfo(torch.float32).eps  # of a trial that sees what code of the user's does
+FLOAT32 = torch.finfo(torch.float32).eps  # the coarsest trial that sees what code of the user's does
+KNOWN_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 KNOWN_CODE = ("torch.", "transformers.", "peft.", "accelerate.", "megabatch.", "builtins.", "abc.", "typing.")
 Gradients = list[Tensor | None]
 
@@ -89,7 +91,7 @@ class ShapesPlanner(MicrobatchPlanner):
 
     @property
     def _num_positions(self) -> int | None:
-        return None if self.padding is None else self.padding.num_positions
+        return None if self.padding is None else self.padding.most_positions
 
     def fitted(self, plan: Plan, samples: Samples) -> Plan:
         """Return a plan that was made before. Raises `PlanError` if it is of other samples or shapes."""
@@ -228,6 +230,7 @@ class FewShapes:
                 every, self.count, num_samples=max(map(len, of_ranks)), max_rows=rows, max_tokens=tokens,
                 cost=planner.known_cost, packed=free.is_packed,
             )  # fmt: skip
+            self.shapes = ranks.exchange_objects(self.shapes)[0]  # limits and costs may be each rank's own
         if not is_begun:
             self._try(planner, next(each for each in offers if each is not None), opened, run)
         self.is_settled = True
@@ -239,7 +242,7 @@ class FewShapes:
     ) -> None:  # fmt: skip
         """Raise `PlanError` if two samples have another gradient in a microbatch that is filled up than one by one."""
         wrapper, ranks = self._wrapper, self._wrapper.ranks
-        num, most = len(sample["input_ids"]), planner.padding and planner.padding.num_positions
+        num, most = len(sample["input_ids"]), planner.padding and planner.padding.most_positions
         num = min(num, most // 2) if most and not isinstance(planner.collate, OneRow) else num
         sample = {name: value[:num] if value.ndim else value for name, value in sample.items()}
         shorter = {name: value[: max(1, num - 3)] if value.ndim else value for name, value in sample.items()}
@@ -250,7 +253,7 @@ class FewShapes:
         filled = ShapesPlanner.of(replace(alone, micro_batch_size=3), [shape])
         precision = _Precision()
         with restoring(self._subject, opened, "leave shapes= out"), torch.compiler.set_stance("force_eager"), precision:
-            before = random_state.note(wrapper.device)
+            before, modules = random_state.note(wrapper.device), list(wrapper.models[0].modules())
             expected = run(alone, [sample, shorter])
             draws = float(not random_state.note(wrapper.device).same_as(before))
             draws = max(drawn for (drawn,) in ranks.exchange_numbers([draws]))
@@ -258,14 +261,24 @@ class FewShapes:
                 for model in wrapper.models:
                     model.eval()
                 expected = run(alone, [sample, shorter])
+            # Copies: the buckets of DDP may be the memory of both.
+            expected = [None if each is None else each.detach().clone() for each in expected]
             found = run(filled, [sample, shorter])
-        coarse = max(eps for (eps,) in ranks.exchange_numbers([precision.eps])) > COARSEST
-        if (draws or coarse) and (own := _own_code(wrapper.models[0])):
+        changes = any(a is not b for a, b in zip_longest(modules, wrapper.models[0].modules()))
+        eps, changed = map(max, zip(*ranks.exchange_numbers([precision.eps, float(changes)]), strict=True))
+        if changed:
+            raise PlanError(
+                "shapes= tries the model on a few tokens, and its forward replaces modules then; make the model anew, "
+                "and leave shapes= out"
+            )
+        own = _own_code(wrapper.models[0])
+        if own and (draws or eps > FLOAT32):
             raise PlanError(
                 f"shapes= fills microbatches up with tokens without a label, and {own} is code of your own, of which "
                 "only a trial in float32 or float64 and without dropout tells whether it reads them; leave shapes= out"
             )
-        total, moved = _difference(found, expected, precision.eps)
+        # Models of transformers may compute parts in float32.
+        total, moved = _difference(found, expected, eps if own else max(eps, FLOAT32))
         totals, every = zip(*ranks.exchange_numbers([total, float(moved)]), strict=True)
         if not all(map(math.isfinite, totals)):
             raise PlanError(
@@ -303,8 +316,8 @@ def _problem_of_settings(
 def _problem_of_wrapper(wrapper: Wrapper) -> str | None:
     if len(wrapper.models) > 1:
         return "several models, of which one is tried"
-    if wrapper.is_pipeline or wrapper.ranks.context_groups:
-        return "a model or sequences that are cut over ranks (pp or cp)"
+    if wrapper.is_pipeline or wrapper.ranks.num_all > wrapper.ranks.degree:
+        return "ranks along tp, cp or pp, which must split their samples alike and may have other limits"
     if isinstance(wrapper.models[0], DistributedDataParallel) and wrapper.models[0].static_graph:
         return "DDP with static_graph=True, which keeps the graph of its first backward, that of a trial"
     return None
@@ -321,6 +334,8 @@ def _problem_of_model(model: nn.Module) -> str | None:
     if not is_causal(inner, with_experts=True) and not Padding([model]).takes_mask:
         return f"{type(inner).__name__}, which is neither causal nor takes an attention_mask"
     text = config.get_text_config() if callable(getattr(config, "get_text_config", None)) else config
+    if getattr(config, "attention_type", None) == "block_sparse":
+        return "block-sparse attention, which is another one for a few tokens"
     if any(getattr(each, name, None) for each in (config, text) for name in EXPERTS):
         return "experts, which tokens that fill up would load"
     if any(name in str(value) for each in (config, text) for key, value in vars(each).items()
@@ -339,6 +354,9 @@ def _own_code(model: nn.Module) -> str | None:
         own: list[Any] = [*forward_hooks(module).values(), *forward_pre_hooks(module).values()]
         own += [vars(module)["forward"]] if "forward" in vars(module) else []
         code += [inspect.unwrap(getattr(each, "func", each)) for each in own]
+    attention = getattr(getattr(with_config(model), "config", None), "_attn_implementation", None) or "eager"
+    if attention not in KNOWN_ATTENTION:
+        return f"the attention {attention!r}"
     of_users = (each for each in code if not f"{getattr(each, '__module__', '')}.".startswith(KNOWN_CODE))
     return next((getattr(each, "__name__", type(each).__name__) for each in of_users), None)
 
@@ -352,7 +370,10 @@ def _short(sample: Mapping[str, Any]) -> dict[str, Tensor]:
             f"shapes= fills samples up along input_ids, and they have {', '.join(tensors)}, not all of one length; "
             "give a value for each token, or leave shapes= out"
         )
-    cut = {name: value[:NUM_TRIED].clone() if value.ndim else value.clone() for name, value in tensors.items()}
+    mask = tensors.get("attention_mask")
+    start = int(mask.to(torch.bool).int().argmax()) if mask is not None and mask.ndim == 1 else 0  # after left padding
+    tried = slice(start, start + NUM_TRIED)
+    cut = {name: value[tried].clone() if value.ndim else value.clone() for name, value in tensors.items()}
     return {name: value.clamp(min=0) if name.endswith("labels") else value for name, value in cut.items()}
 
 

@@ -12,6 +12,7 @@ from megabatch.batching.samples import Batch
 from megabatch.torch_private import count_writes
 
 MAX_BATCHES = 2  # that are kept
+Settings = tuple[Any, Any]  # the planner and the hooks of the loss
 IS_CPU = operator.attrgetter("is_cpu")  # of every tensor of a batch
 
 
@@ -24,25 +25,23 @@ class EarlyPreparations:
     def __deepcopy__(self, memo: dict[int, Any]) -> "EarlyPreparations":
         return EarlyPreparations()  # threads have no copy
 
-    def begin(self, batch: Batch, prepare: Callable[[Batch], Any], settings: object) -> None:
-        """Begin ``prepare(batch)`` in a thread. Do nothing for samples whose changes would not be seen.
-
-        ``settings`` are all else that decides what is prepared.
-        """
+    def begin(self, batch: Batch, prepare: Callable[[Batch], Any], settings: "Settings") -> None:
+        """Begin ``prepare(batch)`` in a thread. Do nothing for samples whose changes would not be seen."""
         snapshot = BatchSnapshot.of(batch)
         if snapshot is None or not all(map(IS_CPU, snapshot.tensors)):  # a device's stream is another one in the thread
             return
         early = EarlyPreparation(batch, prepare, settings, snapshot)
         self.batches = [*self.batches[1 - MAX_BATCHES :], early]
 
-    def take(self, batch: Batch, settings: object) -> Any:
+    def take(self, batch: Batch, settings: "Settings") -> Any:
         """Return what was prepared for a batch. None if there is nothing for these samples as they are now."""
         snapshot = BatchSnapshot.of(batch) if self.batches else None
         if snapshot is not None:
             for early in self.batches:
                 if early.is_of(snapshot, settings):
                     self.batches.remove(early)
-                    return early.result()
+                    prepared = early.result()
+                    return prepared if prepared is not None and _weighs_alike(prepared, settings[1].weigh) else None
         return None
 
 
@@ -52,7 +51,7 @@ class BatchSnapshot(NamedTuple):
     sizes: list[int] | None  # tensors of each sample; None: the batch is a mapping
     names: list[str]
     tensors: list[Tensor]  # references keep them alive, so that their identity cannot be reused
-    writes: list[int]
+    writes: list[tuple[int, int]]  # their number, and where the values are
 
     @classmethod
     def of(cls, batch: Batch) -> "BatchSnapshot | None":
@@ -60,9 +59,11 @@ class BatchSnapshot(NamedTuple):
         samples: Any = [batch] if isinstance(batch, Mapping) else batch
         if not isinstance(samples, list | tuple):
             return None
+        if any(type(each) is not dict for each in samples):  # a class of the user's may answer otherwise each time
+            return None
         try:
             tensors: list[Tensor] = list(chain.from_iterable(map(dict.values, samples)))
-            writes = list(map(count_writes, tensors))
+            writes = list(zip(map(count_writes, tensors), map(Tensor.data_ptr, tensors), strict=True))
         except (AttributeError, RuntimeError, TypeError):  # no tensors, tensors of inference mode, no dicts
             return None
         sizes = None if samples is not batch else list(map(len, samples))
@@ -78,7 +79,7 @@ class EarlyPreparation:
     """A batch that a thread prepares. The thread ends with its work."""
 
     def __init__(
-        self, batch: Batch, prepare: Callable[[Batch], Any], settings: object, snapshot: BatchSnapshot
+        self, batch: Batch, prepare: Callable[[Batch], Any], settings: Settings, snapshot: BatchSnapshot
     ) -> None:
         self._settings, self._snapshot = settings, snapshot
         # The caller may put other tensors into its dicts meanwhile, and the former ones back before the call.
@@ -87,10 +88,20 @@ class EarlyPreparation:
         self._prepared: Future[Any] = thread.submit(prepare, batch)
         thread.shutdown(wait=False)
 
-    def is_of(self, snapshot: BatchSnapshot, settings: object) -> bool:
+    def is_of(self, snapshot: BatchSnapshot, settings: Settings) -> bool:
         """Return True if this is what a call would prepare."""
         return settings == self._settings and snapshot.same_as(self._snapshot)
 
     def result(self) -> Any:
         """Wait for the thread. Return None if it failed: the call finds the same fault, and tells the other ranks."""
         return None if self._prepared.exception() is not None else self._prepared.result()
+
+
+def _weighs_alike(prepared: Any, weigh: Callable[[Any], Any] | None) -> bool:
+    """Return True if the microbatch with the most weight has it still: ``weigh`` may read what has changed since."""
+    if weigh is None or not prepared.collated:
+        return True
+    weights = [list(each.values()) for each in prepared.weights]
+    heaviest = max(range(len(weights)), key=lambda index: sum(weights[index]))
+    now = weigh(prepared.collated[heaviest])
+    return [float(each) for each in (now.values() if isinstance(now, Mapping) else [now])] == weights[heaviest]

@@ -32,6 +32,7 @@ from megabatch.torch_private import is_fake, original_of
 IDS, MASK, POSITIONS = "input_ids", "attention_mask", "position_ids"
 RIGHT_PADDED = "megabatch: padded on the right"  # in a microbatch, beside its mask
 # Keys in transformers' configs of models that send tokens to experts, which may count them by the mask.
+POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len")  # keys of configs
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -242,6 +243,13 @@ class Padding:
     def num_positions(self) -> int | None:
         """Rows of the smallest table of learned positions beside one of tokens; None for models without one."""
         return min((size for model in self._models for size in _position_tables(model)), default=None)
+
+    @property
+    def most_positions(self) -> int | None:
+        """The longest row that the models may take, by their tables and configs; None if nothing limits it."""
+        configs = [getattr(with_config(each), "config", None) for each in self._models]
+        stated = [getattr(each, name, None) for each in configs for name in POSITION_LIMITS]
+        return min((size for size in (self.num_positions, *stated) if isinstance(size, int) and size > 0), default=None)
 
 
 def _stretched(columns: Mapping[str, list[Tensor]], length: int) -> list[str]:

@@ -211,6 +211,10 @@ class Callbacks:
         self.after_evaluation = self._overriding("after_evaluation")
         self.end = self._overriding("end")
         self.may_split = any(each.splits_updates for each in callbacks)
+        # Callbacks of the user's may change the samples, by numpy too.
+        self.may_change = any(
+            not type(each).__module__.startswith("megabatch.") for each in (*self.before_update, *self.around_backward)
+        )
 
     def without(self, callback: Callback) -> "Callbacks":
         """Return the others."""

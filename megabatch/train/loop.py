@@ -76,9 +76,10 @@ def make_update(context: RunContext, batch: Sequence[Any], meanwhile: Callable[[
 
 
 def prepare_next(context: RunContext) -> None:
-    """Read the samples of the next update, and prepare them in a thread. If callbacks split updates, read them only."""
-    samples = context.updates.read_ahead()
-    if samples and not context.callbacks.may_split:
+    """Read the samples of the next update, and prepare them in a thread unless callbacks may change them."""
+    with context.heartbeat.reading_ahead(context.step + 2):
+        samples = context.updates.read_ahead()
+    if samples and not (context.callbacks.may_split or context.callbacks.may_change):
         context.learner.gradient.prepare(samples, context.loss_fn)
 
 

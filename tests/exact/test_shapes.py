@@ -6,8 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import BertConfig, BertForTokenClassification, GPT2LMHeadModel
+from torch.nn.parallel import DistributedDataParallel
+from transformers import BertConfig, BertForTokenClassification, GPT2LMHeadModel, GPTJConfig, GPTJForCausalLM
 
 from megabatch import CostModel, GradientAccumulator, JointLoss, MegabatchError, PlanError, loss, losses
 from megabatch.autotune import few_shapes
@@ -156,6 +158,44 @@ def test_a_hook_is_own_code() -> None:
         accumulate(model, shapes.samples_of([9, 9, 9, 9], 0))
 
 
+@pytest.mark.parametrize("kind", [Mixing, Gated])
+def test_buckets_that_are_gradients_hide_nothing(kind: Any) -> None:
+    """DDP with ``gradient_as_bucket_view``: both gradients of the trial lie in the same memory."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(of_kind(kind), gradient_as_bucket_view=True)
+        with pytest.raises(PlanError, match="the gradient of this model changes"):
+            accumulate(model, shapes.samples_of([9, 9, 9, 9], 0))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_attention_of_ones_own_is_own_code() -> None:
+    model = of_kind(GPT2LMHeadModel).to(torch.bfloat16)
+    model.config._attn_implementation = "mine"
+    assert few_shapes._own_code(model) == "the attention 'mine'"
+
+
+def test_the_longest_shape_is_within_the_positions_of_the_config() -> None:
+    config = GPTJConfig(vocab_size=models.VOCABULARY, n_positions=36, n_embd=16, n_layer=1, n_head=2, rotary_dim=4)
+    gradient = accumulate(GPTJForCausalLM(config), shapes.samples_of([20, 7], 0))
+    gradient.finalize()
+    gradient.forward_backward(shapes.samples_of([30, 7], 1), losses.next_token)
+    assert max(tokens for _, tokens in gradient.last_plan.shapes.values()) == 36
+
+
+def test_samples_that_are_padded_on_the_left() -> None:
+    def left(values: Tensor, fill: int) -> Tensor:
+        return nn.functional.pad(values, (12, 0), value=fill)
+
+    batch = [
+        {"input_ids": left(each["input_ids"], 0), "labels": left(each["labels"], -100),
+         "attention_mask": left(torch.ones(9).long(), 0)}
+        for each in shapes.samples_of([9, 9, 9], 0)
+    ]  # fmt: skip
+    accumulate(shapes.new_model(), batch).finalize()
+
+
 def test_an_open_update_that_was_saved_without_shapes_is_refused() -> None:
     batch = shapes.samples_of([9, 9, 9, 9], 0)
     before = GradientAccumulator(of_kind(Mixing), max_microbatch_tokens=64)
@@ -291,6 +331,7 @@ REFUSALS = {
     "models": lambda: accumulate([shapes.new_model(), shapes.new_model()], []),
     "own model": lambda: accumulate(models.integer_model("tokens"), []),
     "experts": lambda: accumulate(of_kind(GPT2LMHeadModel, num_experts=4), []),
+    "block-sparse": lambda: accumulate(of_kind(GPT2LMHeadModel, attention_type="block_sparse"), []),
     "encoder-decoder": lambda: accumulate(of_kind(GPT2LMHeadModel, is_encoder_decoder=True), []),
     "batch norm": lambda: accumulate(of_kind(Normed), []),
     "dynamic positions": lambda: accumulate(of_kind(GPT2LMHeadModel, rope_parameters={"rope_type": "dynamic"}), []),
@@ -310,6 +351,7 @@ REFUSALS = {
 
 
 WORDS = {
+    "block-sparse": "block-sparse attention",
     "none": "at least 1", "pairs": "at least 1", "same bits": "same_bits=True and shapes=3",
     "collate": "a collate function other", "shared prefix": "a collate function other", "ends": "flash_attn_kwargs",
     "rows in a row": "OneRow with micro_batch_size", "length": "length=, which", "labels": "padding= of labels",

@@ -107,6 +107,16 @@ class Heartbeat:
         self._doing, self._awaits_samples = f"in update {step}", False
 
     @contextlib.contextmanager
+    def reading_ahead(self, step: int) -> Generator[None, None, None]:
+        """Say, inside of an update, that this rank waits for the samples of a later one."""
+        doing = self._doing
+        self._doing, self._awaits_samples = f"waiting for the samples of update {step}", True
+        try:
+            yield
+        finally:
+            self._doing, self._awaits_samples = doing, False
+
+    @contextlib.contextmanager
     def running(self) -> Generator[None, None, None]:
         """Beat while the block runs. A rank must answer from its first update until it says that it has ended."""
         works = [self._beat, self._watch_itself] if self._is_used else []
