@@ -179,6 +179,8 @@ class FewShapes:
 
     def load(self, planner: MicrobatchPlanner, state: Sequence[Sequence[int]]) -> MicrobatchPlanner:
         """Return the planner with shapes that were chosen before. The next call compares them between ranks."""
+        if any(len(each) != 2 or min(each) < 1 for each in state):
+            raise PlanError(f"the state has shapes={state}; expected pairs of rows and tokens, of a state_dict()")
         self.shapes = tuple((int(rows), int(tokens)) for rows, tokens in state)
         self.is_settled = False
         free = planner.free if isinstance(planner, ShapesPlanner) else planner

@@ -52,6 +52,11 @@ def restore_open_update(state: State, wrapper: Wrapper, wide: WideGradients, ope
     """
     if not state:
         return None
+    if "ranks" not in state or "shapes" in state:
+        raise PlanError(
+            f"the state has {', '.join(state)}, and not those of an open update alone; give the shapes= or same_bits= "
+            "with which it was saved, or load it without their keys"
+        )
     if state["ranks"] != wrapper.ranks.num_all:
         raise PlanError(
             f"the open update is of {state['ranks']} ranks and here are {wrapper.ranks.num_all}, whose parts of the "

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megabatch.accumulator import GradientAccumulator
+from megabatch.batching.packed_row import OneRow
 from megabatch.batching.samples import Batch, Deferred, Microbatch, Samples
 from megabatch.batching.tree import clone
 from megabatch.engine import random_state
@@ -117,6 +118,11 @@ class GradientComparison:
         most = max(self.sizes)
         ragged = 3 if most > 3 and most % 2 == 0 else 2
         sizes = {size: {"micro_batch_size": size} for size in (1, ragged, most)}
+        if self.options.get("shapes") is not None and isinstance(self.options.get("collate"), OneRow):
+            longest = max(
+                max(self._samples(each).lengths) for each in self.shares
+            )  # rows of few shapes are limited by tokens alone
+            sizes = {size: {"max_microbatch_tokens": size * longest} for size in (1, ragged, most)}
         limits = [self.first, *(limit for limit in sizes.values() if limit != self.first)]
         asked = self.options.get("sync", "auto")
         with catch_causes():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import BertConfig, BertForTokenClassification, GPT2LMHeadModel, GPTJConfig, GPTJForCausalLM
 
-from megabatch import CostModel, GradientAccumulator, JointLoss, MegabatchError, PlanError, loss, losses
+from megabatch import CostModel, GradientAccumulator, JointLoss, MegabatchError, PlanError, loss, losses, verify
 from megabatch.autotune import few_shapes
 from megabatch.batching import OneRow, SharedPrefix, packed_row, padding
 from megabatch.planning.shapes import choose_shapes, plan_in_shapes, split_into_shapes
@@ -204,6 +204,29 @@ def test_an_open_update_that_was_saved_without_shapes_is_refused() -> None:
     gradient.load_state_dict(before.state_dict())
     with pytest.raises(PlanError, match="an open update that was saved without them"):
         gradient.forward_backward(batch, losses.next_token)
+
+
+@pytest.mark.parametrize("state", [[[4]], [[0, 5]], [[1, 2, 3]]])
+def test_shapes_that_are_none_are_not_loaded(state: Any) -> None:
+    gradient = GradientAccumulator(shapes.new_model(), max_microbatch_tokens=64, shapes=2)
+    with pytest.raises(PlanError, match="expected pairs of rows and tokens"):
+        gradient.load_state_dict({"shapes": state})
+
+
+def test_a_state_with_shapes_is_for_an_accumulator_with_shapes() -> None:
+    saved = accumulate(shapes.new_model(), shapes.samples_of([9, 4], 0)).state_dict()
+    for state in (saved, {"shapes": saved["shapes"]}):
+        with pytest.raises(PlanError, match="give the shapes= or same_bits="):
+            GradientAccumulator(shapes.new_model(), max_microbatch_tokens=64).load_state_dict(state)
+
+
+@pytest.mark.parametrize("collate", [None, OneRow()])
+def test_verify_compares_few_shapes(collate: Any) -> None:
+    batch = shapes.samples_of([9, 4, 17, 8], 0)
+    verification = verify(
+        shapes.new_model(), losses.next_token, batch, max_microbatch_tokens=32, collate=collate, shapes=2
+    )
+    assert verification.ok, verification
 
 
 def test_the_trial_is_not_timed() -> None:

@@ -39,6 +39,8 @@ def build_layouts(config: Config, request: PlanRequest, console: Console) -> tup
             left_out.setdefault(str(error), f"without {layout_text(parallel)}: {error}")
     if not simulators:
         nothing = f"no layout of {request.world} processes has the degrees that the command line states; leave one out"
+        if config.parallel.pp > 1 and "parallel.pp" in request.stated_keys:
+            nothing = "--layouts does not compare pipelines; leave --parallel.pp out"
         raise MegabatchError(next(iter(left_out), nothing))
     return simulators, list(left_out.values())
 
