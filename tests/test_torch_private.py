@@ -28,6 +28,7 @@ new = set(sys.modules) - before
 print(len(new), *(name for name in new if name.startswith({(*SLOW, *OWN)!r})))
 """
 EXCEPTIONS = {  # names of torch's that a file uses itself, and why
+    "autotune.few_shapes": ("_attn_implementation",),  # of transformers
     "batching.shared_prefix": ("_attn_implementation",),  # of transformers
     "engine.packing_check": ("_attn_implementation",),  # of transformers
     "integrations.rollouts": (  # of TRL's GRPOTrainer and RLOOTrainer

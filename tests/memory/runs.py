@@ -131,9 +131,11 @@ def predicted(run: Run, **options: Any) -> Simulated:
             model = llama(run)
         return wrapped(model, run, mesh, Replica)
 
-    part = stretch(batch_of(run, 1), 0, 2) if run.wrapper == "cp" else batch_of(run, 1)
+    part = stretch(batch_of(run, 1), 0, 2) if run.wrapper == "cp" else None  # a stretch reads the values of a batch
 
-    def microbatch() -> dict[str, Tensor]:  # made where tensors are fake; the stretch reads those of the batch
+    def microbatch() -> dict[str, Tensor]:  # made where tensors are fake
+        if part is None:
+            return batch_of(run, 1)
         return type(part)({name: torch.zeros_like(value) for name, value in part.items()})
 
     return simulate(

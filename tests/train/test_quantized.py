@@ -24,7 +24,6 @@ from megabatch.train.model.adapters import left_out, stir
 from megabatch.train.model.architecture import architecture_of
 from megabatch.train.model.build import build
 from megabatch.train.model.frozen import check_same_bits, dequantize, four_bits, stored
-from megabatch.train.plan.simulation import check_planned
 from megabatch.train.runtime.ranks import Ranks
 from tests.comm.counting import Collectives
 from tests.train.adapter_jobs import GPT2, LORA, SAMPLES, lora_recipe, saved_base
@@ -251,11 +250,6 @@ def test_shards_are_refused(layout: str, wrapper: str) -> None:
         f"model.quantize is 'nf4' and the wrapper {wrapper} (asked for), which cannot cut weights of four bits; set "
         'parallel.wrapper to "ddp", or leave quantize out'
     )
-
-
-def test_no_plan_is_made() -> None:
-    with pytest.raises(MegabatchError, match=r"^model\.quantize is 'nf4', whose layers the plan does not simulate"):
-        check_planned(four_bit_recipe(), 1)
 
 
 def test_without_bitsandbytes_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
-from megabatch import CostModel, GradientAccumulator, MegabatchError
+from megabatch import CostModel, GradientAccumulator, MegabatchError, PlanError
 from megabatch.autotune import cost_meter
+from megabatch.autotune.cost_meter import CostMeter
+from megabatch.batching import OneRow
 from megabatch.planning.limits import TimedMicrobatch, cost_in_use
 from tests.unit.failures.table import weighed_squares
 
@@ -157,6 +160,26 @@ def test_whatever_was_timed_has_a_cost_that_splits(rows: list[tuple[int, int, fl
         assert cost.seconds_per_microbatch > 0
         assert min(cost.seconds_per_token, cost.seconds_per_pair) >= 0
         assert all(map(math.isfinite, (cost.seconds_per_microbatch, cost.seconds_per_token, cost.seconds_per_pair)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({"collate": OneRow()}, "packs samples by their tokens alone"), ({"same_bits": True}, "same_bits=True and cost=")],
+)
+def test_a_cost_that_decides_nothing_is_refused(settings: dict[str, Any], words: str) -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_positions=16, n_embd=4, n_layer=1, n_head=1))
+    with pytest.raises(PlanError, match=words):
+        GradientAccumulator(model, max_microbatch_tokens=8, cost="measure", **settings)
+
+
+@pytest.mark.parametrize(
+    ("device", "num_all", "words"), [("cpu", 2, "ranks along cp, tp or pp"), ("meta", 1, "of type")]
+)
+def test_ranks_that_split_alike_and_other_devices_are_refused(device: str, num_all: int, words: str) -> None:
+    wrapper: Any = SimpleNamespace(device=torch.device(device), ranks=SimpleNamespace(num_all=num_all, degree=1))
+    planner: Any = SimpleNamespace(is_auto=False, collate=None)
+    with pytest.raises(PlanError, match=words):
+        CostMeter(wrapper, planner)
 
 
 def test_a_limit_that_is_measured_has_its_own_cost() -> None:
