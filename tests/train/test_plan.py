@@ -629,7 +629,7 @@ def test_the_command_starts_as_many_processes(world: int, words: str) -> None:
         (["--update.batch_size=3"], "unknown key update.batch_size on the command line; here it is update.global"),
         (["--layouts"], "--layouts compares layouts of several processes and --world is 1; give --world N"),
         (["--layouts", "--world=4", "--parallel.tp=3"], "no layout of 4 processes has the degrees that the"),
-        (["--layouts", "--world=2", "--parallel.pp=2"], "no layout of 2 processes has the degrees that the"),
+        (["--layouts", "--world=2", "--parallel.pp=2"], "--layouts does not compare pipelines; leave --parallel.pp"),
         (["extra"], "cannot read the argument 'extra'; write --section.key=value"),
         (["--world", "3", "--parallel.tp=2"], "parallel.tp is 2 and there are 3 processes; take a multiple of 2"),
         (
