@@ -20,7 +20,7 @@ from megabatch.autotune.measure import MeasuredModel
 from megabatch.autotune.tuner import restoring
 from megabatch.batching.packed_row import OneRow
 from megabatch.batching.padding import EXPERTS, Padding, is_causal, with_config
-from megabatch.batching.samples import IGNORED_LABEL, Batch, Collate, Length, Samples, to_dense_tensor
+from megabatch.batching.samples import IGNORED_LABEL, Batch, Samples, to_dense_tensor
 from megabatch.engine import random_state
 from megabatch.engine.call import MicrobatchPlanner, PreparedBatch, collate_planned, first_failure
 from megabatch.engine.update import OpenUpdate
@@ -155,7 +155,7 @@ class FewShapes:
         self.shapes: tuple[Shape, ...] = ()  # once they are chosen
         self.is_settled = False  # chosen, the same on all ranks, and tried
         self._wrapper, self._subject = wrapper, MeasuredModel(model, wrapper, wide)
-        if problem := _problem_of_settings(planner.collate, planner.length, padding, planner):
+        if problem := _problem_of_settings(planner, padding):
             raise PlanError(f"shapes={self.count} and {problem}; leave one of the two out")
         if problem := _problem_of_wrapper(wrapper) or _problem_of_model(wrapper.models[0]):
             raise PlanError(f"shapes={self.count} and {problem}; leave shapes= out")
@@ -299,16 +299,15 @@ class FewShapes:
             )
 
 
-def _problem_of_settings(
-    collate: Collate | None, length: Length | None, padding: Mapping[str, float] | None, planner: MicrobatchPlanner
-) -> str | None:
+def _problem_of_settings(planner: MicrobatchPlanner, padding: Mapping[str, float] | None) -> str | None:
+    collate = planner.collate
     if collate is not None and not isinstance(collate, OneRow):
         return "a collate function other than OneRow, which decides the shape itself"
     if isinstance(collate, OneRow) and collate.adds_lengths:
         return "OneRow(flash_attn_kwargs=True), whose ends of sequences have other shapes"
     if isinstance(collate, OneRow) and planner.micro_batch_size is not None:
         return "OneRow with micro_batch_size, which says nothing about a row's tokens (give max_microbatch_tokens)"
-    if length is not None:
+    if planner.length is not None:
         return "length=, which may count other tokens than those that are filled up"
     if any(name.endswith("labels") and fill != IGNORED_LABEL for name, fill in (padding or {}).items()):
         return f"padding= of labels that is not {IGNORED_LABEL}"

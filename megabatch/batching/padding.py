@@ -244,7 +244,7 @@ class Padding:
         """Rows of the smallest table of learned positions beside one of tokens; None for models without one."""
         return min((size for model in self._models for size in _position_tables(model)), default=None)
 
-    @property
+    @cached_property
     def most_positions(self) -> int | None:
         """The longest row that the models may take, by their tables and configs; None if nothing limits it."""
         configs = [getattr(with_config(each), "config", None) for each in self._models]

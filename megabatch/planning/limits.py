@@ -77,7 +77,7 @@ class TunedLimit:
             f"{in_gib(self.cost.peak_bytes(1, self.max_microbatch_tokens))} of {in_gib(self.limit_bytes)}, measured "
             f"with {rows} samples of {self.longest_tokens:,} tokens"
             + (
-                "; larger ones would be at most 10 % faster"
+                f"; larger ones would be at most {LEAST_GAIN:.0%} faster"
                 if self.outgrown_rows is None and gains_little(fitting)
                 else ""
             )

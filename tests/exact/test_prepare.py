@@ -251,7 +251,7 @@ CHANGES: dict[str, Callable[[list[dict[str, Tensor]]], Any]] = {
 
 
 def run_changed(change: Callable[[list[dict[str, Tensor]]], Any]) -> tuple[bool, set[str]]:
-    """Whether the gradient of a batch that was changed after its preparation is right, and who counted its weight."""
+    """Change a batch after its preparation. Return if its gradient is right, and the threads that weighed it."""
     batch, noting, gradient = samples(TARGETS), Noting(), accumulator()
     for each in batch:
         each["spare"] = each["labels"].abs()  # what was to be ignored is a target here

@@ -387,6 +387,14 @@ WORDS = {
 }  # fmt: skip
 
 
+def test_ranks_with_the_same_samples_are_refused() -> None:
+    ranks = SimpleNamespace(num_all=2, degree=1)  # of tp, whose ranks may have other limits
+    wrapper: Any = SimpleNamespace(models=[shapes.new_model()], is_pipeline=False, ranks=ranks)
+    planner: Any = SimpleNamespace(collate=None, length=None)
+    with pytest.raises(PlanError, match="ranks along tp, cp or pp"):
+        few_shapes.FewShapes(2, wrapper.models[0], wrapper, planner, None, None)
+
+
 @pytest.mark.parametrize("what", REFUSALS)
 def test_refusals(what: str) -> None:
     with pytest.raises(MegabatchError, match=WORDS[what]) as raised:

@@ -146,7 +146,7 @@ def said(function: Callable[[], object]) -> str:
 
 
 def refused(fault: str) -> str:
-    """What is said of copies that cannot be one parameter."""
+    """Return the error of copies that cannot be one parameter."""
 
     def change(stage: int, layer: Layer) -> None:
         if stage == NUM_STAGES - 1 and fault == "weights":
@@ -159,7 +159,7 @@ def refused(fault: str) -> str:
 
 
 def drifting(wrapper: str) -> str:
-    """What is said after a step that moves one copy in another way, on one data rank's shard."""
+    """Return the error after a step that moves one copy in another way, on one data rank's shard."""
     pipeline, mesh = pipeline_of(wrapper)
     gradient = GradientAccumulator(pipeline, micro_batch_size=1)
     if dist.get_rank() == 0:

@@ -71,7 +71,7 @@ OWN = {
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each preparation that a call took had succeeded."""
+    """Record, for each preparation that a call takes, if it has succeeded."""
     found: list[bool] = []
     result = EarlyPreparation.result
 
@@ -149,7 +149,7 @@ def test_an_error_is_raised_when_its_update_is_handed_out(tmp_path: Path) -> Non
 
 
 def test_samples_of_a_function_are_read_in_their_turn(tmp_path: Path) -> None:
-    """What it returns may depend on what a callback did after the update before."""
+    """Its samples may depend on what a callback did after the update before."""
     assert not updates_of(config_of("function", tmp_path)).may_read_ahead
     assert updates_of(config_of("function", tmp_path, data={"num_workers": 1})).may_read_ahead
     assert updates_of(config_of("plain", tmp_path)).may_read_ahead

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 from tests.trainer.checks import CHECKS
@@ -207,9 +208,8 @@ def are_passed(tests: Sequence[str], bug: Bug) -> bool:
 
 def main() -> None:
     """Plant each bug, print a table and write it."""
-    import torch  # noqa: F401  # once, and not in every child
-    import transformers  # noqa: F401
-    from transformers import LlamaForCausalLM  # noqa: F401
+    for module in ("torch", "transformers.models.llama.modeling_llama"):
+        import_module(module)  # once, and not in every child
 
     wanted = [bug for bug in EXTRA_BUGS if not sys.argv[1:] or any(word in bug.name for word in sys.argv[1:])]
     nothing = Bug("nothing", dict.fromkeys(wanted[0].texts, next(iter(wanted[0].texts))), "")

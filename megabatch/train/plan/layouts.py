@@ -23,6 +23,8 @@ def build_layouts(config: Config, request: PlanRequest, console: Console) -> tup
     """
     if request.world == 1:
         raise MegabatchError("--layouts compares layouts of several processes and --world is 1; give --world N")
+    if config.parallel.pp > 1 and "parallel.pp" in request.stated_keys:
+        raise MegabatchError("--layouts does not compare pipelines; leave --parallel.pp out")
     sample = find_longest_sample(config, request.length_tokens, console)
     model: Any = bare_model(config)
     simulators: list[Simulator] = []
@@ -39,8 +41,6 @@ def build_layouts(config: Config, request: PlanRequest, console: Console) -> tup
             left_out.setdefault(str(error), f"without {layout_text(parallel)}: {error}")
     if not simulators:
         nothing = f"no layout of {request.world} processes has the degrees that the command line states; leave one out"
-        if config.parallel.pp > 1 and "parallel.pp" in request.stated_keys:
-            nothing = "--layouts does not compare pipelines; leave --parallel.pp out"
         raise MegabatchError(next(iter(left_out), nothing))
     return simulators, list(left_out.values())
 
