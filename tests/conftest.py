@@ -3,6 +3,7 @@
 import os
 import signal
 import tempfile
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what 
 settings.register_profile("steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("steady")
 CHEAP = {"group_of_one"}  # a module's fixtures that every process may make for itself
+MANY = 1000  # tests, of which some share a module's fixtures
 STARTS_RUNS = ("train", "page")  # folders in which what is slow starts the command line; tests/trainer runs it inside
 
 
@@ -32,6 +34,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         fixtures = item._fixtureinfo.name2fixturedefs
         if any(each[-1].scope == "module" and name not in CHEAP for name, each in fixtures.items()):
             item.add_marker(pytest.mark.xdist_group(str(item.path)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
+    """Stop where pytest-xdist does not group tests: every worker would run the ranks of a module again."""
+    if node.config.option.dist == "loadgroup" and len(ids) > MANY and not any("@" in each for each in ids):
+        raise pytest.UsageError("this pytest-xdist does not group tests under this pytest; see dev in pyproject.toml")
 
 
 @pytest.fixture(scope="module")
