@@ -591,6 +591,8 @@ def test_an_override_in_two_words_is_one() -> None:
     )
     assert values == [("world", "4"), ("json", "")]
     assert overrides == ["--update.sync=last", "--optim.lr=1", "--data.streaming"]
+    with pytest.raises(MegabatchError, match=r"^--layouts=4: --layouts takes no value"):
+        split_options(["--layouts=4"], *PLAN_OPTIONS)
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,9 @@ def split_options(
         argument = rest.pop(0)
         name, given, text = argument.removeprefix("--").partition("=")
         follows = not given and bool(rest) and not rest[0].startswith("--")
-        if argument == f"--{name}" and name in flags:
+        if argument.startswith("--") and name in flags:
+            if given:
+                raise MegabatchError(f"{argument}: --{name} takes no value; write --{name}")
             values.append((name, ""))
         elif argument.startswith("--") and name in options:
             if not given and not follows:
@@ -276,6 +278,7 @@ def explain(error: ErrorDetails, path: Path, overrides: Layer) -> MegabatchError
             error["msg"]
             .replace("Input should be", "it must be")
             .replace("valid integer", "whole number")
+            .replace("a valid boolean", "true or false")
             .replace("valid dictionary", "table")
             .replace("greater than or equal to", "at least")
         )

@@ -46,9 +46,9 @@ def load_function(name: str, key: str) -> Callable[..., Any]:
     try:
         module = load_file(Path(place)) if place.endswith(".py") else load_module(place)
     except Exception as error:  # whatever the user's module raises when it is read
-        reason = in_one_line(error)
+        change = "install it, or mend its name" if isinstance(error, ModuleNotFoundError) else "mend it or its name"
         raise MegabatchError(
-            f"{key} is {name!r} and {place} cannot be imported ({reason}); mend it or its name"
+            f"{key} is {name!r} and {place} cannot be imported ({in_one_line(error)}); {change}"
         ) from None
     found: Any = getattr(module, attribute, None)
     if not callable(found) and not isinstance(found, JointLoss):
