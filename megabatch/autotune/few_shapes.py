@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megabatch.autotune.measure import MeasuredModel
 from megabatch.autotune.tuner import restoring
 from megabatch.batching.packed_row import OneRow
-from megabatch.batching.padding import EXPERTS, Padding, is_causal, with_config
+from megabatch.batching.padding import BY_LENGTH, EXPERTS, Padding, is_causal, with_config
 from megabatch.batching.samples import IGNORED_LABEL, Batch, Samples, to_dense_tensor
 from megabatch.engine import random_state
 from megabatch.engine.call import MicrobatchPlanner, PreparedBatch, collate_planned, first_failure
@@ -34,7 +34,6 @@ from megabatch.wrappers.base import Wrapper, local
 
 LOSSES = (next_token, classification)  # known to leave out labels of -100
 NUM_TRIED = 8  # tokens of the samples of a trial
-BY_LENGTH = ("dynamic", "longrope")  # rotary positions that go by the longest row of a microbatch
 STATISTICS = (
     nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d,
     nn.InstanceNorm3d,

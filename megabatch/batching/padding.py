@@ -6,6 +6,9 @@ known: they get what `pad_right` makes.
 A causal model needs no mask for padding on the right: no token sees it. Without a mask torch takes its fast attention
 kernels, and nothing waits for a device to look at the mask. The results at masked positions do change, so no target may
 lie there.
+
+Some models mix padding into tokens whatever the mask says. `find_mixing_causes` knows those of transformers, and a
+microbatch with padding is refused for them.
 """
 
 import contextlib
@@ -34,6 +37,25 @@ RIGHT_PADDED = "megabatch: padded on the right"  # in a microbatch, beside its m
 # Keys in transformers' configs of models that send tokens to experts, which may count them by the mask.
 POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len")  # keys of configs
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+BY_LENGTH = ("dynamic", "longrope")  # rotary positions that go by the longest row of a microbatch
+UNMASKED = "convolves over padding"
+MIXES_PADDING = {  # model types and classes of transformers that do not tell; tests/exact/padded.py tries all families
+    "T5GemmaForSequenceClassification": "reads the token behind the last",
+    "canine": "convolves and pools characters with padding",
+    "convbert": UNMASKED,
+    "cpmant": "expects padding on the left",
+    "data2vec-audio": UNMASKED,
+    "fnet": "takes no attention_mask",
+    "funnel": "pools tokens with padding",
+    "mobilebert": "embeds a token with the one behind it",
+    "nystromformer": "takes means over parts of the padded row",
+    "prophetnet": "takes relative positions of other tokens, by the padded length",
+    "reformer": "sorts padding and tokens into chunks",
+    "sew": UNMASKED,
+    "sew-d": UNMASKED,
+    "wav2vec2-conformer": UNMASKED,
+    "yoso": UNMASKED,
+}
 
 
 class Padding:
@@ -95,10 +117,22 @@ class Padding:
                 fill = self._pad_token if fill is None else fill
             made[name] = stack_padded(name, values, fill, length)
         main = next((name for name in self._main_inputs if name in made), None)
+        if self._mixing and any(name == main or name.endswith(IDS) for name in ragged):
+            self._refuse_padding(made, ragged)
         if main is not None and self.takes_mask and (main in ragged or not self._is_causal):
             self._add_mask(made, main, columns[main])
         self.check(made)
         return made
+
+    def _refuse_padding(self, made: Mapping[str, Tensor], ragged: set[str]) -> None:
+        """Raise `PlanError` where a model mixes the padding of a microbatch into tokens."""
+        longest = max(made[name].shape[1] for name in ragged)
+        cause = next((cause for cause, most in self._mixing if longest > most), None)
+        if cause is not None:
+            raise PlanError(
+                f"samples of one microbatch have {min(ragged)} of unequal lengths, and {cause}, so that padding changes "
+                "their gradient whatever the mask says; give micro_batch_size=1, or samples of one length"
+            )
 
     def _check_fill(self, name: str, given: float | None) -> None:
         """Raise `PlanError` where a model that looks for its pad token would get another."""
@@ -217,6 +251,10 @@ class Padding:
         kinds = {type(module) for model in self._models for module in model.modules()}
         forwards = (inspect.unwrap(kind.forward) for kind in kinds if "ForSequenceClassification" in kind.__name__)
         return any("pad_token_id" in each.__code__.co_names for each in forwards if hasattr(each, "__code__"))
+
+    @cached_property
+    def _mixing(self) -> list[tuple[str, int]]:
+        return [each for model in self._models for each in find_mixing_causes(model)]
 
     @cached_property
     def takes_mask(self) -> bool:
@@ -355,6 +393,36 @@ def is_causal(model: Any, *, with_experts: bool = False) -> bool:
         return False
     said = [each for module in model.modules() if (each := vars(module).get("is_causal")) is not None]
     return bool(said) and all(each is True for each in said)
+
+
+def find_mixing_causes(model: nn.Module) -> Iterator[tuple[str, int]]:
+    """Yield why a model of transformers mixes padding into tokens, and the longest row [tokens] in which it does not."""
+    configs: dict[int, Any] = {}
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        configs[id(config)] = config  # of parts too, as the encoder of a pair
+        if (name := type(module).__name__) in MIXES_PADDING:
+            yield f"{name} {MIXES_PADDING[name]}", 0
+        if getattr(module, "summary_type", None) in ("last", "mean"):
+            yield f"{name} takes the {module.summary_type} of the padded row", 0
+    for config in filter(None, configs.values()):
+        kind = getattr(config, "model_type", None)
+        if kind in MIXES_PADDING:
+            yield f"{kind} {MIXES_PADDING[kind]}", 0
+        if getattr(config, "feat_extract_norm", None) == "group":
+            yield f"{kind} normalizes over all frames of a row (feat_extract_norm)", 0
+        if getattr(config, "attention_type", None) == "block_sparse":
+            yield (
+                f"{kind} chooses its blocks by the padded length (attention_type; it may be original_full)",
+                (5 + 2 * config.num_random_blocks) * config.block_size,  # shorter rows have full attention
+            )
+        rope: Any = getattr(config, "rope_parameters", None) or {}
+        for each in (rope, *rope.values()):  # of one kind of layers, or of each
+            if isinstance(each, dict) and each.get("rope_type") in BY_LENGTH:
+                yield (
+                    f"{kind} has rotary positions that go by the longest row (rope_type {each['rope_type']})",
+                    each.get("original_max_position_embeddings") or config.max_position_embeddings,
+                )
 
 
 def with_config(model: Any) -> Any:
